@@ -1,0 +1,197 @@
+"""dsft's own options, beside every field of `transformers.TrainingArguments`, and how they are read.
+
+One YAML file (`--config run.yaml`) and flags share the names; a flag wins over the file. Reading never touches a model,
+a GPU or the network: that is `preparation.py`.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from transformers import TrainingArguments
+
+from dsft.fields import check_values, field_types, read_flags, read_yaml
+
+
+@dataclass(kw_only=True)
+class ModelFields:
+    model: str | None = None
+    """Hub id, local folder, or a `config.json` alone (random weights, seeded by `seed`)."""
+    tokenizer: str | None = None
+    """Hub id or folder; by default the model's own."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of computation; auto is bfloat16 on a GPU that has it, float32 elsewhere."""
+    attn_implementation: str | None = None
+    """eager, sdpa, flash_attention_2 ...; by default what transformers picks."""
+    trust_remote_code: bool = False
+    """Run code that a model repository brings along."""
+
+
+@dataclass(kw_only=True)
+class LoraFields:
+    method: Literal["full", "lora", "qlora"] = "full"
+    """full trains every weight; lora trains adapters; qlora trains adapters over a quantised base (GPU only)."""
+    lora_r: int = 16
+    """Rank of the adapters."""
+    lora_alpha: int = 32
+    """Scale: adapters are multiplied by alpha / r (alpha / sqrt(r) with use_rslora)."""
+    lora_dropout: float = 0.0
+    lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Module names or name endings to adapt; all-linear takes every linear layer but the head."""
+    lora_modules_to_save: list[str] = field(default_factory=list)
+    """Modules trained and saved in full beside the adapters (embeddings after new tokens, say)."""
+    use_dora: bool = False
+    """Weight-decomposed LoRA (arXiv 2402.09353)."""
+    use_rslora: bool = False
+    """Rank-stabilised scale (arXiv 2312.03732)."""
+    adapter: str | None = None
+    """Folder or hub id of an adapter to go on training; its own shape replaces the lora_* options."""
+    quantization_bits: Literal[4, 8] = 4
+    """Bits of the base model's weights with method qlora (bitsandbytes)."""
+
+
+@dataclass(kw_only=True)
+class DataFields:
+    data: list[str] = field(default_factory=list)
+    """Files (txt, json, jsonl, csv, parquet), a glob, a folder of them, or one hub data set."""
+    eval_data: list[str] = field(default_factory=list)
+    """Held-out data, in the same form."""
+    eval_fraction: float = 0.0
+    """Share of `data` held out (seeded) where eval_data is not given."""
+    data_format: Literal["auto", "text", "prompt_completion", "messages"] = "auto"
+    """auto goes by the columns: `messages`, `prompt` and `completion`, or the text column."""
+    text_column: str = "text"
+    data_name: str | None = None
+    """Configuration of a hub data set."""
+    data_split: str = "train"
+    """Split of a hub data set, slices included (train[:5%])."""
+    eval_split: str = "validation"
+    """Split of a hub data set given as eval_data."""
+    seq_len: int = 1024
+    """Longest sequence, in tokens. Text is cut into windows of this length."""
+    too_long: Literal["truncate", "drop", "error"] = "truncate"
+    """What happens to a prompt and completion, or a chat, longer than seq_len; it is counted in run.json."""
+
+
+@dataclass(kw_only=True)
+class TrainConfig(ModelFields, LoraFields, DataFields):
+    """Everything a training run is told."""
+
+    zero: str = "auto"
+    """auto, 0, 1, 2, 3, 2-offload, 3-offload-optimizer, 3-offload, 3-hpz, 3-nvme, or the path of a DeepSpeed JSON."""
+    global_batch_size: int | None = None
+    """Sequences per optimizer step over all ranks; sets gradient_accumulation_steps."""
+    overwrite: bool = False
+    """Replace the run that output_dir holds."""
+    training: dict[str, Any] = field(init=False, default_factory=dict)
+    """The TrainingArguments fields that the user set, by name."""
+
+
+@dataclass(kw_only=True)
+class EvalConfig(ModelFields, DataFields):
+    """Everything a perplexity evaluation is told. `model` may also be an adapter folder, or a run's folder."""
+
+    zero: Literal["auto", "0", "3", "3-offload"] = "auto"
+    """0 holds one copy of the model per rank; 3 shards it over all ranks; auto takes 0 where it fits."""
+    batch_tokens: int = 8192
+    """Tokens (padding included) per forward of one rank."""
+    output_dir: str | None = None
+    """Folder for perplexity.json; by default only the screen."""
+    seed: int = 42
+    """Seed of the weights where the model is a config.json alone."""
+
+
+def read_config(cls: type, argv: Sequence[str], problems: list[str]):
+    """The `cls` that `argv` (with `--config FILE`) describes. Every fault goes to `problems` and leaves the default."""
+    flags = read_flags(argv, problems)
+    path = flags.pop("config", None)
+    values = read_yaml(path, problems) if isinstance(path, str) else {}
+    if path is True:
+        problems.append("--config: needs the path of a YAML file")
+    return make_config(cls, values | flags, problems)
+
+
+def make_config(cls: type, values: Mapping[str, Any], problems: list[str]):
+    """The `cls` with these options by name, checked; faults go to `problems`."""
+    own_types = field_types(cls)
+    all_types = field_types(cls, TrainingArguments) if cls is TrainConfig else own_types
+    checked = check_values(values, all_types, problems)
+    config = cls(**{key: value for key, value in checked.items() if key in own_types})
+    if cls is TrainConfig:
+        config.training = {key: value for key, value in checked.items() if key not in own_types}
+    check_config(config, problems)
+    return config
+
+
+def as_dict(config) -> dict[str, Any]:
+    """The configuration for run.json; tokens of services are left out."""
+    values = dataclasses.asdict(config)
+    values |= values.pop("training", {})
+    return {key: value for key, value in values.items() if not key.endswith("_token")}
+
+
+def check_config(config, problems: list[str]) -> None:
+    """Contradictions visible in the options alone."""
+    if config.model is None:
+        problems.append("model: missing; name a hub id, a local folder or a config.json")
+    if not config.data:
+        problems.append("data: missing; name a file, a folder, a glob or a hub data set")
+    if config.seq_len < 2:
+        problems.append(f"seq_len={config.seq_len}: a window needs at least 2 tokens, one of context and one to predict")
+    if not 0 <= config.eval_fraction < 1:
+        problems.append(f"eval_fraction={config.eval_fraction}: must be at least 0 and less than 1")
+    if isinstance(config, TrainConfig):
+        _check_training(config, problems)
+    elif config.batch_tokens < config.seq_len:
+        problems.append(f"batch_tokens={config.batch_tokens} is less than seq_len={config.seq_len}: one window must fit; raise batch_tokens")
+
+
+def _check_training(config: TrainConfig, problems: list[str]) -> None:
+    training = config.training
+    if not training.get("output_dir"):
+        problems.append("output_dir: missing; name the folder of this run, for example runs/first")
+    for key in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"):
+        if training.get(key):
+            problems.append(f"{key}: dsft sets up sharding itself; use zero, which also takes the path of a DeepSpeed JSON")
+    half = {"bf16": "bfloat16", "fp16": "float16"}
+    asked = [key for key in half if training.get(key)]
+    if len(asked) == 2:
+        problems.append("bf16 and fp16 are both true; keep one")
+    elif asked and config.dtype not in ("auto", half[asked[0]]):
+        problems.append(f"dtype={config.dtype} contradicts {asked[0]}=true; keep one")
+    for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "lora_r"):
+        value = training.get(key, getattr(config, key, None))
+        if value is not None and value < 1:
+            problems.append(f"{key}={value}: must be at least 1")
+    if config.global_batch_size and "gradient_accumulation_steps" in training:
+        problems.append("global_batch_size and gradient_accumulation_steps are both set; keep one, the other follows")
+    if config.method == "full" and config.adapter:
+        problems.append(f"adapter={config.adapter} needs method lora or qlora; method is full")
+    if not 0 <= config.lora_dropout < 1:
+        problems.append(f"lora_dropout={config.lora_dropout}: must be at least 0 and less than 1")
+    if config.method == "qlora" and config.zero.startswith("3"):
+        # transformers skips zero.Init for quantised models (modeling_utils.py), so ZeRO-3 would not shard them at load.
+        problems.append(
+            f"method=qlora cannot be combined with zero={config.zero}: a quantised base is not sharded by ZeRO-3; "
+            "use zero 2, or method lora with zero 3"
+        )
+
+
+def ignored_options(config: TrainConfig) -> list[str]:
+    """One sentence for each option that was set but has no effect in this configuration."""
+    notes = []
+    defaults = LoraFields()
+    lora_names = [f.name for f in dataclasses.fields(LoraFields) if f.name not in ("method", "adapter", "quantization_bits")]
+    changed = [name for name in lora_names if getattr(config, name) != getattr(defaults, name)]
+    if changed and config.method == "full":
+        notes.append(f"{', '.join(changed)}: ignored, because method is full; set method: lora")
+    if changed and config.adapter:
+        notes.append(f"{', '.join(changed)}: ignored, because adapter={config.adapter} brings its own shape")
+    if config.method != "qlora" and config.quantization_bits != defaults.quantization_bits:
+        notes.append(f"quantization_bits: ignored, because method is {config.method}; set method: qlora")
+    if config.eval_data and config.eval_fraction:
+        notes.append("eval_fraction: ignored, because eval_data is given")
+    return notes

@@ -1,0 +1,152 @@
+"""A data set, a tokenizer and a small model config made from what every Python carries: nothing is downloaded.
+
+    dsft demo-data demo
+
+Text: the language reference (`pydoc_data.topics`) and the docstrings of the standard library, read from its source files
+without importing them. Instructions: a question about a function, and its docstring as the answer. Whole modules are held out, so
+that no held-out answer was seen in training. The same Python version gives the same files.
+"""
+
+import ast
+import hashlib
+import inspect
+import json
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+
+END = "<|end|>"
+VOCAB_SIZE = 4096
+HELD_OUT_PERCENT = 8
+SKIPPED_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages", "lib2to3", "turtledemo", "__pycache__", "ensurepip"}
+
+
+def write_demo_data(folder: Path) -> dict[str, int]:
+    """Write corpus/, instructions/ (train.jsonl and held_out.jsonl each), model/ (config.json and tokenizer), full.yaml and lora.yaml.
+
+    Returns the number of rows of each data file.
+    """
+    modules = dict(standard_library_docs())
+    documents = [(f"topic {name}", text) for name, text in sorted(topics.items())]
+    documents += [(f"module {name}", "\n\n".join(text for _, text in docs)) for name, docs in modules.items()]
+    counts = {}
+    corpus = {"train": [], "held_out": []}
+    for name, text in documents:
+        corpus[split_of(name)].append({"text": text})
+    instructions = {"train": [], "held_out": []}
+    for module, docs in modules.items():
+        for signature, text in docs:
+            if "(" in signature:
+                instructions[split_of(f"module {module}")].append({"prompt": f"Question: what does {module}.{signature} do?\nAnswer: ", "completion": text})
+    for kind, splits in (("corpus", corpus), ("instructions", instructions)):
+        for split, rows in splits.items():
+            path = folder / kind / f"{split}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            counts[f"{kind}/{split}"] = len(rows)
+    write_tokenizer(folder / "model", [row["text"] for row in corpus["train"]])
+    write_model_config(folder / "model")
+    write_run_configs(folder)
+    return counts
+
+
+def split_of(name: str) -> str:
+    """train or held_out, by a hash of the name: stable when documents come or go."""
+    return "held_out" if int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100 < HELD_OUT_PERCENT else "train"
+
+
+def standard_library_docs() -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """(module, [(signature or name, docstring)]) for every module of the standard library with docstrings, by name."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if SKIPPED_FOLDERS & set(relative.parts) or any(part.startswith("config-") for part in relative.parts):
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except SyntaxError:
+            continue  # templates and samples that are no Python of this version
+        name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+        docs = [(signature, doc) for node, signature in _walk(tree, "") if (doc := ast.get_docstring(node))]
+        if docs:
+            yield name, docs
+
+
+def _walk(node: ast.AST, prefix: str) -> Iterator[tuple[ast.AST, str]]:
+    yield node, prefix.rstrip(".")
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef):
+            yield from _walk(child, f"{prefix}{child.name}.")
+        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield child, f"{prefix}{child.name}({ast.unparse(child.args)})"
+
+
+def write_tokenizer(folder: Path, texts: list[str]) -> None:
+    """A byte-level BPE of VOCAB_SIZE tokens trained on `texts`, saved as a Hugging Face tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END).save_pretrained(folder)
+
+
+def write_model_config(folder: Path) -> None:
+    """config.json of a Llama of 6.9 M parameters."""
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=704, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
+        max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=None, eos_token_id=0, pad_token_id=0, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
+
+
+def write_run_configs(folder: Path) -> None:
+    """The two runs of the quickstart, as YAML that a user can copy."""
+    (folder / "full.yaml").write_text(inspect.cleandoc(f"""
+        # Full finetuning of a small Llama with random weights on the text of Python's documentation.
+        model: {folder}/model/config.json
+        data: {folder}/corpus/train.jsonl
+        eval_data: {folder}/corpus/held_out.jsonl
+        output_dir: {folder}/runs/full
+        seq_len: 256
+        zero: 3
+        per_device_train_batch_size: 8
+        global_batch_size: 16
+        max_steps: 80
+        learning_rate: 2e-3
+        lr_scheduler_type: cosine
+        warmup_steps: 10
+        eval_on_start: true
+        eval_strategy: steps
+        eval_steps: 40
+        save_strategy: steps
+        save_steps: 40
+        logging_steps: 5
+        """) + "\n", encoding="utf-8")
+    (folder / "lora.yaml").write_text(inspect.cleandoc(f"""
+        # LoRA on questions about functions, over the model that full.yaml trained. Only the answers are learnt.
+        model: {folder}/runs/full/final
+        data: {folder}/instructions/train.jsonl
+        eval_data: {folder}/instructions/held_out.jsonl
+        output_dir: {folder}/runs/lora
+        seq_len: 256
+        method: lora
+        lora_r: 16
+        zero: 3
+        per_device_train_batch_size: 8
+        global_batch_size: 16
+        max_steps: 40
+        learning_rate: 2e-3
+        lr_scheduler_type: cosine
+        warmup_steps: 4
+        eval_on_start: true
+        save_strategy: "no"
+        logging_steps: 5
+        """) + "\n", encoding="utf-8")

@@ -1,0 +1,108 @@
+"""What the hardware offers: measured on this machine, or as the user writes it (`8x80GB`, two nodes).
+
+Reads only; nothing here allocates on a GPU.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from dsft.problems import UserError
+
+GB = 1000**3
+GiB = 1024**3
+_UNITS = {"MB": 1000**2, "GB": GB, "TB": 1000**4, "MiB": 1024**2, "GiB": GiB, "TiB": 1024**4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The hardware a plan is made for; all nodes alike."""
+
+    nodes: int
+    ranks_per_node: int
+    """One rank per GPU; without GPUs, CPU processes."""
+    device_bytes: int
+    """Memory of one GPU; without GPUs, one rank's share of the host's."""
+    host_bytes: int
+    """Host memory of one node that processes may use (the cgroup's limit where there is one)."""
+    has_gpu: bool
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def __str__(self) -> str:
+        device = "GPU" if self.has_gpu else "CPU rank"
+        return (
+            f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.ranks_per_node} {device}{'s' * (self.ranks_per_node > 1)} "
+            f"of {self.device_bytes / GiB:.0f} GiB, {self.host_bytes / GiB:.0f} GiB host memory per node"
+        )
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in "80GB", "80GiB", "1.5TB".
+
+    Raises:
+        UserError: for anything else; a unit is required.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
+    if not match or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise UserError([f"{text!r} is not a size; write a number and one of {', '.join(_UNITS)}, for example 80GB"])
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_gpus(text: str) -> tuple[int, int]:
+    """("8x80GB") -> (8, bytes of one).
+
+    Raises:
+        UserError: where the text has another form or names no GPU.
+    """
+    match = re.fullmatch(r"(\d+)\s*x\s*(.+)", text.strip())
+    if not match or int(match[1]) < 1:
+        raise UserError([f"--gpus {text!r}: write the number of GPUs of one node and the memory of one, for example 8x80GB"])
+    return int(match[1]), parse_bytes(match[2])
+
+
+def host_memory_bytes() -> int:
+    """Memory this process's host may use: physical, or the cgroup's limit (v2, then v1) where that is smaller."""
+    limits = [psutil.virtual_memory().total]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        if Path(path).is_file() and (text := Path(path).read_text().strip()).isdigit():
+            limits.append(int(text))
+    return min(limits)
+
+
+def cpu_count() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def default_ranks() -> int:
+    """Ranks to start on this machine: one per GPU, else up to 2 CPU processes."""
+    return torch.cuda.device_count() or min(2, cpu_count())
+
+
+def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None) -> Machine:
+    """The machine as found. Without GPUs each rank's device memory is its share of 85 % of the host's."""
+    ranks = ranks_per_node or default_ranks()
+    host = host_memory_bytes()
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        device = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+    else:
+        device = int(0.85 * host / ranks)  # the rest is for the system and the launcher
+    return Machine(nodes=nodes, ranks_per_node=ranks, device_bytes=device, host_bytes=host, has_gpu=has_gpu)
+
+
+def peak_memory_bytes() -> dict[str, int]:
+    """This rank's peak so far: device bytes allocated by torch (GPU only) and resident host bytes (Linux VmHWM)."""
+    import resource
+
+    peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if torch.cuda.is_available():
+        peak["gpu"] = torch.cuda.max_memory_allocated()
+    return peak

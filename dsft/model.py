@@ -1,0 +1,102 @@
+"""Builds the tokenizer and the model, with adapters or a quantised base where asked.
+
+Under ZeRO-3 the DeepSpeed configuration must be registered (by `TrainingArguments` or `HfDeepSpeedConfig`) before
+`build_model`: only then are the weights sharded while they load, instead of filling every rank's memory.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from dsft.lora import add_lora
+from dsft.model_size import load_model_config
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_dtype(dtype: str) -> str:
+    """float32, bfloat16 or float16; "auto" is bfloat16 on a GPU that computes in it, float32 elsewhere."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+
+
+def adapter_base(folder: str) -> str | None:
+    """The base model that an adapter folder names, or None where the folder holds no adapter."""
+    file = Path(folder) / "adapter_config.json"
+    return json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"] if file.is_file() else None
+
+
+def is_bare_config(model: str) -> bool:
+    """Whether `model` is the path of a config file, which means random weights."""
+    return model.endswith(".json") and Path(model).is_file()
+
+
+def load_tokenizer(config) -> PreTrainedTokenizerBase:
+    """The tokenizer of `config` (a `TrainConfig` or `EvalConfig`), with a pad token.
+
+    Where there is none, the end token pads; that changes no loss, since padding is masked and carries no label.
+
+    Raises:
+        OSError, ValueError: as transformers does, where there is no tokenizer.
+    """
+    name = config.tokenizer or (str(Path(config.model).parent) if is_bare_config(config.model) else config.model)
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=config.revision if not config.tokenizer else None, trust_remote_code=config.trust_remote_code)
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def build_model(config, *, dtype: str, seed: int = 42) -> PreTrainedModel:
+    """The causal language model of `config`, with trainable adapters where the method has them.
+
+    Args:
+        dtype: "float32", "bfloat16" or "float16", for the weights.
+        seed: of the random weights where the model is a config.json alone, and of new adapters.
+    """
+    options = {"dtype": DTYPES[dtype], "trust_remote_code": config.trust_remote_code}
+    if config.attn_implementation:
+        options["attn_implementation"] = config.attn_implementation
+    method = getattr(config, "method", "full")
+    set_seed(seed)
+    if is_bare_config(config.model):
+        model = AutoModelForCausalLM.from_config(load_model_config(config.model, trust_remote_code=config.trust_remote_code), **options)
+    else:
+        if method == "qlora":
+            options["quantization_config"] = _quantization(config, DTYPES[dtype])
+        model = load_weights(config.model, revision=config.revision, **options)
+    if method == "qlora":
+        from peft import prepare_model_for_kbit_training
+
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    if method != "full":
+        set_seed(seed)
+        model = add_lora(model, config, adapter=config.adapter)
+        model.enable_input_require_grads()  # activation checkpointing over a frozen embedding needs an input with a gradient
+    return model
+
+
+def load_weights(name: str, **options) -> PreTrainedModel:
+    """The model of a hub id or folder; of an adapter folder, its base with the adapter over it (not merged)."""
+    base = adapter_base(name)
+    if base:
+        return PeftModel.from_pretrained(load_weights(base, **options), name)
+    # Adapters remember this name: absolute, it stays right when they are loaded from another working folder.
+    return AutoModelForCausalLM.from_pretrained(str(Path(name).resolve()) if Path(name).is_dir() else name, **options)
+
+
+def _quantization(config, compute_dtype: torch.dtype):
+    from transformers import BitsAndBytesConfig
+
+    if config.quantization_bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+        bnb_4bit_quant_storage=compute_dtype,  # so that DeepSpeed can shard the storage like any other weight
+    )

@@ -1,0 +1,105 @@
+"""This process among the others: start-up of the process group, and the few collectives dsft itself needs.
+
+Everything runs also as one process without a launcher. DeepSpeed makes the process group (it knows NCCL, gloo and the CPU's
+shared-memory collectives); a group made before `TrainingArguments` is what lets ZeRO-3 start on CPU ranks.
+"""
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from dsft.machine import cpu_count
+from dsft.problems import UserError, raise_if_any
+
+LAUNCHER_VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+def world_size() -> int:
+    """Number of ranks over all nodes, as the launcher said; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """This process's number over all nodes, from 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def ranks_per_node() -> int:
+    """Ranks on this node. torchrun sets LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size())
+
+
+def free_port() -> int:
+    """A TCP port that nothing on this machine listens to now."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+def start_ranks(*, timeout_seconds: int = 1800) -> None:
+    """Join the process group of all ranks; without a launcher, be the only one.
+
+    Raises:
+        UserError: where a launcher set only some of its variables.
+    """
+    if dist.is_initialized():
+        return
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ and name != "LOCAL_WORLD_SIZE"]
+    if world_size() > 1 and missing:
+        raise UserError([f"WORLD_SIZE={world_size()} is set but {', '.join(missing)} is not: start dsft through a launcher"])
+    for name, value in LAUNCHER_VARIABLES.items():
+        os.environ.setdefault(name, str(ranks_per_node()) if name == "LOCAL_WORLD_SIZE" else value)
+    if world_size() == 1:
+        os.environ["MASTER_PORT"] = str(free_port())
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # The ranks of a node share its cores; left alone, each would take all of them.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks_per_node())))
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    import deepspeed  # here, so that `import dsft` stays light and DS_ACCELERATOR is read after it is set
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=timeout_seconds))
+
+
+def stop_ranks() -> None:
+    """Leave the process group in order, so that no rank reports a lost peer at exit."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def raise_together(problems: list[str]) -> None:
+    """Raise the union of all ranks' problems on every rank, so that none waits for one that stopped. Collective."""
+    everyone: list[list[str]] = [problems]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, problems)
+    raise_if_any([problem for one_rank in everyone for problem in one_rank])
+
+
+def device() -> torch.device:
+    """The device of this rank."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Element-wise sum over all ranks, on the CPU. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return values.cpu()
+    values = values.to(device())
+    dist.all_reduce(values)
+    return values.cpu()
+
+
+def max_over_ranks(value: float) -> float:
+    """The largest of all ranks' values. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    tensor = torch.tensor(value, dtype=torch.float64, device=device())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.item()

@@ -1,0 +1,112 @@
+"""A run's folder: `run.json` beside the checkpoints, the final model in `final/`.
+
+run.json holds the configuration, the plan, versions, the git commit and the results; it is written at start and at the end.
+"""
+
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from dsft.problems import UserError
+
+FINAL = "final"
+PACKAGES = ("dsft", "torch", "deepspeed", "transformers", "accelerate", "peft", "datasets", "safetensors")
+
+
+def check_output_dir(config, problems: list[str]) -> None:
+    """The folder must be writable and must not hold another run, unless `overwrite` or a resume is asked for."""
+    path = Path(config.training["output_dir"]).expanduser()
+    resume = config.training.get("resume_from_checkpoint")
+    if path.exists() and not path.is_dir():
+        problems.append(f"output_dir={path}: is a file, not a folder")
+        return
+    if path.is_dir() and any(path.iterdir()) and not config.overwrite and not resume:
+        what = "another run" if (path / "run.json").is_file() else "other files"
+        problems.append(
+            f"output_dir={path}: holds {what}; choose a new folder, continue it with --resume_from_checkpoint auto, or replace it with --overwrite"
+        )
+    if resume and resume != "auto" and not (Path(resume) / "trainer_state.json").is_file():
+        problems.append(f"resume_from_checkpoint={resume}: holds no trainer_state.json, so it is no complete checkpoint; use auto or a checkpoint-N folder")
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing) as probe:
+            probe.write(b"\0" * 4096)
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        problems.append(f"output_dir={path}: cannot be written ({error.strerror})")
+
+
+def clear_run(output_dir: str) -> None:
+    """Remove what an earlier run left: checkpoints, the final model, run.json. Other files stay."""
+    path = Path(output_dir)
+    for folder in (*path.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), path / FINAL):
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    (path / "run.json").unlink(missing_ok=True)
+
+
+def checkpoints(output_dir: str) -> list[Path]:
+    """Complete checkpoints, oldest step first. The Trainer writes trainer_state.json last."""
+    found = [p for p in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (p / "trainer_state.json").is_file()]
+    return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
+
+
+def last_checkpoint(config) -> str | None:
+    """The checkpoint to resume from; None starts anew (also where `auto` finds none)."""
+    resume = config.training.get("resume_from_checkpoint")
+    if resume != "auto":
+        return resume
+    found = checkpoints(config.training["output_dir"])
+    return str(found[-1]) if found else None
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of every package that a run's numbers depend on."""
+    return {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def git_commit() -> str | None:
+    """Commit of the dsft checkout, with "+changes" where files differ from it; None outside a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    try:
+        describe = subprocess.run(["git", "-C", root, "describe", "--always", "--abbrev=40", "--dirty=+changes"], capture_output=True, text=True)
+    except OSError:
+        return None  # no git on this machine
+    return describe.stdout.strip() or None
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write beside and rename, so that a reader or a crash never sees half a file."""
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+def write_run(output_dir: str, **sections: Any) -> None:
+    """Add or replace sections of run.json."""
+    path = Path(output_dir) / "run.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = read_run(output_dir) if path.is_file() else {"created": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    write_json(path, content | sections)
+
+
+def read_run(output_dir: str) -> dict[str, Any]:
+    """run.json of a run.
+
+    Raises:
+        UserError: where the folder is no run.
+    """
+    path = Path(output_dir) / "run.json"
+    if not path.is_file():
+        raise UserError([f"{output_dir}: is no run folder, it has no run.json"])
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,153 @@
+"""`transformers.Trainer` with what dsft adds: exact evaluation, speed and memory in the log, a stop at NaN, verified saves.
+
+No training loop here: the Trainer's own runs.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from dsft.machine import GiB, peak_memory_bytes
+from dsft.perplexity import evaluate_sequences
+from dsft.problems import TrainingStopped
+from dsft.ranks import max_over_ranks
+from dsft.run_folder import FINAL, checkpoints
+from dsft.samples import Collator
+
+
+class PerplexityTrainer(Trainer):
+    """Trains on `Samples.sequences`; evaluates with `perplexity.py` instead of a mean of batch means."""
+
+    def __init__(self, model: nn.Module, args: TrainingArguments, *, tokenizer: PreTrainedTokenizerBase, train: Dataset, held_out: Dataset | None):
+        super().__init__(
+            model=model, args=args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer,
+            data_collator=Collator(tokenizer.pad_token_id),
+        )
+        for printer in (PrinterCallback, ProgressCallback):
+            self.remove_callback(printer)
+        self.add_callback(ProgressLog)
+        self.bad_losses = torch.zeros((), dtype=torch.int64, device=args.device)
+
+    def evaluate(self, eval_dataset: Dataset | None = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Perplexity over all tokens of the held-out data; the same number for any batch size and number of ranks."""
+        start = time.perf_counter()
+        sequences = self.eval_dataset if eval_dataset is None else eval_dataset
+        result = evaluate_sequences(
+            self.model,
+            sequences,
+            pad_token_id=self.processing_class.pad_token_id,
+            batch_tokens=self.args.per_device_eval_batch_size * max(map(len, sequences["input_ids"])),
+            device=self.args.device,
+            collective_forward=is_deepspeed_zero3_enabled(),
+            progress=self.is_world_process_zero() and not self.args.disable_tqdm,
+        )
+        metrics = {
+            f"{metric_key_prefix}_loss": result.loss,
+            f"{metric_key_prefix}_perplexity": result.perplexity,
+            f"{metric_key_prefix}_tokens": result.tokens,
+            f"{metric_key_prefix}_runtime": time.perf_counter() - start,
+        }
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def training_step(self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None) -> torch.Tensor:
+        """The Trainer's step; then every rank learns whether any rank's loss is NaN or infinite, and all stop together."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.bad_losses += ~loss.isfinite()
+        # Micro batches in between are not waited for; sync_gradients is the same on all ranks.
+        if self.accelerator.sync_gradients and max_over_ranks(self.bad_losses.item()):
+            saved = checkpoints(self.args.output_dir)
+            kept = f"the last checkpoint, {saved[-1]}, is untouched" if saved else "nothing had been saved yet"
+            raise TrainingStopped(
+                f"the loss is NaN or infinite at step {self.state.global_step + 1}; {kept}. Usual causes: a learning rate too high "
+                f"(here {self.args.learning_rate}), fp16 where bf16 is needed, or broken weights in the model that training started from"
+            )
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds tokens/s over all ranks and the largest peak memory of one rank. Collective: every rank logs at the same steps."""
+        peak = peak_memory_bytes()
+        for name, value in peak.items():
+            logs[f"peak_{name}_gib"] = round(max_over_ranks(value) / GiB, 3)
+        super().log(logs, start_time)
+
+    def save_final(self) -> Path:
+        """Save the model (LoRA: the adapter) to `final/` and read back that every weight is there. Collective."""
+        folder = Path(self.args.output_dir) / FINAL
+        self.save_model(str(folder))
+        expected = expected_shapes(self.model)
+        problems = missing_weights(folder, expected) if self.is_world_process_zero() else []
+        if max_over_ranks(float(len(problems))):
+            raise RuntimeError(f"{folder} is incomplete, do not use it: {'; '.join(problems[:5])} (see the checkpoints for intact weights)")
+        return folder
+
+
+def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Trained parameters, by name, with their whole shapes (also where ZeRO-3 holds only a piece)."""
+    return {
+        name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def missing_weights(folder: Path, expected: dict[str, tuple[int, ...]]) -> list[str]:
+    """What a saved folder lacks: the number of elements on disk must be that of `expected`, and none may be empty.
+
+    Names differ between memory and disk (adapters lose their prefix, experts are stored one by one), elements do not.
+    """
+    found = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():
+                shape = tensors.get_slice(name).get_shape()
+                found += math.prod(shape)
+                if 0 in shape:
+                    return [f"{name} in {file.name} is empty"]
+    wanted = sum(math.prod(shape) for shape in expected.values())
+    return [] if found >= wanted else [f"{wanted:,} trained elements expected, {found:,} written"]
+
+
+class ProgressLog(TrainerCallback):
+    """One progress bar and one short line per log, on rank 0 only."""
+
+    def __init__(self):
+        self.bar = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero and not args.disable_tqdm:
+            from tqdm.auto import tqdm
+
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="Training", unit="step", dynamic_ncols=True)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero:
+            line = f"step {state.global_step:>6}  " + "  ".join(f"{_NAMES.get(key, key)} {_number(logs[key])}" for key in _SHOWN if key in logs)
+            print(line, flush=True) if self.bar is None else self.bar.write(line)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+_SHOWN = ("loss", "learning_rate", "grad_norm", "train_tokens_per_second", "num_input_tokens_seen", "eval_loss", "eval_perplexity", "eval_tokens", "peak_gpu_gib", "peak_host_gib")
+_NAMES = {"learning_rate": "lr", "train_tokens_per_second": "tokens/s", "num_input_tokens_seen": "tokens"}
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
