@@ -4,3 +4,14 @@ Importing it touches no GPU, environment variable, logger or network. See README
 """
 
 __version__ = "0.1.0"
+
+_API = ("load_config", "build_model", "plan", "evaluate_perplexity")
+
+
+def __getattr__(name: str):
+    """Load the API at first use: it imports torch and transformers."""
+    if name in _API:
+        from dsft import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'dsft' has no attribute {name!r}")

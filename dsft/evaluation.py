@@ -18,7 +18,7 @@ from dsft.perplexity import Perplexity, evaluate_sequences
 from dsft.preparation import check_tokenizer
 from dsft.problems import UserError
 from dsft.run_folder import FINAL, versions
-from dsft.samples import Samples, build_samples, check_rows
+from dsft.samples import build_samples, check_rows
 from dsft.text_data import read_rows
 from dsft.zero_config import read_zero_file
 
@@ -60,15 +60,15 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
         TrainingStopped: where a loss is NaN or infinite.
     """
     problems = [] if problems is None else problems
-    samples, tokenizer = None, None
+    tokenizer, rows, num_params = None, None, 0
     if config.model:
         if (Path(config.model) / "run.json").is_file():
             config.model = str(Path(config.model) / FINAL)
         tokenizer = check_tokenizer(config, problems)
         num_params = _count_params(config, problems)
     try:
-        rows = read_rows(config.data, config, key="data", split=config.data_split) if config.data else None
-        if rows is not None:
+        if config.data:
+            rows = read_rows(config.data, config, key="data", split=config.data_split)
             check_rows(rows, config, tokenizer, key="data", problems=problems)
     except UserError as error:
         problems += error.problems

@@ -58,7 +58,7 @@ def choose_plan(size: ModelSize, machine: Machine, *, micro_batch_tokens: int, h
     fitting = [plan for plan in candidates if plan.fits]
     if fitting:
         chosen = fitting[0]
-        passed = [plan for plan in candidates[: candidates.index(chosen)]]
+        passed = candidates[: candidates.index(chosen)]
         reason = f"{_describe(chosen)} is the fastest that fits"
         if zero != "auto":
             reason = f"zero={zero} was asked for, and {_describe(chosen)} fits"
@@ -87,10 +87,9 @@ def all_plans(size: ModelSize, machine: Machine, *, micro_batch_tokens: int, hal
             names.remove("3-hpz")
             names.insert(names.index("3"), "3-hpz")
     choices = [False, True] if activation_checkpointing is None else [activation_checkpointing]
-    # Checkpointing costs a third more computation, offloading several times as much: so offload comes last.
-    plain = [name for name in names if "offload" not in name]
-    offload = [name for name in names if "offload" in name]
-    order = [(n, c) for group in (plain, offload) for c in choices for n in group]
+    # Checkpointing costs a third more computation, offloading several times as much: so offload comes last, least of it first.
+    order = [(name, choice) for choice in choices for name in names if "offload" not in name]
+    order += [(name, choice) for name in names if "offload" in name for choice in choices]
     return [_plan(name, size, machine, micro_batch_tokens, half, checkpointing) for name, checkpointing in order]
 
 

@@ -54,7 +54,7 @@ def check_run(config: TrainConfig, world_size: int, problems: list[str]) -> Prep
     _check_training_arguments(config, problems)
     if config.model:
         prepared.tokenizer = check_tokenizer(config, problems)
-        prepared.size = _check_model(config, problems)
+        prepared.size = check_model(config, problems)
     _read_data(config, prepared, problems)
     return prepared
 
@@ -71,7 +71,8 @@ def check_tokenizer(config: TrainConfig | EvalConfig, problems: list[str]) -> Pr
     return tokenizer
 
 
-def _check_model(config: TrainConfig, problems: list[str]) -> ModelSize | None:
+def check_model(config: TrainConfig, problems: list[str]) -> ModelSize | None:
+    """The model's size from its config, or problems: none found, LoRA targets that match nothing, too few positions."""
     try:
         model_config = load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
         model = empty_model(model_config, trust_remote_code=config.trust_remote_code)

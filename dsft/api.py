@@ -1,0 +1,68 @@
+"""The Python API, for notebooks: the same words as the options.
+
+    import dsft
+    config = dsft.load_config("run.yaml", learning_rate=1e-4)
+    chosen, candidates, size = dsft.plan("runs/first/final")
+    model = dsft.build_model(config, dtype="float32")
+    result = dsft.evaluate_perplexity(model="runs/first", data="held_out.jsonl", seq_len=512)
+"""
+
+from typing import Any
+
+from dsft import ranks
+from dsft.config import EvalConfig, TrainConfig, make_config
+from dsft.evaluation import Evaluation, evaluate
+from dsft.fields import read_yaml
+from dsft.machine import Machine, this_machine
+from dsft.model import build_model, resolve_dtype
+from dsft.model_size import ModelSize, measure_model
+from dsft.plan import ZeroPlan, all_plans, choose_plan
+from dsft.preparation import check_model
+from dsft.problems import raise_if_any
+
+__all__ = ["build_model", "evaluate_perplexity", "load_config", "plan"]
+
+
+def load_config(path: str | None = None, **options: Any) -> TrainConfig:
+    """The options of a YAML file with `options` over them, checked.
+
+    Raises:
+        UserError: with every problem found.
+    """
+    problems: list[str] = []
+    values = read_yaml(path, problems) if path else {}
+    config = make_config(TrainConfig, values | options, problems)
+    raise_if_any(problems)
+    return config
+
+
+def plan(model: str, *, machine: Machine | None = None, method: str = "full", lora_r: int = 16, seq_len: int = 1024,
+         per_device_train_batch_size: int = 1, dtype: str = "auto", trust_remote_code: bool = False) -> tuple[ZeroPlan, list[ZeroPlan], ModelSize]:
+    """(the choice, every candidate in order of preference, the model's size) from the model's config alone.
+
+    Args:
+        machine: by default this one.
+
+    Raises:
+        UserError: where no model's config is found, or a size is impossible.
+    """
+    config = TrainConfig(model=model, method=method, lora_r=lora_r, seq_len=seq_len, trust_remote_code=trust_remote_code)
+    problems = [f"{name}={value}: must be at least 1" for name, value in (("seq_len", seq_len), ("lora_r", lora_r), ("per_device_train_batch_size", per_device_train_batch_size)) if value < 1]
+    size = None if problems else check_model(config, problems)
+    raise_if_any(problems)
+    machine = machine or this_machine()
+    options = {"micro_batch_tokens": seq_len * per_device_train_batch_size, "half": resolve_dtype(dtype) != "float32"}
+    return choose_plan(size, machine, **options), all_plans(size, machine, **options), size
+
+
+def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:
+    """Perplexity in this process (or on all ranks, where every rank calls it); the options are those of `dsft eval`.
+
+    Raises:
+        UserError: with every problem found.
+        TrainingStopped: where a loss is NaN or infinite.
+    """
+    problems: list[str] = []
+    config = make_config(EvalConfig, options, problems)
+    ranks.start_ranks()
+    return evaluate(config, problems, progress=progress)
