@@ -172,12 +172,6 @@ def _check_training(config: TrainConfig, problems: list[str]) -> None:
         problems.append(f"adapter={config.adapter} needs method lora or qlora; method is full")
     if not 0 <= config.lora_dropout < 1:
         problems.append(f"lora_dropout={config.lora_dropout}: must be at least 0 and less than 1")
-    if config.method == "qlora" and config.zero.startswith("3"):
-        # transformers skips zero.Init for quantised models (modeling_utils.py), so ZeRO-3 would not shard them at load.
-        problems.append(
-            f"method=qlora cannot be combined with zero={config.zero}: a quantised base is not sharded by ZeRO-3; "
-            "use zero 2, or method lora with zero 3"
-        )
 
 
 def ignored_options(config: TrainConfig) -> list[str]:

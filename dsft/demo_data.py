@@ -117,17 +117,17 @@ def write_run_configs(folder: Path) -> None:
         output_dir: {folder}/runs/full
         seq_len: 256
         zero: 3
-        per_device_train_batch_size: 8
-        global_batch_size: 16
-        max_steps: 80
-        learning_rate: 2e-3
+        per_device_train_batch_size: 4
+        global_batch_size: 8
+        max_steps: 120
+        learning_rate: 4e-3
         lr_scheduler_type: cosine
         warmup_steps: 10
         eval_on_start: true
         eval_strategy: steps
-        eval_steps: 40
+        eval_steps: 60
         save_strategy: steps
-        save_steps: 40
+        save_steps: 60
         logging_steps: 5
         """) + "\n", encoding="utf-8")
     (folder / "lora.yaml").write_text(inspect.cleandoc(f"""
@@ -136,14 +136,14 @@ def write_run_configs(folder: Path) -> None:
         data: {folder}/instructions/train.jsonl
         eval_data: {folder}/instructions/held_out.jsonl
         output_dir: {folder}/runs/lora
-        seq_len: 256
+        seq_len: 128
         method: lora
         lora_r: 16
         zero: 3
         per_device_train_batch_size: 8
         global_batch_size: 16
         max_steps: 40
-        learning_rate: 2e-3
+        learning_rate: 1e-2
         lr_scheduler_type: cosine
         warmup_steps: 4
         eval_on_start: true

@@ -4,6 +4,7 @@ Every check appends to one list; nothing here loads a weight.
 """
 
 import importlib.util
+import os
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from dsft.problems import UserError, raise_if_any
 from dsft.run_folder import check_output_dir
 from dsft.samples import check_rows
 from dsft.text_data import read_rows
-from dsft.zero_config import adopt_zero_file, compose, offloads, read_zero_file
+from dsft.zero_config import adopt_zero_file, compose, offloads, read_zero_file, stage
 
 REPORTERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "trackio": ("trackio",)}
 
@@ -44,6 +45,7 @@ def check_run(config: TrainConfig, world_size: int, problems: list[str]) -> Prep
     prepared = Prepared()
     if config.training.get("output_dir"):
         check_output_dir(config, problems)
+    _follow_accelerate(config, problems)
     if config.zero != "auto":
         prepared.zero_file = read_zero_file(config.zero, problems)
         adopt_zero_file(prepared.zero_file, config, problems)
@@ -53,8 +55,9 @@ def check_run(config: TrainConfig, world_size: int, problems: list[str]) -> Prep
     _check_quantization(config, prepared.zero_file, problems)
     _check_training_arguments(config, problems)
     if config.model:
-        prepared.tokenizer = check_tokenizer(config, problems)
         prepared.size = check_model(config, problems)
+        if prepared.size or config.tokenizer:  # where there is no model, its missing tokenizer is no news
+            prepared.tokenizer = check_tokenizer(config, problems)
     _read_data(config, prepared, problems)
     return prepared
 
@@ -112,10 +115,21 @@ def _read_data(config: TrainConfig, prepared: Prepared, problems: list[str]) -> 
         problems.append("eval_strategy needs held-out data; give eval_data or eval_fraction")
 
 
+def _follow_accelerate(config: TrainConfig, problems: list[str]) -> None:
+    """Under `accelerate launch` with a deepspeed_config_file, that file is `zero`, unless the user named another: then both are named."""
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if file == "none":
+        return
+    if config.zero == "auto":
+        config.zero = file
+    elif read_zero_file(config.zero, []) != read_zero_file(file, []):
+        problems.append(f"zero={config.zero}, but accelerate's deepspeed_config_file is {file}; keep one")
+
+
 def _check_batches(config: TrainConfig, world_size: int, problems: list[str]) -> None:
     """Set gradient_accumulation_steps from global_batch_size, or say which sizes would divide."""
     micro = config.training.get("per_device_train_batch_size", 8)
-    if not config.global_batch_size or micro < 1:
+    if not config.global_batch_size or micro < 1 or "gradient_accumulation_steps" in config.training:
         return
     per_step = micro * world_size
     if config.global_batch_size % per_step:
@@ -125,10 +139,7 @@ def _check_batches(config: TrainConfig, world_size: int, problems: list[str]) ->
             f"try {' or '.join(str(n) for n in (lower, lower + per_step) if n)}, or another per_device_train_batch_size"
         )
         return
-    steps = config.global_batch_size // per_step
-    asked = config.training.setdefault("gradient_accumulation_steps", steps)
-    if asked != steps:
-        problems.append(f"gradient_accumulation_steps={asked} x per_device_train_batch_size={micro} x {world_size} ranks is not global_batch_size={config.global_batch_size}; it would be {steps}")
+    config.training["gradient_accumulation_steps"] = config.global_batch_size // per_step
 
 
 def _check_precision(config: TrainConfig, problems: list[str]) -> None:
@@ -161,8 +172,9 @@ def _check_quantization(config: TrainConfig, zero_file: dict[str, Any] | None, p
         problems.append("method=qlora: the package bitsandbytes is not installed; pip install bitsandbytes")
     if config.model and is_bare_config(config.model):
         problems.append(f"method=qlora: {config.model} is a config without weights; there is nothing to quantise")
-    if zero_file and (zero_file.get("zero_optimization", {}).get("stage") == 3 or offloads(zero_file)) and not config.zero.startswith("3"):
-        problems.append(f"method=qlora cannot be combined with {config.zero}: a quantised base is neither sharded by ZeRO-3 nor offloaded; use zero 2")
+    if zero_file and (stage(zero_file) == 3 or offloads(zero_file)):
+        # transformers skips zero.Init for quantised models (modeling_utils.py), so ZeRO-3 would not shard them at load.
+        problems.append(f"method=qlora cannot be combined with zero={config.zero}: a quantised base is neither sharded by ZeRO-3 nor offloaded; use zero 2, or method lora")
 
 
 def _check_training_arguments(config: TrainConfig, problems: list[str]) -> None:
@@ -208,10 +220,9 @@ def _nearest_name(zero: str, zero_file: dict[str, Any]) -> str:
     if not zero.endswith(".json"):
         return zero
     section = zero_file.get("zero_optimization", {})
-    stage = str(section.get("stage", 0))
     if not offloads(zero_file):
-        return "3-hpz" if section.get("zero_hpz_partition_size", 1) > 1 else stage
-    if stage != "3":
+        return "3-hpz" if section.get("zero_hpz_partition_size", 1) > 1 else str(stage(zero_file))
+    if stage(zero_file) != 3:
         return "2-offload"
     return "3-offload" if "offload_param" in section else "3-offload-optimizer"
 
@@ -220,6 +231,7 @@ def training_arguments(config: TrainConfig, plan: ZeroPlan, deepspeed_config: di
     """transformers' arguments: the user's, with dsft's defaults beneath them and the plan applied."""
     values = {
         "logging_steps": 10,
+        "logging_first_step": True,
         "logging_nan_inf_filter": False,  # the default would hide a NaN loss
         "include_num_input_tokens_seen": "non_padding",
         "report_to": "none",

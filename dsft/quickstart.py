@@ -39,7 +39,7 @@ def run_quickstart(folder: Path) -> None:
     print("dsft: 4 of 5: the adapter merged into a plain Hugging Face folder", flush=True)
     merge(f"{folder}/runs/lora", f"{folder}/merged")
     print("dsft: 5 of 5: perplexity of the merged model's answers, measured once more from its folder", flush=True)
-    _run("dsft.eval_ppl", ["--model", f"{folder}/merged", "--data", f"{folder}/instructions/held_out.jsonl", "--seq_len", "256", "--output_dir", f"{folder}/perplexity"])
+    _run("dsft.eval_ppl", ["--model", f"{folder}/merged", "--data", f"{folder}/instructions/held_out.jsonl", "--seq_len", "128", "--output_dir", f"{folder}/perplexity"])
 
     runs = {name: read_run(str(folder / "runs" / name)) for name in ("full", "lora")}
     plot_losses(runs, folder / "loss.png")

@@ -58,11 +58,13 @@ def check_rows(rows: Dataset, config, tokenizer: PreTrainedTokenizerBase | None,
         return
     if data_format == "messages" and tokenizer is not None and not tokenizer.chat_template:
         problems.append(f"{key}: the rows are chats, but the tokenizer {tokenizer.name_or_path} has no chat template; use a tokenizer of a chat model, or prompt and completion columns")
-    first = rows[0]
     for name in {"text": [config.text_column], "prompt_completion": ["prompt", "completion"], "messages": []}[data_format]:
-        if not isinstance(first[name], str):
-            problems.append(f"{key}: column {name!r} must hold text; row 1 holds {type(first[name]).__name__}")
-    if data_format == "messages" and not _is_chat(first["messages"]):
+        found = rows.features[name]
+        if getattr(found, "dtype", None) not in ("string", "large_string"):
+            problems.append(f"{key}: column {name!r} must hold text; it holds {getattr(found, 'dtype', found)}")
+        elif missing := rows.data.column(name).null_count:
+            problems.append(f"{key}: column {name!r} is missing in {missing} of {len(rows)} rows; remove or fill them")
+    if data_format == "messages" and not _is_chat(rows[0]["messages"]):
         problems.append(f"{key}: column 'messages' must hold lists of {{role, content}}; row 1 does not")
 
 

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import datasets
+import pyarrow
 from datasets import Dataset
 
 from dsft.problems import UserError
@@ -71,10 +72,15 @@ def _read_file(path: str) -> Dataset:
     # A text file is one document; its lines are not documents of their own.
     options = {"sample_by": "document"} if builder == "text" else {}
     try:
-        return datasets.load_dataset(builder, data_files=path, split="train", **options)
+        rows = datasets.load_dataset(builder, data_files=path, split="train", **options)
+        for column in rows.data.columns:
+            column.validate(full=True)  # invalid UTF-8 would else raise in the middle of tokenising
+        return rows
     except PermissionError as error:
         raise UserError([f"{path} cannot be read ({error.strerror})"]) from None
-    except (datasets.exceptions.DatasetGenerationError, UnicodeDecodeError, ValueError, TypeError) as error:
+    except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowInvalid, UnicodeDecodeError, ValueError, TypeError) as error:
+        if "corresponds to no data" in str(error):
+            raise UserError([f"{path} holds no rows"]) from None
         cause = error.__cause__ or error
         raise UserError([first_bad_line(path) or f"{path} cannot be read as {builder}: {' '.join(str(cause).split())[:300]}"]) from None
 

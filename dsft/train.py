@@ -16,7 +16,6 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import math
 import time
 
 from dsft import ranks
@@ -38,6 +37,18 @@ def main(argv: list[str] | None = None) -> None:
     set_up_screen()
     # Before any TrainingArguments: transformers would make a process group that DeepSpeed does not know of.
     ranks.start_ranks(timeout_seconds=config.training.get("ddp_timeout", 1800))
+    finetune(config, problems)
+    ranks.stop_ranks()
+
+
+def finetune(config: TrainConfig, problems: list[str] | None = None) -> PerplexityTrainer:
+    """The whole run, from checks to the saved model and run.json. Collective: every rank calls it, after `ranks.start_ranks()`.
+
+    Raises:
+        UserError: with `problems` and all others that can be found before weights load, on every rank.
+        TrainingStopped: where the loss is NaN or infinite.
+    """
+    problems = [] if problems is None else problems
     prepared = check_run(config, ranks.world_size(), problems)
     ranks.raise_together(problems)
 
@@ -45,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     plan, deepspeed_config = plan_run(config, prepared, machine)
     for note in ignored_options(config):
         say(f"note: {note}")
-    say(f"plan: {machine}; {prepared.size.num_params / 1e6:,.1f} M parameters, {prepared.size.num_trainable / 1e6:,.1f} M trained, {config.dtype}")
+    say(f"plan: {machine}; {prepared.size.num_params:,} parameters, {prepared.size.num_trainable:,} trained, {config.dtype}")
     say(f"plan: {plan.reason} About {plan.device_bytes / GiB:.1f} GiB per rank.")
 
     samples = build_samples(prepared.rows, config, prepared.tokenizer, key="data")
@@ -63,34 +74,18 @@ def main(argv: list[str] | None = None) -> None:
     model = build_model(config, dtype=config.dtype, seed=args.seed)
     trainer = PerplexityTrainer(model, args, tokenizer=prepared.tokenizer, train=samples.sequences, held_out=held_out and held_out.sequences)
 
-    start = time.time()
+    start = time.perf_counter()
     if checkpoint:
         say(f"resuming from {checkpoint}")
     output = trainer.train(resume_from_checkpoint=checkpoint)
-    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-    if held_out and (not evaluations or evaluations[-1]["step"] != trainer.state.global_step or args.load_best_model_at_end):
+    if held_out and (args.load_best_model_at_end or trainer.last_evaluation()["step"] != trainer.state.global_step):
         trainer.evaluate()
-        evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     final = trainer.save_final()
-    if trainer.is_world_process_zero():
-        results = {
-            "steps": trainer.state.global_step,
-            "train_loss": output.training_loss,
-            "tokens_seen": trainer.state.num_input_tokens_seen,
-            "seconds": time.time() - start,
-            "best_checkpoint": trainer.state.best_model_checkpoint,
-            "final_model": str(final),
-            "log": trainer.state.log_history,
-        }
-        if evaluations:
-            results["eval_loss"] = evaluations[-1]["eval_loss"]
-            results["eval_perplexity"] = evaluations[-1]["eval_perplexity"]
-        speeds = [entry["train_tokens_per_second"] for entry in trainer.state.log_history if "train_tokens_per_second" in entry]
-        results["tokens_per_second"] = speeds[-1] if speeds else math.nan
-        results |= {key: value for key, value in trainer.state.log_history[-1].items() if key.startswith("peak_")}
+    if ranks.rank() == 0:
+        results = {"train_loss": output.training_loss, "seconds": time.perf_counter() - start, "final_model": str(final)} | trainer.results()
         write_run(args.output_dir, results=results, status="done")
         say(f"done: {final}; results in {args.output_dir}/run.json")
-    ranks.stop_ranks()
+    return trainer
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -80,6 +81,24 @@ class PerplexityTrainer(Trainer):
         for name, value in peak.items():
             logs[f"peak_{name}_gib"] = round(max_over_ranks(value) / GiB, 3)
         super().log(logs, start_time)
+
+    def last_evaluation(self) -> dict[str, float]:
+        """The newest log entry with eval_loss; before any, one of step -1."""
+        return next((entry for entry in reversed(self.state.log_history) if "eval_loss" in entry), {"step": -1})
+
+    def results(self) -> dict[str, Any]:
+        """Figures of the run for run.json: steps, tokens, speed, peak memory, held-out perplexity, and the whole log."""
+        log = self.state.log_history
+        evaluation = self.last_evaluation()
+        return {
+            "steps": self.state.global_step,
+            "tokens_seen": self.state.num_input_tokens_seen,
+            "tokens_per_second": next((entry["train_tokens_per_second"] for entry in reversed(log) if "train_tokens_per_second" in entry), None),
+            **{name: max(entry[name] for entry in log if name in entry) for name in ("peak_gpu_gib", "peak_host_gib") if name in log[-1]},
+            **{name: evaluation[name] for name in ("eval_loss", "eval_perplexity", "eval_tokens") if name in evaluation},
+            "best_checkpoint": self.state.best_model_checkpoint,
+            "log": log,
+        }
 
     def save_final(self) -> Path:
         """Save the model (LoRA: the adapter) to `final/` and read back that every weight is there. Collective."""

@@ -1,0 +1,62 @@
+"""Shared fixtures: small real files, and helpers that start real ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # `tiny` and `rank_helper`
+
+from tiny import write_model, write_pairs, write_texts  # noqa: E402
+
+BIN = Path(sys.executable).parent
+
+
+def run_command(command: list[str], *, timeout: int = 600, **environment: str) -> subprocess.CompletedProcess:
+    """Run from the checkout's root as a user would, in this environment; CPU ranks."""
+    env = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"} | environment
+    return subprocess.run([str(part) for part in command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="session")
+def run():
+    return run_command
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A folder with model/ (Llama), texts.jsonl, held_out.jsonl and pairs.jsonl; read-only by convention."""
+    folder = tmp_path_factory.mktemp("tiny")
+    write_model(folder / "model")
+    write_model(folder / "chat", chat=True)
+    write_texts(folder / "texts.jsonl", 60)
+    write_texts(folder / "held_out.jsonl", 31, seed=1)
+    write_pairs(folder / "pairs.jsonl", 30)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def options(tiny):
+    """Options of a training that takes seconds; keyword arguments change or add some."""
+
+    def make(folder: Path, **changes) -> dict:
+        base = {
+            "model": str(tiny / "model"), "data": str(tiny / "texts.jsonl"), "output_dir": str(folder), "seq_len": 64, "max_steps": 2,
+            "per_device_train_batch_size": 2, "learning_rate": 1e-2, "save_strategy": "no", "disable_tqdm": True,
+        }
+        return {key: value for key, value in (base | changes).items() if value is not None}
+
+    return make
+
+
+def flags(options: dict) -> list[str]:
+    """Options as command-line words."""
+    return [word for key, value in options.items() for word in (f"--{key}", str(value))]
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(Path(path).read_text())

@@ -1,0 +1,26 @@
+"""Starts gloo ranks in this machine's processes, for tests of what many ranks compute."""
+
+import os
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as mp
+
+from dsft import ranks
+
+
+def _one_rank(rank: int, function, world: int, port: int, folder: str, arguments: tuple) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks.start_ranks(timeout_seconds=120)
+    Path(folder, str(rank)).write_bytes(pickle.dumps(function(*arguments)))
+    ranks.stop_ranks()
+
+
+def on_ranks(world: int, function, *arguments) -> list[Any]:
+    """What `function(*arguments)` returns on each of `world` ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_one_rank, args=(function, world, ranks.free_port(), folder, arguments), nprocs=world)
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world)]

@@ -1,0 +1,189 @@
+"""Each mistake of a user gives one sentence that names the key or file and the way out, before weights load."""
+
+import json
+
+import pytest
+import torch
+
+from conftest import flags
+from dsft.config import TrainConfig, make_config
+from dsft.preparation import check_run
+from tiny import write_jsonl
+
+
+@pytest.fixture
+def problems_of(options, tmp_path):
+    def check(*, world_size: int = 2, **changes) -> list[str]:
+        problems: list[str] = []
+        config = make_config(TrainConfig, options(tmp_path / "run", **changes), problems)
+        check_run(config, world_size, problems)
+        return problems
+
+    return check
+
+
+def test_a_good_configuration_has_no_problems(problems_of):
+    assert problems_of() == []
+    assert problems_of(method="lora", zero="3", eval_fraction=0.2, global_batch_size=8) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"leraning_rate": 1e-4}, ["leraning_rate", "did you mean 'learning_rate'"]),
+        ({"max_steps": "many"}, ["max_steps", "'many' is not a whole number"]),
+        ({"model": None}, ["model: missing"]),
+        ({"model": "./nowhere"}, ["model=./nowhere"]),
+        ({"output_dir": None}, ["output_dir: missing"]),
+        ({"data": "nowhere.jsonl"}, ["data: nowhere.jsonl does not exist"]),
+        ({"data": "no/such/set", "data_split": "train"}, ["data: no/such/set"]),
+        ({"method": "lora", "lora_target_modules": ["q_proj", "wrong_proj"]}, ["'wrong_proj' matches no module", "down_proj", "q_proj"]),
+        ({"method": "lora", "lora_modules_to_save": ["nothing"]}, ["lora_modules_to_save: 'nothing'"]),
+        ({"global_batch_size": 7}, ["global_batch_size=7 is not divisible by per_device_train_batch_size=2 x 2 ranks", "try 4 or 8"]),
+        ({"global_batch_size": 8, "gradient_accumulation_steps": 3}, ["global_batch_size and gradient_accumulation_steps are both set"]),
+        ({"seq_len": 300}, ["seq_len=300 is beyond the 256 positions"]),
+        ({"zero": "4"}, ["zero=4: unknown", "3-offload"]),
+        ({"zero": "nowhere.json"}, ["zero=nowhere.json: cannot be read"]),
+        ({"deepspeed": "x.json"}, ["deepspeed: dsft sets up sharding itself; use zero"]),
+        ({"bf16": True, "fp16": True}, ["bf16 and fp16 are both true"]),
+        ({"bf16": True, "dtype": "float32"}, ["dtype=float32 contradicts bf16=true"]),
+        ({"eval_strategy": "epoch"}, ["eval_strategy needs held-out data"]),
+        ({"load_best_model_at_end": True, "eval_fraction": 0.2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 3}, ["round multiple"]),
+        ({"report_to": "wandb"}, ["report_to=wandb", "pip install wandb"]),
+        ({"adapter": "somewhere"}, ["adapter=somewhere needs method lora"]),
+        ({"eval_fraction": 0.001}, ["eval_fraction=0.001 of 60 rows is no row"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_each_mistake_is_named_once(problems_of, changes, expected):
+    problems = problems_of(**changes)
+    assert len(problems) == 1, problems
+    assert all(part in problems[0] for part in expected), problems[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, where fp16 and quantisation work")
+def test_what_needs_a_gpu_says_so(problems_of):
+    assert any("fp16 needs a GPU" in problem for problem in problems_of(fp16=True))
+    assert any("method=qlora needs a GPU" in problem for problem in problems_of(method="qlora"))
+
+
+def test_quantisation_names_what_it_cannot_be_combined_with(problems_of, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    for zero in ("3", "3-offload", "2-offload", str(path)):
+        assert any(f"method=qlora cannot be combined with zero={zero}" in problem for problem in problems_of(method="qlora", zero=zero))
+
+
+def test_all_problems_come_at_once(problems_of):
+    problems = problems_of(bogus=1, max_steps="x", data="nowhere.jsonl", zero="9", model="./nowhere")
+    assert len(problems) >= 5
+    for part in ("bogus", "max_steps", "nowhere.jsonl", "zero=9", "model=./nowhere"):
+        assert any(part in problem for problem in problems), part
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("bad.jsonl", '{"text": "a"}\n{"text": "b"\n', ["bad.jsonl, line 2", "not valid JSON"]),
+        ("list.jsonl", '{"text": "a"}\n[1, 2]\n', ["list.jsonl, line 2", "a JSON object is needed"]),
+        ("types.jsonl", '{"text": "a"}\n{"text": {"x": 1}}\n', ["column 'text' must hold text"]),
+        ("gap.jsonl", '{"text": "a"}\n{"other": "b"}\n', ["column 'text' is missing in 1 of 2 rows"]),
+        ("latin.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', ["latin.jsonl, line 2", "not valid UTF-8"]),
+        ("empty.jsonl", "", ["empty.jsonl is empty"]),
+        ("columns.jsonl", '{"body": "a", "title": "b"}\n', ["there are body, title", "text_column"]),
+        ("number.jsonl", '{"text": 1}\n', ["column 'text' must hold text", "int64"]),
+        ("header.csv", "text\n", ["holds no rows"]),
+        ("unknown.xyz", "a", ["unknown.xyz has none of the endings"]),
+    ],
+)
+def test_unusable_data_files_are_named(problems_of, tmp_path, name, content, expected):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    problems = problems_of(data=str(path))
+    assert len(problems) == 1, problems
+    assert all(part in problems[0] for part in expected), problems[0]
+
+
+def test_chat_data_needs_a_chat_template(problems_of, tiny, tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    path = str(write_jsonl(tmp_path / "chat.jsonl", rows))
+    problems = problems_of(data=path)
+    assert len(problems) == 1 and "no chat template" in problems[0]
+    assert problems_of(data=path, model=str(tiny / "chat")) == []
+
+
+def test_a_tokenizer_without_pad_and_end_token_is_refused(problems_of, tiny, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(tiny / "model", tmp_path / "no_end")
+    content = json.loads((folder / "tokenizer_config.json").read_text())
+    content.pop("eos_token")
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+    problems = problems_of(model=str(folder))
+    assert len(problems) == 1 and "neither a pad token nor an end token" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "expected"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4}, {"per_device_train_batch_size": 2}, ["train_micro_batch_size_per_gpu=4", "per_device_train_batch_size=2"]),
+        ({"bf16": {"enabled": True}}, {"dtype": "float32"}, ["bf16.enabled=true", "dtype=float32"]),
+        ({"gradient_clipping": 0.5}, {"max_grad_norm": 1.0}, ["gradient_clipping=0.5", "max_grad_norm=1.0"]),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, {"learning_rate": 1e-4}, ["optimizer.params.lr=1e-05", "learning_rate=0.0001"]),
+    ],
+)
+def test_a_deepspeed_json_that_contradicts_flags_names_both_values(problems_of, tmp_path, section, changes, expected):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}} | section))
+    problems = problems_of(zero=str(path), **changes)
+    assert len(problems) == 1, problems
+    assert all(part in problems[0] for part in expected), problems[0]
+
+
+def test_a_deepspeed_json_sets_what_no_flag_says(options, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.5}))
+    problems: list[str] = []
+    config = make_config(TrainConfig, options(tmp_path / "run", zero=str(path), per_device_train_batch_size=None), problems)
+    check_run(config, 2, problems)
+    assert problems == []
+    assert config.training["per_device_train_batch_size"] == 3 and config.training["max_grad_norm"] == 0.5
+
+
+def test_the_folder_of_another_run_is_refused_and_stays_as_it_was(problems_of, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+    problems = problems_of()
+    assert len(problems) == 1 and "holds another run" in problems[0] and "--overwrite" in problems[0]
+    assert problems_of(overwrite=True) == [] and problems_of(resume_from_checkpoint="auto") == []
+    assert (folder / "run.json").read_text() == "{}"
+
+
+def test_a_folder_that_cannot_be_written_is_refused(problems_of):
+    problems = problems_of(output_dir="/proc/run")
+    assert len(problems) == 1 and "cannot be written" in problems[0]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["deepspeed", "--num_gpus", "2", "--master_port", "29611", "dsft/train.py"],
+        ["torchrun", "--nproc_per_node", "2", "--master_port", "29612", "dsft/train.py"],
+        ["accelerate", "launch", "--config_file", "ds_configs/accelerate/zero3_1x8.yaml", "--num_processes", "2", "dsft/train.py"],
+        ["dsft", "train"],
+        ["python", "dsft/train.py"],
+    ],
+    ids=lambda launcher: launcher[0],
+)
+def test_on_every_launcher_rank_0_speaks_once_and_ranks_exit_with_2(run, options, tmp_path, launcher):
+    result = run([*launcher, *flags(options(tmp_path / "run", bogus=1, data="nowhere.jsonl"))])
+    # torchrun, also under accelerate, turns every exit code of a rank into 1 and reports the rank's own.
+    assert result.returncode == (1 if launcher[0] in ("torchrun", "accelerate") else 2), result.stderr
+    if result.returncode == 1:
+        assert "exitcode  : 2" in result.stderr
+    assert result.stderr.count("dsft: error: bogus: unknown key") == 1
+    assert result.stderr.count("dsft: error: data: nowhere.jsonl does not exist") == 1
+    assert "dsft/train.py\", line" not in result.stderr  # no traceback of ours
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,40 @@
+"""Runs many trainings on the ranks of one launch. Argument: a JSON file with a list of option dictionaries.
+
+After each training every rank computes the logits of one fixed input with the trained model in memory; rank 0 writes
+them to `logits.pt` in the run's folder, for the test to compare with the model that it loads from disk.
+"""
+
+import gc
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from dsft import ranks
+from dsft.config import TrainConfig, make_config
+from dsft.train import finetune
+
+PROBE = torch.arange(1, 33).view(1, 32)
+
+
+def main() -> None:
+    ranks.start_ranks()
+    for options in json.loads(Path(sys.argv[-1]).read_text()):
+        problems: list[str] = []
+        try:
+            trainer = finetune(make_config(TrainConfig, options, problems), problems)
+            with torch.no_grad():
+                logits = trainer.model.eval()(input_ids=PROBE.to(trainer.args.device), use_cache=False).logits
+            if ranks.rank() == 0:
+                torch.save(logits.cpu(), Path(options["output_dir"]) / "logits.pt")
+            del trainer, logits
+        except Exception:
+            # One broken architecture must not hide the others; the test fails for want of logits.pt.
+            traceback.print_exc()
+        gc.collect()
+    ranks.stop_ranks()
+
+
+main()
