@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dsft.machine import cpu_count
 from dsft.problems import UserError, raise_if_any
 
-LAUNCHER_VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+LAUNCHER_VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
 
 def world_size() -> int:
@@ -47,18 +47,19 @@ def start_ranks(*, timeout_seconds: int = 1800) -> None:
     """
     if dist.is_initialized():
         return
-    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ and name != "LOCAL_WORLD_SIZE"]
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     if world_size() > 1 and missing:
         raise UserError([f"WORLD_SIZE={world_size()} is set but {', '.join(missing)} is not: start dsft through a launcher"])
     for name, value in LAUNCHER_VARIABLES.items():
-        os.environ.setdefault(name, str(ranks_per_node()) if name == "LOCAL_WORLD_SIZE" else value)
+        os.environ.setdefault(name, value)
     if world_size() == 1:
         os.environ["MASTER_PORT"] = str(free_port())
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # The ranks of a node share its cores; left alone, each would take all of them.
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks_per_node())))
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        if world_size() > 1:
+            # The ranks of a node share its cores; left alone, each would take all of them.
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks_per_node())))
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     import deepspeed  # here, so that `import dsft` stays light and DS_ACCELERATOR is read after it is set
 
     if torch.cuda.is_available():

@@ -11,12 +11,11 @@ import traceback
 from pathlib import Path
 
 import torch
+from probe import PROBE
 
 from dsft import ranks
 from dsft.config import TrainConfig, make_config
 from dsft.train import finetune
-
-PROBE = torch.arange(1, 33).view(1, 32)
 
 
 def main() -> None:

@@ -1,0 +1,88 @@
+import json
+import subprocess
+
+import pytest
+
+from dsft.demo_data import HELD_OUT_PERCENT, split_of, standard_library_docs
+from dsft.launching import deepspeed_command
+from tiny import ARCHITECTURES
+
+
+def test_the_command_passes_launcher_options_on_and_everything_else_to_the_script():
+    command = deepspeed_command("dsft.train", ["--hostfile", "hostfiles/2x8", "--config", "run.yaml", "--master_port=1234", "--learning_rate", "1e-4"])
+    words = command[3:]
+    assert words[:3] == ["--hostfile", "hostfiles/2x8", "--master_port=1234"] and "--num_gpus" not in words
+    assert words[words.index("--module") :] == ["--module", "dsft.train", "--config", "run.yaml", "--learning_rate", "1e-4"]
+
+
+def test_without_options_the_command_takes_this_machine_and_a_free_port():
+    first, second = (deepspeed_command("dsft.train", []) for _ in range(2))
+    assert first[3:5] == ["--num_gpus", second[4]] and int(first[4]) >= 1
+    assert first[5] == "--master_port" and 1024 < int(first[6]) < 65536
+
+
+def test_plan_prints_a_table_and_json(run, tmp_path):
+    cls, values = ARCHITECTURES["llama"]
+    cls(**values).save_pretrained(tmp_path)
+    command = ["dsft", "plan", "--model", tmp_path / "config.json", "--gpus", "8x80GB", "--nodes", "2", "--seq_len", "128"]
+    table = run(command)
+    assert table.returncode == 0 and "3-offload-optimizer" in table.stdout and "ZeRO 1 is the fastest that fits" in table.stdout
+    content = json.loads(run([*command, "--json"]).stdout)
+    assert content["chosen"]["zero"] == "1" and content["machine"]["nodes"] == 2 and len(content["candidates"]) > 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["plan", "--model", "./nowhere"], "model=./nowhere"),
+        (["plan", "--model", "x", "--gpus", "8x80"], "'80' is not a size"),
+        (["plan", "--model", "x", "--nodes", "0"], "--nodes 0"),
+        (["merge", "./nowhere", "out"], "./nowhere: is no folder"),
+        (["export", "./nowhere", "out"], "./nowhere: is no folder"),
+    ],
+)
+def test_commands_end_with_one_clear_line_and_2(run, arguments, expected):
+    result = run(["dsft", *arguments])
+    assert result.returncode == 2
+    assert expected in result.stderr and result.stderr.count("dsft: error:") == 1 and "Traceback" not in result.stderr
+
+
+def test_help_lists_our_options(run):
+    result = run(["dsft", "train", "--help"])
+    assert result.returncode == 0 and "--lora_target_modules" in result.stdout and "--zero (default: auto)" in result.stdout
+
+
+@pytest.fixture(scope="module")
+def demo(run, tmp_path_factory):
+    folders = [tmp_path_factory.mktemp(name) for name in ("demo-a", "demo-b")]
+    for folder in folders:
+        result: subprocess.CompletedProcess = run(["dsft", "demo-data", folder])
+        assert result.returncode == 0, result.stderr
+    return folders
+
+
+def test_demo_data_is_the_same_each_time(demo):
+    first, second = demo
+    files = [path.relative_to(first) for path in first.rglob("*") if path.is_file() and path.suffix != ".yaml"]
+    assert len(files) >= 7
+    assert all((first / path).read_bytes() == (second / path).read_bytes() for path in files)
+
+
+def test_no_held_out_module_was_trained_on(demo):
+    rows = {split: [json.loads(line) for line in (demo[0] / "instructions" / f"{split}.jsonl").open()] for split in ("train", "held_out")}
+    assert len(rows["train"]) > 2000 and 100 < len(rows["held_out"]) < len(rows["train"])
+    modules = {name for name, _ in standard_library_docs()}
+    held_out = {name for name in modules if split_of(f"module {name}") == "held_out"}
+    assert 0.5 * HELD_OUT_PERCENT < 100 * len(held_out) / len(modules) < 2 * HELD_OUT_PERCENT
+    for column in ("prompt", "completion"):
+        assert not {row[column] for row in rows["train"]} & {row[column] for row in rows["held_out"]}
+    text = (demo[0] / "corpus" / "train.jsonl").read_text()
+    answers = [json.dumps(row["completion"])[1:-1] for row in rows["held_out"]]
+    assert not [answer for answer in answers if len(answer) > 200 and answer in text]
+
+
+def test_the_demo_model_has_5_to_10_million_parameters(demo):
+    from dsft.config import TrainConfig
+    from dsft.model_size import measure_model
+
+    assert 5e6 < measure_model(TrainConfig(model=str(demo[0] / "model" / "config.json"))).num_params < 10e6

@@ -1,0 +1,84 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dsft.config import TrainConfig
+from dsft.export import check_export, export, find_weights, merge
+from dsft.lora import add_lora
+from dsft.problems import UserError
+from dsft.trainer import expected_shapes, missing_weights
+
+
+@pytest.fixture
+def adapter(tiny, tmp_path):
+    """An adapter that changes the model: B is not zero as in a fresh one."""
+    model = add_lora(AutoModelForCausalLM.from_pretrained(tiny / "model"), TrainConfig(method="lora", lora_r=4))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    from dsft.model import load_tokenizer
+
+    load_tokenizer(TrainConfig(model=str(tiny / "model"))).save_pretrained(tmp_path / "adapter")
+    return model, tmp_path / "adapter"
+
+
+def test_a_merged_adapter_computes_what_base_and_adapter_do(adapter, tmp_path):
+    model, folder = adapter
+    ids = torch.arange(20)[None]
+    merged = AutoModelForCausalLM.from_pretrained(merge(str(folder), str(tmp_path / "merged")))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, model.eval()(ids).logits, rtol=1e-4, atol=1e-5)
+        with model.disable_adapter():
+            assert (merged(ids).logits - model(ids).logits).abs().max() > 1e-2
+
+
+def test_export_writes_the_asked_dtype_and_the_tokenizer(tiny, tmp_path):
+    out = export(str(tiny / "model"), str(tmp_path / "half"), dtype="bfloat16")
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+    assert (out / "tokenizer.json").is_file()
+
+
+def test_export_refuses_what_it_would_lose_or_cannot_find(tiny, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "precious.txt").write_text("x")
+    for source, out, part in ((tiny / "model", tmp_path / "full", "not empty"), (tmp_path / "no", tmp_path / "o", "is no folder"), (tmp_path / "full", tmp_path / "o", "neither safetensors")):
+        with pytest.raises(UserError, match=part):
+            export(str(source), str(out))
+    with pytest.raises(UserError, match="is no adapter"):
+        merge(str(tiny / "model"), str(tmp_path / "o"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(UserError, match="neither a final model nor"):
+        find_weights(str(tmp_path / "run"))
+
+
+def test_a_damaged_export_is_noticed(tiny, tmp_path):
+    out = export(str(tiny / "model"), str(tmp_path / "out"))
+    other = AutoModelForCausalLM.from_pretrained(out)
+    with torch.no_grad():
+        next(other.parameters())[0, 0] += 1
+    with pytest.raises(RuntimeError, match="reads back differently"):
+        check_export(other, out)
+
+
+def test_a_save_that_wrote_too_little_is_noticed(tiny):
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model")
+    shapes = expected_shapes(model)
+    assert missing_weights(tiny / "model", shapes) == []
+    assert missing_weights(tiny / "model", shapes | {"one.more": (2, 2)})
+    assert missing_weights(tiny, shapes)  # a folder without weights
+
+
+def test_the_base_of_an_adapter_is_found_from_any_working_folder(adapter, tiny, tmp_path, monkeypatch):
+    from dsft.model import build_model
+
+    monkeypatch.chdir(tiny)
+    model = build_model(TrainConfig(model="model", method="lora"), dtype="float32")
+    model.save_pretrained(tmp_path / "relative")
+    base = json.loads((tmp_path / "relative" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert base == str(tiny / "model")

@@ -1,0 +1,248 @@
+"""Real trainings on 2 ranks of one `deepspeed` launch, then one look at what each left on disk."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from conftest import ROOT, flags, read_json
+from dsft.export import export
+from dsft.problems import EXIT_STOPPED
+from dsft.run_folder import checkpoints
+from tiny import ARCHITECTURES, write_model
+from workers.probe import PROBE
+
+pytestmark = pytest.mark.launch
+KINDS = [(architecture, method, zero) for architecture in ARCHITECTURES for method in ("full", "lora") for zero in ("2", "3")]
+
+
+@pytest.fixture(scope="module")
+def runs(run, tiny, options, tmp_path_factory):
+    """Folder with one run per case; all trained in one launch."""
+    folder = tmp_path_factory.mktemp("runs")
+    cases = []
+    for architecture in ARCHITECTURES:
+        write_model(folder / f"model-{architecture}", architecture)
+    for architecture, method, zero in KINDS:
+        lora = {"lora_r": 4} if method == "lora" else {}
+        cases.append(options(folder / f"{architecture}-{method}-{zero}", model=str(folder / f"model-{architecture}"), method=method, zero=zero, **lora))
+    held_out = {"eval_data": str(tiny / "held_out.jsonl"), "eval_on_start": True}
+    cases += [
+        options(folder / "eval-small-batches", zero="3", per_device_eval_batch_size=1, **held_out),
+        options(folder / "eval-large-batches", zero="2", per_device_eval_batch_size=16, **held_out),
+        options(folder / "accumulate-1", zero="2", per_device_train_batch_size=4, data=str(tiny / "pairs.jsonl"), logging_steps=1),
+        options(folder / "accumulate-4", zero="2", per_device_train_batch_size=1, global_batch_size=8, data=str(tiny / "pairs.jsonl"), logging_steps=1),
+        options(folder / "whole", zero="3", max_steps=6, save_strategy="steps", save_steps=3, save_total_limit=5, logging_steps=1),
+        options(folder / "resumed", zero="3", max_steps=6, save_strategy="steps", save_steps=3, logging_steps=1,
+                resume_from_checkpoint=str(folder / "whole" / "checkpoint-3")),
+        options(folder / "lora-whole", zero="2", method="lora", max_steps=6, save_strategy="steps", save_steps=3, save_total_limit=5, logging_steps=1),
+        options(folder / "lora-resumed", zero="2", method="lora", max_steps=6, logging_steps=1,
+                resume_from_checkpoint=str(folder / "lora-whole" / "checkpoint-3")),
+        options(folder / "best", zero="2", max_steps=6, learning_rate=0.3, lr_scheduler_type="constant", load_best_model_at_end=True, eval_strategy="steps", eval_steps=1,
+                save_strategy="steps", save_steps=1, report_to="tensorboard", eval_data=str(tiny / "held_out.jsonl")),
+        options(folder / "dora", zero="3", method="lora", use_dora=True, use_rslora=True, lora_target_modules=["q_proj", "down_proj"], lora_modules_to_save=["lm_head"]),
+        options(folder / "adapter-continued", zero="3", method="lora", adapter=str(folder / "lora-whole" / "final")),
+        options(folder / "checkpointing", zero="3", activation_checkpointing=True, method="lora"),
+        options(folder / "bf16", zero="3", bf16=True, gradient_accumulation_steps=2),
+        options(folder / "stage-0", zero="0"),
+        options(folder / "stage-1", zero="1"),
+        options(folder / "own-file", zero=str(ROOT / "ds_configs" / "zero2.json")),
+        options(folder / "offload", zero="3-offload"),
+        options(folder / "chat", model=str(tiny / "chat"), data=str(_chats(folder / "chats.jsonl"))),
+    ]
+    path = folder / "cases.json"
+    path.write_text(json.dumps(cases))
+    result = run(["deepspeed", "--num_gpus", "2", "--master_port", "29631", "tests/workers/train_cases.py", path], timeout=900, DS_ACCELERATOR="cpu")
+    (folder / "log.txt").write_text(result.stdout + result.stderr)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
+    return folder
+
+
+def _chats(path):
+    from tiny import sentences, write_jsonl
+
+    return write_jsonl(path, [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]} for text in sentences(20, longest=8)])
+
+
+def trained_logits(folder):
+    assert (folder / "logits.pt").is_file(), f"{folder.name} did not end; see log.txt beside it"
+    return torch.load(folder / "logits.pt")
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model.eval()(PROBE).logits
+
+
+def weights(folder):
+    return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+
+
+@pytest.mark.parametrize(("architecture", "method", "zero"), KINDS)
+def test_every_architecture_trains_saves_and_loads_in_plain_transformers(runs, architecture, method, zero):
+    folder, base = runs / f"{architecture}-{method}-{zero}", runs / f"model-{architecture}"
+    expected = trained_logits(folder)
+    model = AutoModelForCausalLM.from_pretrained(base if method == "lora" else folder / "final")
+    if method == "lora":
+        model = PeftModel.from_pretrained(model, folder / "final")
+    torch.testing.assert_close(logits_of(model), expected, rtol=1e-5, atol=1e-6)
+    assert (logits_of(AutoModelForCausalLM.from_pretrained(base)) - expected).abs().max() > 1e-2  # it has learnt something
+
+
+@pytest.mark.parametrize(("architecture", "method"), [(a, m) for a, m, zero in KINDS if zero == "2"])
+def test_stage_2_and_3_train_the_same_model(runs, architecture, method):
+    two, three = (trained_logits(runs / f"{architecture}-{method}-{zero}") for zero in "23")
+    torch.testing.assert_close(two, three, rtol=1e-3, atol=1e-4)
+
+
+def test_evaluation_in_training_does_not_move_with_batch_size_or_stage(runs, tiny):
+    from dsft.api import evaluate_perplexity
+
+    alone = evaluate_perplexity(model=str(tiny / "model"), data=str(tiny / "held_out.jsonl"), seq_len=64, progress=False).perplexity
+    for name in ("eval-small-batches", "eval-large-batches"):
+        first = next(entry for entry in read_json(runs / name / "run.json")["results"]["log"] if "eval_loss" in entry)
+        assert first["eval_tokens"] == alone.tokens
+        assert first["eval_loss"] == pytest.approx(alone.loss, rel=1e-6)
+        assert first["eval_perplexity"] == pytest.approx(alone.perplexity, rel=1e-5)
+
+
+def test_the_last_evaluation_is_that_of_the_saved_model(runs, tiny):
+    from dsft.api import evaluate_perplexity
+
+    folder = runs / "eval-small-batches"
+    alone = evaluate_perplexity(model=str(folder), data=str(tiny / "held_out.jsonl"), seq_len=64, progress=False)
+    assert read_json(folder / "run.json")["results"]["eval_loss"] == pytest.approx(alone.perplexity.loss, rel=1e-6)
+
+
+def test_accumulation_can_be_exchanged_for_batch_size(runs):
+    """Sequences of different lengths: the loss is a mean over tokens, not over micro batches."""
+    one, four = (weights(runs / f"accumulate-{n}" / "final") for n in (1, 4))
+    for name in one:
+        torch.testing.assert_close(one[name], four[name], rtol=1e-4, atol=1e-5)
+    losses = [[entry["loss"] for entry in read_json(runs / f"accumulate-{n}" / "run.json")["results"]["log"] if "loss" in entry] for n in (1, 4)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("prefix", ["", "lora-"])
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(runs, prefix):
+    whole, resumed = (read_json(runs / f"{prefix}{name}" / "run.json")["results"]["log"] for name in ("whole", "resumed"))
+    losses = [{entry["step"]: entry["loss"] for entry in log if "loss" in entry} for log in (whole, resumed)]
+    assert losses[0] == losses[1] and set(losses[0]) == {1, 2, 3, 4, 5, 6}
+    assert torch.equal(trained_logits(runs / f"{prefix}whole"), trained_logits(runs / f"{prefix}resumed"))
+
+
+def test_the_best_model_is_kept(runs):
+    results = read_json(runs / "best" / "run.json")["results"]
+    evaluations = [entry["eval_loss"] for entry in results["log"] if "eval_loss" in entry]
+    assert results["eval_loss"] == min(evaluations) < evaluations[-2]  # the last entry is the best model, evaluated again
+    assert str(checkpoints(str(runs / "best"))[0]) == results["best_checkpoint"]
+
+
+def test_tensorboard_gets_the_loss(runs):
+    assert list((runs / "best").rglob("events.out.tfevents.*"))
+
+
+def test_dora_rslora_targets_and_modules_to_save_reach_peft(runs):
+    adapter = read_json(runs / "dora" / "final" / "adapter_config.json")
+    assert adapter["use_dora"] and adapter["use_rslora"]
+    assert set(adapter["target_modules"]) == {"q_proj", "down_proj"} and adapter["modules_to_save"] == ["lm_head"]
+
+
+def test_an_adapter_can_be_trained_on(runs):
+    shape = read_json(runs / "adapter-continued" / "final" / "adapter_config.json")
+    assert shape["r"] == 16
+    assert (trained_logits(runs / "adapter-continued") - trained_logits(runs / "lora-whole")).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["dora", "adapter-continued", "checkpointing", "bf16", "stage-0", "stage-1", "own-file", "offload", "chat"])
+def test_each_variant_exports_to_a_plain_folder_with_the_trained_logits(runs, tmp_path, name):
+    out = export(str(runs / name), str(tmp_path / "out"))
+    loaded = logits_of(AutoModelForCausalLM.from_pretrained(out)).float()
+    tolerance = 5e-2 if name == "bf16" else 1e-4
+    torch.testing.assert_close(loaded, trained_logits(runs / name).float(), rtol=tolerance, atol=tolerance)
+
+
+def test_stages_and_files_agree(runs):
+    expected = trained_logits(runs / "llama-full-3")
+    for name in ("stage-0", "stage-1", "own-file", "offload"):
+        torch.testing.assert_close(trained_logits(runs / name), expected, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_shards_alone_can_be_exported(runs, tmp_path):
+    source = shutil.copytree(runs / "whole" / "checkpoint-6", tmp_path / "shards")
+    (source / "model.safetensors").unlink()
+    shards, final = weights(export(str(source), str(tmp_path / "out"))), weights(runs / "whole" / "final")
+    assert all(torch.equal(shards[name], final[name]) for name in final)
+
+
+def test_run_json_tells_the_whole_story(runs):
+    content = read_json(runs / "llama-lora-3" / "run.json")
+    assert content["status"] == "done" and content["world_size"] == 2
+    assert content["config"]["learning_rate"] == 1e-2 and content["config"]["zero"] == "3"
+    assert content["plan"]["zero"] == "3" and content["plan"]["reason"]
+    assert {"torch", "deepspeed", "transformers"} <= content["versions"].keys()
+    results = content["results"]
+    assert results["steps"] == 2 and results["tokens_seen"] == 2 * 2 * 2 * 64
+    assert results["tokens_per_second"] > 0 and results["peak_host_gib"] > 0
+    assert any("loss" in entry and "grad_norm" in entry for entry in results["log"])
+
+
+def test_a_model_of_nan_weights_stops_at_the_first_step(run, options, tiny, tmp_path):
+    folder = shutil.copytree(tiny / "model", tmp_path / "nan")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.fill_(float("nan"))
+    model.save_pretrained(folder)
+    result = run(["dsft", "train", *flags(options(tmp_path / "run", model=str(folder)))])
+    assert result.returncode == EXIT_STOPPED, result.stderr
+    assert result.stderr.count("dsft: error: the loss is NaN or infinite at step 1; nothing had been saved yet") == 1
+    assert "Traceback" not in result.stderr
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
+def test_a_loss_that_overflows_stops_and_leaves_the_checkpoint_as_it_was(run, options, tiny, tmp_path):
+    # The warm-up's first step has learning rate 0, the second overflows the weights, the third sees it.
+    changes = {"max_steps": 9, "learning_rate": 1e30, "warmup_steps": 4, "max_grad_norm": 0, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 5}
+    result = run(["dsft", "train", *flags(options(tmp_path / "run", **changes))])
+    assert result.returncode == EXIT_STOPPED, result.stdout + result.stderr
+    assert result.stderr.count("is NaN or infinite at step 3; the last checkpoint") == 1 and "is untouched" in result.stderr
+    before, kept = weights(tiny / "model"), weights(tmp_path / "run" / "checkpoint-1")
+    assert all(torch.equal(before[name], kept[name]) for name in before)
+
+
+def test_overwrite_replaces_a_run_and_auto_continues_one(run, options, tmp_path):
+    out = tmp_path / "run"
+    command = ["python", "dsft/train.py"]
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    assert run([*command, *flags(options(out, **saving))]).returncode == 0
+    assert run([*command, *flags(options(out))]).returncode == 2
+    continued = run([*command, *flags(options(out, max_steps=4, resume_from_checkpoint="auto", **saving))])
+    assert continued.returncode == 0 and "resuming from" in continued.stdout
+    assert read_json(out / "run.json")["results"]["steps"] == 4
+    assert run([*command, *flags(options(out)), "--overwrite"]).returncode == 0
+    assert read_json(out / "run.json")["results"]["steps"] == 2 and not checkpoints(str(out))
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["torchrun", "--nproc_per_node", "2", "--master_port", "29641", "dsft/train.py"],
+        ["accelerate", "launch", "--config_file", "ds_configs/accelerate/zero3_1x8.yaml", "--num_processes", "2", "dsft/train.py"],
+        ["deepspeed", "--num_gpus", "2", "--master_port", "29642", "--module", "dsft.train"],
+        ["deepspeed", "--num_gpus", "2", "--master_port", "29643", "dsft/train.py"],
+    ],
+    ids=lambda launcher: launcher[-1] if launcher[0] == "deepspeed" else launcher[0],
+)
+def test_every_launcher_trains_the_same_model(run, runs, options, tmp_path, launcher):
+    zero = {} if launcher[0] == "accelerate" else {"zero": "3"}  # accelerate's file says it
+    result = run([*launcher, *flags(options(tmp_path / "run", **zero))])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("dsft: plan: 1 node x 2") == 1  # rank 0 alone prints
+    content = read_json(tmp_path / "run" / "run.json")
+    assert content["deepspeed"]["zero_optimization"]["stage"] == 3
+    expected, found = weights(runs / "llama-full-3" / "final"), weights(tmp_path / "run" / "final")
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
