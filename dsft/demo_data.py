@@ -142,13 +142,13 @@ def write_run_configs(folder: Path) -> None:
         seq_len: 128
         method: lora
         lora_r: 16
-        zero: 3
+        zero: auto
         per_device_train_batch_size: 8
         global_batch_size: 16
-        max_steps: 40
+        max_steps: 80
         learning_rate: 1e-2
         lr_scheduler_type: cosine
-        warmup_steps: 4
+        warmup_steps: 8
         eval_on_start: true
         save_strategy: "no"
         logging_steps: 5

@@ -78,7 +78,7 @@ def plot_losses(runs: dict[str, dict], path: Path) -> None:
         for key, style, label in (("loss", "-", "training"), ("eval_loss", "o--", "held out")):
             points = [(entry["num_input_tokens_seen"] / 1000, entry[key]) for entry in run["results"]["log"] if key in entry]
             axis.plot(*zip(*points, strict=True), style, label=label)
-        axis.set(title=f"{name} ({run['config']['method']})", xlabel="tokens seen, thousands", ylabel="loss, nats per token")
+        axis.set(title={"full": "full finetuning", "lora": "LoRA, answers only"}[name], xlabel="tokens seen, thousands", ylabel="loss, nats per token")
         axis.legend()
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

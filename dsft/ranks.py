@@ -28,8 +28,11 @@ def rank() -> int:
 
 
 def ranks_per_node() -> int:
-    """Ranks on this node. torchrun sets LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size())
+    """Ranks on this node. The deepspeed launcher sets LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE.
+
+    LOCAL_SIZE first: accelerate leaves a LOCAL_WORLD_SIZE of 1 in a notebook, which a launcher started there inherits.
+    """
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size())
 
 
 def free_port() -> int:

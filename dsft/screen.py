@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import warnings
 
 import datasets
@@ -36,10 +37,12 @@ def print_table(title: str, rows: dict[str, str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
+    table = Table("", "", title=title, show_header=False, title_justify="left", title_style="bold")
+    table.columns[1].overflow = "fold"
     for name, value in rows.items():
         table.add_row(name, value)
-    Console(soft_wrap=True).print(table)
+    # In a file or a pipe nothing is broken over lines, so that paths stay whole.
+    Console(width=None if sys.stdout.isatty() else 240).print(table)
 
 
 def print_plans(chosen: ZeroPlan, candidates: list[ZeroPlan], size: ModelSize, machine: Machine) -> None:
@@ -47,9 +50,9 @@ def print_plans(chosen: ZeroPlan, candidates: list[ZeroPlan], size: ModelSize, m
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(soft_wrap=True)
+    console = Console()
     device = "GPU" if machine.has_gpu else "rank"
-    console.print(f"{size.num_params / 1e9:,.3f} B parameters, {size.num_trainable / 1e9:,.3f} B trained; {machine}")
+    console.print(f"{size.num_params / 1e9:,.3f} B parameters, {size.num_trainable / 1e9:,.3f} B trained; {machine}", soft_wrap=True)
     table = Table(caption=f"GiB per {device}; host: GiB per node; ckpt: activation checkpointing", caption_justify="left")
     for name in ("", "ZeRO", "ckpt", "states", "activations", "peak", "host", "fits"):
         table.add_column(name, no_wrap=True)
@@ -59,4 +62,4 @@ def print_plans(chosen: ZeroPlan, candidates: list[ZeroPlan], size: ModelSize, m
         table.add_row("->" if same else "", plan.zero, "on" if plan.activation_checkpointing else "off",
                       *(f"{number / GiB:,.1f}" for number in numbers), "yes" if plan.fits else f"no: {plan.binds}")
     console.print(table)
-    console.print(chosen.reason)
+    console.print(chosen.reason, soft_wrap=True)
