@@ -5,7 +5,7 @@ a GPU or the network: that is `preparation.py`.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -114,10 +114,12 @@ def read_config(cls: type, argv: Sequence[str], problems: list[str]):
     return make_config(cls, values | flags, problems)
 
 
-def make_config(cls: type, values: Mapping[str, Any], problems: list[str]):
+def make_config(cls: type, values: dict[str, Any], problems: list[str]):
     """The `cls` with these options by name, checked; faults go to `problems`."""
     own_types = field_types(cls)
     all_types = field_types(cls, TrainingArguments) if cls is TrainConfig else own_types
+    if values.get("resume_from_checkpoint") is True:  # the bare flag, and what transformers' own scripts take
+        values = values | {"resume_from_checkpoint": "auto"}
     checked = check_values(values, all_types, problems)
     config = cls(**{key: value for key, value in checked.items() if key in own_types})
     if cls is TrainConfig:

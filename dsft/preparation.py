@@ -20,10 +20,10 @@ from dsft.model import is_bare_config, load_tokenizer, resolve_dtype
 from dsft.model_size import ModelSize, empty_model, load_model_config, measure_model
 from dsft.plan import ZeroPlan, choose_plan
 from dsft.problems import UserError, raise_if_any
-from dsft.run_folder import check_output_dir
+from dsft.run_folder import check_free_space, check_output_dir
 from dsft.samples import check_rows
 from dsft.text_data import read_rows
-from dsft.zero_config import adopt_zero_file, compose, offloads, read_zero_file, stage
+from dsft.zero_config import adopt_zero_file, check_nvme, compose, offloads, read_zero_file, stage
 
 REPORTERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "trackio": ("trackio",)}
 
@@ -49,6 +49,7 @@ def check_run(config: TrainConfig, world_size: int, problems: list[str]) -> Prep
     if config.zero != "auto":
         prepared.zero_file = read_zero_file(config.zero, problems)
         adopt_zero_file(prepared.zero_file, config, problems)
+        check_nvme(prepared.zero_file, config.zero, problems)
     _check_batches(config, world_size, problems)
     _check_precision(config, problems)
     _check_reporters(config, problems)
@@ -58,6 +59,9 @@ def check_run(config: TrainConfig, world_size: int, problems: list[str]) -> Prep
         prepared.size = check_model(config, problems)
         if prepared.size or config.tokenizer:  # where there is no model, its missing tokenizer is no news
             prepared.tokenizer = check_tokenizer(config, problems)
+    if prepared.size and config.training.get("output_dir") and not any(problem.startswith("output_dir") for problem in problems):
+        # What is written at the end; checkpoints come on top.
+        check_free_space(config.training["output_dir"], prepared.size.num_trainable * (4 if config.dtype == "float32" else 2), problems)
     _read_data(config, prepared, problems)
     return prepared
 

@@ -36,14 +36,25 @@ def check_output_dir(config, problems: list[str]) -> None:
         )
     if resume and resume != "auto" and not (Path(resume) / "trainer_state.json").is_file():
         problems.append(f"resume_from_checkpoint={resume}: holds no trainer_state.json, so it is no complete checkpoint; use auto or a checkpoint-N folder")
-    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     try:
-        with tempfile.TemporaryFile(dir=existing) as probe:
+        with tempfile.TemporaryFile(dir=existing_parent(path)) as probe:
             probe.write(b"\0" * 4096)
             probe.flush()
             os.fsync(probe.fileno())
     except OSError as error:
         problems.append(f"output_dir={path}: cannot be written ({error.strerror})")
+
+
+def check_free_space(output_dir: str, needed_bytes: int, problems: list[str]) -> None:
+    """The disk must have room for what the run writes at its end."""
+    free_bytes = shutil.disk_usage(existing_parent(Path(output_dir).expanduser())).free
+    if free_bytes < needed_bytes:
+        problems.append(f"output_dir={output_dir}: the trained weights need {needed_bytes / 1e9:.3g} GB, but the disk has {free_bytes / 1e9:.3g} GB free; choose another disk")
+
+
+def existing_parent(path: Path) -> Path:
+    """`path`, or the nearest folder above it that exists."""
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
 def clear_run(output_dir: str) -> None:

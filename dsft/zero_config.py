@@ -90,6 +90,15 @@ def adopt_zero_file(deepspeed_config: dict[str, Any], config, problems: list[str
             problems.append(f"{config.zero} says {section}.enabled=true, but dtype={config.dtype}; keep one, or write \"auto\" in the JSON")
 
 
+def check_nvme(deepspeed_config: dict[str, Any], zero: str, problems: list[str]) -> None:
+    """The folder that offload to NVMe writes to must exist on this node."""
+    for part in ("offload_optimizer", "offload_param"):
+        path = get_value(deepspeed_config, f"zero_optimization.{part}.nvme_path")
+        if path and not Path(path).is_dir():
+            problems.append(f"zero={zero}: {part}.nvme_path={path} is no folder here; copy {CONFIG_DIR / 'zero3_nvme.json'}, name a folder on a fast local disk, and give that file as zero")
+            return
+
+
 def compose(deepspeed_config: dict[str, Any], *, ranks_per_node: int) -> dict[str, Any]:
     """A copy completed for this job: precision sections that follow the flags, and hpZ groups of one node's ranks."""
     composed = json.loads(json.dumps(deepspeed_config))

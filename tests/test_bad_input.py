@@ -1,6 +1,7 @@
 """Each mistake of a user gives one sentence that names the key or file and the way out, before weights load."""
 
 import json
+import subprocess
 
 import pytest
 import torch
@@ -156,8 +157,32 @@ def test_the_folder_of_another_run_is_refused_and_stays_as_it_was(problems_of, t
     (folder / "run.json").write_text("{}")
     problems = problems_of()
     assert len(problems) == 1 and "holds another run" in problems[0] and "--overwrite" in problems[0]
-    assert problems_of(overwrite=True) == [] and problems_of(resume_from_checkpoint="auto") == []
+    assert problems_of(overwrite=True) == [] and problems_of(resume_from_checkpoint="auto") == [] and problems_of(resume_from_checkpoint=True) == []
     assert (folder / "run.json").read_text() == "{}"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 100 KB; root may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_disk_too_small_or_full_is_refused(problems_of, small_disk):
+    problems = problems_of(output_dir=str(small_disk / "run"))
+    assert len(problems) == 1 and "the trained weights need" in problems[0] and "GB free" in problems[0]
+    (small_disk / "filler").write_bytes(b"x" * 98 * 1024)
+    assert any("cannot be written (No space left on device)" in problem for problem in problems_of(output_dir=str(small_disk / "run")))
+
+
+def test_offload_to_a_missing_nvme_folder_names_it(problems_of):
+    problems = problems_of(zero="3-nvme")
+    assert len(problems) == 1 and "nvme_path=/local_nvme is no folder here" in problems[0]
 
 
 def test_a_folder_that_cannot_be_written_is_refused(problems_of):
