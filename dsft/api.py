@@ -56,7 +56,7 @@ def plan(model: str, *, machine: Machine | None = None, method: str = "full", lo
 
 
 def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:
-    """Perplexity in this process (or on all ranks, where every rank calls it); the options are those of `dsft eval`.
+    """Perplexity of one model on one data set in this process (or on all ranks, where every rank calls it), with the options of `dsft eval`.
 
     Raises:
         UserError: with every problem found.
@@ -65,4 +65,4 @@ def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:
     problems: list[str] = []
     config = make_config(EvalConfig, options, problems)
     ranks.start_ranks()
-    return evaluate(config, problems, progress=progress)
+    return next(evaluate(config, problems, progress=progress))

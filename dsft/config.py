@@ -92,16 +92,32 @@ class TrainConfig(ModelFields, LoraFields, DataFields):
 
 @dataclass(kw_only=True)
 class EvalConfig(ModelFields, DataFields):
-    """Everything a perplexity evaluation is told. `model` may also be an adapter folder, or a run's folder."""
+    """Everything a perplexity evaluation is told. Each entry of `data` is a data set of its own."""
 
+    model: list[str] = field(default_factory=list)
+    """One or more of: hub id, folder, adapter's folder, run's folder, DeepSpeed checkpoint (also its global_step folder), config.json."""
+    mode: Literal["auto", "windows", "sliding", "rolling", "answers"] = "auto"
+    """What is scored, see dsft/windows.py; auto is windows for text and answers for prompts with completions and chats."""
+    stride: int | None = None
+    """Tokens from one sliding window to the next; by default half of seq_len."""
+    scope: Literal["corpus", "document"] = "corpus"
+    """Sliding windows over all documents laid end to end, or over each by itself."""
+    bos: Literal["auto", "on", "off"] = "auto"
+    """BOS token before each document: as the tokenizer does, always, or never."""
+    separator: str = "eos"
+    """Between documents laid end to end: eos (the end token), none, or a text."""
+    max_documents: int | None = None
+    """Only the first so many documents of each data set."""
     zero: Literal["auto", "0", "3", "3-offload"] = "auto"
     """0 holds one copy of the model per rank; 3 shards it over all ranks; auto takes 0 where it fits."""
     batch_tokens: int = 8192
     """Tokens (padding included) per forward of one rank."""
+    verify: int = 0
+    """So many random documents are scored once more the plain way (full logits, batch of one); the largest difference is reported."""
     output_dir: str | None = None
-    """Folder for perplexity.json; by default only the screen."""
+    """Folder for perplexity.json and documents.parquet, and to continue from after an interruption; by default only the screen."""
     seed: int = 42
-    """Seed of the weights where the model is a config.json alone."""
+    """Seed of the weights where the model is a config.json alone, and of the documents to verify."""
 
 
 def read_config(cls: type, argv: Sequence[str], problems: list[str]):
@@ -137,7 +153,7 @@ def as_dict(config) -> dict[str, Any]:
 
 def check_config(config, problems: list[str]) -> None:
     """Contradictions visible in the options alone."""
-    if config.model is None:
+    if not config.model:
         problems.append("model: missing; name a hub id, a local folder or a config.json")
     if not config.data:
         problems.append("data: missing; name a file, a folder, a glob or a hub data set")
@@ -147,8 +163,8 @@ def check_config(config, problems: list[str]) -> None:
         problems.append(f"eval_fraction={config.eval_fraction}: must be at least 0 and less than 1")
     if isinstance(config, TrainConfig):
         _check_training(config, problems)
-    elif config.batch_tokens < config.seq_len:
-        problems.append(f"batch_tokens={config.batch_tokens} is less than seq_len={config.seq_len}: one window must fit; raise batch_tokens")
+    else:
+        _check_evaluation(config, problems)
 
 
 def _check_training(config: TrainConfig, problems: list[str]) -> None:
@@ -174,6 +190,17 @@ def _check_training(config: TrainConfig, problems: list[str]) -> None:
         problems.append(f"adapter={config.adapter} needs method lora or qlora; method is full")
     if not 0 <= config.lora_dropout < 1:
         problems.append(f"lora_dropout={config.lora_dropout}: must be at least 0 and less than 1")
+
+
+def _check_evaluation(config: EvalConfig, problems: list[str]) -> None:
+    if config.batch_tokens < config.seq_len:
+        problems.append(f"batch_tokens={config.batch_tokens} is less than seq_len={config.seq_len}: one window must fit; raise batch_tokens")
+    if config.stride is not None and not 0 < config.stride < config.seq_len:
+        problems.append(f"stride={config.stride}: must be at least 1 and less than seq_len={config.seq_len}, so that every token has context")
+    if config.max_documents is not None and config.max_documents < 1:
+        problems.append(f"max_documents={config.max_documents}: must be at least 1")
+    if config.verify < 0:
+        problems.append(f"verify={config.verify}: must be 0 or a number of documents")
 
 
 def ignored_options(config: TrainConfig) -> list[str]:

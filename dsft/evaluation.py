@@ -1,29 +1,35 @@
-"""Perplexity of a model folder on a data set: loads the model replicated or sharded, scores, returns one result."""
+"""Perplexity of models on data sets: loads each model replicated or sharded, scores each data set, keeps each result as soon as it is known."""
 
+import dataclasses
+import gc
+import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from datasets import Dataset
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft import ranks
 from dsft.config import EvalConfig
 from dsft.machine import GiB, Machine, peak_memory_bytes, this_machine
 from dsft.model import adapter_base, build_model, resolve_dtype
 from dsft.model_size import empty_model, load_model_config
-from dsft.perplexity import Perplexity, evaluate_sequences
+from dsft.partial_results import PartialResults, fingerprint, model_hash
+from dsft.perplexity import Perplexity, evaluate_windows
 from dsft.preparation import check_tokenizer
 from dsft.problems import UserError
 from dsft.run_folder import FINAL, versions
-from dsft.samples import build_samples, check_rows
+from dsft.samples import IGNORED, check_rows
 from dsft.text_data import read_rows
+from dsft.windows import Windows, build_windows
 from dsft.zero_config import read_zero_file
-
-MODES = {"text": "windows", "prompt_completion": "answers", "messages": "answers"}
-"""What is scored: every token of consecutive windows of seq_len, or only the tokens that finetuning trains on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,64 +37,100 @@ class Evaluation:
     """One result and how it came about."""
 
     perplexity: Perplexity
-    mode: str
     model: str
+    data: str
+    mode: str
+    options: dict[str, Any]
+    """seq_len, stride, scope, bos, separator, dtype, batch_tokens ... as they were."""
     zero: str
-    dtype: str
-    counts: dict[str, int]
+    truncated_documents: int
+    """Answers cut to seq_len; their cut-off tokens are not scored."""
     seconds: float
-    """Scoring alone, without loading."""
+    """Scoring alone, without loading; of this run, where an earlier one had scored a part."""
+    scored_tokens_now: int
+    """Tokens fed to the model in `seconds`, over all ranks."""
     peak_memory_bytes: dict[str, int]
     """Of the rank that needed most: "host", and "gpu" where there is one."""
+    model_hash: str
+    largest_difference: float | None
+    """With `verify`: largest |nats - plain nats| / plain nats over the documents that were scored again."""
 
     def report(self) -> dict[str, Any]:
-        """For perplexity.json."""
+        """For perplexity.json; docs of the modes are in dsft/windows.py."""
         result = self.perplexity
         return {
-            "model": self.model, "mode": self.mode, "perplexity": result.perplexity, "nats": result.nats, "tokens": result.tokens,
-            "nats_per_token": result.loss, "sequences": result.sequences, "unscored_sequences": result.unscored_sequences,
-            "data": self.counts, "zero": self.zero, "dtype": self.dtype, "ranks": ranks.world_size(), "seconds": self.seconds,
-            "tokens_per_second": result.tokens / self.seconds, "peak_memory_bytes": self.peak_memory_bytes, "versions": versions(),
+            "model": self.model, "data": self.data, "mode": self.mode, "perplexity": result.perplexity, "nats": result.nats, "tokens": result.tokens,
+            "nats_per_token": result.loss, "bytes": result.bytes, "words": result.words, "word_perplexity": result.word_perplexity,
+            "byte_perplexity": result.byte_perplexity, "bits_per_byte": result.bits_per_byte, "documents": result.documents,
+            "unscored_documents": result.unscored_documents, "truncated_documents": self.truncated_documents, "options": self.options,
+            "zero": self.zero, "ranks": ranks.world_size(), "seconds": self.seconds, "tokens_per_second": self.scored_tokens_now / self.seconds,
+            "peak_memory_bytes": self.peak_memory_bytes, "model_hash": self.model_hash, "verified_difference": self.largest_difference,
+            "definition": f"perplexity = exp(nats / tokens), mode {self.mode} of dsft/windows.py", "versions": versions(),
         }
 
 
-def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress: bool = False) -> Evaluation:
-    """Perplexity of `config.model` on `config.data`. Collective: every rank calls it, after `ranks.start_ranks()`.
+def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress: bool = False) -> Iterator[Evaluation]:
+    """Perplexity of each of `config.model` on each of `config.data`, as they come. Collective, after `ranks.start_ranks()`.
 
     Raises:
-        UserError: with all problems of the options, the data and the model's folder, on every rank.
+        UserError: with all problems of the options, the data and the models' folders, on every rank, before anything is loaded.
         TrainingStopped: where a loss is NaN or infinite.
     """
     problems = [] if problems is None else problems
-    tokenizer, rows, num_params = None, None, 0
-    if config.model:
-        if (Path(config.model) / "run.json").is_file():
-            config.model = str(Path(config.model) / FINAL)
-        tokenizer = check_tokenizer(config, problems)
-        num_params = _count_params(config, problems)
-    try:
-        if config.data:
-            rows = read_rows(config.data, config, key="data", split=config.data_split)
-            check_rows(rows, config, tokenizer, key="data", problems=problems)
-    except UserError as error:
-        problems += error.problems
+    models = [_Candidate.find(dataclasses.replace(config, model=name), problems) for name in config.model]
+    data_sets = {source: _read(source, config, models, problems) for source in config.data}
     ranks.raise_together(problems)
 
-    dtype = resolve_dtype(config.dtype)
     machine = this_machine(nodes=ranks.world_size() // ranks.ranks_per_node(), ranks_per_node=ranks.ranks_per_node())
-    zero = choose_zero(num_params, machine, dtype) if config.zero == "auto" else config.zero
-    samples = build_samples(rows, config, tokenizer, key="data")
-    model, _keep = load_for_scoring(config, zero, dtype)
-    start = time.perf_counter()
-    result = evaluate_sequences(
-        model, samples.sequences, pad_token_id=tokenizer.pad_token_id, batch_tokens=config.batch_tokens, device=ranks.device(),
-        collective_forward=zero != "0", progress=progress and ranks.rank() == 0,
-    )
-    return Evaluation(
-        perplexity=result, mode=MODES[samples.data_format], model=config.model, zero=zero, dtype=dtype, counts=samples.counts,
-        seconds=time.perf_counter() - start,
-        peak_memory_bytes={name: int(ranks.max_over_ranks(value)) for name, value in peak_memory_bytes().items()},
-    )
+    for candidate in models:
+        dtype = resolve_dtype(config.dtype)
+        zero = choose_zero(candidate.num_params, machine, dtype) if config.zero == "auto" else config.zero
+        all_windows = {source: build_windows(rows, config, candidate.tokenizer) for source, rows in data_sets.items()}
+        with loaded_for_scoring(candidate.config, zero, dtype) as model:
+            for source, windows in all_windows.items():
+                yield _evaluate_one(model, candidate, windows, source, zero, dtype, progress=progress)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    """A model to evaluate, as far as it is known without its weights."""
+
+    config: Any
+    """The EvalConfig with `model` being one name."""
+    tokenizer: PreTrainedTokenizerBase | None
+    num_params: int
+
+    @classmethod
+    def find(cls, config: Any, problems: list[str]) -> "_Candidate":
+        if (Path(config.model) / "run.json").is_file():
+            config.model = str(Path(config.model) / FINAL)
+        num_params = _count_params(config, problems)
+        return cls(config=config, tokenizer=check_tokenizer(config, problems) if num_params or config.tokenizer else None, num_params=num_params)
+
+
+def _read(source: str, config: EvalConfig, models: list[_Candidate], problems: list[str]) -> Dataset | None:
+    try:
+        rows = read_rows([source], config, key="data", split=config.data_split)
+    except UserError as error:
+        problems += error.problems
+        return None
+    for candidate in models:
+        check_rows(rows, config, candidate.tokenizer, key="data", problems=problems)
+    return rows
+
+
+def _count_params(config: Any, problems: list[str]) -> int:
+    name = adapter_base(config.model) or config.model
+    try:
+        model_config = load_model_config(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        model = empty_model(model_config, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        problems.append(f"model={config.model}: no causal language model can be read there ({' '.join(str(error).split())[:300]})")
+        return 0
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if positions and config.seq_len > positions:
+        problems.append(f"seq_len={config.seq_len} is beyond the {positions} positions of {config.model}; lower seq_len")
+    return sum(p.numel() for p in model.parameters())
 
 
 def choose_zero(num_params: int, machine: Machine, dtype: str) -> str:
@@ -99,33 +141,83 @@ def choose_zero(num_params: int, machine: Machine, dtype: str) -> str:
     return "3" if needed / machine.world_size + 4 * GiB < machine.device_bytes else "3-offload"
 
 
-def load_for_scoring(config: EvalConfig, zero: str, dtype: str) -> tuple[PreTrainedModel, Any]:
-    """The model in evaluation mode, and an object to keep alive as long as the model is used."""
-    if zero == "0":
-        return build_model(config, dtype=dtype, seed=config.seed).to(ranks.device()).eval(), None
-    import deepspeed
+class loaded_for_scoring:
+    """The model in evaluation mode inside a `with`; its memory is given back at the end, for the next one."""
 
-    deepspeed_config = read_zero_file(zero, [])
-    section = {key: value for key, value in deepspeed_config["zero_optimization"].items() if value != "auto" and key != "offload_optimizer"}
-    deepspeed_config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "fp16": {"enabled": dtype == "float16"},
-        "steps_per_print": 10**9,
-        "zero_optimization": section,
-    }
-    registered = HfDeepSpeedConfig(deepspeed_config)  # from_pretrained shards while this object lives
-    model = build_model(config, dtype=dtype, seed=config.seed)
-    engine = deepspeed.initialize(model=model, config=deepspeed_config)[0]
-    engine.module.eval()
-    return engine.module, (registered, engine)
+    def __init__(self, config: Any, zero: str, dtype: str):
+        self.config, self.zero, self.dtype = config, zero, dtype
+        self.registered = self.engine = None
+
+    def __enter__(self) -> PreTrainedModel:
+        if self.zero == "0":
+            return build_model(self.config, dtype=self.dtype, seed=self.config.seed).to(ranks.device()).eval()
+        import deepspeed
+
+        section = read_zero_file(self.zero, [])["zero_optimization"]
+        deepspeed_config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": self.dtype == "bfloat16"},
+            "fp16": {"enabled": self.dtype == "float16"},
+            "steps_per_print": 10**9,
+            "zero_optimization": {key: value for key, value in section.items() if value != "auto" and key != "offload_optimizer"},
+        }
+        self.registered = HfDeepSpeedConfig(deepspeed_config)  # from_pretrained shards while this object lives
+        model = build_model(self.config, dtype=self.dtype, seed=self.config.seed)
+        self.engine = deepspeed.initialize(model=model, config=deepspeed_config)[0]
+        return self.engine.module.eval()
+
+    def __exit__(self, *_) -> None:
+        if self.engine is not None:
+            self.engine.destroy()
+            unset_hf_deepspeed_config()
+        self.registered = self.engine = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
-def _count_params(config: EvalConfig, problems: list[str]) -> int:
-    name = adapter_base(config.model) or config.model
-    try:
-        model = empty_model(load_model_config(name, revision=config.revision, trust_remote_code=config.trust_remote_code), trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        problems.append(f"model={config.model}: no causal language model can be read there ({' '.join(str(error).split())[:300]})")
-        return 0
-    return sum(p.numel() for p in model.parameters())
+def _evaluate_one(model: nn.Module, candidate: _Candidate, windows: Windows, source: str, zero: str, dtype: str, *, progress: bool) -> Evaluation:
+    config = candidate.config
+    names = ("seq_len", "stride", "scope", "bos", "separator", "max_documents", "batch_tokens", "attn_implementation", "too_long")
+    options = {name: getattr(config, name) for name in names} | {"dtype": dtype, "mode": windows.mode}
+    partial = None
+    if config.output_dir:
+        partial = PartialResults(Path(config.output_dir), fingerprint(config.model, windows, options))
+    start = time.perf_counter()
+    fed: list[int] = []
+    result = evaluate_windows(
+        model, windows, pad_token_id=candidate.tokenizer.pad_token_id, batch_tokens=config.batch_tokens, device=ranks.device(),
+        collective_forward=zero != "0", done=partial and partial.done, save=partial and partial.save, fed=fed, progress=progress and ranks.rank() == 0,
+    )
+    seconds = time.perf_counter() - start
+    difference = verify(model, windows, result, config.verify, seed=config.seed) if config.verify else None
+    if partial is not None:
+        partial.remove()
+    return Evaluation(
+        perplexity=result, model=config.model, data=source, mode=windows.mode, options=options, zero=zero, truncated_documents=windows.counts.get("truncated", 0),
+        seconds=seconds, scored_tokens_now=sum(fed), model_hash=model_hash(config.model), largest_difference=difference,
+        peak_memory_bytes={name: int(ranks.max_over_ranks(value)) for name, value in peak_memory_bytes().items()},
+    )
+
+
+@torch.no_grad()
+def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, *, seed: int) -> float:
+    """Score `number` random documents again, each window alone with full logits; the largest relative difference of their nats.
+
+    Every rank does the same work, so that it holds for a sharded model too. Collective under ZeRO-3.
+    """
+    scored = [document for document, tokens in enumerate(result.document_tokens) if tokens]
+    chosen = set(random.Random(seed).sample(scored, min(number, len(scored))))
+    plain = dict.fromkeys(chosen, 0.0)
+    for window in range(len(windows.spans)):
+        documents, counts = windows.pieces(window)
+        if chosen.isdisjoint(documents.tolist()):
+            continue
+        ids, targets = (torch.from_numpy(array.astype("int64")).to(ranks.device()) for array in windows.inputs_and_targets(window))
+        log_probs_TV = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
+        where = targets != IGNORED
+        nats = -log_probs_TV[where].gather(1, targets[where][:, None])[:, 0].double().cpu()
+        for document, part in zip(documents.tolist(), nats.split(counts.tolist()), strict=True):
+            if document in plain:
+                plain[document] += part.sum().item()
+    return max(abs(result.document_nats[document] - nats) / max(abs(nats), 1e-12) for document, nats in plain.items())

@@ -1,28 +1,30 @@
 """Perplexity on any number of ranks: each token scored once, the same bits whatever the number of ranks.
 
-Batches are formed from the data alone; ranks are dealt whole batches; the sums of the sequences come together in one fixed
-order. Definition: perplexity = exp(nats / tokens), where nats is the sum of -ln p(token | tokens before it in its sequence)
-over all scored tokens, log-softmax in fp32 whatever the model's dtype, sums in float64.
+Batches are formed from the data alone; ranks are dealt whole batches; the sums of documents come together in one fixed
+order. Definition: perplexity = exp(nats / tokens), where nats is the sum of -ln p(token | tokens before it in its window)
+over all scored tokens, log-softmax in fp32 whatever the model's dtype, sums in float64. The windows are made in `windows.py`.
 
-Shape suffixes: B batch, T time, V vocabulary, N scored tokens of a batch.
+Shape suffixes: B batch, T time, H hidden, V vocabulary, N scored tokens of a batch.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
 
+from dsft.head import ChunkedHead
 from dsft.problems import TrainingStopped
 from dsft.ranks import sum_over_ranks
-from dsft.samples import IGNORED, Collator
+from dsft.samples import IGNORED
+from dsft.windows import Windows
 
-ROWS_PER_CHUNK = 512
-"""Scored positions whose fp32 log-softmax exists at once."""
+ROWS_PER_CHUNK = 256
+"""Scored positions whose logits exist at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +35,31 @@ class Perplexity:
     """Sum of negative log-likelihoods of the scored tokens."""
     tokens: int
     """Number of scored tokens."""
-    sequences: int
-    unscored_sequences: int
-    """Sequences without a token to score: a window of one token, for example."""
+    document_nats: np.ndarray
+    """[D] float64."""
+    document_tokens: np.ndarray
+    """[D] int64: scored tokens of each document."""
+    document_bytes: np.ndarray
+    """[D] int64: UTF-8 bytes of each document; 0 where there is no text (token sequences)."""
+    document_words: np.ndarray
+    """[D] int64."""
+
+    @property
+    def documents(self) -> int:
+        return len(self.document_nats)
+
+    @property
+    def bytes(self) -> int:
+        return int(self.document_bytes.sum())
+
+    @property
+    def words(self) -> int:
+        return int(self.document_words.sum())
+
+    @property
+    def unscored_documents(self) -> int:
+        """Documents without a token to score: of one token, for example."""
+        return int((self.document_tokens == 0).sum())
 
     @property
     def loss(self) -> float:
@@ -44,74 +68,138 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf  # exp(709.8) is float64's end
+        return exp(self.loss)
+
+    @property
+    def word_perplexity(self) -> float:
+        return exp(self.nats / self.words) if self.words else math.nan
+
+    @property
+    def byte_perplexity(self) -> float:
+        return exp(self.nats / self.bytes) if self.bytes else math.nan
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / self.bytes / math.log(2) if self.bytes else math.nan
 
 
-def form_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Indices of sequences, longest first, filled up to `batch_tokens` tokens with padding. Depends on the data alone."""
+def exp(value: float) -> float:
+    """math.exp, infinite where float64 ends (exp(709.8))."""
+    return math.exp(value) if value < 709 else math.inf
+
+
+def form_batches(lengths: np.ndarray, batch_tokens: int) -> list[list[int]]:
+    """Indices of windows, longest first, filled up to `batch_tokens` tokens with padding. Depends on the data alone."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     batches: list[list[int]] = []
     for index in order:
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= batch_tokens:
+        if batches and width(lengths[batches[-1][0]]) * (len(batches[-1]) + 1) <= batch_tokens:
             batches[-1].append(index)
         else:
             batches.append([index])
     return batches
 
 
+def width(length: int) -> int:
+    """Padded length of a batch whose longest window feeds `length` tokens: a multiple of 8."""
+    return max(8, -(-int(length) // 8) * 8)
+
+
 @torch.no_grad()
-def evaluate_sequences(model: nn.Module, sequences: Dataset, *, pad_token_id: int, batch_tokens: int, device: torch.device,
-                       collective_forward: bool, progress: bool = False) -> Perplexity:
-    """Perplexity of `model` on `sequences` (columns input_ids and labels). Collective: every rank must call it.
+def evaluate_windows(model: nn.Module, windows: Windows, *, pad_token_id: int, batch_tokens: int, device: torch.device, collective_forward: bool,
+                     done: dict[int, list[float]] | None = None, save: Callable[[int, list[float]], None] | None = None, fed: list[int] | None = None, progress: bool = False) -> Perplexity:
+    """Perplexity of `model` on `windows`. Collective: every rank must call it.
 
     Args:
-        batch_tokens: tokens of one forward, padding included; a longer sequence is a batch of its own.
+        batch_tokens: tokens of one forward, padding included; a longer window is a batch of its own.
         collective_forward: the model is sharded (ZeRO-3), so ranks without work must take part in every forward.
+        done: batches known from an interrupted evaluation, by index, the same on every rank: nats of their pieces.
+        save: called on the rank that scored a batch with its index and the nats of its pieces.
+        fed: gets the number of tokens of each batch scored now, over all ranks.
 
     Raises:
-        TrainingStopped: where a sequence's loss is NaN or infinite, naming the first such sequence.
+        TrainingStopped: where a document's loss is NaN or infinite, naming the first such document.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    ids = sequences["input_ids"]
-    batches = form_batches([len(one) for one in ids], batch_tokens)
-    mine = batches[rank::world]
-    rounds = -(-len(batches) // world)
-    collate = Collator(pad_token_id)
-    # Each sequence is scored on one rank and 0 on all others, so summing over ranks adds only zeros: no rounding.
-    sums = torch.zeros(len(ids), 2, dtype=torch.float64)
+    done = done or {}
+    batches = form_batches(windows.lengths, batch_tokens)
+    pieces = [[windows.pieces(window) for window in batch] for batch in batches]
+    sizes = [sum(len(documents) for documents, _ in batch) for batch in pieces]
+    offsets = np.cumsum([0, *sizes])
+    # Every piece is filled in on one rank and 0 on all others, so summing over ranks adds only zeros: no rounding.
+    nats = torch.zeros(offsets[-1], dtype=torch.float64)
+    for index in done if rank == 0 else ():
+        nats[offsets[index] : offsets[index + 1]] = torch.tensor(done[index], dtype=torch.float64)
+    left = [index for index in range(len(batches)) if index not in done]
+    mine = left[rank::world]
     was_training = model.training
     model.eval()
-    for turn in tqdm(range(rounds), desc="Perplexity", unit="batch", disable=not progress, leave=False):
+    dummy = torch.full((1, 8), pad_token_id, device=device)
+    head = ChunkedHead(model)
+    chunked = head.agrees(dummy)
+    batch_lengths = [int(windows.lengths[batches[index]].sum()) for index in left]
+    bar = tqdm(total=sum(batch_lengths), desc="Perplexity", unit="token", unit_scale=True, disable=not progress, leave=False)
+    for turn in range(-(-len(left) // world)):
         if turn < len(mine):
-            indices = mine[turn]
-            batch = collate([sequences[index] for index in indices])
-            sums[indices] = score_batch(model, {name: tensor.to(device) for name, tensor in batch.items()})
-        elif collective_forward:
-            model(input_ids=torch.full((1, 8), pad_token_id, device=device), use_cache=False)
+            index = mine[turn]
+            batch = _collate(windows, batches[index], pad_token_id)
+            counts = [int(count) for _, counts in pieces[index] for count in counts]
+            token_nats = score(head if chunked else model, {name: tensor.to(device) for name, tensor in batch.items()})
+            found = [part.sum().item() for part in token_nats.split(counts)]
+            nats[offsets[index] : offsets[index + 1]] = torch.tensor(found, dtype=torch.float64)
+            if save is not None:
+                save(index, found)
+        elif collective_forward:  # the same collectives as a batch with work
+            score(head if chunked else model, {"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
+        bar.update(sum(batch_lengths[turn * world : (turn + 1) * world]))
+    bar.close()
+    if fed is not None:
+        fed += batch_lengths
     model.train(was_training)
-    sums = sum_over_ranks(sums)
-    bad = (~sums[:, 0].isfinite()).nonzero()
+    return _add_up(windows, sum_over_ranks(nats).numpy(), [piece for batch in pieces for piece in batch])
+
+
+def _collate(windows: Windows, batch: list[int], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """input_ids and targets, [B, T], padded on the right: no token sees what comes after it, so no attention mask is needed."""
+    shape = (len(batch), width(windows.lengths[batch[0]]))
+    ids_BT, targets_BT = np.full(shape, pad_token_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+    for row, window in enumerate(batch):
+        ids, targets = windows.inputs_and_targets(window)
+        ids_BT[row, : len(ids)], targets_BT[row, : len(ids)] = ids, targets
+    return {"input_ids": torch.from_numpy(ids_BT), "targets": torch.from_numpy(targets_BT)}
+
+
+def score(head: ChunkedHead | nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """[N] float64 on the CPU: nats of each scored token of a collated batch, row by row."""
+    where_BT = batch["targets"] != IGNORED
+    targets = batch["targets"][where_BT].split(ROWS_PER_CHUNK)
+    if isinstance(head, ChunkedHead):
+        hidden = head.run_backbone(input_ids=batch["input_ids"])[where_BT].split(ROWS_PER_CHUNK)
+        with head.weights():
+            nats = [negative_log_likelihood(head.logits(rows), wanted) for rows, wanted in zip(hidden, targets, strict=True) if len(wanted)]
+    else:
+        logits = head(input_ids=batch["input_ids"], use_cache=False).logits[where_BT].split(ROWS_PER_CHUNK)
+        nats = [negative_log_likelihood(rows, wanted) for rows, wanted in zip(logits, targets, strict=True)]
+    return torch.cat(nats).double().cpu() if nats else torch.zeros(0, dtype=torch.float64)
+
+
+def negative_log_likelihood(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    """[N] in fp32."""
+    return nn.functional.cross_entropy(logits_NV.float(), targets_N, reduction="none")
+
+
+def _add_up(windows: Windows, nats: np.ndarray, pieces: list[tuple[np.ndarray, np.ndarray]]) -> Perplexity:
+    """Pieces to documents and to the whole, exactly rounded (math.fsum), so in no order in particular."""
+    documents = np.concatenate([piece for piece, _ in pieces])
+    tokens = np.zeros(len(windows.document_starts), dtype=np.int64)
+    np.add.at(tokens, documents, np.concatenate([counts for _, counts in pieces]))
+    bad = documents[~np.isfinite(nats)]
     if len(bad):
-        raise TrainingStopped(f"the loss of evaluation sequence {bad[0].item() + 1} of {len(ids)} is {sums[bad[0], 0].item()}: the model's weights or its numbers have overflowed")
+        raise TrainingStopped(f"the loss of document {bad.min() + 1} of {len(tokens)} is NaN or infinite: the model's weights are broken, or its numbers overflow in this dtype")
+    parts: list[list[float]] = [[] for _ in tokens]
+    for document, value in zip(documents, nats.tolist(), strict=True):
+        parts[document].append(value)
     return Perplexity(
-        nats=math.fsum(sums[:, 0].tolist()),
-        tokens=int(sums[:, 1].sum()),
-        sequences=len(ids),
-        unscored_sequences=int((sums[:, 1] == 0).sum()),
+        nats=math.fsum(nats.tolist()), tokens=int(tokens.sum()), document_nats=np.array([math.fsum(part) for part in parts]), document_tokens=tokens,
+        document_bytes=windows.document_bytes, document_words=windows.document_words,
     )
-
-
-def score_batch(forward: Callable, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """[B, 2] in float64 on the CPU: nats and scored tokens of each sequence of a collated batch."""
-    logits_BTV = forward(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
-    targets_BT = batch["labels"][:, 1:]
-    where_BT = targets_BT != IGNORED
-    rows_N, times_N = where_BT.nonzero(as_tuple=True)
-    targets_N = targets_BT[where_BT]
-    nats_N = torch.cat([
-        nn.functional.cross_entropy(logits_BTV[rows, times].float(), targets, reduction="none")
-        for rows, times, targets in zip(*(t.split(ROWS_PER_CHUNK) for t in (rows_N, times_N, targets_N)), strict=True)
-    ])
-    nats_BT = torch.zeros(targets_BT.shape, dtype=torch.float64)
-    nats_BT[where_BT.cpu()] = nats_N.double().cpu()
-    return torch.stack([nats_BT.sum(dim=1), where_BT.sum(dim=1).cpu().double()], dim=1)

@@ -4,8 +4,10 @@ Everything runs also as one process without a launcher. DeepSpeed makes the proc
 shared-memory collectives); a group made before `TrainingArguments` is what lets ZeRO-3 start on CPU ranks.
 """
 
+import atexit
 import os
 import socket
+import sys
 from datetime import timedelta
 
 import torch
@@ -71,10 +73,19 @@ def start_ranks(*, timeout_seconds: int = 1800) -> None:
 
 
 def stop_ranks() -> None:
-    """Leave the process group in order, so that no rank reports a lost peer at exit."""
+    """Leave the process group in order; a rank of several then ends its process here, with exit code 0.
+
+    DeepSpeed keeps the group's threads alive into the interpreter's shutdown, where one that wants the interpreter's lock
+    aborts the process now and then ("terminate called without an active exception"), after all work is done.
+    """
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    if world_size() > 1:
+        atexit._run_exitfuncs()  # loggers and workers finish as at any exit
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def raise_together(problems: list[str]) -> None:

@@ -72,8 +72,11 @@ def _is_chat(messages) -> bool:
     return isinstance(messages, list) and bool(messages) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
 
 
-def build_samples(rows: Dataset, config, tokenizer: PreTrainedTokenizerBase, *, key: str) -> Samples:
+def build_samples(rows: Dataset, config, tokenizer: PreTrainedTokenizerBase, *, key: str, keep_all: bool = False) -> Samples:
     """Tokenised sequences of `rows`; cached by `datasets` under a fingerprint of rows, tokenizer and options.
+
+    Args:
+        keep_all: one sequence for each row, in order, also where it has no trained token (evaluation counts those).
 
     Raises:
         UserError: where a row is unusable under the options, or nothing is left to train on.
@@ -88,7 +91,7 @@ def build_samples(rows: Dataset, config, tokenizer: PreTrainedTokenizerBase, *, 
     else:
         function = _tokenize_pair if data_format == "prompt_completion" else _tokenize_chat
         marked = rows.map(function, fn_kwargs={"tokenizer": tokenizer}, remove_columns=rows.column_names, desc=f"Tokenising {key}")
-        sequences = _apply_length_policy(marked, config, counts, key=key)
+        sequences = _apply_length_policy(marked, config, counts, key=key, keep_all=keep_all)
     lengths = [len(ids) for ids in sequences["input_ids"]]
     counts["sequences"] = len(sequences)
     counts["tokens"] = sum(lengths)
@@ -142,14 +145,16 @@ def _render(tokenizer, messages: list[dict], **options) -> list[int]:
     return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)["input_ids"] if messages else []
 
 
-def _apply_length_policy(sequences: Dataset, config, counts: dict[str, int], *, key: str) -> Dataset:
+def _apply_length_policy(sequences: Dataset, config, counts: dict[str, int], *, key: str, keep_all: bool) -> Dataset:
     seq_len = config.seq_len
     too_long = [i for i, ids in enumerate(sequences["input_ids"]) if len(ids) > seq_len]
     if too_long and config.too_long == "error":
         raise UserError([f"{key}: row {too_long[0] + 1} and {len(too_long) - 1} others are longer than seq_len={seq_len}; raise it, or set too_long to truncate or drop"])
-    if too_long and config.too_long == "truncate":
+    if too_long and (config.too_long == "truncate" or keep_all):
         counts["truncated"] = len(too_long)
-        sequences = sequences.map(_cut, fn_kwargs={"seq_len": seq_len}, desc="Truncating")
+        sequences = sequences.map(_cut, fn_kwargs={"seq_len": seq_len, "blank": config.too_long == "drop"}, desc="Truncating")
+    if keep_all:
+        return sequences
     # What has no trained token (its answer was cut off, or is empty) teaches nothing.
     keep = [
         i for i, (ids, labels) in enumerate(zip(sequences["input_ids"], sequences["labels"], strict=True))
@@ -159,8 +164,10 @@ def _apply_length_policy(sequences: Dataset, config, counts: dict[str, int], *, 
     return sequences.select(keep) if counts["dropped"] else sequences
 
 
-def _cut(row: dict, *, seq_len: int) -> dict:
-    return {name: values[:seq_len] for name, values in row.items()}
+def _cut(row: dict, *, seq_len: int, blank: bool) -> dict:
+    """A sequence cut to seq_len; with `blank`, one that was too long keeps no label."""
+    labels = [IGNORED] * seq_len if blank and len(row["labels"]) > seq_len else row["labels"][:seq_len]
+    return {"input_ids": row["input_ids"][:seq_len], "labels": labels}
 
 
 class Collator:

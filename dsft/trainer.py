@@ -18,11 +18,12 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from dsft.machine import GiB, peak_memory_bytes
-from dsft.perplexity import evaluate_sequences
+from dsft.perplexity import evaluate_windows, width
 from dsft.problems import TrainingStopped
 from dsft.ranks import max_over_ranks
 from dsft.run_folder import FINAL, checkpoints
 from dsft.samples import Collator
+from dsft.windows import windows_of_sequences
 
 
 class PerplexityTrainer(Trainer):
@@ -41,12 +42,12 @@ class PerplexityTrainer(Trainer):
     def evaluate(self, eval_dataset: Dataset | None = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Perplexity over all tokens of the held-out data; the same number for any batch size and number of ranks."""
         start = time.perf_counter()
-        sequences = self.eval_dataset if eval_dataset is None else eval_dataset
-        result = evaluate_sequences(
+        windows = windows_of_sequences(self.eval_dataset if eval_dataset is None else eval_dataset, mode="training")
+        result = evaluate_windows(
             self.model,
-            sequences,
+            windows,
             pad_token_id=self.processing_class.pad_token_id,
-            batch_tokens=self.args.per_device_eval_batch_size * max(map(len, sequences["input_ids"])),
+            batch_tokens=self.args.per_device_eval_batch_size * width(windows.lengths.max()),
             device=self.args.device,
             collective_forward=is_deepspeed_zero3_enabled(),
             progress=self.is_world_process_zero() and not self.args.disable_tqdm,

@@ -1,0 +1,101 @@
+"""Logits of chosen positions only, in chunks, for any causal language model that transformers builds.
+
+The backbone runs once; the head (with the architecture's own softcap, scale or bias, which stand in its `forward`) runs on rows of
+hidden states. For that, the model's own `forward` is called over a shallow copy in which the backbone hands out given
+hidden states. A probe compares this with the plain forward once; where they differ, or a model is built otherwise, plain logits are used.
+"""
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+
+class HandOut(nn.Module):
+    """Stands for the backbone: whatever it is called with, it returns the hidden states it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = None
+
+    def forward(self, *_, **__):
+        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+class BareLinear(nn.Module):
+    """The head's matrix product alone, without the hooks that ZeRO-3 puts on modules."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden, self.weight, self.bias)
+
+
+class ChunkedHead:
+    """`hidden = run_backbone(...)`, then `logits(rows of hidden)` within `weights()`."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.inner = model.get_base_model() if isinstance(model, PeftModel) else model
+        self.backbone = self.inner.base_model
+        self.usable = self._make_shell()
+
+    def _make_shell(self) -> bool:
+        """Whether the model has the usual parts: a backbone of its own and a plain linear head in the same module."""
+        inner = self.inner
+        names = {module: name for name, module in inner._modules.items()}
+        head = inner.get_output_embeddings()
+        parameters = inspect.signature(type(inner).forward).parameters
+        if self.backbone is inner or self.backbone not in names or type(head) is not nn.Linear or head not in names or "logits_to_keep" not in parameters:
+            return False
+        self.hand_out, self.linear = HandOut(), head
+        self.shell = copy.copy(inner)
+        self.shell.__dict__["_modules"] = inner._modules | {names[self.backbone]: self.hand_out, names[head]: BareLinear(head)}
+        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            self.shell.__dict__[hooks] = {}
+        self.shell.__dict__.pop("forward", None)  # DeepSpeed and accelerate may wrap the instance's forward
+        return True
+
+    def run_backbone(self, **inputs: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, T, H]. The whole model is called, so that every hook runs, with the head on one position only."""
+        found = []
+        handle = self.backbone.register_forward_hook(lambda module, args, output: found.append(output[0]))
+        try:
+            self.model(**inputs, use_cache=False, logits_to_keep=1)
+        finally:
+            handle.remove()
+        return found[0]
+
+    @contextlib.contextmanager
+    def weights(self) -> Iterator[None]:
+        """Under ZeRO-3 the head's weights, gathered on every rank; collective, so every rank enters once per batch."""
+        if not is_deepspeed_zero3_enabled():
+            yield
+            return
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(self.linear.parameters())):
+            yield
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """[N, V] in the model's dtype, after the architecture's softcap or scale."""
+        self.hand_out.hidden = hidden_NH[None]
+        return self.shell(inputs_embeds=hidden_NH[None], use_cache=False).logits[0]
+
+    def agrees(self, ids_BT: torch.Tensor) -> bool:
+        """Whether head on hidden states gives what the plain forward gives. Collective under ZeRO-3."""
+        if not self.usable:
+            return False
+        plain = self.model(input_ids=ids_BT, use_cache=False).logits[0]
+        hidden = self.run_backbone(input_ids=ids_BT)[0]
+        with self.weights():
+            chunked = self.logits(hidden)
+        return torch.allclose(plain.float(), chunked.float(), rtol=1e-2, atol=1e-3)
