@@ -19,7 +19,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from dsft import ranks
 from dsft.config import EvalConfig
 from dsft.machine import GiB, Machine, peak_memory_bytes, this_machine
-from dsft.model import adapter_base, build_model, resolve_dtype
+from dsft.model import adapter_base, build_model, described_in, is_bare_config, resolve_dtype
 from dsft.model_size import empty_model, load_model_config
 from dsft.partial_results import PartialResults, fingerprint, model_hash
 from dsft.perplexity import Perplexity, evaluate_windows
@@ -120,7 +120,7 @@ def _read(source: str, config: EvalConfig, models: list[_Candidate], problems: l
 
 
 def _count_params(config: Any, problems: list[str]) -> int:
-    name = adapter_base(config.model) or config.model
+    name = adapter_base(described_in(config.model)) or (config.model if is_bare_config(config.model) else described_in(config.model))
     try:
         model_config = load_model_config(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
         model = empty_model(model_config, trust_remote_code=config.trust_remote_code)

@@ -10,8 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from dsft.model import DTYPES, adapter_base, load_weights
-from dsft.model_size import load_model_config
+from dsft.model import DTYPES, adapter_base, described_in, is_step_folder, load_weights
 from dsft.problems import UserError
 from dsft.run_folder import FINAL, checkpoints
 
@@ -30,7 +29,7 @@ def find_weights(source: str) -> Path:
         if not found:
             raise UserError([f"{source}: the run has neither a final model nor a complete checkpoint yet"])
         return found[-1]
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("global_step*")):
+    if not is_step_folder(source) and not any(folder.glob("*.safetensors")) and not any(folder.glob("global_step*")):
         raise UserError([f"{source}: holds neither safetensors nor a DeepSpeed global_step folder"])
     return folder
 
@@ -49,7 +48,7 @@ def export(source: str, out: str, *, dtype: str = "auto") -> Path:
         raise UserError([f"{out}: exists and is not empty; choose a new folder"])
     model = _load(folder, dtype)
     model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(target)
+    AutoTokenizer.from_pretrained(described_in(str(folder))).save_pretrained(target)
     check_export(model, target)
     return target
 
@@ -68,23 +67,8 @@ def merge(adapter: str, out: str, *, dtype: str = "auto") -> Path:
 
 def _load(folder: Path, dtype: str) -> PreTrainedModel:
     options = {"dtype": "auto" if dtype == "auto" else DTYPES[dtype]}
-    if adapter_base(str(folder)):
-        model = load_weights(str(folder), **options)
-        assert isinstance(model, PeftModel)
-        return model.merge_and_unload(safe_merge=True)  # refuses NaN
-    if any(folder.glob("*.safetensors")):
-        return load_weights(str(folder), **options)
-    return _load_zero_shards(folder, options["dtype"])
-
-
-def _load_zero_shards(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
-    """A checkpoint that holds only DeepSpeed's shards, of any number of ranks."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    config = load_model_config(str(folder))
-    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32 if dtype == "auto" else dtype)
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(folder)))
-    return model
+    model = load_weights(str(folder), **options)
+    return model.merge_and_unload(safe_merge=True) if isinstance(model, PeftModel) else model  # safe_merge refuses NaN
 
 
 @torch.no_grad()

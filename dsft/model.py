@@ -4,12 +4,16 @@ Under ZeRO-3 the DeepSpeed configuration must be registered (by `TrainingArgumen
 `build_model`: only then are the weights sharded while they load, instead of filling every rank's memory.
 """
 
+import contextlib
+import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.lora import add_lora
 from dsft.model_size import load_model_config
@@ -35,6 +39,16 @@ def is_bare_config(model: str) -> bool:
     return model.endswith(".json") and Path(model).is_file()
 
 
+def described_in(model: str) -> str:
+    """Where config and tokenizer of `model` lie: beside a config file or a DeepSpeed `global_step` folder, else in itself."""
+    return str(Path(model).parent) if is_bare_config(model) or is_step_folder(model) else model
+
+
+def is_step_folder(model: str) -> bool:
+    """Whether `model` is the folder of DeepSpeed's own shards inside a checkpoint."""
+    return Path(model).is_dir() and Path(model).name.startswith("global_step")
+
+
 def load_tokenizer(config) -> PreTrainedTokenizerBase:
     """The tokenizer of `config` (a `TrainConfig` or `EvalConfig`), with a pad token.
 
@@ -43,7 +57,7 @@ def load_tokenizer(config) -> PreTrainedTokenizerBase:
     Raises:
         OSError, ValueError: as transformers does, where there is no tokenizer.
     """
-    name = config.tokenizer or (str(Path(config.model).parent) if is_bare_config(config.model) else config.model)
+    name = config.tokenizer or described_in(config.model)
     tokenizer = AutoTokenizer.from_pretrained(name, revision=config.revision if not config.tokenizer else None, trust_remote_code=config.trust_remote_code)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -80,12 +94,49 @@ def build_model(config, *, dtype: str, seed: int = 42) -> PreTrainedModel:
 
 
 def load_weights(name: str, **options) -> PreTrainedModel:
-    """The model of a hub id or folder; of an adapter folder, its base with the adapter over it (not merged)."""
+    """The model of a hub id or folder; of an adapter folder, its base with the adapter over it (not merged).
+
+    A checkpoint that holds only DeepSpeed's shards (of any ZeRO stage and number of ranks), or such a `global_step` folder, is read from these.
+    """
+    folder = Path(name)
+    if is_step_folder(name) or (folder.is_dir() and not any(folder.glob("*.safetensors*")) and any(folder.glob("global_step*"))):
+        return _load_zero_shards(folder, **options)
     base = adapter_base(name)
     if base:
         return PeftModel.from_pretrained(load_weights(base, **options), name)
     # Adapters remember this name: absolute, it stays right when they are loaded from another working folder.
-    return AutoModelForCausalLM.from_pretrained(str(Path(name).resolve()) if Path(name).is_dir() else name, **options)
+    return AutoModelForCausalLM.from_pretrained(str(folder.resolve()) if folder.is_dir() else name, **options)
+
+
+def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    checkpoint, tag = (folder.parent, folder.name) if is_step_folder(str(folder)) else (folder, None)
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints a dozen lines on every rank
+        state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=tag)
+    base = adapter_base(str(checkpoint))
+    if base is None:
+        options = {name: value for name, value in options.items() if name != "revision"}
+        config = load_model_config(str(checkpoint), trust_remote_code=options.get("trust_remote_code", False))
+        return AutoModelForCausalLM.from_pretrained(None, config=config, state_dict=state, **options)
+    model = get_peft_model(load_weights(base, **options), PeftConfig.from_pretrained(checkpoint))
+    for name, parameter in model.named_parameters():
+        if name in state:
+            with whole([parameter]), torch.no_grad():
+                parameter.copy_(state[name])
+    return model
+
+
+@contextlib.contextmanager
+def whole(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+    """Parameters at their full size on every rank, and sharded again afterwards with what rank 0 made of them; a no-op without ZeRO-3."""
+    if not is_deepspeed_zero3_enabled():
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+        yield
 
 
 def _quantization(config, compute_dtype: torch.dtype):

@@ -1,108 +1,249 @@
 """The law: each token once, and the same bits on any number of ranks."""
 
+import json
 import math
+import shutil
 
+import numpy as np
 import pytest
 import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM
+import transformers
+from datasets import Dataset, load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import flags, read_json
+from conftest import ROOT, flags, read_json
 from dsft.api import evaluate_perplexity
-from dsft.config import EvalConfig
+from dsft.config import EvalConfig, TrainConfig, make_config
 from dsft.evaluation import evaluate
-from dsft.perplexity import evaluate_sequences, form_batches
+from dsft.head import ChunkedHead
+from dsft.machine import default_ranks
+from dsft.model import load_tokenizer
+from dsft.perplexity import evaluate_windows, form_batches, width
 from dsft.problems import TrainingStopped, UserError
 from dsft.samples import IGNORED
+from dsft.text_data import read_rows
+from dsft.windows import build_windows, rolling_spans, sliding_spans, windows_of_sequences, words_in
 from rank_helper import on_ranks
-from tiny import write_texts
+from tiny import ARCHITECTURES, GATED, sentences, write_jsonl, write_texts
+
+MODES = [
+    {"mode": "windows"}, {"mode": "rolling"}, {"mode": "sliding", "stride": 16}, {"mode": "sliding", "stride": 24, "scope": "document"},
+    {"mode": "windows", "separator": "\n\n"}, {"mode": "answers"},
+]
+NAMES = ["windows", "rolling", "sliding", "sliding-document", "windows-text-separator", "answers"]
 
 
-def _sums(many_options: list[dict]) -> list[tuple[float, int]]:
-    results = [evaluate(EvalConfig(**options)).perplexity for options in many_options]
-    return [(result.nats, result.tokens) for result in results]
+def mode_options(tiny, mode: dict) -> dict:
+    data = "pairs.jsonl" if mode["mode"] == "answers" else "held_out.jsonl"
+    return {"model": [str(tiny / "model")], "data": [str(tiny / data)], "seq_len": 32, "batch_tokens": 200} | mode
 
 
-def plain_nats(model_folder, sequences) -> tuple[float, int]:
-    """The definition, one sequence at a time, with full logits."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+def windows_for(options: dict):
+    config = make_config(EvalConfig, options, [])
+    return build_windows(read_rows(config.data, config, key="data", split="train"), config, load_tokenizer(TrainConfig(model=options["model"][0])))
+
+
+def plain_nats(model, windows) -> tuple[float, int]:
+    """The definition, one window at a time, with full logits in float64."""
     nats, tokens = 0.0, 0
-    for row in sequences:
+    for window in range(len(windows.spans)):
+        ids, targets = windows.inputs_and_targets(window)
         with torch.no_grad():
-            log_probs = model(input_ids=torch.tensor([row["input_ids"]])).logits[0].double().log_softmax(-1)
-        for position, target in enumerate(row["labels"][1:]):
+            log_probs = model(input_ids=torch.tensor(ids)[None].long()).logits[0].double().log_softmax(-1)
+        for position, target in enumerate(targets):
             if target != IGNORED:
                 nats -= log_probs[position, target].item()
                 tokens += 1
     return nats, tokens
 
 
-def test_batches_take_each_sequence_once_and_keep_the_budget():
-    lengths = [5, 300, 7, 7, 64, 1, 12]
+def _sums(many_options: list[dict]) -> list[tuple[float, int]]:
+    results = [next(evaluate(EvalConfig(**options))).perplexity for options in many_options]
+    return [(result.nats, result.tokens, result.document_nats.tolist()) for result in results]
+
+
+def test_batches_take_each_window_once_and_keep_the_budget():
+    lengths = np.array([5, 300, 7, 7, 64, 1, 12])
     batches = form_batches(lengths, 64)
     assert sorted(index for batch in batches for index in batch) == list(range(7))
-    assert all(len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= 64 for batch in batches)
+    assert all(len(batch) == 1 or width(max(lengths[batch])) * len(batch) <= 64 for batch in batches)
 
 
-@pytest.mark.parametrize("data", ["held_out.jsonl", "pairs.jsonl"])
-def test_perplexity_is_the_definition(tiny, data):
-    from dsft.config import TrainConfig
-    from dsft.model import load_tokenizer
-    from dsft.samples import build_samples
-    from dsft.text_data import read_rows
+@pytest.mark.parametrize("length", [2, 3, 7, 50])
+@pytest.mark.parametrize("total", [1, 2, 3, 7, 8, 9, 49, 50, 51, 100])
+def test_windows_score_every_token_but_the_first_once_with_the_context_promised(total, length):
+    for stride in {1, length // 2 or 1, length - 1}:
+        spans = list(sliding_spans(0, total, length, stride))
+        assert [token for start, end, scored in spans for token in range(scored, end)] == list(range(1, total))
+        assert all(end - start <= length and (start == 0 or scored - start >= length - stride) for start, end, scored in spans)
+    spans = list(rolling_spans(0, total, length))
+    assert [token for start, end, scored in spans for token in range(scored, end)] == list(range(1, total))
+    assert all(1 <= scored - start and end - start <= length + 1 for start, end, scored in spans)
 
-    config = TrainConfig(model=str(tiny / "model"), data=[str(tiny / data)], seq_len=64)
-    samples = build_samples(read_rows(config.data, config, key="data", split="train"), config, load_tokenizer(config), key="data")
-    nats, tokens = plain_nats(tiny / "model", samples.sequences)
-    result = evaluate_perplexity(model=str(tiny / "model"), data=str(tiny / data), seq_len=64, batch_tokens=200, progress=False).perplexity
-    assert result.tokens == tokens == samples.counts["trained_tokens"]
+
+def test_rolling_windows_are_those_of_lm_evaluation_harness():
+    utils = pytest.importorskip("lm_eval.utils")
+    for total in range(1, 40):
+        tokens = list(range(100, 100 + total))
+        expected = [utils.make_disjoint_window(pair) for pair in utils.get_rolling_token_windows(tokens, prefix_token=7, max_seq_len=8, context_len=1)]
+        flat = [7, *tokens]
+        found = [(flat[start:scored], flat[scored:end]) for start, end, scored in rolling_spans(0, len(flat), 8)]
+        assert found == [(list(context), list(predicted)) for context, predicted in expected]
+
+
+def test_rolling_agrees_with_lm_evaluation_harness(tiny):
+    lm_eval_models = pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval.api.instance import Instance
+
+    texts = [row["text"] for row in map(json.loads, (tiny / "held_out.jsonl").open())]
+    harness = lm_eval_models.HFLM(pretrained=AutoModelForCausalLM.from_pretrained(tiny / "model"), tokenizer=AutoTokenizer.from_pretrained(tiny / "model"), max_length=32, batch_size=4)
+    requests = [Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=index) for index, text in enumerate(texts)]
+    theirs = -np.array(harness.loglikelihood_rolling(requests))
+    ours = evaluate_perplexity(**mode_options(tiny, {"mode": "rolling"}), progress=False).perplexity
+    np.testing.assert_allclose(ours.document_nats, theirs, rtol=1e-6)
+    assert ours.word_perplexity == pytest.approx(math.exp(theirs.sum() / sum(map(words_in, texts))), rel=1e-6)
+    assert ours.byte_perplexity == pytest.approx(math.exp(theirs.sum() / sum(len(text.encode()) for text in texts)), rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=NAMES)
+def test_perplexity_is_the_definition(tiny, mode):
+    options = mode_options(tiny, mode)
+    nats, tokens = plain_nats(AutoModelForCausalLM.from_pretrained(tiny / "model"), windows_for(options))
+    evaluation = evaluate_perplexity(**options, verify=3, progress=False)
+    result = evaluation.perplexity
+    assert result.tokens == tokens > 0
     assert result.nats == pytest.approx(nats, rel=1e-6)
     assert result.perplexity == math.exp(result.nats / result.tokens)
+    assert result.bits_per_byte == pytest.approx(result.nats / math.log(2) / result.bytes)
+    assert math.fsum(result.document_nats) == pytest.approx(result.nats, rel=1e-12) and result.document_tokens.sum() == tokens
+    assert evaluation.largest_difference < 1e-5
+
+
+def test_every_text_token_is_scored_once_and_counts_match_the_text(tiny):
+    texts = [row["text"] for row in map(json.loads, (tiny / "held_out.jsonl").open())]
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    own = [len(ids) for ids in tokenizer(texts)["input_ids"]]
+    rolling = evaluate_perplexity(**mode_options(tiny, {"mode": "rolling"}), progress=False).perplexity
+    assert rolling.document_tokens.tolist() == own
+    sliding = evaluate_perplexity(**mode_options(tiny, {"mode": "sliding", "separator": "none"}), progress=False).perplexity
+    assert sliding.tokens == sum(own) - 1
+    assert rolling.bytes == sum(len(text.encode()) for text in texts) and rolling.words == sum(len(text.split(" ")) for text in texts)
 
 
 def test_ppl_has_the_same_bits_on_1_2_3_and_4_ranks_replicated_and_sharded(tiny, tmp_path):
-    """For windows of text, for answers, and for fewer batches than ranks."""
-    common = {"model": str(tiny / "model"), "seq_len": 64, "batch_tokens": 200}
-    few = write_texts(tmp_path / "few.jsonl", 3)
-    data = [tiny / "held_out.jsonl", tiny / "pairs.jsonl", few]
-    cases = {zero: [common | {"data": [str(path)], "zero": zero} for path in data] for zero in ("0", "3")}
-    expected = on_ranks(1, _sums, cases["0"])[0]
-    assert len(set(expected)) == 3
+    """For every mode, and for fewer batches than ranks."""
+    few = {"mode": "windows", "data": [str(write_texts(tmp_path / "few.jsonl", 1))]}
+    cases = [mode_options(tiny, mode) for mode in [*MODES, few]]
+    replicated, sharded = ([case | {"zero": zero} for case in cases] for zero in ("0", "3"))
+    expected = on_ranks(1, _sums, replicated)[0]
+    assert len({nats for nats, _, _ in expected}) == len(cases)
     for world in (1, 2, 3, 4):
-        for found in on_ranks(world, _sums, cases["0"] + cases["3"]):
+        for found in on_ranks(world, _sums, replicated + sharded):
             assert found == expected + expected, world
 
 
 def test_batch_size_does_not_move_the_result(tiny):
-    results = [
-        evaluate_perplexity(model=str(tiny / "model"), data=str(tiny / "held_out.jsonl"), seq_len=64, batch_tokens=budget, progress=False).perplexity
-        for budget in (64, 128, 4096)
-    ]
+    results = [evaluate_perplexity(**mode_options(tiny, {"mode": "sliding"}) | {"batch_tokens": budget}, progress=False).perplexity for budget in (32, 128, 4096)]
     assert len({result.tokens for result in results}) == 1
     assert results[0].nats == pytest.approx(results[1].nats, rel=1e-6) == pytest.approx(results[2].nats, rel=1e-6)
 
 
-def test_a_sequence_of_one_token_is_counted_as_unscored(tiny):
-    model = AutoModelForCausalLM.from_pretrained(tiny / "model")
-    rows = Dataset.from_list([{"input_ids": [5], "labels": [5]}, {"input_ids": [5, 6, 7], "labels": [5, 6, 7]}])
-    result = evaluate_sequences(model, rows, pad_token_id=0, batch_tokens=64, device=torch.device("cpu"), collective_forward=False)
-    assert (result.sequences, result.tokens, result.unscored_sequences) == (2, 2, 1)
+def test_bos_and_max_documents(tiny, tmp_path):
+    folder = shutil.copytree(tiny / "model", tmp_path / "bos")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.bos_token = "<|user|>"
+    tokenizer.save_pretrained(folder)
+    options = mode_options(tiny, {"mode": "sliding", "scope": "document"}) | {"max_documents": 5}
+    without = evaluate_perplexity(**options | {"bos": "off"}, progress=False).perplexity
+    with_bos = evaluate_perplexity(**options | {"bos": "on", "model": [str(folder)]}, progress=False).perplexity
+    assert without.documents == 5 and with_bos.tokens == without.tokens + 5  # the first token has context now
+    with pytest.raises(UserError, match="bos=on: the tokenizer .* has no BOS token"):
+        evaluate_perplexity(**options | {"bos": "on"})
 
 
-def test_nan_weights_stop_the_evaluation_and_name_the_sequence(tiny):
+def test_a_document_of_one_token_is_counted_as_unscored_and_a_long_one_is_not_cut(tiny, tmp_path):
+    data = write_jsonl(tmp_path / "odd.jsonl", [{"text": "a"}, {"text": sentences(1, longest=400)[0] * 5}, {"text": ""}])
+    options = {"model": str(tiny / "model"), "data": str(data), "mode": "sliding", "scope": "document", "seq_len": 32}
+    result = evaluate_perplexity(**options, progress=False).perplexity
+    assert result.unscored_documents == 2 and result.tokens > 200
+    report = evaluate_perplexity(**options, progress=False).report()
+    assert report["unscored_documents"] == 2 and report["documents"] == 3
+
+
+def test_truncated_answers_are_counted(tiny, tmp_path):
+    data = write_jsonl(tmp_path / "long.jsonl", [{"prompt": "the ", "completion": "big small " * 40}, {"prompt": "the ", "completion": "loss"}])
+    evaluation = evaluate_perplexity(model=str(tiny / "model"), data=str(data), seq_len=32, progress=False)
+    assert evaluation.truncated_documents == 1 and evaluation.perplexity.documents == 2
+
+
+def test_nan_weights_stop_the_evaluation_and_name_the_document(tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny / "model")
     with torch.no_grad():
         model.get_input_embeddings().weight[9] = math.nan
     rows = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in ([5, 6, 7], [5, 9, 7])])
-    with pytest.raises(TrainingStopped, match="sequence 2 of 2"):
-        evaluate_sequences(model, rows, pad_token_id=0, batch_tokens=3, device=torch.device("cpu"), collective_forward=False)
+    windows = windows_of_sequences(rows, mode="training")
+    with pytest.raises(TrainingStopped, match="document 2 of 2"):
+        evaluate_windows(model, windows, pad_token_id=0, batch_tokens=8, device=torch.device("cpu"), collective_forward=False)
+
+
+HEADS = {
+    "gemma2": (transformers.Gemma2Config, GATED | {"head_dim": 8, "sliding_window": 64, "final_logit_softcapping": 3.0}),
+    "cohere": (transformers.CohereConfig, GATED | {"logit_scale": 0.25}),
+    "granite": (transformers.GraniteConfig, GATED | {"logits_scaling": 4.0}),
+    "olmo": (transformers.OlmoConfig, GATED),
+    "phi": (transformers.PhiConfig, GATED),  # a head with a bias
+    "opt": (transformers.OPTConfig, {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 256}),
+} | ARCHITECTURES
+
+
+@pytest.mark.parametrize("architecture", HEADS)
+def test_chunks_of_the_head_give_plain_full_logits_in_every_architecture(architecture):
+    cls, values = HEADS[architecture]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(cls(**values)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)  # so that a softcap bends the logits
+    rows = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in torch.randint(1, 384, (5, 20)).tolist()])
+    windows = windows_of_sequences(rows, mode="training")
+    nats, tokens = plain_nats(model, windows)
+    result = evaluate_windows(model, windows, pad_token_id=0, batch_tokens=48, device=torch.device("cpu"), collective_forward=False)
+    assert result.tokens == tokens and result.nats == pytest.approx(nats, rel=1e-5)
+    # OPT calls its decoder past its backbone, and falls back to plain logits; all others take the short way.
+    assert ChunkedHead(model).agrees(torch.ones(1, 8, dtype=torch.long)) == (architecture != "opt")
+
+
+def test_no_full_logits_exist(tiny, monkeypatch):
+    """Whatever is handed to the cross-entropy is a chunk: never more rows than ROWS_PER_CHUNK."""
+    import dsft.perplexity as module
+
+    seen = []
+    original = module.negative_log_likelihood
+    monkeypatch.setattr(module, "negative_log_likelihood", lambda logits, targets: seen.append(logits.shape) or original(logits, targets))
+    monkeypatch.setattr(module, "ROWS_PER_CHUNK", 16)
+    evaluate_perplexity(**mode_options(tiny, {"mode": "windows"}), progress=False)
+    assert len(seen) > 10 and max(rows for rows, _ in seen) == 16
 
 
 def test_problems_of_the_evaluator_come_together(tiny):
     with pytest.raises(UserError) as caught:
-        evaluate_perplexity(model="./nowhere", data="nowhere.jsonl", bogus=1)
+        evaluate_perplexity(model="./nowhere", data="nowhere.jsonl", bogus=1, stride=5000)
     text = str(caught.value)
-    assert all(part in text for part in ("bogus: unknown key", "./nowhere", "nowhere.jsonl does not exist"))
+    assert all(part in text for part in ("bogus: unknown key", "./nowhere", "nowhere.jsonl does not exist", "stride=5000"))
+    with pytest.raises(UserError, match="mode=answers does not fit"):
+        evaluate_perplexity(**mode_options(tiny, {"mode": "windows"}) | {"mode": "answers"})
+
+
+def test_the_evaluate_library_computes_the_same_from_sums_and_from_texts(tiny):
+    import evaluate as library
+
+    metric = library.load(str(ROOT / "dsft" / "evaluate_perplexity"))
+    result = evaluate_perplexity(**mode_options(tiny, {"mode": "rolling"}), progress=False).perplexity
+    from_sums = metric.compute(nats=result.document_nats.tolist(), tokens=result.document_tokens.tolist(), bytes=result.document_bytes.tolist(), words=result.document_words.tolist())
+    assert from_sums["perplexity"] == result.perplexity and from_sums["bits_per_byte"] == result.bits_per_byte
+    texts = [row["text"] for row in map(json.loads, (tiny / "held_out.jsonl").open())]
+    from_texts = metric.compute(predictions=texts, model=str(tiny / "model"), mode="rolling", seq_len=32)
+    assert from_texts["perplexity"] == pytest.approx(result.perplexity, rel=1e-6)
 
 
 @pytest.mark.launch
@@ -115,19 +256,49 @@ def test_every_launcher_gives_the_same_bits(run, tiny, tmp_path):
         "python": ["python", "dsft/eval_ppl.py"],
         "dsft": ["dsft", "eval"],
     }
+    ranks = {"python": 1, "dsft": default_ranks()}
     nats = {}
     for name, launcher in launchers.items():
         options = {"model": tiny / "model", "data": tiny / "held_out.jsonl", "seq_len": 64, "output_dir": tmp_path / name}
         result = run([*launcher, *flags(options)])
         assert result.returncode == 0, result.stderr
         assert result.stdout.count("nats per token") == 1  # rank 0 alone prints
-        report = read_json(tmp_path / name / "perplexity.json")
-        assert report["ranks"] == (1 if name == "python" else ranks_of_this_machine() if name == "dsft" else 2)
+        (report,) = read_json(tmp_path / name / "perplexity.json")["results"]
+        assert report["ranks"] == ranks.get(name, 2)
         nats[name] = report["nats"]
     assert len(set(nats.values())) == 1, nats
 
 
-def ranks_of_this_machine() -> int:
-    from dsft.machine import default_ranks
+@pytest.mark.launch
+def test_several_models_and_data_sets_in_one_launch_and_an_interruption_between(run, tiny, tmp_path):
+    """A rank is killed in the middle; the same command, on another number of ranks, ends with the bits of an uninterrupted one."""
+    import os
+    import signal
+    import subprocess
+    import time
 
-    return default_ranks()
+    from conftest import BIN
+
+    long = write_texts(tmp_path / "long.jsonl", 3000, seed=4)
+    options = ["--model", tiny / "model", tiny / "chat", "--data", tiny / "held_out.jsonl", long, "--seq_len", "64", "--batch_tokens", "64"]
+    whole = run(["python", "dsft/eval_ppl.py", *options, "--output_dir", tmp_path / "whole"])
+    assert whole.returncode == 0, whole.stderr
+    out = tmp_path / "out"
+    command = ["python", "dsft/eval_ppl.py", *map(str, options), "--output_dir", str(out)]
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and sum(path.read_text().count("[") // 2 for path in out.glob("partial/*/rank-0.jsonl")) < 40:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    scored = {line for path in out.glob("partial/*/rank-0.jsonl") for line in path.read_text().splitlines() if line}
+    assert len(scored) >= 20
+    again = run(["dsft", "eval", *options, "--output_dir", out])
+    assert again.returncode == 0, again.stderr
+    results = [read_json(folder / "perplexity.json")["results"] for folder in (tmp_path / "whole", out)]
+    assert [(one["model"], one["data"], one["nats"]) for one in results[0]] == [(one["model"], one["data"], one["nats"]) for one in results[1]]
+    assert len(results[0]) == 4 and not list(out.glob("partial/*"))
+    table = load_dataset("parquet", data_files=str(out / "documents.parquet"), split="train")
+    assert set(table.column_names) == {"model", "data", "document", "nats", "tokens", "bytes", "words"}
+    first = table.filter(lambda row: row["model"] == results[1][0]["model"] and row["data"] == results[1][0]["data"])
+    assert len(first) == 31 and math.fsum(first["nats"]) == results[1][0]["nats"]

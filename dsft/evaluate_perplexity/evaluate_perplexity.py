@@ -1,0 +1,46 @@
+"""Perplexity for the `evaluate` library: from texts and a model, or from sums that an evaluation left.
+
+    metric = evaluate.load(str(Path(dsft.__file__).parent / "evaluate_perplexity"))
+    metric.compute(nats=[...], tokens=[...], bytes=[...], words=[...])       # rows of documents.parquet
+    metric.compute(predictions=texts, model="runs/first", mode="rolling")    # options of `dsft eval`
+"""
+
+import math
+import tempfile
+from pathlib import Path
+
+import datasets
+import evaluate
+
+DESCRIPTION = "exp(nats / tokens) over all scored tokens of all documents, as dsft computes it"
+
+
+class EvaluatePerplexity(evaluate.Measurement):
+    def _info(self) -> evaluate.MeasurementInfo:
+        return evaluate.MeasurementInfo(
+            description=DESCRIPTION, citation="", inputs_description=__doc__, module_type="measurement",
+            features=datasets.Features({"predictions": datasets.Value("string")}),
+        )
+
+    def compute(self, *, nats=None, tokens=None, bytes=None, words=None, predictions=None, **options):
+        """perplexity, nats and tokens; with `bytes` and `words` also word_perplexity, byte_perplexity and bits_per_byte."""
+        if nats is not None:
+            return self._of_sums(math.fsum(nats), sum(tokens), sum(bytes or []), sum(words or []))
+        return self._compute(predictions, **options)
+
+    def _compute(self, predictions, *, model, **options):
+        import dsft
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "texts.parquet"
+            datasets.Dataset.from_dict({"text": list(predictions)}).to_parquet(str(path))
+            result = dsft.evaluate_perplexity(model=model, data=str(path), progress=False, **options).perplexity
+        return self._of_sums(result.nats, result.tokens, result.bytes, result.words)
+
+    def _of_sums(self, nats, tokens, num_bytes, words):
+        found = {"perplexity": math.exp(nats / tokens), "nats": nats, "tokens": tokens}
+        if num_bytes:
+            found |= {"byte_perplexity": math.exp(nats / num_bytes), "bits_per_byte": nats / num_bytes / math.log(2)}
+        if words:
+            found["word_perplexity"] = math.exp(nats / words)
+        return found
