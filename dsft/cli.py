@@ -77,7 +77,7 @@ def _options_help(command: str) -> str:
             lines.append(f"  --{field.name} (default: {default})")
     if command == "train":
         lines += ["", "and every field of transformers.TrainingArguments by its own name (learning_rate, max_steps, report_to ...)."]
-    lines += ["", "Passed to the deepspeed launcher: --hostfile --num_nodes --num_gpus --include --exclude --master_addr --master_port --launcher"]
+    lines += ["", "Passed to the deepspeed launcher: --hostfile --num_nodes --num_gpus --include --exclude --master_addr --master_port"]
     return "\n".join(lines)
 
 

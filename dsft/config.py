@@ -5,6 +5,7 @@ a GPU or the network: that is `preparation.py`.
 """
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -137,6 +138,9 @@ def make_config(cls: type, values: dict[str, Any], problems: list[str]):
     if values.get("resume_from_checkpoint") is True:  # the bare flag, and what transformers' own scripts take
         values = values | {"resume_from_checkpoint": "auto"}
     checked = check_values(values, all_types, problems)
+    for key in ("output_dir", "model", "tokenizer", "adapter"):
+        if isinstance(checked.get(key), str):
+            checked[key] = os.path.expanduser(checked[key])
     config = cls(**{key: value for key, value in checked.items() if key in own_types})
     if cls is TrainConfig:
         config.training = {key: value for key, value in checked.items() if key not in own_types}
@@ -180,6 +184,13 @@ def _check_training(config: TrainConfig, problems: list[str]) -> None:
         problems.append("bf16 and fp16 are both true; keep one")
     elif asked and config.dtype not in ("auto", half[asked[0]]):
         problems.append(f"dtype={config.dtype} contradicts {asked[0]}=true; keep one")
+    if training.get("learning_rate", 0) < 0:
+        problems.append(f"learning_rate={training['learning_rate']}: must not be negative")
+    metric = training.get("metric_for_best_model")
+    if metric and metric.removeprefix("eval_") not in ("loss", "perplexity"):
+        problems.append(f"metric_for_best_model={metric}: evaluation gives loss and perplexity")
+    if training.get("load_best_model_at_end") and training.get("save_only_model"):
+        problems.append("load_best_model_at_end needs whole checkpoints; set save_only_model: false")
     for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "lora_r"):
         value = training.get(key, getattr(config, key, None))
         if value is not None and value < 1:
@@ -201,20 +212,3 @@ def _check_evaluation(config: EvalConfig, problems: list[str]) -> None:
         problems.append(f"max_documents={config.max_documents}: must be at least 1")
     if config.verify < 0:
         problems.append(f"verify={config.verify}: must be 0 or a number of documents")
-
-
-def ignored_options(config: TrainConfig) -> list[str]:
-    """One sentence for each option that was set but has no effect in this configuration."""
-    notes = []
-    defaults = LoraFields()
-    lora_names = [f.name for f in dataclasses.fields(LoraFields) if f.name not in ("method", "adapter", "quantization_bits")]
-    changed = [name for name in lora_names if getattr(config, name) != getattr(defaults, name)]
-    if changed and config.method == "full":
-        notes.append(f"{', '.join(changed)}: ignored, because method is full; set method: lora")
-    if changed and config.adapter:
-        notes.append(f"{', '.join(changed)}: ignored, because adapter={config.adapter} brings its own shape")
-    if config.method != "qlora" and config.quantization_bits != defaults.quantization_bits:
-        notes.append(f"quantization_bits: ignored, because method is {config.method}; set method: qlora")
-    if config.eval_data and config.eval_fraction:
-        notes.append("eval_fraction: ignored, because eval_data is given")
-    return notes

@@ -121,7 +121,6 @@ def write_run_configs(folder: Path) -> None:
         seq_len: 256
         zero: 3
         per_device_train_batch_size: 4
-        global_batch_size: 8
         max_steps: 120
         learning_rate: 4e-3
         lr_scheduler_type: cosine
@@ -144,7 +143,6 @@ def write_run_configs(folder: Path) -> None:
         lora_r: 16
         zero: auto
         per_device_train_batch_size: 8
-        global_batch_size: 16
         max_steps: 80
         learning_rate: 1e-2
         lr_scheduler_type: cosine

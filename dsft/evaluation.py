@@ -18,14 +18,14 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft import ranks
 from dsft.config import EvalConfig
-from dsft.machine import GiB, Machine, peak_memory_bytes, this_machine
+from dsft.machine import GiB, Machine, has_gpu, peak_memory_bytes
 from dsft.model import adapter_base, build_model, described_in, is_bare_config, resolve_dtype
 from dsft.model_size import empty_model, load_model_config
 from dsft.partial_results import PartialResults, fingerprint, model_hash
 from dsft.perplexity import Perplexity, evaluate_windows
 from dsft.preparation import check_tokenizer
 from dsft.problems import UserError
-from dsft.run_folder import FINAL, versions
+from dsft.run_folder import FINAL, check_writable, versions
 from dsft.samples import IGNORED, check_rows
 from dsft.text_data import read_rows
 from dsft.windows import Windows, build_windows
@@ -77,11 +77,14 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
         TrainingStopped: where a loss is NaN or infinite.
     """
     problems = [] if problems is None else problems
+    unset_hf_deepspeed_config()  # of a training earlier in this process: models are measured on the meta device
+    if config.output_dir:
+        check_writable(config.output_dir, problems)
     models = [_Candidate.find(dataclasses.replace(config, model=name), problems) for name in config.model]
     data_sets = {source: _read(source, config, models, problems) for source in config.data}
     ranks.raise_together(problems)
 
-    machine = this_machine(nodes=ranks.world_size() // ranks.ranks_per_node(), ranks_per_node=ranks.ranks_per_node())
+    machine = ranks.smallest_machine()
     for candidate in models:
         dtype = resolve_dtype(config.dtype)
         zero = choose_zero(candidate.num_params, machine, dtype) if config.zero == "auto" else config.zero
@@ -172,7 +175,7 @@ class loaded_for_scoring:
             unset_hf_deepspeed_config()
         self.registered = self.engine = None
         gc.collect()
-        if torch.cuda.is_available():
+        if has_gpu():
             torch.cuda.empty_cache()
 
 

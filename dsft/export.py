@@ -4,6 +4,7 @@
     dsft merge runs/lora/final merged        # an adapter into its base
 """
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -46,10 +47,19 @@ def export(source: str, out: str, *, dtype: str = "auto") -> Path:
     folder, target = find_weights(source), Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError([f"{out}: exists and is not empty; choose a new folder"])
-    model = _load(folder, dtype)
-    model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(described_in(str(folder))).save_pretrained(target)
-    check_export(model, target)
+    beside = target.absolute().with_name(f"{target.name}.unfinished")
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(described_in(str(folder)))
+        model = _load(folder, dtype)
+    except (OSError, ValueError) as error:
+        raise UserError([f"{source}: cannot be loaded ({' '.join(str(error).split())[:300]})"]) from None
+    model.save_pretrained(beside)
+    tokenizer.save_pretrained(beside)
+    check_export(model, beside)
+    if target.is_dir():
+        target.rmdir()  # it is empty
+    beside.rename(target)
     return target
 
 

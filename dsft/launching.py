@@ -6,12 +6,10 @@ import signal
 import subprocess
 import sys
 
-import torch
-
-from dsft.machine import default_ranks
+from dsft.machine import default_ranks, has_gpu
 from dsft.ranks import free_port
 
-LAUNCHER_OPTIONS = ("--hostfile", "--num_nodes", "--num_gpus", "--include", "--exclude", "--master_addr", "--master_port", "--launcher")
+LAUNCHER_OPTIONS = ("--hostfile", "--num_nodes", "--num_gpus", "--include", "--exclude", "--master_addr", "--master_port")
 """Passed on to `deepspeed`; everything else goes to the script."""
 
 
@@ -28,7 +26,9 @@ def deepspeed_command(module: str, argv: list[str]) -> list[str]:
         else:
             launcher += [word, next(words, "")]
     given = {word.partition("=")[0] for word in launcher}
-    if not given & {"--hostfile", "--num_gpus", "--include", "--exclude"}:
+    # DeepSpeed turns CUDA_VISIBLE_DEVICES into --include by itself, but ignores it beside --num_gpus.
+    chosen = has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not chosen and not given & {"--hostfile", "--num_gpus", "--include", "--exclude"}:
         launcher += ["--num_gpus", str(default_ranks())]
     if "--master_port" not in given:
         launcher += ["--master_port", str(free_port())]  # the default port fails when two jobs share a machine
@@ -39,7 +39,7 @@ def launch(module: str, argv: list[str]) -> int:
     """Print and run the command; returns its exit code. Ctrl-C and SIGTERM reach the launcher."""
     command = deepspeed_command(module, argv)
     print("dsft: " + shlex.join(["deepspeed", *command[3:]]), flush=True)
-    environment = os.environ | ({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"})
+    environment = os.environ | ({} if has_gpu() else {"DS_ACCELERATOR": "cpu"})
     process = subprocess.Popen(command, env=environment)
     previous = {number: signal.signal(number, lambda received, _: process.send_signal(received)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -12,8 +12,13 @@ def add_lora(model: PreTrainedModel, config, *, adapter: str | None = None) -> P
     """`model` with trainable adapters as `config` (a `TrainConfig`) says, or with those of the folder `adapter`."""
     if adapter:
         return PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    return get_peft_model(model, lora_config(config))
+
+
+def lora_config(config) -> LoraConfig:
+    """peft's configuration from the lora_* options."""
     targets = config.lora_target_modules
-    lora = LoraConfig(
+    return LoraConfig(
         task_type="CAUSAL_LM",
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
@@ -23,7 +28,6 @@ def add_lora(model: PreTrainedModel, config, *, adapter: str | None = None) -> P
         use_dora=config.use_dora,
         use_rslora=config.use_rslora,
     )
-    return get_peft_model(model, lora)
 
 
 def check_lora_targets(model: PreTrainedModel, config, problems: list[str]) -> None:

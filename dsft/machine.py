@@ -76,6 +76,11 @@ def host_memory_bytes() -> int:
     return min(limits)
 
 
+def has_gpu() -> bool:
+    """Whether ranks run on GPUs: where torch sees one, unless DS_ACCELERATOR=cpu asks for CPU ranks."""
+    return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+
+
 def cpu_count() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0))
@@ -83,19 +88,18 @@ def cpu_count() -> int:
 
 def default_ranks() -> int:
     """Ranks to start on this machine: one per GPU, else up to 2 CPU processes."""
-    return torch.cuda.device_count() or min(2, cpu_count())
+    return torch.cuda.device_count() if has_gpu() else min(2, cpu_count())
 
 
 def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None) -> Machine:
     """The machine as found. Without GPUs each rank's device memory is its share of 85 % of the host's."""
     ranks = ranks_per_node or default_ranks()
     host = host_memory_bytes()
-    has_gpu = torch.cuda.is_available()
-    if has_gpu:
+    if has_gpu():
         device = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
     else:
         device = int(0.85 * host / ranks)  # the rest is for the system and the launcher
-    return Machine(nodes=nodes, ranks_per_node=ranks, device_bytes=device, host_bytes=host, has_gpu=has_gpu)
+    return Machine(nodes=nodes, ranks_per_node=ranks, device_bytes=device, host_bytes=host, has_gpu=has_gpu())
 
 
 def peak_memory_bytes() -> dict[str, int]:
@@ -103,6 +107,6 @@ def peak_memory_bytes() -> dict[str, int]:
     import resource
 
     peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    if torch.cuda.is_available():
+    if has_gpu():
         peak["gpu"] = torch.cuda.max_memory_allocated()
     return peak

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.lora import add_lora
+from dsft.machine import has_gpu
 from dsft.model_size import load_model_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,7 +26,7 @@ def resolve_dtype(dtype: str) -> str:
     """float32, bfloat16 or float16; "auto" is bfloat16 on a GPU that computes in it, float32 elsewhere."""
     if dtype != "auto":
         return dtype
-    return "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    return "bfloat16" if has_gpu() and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
 
 
 def adapter_base(folder: str) -> str | None:
@@ -68,9 +69,10 @@ def build_model(config, *, dtype: str, seed: int = 42) -> PreTrainedModel:
     """The causal language model of `config`, with trainable adapters where the method has them.
 
     Args:
-        dtype: "float32", "bfloat16" or "float16", for the weights.
+        dtype: of the weights: "float32", "bfloat16", "float16" or "auto".
         seed: of the random weights where the model is a config.json alone, and of new adapters.
     """
+    dtype = resolve_dtype(dtype)
     options = {"dtype": DTYPES[dtype], "trust_remote_code": config.trust_remote_code}
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation

@@ -80,8 +80,8 @@ def all_plans(size: ModelSize, machine: Machine, *, micro_batch_tokens: int, hal
     names = [zero]
     if zero == "auto":
         sharded = ["3"] + (["3-hpz"] if machine.nodes > 1 else [])
-        # A quantised base is not sharded by ZeRO-3 (transformers skips zero.Init for it).
-        names = ["1", "2"] + (["2-offload"] if size.quantized_bits else [*sharded, "2-offload", "3-offload-optimizer", "3-offload"])
+        # A quantised base is neither sharded by ZeRO-3 nor offloaded (transformers skips zero.Init for it).
+        names = ["1", "2"] + ([] if size.quantized_bits else [*sharded, "2-offload", "3-offload-optimizer", "3-offload"])
         if machine.nodes > 1 and "3-hpz" in names:
             # Across nodes, gathering inside a node is faster (DeepSpeed#6889).
             names.remove("3-hpz")

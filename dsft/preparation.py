@@ -3,29 +3,32 @@
 Every check appends to one list; nothing here loads a weight.
 """
 
+import dataclasses
 import importlib.util
 import os
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from dsft.config import EvalConfig, TrainConfig
+from dsft.config import EvalConfig, LoraFields, TrainConfig
 from dsft.lora import check_lora_targets
-from dsft.machine import Machine
+from dsft.machine import Machine, has_gpu
 from dsft.model import is_bare_config, load_tokenizer, resolve_dtype
 from dsft.model_size import ModelSize, empty_model, load_model_config, measure_model
 from dsft.plan import ZeroPlan, choose_plan
-from dsft.problems import UserError, raise_if_any
+from dsft.problems import UserError, nearest, raise_if_any
 from dsft.run_folder import check_free_space, check_output_dir
 from dsft.samples import check_rows
 from dsft.text_data import read_rows
-from dsft.zero_config import adopt_zero_file, check_nvme, compose, offloads, read_zero_file, stage
+from dsft.zero_config import adopt_zero_file, check_nvme, check_section, compose, offloads, read_zero_file, stage
 
-REPORTERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "trackio": ("trackio",)}
+REPORTERS = {"tensorboard": ("tensorboard", "tensorboardX"), "azure_ml": ("azureml",), "clearml": ("clearml",), "dagshub": ("dagshub",), "dvclive": ("dvclive",)}
+"""Packages of a reporter where they are not called as it is."""
 
 
 @dataclass(kw_only=True)
@@ -49,6 +52,7 @@ def check_run(config: TrainConfig, world_size: int, problems: list[str]) -> Prep
     if config.zero != "auto":
         prepared.zero_file = read_zero_file(config.zero, problems)
         adopt_zero_file(prepared.zero_file, config, problems)
+        check_section(prepared.zero_file, config.zero, problems)
         check_nvme(prepared.zero_file, config.zero, problems)
     _check_batches(config, world_size, problems)
     _check_precision(config, problems)
@@ -58,7 +62,7 @@ def check_run(config: TrainConfig, world_size: int, problems: list[str]) -> Prep
     if config.model:
         prepared.size = check_model(config, problems)
         if prepared.size or config.tokenizer:  # where there is no model, its missing tokenizer is no news
-            prepared.tokenizer = check_tokenizer(config, problems)
+            prepared.tokenizer = check_tokenizer(config, problems, vocab_size=prepared.size and prepared.size.vocab_size)
     if prepared.size and config.training.get("output_dir") and not any(problem.startswith("output_dir") for problem in problems):
         # What is written at the end; checkpoints come on top.
         check_free_space(config.training["output_dir"], prepared.size.num_trainable * (4 if config.dtype == "float32" else 2), problems)
@@ -66,8 +70,8 @@ def check_run(config: TrainConfig, world_size: int, problems: list[str]) -> Prep
     return prepared
 
 
-def check_tokenizer(config: TrainConfig | EvalConfig, problems: list[str]) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, or a problem that says what is missing."""
+def check_tokenizer(config: TrainConfig | EvalConfig, problems: list[str], *, vocab_size: int | None = None) -> PreTrainedTokenizerBase | None:
+    """The tokenizer, or a problem that says what is missing, or that it has ids beyond the model's `vocab_size`."""
     try:
         tokenizer = load_tokenizer(config)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -75,24 +79,36 @@ def check_tokenizer(config: TrainConfig | EvalConfig, problems: list[str]) -> Pr
         return None
     if tokenizer.pad_token_id is None:
         problems.append(f"tokenizer {tokenizer.name_or_path}: has neither a pad token nor an end token to pad with; add one to its files (tokenizer.pad_token = ..., save_pretrained)")
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if vocab_size and largest >= vocab_size:
+        problems.append(f"tokenizer {tokenizer.name_or_path}: has ids up to {largest}, but the model has embeddings for {vocab_size}; use the model's own tokenizer")
     return tokenizer
 
 
 def check_model(config: TrainConfig, problems: list[str]) -> ModelSize | None:
-    """The model's size from its config, or problems: none found, LoRA targets that match nothing, too few positions."""
+    """The model's size from its config, or problems: none found, no weights, LoRA targets that match nothing, too few positions."""
     try:
         model_config = load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
-        model = empty_model(model_config, trust_remote_code=config.trust_remote_code)
+        model = empty_model(model_config, trust_remote_code=config.trust_remote_code, attn_implementation=config.attn_implementation)
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
-        problems.append(f"model={config.model}: no causal language model can be read there ({_one_line(error)})")
+        problems.append(f"model={config.model}: no causal language model can be built from what is there ({_one_line(error)})")
         return None
     before = len(problems)
+    folder = Path(config.model)
+    if folder.is_dir() and not any(folder.glob(pattern) for pattern in ("*.safetensors", "*.bin")) and not any(folder.glob("global_step*")):
+        problems.append(f"model={config.model}: holds a config but no weights; for random weights name its config.json")
     if config.method != "full" and not config.adapter:
         check_lora_targets(model, config, problems)
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if positions and config.seq_len > positions:
         problems.append(f"seq_len={config.seq_len} is beyond the {positions} positions of {config.model}; lower seq_len")
-    return measure_model(config) if len(problems) == before else None
+    if len(problems) > before:
+        return None
+    try:
+        return measure_model(config)
+    except (ValueError, OSError) as error:  # peft's: targets it cannot adapt, an adapter that is not there or of another model
+        problems.append(f"{f'adapter={config.adapter}' if config.adapter else 'lora_target_modules'}: {_one_line(error)}")
+        return None
 
 
 def _read_data(config: TrainConfig, prepared: Prepared, problems: list[str]) -> None:
@@ -123,6 +139,8 @@ def _follow_accelerate(config: TrainConfig, problems: list[str]) -> None:
     """Under `accelerate launch` with a deepspeed_config_file, that file is `zero`, unless the user named another: then both are named."""
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if file == "none":
+        if "ACCELERATE_DEEPSPEED_ZERO_STAGE" in os.environ and config.zero == "auto":
+            problems.append("accelerate's own DeepSpeed settings (zero_stage, offload ...) are not read; name a deepspeed_config_file in its YAML, or set zero")
         return
     if config.zero == "auto":
         config.zero = file
@@ -133,7 +151,11 @@ def _follow_accelerate(config: TrainConfig, problems: list[str]) -> None:
 def _check_batches(config: TrainConfig, world_size: int, problems: list[str]) -> None:
     """Set gradient_accumulation_steps from global_batch_size, or say which sizes would divide."""
     micro = config.training.get("per_device_train_batch_size", 8)
-    if not config.global_batch_size or micro < 1 or "gradient_accumulation_steps" in config.training:
+    if not config.global_batch_size or micro < 1:
+        return
+    if accumulation := config.training.get("gradient_accumulation_steps"):  # both fixed, by a DeepSpeed JSON
+        if micro * accumulation * world_size != config.global_batch_size and not any("global_batch_size" in problem for problem in problems):
+            problems.append(f"global_batch_size={config.global_batch_size} (train_batch_size) is not per_device_train_batch_size={micro} x gradient_accumulation_steps={accumulation} x {world_size} ranks; leave one to follow")
         return
     per_step = micro * world_size
     if config.global_batch_size % per_step:
@@ -155,14 +177,17 @@ def _check_precision(config: TrainConfig, problems: list[str]) -> None:
         config.dtype = "float32"  # bf16: false, said aloud
     config.dtype = resolve_dtype(config.dtype)
     training["bf16"], training["fp16"] = config.dtype == "bfloat16", config.dtype == "float16"
-    if config.dtype == "float16" and not torch.cuda.is_available():
+    if config.dtype == "float16" and not has_gpu():
         problems.append("fp16 needs a GPU; on CPU use bf16 or float32")
 
 
 def _check_reporters(config: TrainConfig, problems: list[str]) -> None:
     asked = config.training.get("report_to") or []
     for name in [asked] if isinstance(asked, str) else asked:
-        packages = REPORTERS.get(name, ())
+        known = [*INTEGRATION_TO_CALLBACK, "all", "none"]
+        if name not in known:
+            problems.append(f"report_to={name}: unknown; there are {', '.join(known)}{nearest(name, known)}")
+        packages = REPORTERS.get(name, (name,) if name in INTEGRATION_TO_CALLBACK else ())
         if packages and not any(importlib.util.find_spec(package) for package in packages):
             problems.append(f"report_to={name}: the package {packages[0]} is not installed; pip install {packages[0]}")
 
@@ -170,7 +195,7 @@ def _check_reporters(config: TrainConfig, problems: list[str]) -> None:
 def _check_quantization(config: TrainConfig, zero_file: dict[str, Any] | None, problems: list[str]) -> None:
     if config.method != "qlora":
         return
-    if not torch.cuda.is_available():
+    if not has_gpu():
         problems.append("method=qlora needs a GPU (bitsandbytes); on CPU use method: lora")
     if importlib.util.find_spec("bitsandbytes") is None:
         problems.append("method=qlora: the package bitsandbytes is not installed; pip install bitsandbytes")
@@ -182,13 +207,14 @@ def _check_quantization(config: TrainConfig, zero_file: dict[str, Any] | None, p
 
 
 def _check_training_arguments(config: TrainConfig, problems: list[str]) -> None:
-    """transformers' own rules between its fields, asked of a throw-away object without DeepSpeed."""
-    values = config.training | {"use_cpu": not torch.cuda.is_available(), "report_to": [], "resume_from_checkpoint": None}
+    """transformers' own rules between its fields, asked of a throw-away object without DeepSpeed, and whether the optimizer's package is there."""
+    values = with_defaults(config.training, has_held_out=bool(config.eval_data or config.eval_fraction))
     values = {key: value for key, value in values.items() if key not in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the real object will say them
-            TrainingArguments(**values | {"output_dir": values.get("output_dir") or "unused"})
+            args = TrainingArguments(**values | {"output_dir": values.get("output_dir") or "unused", "report_to": []})
+            Trainer.get_optimizer_cls_and_kwargs(args)
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
         problems.append(_one_line(error))
 
@@ -231,8 +257,8 @@ def _nearest_name(zero: str, zero_file: dict[str, Any]) -> str:
     return "3-offload" if "offload_param" in section else "3-offload-optimizer"
 
 
-def training_arguments(config: TrainConfig, plan: ZeroPlan, deepspeed_config: dict[str, Any], *, has_held_out: bool) -> TrainingArguments:
-    """transformers' arguments: the user's, with dsft's defaults beneath them and the plan applied."""
+def with_defaults(training: dict[str, Any], *, has_held_out: bool) -> dict[str, Any]:
+    """The user's TrainingArguments fields over dsft's defaults, with one name where transformers has two."""
     values = {
         "logging_steps": 10,
         "logging_first_step": True,
@@ -242,21 +268,47 @@ def training_arguments(config: TrainConfig, plan: ZeroPlan, deepspeed_config: di
         "save_total_limit": 2,
         "eval_strategy": "epoch" if has_held_out else "no",
         "ddp_timeout": 1800,
-    } | config.training
+    } | training
     if values.get("load_best_model_at_end"):
         values.setdefault("save_strategy", values["eval_strategy"])
-    # Both names mean the same (transformers renamed it); one is given on.
-    values.pop("gradient_checkpointing", None)
+    values.pop("gradient_checkpointing", None)  # the plan says
     if "gradient_checkpointing_kwargs" in values:
         values.setdefault("activation_checkpointing_kwargs", values.pop("gradient_checkpointing_kwargs"))
-    values |= {
-        "activation_checkpointing": plan.activation_checkpointing,
-        "deepspeed": deepspeed_config,
-        "use_cpu": not torch.cuda.is_available(),
-        "remove_unused_columns": False,
-        "resume_from_checkpoint": None,  # train() gets the folder
-    }
-    return TrainingArguments(**values)
+    # Sequences have their columns already; train() gets the folder to resume from.
+    return values | {"use_cpu": not has_gpu(), "remove_unused_columns": False, "resume_from_checkpoint": None}
+
+
+def training_arguments(config: TrainConfig, plan: ZeroPlan, deepspeed_config: dict[str, Any], *, has_held_out: bool) -> TrainingArguments:
+    """transformers' arguments: the user's, with dsft's defaults beneath them and the plan applied."""
+    values = with_defaults(config.training, has_held_out=has_held_out)
+    return TrainingArguments(**values | {"activation_checkpointing": plan.activation_checkpointing, "deepspeed": deepspeed_config})
+
+
+def ignored_options(config: TrainConfig, deepspeed_config: dict[str, Any], size: ModelSize) -> list[str]:
+    """One sentence for each option that was set but has no, or another, effect in this configuration."""
+    notes = []
+    defaults = LoraFields()
+    lora_names = [f.name for f in dataclasses.fields(LoraFields) if f.name not in ("method", "adapter", "quantization_bits")]
+    changed = [name for name in lora_names if getattr(config, name) != getattr(defaults, name)]
+    if changed and config.method == "full":
+        notes.append(f"{', '.join(changed)}: ignored, because method is full; set method: lora")
+    if changed and config.adapter:
+        notes.append(f"{', '.join(changed)}: ignored, because adapter={config.adapter} brings its own shape")
+    if config.method != "qlora" and config.quantization_bits != defaults.quantization_bits:
+        notes.append(f"quantization_bits: ignored, because method is {config.method}; set method: qlora")
+    if config.eval_data and config.eval_fraction:
+        notes.append("eval_fraction: ignored, because eval_data is given")
+    for name in ("use_cpu", "remove_unused_columns"):
+        if name in config.training:
+            notes.append(f"{name}: ignored, dsft sets it (DS_ACCELERATOR=cpu in the environment asks for CPU ranks)")
+    if "optimizer" in deepspeed_config:
+        if "optim" in config.training:
+            notes.append(f"optim: ignored, because the DeepSpeed configuration brings {deepspeed_config['optimizer'].get('type')}, which offload needs")
+        if config.training.get("weight_decay"):
+            notes.append("weight_decay: DeepSpeed's own optimizer applies it to norms and biases too")
+    if size.unadapted_expert_params:
+        notes.append(f"{size.unadapted_expert_params:,} parameters of experts get no adapter: peft's {', '.join(config.lora_target_modules)} does not reach them in this architecture")
+    return notes
 
 
 def _one_line(error: BaseException) -> str:

@@ -24,6 +24,10 @@ class UserError(ValueError):
         self.problems = list(dict.fromkeys(problems))
         super().__init__("\n".join(self.problems))
 
+    def __reduce__(self):
+        """So that it can travel between ranks."""
+        return UserError, (self.problems,)
+
 
 class TrainingStopped(RuntimeError):
     """Training cannot go on (NaN loss); the message says at which step and what is left on disk."""

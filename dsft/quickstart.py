@@ -28,7 +28,7 @@ def run_quickstart(folder: Path) -> None:
     start = time.perf_counter()
     if folder.exists() and any(folder.iterdir()) and not (folder / "full.yaml").is_file():
         raise UserError([f"{folder}: exists and is no quickstart folder; choose a new one"])
-    for old in ("runs", "merged", "perplexity"):
+    for old in ("runs/full", "runs/lora", "merged", "perplexity"):
         shutil.rmtree(folder / old, ignore_errors=True)
     print(f"dsft: 1 of 5: text, instructions, tokenizer and model config from Python's own documentation, in {folder}", flush=True)
     write_demo_data(folder)

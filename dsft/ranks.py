@@ -5,15 +5,18 @@ shared-memory collectives); a group made before `TrainingArguments` is what lets
 """
 
 import atexit
+import dataclasses
 import os
 import socket
 import sys
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dsft.machine import cpu_count
+from dsft.machine import Machine, cpu_count, has_gpu, this_machine
 from dsft.problems import UserError, raise_if_any
 
 LAUNCHER_VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -52,6 +55,10 @@ def start_ranks(*, timeout_seconds: int = 1800) -> None:
     """
     if dist.is_initialized():
         return
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"):
+        if int(os.environ.get(name, "1")) > 1 and "RANK" not in os.environ:
+            # Each of these processes would else take itself for the only one.
+            raise UserError([f"{name}={os.environ[name]} is set but RANK is not: set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each task, or start through deepspeed, accelerate or torchrun"])
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     if world_size() > 1 and missing:
         raise UserError([f"WORLD_SIZE={world_size()} is set but {', '.join(missing)} is not: start dsft through a launcher"])
@@ -59,7 +66,7 @@ def start_ranks(*, timeout_seconds: int = 1800) -> None:
         os.environ.setdefault(name, value)
     if world_size() == 1:
         os.environ["MASTER_PORT"] = str(free_port())
-    if not torch.cuda.is_available():
+    if not has_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if world_size() > 1:
             # The ranks of a node share its cores; left alone, each would take all of them.
@@ -67,7 +74,7 @@ def start_ranks(*, timeout_seconds: int = 1800) -> None:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     import deepspeed  # here, so that `import dsft` stays light and DS_ACCELERATOR is read after it is set
 
-    if torch.cuda.is_available():
+    if has_gpu():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=timeout_seconds))
 
@@ -97,9 +104,40 @@ def raise_together(problems: list[str]) -> None:
     raise_if_any([problem for one_rank in everyone for problem in one_rank])
 
 
+def wait_for_all() -> None:
+    """Go on when every rank is here. Collective."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def on_rank_0(function: Callable[[], Any]) -> Any:
+    """What `function()` returns on rank 0, on every rank: for decisions that must not differ. Its UserError is raised on every rank. Collective."""
+    outcome: list[Any] = [None]
+    if rank() == 0:
+        try:
+            outcome = [function()]
+        except UserError as error:
+            outcome = [error]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], UserError):
+        raise outcome[0]
+    return outcome[0]
+
+
+def smallest_machine() -> Machine:
+    """The machine of this job: its nodes and ranks, with the least memory that any rank sees. Collective."""
+    mine = this_machine(nodes=max(1, world_size() // ranks_per_node()), ranks_per_node=ranks_per_node())
+    everyone = [mine]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = [mine for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, mine)
+    return dataclasses.replace(everyone[0], device_bytes=min(one.device_bytes for one in everyone), host_bytes=min(one.host_bytes for one in everyone))
+
+
 def device() -> torch.device:
     """The device of this rank."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -24,18 +24,31 @@ PACKAGES = ("dsft", "torch", "deepspeed", "transformers", "accelerate", "peft", 
 
 def check_output_dir(config, problems: list[str]) -> None:
     """The folder must be writable and must not hold another run, unless `overwrite` or a resume is asked for."""
-    path = Path(config.training["output_dir"]).expanduser()
+    path = Path(config.training["output_dir"])
     resume = config.training.get("resume_from_checkpoint")
-    if path.exists() and not path.is_dir():
-        problems.append(f"output_dir={path}: is a file, not a folder")
+    check_writable(str(path), problems)
+    if not path.is_dir():
         return
-    if path.is_dir() and any(path.iterdir()) and not config.overwrite and not resume:
+    for key in ("model", "tokenizer", "adapter"):
+        if config.overwrite and getattr(config, key) and path.resolve() in (Path(getattr(config, key)).resolve(), *Path(getattr(config, key)).resolve().parents):
+            problems.append(f"overwrite: {key}={getattr(config, key)} lies inside output_dir={path} and would be lost; choose another output_dir")
+    if resume == "auto" and not config.overwrite and not checkpoints(str(path)) and (path / FINAL).is_dir():
+        problems.append(f"resume_from_checkpoint=auto: {path} holds a finished run without checkpoints; choose a new output_dir, or replace the run with --overwrite")
+    if any(path.iterdir()) and not config.overwrite and not resume:
         what = "another run" if (path / "run.json").is_file() else "other files"
         problems.append(
             f"output_dir={path}: holds {what}; choose a new folder, continue it with --resume_from_checkpoint auto, or replace it with --overwrite"
         )
     if resume and resume != "auto" and not (Path(resume) / "trainer_state.json").is_file():
         problems.append(f"resume_from_checkpoint={resume}: holds no trainer_state.json, so it is no complete checkpoint; use auto or a checkpoint-N folder")
+
+
+def check_writable(output_dir: str, problems: list[str]) -> None:
+    """`output_dir` must be a folder, or one that can be made, on a disk that takes a few bytes."""
+    path = Path(output_dir)
+    if path.exists() and not path.is_dir():
+        problems.append(f"output_dir={path}: is a file, not a folder")
+        return
     try:
         with tempfile.TemporaryFile(dir=existing_parent(path)) as probe:
             probe.write(b"\0" * 4096)
@@ -47,7 +60,7 @@ def check_output_dir(config, problems: list[str]) -> None:
 
 def check_free_space(output_dir: str, needed_bytes: int, problems: list[str]) -> None:
     """The disk must have room for what the run writes at its end."""
-    free_bytes = shutil.disk_usage(existing_parent(Path(output_dir).expanduser())).free
+    free_bytes = shutil.disk_usage(existing_parent(Path(output_dir))).free
     if free_bytes < needed_bytes:
         problems.append(f"output_dir={output_dir}: the trained weights need {needed_bytes / 1e9:.3g} GB, but the disk has {free_bytes / 1e9:.3g} GB free; choose another disk")
 
@@ -79,6 +92,14 @@ def last_checkpoint(config) -> str | None:
         return resume
     found = checkpoints(config.training["output_dir"])
     return str(found[-1]) if found else None
+
+
+def is_finished(checkpoint: str, training: dict[str, Any]) -> bool:
+    """Whether nothing is left to train after `checkpoint`, by max_steps or else num_train_epochs."""
+    state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
+    if training.get("max_steps", -1) > 0:
+        return state["global_step"] >= training["max_steps"]
+    return (state["epoch"] or 0) >= training.get("num_train_epochs", 3.0)
 
 
 def versions() -> dict[str, str]:

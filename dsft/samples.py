@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from datasets import Dataset
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from dsft.problems import UserError
@@ -69,7 +70,7 @@ def check_rows(rows: Dataset, config, tokenizer: PreTrainedTokenizerBase | None,
 
 
 def _is_chat(messages) -> bool:
-    return isinstance(messages, list) and bool(messages) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
+    return isinstance(messages, list) and bool(messages) and all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages)
 
 
 def build_samples(rows: Dataset, config, tokenizer: PreTrainedTokenizerBase, *, key: str, keep_all: bool = False) -> Samples:
@@ -90,7 +91,7 @@ def build_samples(rows: Dataset, config, tokenizer: PreTrainedTokenizerBase, *, 
         # One last window per batch of 1000 documents is shorter; all other windows are full.
     else:
         function = _tokenize_pair if data_format == "prompt_completion" else _tokenize_chat
-        marked = rows.map(function, fn_kwargs={"tokenizer": tokenizer}, remove_columns=rows.column_names, desc=f"Tokenising {key}")
+        marked = rows.map(_named, with_indices=True, fn_kwargs={"function": function, "tokenizer": tokenizer, "key": key}, remove_columns=rows.column_names, desc=f"Tokenising {key}")
         sequences = _apply_length_policy(marked, config, counts, key=key, keep_all=keep_all)
     lengths = [len(ids) for ids in sequences["input_ids"]]
     counts["sequences"] = len(sequences)
@@ -99,6 +100,14 @@ def build_samples(rows: Dataset, config, tokenizer: PreTrainedTokenizerBase, *, 
     if counts["trained_tokens"] == 0:
         raise UserError([f"{key}: {len(rows)} rows give no token to train on (of {counts['tokens']} tokens, {counts['dropped']} sequences dropped)"])
     return Samples(sequences=sequences, data_format=data_format, counts=counts)
+
+
+def _named(row: dict, index: int, *, function, tokenizer, key: str) -> dict:
+    """`function(row)`; what is wrong with a row is said with its number."""
+    try:
+        return function(row, tokenizer=tokenizer)
+    except (TypeError, KeyError, AttributeError, ValueError, TemplateError) as error:
+        raise UserError([f"{key}: row {index + 1} cannot be used: {' '.join(str(error).split())[:300]}"]) from None
 
 
 def _tokenize_text(batch: dict, *, tokenizer, seq_len: int, text_column: str) -> dict:
@@ -125,6 +134,8 @@ def _tokenize_chat(row: dict, *, tokenizer) -> dict:
     The span of a turn is found by rendering the chat up to it and including it, which must be prefixes of each other.
     """
     messages = row["messages"]
+    if not _is_chat(messages):
+        raise ValueError("messages must be a list of {role, content} with text in both")
     ids = _render(tokenizer, messages)
     labels = [IGNORED] * len(ids)
     for turn, message in enumerate(messages):
@@ -133,10 +144,10 @@ def _tokenize_chat(row: dict, *, tokenizer) -> dict:
         before = _render(tokenizer, messages[:turn], add_generation_prompt=True)
         through = _render(tokenizer, messages[: turn + 1])
         if through[: len(before)] != before or ids[: len(through)] != through:
-            raise UserError([
+            raise ValueError(
                 "the chat template renders a conversation differently as it grows, so the assistant's tokens cannot be told apart; "
                 "use prompt and completion columns"
-            ])
+            )
         labels[len(before) : len(through)] = ids[len(before) : len(through)]
     return {"input_ids": ids, "labels": labels}
 

@@ -37,14 +37,22 @@ def read_rows(sources: list[str], config, *, key: str, split: str) -> Dataset:
             problems += [f"{key}: {problem}" for problem in error.problems]
     if problems:
         raise UserError(problems)
-    columns = parts[0].column_names
-    for path, part in zip(files, parts, strict=True):
-        if part.column_names != columns:
-            raise UserError([f"{key}: {path} has the columns {part.column_names} but {files[0]} has {columns}; files read together must agree"])
-    rows = datasets.concatenate_datasets(parts)
+    rows = parts[0] if len(parts) == 1 else _join(files, parts, config, key=key)
     if not len(rows):
         raise UserError([f"{key}: {', '.join(sources)} holds no rows"])
     return rows
+
+
+def _join(files: list[str], parts: list[Dataset], config, *, key: str) -> Dataset:
+    """One data set of several files; only the columns that dsft reads must agree."""
+    columns = [name for name in (config.text_column, "prompt", "completion", "messages") if name in parts[0].column_names] or parts[0].column_names
+    for path, part in zip(files, parts, strict=True):
+        if missing := set(columns) - set(part.column_names):
+            raise UserError([f"{key}: {path} lacks the column {', '.join(sorted(missing))} that {files[0]} has; it has {', '.join(part.column_names)}"])
+    try:
+        return datasets.concatenate_datasets([part.select_columns(columns) for part in parts])
+    except ValueError as error:
+        raise UserError([f"{key}: the files hold different kinds of values in {', '.join(columns)}: {' '.join(str(error).split())[:200]}"]) from None
 
 
 def _find_files(source: str, key: str) -> list[str]:

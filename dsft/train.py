@@ -19,12 +19,12 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 import time
 
 from dsft import ranks
-from dsft.config import TrainConfig, as_dict, ignored_options, read_config
-from dsft.machine import GiB, this_machine
+from dsft.config import TrainConfig, as_dict, read_config
+from dsft.machine import GiB
 from dsft.model import build_model
-from dsft.preparation import check_run, plan_run, training_arguments
-from dsft.problems import ends_with_clear_errors
-from dsft.run_folder import clear_run, git_commit, last_checkpoint, versions, write_run
+from dsft.preparation import check_run, ignored_options, plan_run, training_arguments
+from dsft.problems import TrainingStopped, ends_with_clear_errors
+from dsft.run_folder import clear_run, git_commit, is_finished, last_checkpoint, versions, write_run
 from dsft.samples import build_samples
 from dsft.screen import say, set_up_screen
 from dsft.trainer import PerplexityTrainer
@@ -41,8 +41,8 @@ def main(argv: list[str] | None = None) -> None:
     ranks.stop_ranks()
 
 
-def finetune(config: TrainConfig, problems: list[str] | None = None) -> PerplexityTrainer:
-    """The whole run, from checks to the saved model and run.json. Collective: every rank calls it, after `ranks.start_ranks()`.
+def finetune(config: TrainConfig, problems: list[str] | None = None) -> PerplexityTrainer | None:
+    """The whole run, from checks to the saved model and run.json; None where nothing was left to train. Collective: every rank calls it, after `ranks.start_ranks()`.
 
     Raises:
         UserError: with `problems` and all others that can be found before weights load, on every rank.
@@ -51,40 +51,52 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
     problems = [] if problems is None else problems
     prepared = check_run(config, ranks.world_size(), problems)
     ranks.raise_together(problems)
+    checkpoint = ranks.on_rank_0(lambda: last_checkpoint(config))
+    output_dir = config.training["output_dir"]
+    if checkpoint and is_finished(checkpoint, config.training):
+        say(f"nothing left to train: {checkpoint} is the end of this run; raise max_steps or num_train_epochs to go on")
+        return None
 
-    machine = this_machine(nodes=ranks.world_size() // ranks.ranks_per_node(), ranks_per_node=ranks.ranks_per_node())
-    plan, deepspeed_config = plan_run(config, prepared, machine)
-    for note in ignored_options(config):
-        say(f"note: {note}")
+    machine = ranks.smallest_machine()
+    plan, deepspeed_config = ranks.on_rank_0(lambda: plan_run(config, prepared, machine))
     say(f"plan: {machine}; {prepared.size.num_params:,} parameters, {prepared.size.num_trainable:,} trained, {config.dtype}")
     say(f"plan: {plan.reason} About {plan.device_bytes / GiB:.1f} GiB per rank.")
+    for note in ignored_options(config, deepspeed_config, prepared.size):
+        say(f"note: {note}")
 
     samples = build_samples(prepared.rows, config, prepared.tokenizer, key="data")
     held_out = build_samples(prepared.held_out_rows, config, prepared.tokenizer, key="eval_data") if prepared.held_out_rows is not None else None
     say(f"data: {samples.data_format}, {samples.counts}" + (f"; held out: {held_out.counts}" if held_out else ""))
 
     args = training_arguments(config, plan, deepspeed_config, has_held_out=held_out is not None)
-    checkpoint = last_checkpoint(config)
-    if ranks.rank() == 0:
-        if config.overwrite and checkpoint is None:
-            clear_run(args.output_dir)
-        write_run(args.output_dir, config=as_dict(config), plan=plan.__dict__, machine=str(machine), deepspeed=deepspeed_config,
-                  versions=versions(), git_commit=git_commit(), world_size=ranks.world_size(), data=samples.counts,
-                  held_out=held_out and held_out.counts, status="running")
     model = build_model(config, dtype=config.dtype, seed=args.seed)
     trainer = PerplexityTrainer(model, args, tokenizer=prepared.tokenizer, train=samples.sequences, held_out=held_out and held_out.sequences)
 
-    start = time.perf_counter()
+    # Only now, when nothing of the set-up can fail any more, is an earlier run replaced.
+    if ranks.rank() == 0:
+        if config.overwrite and checkpoint is None:
+            clear_run(output_dir)
+        write_run(output_dir, config=as_dict(config), plan=plan.__dict__, machine=str(machine), deepspeed=deepspeed_config, versions=versions(),
+                  git_commit=git_commit(), world_size=ranks.world_size(), data=samples.counts, held_out=held_out and held_out.counts, status="running")
+    ranks.wait_for_all()
     if checkpoint:
         say(f"resuming from {checkpoint}")
-    output = trainer.train(resume_from_checkpoint=checkpoint)
+    elif config.training.get("resume_from_checkpoint"):
+        say(f"no complete checkpoint in {output_dir}; starting anew")
+    start = time.perf_counter()
+    try:
+        output = trainer.train(resume_from_checkpoint=checkpoint)
+    except TrainingStopped as error:
+        if ranks.rank() == 0:
+            write_run(output_dir, status="stopped", error=str(error), results=trainer.results())
+        raise
     if held_out and (args.load_best_model_at_end or trainer.last_evaluation()["step"] != trainer.state.global_step):
         trainer.evaluate()
     final = trainer.save_final()
     if ranks.rank() == 0:
         results = {"train_loss": output.training_loss, "seconds": time.perf_counter() - start, "final_model": str(final)} | trainer.results()
-        write_run(args.output_dir, results=results, status="done")
-        say(f"done: {final}; results in {args.output_dir}/run.json")
+        write_run(output_dir, results=results, status="done")
+        say(f"done: {final}; results in {output_dir}/run.json")
     return trainer
 
 

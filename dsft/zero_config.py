@@ -90,6 +90,18 @@ def adopt_zero_file(deepspeed_config: dict[str, Any], config, problems: list[str
             problems.append(f"{config.zero} says {section}.enabled=true, but dtype={config.dtype}; keep one, or write \"auto\" in the JSON")
 
 
+def check_section(deepspeed_config: dict[str, Any], zero: str, problems: list[str]) -> None:
+    """DeepSpeed's own rules for the section zero_optimization: unknown keys, wrong types, stages that do not exist."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    section = deepspeed_config.get("zero_optimization", {})
+    try:
+        DeepSpeedZeroConfig(**{key: value for key, value in section.items() if value != "auto"})
+    except ValidationError as error:
+        problems += [f"zero={zero}: zero_optimization.{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
+
+
 def check_nvme(deepspeed_config: dict[str, Any], zero: str, problems: list[str]) -> None:
     """The folder that offload to NVMe writes to must exist on this node."""
     for part in ("offload_optimizer", "offload_param"):
@@ -109,6 +121,8 @@ def compose(deepspeed_config: dict[str, Any], *, ranks_per_node: int) -> dict[st
     zero = composed.setdefault("zero_optimization", {"stage": 0})
     if zero.get("zero_hpz_partition_size", 1) > 1:
         zero["zero_hpz_partition_size"] = ranks_per_node
+    if zero.get("stage") == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True  # else the Trainer writes no model at the end
     return composed
 
 

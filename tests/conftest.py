@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# Tests are about CPU ranks, on machines with a GPU too; test_gpu.py takes this away again.
+os.environ["DS_ACCELERATOR"] = "cpu"
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `tiny` and `rank_helper`
 

@@ -10,6 +10,11 @@ from conftest import flags, read_json
 pytestmark = [pytest.mark.launch, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is false here")]
 
 
+@pytest.fixture(autouse=True)
+def on_gpu(monkeypatch):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+
+
 @pytest.mark.parametrize("zero", ["auto", "3"])
 def test_training_takes_bfloat16_and_reports_gpu_memory(run, options, tmp_path, zero):
     result = run(["dsft", "train", *flags(options(tmp_path / "run", zero=zero))])
