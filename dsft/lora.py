@@ -1,7 +1,9 @@
 """LoRA adapters over a model, through peft."""
 
+from collections.abc import Iterable
+
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -13,6 +15,13 @@ def add_lora(model: PreTrainedModel, config, *, adapter: str | None = None) -> P
     if adapter:
         return PeftModel.from_pretrained(model, adapter, is_trainable=True)
     return get_peft_model(model, lora_config(config))
+
+
+def saved_lora_config(adapter: str) -> PeftConfig:
+    """The shape of a saved adapter, to be trained on."""
+    config = PeftConfig.from_pretrained(adapter)
+    config.inference_mode = False  # as saved, it would freeze the adapter
+    return config
 
 
 def lora_config(config) -> LoraConfig:
@@ -31,15 +40,17 @@ def lora_config(config) -> LoraConfig:
 
 
 def check_lora_targets(model: PreTrainedModel, config, problems: list[str]) -> None:
-    """Every named target and module to save must exist in `model` (meta device is enough); problems list the candidates."""
-    linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, (torch.nn.Linear, Conv1D))}
-    names = [name for name, _ in model.named_modules()]
+    """Every named target must match a layer of `model` that LoRA can adapt, and every module to save a module; meta device is enough."""
+    adaptable = (torch.nn.Linear, Conv1D, torch.nn.Embedding)
+    named = dict(model.named_modules())
+    leaves = [name for name, module in named.items() if isinstance(module, adaptable)]
+    linear = sorted({name.rsplit(".", 1)[-1] for name in leaves if not isinstance(named[name], torch.nn.Embedding)})
 
-    def missing(targets: list[str]) -> list[str]:
+    def missing(targets: list[str], names: Iterable[str]) -> list[str]:
         return [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
 
     targets = [] if config.lora_target_modules == [ALL_LINEAR] else config.lora_target_modules
-    for target in missing(targets):
-        problems.append(f"lora_target_modules: {target!r} matches no module of {config.model}; its linear layers are {', '.join(sorted(linear))}")
-    for target in missing(config.lora_modules_to_save):
+    for target in missing(targets, leaves):
+        problems.append(f"lora_target_modules: {target!r} matches no layer of {config.model} that can be adapted; its linear layers are {', '.join(linear)}")
+    for target in missing(config.lora_modules_to_save, named):
         problems.append(f"lora_modules_to_save: {target!r} matches no module of {config.model}")

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from dsft.lora import add_lora
+from dsft.lora import add_lora, saved_lora_config
 from dsft.machine import has_gpu
 from dsft.model_size import load_model_config
 
@@ -118,19 +118,26 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
         state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=tag)
     base = adapter_base(str(checkpoint))
     if base is None:
-        options = {name: value for name, value in options.items() if name != "revision"}
         config = load_model_config(str(checkpoint), trust_remote_code=options.get("trust_remote_code", False))
-        return AutoModelForCausalLM.from_pretrained(None, config=config, state_dict=state, **options)
-    model = get_peft_model(load_weights(base, **options), PeftConfig.from_pretrained(checkpoint))
-    for name, parameter in model.named_parameters():
-        if name in state:
-            with whole([parameter]), torch.no_grad():
-                parameter.copy_(state[name])
+        if options["dtype"] == "auto":
+            options["dtype"] = config.dtype or torch.float32
+        model = AutoModelForCausalLM.from_config(config, **{name: value for name, value in options.items() if name != "revision"})
+        wanted = dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in state}
+    else:
+        model = get_peft_model(load_weights(base, **options), saved_lora_config(str(checkpoint)))
+        wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    missing = sorted(wanted.keys() - state.keys())
+    if missing:
+        raise ValueError(f"{folder} lacks {len(missing)} weights of the model, the first is {missing[0]}")
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            with whole([tensor]):
+                tensor.copy_(state[name])
     return model
 
 
 @contextlib.contextmanager
-def whole(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+def whole(parameters: list[torch.Tensor]) -> Iterator[None]:
     """Parameters at their full size on every rank, and sharded again afterwards with what rank 0 made of them; a no-op without ZeRO-3."""
     if not is_deepspeed_zero3_enabled():
         yield

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from dsft.lora import lora_config
+from dsft.lora import lora_config, saved_lora_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def measure_model(config) -> ModelSize:
     trainable, unadapted = num_params, 0
     if config.method != "full":
         with torch.device("meta"):
-            adapted = get_peft_model(model, PeftConfig.from_pretrained(config.adapter) if config.adapter else lora_config(config))
+            adapted = get_peft_model(model, saved_lora_config(config.adapter) if config.adapter else lora_config(config))
         trainable = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
         num_params = sum(p.numel() for p in adapted.parameters())
         unadapted = _unadapted_expert_params(adapted)

@@ -95,7 +95,7 @@ def check_model(config: TrainConfig, problems: list[str]) -> ModelSize | None:
         return None
     before = len(problems)
     folder = Path(config.model)
-    if folder.is_dir() and not any(folder.glob(pattern) for pattern in ("*.safetensors", "*.bin")) and not any(folder.glob("global_step*")):
+    if folder.is_dir() and not any(path for pattern in ("*.safetensors", "*.bin", "global_step*") for path in folder.glob(pattern)):
         problems.append(f"model={config.model}: holds a config but no weights; for random weights name its config.json")
     if config.method != "full" and not config.adapter:
         check_lora_targets(model, config, problems)

@@ -95,7 +95,7 @@ class PerplexityTrainer(Trainer):
             "steps": self.state.global_step,
             "tokens_seen": self.state.num_input_tokens_seen,
             "tokens_per_second": next((entry["train_tokens_per_second"] for entry in reversed(log) if "train_tokens_per_second" in entry), None),
-            **{name: max(entry[name] for entry in log if name in entry) for name in ("peak_gpu_gib", "peak_host_gib") if name in log[-1]},
+            **{name: max(entry[name] for entry in log if name in entry) for name in ("peak_gpu_gib", "peak_host_gib") if any(name in entry for entry in log)},
             **{name: evaluation[name] for name in ("eval_loss", "eval_perplexity", "eval_tokens") if name in evaluation},
             "best_checkpoint": self.state.best_model_checkpoint,
             "log": log,

@@ -38,7 +38,7 @@ def test_a_good_configuration_has_no_problems(problems_of):
         ({"output_dir": None}, ["output_dir: missing"]),
         ({"data": "nowhere.jsonl"}, ["data: nowhere.jsonl does not exist"]),
         ({"data": "no/such/set", "data_split": "train"}, ["data: no/such/set"]),
-        ({"method": "lora", "lora_target_modules": ["q_proj", "wrong_proj"]}, ["'wrong_proj' matches no module", "down_proj", "q_proj"]),
+        ({"method": "lora", "lora_target_modules": ["q_proj", "wrong_proj"]}, ["'wrong_proj' matches no layer", "down_proj", "q_proj"]),
         ({"method": "lora", "lora_modules_to_save": ["nothing"]}, ["lora_modules_to_save: 'nothing'"]),
         ({"global_batch_size": 7}, ["global_batch_size=7 is not divisible by per_device_train_batch_size=2 x 2 ranks", "try 4 or 8"]),
         ({"global_batch_size": 8, "gradient_accumulation_steps": 3}, ["global_batch_size and gradient_accumulation_steps are both set"]),
@@ -52,6 +52,14 @@ def test_a_good_configuration_has_no_problems(problems_of):
         ({"load_best_model_at_end": True, "eval_fraction": 0.2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 3}, ["round multiple"]),
         ({"report_to": "wandb"}, ["report_to=wandb", "pip install wandb"]),
         ({"adapter": "somewhere"}, ["adapter=somewhere needs method lora"]),
+        ({"adapter": "./nowhere", "method": "lora"}, ["adapter=./nowhere"]),
+        ({"attn_implementation": "flash"}, ["flash", "sdpa"]),
+        ({"report_to": "tensorbord"}, ["report_to=tensorbord: unknown", "did you mean 'tensorboard'"]),
+        ({"report_to": "mlflow"}, ["report_to=mlflow", "pip install mlflow"]),
+        ({"optim": "adamw_bnb_8bit"}, ["bitsandbytes"]),
+        ({"learning_rate": -1}, ["learning_rate=-1.0: must not be negative"]),
+        ({"metric_for_best_model": "accuracy"}, ["metric_for_best_model=accuracy"]),
+        ({"method": "lora", "lora_target_modules": ["self_attn"]}, ["lora_target_modules: 'self_attn' matches no layer", "q_proj"]),
         ({"eval_fraction": 0.001}, ["eval_fraction=0.001 of 60 rows is no row"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -188,6 +196,68 @@ def test_offload_to_a_missing_nvme_folder_names_it(problems_of):
 def test_a_folder_that_cannot_be_written_is_refused(problems_of):
     problems = problems_of(output_dir="/proc/run")
     assert len(problems) == 1 and "cannot be written" in problems[0]
+
+
+def test_best_model_works_with_the_defaults_for_held_out_data(problems_of):
+    assert problems_of(eval_fraction=0.2, load_best_model_at_end=True, save_strategy="epoch") == []
+
+
+def test_a_folder_without_weights_and_a_foreign_tokenizer_are_refused(problems_of, tiny, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(tiny / "model", tmp_path / "bare")
+    (folder / "model.safetensors").unlink()
+    assert "holds a config but no weights" in problems_of(model=str(folder))[0]
+    content = json.loads((tiny / "model" / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"vocab_size": 100}))
+    problems = problems_of(model=str(folder / "config.json"))
+    assert len(problems) == 1 and "but the model has embeddings for 100" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [({"stage": 4}, "zero_optimization.stage"), ({"stage": 2, "reduce_bucket_sise": 1}, "zero_optimization.reduce_bucket_sise"), ({"stage": 2, "overlap_comm": "perhaps"}, "overlap_comm")],
+)
+def test_faults_inside_a_deepspeed_json_are_named(problems_of, tmp_path, section, expected):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": section}))
+    problems = problems_of(zero=str(path))
+    assert len(problems) == 1 and expected in problems[0] and str(path) in problems[0]
+
+
+def test_batch_sizes_all_fixed_in_a_json_must_multiply(problems_of, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": 16}))
+    assert problems_of(zero=str(path)) == []
+    problems = problems_of(zero=str(path), gradient_accumulation_steps=2)
+    assert len(problems) == 1 and "global_batch_size=16 (train_batch_size) is not" in problems[0]
+
+
+def test_accelerate_settings_that_would_be_ignored_are_refused(problems_of, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    assert "accelerate's own DeepSpeed settings" in problems_of()[0]
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds_configs/zero3.json")
+    assert problems_of() == [] and "zero=2, but accelerate's deepspeed_config_file is" in problems_of(zero="2")[0]
+
+
+def test_overwrite_never_deletes_what_the_run_starts_from(problems_of, tiny, tmp_path):
+    import shutil
+
+    shutil.copytree(tiny / "model", tmp_path / "run" / "final")
+    problems = problems_of(model=str(tmp_path / "run" / "final"), overwrite=True)
+    assert len(problems) == 1 and "lies inside output_dir" in problems[0]
+
+
+def test_a_finished_run_without_checkpoints_is_not_trained_again_by_a_resume(problems_of, tmp_path):
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    problems = problems_of(resume_from_checkpoint="auto")
+    assert len(problems) == 1 and "holds a finished run without checkpoints" in problems[0]
+
+
+def test_home_is_expanded_in_paths(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = make_config(TrainConfig, {"output_dir": "~/run", "model": "~/m"}, [])
+    assert config.training["output_dir"] == str(tmp_path / "run") and config.model == str(tmp_path / "m")
 
 
 @pytest.mark.launch

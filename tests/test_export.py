@@ -74,6 +74,14 @@ def test_a_save_that_wrote_too_little_is_noticed(tiny):
     assert missing_weights(tiny, shapes)  # a folder without weights
 
 
+def test_a_saved_adapter_is_measured_by_its_own_shape(adapter, tiny):
+    from dsft.model_size import measure_model
+
+    model, folder = adapter
+    expected = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert measure_model(TrainConfig(model=str(tiny / "model"), method="lora", adapter=str(folder))).num_trainable == expected > 0
+
+
 def test_the_base_of_an_adapter_is_found_from_any_working_folder(adapter, tiny, tmp_path, monkeypatch):
     from dsft.model import build_model
 

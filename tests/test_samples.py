@@ -69,6 +69,23 @@ def test_too_long_can_be_an_error_and_nothing_to_train_on_always_is(tokenizer):
         samples_of([{"prompt": "big small " * 30, "completion": "the"}], tokenizer)
 
 
+def test_a_bad_chat_names_its_row(tokenizer):
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    for bad in ({"messages": None}, {"messages": [{"role": "user", "content": None}]}):
+        with pytest.raises(UserError, match="data: row 2 cannot be used: messages must be"):
+            samples_of([good, bad], tokenizer, seq_len=64)
+
+
+def test_files_read_together_need_only_agree_in_the_columns_that_are_read(tmp_path):
+    from dsft.text_data import read_rows
+    from tiny import write_jsonl
+
+    files = [str(write_jsonl(tmp_path / name, [row])) for name, row in (("a.jsonl", {"id": 1, "text": "x"}), ("b.jsonl", {"text": "y", "id": "one"}), ("c.jsonl", {"id": 3}))]
+    assert read_rows(files[:2], config(), key="data", split="train")["text"][:] == ["x", "y"]
+    with pytest.raises(UserError, match="c.jsonl lacks the column text"):
+        read_rows([files[0], files[2]], config(), key="data", split="train")
+
+
 def test_missing_columns_list_those_present():
     rows = Dataset.from_list([{"body": "x", "title": "y"}])
     with pytest.raises(UserError, match="body, title"):

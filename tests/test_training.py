@@ -142,7 +142,16 @@ def test_the_best_model_is_kept(runs):
 
 
 def test_tensorboard_gets_the_loss(runs):
-    assert list((runs / "best").rglob("events.out.tfevents.*"))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = list((runs / "best").rglob("events.out.tfevents.*"))
+    events = [event for file in files for event in _scalars(EventAccumulator(str(file)).Reload(), "eval/loss")]
+    logged = [(entry["step"], pytest.approx(entry["eval_loss"], rel=1e-5)) for entry in read_json(runs / "best" / "run.json")["results"]["log"] if "eval_loss" in entry]
+    assert sorted((event.step, event.value) for event in events if event.step < 6) == [pair for pair in logged if pair[0] < 6]
+
+
+def _scalars(accumulator, tag: str) -> list:
+    return accumulator.Scalars(tag) if tag in accumulator.Tags()["scalars"] else []
 
 
 def test_dora_rslora_targets_and_modules_to_save_reach_peft(runs):
@@ -169,6 +178,17 @@ def test_stages_and_files_agree(runs):
     expected = trained_logits(runs / "llama-full-3")
     for name in ("stage-0", "stage-1", "own-file", "offload"):
         torch.testing.assert_close(trained_logits(runs / name), expected, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("name", ["whole", "lora-whole"])
+@pytest.mark.parametrize("zero", ["0", "3"])
+def test_perplexity_reads_shards_directly(runs, tiny, name, zero):
+    """The folder of DeepSpeed's own shards, of 2 ranks under ZeRO-3 and ZeRO-2, read in one process, gives what the saved model gives."""
+    from dsft.api import evaluate_perplexity
+
+    options = {"data": str(tiny / "held_out.jsonl"), "seq_len": 64, "zero": zero, "progress": False}
+    shards = evaluate_perplexity(model=str(runs / name / "checkpoint-6" / "global_step6"), **options).perplexity
+    assert shards.nats == pytest.approx(evaluate_perplexity(model=str(runs / name / "final"), **options).perplexity.nats, rel=1e-6)
 
 
 def test_shards_alone_can_be_exported(runs, tmp_path):
@@ -213,6 +233,13 @@ def test_a_loss_that_overflows_stops_and_leaves_the_checkpoint_as_it_was(run, op
     assert all(torch.equal(before[name], kept[name]) for name in before)
 
 
+def test_a_stopped_run_says_so_in_its_report(run, options, tmp_path):
+    result = run(["python", "dsft/train.py", *flags(options(tmp_path / "run", learning_rate=1e30, max_grad_norm=0, max_steps=4))])
+    assert result.returncode == EXIT_STOPPED
+    content = read_json(tmp_path / "run" / "run.json")
+    assert content["status"] == "stopped" and "NaN or infinite" in content["error"] and content["results"]["steps"] >= 1
+
+
 def test_overwrite_replaces_a_run_and_auto_continues_one(run, options, tmp_path):
     out = tmp_path / "run"
     command = ["python", "dsft/train.py"]
@@ -222,6 +249,10 @@ def test_overwrite_replaces_a_run_and_auto_continues_one(run, options, tmp_path)
     continued = run([*command, *flags(options(out, max_steps=4, resume_from_checkpoint="auto", **saving))])
     assert continued.returncode == 0 and "resuming from" in continued.stdout
     assert read_json(out / "run.json")["results"]["steps"] == 4
+    final = (out / "final" / "model.safetensors").read_bytes()
+    finished = run([*command, *flags(options(out, max_steps=4, resume_from_checkpoint="auto", **saving))])
+    assert finished.returncode == 0 and "nothing left to train" in finished.stdout
+    assert (out / "final" / "model.safetensors").read_bytes() == final
     assert run([*command, *flags(options(out)), "--overwrite"]).returncode == 0
     assert read_json(out / "run.json")["results"]["steps"] == 2 and not checkpoints(str(out))
 
