@@ -14,6 +14,7 @@ import torch
 from dsft.problems import UserError
 
 GB = 1000**3
+MiB = 1024**2
 GiB = 1024**3
 _UNITS = {"MB": 1000**2, "GB": GB, "TB": 1000**4, "MiB": 1024**2, "GiB": GiB, "TiB": 1024**4}
 

@@ -214,13 +214,13 @@ def test_chunks_of_the_head_give_plain_full_logits_in_every_architecture(archite
 
 
 def test_no_full_logits_exist(tiny, monkeypatch):
-    """Whatever is handed to the cross-entropy is a chunk: never more rows than ROWS_PER_CHUNK."""
+    """Whatever the log-softmax gets is a chunk: never more rows than CHUNK_BYTES hold."""
     import dsft.perplexity as module
 
     seen = []
     original = module.negative_log_likelihood
     monkeypatch.setattr(module, "negative_log_likelihood", lambda logits, targets: seen.append(logits.shape) or original(logits, targets))
-    monkeypatch.setattr(module, "ROWS_PER_CHUNK", 16)
+    monkeypatch.setattr(module, "CHUNK_BYTES", {"cpu": 16 * 4 * 384})
     evaluate_perplexity(**mode_options(tiny, {"mode": "windows"}), progress=False)
     assert len(seen) > 10 and max(rows for rows, _ in seen) == 16
 
