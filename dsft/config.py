@@ -111,8 +111,8 @@ class EvalConfig(ModelFields, DataFields):
     """Only the first so many documents of each data set."""
     zero: Literal["auto", "0", "3", "3-offload"] = "auto"
     """0 holds one copy of the model per rank; 3 shards it over all ranks; auto takes 0 where it fits."""
-    batch_tokens: int = 8192
-    """Tokens (padding included) per forward of one rank."""
+    batch_tokens: int | None = None
+    """Tokens (padding included) per forward of one rank; by default 16384 on a GPU and 2048 on a CPU, whose caches are small, or one window."""
     verify: int = 0
     """So many random documents are scored once more the plain way (full logits, batch of one); the largest difference is reported."""
     output_dir: str | None = None
@@ -204,7 +204,7 @@ def _check_training(config: TrainConfig, problems: list[str]) -> None:
 
 
 def _check_evaluation(config: EvalConfig, problems: list[str]) -> None:
-    if config.batch_tokens < config.seq_len:
+    if config.batch_tokens is not None and config.batch_tokens < config.seq_len:
         problems.append(f"batch_tokens={config.batch_tokens} is less than seq_len={config.seq_len}: one window must fit; raise batch_tokens")
     if config.stride is not None and not 0 < config.stride < config.seq_len:
         problems.append(f"stride={config.stride}: must be at least 1 and less than seq_len={config.seq_len}, so that every token has context")

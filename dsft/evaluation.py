@@ -22,7 +22,7 @@ from dsft.machine import GiB, Machine, has_gpu, peak_memory_bytes
 from dsft.model import adapter_base, build_model, described_in, is_bare_config, resolve_dtype
 from dsft.model_size import empty_model, load_model_config
 from dsft.partial_results import PartialResults, fingerprint, model_hash
-from dsft.perplexity import Perplexity, evaluate_windows
+from dsft.perplexity import Perplexity, evaluate_windows, width
 from dsft.preparation import check_tokenizer
 from dsft.problems import UserError
 from dsft.run_folder import FINAL, check_writable, versions
@@ -181,15 +181,16 @@ class loaded_for_scoring:
 
 def _evaluate_one(model: nn.Module, candidate: _Candidate, windows: Windows, source: str, zero: str, dtype: str, *, progress: bool) -> Evaluation:
     config = candidate.config
-    names = ("seq_len", "stride", "scope", "bos", "separator", "max_documents", "batch_tokens", "attn_implementation", "too_long")
-    options = {name: getattr(config, name) for name in names} | {"dtype": dtype, "mode": windows.mode}
+    names = ("seq_len", "stride", "scope", "bos", "separator", "max_documents", "attn_implementation", "too_long")
+    batch_tokens = config.batch_tokens or max(width(config.seq_len), 16384 if has_gpu() else 2048)
+    options = {name: getattr(config, name) for name in names} | {"dtype": dtype, "mode": windows.mode, "batch_tokens": batch_tokens}
     partial = None
     if config.output_dir:
         partial = PartialResults(Path(config.output_dir), fingerprint(config.model, windows, options))
     start = time.perf_counter()
     fed: list[int] = []
     result = evaluate_windows(
-        model, windows, pad_token_id=candidate.tokenizer.pad_token_id, batch_tokens=config.batch_tokens, device=ranks.device(),
+        model, windows, pad_token_id=candidate.tokenizer.pad_token_id, batch_tokens=batch_tokens, device=ranks.device(),
         collective_forward=zero != "0", done=partial and partial.done, save=partial and partial.save, fed=fed, progress=progress and ranks.rank() == 0,
     )
     seconds = time.perf_counter() - start
