@@ -1,0 +1,141 @@
+"""The notebook from top to bottom on tiny real runs, unchanged but for its environment variables; and the parts of it that are easy to get wrong."""
+
+import html
+import json
+import re
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conftest import ROOT, flags, read_json
+from dsft import notebook_tools as tools
+from tiny import sentences, write_jsonl
+
+NOTEBOOK = ROOT / "notebooks" / "evaluate_checkpoints.ipynb"
+MARKUP = "<b>&amp;</b> "
+"""Begins every held-out text: a browser must show it, not obey it."""
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory):
+    return write_jsonl(tmp_path_factory.mktemp("held_out") / "texts.jsonl", [{"text": MARKUP + text} for text in sentences(20, seed=1)])
+
+
+@pytest.fixture
+def trained(run, options, held_out, tmp_path):
+    """Trains in one process, evaluating and saving every 2 of 4 steps; the run's folder and its held-out perplexity by step."""
+
+    def train(**changes):
+        folder = tmp_path / "run"
+        every = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 5}
+        command = [sys.executable, "dsft/train.py", *flags(options(folder, max_steps=4, eval_data=str(held_out), **every, **changes))]
+        result = run(command)
+        assert result.returncode == 0, result.stderr[-3000:]
+        log = read_json(folder / "run.json")["results"]["log"]
+        return folder, {entry["step"]: entry["eval_perplexity"] for entry in log if "eval_perplexity" in entry}
+
+    return train
+
+
+def execute(monkeypatch, folder, held_out, **environment) -> list[dict]:
+    """All outputs of the notebook's cells in order; an exception in a cell is one here."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    values = {"RUN": folder, "DATA": held_out, "SEQ_LEN": 64, "OUT": folder / "perplexity"} | environment
+    for name, value in values.items():
+        monkeypatch.setenv(f"DSFT_{name}", str(value))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    return outputs
+
+
+def tables(outputs) -> list[list[list[str]]]:
+    """The cells of each HTML table, row by row, as text."""
+    pages = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    rows = [[re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in re.findall(r"<tr>(.*?)</tr>", page, re.DOTALL)] for page in pages if "<table>" in page]
+    return [[[html.unescape(cell) for cell in row] for row in table] for table in rows]
+
+
+def shown_perplexities(outputs) -> dict[str, float]:
+    """By model, of the table of results."""
+    table = next(table for table in tables(outputs) if table[0][:2] == ["model", "perplexity"])
+    return {row[0]: float(row[1]) for row in table[1:]}
+
+
+def texts_in(page: str) -> list[str]:
+    """What a browser would show of each coloured text."""
+    return [html.unescape("".join(re.findall(r'<span style="[^"]*" title="[^"]*">(.*?)</span>', panel, re.DOTALL))) for panel in page.split("monospace")[1:]]
+
+
+@pytest.mark.launch
+def test_the_notebook_shows_what_training_logged_for_every_kind_of_checkpoint(trained, tiny, held_out, monkeypatch):
+    folder, logged = trained(model=str(tiny / "model" / "config.json"), learning_rate=1e-2)
+    (folder / "checkpoint-2" / "model.safetensors").unlink()  # DeepSpeed's shards alone
+    outputs = execute(monkeypatch, folder, held_out)
+
+    listed = next(table for table in tables(outputs) if table[0][:2] == ["name", "kind"])
+    assert [row[:2] for row in listed[1:]] == [["base", "base"], ["checkpoint-2", "shards"], ["checkpoint-4", "model"], ["final", "model"]]
+    expected = {"base": logged[0], "checkpoint-2": logged[2], "checkpoint-4": logged[4], "final": logged[4]}
+    assert shown_perplexities(outputs) == pytest.approx(expected, rel=1e-5)
+    assert any("Perplexity:" in output.get("text", "") and "token/s" in output["text"] for output in outputs)  # the bar
+
+    pictures = [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) == 2 and all(len(picture) > 10_000 for picture in pictures)
+    coloured = next(output["data"]["text/html"] for output in outputs if "nats in all" in output.get("data", {}).get("text/html", ""))
+    base, finetuned = texts_in(coloured)
+    assert base == finetuned and base.startswith(MARKUP)
+    documents = next(table for table in tables(outputs) if table[0][1] == "document")
+    assert [row[0] for row in documents[1:]] == ["best"] * 3 + ["worst"] * 3
+    generated = next(table for table in tables(outputs) if table[0][0] == "prompt")
+    assert generated[0] == ["prompt", "base", "final"] and len(generated) == 4
+    assert not any("<b>&amp;" in output.get("data", {}).get("text/html", "") for output in outputs)
+
+
+@pytest.mark.launch
+def test_the_notebook_starts_the_launcher_for_a_lora_run(trained, held_out, monkeypatch):
+    folder, logged = trained(method="lora", lora_r=4)
+    outputs = execute(monkeypatch, folder, held_out, RANKS=2, MODELS="base checkpoint-2 final")
+    assert shown_perplexities(outputs) == pytest.approx({"base": logged[0], "checkpoint-2": logged[2], "final": logged[4]}, rel=1e-5)
+    assert {report["ranks"] for report in read_json(folder / "perplexity" / "perplexity.json")["results"]} == {2}
+    assert {model.kind for model in tools.find_models(str(folder))} == {"base", "adapter"}
+
+
+def test_the_notebook_is_kept_without_outputs():
+    code = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    assert "DSFT_RUN" in "".join(code[0]["source"])
+
+
+@pytest.mark.parametrize("text", ["a model learns\n\n  big & <small> shards ", "naïve 🙂 日本 token", "a"])
+def test_coloured_pieces_are_the_text_and_their_nats_its_loss(tiny, text):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny / "model").eval(), AutoTokenizer.from_pretrained(tiny / "model")
+    pieces = tools.token_nats(model, tokenizer, text, seq_len=64)
+    assert "".join(piece for piece, _ in pieces) == text and all(piece for piece, _ in pieces)
+    assert texts_in(tools.coloured(pieces, title="x")) == [text]
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    if ids.shape[1] > 1:
+        with torch.no_grad():
+            mean = model(input_ids=ids, labels=ids).loss.item()
+        assert sum(nats for _, nats in pieces if nats is not None) == pytest.approx(mean * (ids.shape[1] - 1), rel=1e-5)
+
+
+def test_relative_paths_of_a_run_are_seen_from_where_training_was_started(tmp_path):
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "runs" / "first" / "run.json").write_text(json.dumps({"config": {"model": "base", "adapter": None, "output_dir": "runs/first"}}))
+    (base,) = tools.find_models(str(tmp_path / "runs" / "first"))
+    assert base.path == str(tmp_path / "base")
+    assert tools.path_of("some/hub-model", str(tmp_path / "runs" / "first")) == "some/hub-model"
+
+
+def test_best_and_worst_documents_leave_out_those_without_enough_tokens():
+    documents = [{"document": index, "nats": nats, "tokens": tokens} for index, (nats, tokens) in enumerate([(0.0, 0), (9.0, 3), (30.0, 10), (10.0, 10), (20.0, 10)])]
+    rows = tools.best_and_worst(documents, ["a", "b", "c", "d", "e"], number=1, least_tokens=5)
+    assert [(row[""], row["document"], row["nats per token"]) for row in rows] == [("best", 3, 1.0), ("worst", 2, 3.0)]
