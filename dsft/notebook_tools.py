@@ -11,7 +11,6 @@ import contextlib
 import html
 import json
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dsft.config import EvalConfig, make_config
 from dsft.evaluation import loaded_for_scoring
-from dsft.export import export
 from dsft.launching import launch
 from dsft.model import load_tokenizer, resolve_dtype
 from dsft.perplexity import negative_log_likelihood
@@ -42,7 +40,7 @@ class Model:
 
     name: str
     kind: Literal["base", "model", "adapter", "shards"]
-    """shards: DeepSpeed's files alone, which must be exported before anything else reads them."""
+    """shards: DeepSpeed's files alone, as a checkpoint of which the 16-bit weights were not kept."""
     path: str
     step: int | None
     tokens_seen: int | None
@@ -103,19 +101,6 @@ def evaluation_options(run_folder: str) -> dict[str, Any]:
     if "tokenizer" in options:
         options["tokenizer"] = path_of(options["tokenizer"], run_folder)
     return options
-
-
-def readable(model: Model, folder: str) -> str:
-    """A path that transformers can load: the model's own, or, for shards, an export below `folder`, made if it is missing or older."""
-    if model.kind != "shards":
-        return model.path
-    target = Path(folder) / "exported" / model.name
-    if not target.is_dir() or target.stat().st_mtime < Path(model.path).stat().st_mtime:
-        unfinished = target.with_name(f"{model.name}.part")
-        for old in (unfinished, target):
-            shutil.rmtree(old, ignore_errors=True)
-        export(model.path, str(unfinished)).rename(target)
-    return str(target)
 
 
 def evaluate_on_ranks(num_ranks: int, models: Iterable[str], data: str, **options: Any) -> None:
