@@ -64,5 +64,7 @@ def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:
     """
     problems: list[str] = []
     config = make_config(EvalConfig, options, problems)
+    if len(config.model) > 1 or len(config.data) > 1:
+        problems.append("evaluate_perplexity takes one model and one data set; call it for each, or use dsft eval")
     ranks.start_ranks()
     return next(evaluate(config, problems, progress=progress))

@@ -60,6 +60,8 @@ def check_run(config: TrainConfig, world_size: int, problems: list[str]) -> Prep
     _check_quantization(config, prepared.zero_file, problems)
     _check_training_arguments(config, problems)
     if config.model:
+        if config.method != "full" and is_bare_config(config.model):
+            problems.append(f"method={config.method} over {config.model}: an adapter is nothing without its base, and these random weights are saved nowhere; train method full first, or save the base as a folder")
         prepared.size = check_model(config, problems)
         if prepared.size or config.tokenizer:  # where there is no model, its missing tokenizer is no news
             prepared.tokenizer = check_tokenizer(config, problems, vocab_size=prepared.size and prepared.size.vocab_size)
@@ -199,8 +201,6 @@ def _check_quantization(config: TrainConfig, zero_file: dict[str, Any] | None, p
         problems.append("method=qlora needs a GPU (bitsandbytes); on CPU use method: lora")
     if importlib.util.find_spec("bitsandbytes") is None:
         problems.append("method=qlora: the package bitsandbytes is not installed; pip install bitsandbytes")
-    if config.model and is_bare_config(config.model):
-        problems.append(f"method=qlora: {config.model} is a config without weights; there is nothing to quantise")
     if zero_file and (stage(zero_file) == 3 or offloads(zero_file)):
         # transformers skips zero.Init for quantised models (modeling_utils.py), so ZeRO-3 would not shard them at load.
         problems.append(f"method=qlora cannot be combined with zero={config.zero}: a quantised base is neither sharded by ZeRO-3 nor offloaded; use zero 2, or method lora")

@@ -214,6 +214,11 @@ def test_a_folder_without_weights_and_a_foreign_tokenizer_are_refused(problems_o
     assert len(problems) == 1 and "but the model has embeddings for 100" in problems[0]
 
 
+def test_an_adapter_over_random_weights_is_refused(problems_of, tiny):
+    problems = problems_of(model=str(tiny / "model" / "config.json"), method="lora")
+    assert len(problems) == 1 and "an adapter is nothing without its base" in problems[0]
+
+
 @pytest.mark.parametrize(
     ("section", "expected"),
     [({"stage": 4}, "zero_optimization.stage"), ({"stage": 2, "reduce_bucket_sise": 1}, "zero_optimization.reduce_bucket_sise"), ({"stage": 2, "overlap_comm": "perhaps"}, "overlap_comm")],

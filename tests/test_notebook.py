@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import ROOT, flags, read_json
+from conftest import BIN, ROOT, flags, read_json
 from dsft import notebook_tools as tools
 from tiny import sentences, write_jsonl
 
@@ -49,6 +50,8 @@ def execute(monkeypatch, folder, held_out, **environment) -> list[dict]:
         monkeypatch.setenv(f"DSFT_{name}", str(value))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    # As `run` has it: another ninja than the training's would compile DeepSpeed's operator again, each time.
+    monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]

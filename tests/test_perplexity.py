@@ -230,6 +230,8 @@ def test_problems_of_the_evaluator_come_together(tiny):
         evaluate_perplexity(model="./nowhere", data="nowhere.jsonl", bogus=1, stride=5000)
     text = str(caught.value)
     assert all(part in text for part in ("bogus: unknown key", "./nowhere", "nowhere.jsonl does not exist", "stride=5000"))
+    with pytest.raises(UserError, match="one model and one data set"):
+        evaluate_perplexity(model=[str(tiny / "model")] * 2, data=str(tiny / "held_out.jsonl"))
     with pytest.raises(UserError, match="mode=answers does not fit"):
         evaluate_perplexity(**mode_options(tiny, {"mode": "windows"}) | {"mode": "answers"})
 
