@@ -333,6 +333,20 @@ def zero_seconds(args: argparse.Namespace, model: Path, tokenizer: PreTrainedTok
     return {"seconds": report["seconds"], "perplexity": report["perplexity"], "tokens": report["tokens"]}
 
 
+def compare_zero(args: argparse.Namespace, model: Path, tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict:
+    """ZeRO-3 on 2 ranks beside two replicas, in turn, on weights in a folder: random ones would come out differently when sharded."""
+    load_model(model, "float32").save_pretrained(folder / "weights")
+    launches: dict[str, list[dict]] = {"0": [], "3": []}
+    for _ in range(args.zero_repeats):
+        for zero, found in launches.items():
+            found.append(zero_seconds(args, folder / "weights", tokenizer, folder, zero))
+    pairs = list(zip(launches["0"], launches["3"], strict=True))
+    return {
+        "launches": launches, "time_over_replicas": statistics.median(sharded["seconds"] / replica["seconds"] for replica, sharded in pairs),
+        "relative_difference": pairs[0][1]["perplexity"] / pairs[0][0]["perplexity"] - 1,
+    }
+
+
 # --- results --------------------------------------------------------------------------------------------------------
 
 
@@ -387,13 +401,15 @@ def goals_of(tables: list[dict], zero: dict | None) -> list[dict]:
     return goals
 
 
-def print_markdown(tables: list[dict], goals: list[dict]) -> None:
+def print_markdown(tables: list[dict], goals: list[dict], zero: dict | None) -> None:
     for table in tables:
         print(f"\n**{table['dtype']}, {table['data']}** (floor {table['floor_ms_per_token']:.3f} ms per token at {table['matmul_gflops']:.0f} GFLOP/s)\n")
         print("| | CPU ms/token | tokens/s | share of floor | time over dsft | extra MiB | perplexity differs by |\n|---|---|---|---|---|---|---|")
         for row in table["rows"]:
             print(f"| {row['name']} | {row['cpu_ms_per_token']:.3f} | {row['tokens_per_cpu_second']:.0f} | {row['share_of_floor']:.0%} "
                   f"| {row['time_over_dsft']:.2f} | {row['extra_memory_mib']:.0f} | {row['relative_difference']:.1e} |")
+    if zero:
+        print(f"\nZeRO-3 on 2 ranks: {zero['time_over_replicas']:.2f} of the time of two replicas; perplexity differs by {zero['relative_difference']:.1e}")
     print("\n| goal | wanted | reached | |\n|---|---|---|---|")
     for goal in goals:
         print(f"| {goal['goal']} | {goal['wanted']} | {goal['reached']:.2f} | {'holds' if goal['holds'] else 'does not hold'} |")
@@ -435,12 +451,10 @@ def main() -> None:
                               f"floor {result['floor_ms_per_token']:.3f} ms", file=sys.stderr)
         zero = None
         if args.zero_repeats:
-            launches = {zero: [zero_seconds(args, model, tokenizer, folder, zero) for _ in range(args.zero_repeats)] for zero in ("0", "3")}
-            medians = {zero: statistics.median(launch["seconds"] for launch in found) for zero, found in launches.items()}
-            zero = {"launches": launches, "time_over_replicas": medians["3"] / medians["0"]}
+            zero = compare_zero(args, model, tokenizer, folder)
         tables = [summarise(runs, jobs, dtype, data) for dtype in args.dtypes for data in corpora]
         goals = goals_of(tables, zero)
-        print_markdown(tables, goals)
+        print_markdown(tables, goals, zero)
         counts = {data: {"documents": len(corpus.documents), "windows": len(corpus.spans()), "scored_tokens": corpus.tokens} for data, corpus in corpora.items()}
         results = {**surroundings(args), "data": counts, "goals": goals, "tables": tables, "zero": zero, "runs": runs}
         args.out.parent.mkdir(parents=True, exist_ok=True)

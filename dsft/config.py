@@ -18,7 +18,7 @@ from dsft.fields import check_values, field_types, read_flags, read_yaml
 @dataclass(kw_only=True)
 class ModelFields:
     model: str | None = None
-    """Hub id, local folder, or a `config.json` alone (random weights, seeded by `seed`)."""
+    """Hub id, local folder, or a `config.json` alone (random weights, seeded by `seed`; ZeRO-3 draws others than a whole model)."""
     tokenizer: str | None = None
     """Hub id or folder; by default the model's own."""
     revision: str | None = None
@@ -109,8 +109,9 @@ class EvalConfig(ModelFields, DataFields):
     """Between documents laid end to end: eos (the end token), none, or a text."""
     max_documents: int | None = None
     """Only the first so many documents of each data set."""
-    zero: Literal["auto", "0", "3", "3-offload"] = "auto"
-    """0 holds one copy of the model per rank; 3 shards it over all ranks; auto takes 0 where it fits."""
+    zero: str = "auto"
+    """0 holds one copy of the model per rank; 3 shards it over all ranks, 3-offload in host memory; a DeepSpeed JSON of stage 3
+    may put parameters on NVMe; auto takes 0 where it fits."""
     batch_tokens: int | None = None
     """Tokens (padding included) per forward of one rank; by default 16384 on a GPU and 2048 on a CPU, whose caches are small, or one window."""
     verify: int = 0

@@ -29,7 +29,7 @@ from dsft.run_folder import FINAL, check_writable, versions
 from dsft.samples import IGNORED, check_rows
 from dsft.text_data import read_rows
 from dsft.windows import Windows, build_windows
-from dsft.zero_config import read_zero_file
+from dsft.zero_config import check_nvme, check_section, read_zero_file, stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,12 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
     unset_hf_deepspeed_config()  # of a training earlier in this process: models are measured on the meta device
     if config.output_dir:
         check_writable(config.output_dir, problems)
+    if config.zero not in ("auto", "0"):
+        zero_file = read_zero_file(config.zero, problems)
+        check_section(zero_file, config.zero, problems)
+        check_nvme(zero_file, config.zero, problems)
+        if zero_file and stage(zero_file) != 3:
+            problems.append(f"zero={config.zero}: evaluation holds the model whole (0) or in shards of stage 3, not of stage {stage(zero_file)}")
     models = [_Candidate.find(dataclasses.replace(config, model=name), problems) for name in config.model]
     data_sets = {source: _read(source, config, models, problems) for source in config.data}
     ranks.raise_together(problems)
@@ -156,13 +162,15 @@ class loaded_for_scoring:
             return build_model(self.config, dtype=self.dtype, seed=self.config.seed).to(ranks.device()).eval()
         import deepspeed
 
-        section = read_zero_file(self.zero, [])["zero_optimization"]
+        zero_file = read_zero_file(self.zero, [])
+        section = zero_file["zero_optimization"]
         deepspeed_config = {
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": self.dtype == "bfloat16"},
             "fp16": {"enabled": self.dtype == "float16"},
             "steps_per_print": 10**9,
             "zero_optimization": {key: value for key, value in section.items() if value != "auto" and key != "offload_optimizer"},
+            **({"aio": zero_file["aio"]} if "aio" in zero_file else {}),
         }
         self.registered = HfDeepSpeedConfig(deepspeed_config)  # from_pretrained shards while this object lives
         model = build_model(self.config, dtype=self.dtype, seed=self.config.seed)
