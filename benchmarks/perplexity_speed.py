@@ -74,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=12288, help="tokens of --text (default: %(default)s)")
     parser.add_argument("--max_documents", type=int, default=100, help="rows of --documents (default: %(default)s)")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
-    parser.add_argument("--batch_tokens", nargs="+", type=int, default=[4096, 8192], help="of dsft's evaluator (default: %(default)s)")
+    parser.add_argument("--batch_tokens", nargs="+", type=int, default=[4096, 2048], help="of dsft's evaluator (default: %(default)s)")
     parser.add_argument("--with_auto", action="store_true", help="also lm-evaluation-harness with batch size auto (slow, and needs gigabytes)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default: %(default)s)")
     parser.add_argument("--zero_repeats", type=int, default=1, help="rounds of the launcher's comparison; 0 leaves it out (default: %(default)s)")

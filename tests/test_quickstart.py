@@ -21,7 +21,7 @@ def test_quickstart_does_the_whole_job(run, tmp_path):
         assert content["results"]["eval_perplexity"] < 0.98 * before
     assert runs["full"]["plan"]["zero"] == "3" and runs["lora"]["plan"]["reason"].startswith("ZeRO 1 is the fastest that fits")
     assert runs["full"]["results"]["eval_perplexity"] < 1000  # of 4,096 words
-    merged = read_json(folder / "perplexity" / "perplexity.json")
+    (merged,) = read_json(folder / "perplexity" / "perplexity.json")["results"]
     assert merged["perplexity"] == pytest.approx(runs["lora"]["results"]["eval_perplexity"], rel=1e-4)
 
     model = AutoModelForCausalLM.from_pretrained(folder / "merged")
