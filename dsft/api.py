@@ -15,7 +15,7 @@ from dsft.evaluation import Evaluation, evaluate
 from dsft.fields import read_yaml
 from dsft.machine import Machine, this_machine
 from dsft.model import build_model, resolve_dtype
-from dsft.model_size import ModelSize, measure_model
+from dsft.model_size import ModelSize
 from dsft.plan import ZeroPlan, all_plans, choose_plan
 from dsft.preparation import check_model
 from dsft.problems import raise_if_any

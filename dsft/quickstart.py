@@ -13,7 +13,6 @@ from pathlib import Path
 from dsft.demo_data import write_demo_data
 from dsft.export import merge
 from dsft.launching import launch
-from dsft.machine import GiB
 from dsft.problems import UserError
 from dsft.run_folder import read_run
 from dsft.screen import print_table
