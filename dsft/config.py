@@ -113,7 +113,7 @@ class EvalConfig(ModelFields, DataFields):
     """0 holds one copy of the model per rank; 3 shards it over all ranks, 3-offload in host memory; a DeepSpeed JSON of stage 3
     may put parameters on NVMe; auto takes 0 where it fits."""
     batch_tokens: int | None = None
-    """Tokens (padding included) per forward of one rank; by default 16384 on a GPU and 2048 on a CPU, whose caches are small, or one window."""
+    """Tokens (padding included) per forward of one rank; by default 16384 on a GPU and 4096 on a CPU, whose caches are small, or one window."""
     verify: int = 0
     """So many random documents are scored once more the plain way (full logits, batch of one); the largest difference is reported."""
     output_dir: str | None = None

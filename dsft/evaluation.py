@@ -190,7 +190,7 @@ class loaded_for_scoring:
 def _evaluate_one(model: nn.Module, candidate: _Candidate, windows: Windows, source: str, zero: str, dtype: str, *, progress: bool) -> Evaluation:
     config = candidate.config
     names = ("seq_len", "stride", "scope", "bos", "separator", "max_documents", "attn_implementation", "too_long")
-    batch_tokens = config.batch_tokens or max(width(config.seq_len), 16384 if has_gpu() else 2048)
+    batch_tokens = config.batch_tokens or max(width(config.seq_len), 16384 if has_gpu() else 4096)
     options = {name: getattr(config, name) for name in names} | {"dtype": dtype, "mode": windows.mode, "batch_tokens": batch_tokens}
     partial = None
     if config.output_dir:

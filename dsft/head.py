@@ -1,8 +1,9 @@
-"""Logits of chosen positions only, in chunks, for any causal language model that transformers builds.
+"""Logits of chosen positions and of part of the vocabulary, for any causal language model that transformers builds.
 
 The backbone runs once; the head (with the architecture's own softcap, scale or bias, which stand in its `forward`) runs on rows of
-hidden states. For that, the model's own `forward` is called over a shallow copy in which the backbone hands out given
-hidden states. A probe compares this with the plain forward once; where they differ, or a model is built otherwise, plain logits are used.
+hidden states, for some words at a time. For that, the model's own `forward` is called over a shallow copy in which the backbone hands out
+given hidden states and the head has only some rows of its weight. A probe compares this with the plain forward once; where they differ,
+or a model is built otherwise, plain logits are used.
 """
 
 import contextlib
@@ -35,21 +36,26 @@ class HandOut(nn.Module):
 
 
 class BareLinear(nn.Module):
-    """The head's matrix product alone, without the hooks that ZeRO-3 puts on modules."""
+    """The head's matrix product alone, for `words` of the vocabulary, without the hooks that ZeRO-3 puts on modules."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
+        self.words = slice(None)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(hidden, self.weight, self.bias)
+        return nn.functional.linear(hidden, self.weight[self.words], None if self.bias is None else self.bias[self.words])
 
 
 class ChunkedHead:
-    """`hidden = run_backbone(...)`, then `logits(rows of hidden)` within `weights()`."""
+    """`hidden = run_backbone(...)`, then `logits(rows of hidden)` within `weights()`.
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    Args:
+        words_at_once: words of the vocabulary in one matrix product.
+    """
+
+    def __init__(self, model: nn.Module, words_at_once: int):
+        self.model, self.words_at_once = model, words_at_once
         self.inner = model.get_base_model() if isinstance(model, PeftModel) else model
         self.backbone = self.inner.base_model
         self.usable = self._make_shell()
@@ -62,9 +68,9 @@ class ChunkedHead:
         parameters = inspect.signature(type(inner).forward).parameters
         if self.backbone is inner or self.backbone not in names or type(head) is not nn.Linear or head not in names or "logits_to_keep" not in parameters:
             return False
-        self.hand_out, self.linear = HandOut(), head
+        self.hand_out, self.linear, self.bare = HandOut(), head, BareLinear(head)
         self.shell = copy.copy(inner)
-        self.shell.__dict__["_modules"] = inner._modules | {names[self.backbone]: self.hand_out, names[head]: BareLinear(head)}
+        self.shell.__dict__["_modules"] = inner._modules | {names[self.backbone]: self.hand_out, names[head]: self.bare}
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             self.shell.__dict__[hooks] = {}
         self.shell.__dict__.pop("forward", None)  # DeepSpeed and accelerate may wrap the instance's forward
@@ -91,10 +97,12 @@ class ChunkedHead:
         with deepspeed.zero.GatheredParameters(list(self.linear.parameters())):
             yield
 
-    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """[N, V] in the model's dtype, after the architecture's softcap or scale."""
+    def logits(self, hidden_NH: torch.Tensor) -> Iterator[torch.Tensor]:
+        """[N, words] in the model's dtype, after the architecture's softcap or scale, for one stretch of the vocabulary after the other."""
         self.hand_out.hidden = hidden_NH[None]
-        return self.shell(inputs_embeds=hidden_NH[None], use_cache=False).logits[0]
+        for start in range(0, self.linear.out_features, self.words_at_once):
+            self.bare.words = slice(start, start + self.words_at_once)
+            yield self.shell(inputs_embeds=hidden_NH[None], use_cache=False).logits[0]
 
     def agrees(self, ids_BT: torch.Tensor) -> bool:
         """Whether head on hidden states gives what the plain forward gives. Collective under ZeRO-3."""
@@ -104,7 +112,7 @@ class ChunkedHead:
         try:
             hidden = self.run_backbone(input_ids=ids_BT)[0]
             with self.weights():
-                chunked = self.logits(hidden)
+                chunked = torch.cat(list(self.logits(hidden)), dim=1)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             return False  # built in a way of its own; the same on every rank, since the code is
         return plain.shape == chunked.shape and torch.allclose(plain.float(), chunked.float(), rtol=1e-2, atol=1e-3)

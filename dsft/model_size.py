@@ -1,5 +1,7 @@
 """Counts a model's parameters and the widths that memory formulas need, without weights (meta device)."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,14 +15,27 @@ from dsft.lora import lora_config, saved_lora_config
 class ModelSize:
     """Exact counts from the architecture; nothing is estimated."""
 
+    model_type: str
+    """transformers' name of the (text) architecture: "llama", "gemma3_text" ..."""
     num_params: int
-    """All parameters, tied weights once."""
+    """All parameters, tied weights once, adapters included."""
     num_trainable: int
     """Parameters that get gradients: all, or the adapters' and modules_to_save's."""
+    embedding_params: int
+    """Of the input embedding; a tied head is the same weight."""
+    head_params: int
+    """Of the output head where it is a weight of its own; 0 where it is tied."""
+    expert_params: int
+    """Of all routed experts together."""
+    active_params: int
+    """Parameters that one token is multiplied with: all but the embedding table (a tied head counts) and the experts it does not pass."""
     unadapted_expert_params: int
     """With LoRA: parameters of fused experts that got no adapter."""
     largest_module_params: int
     """Parameters held directly by one module, the most that ZeRO-3 gathers at once in any case."""
+    numels: tuple[tuple[int, int], ...]
+    """(elements of a parameter, how many parameters have so many), adapters included."""
+    trainable_numels: tuple[tuple[int, int], ...]
     num_layers: int
     hidden_size: int
     ffn_size: int
@@ -28,7 +43,10 @@ class ModelSize:
     kv_size: int
     """num_key_value_heads x head_dim."""
     num_heads: int
+    head_dim: int
     vocab_size: int
+    max_positions: int | None
+    """The longest sequence the model has positions for; None where there is no limit."""
     lora_r: int
     """Rank of the adapters; 0 in full finetuning."""
     quantized_bits: int
@@ -62,30 +80,56 @@ def measure_model(config) -> ModelSize:
     """The size of `config.model` (a `TrainConfig`), with its adapters where the method has some."""
     model_config = load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     model = empty_model(model_config, trust_remote_code=config.trust_remote_code)
-    num_params = sum(p.numel() for p in model.parameters())
-    trainable, unadapted = num_params, 0
+    text = model_config.get_text_config()
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding
+    experts = _expert_params(model)
+    base_params = sum(p.numel() for p in model.parameters())
+    active = base_params - (0 if tied else embedding.numel()) - int(experts * (1 - _active_share(text)))
+    unadapted = 0
+    largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
     if config.method != "full":
         with torch.device("meta"):
-            adapted = get_peft_model(model, saved_lora_config(config.adapter) if config.adapter else lora_config(config))
-        trainable = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-        num_params = sum(p.numel() for p in adapted.parameters())
-        unadapted = _unadapted_expert_params(adapted)
-    largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
-    text = model_config.get_text_config()
+            model = get_peft_model(model, saved_lora_config(config.adapter) if config.adapter else lora_config(config))
+        unadapted = _unadapted_expert_params(model)
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     ffn = next((getattr(text, key) for key in ("moe_intermediate_size", "intermediate_size", "n_inner") if getattr(text, key, None)), 4 * text.hidden_size)
     return ModelSize(
-        num_params=num_params,
-        num_trainable=trainable,
+        model_type=text.model_type,
+        num_params=sum(p.numel() for p in model.parameters()),
+        num_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        embedding_params=embedding.numel(),
+        head_params=0 if tied or head is None else head.weight.numel(),
+        expert_params=experts,
+        active_params=active,
         unadapted_expert_params=unadapted,
         largest_module_params=largest,
+        numels=_numels(model.parameters()),
+        trainable_numels=_numels(p for p in model.parameters() if p.requires_grad),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         ffn_size=ffn * (getattr(text, "num_experts_per_tok", None) or 1),
         kv_size=(getattr(text, "num_key_value_heads", None) or heads) * head_dim,
         num_heads=heads,
+        head_dim=head_dim,
         vocab_size=text.vocab_size,
+        max_positions=getattr(text, "max_position_embeddings", None),
         lora_r=0 if config.method == "full" else config.lora_r,
         quantized_bits=config.quantization_bits if config.method == "qlora" else 0,
     )
+
+
+def _numels(parameters: Iterable[torch.nn.Parameter]) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted(Counter(p.numel() for p in parameters).items()))
+
+
+def _expert_params(model: PreTrainedModel) -> int:
+    """Routed experts: transformers holds a layer's in three-dimensional parameters of one module called `experts`, or in one module each of a list with that name."""
+    return sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+
+
+def _active_share(text: PreTrainedConfig) -> float:
+    """Share of the routed experts that one token passes through."""
+    number = next((getattr(text, key) for key in ("num_local_experts", "num_experts", "n_routed_experts") if getattr(text, key, None)), 0)
+    return text.num_experts_per_tok / number if number else 1.0

@@ -16,6 +16,7 @@ from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import BIN, ROOT, flags, read_json
+from dsft import perplexity as perplexity_module
 from dsft.api import evaluate_perplexity
 from dsft.config import EvalConfig, TrainConfig, make_config
 from dsft.evaluation import evaluate
@@ -212,7 +213,9 @@ HEADS = {
 
 
 @pytest.mark.parametrize("architecture", HEADS)
-def test_chunks_of_the_head_give_plain_full_logits_in_every_architecture(architecture):
+def test_parts_of_the_head_give_plain_full_logits_in_every_architecture(architecture, monkeypatch):
+    monkeypatch.setitem(perplexity_module.ROWS, "cpu", 16)
+    monkeypatch.setitem(perplexity_module.WORDS, "cpu", 100)  # four parts of 384 words, the last one shorter
     cls, values = HEADS[architecture]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(cls(**values)).eval()
@@ -225,19 +228,24 @@ def test_chunks_of_the_head_give_plain_full_logits_in_every_architecture(archite
     result = evaluate_windows(model, windows, pad_token_id=0, batch_tokens=48, device=torch.device("cpu"), collective_forward=False)
     assert result.tokens == tokens and result.nats == pytest.approx(nats, rel=1e-5)
     # OPT calls its decoder past its backbone, and falls back to plain logits; all others take the short way.
-    assert ChunkedHead(model).agrees(torch.ones(1, 8, dtype=torch.long)) == (architecture != "opt")
+    assert ChunkedHead(model, words_at_once=100).agrees(torch.ones(1, 8, dtype=torch.long)) == (architecture != "opt")
 
 
 def test_no_full_logits_exist(tiny, monkeypatch):
-    """Whatever the log-softmax gets is a chunk: never more rows than CHUNK_BYTES hold."""
-    import dsft.perplexity as module
-
+    """Whatever the log-softmax gets is a part: never more positions or words than ROWS and WORDS."""
     seen = []
-    original = module.negative_log_likelihood
-    monkeypatch.setattr(module, "negative_log_likelihood", lambda logits, targets: seen.append(logits.shape) or original(logits, targets))
-    monkeypatch.setattr(module, "CHUNK_BYTES", {"cpu": 16 * 4 * 384})
+    original = perplexity_module.negative_log_likelihood
+
+    def watch(parts, targets):
+        parts = [part.clone() for part in parts]
+        seen.extend(part.shape for part in parts)
+        return original(parts, targets)
+
+    monkeypatch.setattr(perplexity_module, "negative_log_likelihood", watch)
+    monkeypatch.setitem(perplexity_module.ROWS, "cpu", 16)
+    monkeypatch.setitem(perplexity_module.WORDS, "cpu", 128)
     evaluate_perplexity(**mode_options(tiny, {"mode": "windows"}), progress=False)
-    assert len(seen) > 10 and max(rows for rows, _ in seen) == 16
+    assert len(seen) > 10 and max(rows for rows, _ in seen) == 16 and max(words for _, words in seen) == 128
 
 
 def test_problems_of_the_evaluator_come_together(tiny):

@@ -1,0 +1,1 @@
+"""Predicts memory and time of DeepSpeed configurations, and chooses one."""
