@@ -35,6 +35,18 @@ class HandOut(nn.Module):
         return BackboneOutput((self.hidden,))
 
 
+class Reused:
+    """Memory of one tensor, used again and again: new memory from the system costs a CPU more than the arithmetic on it."""
+
+    def __init__(self):
+        self.tensor = torch.empty(0)
+
+    def of(self, shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+        if (self.tensor.shape, self.tensor.dtype, self.tensor.device) != (shape, like.dtype, like.device):
+            self.tensor = like.new_empty(shape)
+        return self.tensor
+
+
 class BareLinear(nn.Module):
     """The head's matrix product alone, for `words` of the vocabulary, without the hooks that ZeRO-3 puts on modules."""
 
@@ -42,9 +54,13 @@ class BareLinear(nn.Module):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.words = slice(None)
+        self.out = Reused()
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(hidden, self.weight[self.words], None if self.bias is None else self.bias[self.words])
+    def forward(self, hidden_1NH: torch.Tensor) -> torch.Tensor:
+        weight_WH = self.weight[self.words]
+        out_NW = self.out.of((hidden_1NH.shape[1], len(weight_WH)), weight_WH)
+        torch.mm(hidden_1NH[0], weight_WH.T, out=out_NW)
+        return (out_NW if self.bias is None else out_NW.add_(self.bias[self.words]))[None]
 
 
 class ChunkedHead:
@@ -98,11 +114,13 @@ class ChunkedHead:
             yield
 
     def logits(self, hidden_NH: torch.Tensor) -> Iterator[torch.Tensor]:
-        """[N, words] in the model's dtype, after the architecture's softcap or scale, for one stretch of the vocabulary after the other."""
+        """[N, words] in fp32, after the architecture's softcap or scale, for one stretch of the vocabulary after the other; the next overwrites it."""
         self.hand_out.hidden = hidden_NH[None]
+        fp32, fp32_like = Reused(), hidden_NH.new_empty(0, dtype=torch.float32)
         for start in range(0, self.linear.out_features, self.words_at_once):
             self.bare.words = slice(start, start + self.words_at_once)
-            yield self.shell(inputs_embeds=hidden_NH[None], use_cache=False).logits[0]
+            logits_NW = self.shell(inputs_embeds=hidden_NH[None], use_cache=False).logits[0]
+            yield logits_NW if logits_NW.dtype == torch.float32 else fp32.of(logits_NW.shape, fp32_like).copy_(logits_NW)
 
     def agrees(self, ids_BT: torch.Tensor) -> bool:
         """Whether head on hidden states gives what the plain forward gives. Collective under ZeRO-3."""
@@ -112,7 +130,7 @@ class ChunkedHead:
         try:
             hidden = self.run_backbone(input_ids=ids_BT)[0]
             with self.weights():
-                chunked = torch.cat(list(self.logits(hidden)), dim=1)
+                chunked = torch.cat([part.clone() for part in self.logits(hidden)], dim=1)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             return False  # built in a way of its own; the same on every rank, since the code is
         return plain.shape == chunked.shape and torch.allclose(plain.float(), chunked.float(), rtol=1e-2, atol=1e-3)

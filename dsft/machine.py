@@ -31,6 +31,18 @@ class Machine:
     host_bytes: int
     """Host memory of one node that processes may use (the cgroup's limit where there is one)."""
     has_gpu: bool
+    gpu_type: str = ""
+    """Name of the GPU, as its driver or the user says; empty where only its memory is known."""
+    interconnect: str = ""
+    """As `--interconnect` takes it: "nvlink+ib400" ...; empty where it is not known."""
+    cores: int = 1
+    """CPU cores of one node."""
+    nvme_bytes: int = 0
+    """Free bytes for offload on a local disk of each node; 0 where none is named."""
+    memlock_bytes: int | None = None
+    """How much memory one process may lock (ulimit -l); None without a limit. DeepSpeed's NVMe buffers are locked."""
+    measured: bool = False
+    """Whether this is the machine dsft runs on, not one on paper."""
 
     @property
     def world_size(self) -> int:

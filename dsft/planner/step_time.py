@@ -1,0 +1,119 @@
+"""Predicts the time of one optimizer step, to rank configurations. Pure arithmetic.
+
+Products of matrices per token: 2 x active parameters forward, twice that backward (once with LoRA, whose base needs no weight gradients),
+once more forward with activation checkpointing. Traffic of ZeRO: stage 0, 1: gradients reduced and weights gathered once per step;
+stage 2: gradients in each micro step; stage 3: weights gathered for forward and backward of each micro step, gradients scattered
+(ZeRO paper, section 7; with LoRA the gradients are the adapters'). Left out: data loading, logging, stragglers, an uneven network.
+"""
+
+from dataclasses import dataclass
+
+from dsft.machine import Machine
+from dsft.model_size import ModelSize
+from dsft.planner.hardware import Speeds
+from dsft.zero_config import get_value
+
+ADAM_BYTES = 30
+"""Memory traffic of AdamW per parameter: read gradient 4 and master 4, m 4, v 4; write master 4, m 4, v 4, bf16 weight 2."""
+GATHERS_PER_LAYER = 8
+"""Modules with weights of their own in a transformer layer, each a collective of ZeRO-3: q, k, v, o, gate, up, down and the norms."""
+OVERLAP_LOSS = 0.1
+"""Share of the shorter of computing and communicating that overlap does not hide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one optimizer step: all its micro steps and the update."""
+
+    compute_seconds: float
+    communication_seconds: float
+    """As if it stood alone; what overlaps with computing is hidden in `step_seconds`."""
+    offload_seconds: float
+    """Transfers between device, host and NVMe."""
+    optimizer_seconds: float
+    step_seconds: float
+    tokens_per_step: int
+    """Over all ranks."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks."""
+        return self.tokens_per_step / self.step_seconds
+
+
+def flops_per_token(size: ModelSize, seq_len: int, *, checkpointing: bool) -> float:
+    """Floating-point operations of training on one token, attention of a causal sequence included."""
+    forward = 2 * size.active_params + 2 * seq_len * size.num_heads * size.head_dim * size.num_layers  # causal: half of 4 s h L
+    passes = (2 if size.lora_r else 3) + checkpointing
+    return passes * forward
+
+
+def step_time(size: ModelSize, deepspeed_config: dict, machine: Machine, speeds: Speeds, *, micro_batch: int, accumulation: int, seq_len: int,
+              checkpointing: bool, half: bool) -> StepTime:
+    """Time of one optimizer step of `accumulation` micro steps of `micro_batch` sequences on every rank."""
+    zero = deepspeed_config.get("zero_optimization", {})
+    tokens = micro_batch * seq_len
+    compute = accumulation * tokens * flops_per_token(size, seq_len, checkpointing=checkpointing) / speeds.flops
+    communication = _communication_seconds(size, zero, machine, speeds, accumulation, half)
+    offload, optimizer = _update_seconds(size, zero, machine, speeds, accumulation, half)
+    if speeds.overlaps and zero.get("overlap_comm", True):
+        # Parameter transfers of offload are prefetched like gathers.
+        moving = communication + offload
+        busy = max(compute, moving) + OVERLAP_LOSS * min(compute, moving)
+    else:
+        busy = compute + communication + offload
+    return StepTime(compute_seconds=compute, communication_seconds=communication, offload_seconds=offload, optimizer_seconds=optimizer,
+                    step_seconds=busy + optimizer, tokens_per_step=accumulation * tokens * machine.world_size)
+
+
+def collective_seconds(num_bytes: float, calls: float, machine: Machine, speeds: Speeds, *, inside_node: bool = False) -> float:
+    """All-gather or reduce-scatter of `num_bytes` in total: each rank gets all but its own share, each node all but its own, over its cards."""
+    ranks = machine.ranks_per_node if inside_node else machine.world_size
+    nodes = 1 if inside_node else machine.nodes
+    if ranks == 1:
+        return 0.0
+    inside = num_bytes * (ranks - 1) / ranks / speeds.link_bytes if machine.ranks_per_node > 1 else 0.0
+    across = num_bytes * (nodes - 1) / nodes / speeds.network_bytes
+    return max(inside, across) + calls * speeds.collective_seconds
+
+
+def _communication_seconds(size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, accumulation: int, half: bool) -> float:
+    width = 2 if half else 4
+    weights, gradients = width * size.num_params, width * size.num_trainable
+    buckets = gradients / width / min(zero.get("reduce_bucket_size") or 5e8, max(1, size.num_trainable)) + 1
+    stage = zero.get("stage", 0)
+    reduce = collective_seconds(gradients, buckets, machine, speeds)
+    if stage < 3:
+        gather = collective_seconds(gradients, buckets, machine, speeds)
+        return (accumulation if stage == 2 else 1) * reduce + gather
+    calls = GATHERS_PER_LAYER * size.num_layers
+    forward = collective_seconds(weights, calls, machine, speeds)
+    backward = collective_seconds(weights, calls, machine, speeds, inside_node=zero.get("zero_hpz_partition_size", 1) > 1)
+    # One more gather per step fills hpZ's second copies: the forward's, which then costs nothing extra.
+    return accumulation * (forward + backward + reduce)
+
+
+def _update_seconds(size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, accumulation: int, half: bool) -> tuple[float, float]:
+    """(transfers, optimizer) of one step. A rank moves only its own shard; stages 0 updates everything on every rank."""
+    width = 2 if half else 4
+    shards = machine.world_size if zero.get("stage", 0) else 1
+    own = size.num_trainable / shards
+    offload = 0.0
+    where = get_value(zero, "offload_optimizer.device") or "none"
+    ratio = (zero.get("offload_optimizer") or {}).get("ratio", 1.0) if where != "none" else 0.0
+    optimizer = (1 - ratio) * own * ADAM_BYTES / speeds.device_bytes
+    if ratio:
+        on_host = ratio * own
+        if machine.has_gpu:
+            offload += (accumulation + 1) * width * on_host / speeds.host_link_bytes  # gradients down each micro step, weights up once
+        optimizer = max(optimizer, on_host * machine.ranks_per_node / speeds.adam_params)
+    if where == "nvme":
+        offload += 2 * 12 * own * machine.ranks_per_node / speeds.nvme_bytes  # master, m and v read and written
+    params = get_value(zero, "offload_param.device") or "none"
+    if params != "none":
+        moved = 2 * accumulation * width * size.num_params / machine.world_size  # this rank's shard, for forward and backward
+        if machine.has_gpu:
+            offload += moved / speeds.host_link_bytes
+        if params == "nvme":
+            offload += moved * machine.ranks_per_node / speeds.nvme_bytes
+    return offload, optimizer
