@@ -122,6 +122,7 @@ class ChunkedHead:
             logits_NW = self.shell(inputs_embeds=hidden_NH[None], use_cache=False).logits[0]
             yield logits_NW if logits_NW.dtype == torch.float32 else fp32.of(logits_NW.shape, fp32_like).copy_(logits_NW)
 
+    @torch.no_grad()
     def agrees(self, ids_BT: torch.Tensor) -> bool:
         """Whether head on hidden states gives what the plain forward gives. Collective under ZeRO-3."""
         if not self.usable:
