@@ -16,8 +16,9 @@ from dsft.fields import read_yaml
 from dsft.machine import Machine, this_machine
 from dsft.model import build_model, resolve_dtype
 from dsft.model_size import ModelSize
-from dsft.plan import ZeroPlan, all_plans, choose_plan
-from dsft.preparation import check_model
+from dsft.planner.calibration import calibrated
+from dsft.planner.hardware import speeds_of
+from dsft.planner.plan import Plan, all_plans, choose, make_job
 from dsft.problems import raise_if_any
 
 __all__ = ["build_model", "evaluate_perplexity", "load_config", "plan"]
@@ -36,23 +37,24 @@ def load_config(path: str | None = None, **options: Any) -> TrainConfig:
     return config
 
 
-def plan(model: str, *, machine: Machine | None = None, method: str = "full", lora_r: int = 16, seq_len: int = 1024,
-         per_device_train_batch_size: int = 1, dtype: str = "auto", trust_remote_code: bool = False) -> tuple[ZeroPlan, list[ZeroPlan], ModelSize]:
-    """(the choice, every candidate in order of preference, the model's size) from the model's config alone.
+def plan(model: str, *, machine: Machine | None = None, method: str = "full", lora_r: int = 16, seq_len: int = 1024, per_device_train_batch_size: int | None = None,
+         dtype: str = "auto", trust_remote_code: bool = False) -> tuple[Plan, list[Plan], ModelSize]:
+    """(the choice, every candidate, the model's size) from the model's config alone.
 
     Args:
         machine: by default this one.
+        per_device_train_batch_size: sequences of one forward on one rank; by default the plan chooses.
 
     Raises:
         UserError: where no model's config is found, or a size is impossible.
     """
     config = TrainConfig(model=model, method=method, lora_r=lora_r, seq_len=seq_len, trust_remote_code=trust_remote_code)
-    problems = [f"{name}={value}: must be at least 1" for name, value in (("seq_len", seq_len), ("lora_r", lora_r), ("per_device_train_batch_size", per_device_train_batch_size)) if value < 1]
-    size = None if problems else check_model(config, problems)
-    raise_if_any(problems)
+    numbers = (("seq_len", seq_len), ("lora_r", lora_r), ("per_device_train_batch_size", per_device_train_batch_size))
+    raise_if_any([f"{name}={value}: must be at least 1" for name, value in numbers if value is not None and value < 1])
     machine = machine or this_machine()
-    options = {"micro_batch_tokens": seq_len * per_device_train_batch_size, "half": resolve_dtype(dtype) != "float32"}
-    return choose_plan(size, machine, **options), all_plans(size, machine, **options), size
+    job = make_job(config, half=resolve_dtype(dtype) != "float32", micro_batch=per_device_train_batch_size)
+    plans = all_plans(job, machine, calibrated(speeds_of(machine, half=job.half), machine, half=job.half))
+    return choose(plans, machine), plans, job.size
 
 
 def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:

@@ -36,21 +36,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from dsft.planner import command as plan_command
+
     parser = argparse.ArgumentParser(prog="dsft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    plan = commands.add_parser("plan", help="which DeepSpeed configuration fits, and why")
-    plan.add_argument("--model", required=True, help="hub id, local folder or config.json; no weights are read")
-    plan.add_argument("--method", choices=["full", "lora", "qlora"], default="full")
-    plan.add_argument("--lora_r", type=int, default=16)
-    plan.add_argument("--seq_len", type=int, default=1024, help="tokens per sequence")
-    plan.add_argument("--per_device_train_batch_size", type=int, default=1, help="sequences of one forward on one GPU")
-    plan.add_argument("--gpus", help="GPUs of one node and the memory of one, for example 8x80GB; by default this machine's")
-    plan.add_argument("--nodes", type=int, default=1)
-    plan.add_argument("--host_memory", help="memory of one node, for example 1TB (default with --gpus: 1TB)")
-    plan.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 with --gpus, else what this machine takes")
-    plan.add_argument("--trust_remote_code", action="store_true")
-    plan.add_argument("--json", action="store_true", help="machine-readable")
-    plan.set_defaults(run=_plan)
+    plan_command.add_options(commands.add_parser("plan", help="which DeepSpeed configuration fits, what it needs and how fast it is"))
     for name, text in (("export", "a run or checkpoint as a plain Hugging Face folder"), ("merge", "an adapter into its base model")):
         command = commands.add_parser(name, help=text)
         command.add_argument("source")
@@ -79,35 +69,6 @@ def _options_help(command: str) -> str:
         lines += ["", "and every field of transformers.TrainingArguments by its own name (learning_rate, max_steps, report_to ...)."]
     lines += ["", "Passed to the deepspeed launcher: --hostfile --num_nodes --num_gpus --include --exclude --master_addr --master_port"]
     return "\n".join(lines)
-
-
-def _plan(options: argparse.Namespace) -> None:
-    from dsft.api import plan
-    from dsft.machine import Machine, parse_bytes, parse_gpus, this_machine
-    from dsft.model import resolve_dtype
-    from dsft.screen import print_plans
-
-    if options.nodes < 1:
-        raise UserError([f"--nodes {options.nodes}: must be at least 1"])
-    if options.gpus:
-        gpus, gpu_bytes = parse_gpus(options.gpus)
-        machine = Machine(nodes=options.nodes, ranks_per_node=gpus, device_bytes=gpu_bytes, host_bytes=parse_bytes(options.host_memory or "1TB"), has_gpu=True)
-    else:
-        machine = this_machine(nodes=options.nodes)
-        if options.host_memory:
-            machine = dataclasses.replace(machine, host_bytes=parse_bytes(options.host_memory))
-    chosen, candidates, size = plan(
-        options.model, machine=machine, method=options.method, lora_r=options.lora_r, seq_len=options.seq_len,
-        per_device_train_batch_size=options.per_device_train_batch_size, trust_remote_code=options.trust_remote_code,
-        dtype=options.dtype or ("bfloat16" if options.gpus else resolve_dtype("auto")),
-    )
-    if options.json:
-        print(json.dumps({
-            "chosen": dataclasses.asdict(chosen), "candidates": [dataclasses.asdict(one) for one in candidates],
-            "model": dataclasses.asdict(size), "machine": dataclasses.asdict(machine),
-        }, indent=2))
-    else:
-        print_plans(chosen, candidates, size, machine)
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -82,9 +82,12 @@ class TrainConfig(ModelFields, LoraFields, DataFields):
     """Everything a training run is told."""
 
     zero: str = "auto"
-    """auto, 0, 1, 2, 3, 2-offload, 3-offload-optimizer, 3-offload, 3-hpz, 3-nvme, or the path of a DeepSpeed JSON."""
+    """auto (the planner's choice, see `dsft plan`), 0, 1, 2, 3, 2-offload, 3-offload-param, 3-offload-partial, 3-offload-optimizer, 3-offload,
+    3-hpz, 3-nvme, or the path of a DeepSpeed JSON."""
+    memory_check: bool = True
+    """Refuse to start what by prediction cannot fit."""
     global_batch_size: int | None = None
-    """Sequences per optimizer step over all ranks; sets gradient_accumulation_steps."""
+    """Sequences per optimizer step over all ranks; sets gradient_accumulation_steps, and lets the plan choose per_device_train_batch_size where that is not given."""
     overwrite: bool = False
     """Replace the run that output_dir holds."""
     training: dict[str, Any] = field(init=False, default_factory=dict)

@@ -12,19 +12,22 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft import ranks
-from dsft.config import EvalConfig
-from dsft.machine import GiB, Machine, has_gpu, peak_memory_bytes
+from dsft.config import EvalConfig, TrainConfig
+from dsft.machine import Machine, has_gpu, peak_memory_bytes
 from dsft.model import adapter_base, build_model, described_in, is_bare_config, resolve_dtype
-from dsft.model_size import empty_model, load_model_config
+from dsft.model_size import ModelSize, load_model_config, measure_model
 from dsft.partial_results import PartialResults, fingerprint, model_hash
 from dsft.perplexity import Perplexity, evaluate_windows, width
+from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS, all_evaluation_plans, choose_evaluation
+from dsft.planner.hardware import speeds_of
+from dsft.planner.plan import Job
 from dsft.preparation import check_tokenizer
-from dsft.problems import UserError
+from dsft.problems import UserError, one_line
 from dsft.run_folder import FINAL, check_writable, versions
 from dsft.samples import IGNORED, check_rows
 from dsft.text_data import read_rows
@@ -93,7 +96,7 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
     machine = ranks.smallest_machine()
     for candidate in models:
         dtype = resolve_dtype(config.dtype)
-        zero = choose_zero(candidate.num_params, machine, dtype) if config.zero == "auto" else config.zero
+        zero = choose_zero(candidate, machine, dtype) if config.zero == "auto" else config.zero
         all_windows = {source: build_windows(rows, config, candidate.tokenizer) for source, rows in data_sets.items()}
         with loaded_for_scoring(candidate.config, zero, dtype) as model:
             for source, windows in all_windows.items():
@@ -107,14 +110,15 @@ class _Candidate:
     config: Any
     """The EvalConfig with `model` being one name."""
     tokenizer: PreTrainedTokenizerBase | None
-    num_params: int
+    model_config: PreTrainedConfig | None
+    size: ModelSize | None
 
     @classmethod
     def find(cls, config: Any, problems: list[str]) -> "_Candidate":
         if (Path(config.model) / "run.json").is_file():
             config.model = str(Path(config.model) / FINAL)
-        num_params = _count_params(config, problems)
-        return cls(config=config, tokenizer=check_tokenizer(config, problems) if num_params or config.tokenizer else None, num_params=num_params)
+        model_config, size = _measure(config, problems)
+        return cls(config=config, tokenizer=check_tokenizer(config, problems) if size or config.tokenizer else None, model_config=model_config, size=size)
 
 
 def _read(source: str, config: EvalConfig, models: list[_Candidate], problems: list[str]) -> Dataset | None:
@@ -128,26 +132,31 @@ def _read(source: str, config: EvalConfig, models: list[_Candidate], problems: l
     return rows
 
 
-def _count_params(config: Any, problems: list[str]) -> int:
+def _measure(config: Any, problems: list[str]) -> tuple[PreTrainedConfig | None, ModelSize | None]:
+    """(config, size) of the model, of its base where it is an adapter."""
     name = adapter_base(described_in(config.model)) or (config.model if is_bare_config(config.model) else described_in(config.model))
     try:
         model_config = load_model_config(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
-        model = empty_model(model_config, trust_remote_code=config.trust_remote_code)
+        size = measure_model(TrainConfig(model=name, revision=config.revision, trust_remote_code=config.trust_remote_code))
     except (OSError, ValueError, KeyError, ImportError) as error:
-        problems.append(f"model={config.model}: no causal language model can be read there ({' '.join(str(error).split())[:300]})")
-        return 0
-    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if positions and config.seq_len > positions:
-        problems.append(f"seq_len={config.seq_len} is beyond the {positions} positions of {config.model}; lower seq_len")
-    return sum(p.numel() for p in model.parameters())
+        problems.append(f"model={config.model}: no causal language model can be read there ({one_line(error)})")
+        return None, None
+    if size.max_positions and config.seq_len > size.max_positions:
+        problems.append(f"seq_len={config.seq_len} is beyond the {size.max_positions} positions of {config.model}; lower seq_len")
+    return model_config, size
 
 
-def choose_zero(num_params: int, machine: Machine, dtype: str) -> str:
-    """One copy per rank where weights and 30 % for activations fit; else shards of ZeRO-3; else shards in host memory."""
-    needed = 1.3 * num_params * (4 if dtype == "float32" else 2)
-    if needed < machine.device_bytes:
-        return "0"
-    return "3" if needed / machine.world_size + 4 * GiB < machine.device_bytes else "3-offload"
+def choose_zero(candidate: _Candidate, machine: Machine, dtype: str) -> str:
+    """As the planner says: one copy per rank where it fits, else shards of ZeRO-3, else shards in host memory.
+
+    Raises:
+        UserError: where nothing fits.
+    """
+    job = Job(size=candidate.size, model_config=candidate.model_config, half=dtype != "float32", seq_len=candidate.config.seq_len)
+    chosen, why = choose_evaluation(all_evaluation_plans(job, machine, speeds_of(machine, half=job.half), batch_tokens=candidate.config.batch_tokens), machine)
+    if not chosen.fits:
+        raise UserError([f"zero=auto for {candidate.config.model}: {why} Use more GPUs or nodes, a smaller batch_tokens or seq_len, or set zero yourself"])
+    return chosen.zero
 
 
 class loaded_for_scoring:
@@ -190,7 +199,7 @@ class loaded_for_scoring:
 def _evaluate_one(model: nn.Module, candidate: _Candidate, windows: Windows, source: str, zero: str, dtype: str, *, progress: bool) -> Evaluation:
     config = candidate.config
     names = ("seq_len", "stride", "scope", "bos", "separator", "max_documents", "attn_implementation", "too_long")
-    batch_tokens = config.batch_tokens or max(width(config.seq_len), 16384 if has_gpu() else 4096)
+    batch_tokens = config.batch_tokens or max(width(config.seq_len), DEFAULT_BATCH_TOKENS[has_gpu()])
     options = {name: getattr(config, name) for name in names} | {"dtype": dtype, "mode": windows.mode, "batch_tokens": batch_tokens}
     partial = None
     if config.output_dir:

@@ -5,6 +5,9 @@ Reads only; nothing here allocates on a GPU.
 
 import os
 import re
+import resource
+import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +56,8 @@ class Machine:
         return (
             f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.ranks_per_node} {device}{'s' * (self.ranks_per_node > 1)} "
             f"of {self.device_bytes / GiB:.0f} GiB, {self.host_bytes / GiB:.0f} GiB host memory per node"
+            + (f", {self.nvme_bytes / GiB:,.0f} GiB NVMe" if self.nvme_bytes else "")
+            + (f", {self.memlock_bytes / GiB:.3g} GiB may be locked" if self.memlock_bytes is not None else "")
         )
 
 
@@ -104,21 +109,48 @@ def default_ranks() -> int:
     return torch.cuda.device_count() if has_gpu() else min(2, cpu_count())
 
 
-def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None) -> Machine:
-    """The machine as found. Without GPUs each rank's device memory is its share of 85 % of the host's."""
+def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None, nvme: str | None = None) -> Machine:
+    """The machine as found. Without GPUs each rank's device memory is its share of 85 % of the host's.
+
+    Args:
+        nvme: folder on the disk that offload may use; None for none.
+    """
     ranks = ranks_per_node or default_ranks()
     host = host_memory_bytes()
     if has_gpu():
-        device = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+        device = min(_free_gpu_bytes(i) for i in range(torch.cuda.device_count()))
     else:
         device = int(0.85 * host / ranks)  # the rest is for the system and the launcher
-    return Machine(nodes=nodes, ranks_per_node=ranks, device_bytes=device, host_bytes=host, has_gpu=has_gpu())
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return Machine(
+        nodes=nodes, ranks_per_node=ranks, device_bytes=device, host_bytes=host, has_gpu=has_gpu(), measured=True, cores=cpu_count(),
+        gpu_type=torch.cuda.get_device_name(0) if has_gpu() else "", interconnect=read_interconnect() if has_gpu() else "",
+        nvme_bytes=shutil.disk_usage(nvme).free if nvme else 0, memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
+    )
+
+
+def _free_gpu_bytes(index: int) -> int:
+    """Memory of a GPU that other programs leave, the context of this one not counted against it."""
+    free, total = torch.cuda.mem_get_info(index)
+    return min(total, free + GiB)
+
+
+def read_interconnect() -> str:
+    """As `--interconnect` takes it, from nvidia-smi (NVLink) and the kernel's InfiniBand ports; what cannot be read is left out."""
+    try:
+        links = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        links = ""
+    parts = ["nvlink" if re.search(r"\bNV\d+\b", links) else "pcie"] if links else []
+    rates = [re.match(r"(\d+) Gb/sec", path.read_text()) for path in Path("/sys/class/infiniband").glob("*/ports/1/rate")]
+    fastest = max((int(rate[1]) for rate in rates if rate), default=0)
+    if fastest:
+        parts.append(f"{sum(1 for rate in rates if rate and int(rate[1]) == fastest)}xib{fastest}")
+    return "+".join(parts)
 
 
 def peak_memory_bytes() -> dict[str, int]:
     """This rank's peak so far: device bytes allocated by torch (GPU only) and resident host bytes (Linux VmHWM)."""
-    import resource
-
     peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if has_gpu():
         peak["gpu"] = torch.cuda.max_memory_allocated()

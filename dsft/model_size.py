@@ -3,12 +3,14 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from peft import PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from dsft.lora import lora_config, saved_lora_config
+from dsft.lora import check_lora_targets, lora_config, saved_lora_config
+from dsft.problems import one_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,3 +135,29 @@ def _active_share(text: PreTrainedConfig) -> float:
     """Share of the routed experts that one token passes through."""
     number = next((getattr(text, key) for key in ("num_local_experts", "num_experts", "n_routed_experts") if getattr(text, key, None)), 0)
     return text.num_experts_per_tok / number if number else 1.0
+
+
+def check_model(config: TrainConfig, problems: list[str]) -> ModelSize | None:
+    """The model's size from its config, or problems: none found, no weights, LoRA targets that match nothing, too few positions."""
+    try:
+        model_config = load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        model = empty_model(model_config, trust_remote_code=config.trust_remote_code, attn_implementation=config.attn_implementation)
+    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
+        problems.append(f"model={config.model}: no causal language model can be built from what is there ({one_line(error)})")
+        return None
+    before = len(problems)
+    folder = Path(config.model)
+    if folder.is_dir() and not any(path for pattern in ("*.safetensors", "*.bin", "global_step*") for path in folder.glob(pattern)):
+        problems.append(f"model={config.model}: holds a config but no weights; for random weights name its config.json")
+    if config.method != "full" and not config.adapter:
+        check_lora_targets(model, config, problems)
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if positions and config.seq_len > positions:
+        problems.append(f"seq_len={config.seq_len} is beyond the {positions} positions of {config.model}; lower seq_len")
+    if len(problems) > before:
+        return None
+    try:
+        return measure_model(config)
+    except (ValueError, OSError) as error:  # peft's: targets it cannot adapt, an adapter that is not there or of another model
+        problems.append(f"{f'adapter={config.adapter}' if config.adapter else 'lora_target_modules'}: {one_line(error)}")
+        return None

@@ -16,16 +16,17 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dsft.config import EvalConfig, LoraFields, TrainConfig
-from dsft.lora import check_lora_targets
 from dsft.machine import Machine, has_gpu
 from dsft.model import is_bare_config, load_tokenizer, resolve_dtype
-from dsft.model_size import ModelSize, empty_model, load_model_config, measure_model
-from dsft.plan import ZeroPlan, choose_plan
-from dsft.problems import UserError, nearest, raise_if_any
+from dsft.model_size import ModelSize, check_model, load_model_config
+from dsft.planner.calibration import calibrated
+from dsft.planner.hardware import speeds_of
+from dsft.planner.plan import Job, Plan, all_plans, choose, reason
+from dsft.problems import UserError, nearest, one_line
 from dsft.run_folder import check_free_space, check_output_dir
 from dsft.samples import check_rows
 from dsft.text_data import read_rows
-from dsft.zero_config import adopt_zero_file, check_nvme, check_section, compose, offloads, read_zero_file, stage
+from dsft.zero_config import adopt_zero_file, check_nvme, check_section, offloads, read_zero_file, stage
 
 REPORTERS = {"tensorboard": ("tensorboard", "tensorboardX"), "azure_ml": ("azureml",), "clearml": ("clearml",), "dagshub": ("dagshub",), "dvclive": ("dvclive",)}
 """Packages of a reporter where they are not called as it is."""
@@ -77,7 +78,7 @@ def check_tokenizer(config: TrainConfig | EvalConfig, problems: list[str], *, vo
     try:
         tokenizer = load_tokenizer(config)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        problems.append(f"tokenizer: none found for {config.tokenizer or config.model}; set tokenizer to a hub id or a folder that has one ({_one_line(error)})")
+        problems.append(f"tokenizer: none found for {config.tokenizer or config.model}; set tokenizer to a hub id or a folder that has one ({one_line(error)})")
         return None
     if tokenizer.pad_token_id is None:
         problems.append(f"tokenizer {tokenizer.name_or_path}: has neither a pad token nor an end token to pad with; add one to its files (tokenizer.pad_token = ..., save_pretrained)")
@@ -85,32 +86,6 @@ def check_tokenizer(config: TrainConfig | EvalConfig, problems: list[str], *, vo
     if vocab_size and largest >= vocab_size:
         problems.append(f"tokenizer {tokenizer.name_or_path}: has ids up to {largest}, but the model has embeddings for {vocab_size}; use the model's own tokenizer")
     return tokenizer
-
-
-def check_model(config: TrainConfig, problems: list[str]) -> ModelSize | None:
-    """The model's size from its config, or problems: none found, no weights, LoRA targets that match nothing, too few positions."""
-    try:
-        model_config = load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
-        model = empty_model(model_config, trust_remote_code=config.trust_remote_code, attn_implementation=config.attn_implementation)
-    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
-        problems.append(f"model={config.model}: no causal language model can be built from what is there ({_one_line(error)})")
-        return None
-    before = len(problems)
-    folder = Path(config.model)
-    if folder.is_dir() and not any(path for pattern in ("*.safetensors", "*.bin", "global_step*") for path in folder.glob(pattern)):
-        problems.append(f"model={config.model}: holds a config but no weights; for random weights name its config.json")
-    if config.method != "full" and not config.adapter:
-        check_lora_targets(model, config, problems)
-    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if positions and config.seq_len > positions:
-        problems.append(f"seq_len={config.seq_len} is beyond the {positions} positions of {config.model}; lower seq_len")
-    if len(problems) > before:
-        return None
-    try:
-        return measure_model(config)
-    except (ValueError, OSError) as error:  # peft's: targets it cannot adapt, an adapter that is not there or of another model
-        problems.append(f"{f'adapter={config.adapter}' if config.adapter else 'lora_target_modules'}: {_one_line(error)}")
-        return None
 
 
 def _read_data(config: TrainConfig, prepared: Prepared, problems: list[str]) -> None:
@@ -152,7 +127,7 @@ def _follow_accelerate(config: TrainConfig, problems: list[str]) -> None:
 
 def _check_batches(config: TrainConfig, world_size: int, problems: list[str]) -> None:
     """Set gradient_accumulation_steps from global_batch_size, or say which sizes would divide."""
-    micro = config.training.get("per_device_train_batch_size", 8)
+    micro = config.training.get("per_device_train_batch_size", 1)  # where it is not said, the plan chooses one that divides
     if not config.global_batch_size or micro < 1:
         return
     if accumulation := config.training.get("gradient_accumulation_steps"):  # both fixed, by a DeepSpeed JSON
@@ -167,7 +142,8 @@ def _check_batches(config: TrainConfig, world_size: int, problems: list[str]) ->
             f"try {' or '.join(str(n) for n in (lower, lower + per_step) if n)}, or another per_device_train_batch_size"
         )
         return
-    config.training["gradient_accumulation_steps"] = config.global_batch_size // per_step
+    if "per_device_train_batch_size" in config.training:
+        config.training["gradient_accumulation_steps"] = config.global_batch_size // per_step
 
 
 def _check_precision(config: TrainConfig, problems: list[str]) -> None:
@@ -216,45 +192,39 @@ def _check_training_arguments(config: TrainConfig, problems: list[str]) -> None:
             args = TrainingArguments(**values | {"output_dir": values.get("output_dir") or "unused", "report_to": []})
             Trainer.get_optimizer_cls_and_kwargs(args)
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
-        problems.append(_one_line(error))
+        problems.append(one_line(error))
 
 
-def plan_run(config: TrainConfig, prepared: Prepared, machine: Machine) -> tuple[ZeroPlan, dict[str, Any]]:
-    """The plan and the DeepSpeed configuration that carries it out.
+def plan_run(config: TrainConfig, prepared: Prepared, machine: Machine) -> tuple[Plan, str]:
+    """The plan of this run, and why it was chosen.
 
     Raises:
-        UserError: where `zero` is auto and nothing fits.
+        UserError: where it cannot fit, with the resource that binds and the nearest plan that can.
     """
     training = config.training
     explicit = training.get("activation_checkpointing", training.get("gradient_checkpointing"))
-    plan = choose_plan(
-        prepared.size,
-        machine,
-        micro_batch_tokens=training.get("per_device_train_batch_size", 8) * config.seq_len,
-        half=config.dtype != "float32",
-        zero=config.zero if prepared.zero_file is None else _nearest_name(config.zero, prepared.zero_file),
-        activation_checkpointing=explicit if explicit is not None else (None if config.zero == "auto" else False),
+    job = _job(config, prepared.size, checkpointing=explicit if explicit is not None else (None if config.zero == "auto" else False))
+    speeds = calibrated(speeds_of(machine, half=job.half), machine, half=job.half)
+    plans = all_plans(job, machine, speeds, zero=config.zero, zero_file=prepared.zero_file if config.zero.endswith(".json") else None)
+    plan = choose(plans, machine)
+    why = reason(plan, plans, machine, zero=config.zero)
+    if not plan.fits and config.memory_check:
+        others = all_plans(dataclasses.replace(job, checkpointing=None), machine, speeds)
+        nearest_plan = choose(others, machine)
+        way_out = f"{nearest_plan.label} would fit" if nearest_plan.fits else "use more GPUs or nodes, method lora, or a smaller per_device_train_batch_size or seq_len"
+        raise UserError([f"zero={config.zero}: {why} {way_out}; memory_check=false starts it all the same"])
+    return plan, why
+
+
+def _job(config: TrainConfig, size: ModelSize, *, checkpointing: bool | None) -> Job:
+    training = config.training
+    micro = training.get("per_device_train_batch_size") or (None if config.global_batch_size else 8)  # 8 is TrainingArguments' own
+    return Job(
+        size=size, model_config=load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code), method=config.method, half=config.dtype != "float32", seq_len=config.seq_len,
+        attention="eager" if config.attn_implementation == "eager" else "flash", loss="fused" if training.get("use_liger_kernel") else "hf",
+        micro_batch=micro, accumulation=training.get("gradient_accumulation_steps"),
+        sequences_per_step=config.global_batch_size, checkpointing=checkpointing,
     )
-    if config.zero == "auto" and not plan.fits:
-        raise UserError([f"zero=auto: {plan.reason} Use more GPUs or nodes, method lora, a smaller per_device_train_batch_size or seq_len, or set zero yourself"])
-    zero_file = prepared.zero_file
-    if zero_file is None:
-        problems: list[str] = []
-        zero_file = read_zero_file(plan.zero, problems)
-        raise_if_any(problems)
-    return plan, compose(zero_file, ranks_per_node=machine.ranks_per_node)
-
-
-def _nearest_name(zero: str, zero_file: dict[str, Any]) -> str:
-    """The name whose formulas describe a DeepSpeed JSON."""
-    if not zero.endswith(".json"):
-        return zero
-    section = zero_file.get("zero_optimization", {})
-    if not offloads(zero_file):
-        return "3-hpz" if section.get("zero_hpz_partition_size", 1) > 1 else str(stage(zero_file))
-    if stage(zero_file) != 3:
-        return "2-offload"
-    return "3-offload" if "offload_param" in section else "3-offload-optimizer"
 
 
 def with_defaults(training: dict[str, Any], *, has_held_out: bool) -> dict[str, Any]:
@@ -278,10 +248,11 @@ def with_defaults(training: dict[str, Any], *, has_held_out: bool) -> dict[str, 
     return values | {"use_cpu": not has_gpu(), "remove_unused_columns": False, "resume_from_checkpoint": None}
 
 
-def training_arguments(config: TrainConfig, plan: ZeroPlan, deepspeed_config: dict[str, Any], *, has_held_out: bool) -> TrainingArguments:
+def training_arguments(config: TrainConfig, plan: Plan, *, has_held_out: bool) -> TrainingArguments:
     """transformers' arguments: the user's, with dsft's defaults beneath them and the plan applied."""
     values = with_defaults(config.training, has_held_out=has_held_out)
-    return TrainingArguments(**values | {"activation_checkpointing": plan.activation_checkpointing, "deepspeed": deepspeed_config})
+    decided = {"per_device_train_batch_size": plan.micro_batch, "gradient_accumulation_steps": plan.accumulation, "activation_checkpointing": plan.activation_checkpointing}
+    return TrainingArguments(**values | decided | {"deepspeed": plan.deepspeed_config})
 
 
 def ignored_options(config: TrainConfig, deepspeed_config: dict[str, Any], size: ModelSize) -> list[str]:
@@ -309,7 +280,3 @@ def ignored_options(config: TrainConfig, deepspeed_config: dict[str, Any], size:
     if size.unadapted_expert_params:
         notes.append(f"{size.unadapted_expert_params:,} parameters of experts get no adapter: peft's {', '.join(config.lora_target_modules)} does not reach them in this architecture")
     return notes
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

@@ -69,3 +69,8 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
             sys.exit(code)
 
     return wrapped
+
+
+def one_line(error: BaseException) -> str:
+    """A library's message, cut to fit into one of ours."""
+    return " ".join(str(error).split())[:300]

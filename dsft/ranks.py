@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,6 +78,17 @@ def start_ranks(*, timeout_seconds: int = 1800) -> None:
     if has_gpu():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=timeout_seconds))
+    if not has_gpu() and world_size() > 1:
+        dist.barrier()
+        _shared_buffer().unlink(missing_ok=True)
+
+
+def _shared_buffer() -> Path:
+    """This rank's buffer of DeepSpeed's collectives on CPU (deepspeed/ops/csrc/cpu/comm/shm.cpp), in memory as large as it is: 66 MiB.
+
+    Once every rank has mapped it nobody needs its name, but DeepSpeed never removes it, so that each launch would leave one per rank.
+    """
+    return Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{rank()}")
 
 
 def stop_ranks() -> None:

@@ -8,9 +8,6 @@ import warnings
 import datasets
 import transformers
 
-from dsft.machine import GiB, Machine
-from dsft.model_size import ModelSize
-from dsft.plan import ZeroPlan
 from dsft.ranks import rank
 
 
@@ -43,23 +40,3 @@ def print_table(title: str, rows: dict[str, str]) -> None:
         table.add_row(name, value)
     # In a file or a pipe nothing is broken over lines, so that paths stay whole.
     Console(width=None if sys.stdout.isatty() else 240).print(table)
-
-
-def print_plans(chosen: ZeroPlan, candidates: list[ZeroPlan], size: ModelSize, machine: Machine) -> None:
-    """The table of all candidates, the chosen one marked, and the reason."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    device = "GPU" if machine.has_gpu else "rank"
-    console.print(f"{size.num_params / 1e9:,.3f} B parameters, {size.num_trainable / 1e9:,.3f} B trained; {machine}", soft_wrap=True)
-    table = Table(caption=f"GiB per {device}; host: GiB per node; ckpt: activation checkpointing", caption_justify="left")
-    for name in ("", "ZeRO", "ckpt", "states", "activations", "peak", "host", "fits"):
-        table.add_column(name, no_wrap=True)
-    for plan in candidates:
-        same = (plan.zero, plan.activation_checkpointing) == (chosen.zero, chosen.activation_checkpointing)
-        numbers = (plan.state_bytes, plan.activation_bytes, plan.device_bytes, plan.host_bytes)
-        table.add_row("->" if same else "", plan.zero, "on" if plan.activation_checkpointing else "off",
-                      *(f"{number / GiB:,.1f}" for number in numbers), "yes" if plan.fits else f"no: {plan.binds}")
-    console.print(table)
-    console.print(chosen.reason, soft_wrap=True)

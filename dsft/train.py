@@ -22,6 +22,7 @@ from dsft import ranks
 from dsft.config import TrainConfig, as_dict, read_config
 from dsft.machine import GiB
 from dsft.model import build_model
+from dsft.planner.plan import as_dict as plan_as_dict
 from dsft.preparation import check_run, ignored_options, plan_run, training_arguments
 from dsft.problems import TrainingStopped, ends_with_clear_errors
 from dsft.run_folder import clear_run, git_commit, is_finished, last_checkpoint, versions, write_run
@@ -58,25 +59,26 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
         return None
 
     machine = ranks.smallest_machine()
-    plan, deepspeed_config = ranks.on_rank_0(lambda: plan_run(config, prepared, machine))
+    plan, why = ranks.on_rank_0(lambda: plan_run(config, prepared, machine))
     say(f"plan: {machine}; {prepared.size.num_params:,} parameters, {prepared.size.num_trainable:,} trained, {config.dtype}")
-    say(f"plan: {plan.reason} About {plan.device_bytes / GiB:.1f} GiB per rank.")
-    for note in ignored_options(config, deepspeed_config, prepared.size):
+    say(f"plan: {why}")
+    say(f"plan: peaks predicted: {plan.device_bytes / GiB:.1f} GiB per {'GPU' if machine.has_gpu else 'rank'}, {plan.host_bytes / GiB:.1f} GiB host memory per node; {plan.time.step_seconds:.3g} s per step")
+    for note in ignored_options(config, plan.deepspeed_config, prepared.size):
         say(f"note: {note}")
 
     samples = build_samples(prepared.rows, config, prepared.tokenizer, key="data")
     held_out = build_samples(prepared.held_out_rows, config, prepared.tokenizer, key="eval_data") if prepared.held_out_rows is not None else None
     say(f"data: {samples.data_format}, {samples.counts}" + (f"; held out: {held_out.counts}" if held_out else ""))
 
-    args = training_arguments(config, plan, deepspeed_config, has_held_out=held_out is not None)
+    args = training_arguments(config, plan, has_held_out=held_out is not None)
     model = build_model(config, dtype=config.dtype, seed=args.seed)
-    trainer = PerplexityTrainer(model, args, tokenizer=prepared.tokenizer, train=samples.sequences, held_out=held_out and held_out.sequences)
+    trainer = PerplexityTrainer(model, args, tokenizer=prepared.tokenizer, train=samples.sequences, held_out=held_out and held_out.sequences, plan=plan)
 
     # Only now, when nothing of the set-up can fail any more, is an earlier run replaced.
     if ranks.rank() == 0:
         if config.overwrite and checkpoint is None:
             clear_run(output_dir)
-        write_run(output_dir, config=as_dict(config), plan=plan.__dict__, machine=str(machine), deepspeed=deepspeed_config, versions=versions(),
+        write_run(output_dir, config=as_dict(config), plan=plan_as_dict(plan) | {"reason": why}, machine=str(machine), deepspeed=plan.deepspeed_config, versions=versions(),
                   git_commit=git_commit(), world_size=ranks.world_size(), data=samples.counts, held_out=held_out and held_out.counts, status="running")
     ranks.wait_for_all()
     if checkpoint:

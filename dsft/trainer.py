@@ -19,6 +19,8 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from dsft.machine import GiB, peak_memory_bytes
 from dsft.perplexity import evaluate_windows, width
+from dsft.planner.measured import PlanCheck
+from dsft.planner.plan import Plan
 from dsft.problems import TrainingStopped
 from dsft.ranks import max_over_ranks
 from dsft.run_folder import FINAL, checkpoints
@@ -29,7 +31,7 @@ from dsft.windows import windows_of_sequences
 class PerplexityTrainer(Trainer):
     """Trains on `Samples.sequences`; evaluates with `perplexity.py` instead of a mean of batch means."""
 
-    def __init__(self, model: nn.Module, args: TrainingArguments, *, tokenizer: PreTrainedTokenizerBase, train: Dataset, held_out: Dataset | None):
+    def __init__(self, model: nn.Module, args: TrainingArguments, *, tokenizer: PreTrainedTokenizerBase, train: Dataset, held_out: Dataset | None, plan: Plan):
         super().__init__(
             model=model, args=args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer,
             data_collator=Collator(tokenizer.pad_token_id),
@@ -37,6 +39,8 @@ class PerplexityTrainer(Trainer):
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
         self.add_callback(ProgressLog)
+        self.plan_check = PlanCheck(plan)
+        self.add_callback(self.plan_check)
         self.bad_losses = torch.zeros((), dtype=torch.int64, device=args.device)
 
     def evaluate(self, eval_dataset: Dataset | None = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
@@ -98,6 +102,7 @@ class PerplexityTrainer(Trainer):
             **{name: max(entry[name] for entry in log if name in entry) for name in ("peak_gpu_gib", "peak_host_gib") if any(name in entry for entry in log)},
             **{name: evaluation[name] for name in ("eval_loss", "eval_perplexity", "eval_tokens") if name in evaluation},
             "best_checkpoint": self.state.best_model_checkpoint,
+            "plan_check": self.plan_check.comparisons,
             "log": log,
         }
 

@@ -15,11 +15,11 @@ class Term:
     name: str
     """What it holds: "bf16 weights", "gathered parameters", "logits and loss" ..."""
     num_bytes: int
-    """place device: on one GPU (one rank, where ranks run on CPU). place host: on one node, all its ranks together."""
+    """place device: on one GPU (one rank, where ranks run on CPU). place host, nvme: on one node, all its ranks together."""
     formula: str
     """The arithmetic with its numbers, for `dsft plan --explain`."""
     phase: Phase = "always"
-    place: Literal["device", "host"] = "device"
+    place: Literal["device", "host", "nvme"] = "device"
 
 
 def peak_bytes(terms: Iterable[Term], place: str) -> int:
