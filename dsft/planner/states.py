@@ -1,0 +1,300 @@
+"""Memory of model states on one device, by DeepSpeed's ZeRO configuration; see `host_states` for host memory and loading.
+
+Formulas hold for DeepSpeed 0.19.8; tests/test_planner_states.py holds each against unmodified DeepSpeed on one rank of 16.
+Worst rank, worst moment: a parameter that lies across two ranks' shares counts whole, and gradient accumulation is assumed
+unless the configuration says 1. Not counted: activations (elsewhere), alignment paddings, tensor parallelism, MoE groups,
+optimizers other than Adam, `data_types.grad_accum_dtype`, torch autocast, quantised collectives (qwZ, qgZ).
+
+Letters: psi parameters, psi_t trained ones, N ranks, w bytes of a weight.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from dsft.model_size import ModelSize
+from dsft.planner.terms import Term
+
+STAGE_0_REDUCE_ELEMENTS = 500_000_000
+"""Elements that stage 0 all-reduces at once (`elements_per_buffer` in deepspeed/runtime/engine.py)."""
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Of a weight in nf4 with double quantisation: 4 bits, one 8-bit scale per 64 weights, one fp32 scale per 256 of those (QLoRA paper, section 3)."""
+
+
+def resolve_auto(zero_section: dict[str, Any], size: ModelSize) -> dict[str, Any]:
+    """The section zero_optimization as DeepSpeed will read it: "auto" filled from the hidden size, defaults for what is missing.
+
+    Source: HfTrainerDeepSpeedConfig.trainer_config_finalize (transformers/integrations/deepspeed.py) and DeepSpeedZeroConfig.
+    """
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    h = size.hidden_size
+    filled = {"reduce_bucket_size": h * h, "stage3_prefetch_bucket_size": int(0.9 * h * h), "stage3_param_persistence_threshold": 10 * h}
+    section = {key: filled.get(key) if value == "auto" else value for key, value in zero_section.items()}
+    given = DeepSpeedZeroConfig(**{key: value for key, value in section.items() if value is not None})
+    return given.model_dump(mode="json", by_alias=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the formulas read of model, configuration and machine."""
+
+    size: ModelSize
+    zero: dict[str, Any]
+    """The section zero_optimization, resolved."""
+    stage: int
+    world_size: int
+    ranks_per_node: int
+    half: bool
+    has_gpu: bool
+    accumulates: bool
+    """More than one micro batch per optimizer step, or not known."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """w: of a base weight, a gradient and a bucket's element. DeepSpeed accumulates and communicates in the model's dtype."""
+        return 2 if self.half else 4
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of a trained weight. peft makes adapters in fp32; engine.py casts them to the model's dtype, but not where zero.Init made the base (`_cast_module_mixed_precision`)."""
+        return 4 if self.stage == 3 and self.size.lora_r else self.weight_bytes
+
+    @property
+    def frozen(self) -> int:
+        return self.size.num_params - self.size.num_trainable
+
+    @property
+    def share(self) -> int:
+        """psi_t / N: trained parameters whose optimizer states this rank holds."""
+        return math.ceil(self.size.num_trainable / self.world_size)
+
+    @property
+    def largest_trained(self) -> int:
+        return max(self.trained_numels)
+
+    @property
+    def optimizer_device(self) -> str:
+        return (self.zero["offload_optimizer"] or {}).get("device", "none")
+
+    @property
+    def param_device(self) -> str:
+        return (self.zero["offload_param"] or {}).get("device", "none")
+
+    @property
+    def trained_numels(self) -> Counter[int]:
+        return Counter(dict(self.size.trainable_numels))
+
+    @property
+    def frozen_numels(self) -> Counter[int]:
+        return Counter(dict(self.size.numels)) - self.trained_numels
+
+    @property
+    def sub_groups(self) -> list[int]:
+        """Elements of each of this rank's sub-groups under ZeRO-3; each is closed by the parameter that fills it (`_create_fp16_sub_groups`)."""
+        full = self.zero["sub_group_size"]
+        if full >= self.share or full == 0:
+            return [self.share]
+        whole, rest = divmod(self.share, full)
+        return [full] * whole + ([rest] if rest else [])
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ZeRO-3 builds whole parameters beside its partitions (`NoGatherHandle` on one rank)."""
+        return self.world_size > 1 or self.param_device != "none"
+
+
+def describe_job(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size: int, ranks_per_node: int, half: bool, has_gpu: bool) -> Job:
+    """Raises ValueError where ZeRO-3 or offload of parameters is asked for with a quantised base, which transformers does not shard."""
+    zero = resolve_auto(deepspeed_config.get("zero_optimization", {}), size)
+    if size.quantized_bits and zero["stage"] == 3:
+        raise ValueError("a quantised base is not sharded by ZeRO-3 (transformers skips zero.Init for it); use stage 0, 1 or 2")
+    return Job(size=size, zero=zero, stage=zero["stage"], world_size=world_size, ranks_per_node=ranks_per_node, half=half, has_gpu=has_gpu,
+               accumulates=deepspeed_config.get("gradient_accumulation_steps", 1) != 1)
+
+
+def state_terms(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size: int, ranks_per_node: int, half: bool, has_gpu: bool) -> list[Term]:
+    """Model states, gradients and DeepSpeed's buffers: of one device, and of one node's host memory.
+
+    Args:
+        deepspeed_config: a whole DeepSpeed configuration; "auto" is understood in the numbers that transformers fills.
+        half: bf16 or fp16 computation with fp32 master weights; else fp32.
+        has_gpu: without, terms of place "device" are what one rank holds in host memory, and nothing is pinned.
+
+    The optimizer is torch's fused AdamW (transformers' default) or DeepSpeed's CPUAdam (with offload); neither needs memory
+    beyond the fp32 gradients. torch's AdamW without fusion adds two fp32 copies of the share during the step.
+    """
+    from dsft.planner.host_states import host_terms
+
+    job = describe_job(size, deepspeed_config, world_size=world_size, ranks_per_node=ranks_per_node, half=half, has_gpu=has_gpu)
+    device = {0: stage_0, 1: stage_1_2, 2: stage_1_2, 3: stage_3}[job.stage](job)
+    return [term for term in device + host_terms(job) if term.num_bytes]
+
+
+def frozen_bytes(job: Job) -> tuple[int, str]:
+    """The base that adapters stand on, whole, and its arithmetic. Quantised, only linear layers are; bitsandbytes leaves embedding and head."""
+    w, bits = job.weight_bytes, job.size.quantized_bits
+    if not bits:
+        return w * job.frozen, f"{w} x {job.frozen:,} frozen"
+    plain = job.size.embedding_params + job.size.head_params
+    per_weight = NF4_BYTES if bits == 4 else bits / 8
+    return int(w * plain + per_weight * (job.frozen - plain)), f"{w} x {plain:,} embedding and head + {per_weight:.3f} x {job.frozen - plain:,} quantised"
+
+
+def stage_0(job: Job) -> list[Term]:
+    """Everything on every rank: FP16_UnfusedOptimizer (bf16 and fp16), or torch's optimizer alone (fp32)."""
+    w, t = job.weight_bytes, job.size.num_trainable
+    frozen, how = frozen_bytes(job)
+    states = 12 if job.half else 8
+    # The engine reduces a flat copy of the gradients; later, with half, fp32 gradients stand beside w ones (unfused_optimizer.py, step).
+    reduced = w * min(t, STAGE_0_REDUCE_ELEMENTS + job.largest_trained)
+    unscaled = 4 * t if job.half else 0
+    return [
+        Term(name="weights", num_bytes=frozen + w * t, formula=f"{how} + {w} x {t:,} trained"),
+        Term(name="optimizer state", num_bytes=states * t, formula=f"({'fp32 master 4 + ' if job.half else ''}Adam m 4 + v 4) x {t:,}"),
+        Term(name="gradients", num_bytes=w * t, formula=f"{w} x {t:,}"),
+        Term(name="optimizer step", num_bytes=max(reduced, unscaled), phase="step",
+             formula=f"max(all-reduce copy {w} x min({t:,}, {STAGE_0_REDUCE_ELEMENTS:,} + {job.largest_trained:,}), fp32 gradients {unscaled:,})"),
+    ]
+
+
+def stage_1_2(job: Job) -> list[Term]:
+    """`DeepSpeedZeroOptimizer` in deepspeed/runtime/zero/stage_1_and_2.py."""
+    w, t, share, largest = job.weight_bytes, job.size.num_trainable, job.share, job.largest_trained
+    frozen, how = frozen_bytes(job)
+    terms = [Term(name="weights", num_bytes=frozen + w * t, formula=f"{how} + {w} x {t:,} trained")]
+    if job.optimizer_device == "none":
+        # An fp32 master of its own in fp32 training too: `detach().clone()`.
+        terms.append(Term(name="optimizer state", num_bytes=12 * share, formula=f"(fp32 master 4 + Adam m 4 + v 4) x {t:,} / {job.world_size}"))
+    else:
+        terms.append(Term(name="gradient buffer of the offload", num_bytes=w * largest, formula=f"{w} x largest parameter {largest:,} (temp_grad_buffer_for_gpu_offload)"))
+    bucket, buffers = job.zero["reduce_bucket_size"], 2 if job.zero["overlap_comm"] else 1
+    # A bucket is allocated whole, however few gradients there are; what is reduced is a flat copy of its used part.
+    reduced = min(bucket, t)
+    return terms + gradients_1_2(job) + [
+        Term(name="reduce buckets", num_bytes=w * (buffers * bucket + reduced), phase="compute", formula=f"{w} x ({buffers} x bucket {bucket:,} + copy {reduced:,})"),
+        Term(name="gradient not yet reduced", num_bytes=w * largest, phase="compute", formula=f"{w} x largest parameter {largest:,}"),
+    ]
+
+
+def partition_gradients(job: Job) -> int:
+    """Elements of the whole parameters that lie in one rank's share, at most (`copy_grads_in_partition`): the largest may lie across its border."""
+    return min(job.size.num_trainable, max(job.largest_trained, job.share + job.largest_trained - 1))
+
+
+def gradients_1_2(job: Job) -> list[Term]:
+    """Gradients that wait for the step, and what the step adds to them."""
+    w, t, share, n = job.weight_bytes, job.size.num_trainable, job.share, job.world_size
+    norm = 8 * min(job.largest_trained, share)  # fp64 copy of one gradient at a time (get_grad_norm_direct, set_norm_for_param_grad_in_gpu)
+    whole = partition_gradients(job)
+    kept_until_reduced = job.stage == 1 and (job.accumulates or not job.zero["overlap_comm"])
+    if job.optimizer_device != "none":
+        # The share's gradients go to host memory as they are reduced; stage 1 keeps them on the device until the last micro batch.
+        held = w * t if kept_until_reduced else 0
+        return [Term(name="gradients", num_bytes=held, formula=f"{w} x {t:,}"),
+                Term(name="gradient norm", num_bytes=norm, phase="compute", formula=f"8 x {norm // 8:,} (fp64)")]
+    if kept_until_reduced:
+        held, how = w * t, f"{w} x {t:,} until the last micro batch is reduced"
+    else:
+        copies = 2 if job.stage == 2 and job.accumulates else 1
+        large = 0 if job.stage == 2 else sum(numel * count for numel, count in job.size.trainable_numels if numel > job.zero["reduce_bucket_size"])
+        held, how = w * (copies * whole + large), f"{w} x ({copies} x {whole:,} whole parameters of a rank's share" + (f" + {large:,} larger than a bucket)" if large else ")")
+    # Beside the share's gradients: a flat copy of them (w) and one in fp32 (4; in fp32 the flat copy is it), after the norm.
+    flat = (job.weight_bytes if job.half else 0) + 4
+    step = max(0, w * whole + max(flat * share, norm) - held)
+    return [
+        Term(name="gradients", num_bytes=held, formula=how),
+        Term(name="optimizer step", num_bytes=step, phase="step", formula=f"{w} x {whole:,} + max({flat} x {t:,} / {n}, fp64 norm {norm:,}) - gradients {held:,}"),
+    ]
+
+
+def stage_3(job: Job) -> list[Term]:
+    """`DeepSpeedZeroOptimizer_Stage3` in deepspeed/runtime/zero/stage3.py."""
+    w, wt, t, n, share = job.weight_bytes, job.trained_bytes, job.size.num_trainable, job.world_size, job.share
+    bucket = job.zero["reduce_bucket_size"]
+    terms = [Term(name="reduce bucket", num_bytes=w * bucket, formula=f"{w} x bucket {bucket:,}")]  # allocated whole, once
+    if job.param_device == "none":
+        terms.append(Term(name="weights", num_bytes=(w * job.frozen + wt * t) // n, formula=f"({w} x {job.frozen:,} frozen + {wt} x {t:,} trained) / {n}"))
+    on_device = device_sub_groups(job)
+    if job.optimizer_device == "none":
+        largest = min(share, max(on_device) + math.ceil(job.largest_trained / n) * (len(on_device) > 1))
+        flat = (w if job.half else 0) + 4  # gradients of a sub-group flat, then in fp32 (_prepare_fp32_grad_for_sub_group)
+        terms += [
+            # An fp32 master of its own in fp32 training too (_create_fp32_partitions compares a torch.device with a name).
+            Term(name="optimizer state", num_bytes=12 * share, formula=f"(fp32 master 4 + Adam m 4 + v 4) x {t:,} / {n}"),
+            Term(name="gradient partition", num_bytes=w * share, formula=f"{w} x {t:,} / {n} (grad_partitions_flat_buffer)"),
+            Term(name="optimizer step", num_bytes=flat * largest, phase="step", formula=f"{flat} x largest sub-group {largest:,}"),
+        ]
+    elif on_device:
+        held = sum(on_device)  # ratio < 1: the first sub-groups stay, with fp32 gradients of their own (initialize_optimizer_states)
+        terms += [
+            Term(name="optimizer state", num_bytes=16 * held, formula=f"(fp32 master 4 + gradient 4 + Adam m 4 + v 4) x {held:,} not offloaded"),
+            # backup_optimizer is torch's AdamW without fusion: two copies of the sub-group.
+            Term(name="optimizer step", num_bytes=8 * max(on_device), phase="step", formula=f"8 x sub-group {max(on_device):,} (AdamW, not fused)"),
+        ]
+    return terms + gathered(job) + secondary(job)
+
+
+def device_sub_groups(job: Job) -> list[int]:
+    """Sub-groups that the device updates: all, or with offload the first int((1 - ratio) x their number)."""
+    if job.optimizer_device == "none":
+        return job.sub_groups
+    groups = job.sub_groups
+    return groups[: int((1 - job.zero["offload_optimizer"]["ratio"]) * len(groups))]
+
+
+def persistent_params(job: Job) -> tuple[int, int]:
+    """(frozen, trained) parameters that stay gathered: those up to the threshold (`mark_persistent_parameters`)."""
+    threshold, limit = job.zero["stage3_param_persistence_threshold"], job.zero["stage3_model_persistence_threshold"]
+    frozen, trained = (sum(numel * count for numel, count in numels.items() if numel <= threshold) for numels in (job.frozen_numels, job.trained_numels))
+    return min(frozen, limit), min(trained, limit)
+
+
+def live_params(job: Job) -> tuple[int, int]:
+    """(parameters gathered at once beside the persistent ones, all that could be).
+
+    `PartitionedParameterCoordinator` fetches ahead up to max_live, and releases what is not used again within
+    max_reuse_distance: at the turn from forward to backward a parameter d before the end is used again after 2 d, so
+    half that distance stays. The larger of the two decides. A frozen embedding that is no head as well takes no part in backward.
+    """
+    unused = job.size.embedding_params if job.size.lora_r and job.size.head_params else 0
+    most = job.size.num_params - sum(persistent_params(job)) - unused
+    zero = job.zero
+    return min(most, max(zero["stage3_max_live_parameters"], zero["stage3_max_reuse_distance"] // 2, job.size.largest_module_params)), most
+
+
+def gathered(job: Job) -> list[Term]:
+    """Whole parameters, and the buffers through which they and their gradients pass."""
+    if not job.gathers:
+        return []
+    w, wt = job.weight_bytes, job.trained_bytes
+    frozen, trained = persistent_params(job)
+    live, most = live_params(job)
+    fp32_adapters = (wt - w) * (job.size.num_trainable - trained) * live // max(most, 1)
+    largest = max(numel for numel, _ in job.size.numels)
+    # A prefetch ends with the parameter that fills it, and holds a flat copy until its last parameter is used (AllGatherCoalescedHandle.wait).
+    prefetch = job.zero["stage3_prefetch_bucket_size"]
+    fetched = w * (prefetch + largest) if prefetch else 0
+    # The gradient of the largest parameter, while the bucket before it is flattened for the reduce-scatter (reduce_scatter_coalesced).
+    reduced = wt * job.largest_trained + w * min(job.zero["reduce_bucket_size"], job.size.num_trainable)
+    return [
+        Term(name="persistent parameters", num_bytes=w * frozen + wt * trained, formula=f"{w} x {frozen:,} + {wt} x {trained:,} (trained) up to the threshold {job.zero['stage3_param_persistence_threshold']:,}"),
+        Term(name="gathered parameters", num_bytes=w * live + fp32_adapters, phase="compute",
+             formula=f"{w} x {live:,} of {most:,}" + (f" + {fp32_adapters:,} as adapters are fp32" if fp32_adapters else "")),
+        Term(name="prefetch or reduce copies", num_bytes=max(fetched, reduced), phase="compute",
+             formula=f"max({w} x (prefetch bucket {prefetch:,} + parameter that fills it {largest:,}), gradient {wt} x {job.largest_trained:,} + flat bucket), not at one time"),
+    ]
+
+
+def secondary(job: Job) -> list[Term]:
+    """hpZ's second partition over the ranks of a node (`_partition_param_sec`): made as parameters are released, dropped after the step where they are trained."""
+    over = job.zero["zero_hpz_partition_size"]
+    if over <= 1 or job.param_device != "none":
+        return []
+    w, wt = job.weight_bytes, job.trained_bytes
+    live, most = live_params(job)
+    terms = [Term(name="secondary partition, frozen", num_bytes=w * job.frozen // over, formula=f"{w} x {job.frozen:,} / {over}")]
+    # With everything gathered and one micro batch, the first release comes at the end of its backward, as gathered parameters go.
+    phase = "always" if job.accumulates or live < most else "step"
+    return terms + [Term(name="secondary partition", num_bytes=wt * job.size.num_trainable // over, phase=phase, formula=f"{wt} x {job.size.num_trainable:,} / {over}")]

@@ -1,0 +1,192 @@
+"""One rank of a world of 16, in one process: unmodified DeepSpeed over torch's fake process group, its bytes counted.
+
+Run as a program by `measure` (it changes the process: accelerator, process group); one forked child per configuration.
+What the fake collectives return is not data: the sizes are DeepSpeed's own, the losses mean nothing.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+WORLD_SIZE = 16
+RANKS_PER_NODE = 8
+TOKENS = 2
+"""So few that activations are negligible beside the model's states."""
+
+
+class ByteLedger(TorchDispatchMode):
+    """Bytes of all tensor storages alive, by the function of DeepSpeed (or the optimizer) that allocated them."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive: dict[int, tuple[weakref.ref, int, str]] = {}
+        self.by_owner: Counter[str] = Counter()
+        self.total = self.peak = 0
+        self.by_owner_at_peak: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                self._note(tensor)
+                if func.overloadpacket is torch.ops.aten.empty:
+                    tensor.zero_()  # a fake all-gather leaves what was there: it must not be NaN, which would skip the step
+        return out
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.alive or not storage.nbytes():
+            return
+        owner = _owner(sys._getframe(2))
+        self.alive[key] = (weakref.ref(storage, lambda _: self._free(key)), storage.nbytes(), owner)
+        self.by_owner[owner] += storage.nbytes()
+        self.total += storage.nbytes()
+        if self.total > self.peak:
+            self.peak, self.by_owner_at_peak = self.total, dict(self.by_owner)
+
+    def _free(self, key: int) -> None:
+        _, num_bytes, owner = self.alive.pop(key)
+        self.by_owner[owner] -= num_bytes
+        self.total -= num_bytes
+
+    def restart_peak(self) -> None:
+        self.peak, self.by_owner_at_peak = self.total, dict(self.by_owner)
+
+    def now(self) -> dict[str, int]:
+        return {owner: num_bytes for owner, num_bytes in self.by_owner.items() if num_bytes}
+
+
+def _owner(frame) -> str:
+    """The innermost function of DeepSpeed's or of a torch optimizer's, leaving out its decorators."""
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if "/torch/optim/" in file:
+            return "torch_optimizer"
+        if "/deepspeed/" in file and name not in ("wrapped_fn", "decorate_context", "wrapper", "wrapped"):
+            return name
+        frame = frame.f_back
+    return "model"
+
+
+def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    """Three steps of training; the bytes after each stage of it, in total and by owner.
+
+    `case`: model (fields of a LlamaConfig), config (DeepSpeed's), half, lora_r, fused, rank, micro_batches (per step).
+    """
+    import deepspeed
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ["LOCAL_RANK"] = str(case.get("rank", 0) % RANKS_PER_NODE)
+    dist.init_process_group("fake", rank=case.get("rank", 0), world_size=WORLD_SIZE, store=FakeStore())
+    deepspeed.init_distributed()
+    ledger = ByteLedger()
+    report: dict[str, Any] = {}
+    with ledger:
+        model, keep = _build(case)  # noqa: F841 - transformers holds the configuration by weak reference
+        report["built"] = ledger.now() | {"peak": ledger.peak}
+        engine = _engine(case, model)
+        report["initialized"] = ledger.now()
+        batch = {"input_ids": torch.zeros(1, TOKENS, dtype=torch.long), "labels": torch.zeros(1, TOKENS, dtype=torch.long)}
+        compute, step = {"total": 0}, {"total": 0}
+        for _ in range(3):
+            for _ in range(case.get("micro_batches", 1)):
+                ledger.restart_peak()
+                loss = engine(**batch).loss
+                engine.backward(loss)
+                compute = max(compute, ledger.by_owner_at_peak | {"total": ledger.peak}, key=lambda at: at["total"])
+                del loss
+                ledger.restart_peak()
+                engine.step()
+                step = max(step, ledger.by_owner_at_peak | {"total": ledger.peak}, key=lambda at: at["total"])
+        report |= {"always": ledger.now() | {"total": ledger.total}, "compute": compute, "step": step}
+        report["skipped_steps"] = engine.skipped_steps
+        report["parameter_dtypes"] = dict(Counter(str(p.dtype) for p in model.parameters() if p.requires_grad))
+    return report
+
+
+def _build(case: dict[str, Any]):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers.integrations import HfDeepSpeedConfig
+
+    keep = HfDeepSpeedConfig(case["config"])
+    dtype = torch.bfloat16 if case["half"] else torch.float32
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**case["model"]), dtype=dtype)
+    if case.get("lora_r"):
+        model = get_peft_model(model, LoraConfig(r=case["lora_r"], target_modules="all-linear"))
+    return model, keep
+
+
+def _engine(case: dict[str, Any], model):
+    """As Trainer and accelerate build it: two parameter groups, and torch's AdamW unless the configuration names an optimizer."""
+    import deepspeed
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if p_dim(p) > 1], "weight_decay": 0.0}, {"params": [p for p in trained if p_dim(p) <= 1], "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    if "optimizer" in case["config"]:
+        return deepspeed.initialize(model=model, model_parameters=groups, config=case["config"])[0]
+    optimizer = torch.optim.AdamW(groups, lr=1e-5, fused=case.get("fused", True))
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=case["config"])[0]
+
+
+def p_dim(parameter: torch.nn.Parameter) -> int:
+    """Dimensions, of the whole parameter where ZeRO-3 holds a piece."""
+    return len(parameter.ds_shape) if hasattr(parameter, "ds_shape") else parameter.dim()
+
+
+def measure(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """`run_case` of every case, in a process of its own."""
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(RANKS_PER_NODE), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, str(Path(__file__).resolve())], input=json.dumps(cases), env=environment, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _in_child(case: dict[str, Any]) -> dict[str, Any]:
+    """`run_case` in a forked child: libraries are imported once, their global state is fresh each time."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.dup2(2, 1)  # DeepSpeed prints; the parent's standard output is the answer alone
+            os.write(writer, json.dumps(run_case(case)).encode())
+            status = 0
+        except Exception:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        answer = stream.read()
+    if os.waitpid(child, 0)[1]:
+        raise SystemExit(f"a child failed: {json.dumps(case)}")
+    return json.loads(answer)
+
+
+def main() -> None:
+    import deepspeed  # noqa: F401
+    import peft  # noqa: F401
+    import transformers  # noqa: F401
+
+    torch.set_num_threads(1)
+    print(json.dumps({name: _in_child(case) for name, case in json.load(sys.stdin).items()}))
+
+
+if __name__ == "__main__":
+    main()
