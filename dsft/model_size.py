@@ -7,10 +7,14 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from dsft.lora import check_lora_targets, lora_config, saved_lora_config
 from dsft.problems import one_line
+
+
+CONFIG_ERRORS = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError)
+"""What transformers raises where a config cannot be found, read or built from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,8 @@ class ModelSize:
     """Of all routed experts together."""
     active_params: int
     """Parameters that one token is multiplied with: all but the embedding table (a tied head counts) and the experts it does not pass."""
+    other_params: int
+    """Of a multimodal wrapper's other parts, which are counted but not planned in detail."""
     unadapted_expert_params: int
     """With LoRA: parameters of fused experts that got no adapter."""
     largest_module_params: int
@@ -78,9 +84,24 @@ def _unadapted_expert_params(adapted: PeftModel) -> int:
     return sum(p.numel() for name, p in experts.items() if name.rpartition(".")[0].replace(".base_layer", "") not in with_adapter)
 
 
-def measure_model(config) -> ModelSize:
-    """The size of `config.model` (a `TrainConfig`), with its adapters where the method has some."""
-    model_config = load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
+def split_multimodal(model_config: PreTrainedConfig) -> tuple[PreTrainedConfig, int]:
+    """(config of the text model, parameters of everything else) of a wrapper around vision or audio towers; (`model_config`, 0) of a language model."""
+    text = model_config.get_text_config()
+    if text is model_config or type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return model_config, 0
+    with torch.device("meta"):
+        whole, part = AutoModel.from_config(model_config), AutoModel.from_config(text)
+    return text, sum(p.numel() for p in whole.parameters()) - sum(p.numel() for p in part.parameters())
+
+
+def measure_model(config, model_config: PreTrainedConfig | None = None, *, other_params: int = 0) -> ModelSize:
+    """The size of `config.model` (a `TrainConfig`), with its adapters where the method has some.
+
+    Args:
+        model_config: in place of what `config.model` names.
+        other_params: what is held beside the language model, trained where the method is full.
+    """
+    model_config = model_config or load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     model = empty_model(model_config, trust_remote_code=config.trust_remote_code)
     text = model_config.get_text_config()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
@@ -99,8 +120,9 @@ def measure_model(config) -> ModelSize:
     ffn = next((getattr(text, key) for key in ("moe_intermediate_size", "intermediate_size", "n_inner") if getattr(text, key, None)), 4 * text.hidden_size)
     return ModelSize(
         model_type=text.model_type,
-        num_params=sum(p.numel() for p in model.parameters()),
-        num_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        num_params=sum(p.numel() for p in model.parameters()) + other_params,
+        num_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad) + (other_params if config.method == "full" else 0),
+        other_params=other_params,
         embedding_params=embedding.numel(),
         head_params=0 if tied or head is None else head.weight.numel(),
         expert_params=experts,
@@ -137,17 +159,22 @@ def _active_share(text: PreTrainedConfig) -> float:
     return text.num_experts_per_tok / number if number else 1.0
 
 
-def check_model(config: TrainConfig, problems: list[str]) -> ModelSize | None:
-    """The model's size from its config, or problems: none found, no weights, LoRA targets that match nothing, too few positions."""
+def check_model(config, problems: list[str], model_config: PreTrainedConfig | None = None, *, other_params: int = 0, needs_weights: bool = True) -> ModelSize | None:
+    """The size of `config.model` (a `TrainConfig`), or problems: none found, no weights, LoRA targets that match nothing, too few positions.
+
+    Args:
+        model_config, other_params: as for `measure_model`.
+        needs_weights: whether a folder must hold some.
+    """
     try:
-        model_config = load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        model_config = model_config or load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
         model = empty_model(model_config, trust_remote_code=config.trust_remote_code, attn_implementation=config.attn_implementation)
-    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
+    except CONFIG_ERRORS as error:
         problems.append(f"model={config.model}: no causal language model can be built from what is there ({one_line(error)})")
         return None
     before = len(problems)
     folder = Path(config.model)
-    if folder.is_dir() and not any(path for pattern in ("*.safetensors", "*.bin", "global_step*") for path in folder.glob(pattern)):
+    if needs_weights and folder.is_dir() and not any(path for pattern in ("*.safetensors", "*.bin", "global_step*") for path in folder.glob(pattern)):
         problems.append(f"model={config.model}: holds a config but no weights; for random weights name its config.json")
     if config.method != "full" and not config.adapter:
         check_lora_targets(model, config, problems)
@@ -157,7 +184,7 @@ def check_model(config: TrainConfig, problems: list[str]) -> ModelSize | None:
     if len(problems) > before:
         return None
     try:
-        return measure_model(config)
+        return measure_model(config, model_config, other_params=other_params)
     except (ValueError, OSError) as error:  # peft's: targets it cannot adapt, an adapter that is not there or of another model
         problems.append(f"{f'adapter={config.adapter}' if config.adapter else 'lora_target_modules'}: {one_line(error)}")
         return None

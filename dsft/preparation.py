@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dsft.config import EvalConfig, LoraFields, TrainConfig
+from dsft.lora import lora_config, saved_lora_config
 from dsft.machine import Machine, has_gpu
 from dsft.model import is_bare_config, load_tokenizer, resolve_dtype
 from dsft.model_size import ModelSize, check_model, load_model_config
@@ -222,6 +223,7 @@ def _job(config: TrainConfig, size: ModelSize, *, checkpointing: bool | None) ->
     return Job(
         size=size, model_config=load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code), method=config.method, half=config.dtype != "float32", seq_len=config.seq_len,
         attention="eager" if config.attn_implementation == "eager" else "flash", loss="fused" if training.get("use_liger_kernel") else "hf",
+        adapters=None if config.method == "full" else saved_lora_config(config.adapter) if config.adapter else lora_config(config),
         micro_batch=micro, accumulation=training.get("gradient_accumulation_steps"),
         sequences_per_step=config.global_batch_size, checkpointing=checkpointing,
     )

@@ -3,7 +3,8 @@
 import argparse
 import dataclasses
 import json
-import warnings
+import os
+import sys
 from pathlib import Path
 
 from dsft.config import TrainConfig
@@ -27,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq_len", type=int, default=1024, help="tokens per sequence (default: %(default)s)")
     parser.add_argument("--tokens_per_step", type=int, help="of one optimizer step over all ranks (default: 64 sequences, at least one per rank)")
     parser.add_argument("--per_device_train_batch_size", type=int, help="sequences of one forward on one GPU (default: the plan chooses)")
-    parser.add_argument("--attention", choices=["flash", "sdpa_mask", "eager"], default="flash", help="flash: sdpa or flash_attention_2 on sequences without padding (default)")
+    parser.add_argument("--attention", choices=["flash", "sdpa", "eager"], default="flash", help="flash: flash_attention_2, or sdpa on sequences without padding (default); sdpa: with a mask")
     parser.add_argument("--use_liger_kernel", action="store_true", help="the loss without whole logits, as transformers' option of that name")
     hardware = parser.add_argument_group("hardware (default: this machine, measured)")
     hardware.add_argument("--hostfile", help="DeepSpeed's: one line per node, `name slots=N`")
@@ -55,6 +56,8 @@ def run(options: argparse.Namespace) -> None:
     if options.tokens_per_step and options.tokens_per_step < options.seq_len:
         problems.append(f"--tokens_per_step {options.tokens_per_step} is less than one sequence of --seq_len {options.seq_len}; raise it")
     raise_if_any(problems)
+    if not has_gpu():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that there is no GPU
     machines = read_machines(options)
     dtype = options.dtype or ("bfloat16" if machines[0].has_gpu else resolve_dtype("auto"))
     half = dtype != "float32"
@@ -135,7 +138,7 @@ def read_machines(options: argparse.Namespace) -> list[Machine]:
         machine = dataclasses.replace(this_machine(), ranks_per_node=slots)
     else:
         if not (options.gpus or options.gpu_type):
-            warnings.warn(f"no GPU here to take as a sample: {ASSUMED_GPU} assumed; --gpus 8x80GB or --gpu_type says otherwise", stacklevel=2)
+            print(f"dsft: no GPU here to take as a sample: {ASSUMED_GPU} assumed; --gpus 8x80GB or --gpu_type says otherwise", file=sys.stderr)
         machine = _on_paper(options, slots)
     if options.host_memory:
         machine = dataclasses.replace(machine, host_bytes=parse_bytes(options.host_memory))

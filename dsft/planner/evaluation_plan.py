@@ -4,10 +4,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.machine import GiB, Machine
+from dsft.machine import Machine
+from dsft.perplexity import ROWS, WORDS
 from dsft.planner.hardware import Speeds
-from dsft.planner.plan import HOST_SHARE, Job
-from dsft.planner.states import state_terms
+from dsft.planner.host_states import host_terms
+from dsft.planner.plan import HOST_SHARE, Job, in_gib, overhead
+from dsft.planner.states import describe_job, frozen_bytes, live_params, persistent_params
 from dsft.planner.step_time import GATHERS_PER_LAYER, collective_seconds
 from dsft.planner.terms import Term, peak_bytes
 from dsft.zero_config import get_value, read_zero_file
@@ -52,29 +54,66 @@ def all_evaluation_plans(job: Job, machine: Machine, speeds: Speeds, *, batch_to
 
 def choose_evaluation(plans: list[EvaluationPlan], machine: Machine) -> tuple[EvaluationPlan, str]:
     """(the first that fits, or else what lacks least; one sentence why)."""
-    have = f"{machine.device_bytes / GiB:.0f} GiB per {'GPU' if machine.has_gpu else 'rank'} and {machine.host_bytes / GiB:.0f} GiB per host are there"
+    have = f"{in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'} and {in_gib(machine.host_bytes)} per host are there"
     for plan in plans:
         if plan.fits:
             how = "one copy of the model per rank" if plan.zero == "0" else f"shards over all ranks (zero {plan.zero})"
-            return plan, f"{how}, {plan.batch_tokens:,} tokens at once: {plan.device_bytes / GiB:.1f} GiB needed; {have}."
+            return plan, f"{how}, {plan.batch_tokens:,} tokens at once: {in_gib(plan.device_bytes)} needed; {have}."
     least = min(plans, key=lambda plan: max(plan.device_bytes / machine.device_bytes, plan.host_bytes / machine.host_bytes))
-    return least, f"nothing fits; what lacks least is zero {least.zero}, which needs {least.device_bytes / GiB:.1f} GiB per rank and {least.host_bytes / GiB:.0f} GiB per host; {have}."
+    return least, f"nothing fits; what lacks least is zero {least.zero}, which needs {in_gib(least.device_bytes)} per rank and {in_gib(least.host_bytes)} per host; {have}."
 
 
 def _plan(zero: str, batch_tokens: int, job: Job, machine: Machine, speeds: Speeds) -> EvaluationPlan:
-    size = dataclasses.replace(job.size, num_trainable=0, trainable_numels=())
     section = evaluation_section(zero)
-    weights = state_terms(size, {"zero_optimization": section}, world_size=machine.world_size, ranks_per_node=machine.ranks_per_node, half=job.half, has_gpu=machine.has_gpu)
-    activations = job.activations.evaluation_terms(batch_tokens, job.seq_len, has_gpu=machine.has_gpu)
-    terms = (*weights, *activations)
+    weights = _weight_terms(section, job, machine)
+    activations = _activation_terms(job, batch_tokens, machine)
+    terms = [*weights, *activations]
+    if machine.has_gpu:
+        terms.append(overhead(peak_bytes(terms, "device"), machine))
     device, host = peak_bytes(terms, "device"), peak_bytes(terms, "host")
     if not machine.has_gpu:
         host += machine.ranks_per_node * device
     binds = "GPU memory" if machine.has_gpu and device > machine.device_bytes else "host memory" if host > HOST_SHARE * machine.host_bytes else ""
     return EvaluationPlan(
-        zero=zero, batch_tokens=batch_tokens, terms=terms, weight_bytes=peak_bytes(weights, "device"), activation_bytes=peak_bytes(activations, "device"), device_bytes=device,
+        zero=zero, batch_tokens=batch_tokens, terms=tuple(terms), weight_bytes=peak_bytes(weights, "device"), activation_bytes=peak_bytes(activations, "device"), device_bytes=device,
         host_bytes=host, tokens_per_second=batch_tokens * machine.world_size / _batch_seconds(section, batch_tokens, job, machine, speeds), fits=not binds, binds=binds,
     )
+
+
+def _weight_terms(section: dict[str, Any], job: Job, machine: Machine) -> list[Term]:
+    """The model with nothing to train: whole, or this rank's shard with what ZeRO-3 gathers for a moment."""
+    frozen = dataclasses.replace(job.size, num_trainable=0, trainable_numels=())
+    state = describe_job(frozen, {"zero_optimization": section}, world_size=machine.world_size, ranks_per_node=machine.ranks_per_node, half=job.half, has_gpu=machine.has_gpu)
+    w, psi, n = state.weight_bytes, frozen.num_params, machine.world_size
+    terms = host_terms(state)
+    if state.stage != 3:
+        weights, how = frozen_bytes(state)
+        return [*terms, Term(name="weights", num_bytes=weights, formula=how)]
+    if state.param_device == "none":
+        terms.append(Term(name="shard of the weights", num_bytes=w * psi // n, formula=f"{w} x {psi:,} / {n}"))
+    if state.gathers:
+        persistent, (live, most) = persistent_params(state)[0], live_params(state)
+        fetched = state.zero["stage3_prefetch_bucket_size"] + max(numel for numel, _ in frozen.numels)
+        terms += [
+            Term(name="persistent parameters", num_bytes=w * persistent, formula=f"{w} x {persistent:,}"),
+            Term(name="gathered parameters", num_bytes=w * live, formula=f"{w} x {live:,} of {most:,}"),
+            Term(name="prefetch copies", num_bytes=w * min(fetched, most), formula=f"{w} x (prefetch bucket + parameter that fills it) = {w} x {min(fetched, most):,}"),
+        ]
+    return terms
+
+
+def _activation_terms(job: Job, batch_tokens: int, machine: Machine) -> list[Term]:
+    """The backbone without gradients, then the head on its output, some rows and words at a time (dsft/perplexity.py)."""
+    kind, width, backbone = "cuda" if machine.has_gpu else "cpu", 2 if job.half else 4, job.activations.eval_backbone
+    rows, words = min(ROWS[kind], batch_tokens), min(WORDS[kind], job.size.vocab_size)
+    logits = rows * words * (4 + (width if job.half else 0))
+    hidden = 2 * width * job.size.hidden_size * batch_tokens
+    return [
+        Term(name="backbone", num_bytes=backbone.num_bytes(batch_tokens, job.seq_len), formula=backbone.formula(batch_tokens, job.seq_len), phase="compute"),
+        # Not alive together with the backbone's peak; what is larger decides.
+        Term(name="hidden states and part of the logits", num_bytes=hidden + logits, phase="step",
+             formula=f"{2 * width} x {job.size.hidden_size:,} x {batch_tokens:,} tokens + {4 + (width if job.half else 0)} x {rows:,} positions x {words:,} words"),
+    ]
 
 
 def _batch_seconds(section: dict[str, Any], batch_tokens: int, job: Job, machine: Machine, speeds: Speeds) -> float:

@@ -13,18 +13,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from peft import LoraConfig
 from transformers import PreTrainedConfig
 
 from dsft.config import TrainConfig
+from dsft.lora import lora_config
 from dsft.machine import GiB, Machine
-from dsft.model_size import ModelSize, check_model, load_model_config
-from dsft.planner.activations import ActivationBytes, activation_bytes
+from dsft.model_size import CONFIG_ERRORS, ModelSize, check_model, load_model_config, split_multimodal
+from dsft.planner.activations import ActivationBytes, Loss, activation_bytes
 from dsft.planner.hardware import Speeds
 from dsft.planner.host_states import load_terms
-from dsft.planner.states import state_terms
+from dsft.planner.states import resolve_auto, state_terms
 from dsft.planner.step_time import StepTime, step_time
 from dsft.planner.terms import Term, peak_bytes
-from dsft.problems import raise_if_any
+from dsft.planner.trace import Attention
+from dsft.problems import UserError, one_line, raise_if_any
 from dsft.zero_config import compose, get_value, read_zero_file
 
 SEQUENCES_PER_STEP = 64
@@ -55,9 +58,9 @@ class Job:
     half: bool = True
     """bf16 or fp16 computation with fp32 master weights; else everything is fp32."""
     seq_len: int = 1024
-    attention: str = "flash"
-    """As `activation_bytes` takes it."""
-    loss: str = "hf"
+    attention: Attention = "flash"
+    loss: Loss = "hf"
+    adapters: LoraConfig | None = None
     micro_batch: int | None = None
     """Sequences of one forward on one rank; None lets the plan choose."""
     accumulation: int | None = None
@@ -68,7 +71,7 @@ class Job:
 
     @cached_property
     def activations(self) -> ActivationBytes:
-        return activation_bytes(self.size, self.model_config, method=self.method, half=self.half, attention=self.attention, loss=self.loss)
+        return activation_bytes(self.size, self.model_config, method=self.method, half=self.half, attention=self.attention, loss=self.loss, adapters=self.adapters)
 
 
 def make_job(config: TrainConfig, **options: Any) -> Job:
@@ -77,11 +80,15 @@ def make_job(config: TrainConfig, **options: Any) -> Job:
     Raises:
         UserError: where no model can be built from its config, a LoRA target matches nothing, or seq_len is beyond its positions.
     """
+    try:
+        model_config, other_params = split_multimodal(load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code))
+    except CONFIG_ERRORS as error:
+        raise UserError([f"model={config.model}: no language model's config can be read there ({one_line(error)})"]) from error
     problems: list[str] = []
-    size = check_model(config, problems)
+    size = check_model(config, problems, model_config, other_params=other_params, needs_weights=False)
     raise_if_any(problems)
-    model_config = load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    return Job(size=size, model_config=model_config, method=config.method, seq_len=config.seq_len, **options)
+    adapters = None if config.method == "full" else lora_config(config)
+    return Job(size=size, model_config=model_config, method=config.method, seq_len=config.seq_len, adapters=adapters, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +213,7 @@ def _settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Ma
         zero["sub_group_size"] = sub_group_size(job.size, machine.world_size)
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
         if isinstance(zero.get(key), int):  # a bucket larger than all gradients is wasted
-            zero[key] = min(zero[key], max(job.size.num_trainable, job.size.largest_module_params))
+            zero[key] = min(zero[key], job.size.num_trainable)
     shares = [1.0]
     if "ratio" in (zero.get("offload_optimizer") or {}):
         shares = [0.2, 0.4, 0.6, 0.8]
@@ -242,18 +249,19 @@ def _plan(name: str, deepspeed_config: dict[str, Any], checkpointing: bool, micr
     activations = job.activations.terms(micro * job.seq_len, job.seq_len, checkpointing)
     terms += activations
     if machine.has_gpu:
-        terms.append(_overhead(peak_bytes(terms, "device"), machine))
+        terms.append(overhead(peak_bytes(terms, "device"), machine))
     device, host, nvme = peak_bytes(terms, "device"), peak_bytes(terms, "host"), peak_bytes(terms, "nvme")
     if not machine.has_gpu:
         host += machine.ranks_per_node * device  # CPU ranks hold everything in host memory
     binds = "GPU memory" if machine.has_gpu and device > machine.device_bytes else ""
     binds = binds or ("host memory" if host > HOST_SHARE * machine.host_bytes else "") or ("NVMe" if nvme > machine.nvme_bytes else "")
-    time = step_time(job.size, deepspeed_config, machine, speeds, micro_batch=micro, accumulation=accumulation, seq_len=job.seq_len, checkpointing=checkpointing, half=job.half)
+    time = step_time(job.size, resolve_auto(deepspeed_config["zero_optimization"], job.size), machine, speeds, micro_batch=micro, accumulation=accumulation, seq_len=job.seq_len, checkpointing=checkpointing, half=job.half)
     return Plan(zero=name, activation_checkpointing=checkpointing, micro_batch=micro, accumulation=accumulation, deepspeed_config=deepspeed_config, terms=tuple(terms), activation_bytes=sum(term.num_bytes for term in activations),
                 time=time, device_bytes=device, host_bytes=host, fits=not binds, binds=binds)
 
 
-def _overhead(allocated_bytes: int, machine: Machine) -> Term:
+def overhead(allocated_bytes: int, machine: Machine) -> Term:
+    """What one GPU holds beyond torch's allocations."""
     communication = COMMUNICATION_BYTES if machine.world_size > 1 else 0
     return Term(name=OVERHEAD, num_bytes=CONTEXT_BYTES + communication + int(FRAGMENTATION * allocated_bytes),
                 formula=f"{CONTEXT_BYTES / GiB:.1f} GiB context + {communication / GiB:.1f} GiB NCCL + {FRAGMENTATION:.0%} of what is allocated")
@@ -267,7 +275,7 @@ def shortage(plan: Plan, machine: Machine) -> float:
 
 def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "auto") -> str:
     """One sentence why, and one what the next better configuration would need."""
-    have = f"{machine.device_bytes / GiB:.0f} GiB per {'GPU' if machine.has_gpu else 'rank'} and {machine.host_bytes / GiB:.0f} GiB per host are there"
+    have = f"{in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'} and {in_gib(machine.host_bytes)} per host are there"
     if not chosen.fits:
         if zero != "auto":
             return f"zero={zero} cannot fit: {chosen.label} needs {need(chosen)}; {have}."
@@ -285,10 +293,15 @@ def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "au
 def need(plan: Plan) -> str:
     """What a plan that does not fit asks for."""
     if plan.binds == "host memory":
-        return f"{plan.host_bytes / HOST_SHARE / GiB:,.0f} GiB of memory per host"
+        return f"{in_gib(plan.host_bytes / HOST_SHARE)} of memory per host"
     if plan.binds == "NVMe":
-        return f"{peak_bytes(plan.terms, 'nvme') / GiB:,.0f} GiB of NVMe per node"
-    return f"{plan.device_bytes / GiB:,.0f} GiB per GPU"
+        return f"{in_gib(peak_bytes(plan.terms, 'nvme'))} of NVMe per node"
+    return f"{in_gib(plan.device_bytes)} per GPU"
+
+
+def in_gib(num_bytes: float) -> str:
+    """Three digits, or whole GiB."""
+    return f"{num_bytes / GiB:.3g} GiB" if num_bytes < 1000 * GiB else f"{num_bytes / GiB:,.0f} GiB"
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:

@@ -17,6 +17,8 @@ def describe_model(size: ModelSize) -> str:
     parts.append(f"head {size.head_params / 1e9:,.3f} B" if size.head_params else "head tied")
     if size.expert_params:
         parts.append(f"experts {size.expert_params / 1e9:,.3f} B, {size.active_params / 1e9:,.3f} B active per token")
+    if size.other_params:
+        parts.append(f"{size.other_params / 1e9:,.3f} B beside the text model, counted but not planned in detail")
     return ", ".join(parts)
 
 

@@ -48,15 +48,17 @@ def flops_per_token(size: ModelSize, seq_len: int, *, checkpointing: bool) -> fl
     return passes * forward
 
 
-def step_time(size: ModelSize, deepspeed_config: dict, machine: Machine, speeds: Speeds, *, micro_batch: int, accumulation: int, seq_len: int,
-              checkpointing: bool, half: bool) -> StepTime:
-    """Time of one optimizer step of `accumulation` micro steps of `micro_batch` sequences on every rank."""
-    zero = deepspeed_config.get("zero_optimization", {})
+def step_time(size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, *, micro_batch: int, accumulation: int, seq_len: int, checkpointing: bool, half: bool) -> StepTime:
+    """Time of one optimizer step of `accumulation` micro steps of `micro_batch` sequences on every rank.
+
+    Args:
+        zero: the section zero_optimization, without "auto" (`resolve_auto`).
+    """
     tokens = micro_batch * seq_len
     compute = accumulation * tokens * flops_per_token(size, seq_len, checkpointing=checkpointing) / speeds.flops
     communication = _communication_seconds(size, zero, machine, speeds, accumulation, half)
     offload, optimizer = _update_seconds(size, zero, machine, speeds, accumulation, half)
-    if speeds.overlaps and zero.get("overlap_comm", True):
+    if speeds.overlaps and zero["overlap_comm"]:
         # Parameter transfers of offload are prefetched like gathers.
         moving = communication + offload
         busy = max(compute, moving) + OVERLAP_LOSS * min(compute, moving)
@@ -80,15 +82,15 @@ def collective_seconds(num_bytes: float, calls: float, machine: Machine, speeds:
 def _communication_seconds(size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, accumulation: int, half: bool) -> float:
     width = 2 if half else 4
     weights, gradients = width * size.num_params, width * size.num_trainable
-    buckets = gradients / width / min(zero.get("reduce_bucket_size") or 5e8, max(1, size.num_trainable)) + 1
-    stage = zero.get("stage", 0)
+    buckets = gradients / width / min(zero["reduce_bucket_size"], max(1, size.num_trainable)) + 1
+    stage = zero["stage"]
     reduce = collective_seconds(gradients, buckets, machine, speeds)
     if stage < 3:
         gather = collective_seconds(gradients, buckets, machine, speeds)
         return (accumulation if stage == 2 else 1) * reduce + gather
     calls = GATHERS_PER_LAYER * size.num_layers
     forward = collective_seconds(weights, calls, machine, speeds)
-    backward = collective_seconds(weights, calls, machine, speeds, inside_node=zero.get("zero_hpz_partition_size", 1) > 1)
+    backward = collective_seconds(weights, calls, machine, speeds, inside_node=zero["zero_hpz_partition_size"] > 1)
     # One more gather per step fills hpZ's second copies: the forward's, which then costs nothing extra.
     return accumulation * (forward + backward + reduce)
 
@@ -96,11 +98,11 @@ def _communication_seconds(size: ModelSize, zero: dict, machine: Machine, speeds
 def _update_seconds(size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, accumulation: int, half: bool) -> tuple[float, float]:
     """(transfers, optimizer) of one step. A rank moves only its own shard; stages 0 updates everything on every rank."""
     width = 2 if half else 4
-    shards = machine.world_size if zero.get("stage", 0) else 1
+    shards = machine.world_size if zero["stage"] else 1
     own = size.num_trainable / shards
     offload = 0.0
     where = get_value(zero, "offload_optimizer.device") or "none"
-    ratio = (zero.get("offload_optimizer") or {}).get("ratio", 1.0) if where != "none" else 0.0
+    ratio = zero["offload_optimizer"]["ratio"] if where != "none" else 0.0
     optimizer = (1 - ratio) * own * ADAM_BYTES / speeds.device_bytes
     if ratio:
         on_host = ratio * own
