@@ -1,6 +1,6 @@
 """The planner beside real training: predicted and measured memory and time of a step, over a grid of runs.
 
-    python benchmarks/plan_check.py --grid cpu --out plan_check_cpu.json        # 2 ranks, models of 0.5 B and 1 B parameters, about 12 GiB
+    python benchmarks/plan_check.py --grid cpu --out plan_check_cpu.json        # 1 and 2 ranks, models of 0.5 B and 1 B parameters, up to 20 GiB
     python benchmarks/plan_check.py --grid gpu --out plan_check_gpu.json        # all GPUs of this machine, 0.5 B to 8 B parameters, under 8 minutes on one H200
     python benchmarks/plan_check.py --grid tiny --out tiny.json                 # the same path in two minutes
 
@@ -40,13 +40,17 @@ SHAPES = {
     "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
 }
-# model, method, zero, activation checkpointing, sequences of a micro batch, tokens of a sequence
+# model, method, zero, activation checkpointing, sequences of a micro batch, tokens of a sequence, ranks (None: one per GPU), dtype
 GRIDS = {
-    "tiny": [("tiny", "full", "1", False, 2, 64), ("tiny", "full", "3", True, 2, 64), ("tiny", "lora", "2", False, 2, 64)],
+    "tiny": [
+        ("tiny", "full", "1", False, 2, 64, 2, "float32"), ("tiny", "full", "3", True, 2, 64, 2, "float32"), ("tiny", "lora", "2", False, 2, 64, 1, "float32"),
+    ],
     "cpu": [
-        ("1b", "full", "2", False, 1, 64), ("1b", "full", "3", False, 1, 64), ("1b", "lora", "1", False, 1, 64), ("1b", "lora", "3", True, 1, 64),
-        ("0.5b", "full", "0", False, 1, 64), ("0.5b", "full", "1", False, 1, 64), ("0.5b", "full", "2", True, 1, 64), ("0.5b", "full", "3", False, 1, 64),
-        ("0.5b", "full", "2-offload", False, 1, 64), ("0.5b", "full", "3-offload", False, 1, 64), ("0.5b", "lora", "2", False, 1, 256),
+        ("1b", "full", "0", False, 1, 64, 1, "bfloat16"), ("1b", "full", "3", False, 1, 64, 1, "bfloat16"), ("1b", "full", "3", True, 1, 64, 2, "bfloat16"),
+        ("1b", "full", "3-offload-optimizer", False, 1, 64, 1, "bfloat16"), ("1b", "lora", "0", False, 1, 64, 2, "float32"), ("1b", "lora", "1", False, 1, 64, 2, "float32"),
+        ("1b", "lora", "2", False, 1, 64, 2, "bfloat16"), ("1b", "lora", "3", True, 1, 64, 2, "float32"), ("0.5b", "full", "1", False, 1, 64, 2, "float32"),
+        ("0.5b", "full", "2", True, 1, 64, 2, "float32"), ("0.5b", "full", "3", False, 1, 256, 2, "float32"), ("0.5b", "full", "2-offload", False, 1, 64, 2, "bfloat16"),
+        ("0.5b", "full", "3-offload", False, 1, 64, 2, "float32"),
     ],
     "gpu": [
         ("0.5b", "full", "1", False, 2, 2048), ("0.5b", "full", "1", True, 2, 2048), ("0.5b", "full", "3", False, 1, 4096), ("0.5b", "lora", "1", False, 2, 2048),
@@ -54,6 +58,7 @@ GRIDS = {
         ("4b", "full", "1", True, 1, 2048), ("8b", "lora", "1", False, 1, 2048), ("8b", "lora", "1", True, 1, 4096), ("8b", "lora", "3", True, 1, 4096),
     ],
 }
+GRIDS["gpu"] = [(*case, None, "bfloat16") for case in GRIDS["gpu"]]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -74,7 +79,7 @@ def write_model(folder: Path, name: str, vocab_size: int) -> Path:
 
 
 def train(folder: Path, case: tuple, tokenizer: Path, vocab_size: int, verbose: bool) -> dict:
-    name, method, zero, checkpointing, micro, seq_len = case
+    name, method, zero, checkpointing, micro, seq_len, ranks, dtype = case
     model = write_model(folder, name, vocab_size)
     if method == "lora":
         model = saved_base(folder, name, model)
@@ -83,11 +88,12 @@ def train(folder: Path, case: tuple, tokenizer: Path, vocab_size: int, verbose: 
     command = [
         sys.executable, "-m", "dsft.cli", "train", "--model", str(model), "--tokenizer", str(tokenizer), "--data", str(folder / "demo/corpus/train.jsonl"),
         "--method", method, "--zero", zero, "--activation_checkpointing", str(checkpointing).lower(), "--per_device_train_batch_size", str(micro), "--seq_len", str(seq_len),
-        "--dtype", "bfloat16" if torch.cuda.is_available() else "float32", "--max_steps", str(STEPS), "--save_strategy", "no", "--output_dir", str(output), "--memory_check", "false",
+        "--dtype", dtype, "--max_steps", str(STEPS), "--save_strategy", "no", "--output_dir", str(output), "--memory_check", "false",
+        *(["--num_gpus", str(ranks)] if ranks else []),
     ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(command, env=environment, capture_output=not verbose, text=True)
-    case_as_dict = dict(zip(("model", "method", "zero", "checkpointing", "micro_batch", "seq_len"), case, strict=True))
+    case_as_dict = dict(zip(("model", "method", "zero", "checkpointing", "micro_batch", "seq_len", "ranks", "dtype"), case, strict=True))
     if done.returncode:
         return case_as_dict | {"failed": (done.stdout or "")[-1500:] + (done.stderr or "")[-1500:]}
     run = json.loads((output / "run.json").read_text())
@@ -108,10 +114,10 @@ def saved_base(folder: Path, name: str, config: Path) -> Path:
 
 def print_table(rows: list[dict]) -> None:
     names = list(dict.fromkeys(name for row in rows if "check" in row for name in row["check"]))
-    print("\n| model | method | ZeRO | ckpt | batch | " + " | ".join(f"{name}: predicted / measured" for name in names) + " |")
-    print("|---" * (5 + len(names)) + "|")
+    print("\n| model | method | ZeRO | ckpt | batch | ranks | dtype | " + " | ".join(f"{name}: predicted / measured" for name in names) + " |")
+    print("|---" * (7 + len(names)) + "|")
     for row in rows:
-        start = f"| {row['model']} | {row['method']} | {row['zero']} | {'on' if row['checkpointing'] else 'off'} | {row['micro_batch']} x {row['seq_len']} | "
+        start = f"| {row['model']} | {row['method']} | {row['zero']} | {'on' if row['checkpointing'] else 'off'} | {row['micro_batch']} x {row['seq_len']} | {row['ranks'] or 'all GPUs'} | {row['dtype']} | "
         if "check" not in row:
             print(start + " | ".join(["failed"] * len(names)) + " |")
             continue
@@ -134,7 +140,7 @@ def main() -> None:
         vocab_size = 151936 if args.grid == "gpu" else len(AutoTokenizer.from_pretrained(tokenizer))
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         first = write_model(folder, GRIDS[args.grid][0][0], vocab_size)
-        for dtype in ("bfloat16",) if torch.cuda.is_available() else ("float32",):
+        for dtype in {case[-1] for case in GRIDS[args.grid]}:
             subprocess.run([sys.executable, "-m", "dsft.cli", "plan", "--model", str(first), "--dtype", dtype, "--calibrate", "--json"], check=True, capture_output=True,
                            env=os.environ | {"PYTHONPATH": str(ROOT)})
         speeds = json.loads((folder / "cache/dsft/speeds.json").read_text())

@@ -20,6 +20,8 @@ import torch.multiprocessing as multiprocessing
 
 from dsft.machine import Machine, MiB
 from dsft.planner.hardware import Speeds
+from dsft.planner.step_time import ADAM_BYTES
+from dsft.ranks import free_port
 
 REPEATS = 5
 
@@ -41,28 +43,21 @@ def calibrated(speeds: Speeds, machine: Machine, *, half: bool) -> Speeds:
 
 
 def calibrate(machine: Machine, *, half: bool) -> Path:
-    """Measure with as many ranks as the machine has and keep the result; takes about ten seconds. Returns the file."""
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    ranks = machine.ranks_per_node
-    port = _free_port()
-    multiprocessing.spawn(_measure, args=(ranks, port, machine, half, results), nprocs=ranks, join=True)
+    """Measure with one rank and with as many as the machine has, and keep the results; takes about 20 seconds. Returns the file."""
     path = calibration_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    known[_key(machine, half)] = results.get() | {"date": datetime.now(timezone.utc).date().isoformat()}
+    for ranks in {1, machine.ranks_per_node}:
+        results = multiprocessing.get_context("spawn").SimpleQueue()
+        of_ranks = dataclasses.replace(machine, ranks_per_node=ranks)
+        multiprocessing.spawn(_measure, args=(ranks, free_port(), of_ranks, half, results), nprocs=ranks, join=True)
+        known[_key(of_ranks, half)] = results.get() | {"date": datetime.now(timezone.utc).date().isoformat()}
     path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     return path
 
 
 def _key(machine: Machine, half: bool) -> str:
     return f"{machine.gpu_type or 'cpu'} x {machine.ranks_per_node}, {'half' if half else 'float32'}"
-
-
-def _free_port() -> int:
-    from dsft.ranks import free_port
-
-    return free_port()
 
 
 def _measure(rank: int, ranks: int, port: int, machine: Machine, half: bool, results) -> None:
@@ -89,8 +84,6 @@ def _measure(rank: int, ranks: int, port: int, machine: Machine, half: bool, res
         return slowest.item()
 
     found = {"flops": 2 * size**3 / seconds(lambda: a @ b)}
-    from dsft.planner.step_time import ADAM_BYTES
-
     found["device_bytes"] = many * ADAM_BYTES / seconds(adam.step)
     if ranks > 1:
         found["collective_seconds"] = seconds(lambda: dist.all_gather_into_tensor(tiny_out, tiny))
