@@ -179,8 +179,15 @@ def stage_1_2(job: Job) -> list[Term]:
 
 
 def partition_gradients(job: Job) -> int:
-    """Elements of the whole parameters that lie in one rank's share, at most (`copy_grads_in_partition`): the largest may lie across its border."""
-    return min(job.size.num_trainable, max(job.largest_trained, job.share + job.largest_trained - 1))
+    """Elements of the parameters that lie in one rank's share, each whole, on the rank that has most (`copy_grads_in_partition`).
+
+    The embedding comes first: a rank that ends it holds all of it, and what follows. Any other parameter may lie across the share's border.
+    """
+    ends = {job.size.embedding_params, job.size.head_params}
+    inner = max((numel for numel in job.trained_numels if numel not in ends), default=0)
+    first = 0 if job.size.lora_r else job.size.embedding_params
+    beyond = first - first % job.share if first > job.share else 0  # of the embedding, in the shares before
+    return min(job.size.num_trainable, beyond + job.share + inner)
 
 
 def gradients_1_2(job: Job) -> list[Term]:
