@@ -31,7 +31,7 @@ class ByteLedger(TorchDispatchMode):
         self.alive: dict[int, tuple[weakref.ref, int, str]] = {}
         self.by_owner: Counter[str] = Counter()
         self.total = self.peak = 0
-        self.by_owner_at_peak: dict[str, int] = {}
+        self.peak_by_owner: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -51,8 +51,8 @@ class ByteLedger(TorchDispatchMode):
         self.alive[key] = (weakref.ref(storage, lambda _: self._free(key)), storage.nbytes(), owner)
         self.by_owner[owner] += storage.nbytes()
         self.total += storage.nbytes()
-        if self.total > self.peak:
-            self.peak, self.by_owner_at_peak = self.total, dict(self.by_owner)
+        self.peak = max(self.peak, self.total)
+        self.peak_by_owner[owner] = max(self.peak_by_owner[owner], self.by_owner[owner])
 
     def _free(self, key: int) -> None:
         _, num_bytes, owner = self.alive.pop(key)
@@ -60,10 +60,14 @@ class ByteLedger(TorchDispatchMode):
         self.total -= num_bytes
 
     def restart_peak(self) -> None:
-        self.peak, self.by_owner_at_peak = self.total, dict(self.by_owner)
+        self.peak, self.peak_by_owner = self.total, self.by_owner.copy()
 
     def now(self) -> dict[str, int]:
-        return {owner: num_bytes for owner, num_bytes in self.by_owner.items() if num_bytes}
+        return dict(+self.by_owner) | {"total": self.total}
+
+    def peaks(self) -> dict[str, int]:
+        """Each owner's largest number of bytes since the last restart, and the largest total."""
+        return dict(+self.peak_by_owner) | {"total": self.peak}
 
 
 def _owner(frame) -> str:
@@ -79,7 +83,7 @@ def _owner(frame) -> str:
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    """Three steps of training; the bytes after each stage of it, in total and by owner.
+    """Three steps of training: bytes by owner and in total, after the last ("always") and at the peaks of load, compute and step.
 
     `case`: model (fields of a LlamaConfig), config (DeepSpeed's), half, lora_r, fused, rank, micro_batches (per step).
     """
@@ -92,26 +96,23 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     deepspeed.init_distributed()
     ledger = ByteLedger()
     report: dict[str, Any] = {}
+    tokens = torch.zeros(1, TOKENS, dtype=torch.long)
     with ledger:
         model, keep = _build(case)  # noqa: F841 - transformers holds the configuration by weak reference
-        report["built"] = ledger.now() | {"peak": ledger.peak}
+        report["load"] = ledger.peaks()
         engine = _engine(case, model)
-        report["initialized"] = ledger.now()
-        batch = {"input_ids": torch.zeros(1, TOKENS, dtype=torch.long), "labels": torch.zeros(1, TOKENS, dtype=torch.long)}
-        compute, step = {"total": 0}, {"total": 0}
-        for _ in range(3):
+        if case["config"]["zero_optimization"]["stage"] in (1, 2):
+            report["load"]["total"] = ledger.peak  # with the flat copy that these make, before there are optimizer states
+        compute, step = Counter(), Counter()
+        for _ in range(3):  # ZeRO-3 records its trace in the first two
             for _ in range(case.get("micro_batches", 1)):
                 ledger.restart_peak()
-                loss = engine(**batch).loss
-                engine.backward(loss)
-                compute = max(compute, ledger.by_owner_at_peak | {"total": ledger.peak}, key=lambda at: at["total"])
-                del loss
+                engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+                compute |= ledger.peaks()
                 ledger.restart_peak()
                 engine.step()
-                step = max(step, ledger.by_owner_at_peak | {"total": ledger.peak}, key=lambda at: at["total"])
-        report |= {"always": ledger.now() | {"total": ledger.total}, "compute": compute, "step": step}
-        report["skipped_steps"] = engine.skipped_steps
-        report["parameter_dtypes"] = dict(Counter(str(p.dtype) for p in model.parameters() if p.requires_grad))
+                step |= ledger.peaks()
+        report |= {"always": ledger.now(), "compute": compute, "step": step, "skipped_steps": engine.skipped_steps}
     return report
 
 
@@ -125,6 +126,7 @@ def _build(case: dict[str, Any]):
     model = AutoModelForCausalLM.from_config(LlamaConfig(**case["model"]), dtype=dtype)
     if case.get("lora_r"):
         model = get_peft_model(model, LoraConfig(r=case["lora_r"], target_modules="all-linear"))
+        model.enable_input_require_grads()  # as dsft.model does
     return model, keep
 
 

@@ -119,7 +119,7 @@ def load_terms(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size:
     """
     job = describe_job(size, deepspeed_config, world_size=world_size, ranks_per_node=ranks_per_node, half=half, has_gpu=has_gpu)
     w, t = job.weight_bytes, size.num_trainable
-    adapters = 4 * t if size.lora_r else 0  # peft makes them in fp32, whole on every rank
+    adapters = 4 * t if size.lora_r else 0  # peft makes them in fp32, whole on every rank; DeepSpeed then converts or shards them
     weights, how = frozen_bytes(job)
     if not size.lora_r:
         weights, how = w * t, f"{w} x {t:,}"
@@ -133,7 +133,7 @@ def load_terms(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size:
 
     if job.stage == 3:
         shards_on = "host" if job.param_device != "none" else "device"
-        largest = w * size.largest_module_params
+        largest = max(0, w * size.largest_module_params - (0 if has_gpu else adapters))  # the module comes before the adapters
         terms += [load("shards", weights // world_size, f"({how}) / {world_size}", on=shards_on if has_gpu else "device"),
                   load("one module, whole", largest, f"{w} x {size.largest_module_params:,}", on="device")]
         if job.zero["zero_hpz_partition_size"] > 1 and job.param_device == "none":
@@ -147,5 +147,6 @@ def load_terms(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size:
         if has_gpu:
             terms.append(load("weights moved to the device", weights + w * t * bool(size.lora_r), how, on="device"))
         elif job.stage in (1, 2):
-            terms.append(load("flat copy of trained weights", w * t, f"{w} x {t:,} (flatten_dense_tensors_aligned)", on="device"))
+            flat = 2 * w * t - adapters if adapters else w * t  # adapters in w bytes and their flat copy replace those in fp32
+            terms.append(load("flat copy of trained weights", max(0, flat), f"{w} x {t:,} (flatten_dense_tensors_aligned)", on="device"))
     return terms + ([load("adapters", adapters, f"4 x {t:,}", on=place)] if adapters else [])

@@ -75,6 +75,12 @@ class Job:
         return max(self.trained_numels)
 
     @property
+    def largest_inner(self) -> int:
+        """The largest trained parameter between embedding and head, which come first and last."""
+        ends = {self.size.embedding_params, self.size.head_params}
+        return max((numel for numel in self.trained_numels if numel not in ends), default=0)
+
+    @property
     def optimizer_device(self) -> str:
         return (self.zero["offload_optimizer"] or {}).get("device", "none")
 
@@ -170,8 +176,9 @@ def stage_1_2(job: Job) -> list[Term]:
     else:
         terms.append(Term(name="gradient buffer of the offload", num_bytes=w * largest, formula=f"{w} x largest parameter {largest:,} (temp_grad_buffer_for_gpu_offload)"))
     bucket, buffers = job.zero["reduce_bucket_size"], 2 if job.zero["overlap_comm"] else 1
-    # A bucket is allocated whole, however few gradients there are; what is reduced is a flat copy of its used part.
-    reduced = min(bucket, t)
+    # A bucket is allocated whole, however few gradients there are. What is reduced is a flat copy of its used part, or of the
+    # slices (at most a share each) of a parameter that is larger, as many as fill a bucket (allreduce_and_scatter).
+    reduced = min(t, max(bucket, min(largest, bucket + share)))
     return terms + gradients_1_2(job) + [
         Term(name="reduce buckets", num_bytes=w * (buffers * bucket + reduced), phase="compute", formula=f"{w} x ({buffers} x bucket {bucket:,} + copy {reduced:,})"),
         Term(name="gradient not yet reduced", num_bytes=w * largest, phase="compute", formula=f"{w} x largest parameter {largest:,}"),
@@ -179,8 +186,13 @@ def stage_1_2(job: Job) -> list[Term]:
 
 
 def partition_gradients(job: Job) -> int:
-    """Elements of the whole parameters that lie in one rank's share, at most (`copy_grads_in_partition`): the largest may lie across its border."""
-    return min(job.size.num_trainable, max(job.largest_trained, job.share + job.largest_trained - 1))
+    """Elements of the parameters that lie in one rank's share, each whole, on the rank that has most (`copy_grads_in_partition`).
+
+    The embedding comes first: a rank that ends it holds all of it, and what follows. Any other parameter may lie across the share's border.
+    """
+    first = 0 if job.size.lora_r else job.size.embedding_params
+    beyond = first - first % job.share if first > job.share else 0  # of the embedding, in the shares before
+    return min(job.size.num_trainable, beyond + job.share + job.largest_inner)
 
 
 def gradients_1_2(job: Job) -> list[Term]:
@@ -198,7 +210,9 @@ def gradients_1_2(job: Job) -> list[Term]:
         held, how = w * t, f"{w} x {t:,} until the last micro batch is reduced"
     else:
         copies = 2 if job.stage == 2 and job.accumulates else 1
-        large = 0 if job.stage == 2 else sum(numel * count for numel, count in job.size.trainable_numels if numel > job.zero["reduce_bucket_size"])
+        # Stage 1 also keeps, until the step, what was too large for a bucket; the last of these counts as "not yet reduced".
+        large = sum(numel * count for numel, count in job.size.trainable_numels if numel > job.zero["reduce_bucket_size"]) if job.stage == 1 else 0
+        large -= job.largest_trained if large else 0
         held, how = w * (copies * whole + large), f"{w} x ({copies} x {whole:,} whole parameters of a rank's share" + (f" + {large:,} larger than a bucket)" if large else ")")
     # Beside the share's gradients: a flat copy of them (w) and one in fp32 (4; in fp32 the flat copy is it), after the norm.
     flat = (job.weight_bytes if job.half else 0) + 4
@@ -218,13 +232,16 @@ def stage_3(job: Job) -> list[Term]:
         terms.append(Term(name="weights", num_bytes=(w * job.frozen + wt * t) // n, formula=f"({w} x {job.frozen:,} frozen + {wt} x {t:,} trained) / {n}"))
     on_device = device_sub_groups(job)
     if job.optimizer_device == "none":
-        largest = min(share, max(on_device) + math.ceil(job.largest_trained / n) * (len(on_device) > 1))
+        largest = min(share, max(on_device) + math.ceil(job.largest_inner / n) * (len(on_device) > 1))
         flat = (w if job.half else 0) + 4  # gradients of a sub-group flat, then in fp32 (_prepare_fp32_grad_for_sub_group)
+        frozen_kept, trained_kept = persistent_params(job)
+        released = w * frozen_kept + wt * trained_kept  # only the step partitions these, and gathers them again (step, _post_step)
         terms += [
             # An fp32 master of its own in fp32 training too (_create_fp32_partitions compares a torch.device with a name).
             Term(name="optimizer state", num_bytes=12 * share, formula=f"(fp32 master 4 + Adam m 4 + v 4) x {t:,} / {n}"),
             Term(name="gradient partition", num_bytes=w * share, formula=f"{w} x {t:,} / {n} (grad_partitions_flat_buffer)"),
-            Term(name="optimizer step", num_bytes=flat * largest, phase="step", formula=f"{flat} x largest sub-group {largest:,}"),
+            Term(name="optimizer step", num_bytes=max(0, flat * largest - released), phase="step",
+                 formula=f"{flat} x largest sub-group {largest:,} - persistent parameters {released:,}, released meanwhile"),
         ]
     elif on_device:
         held = sum(on_device)  # ratio < 1: the first sub-groups stay, with fp32 gradients of their own (initialize_optimizer_states)
@@ -256,10 +273,9 @@ def live_params(job: Job) -> tuple[int, int]:
 
     `PartitionedParameterCoordinator` fetches ahead up to max_live, and releases what is not used again within
     max_reuse_distance: at the turn from forward to backward a parameter d before the end is used again after 2 d, so
-    half that distance stays. The larger of the two decides. A frozen embedding that is no head as well takes no part in backward.
+    half that distance stays. The larger of the two decides, so lowering only one of them may change nothing.
     """
-    unused = job.size.embedding_params if job.size.lora_r and job.size.head_params else 0
-    most = job.size.num_params - sum(persistent_params(job)) - unused
+    most = job.size.num_params - sum(persistent_params(job))
     zero = job.zero
     return min(most, max(zero["stage3_max_live_parameters"], zero["stage3_max_reuse_distance"] // 2, job.size.largest_module_params)), most
 
