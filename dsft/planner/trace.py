@@ -10,20 +10,22 @@ Shape suffixes: B batch, N heads, T time, D head dim.
 
 import contextlib
 import copy
+import functools
 import math
 import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
+from unittest import mock
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.integrations import moe
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -146,15 +148,9 @@ AttentionInterface.register(_IMPLEMENTATIONS["sdpa"], _masked_attention)
 AttentionMaskInterface.register(_IMPLEMENTATIONS["sdpa"], sdpa_mask)
 
 
-class _CudaDropout(TorchFunctionMode):
-    """Dropout keeps a mask of bools, as on a GPU; a CPU keeps one in the activations' dtype."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is nn.functional.dropout and kwargs.get("training", True):
-            probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-            return torch.native_dropout(args[0], probability, True)[0] if probability else args[0]
-        return func(*args, **kwargs)
+def _dropout_of_cuda(dropout: nn.Dropout, tensor: torch.Tensor) -> torch.Tensor:
+    """Keeps a mask of bools, as on a GPU; a CPU keeps one in the activations' dtype."""
+    return torch.native_dropout(tensor, dropout.p, dropout.training)[0] if dropout.p else tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +225,11 @@ def fake_model(model_config: PreTrainedConfig, *, dtype: torch.dtype, attention:
             model.enable_input_require_grads()
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    with FakeTensorMode(), _CudaDropout():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(FakeTensorMode())
+        if dtype != torch.bfloat16:
+            # torch knows the shapes of grouped products in bf16 only; transformers' own operator for where there are none keeps the same tensors.
+            stack.enter_context(mock.patch.object(moe, "_can_use_grouped_mm", lambda *_: False))
         _leave_meta(model, dtype)
         yield model.train()
 
@@ -241,6 +241,8 @@ def _leave_meta(model: nn.Module, dtype: torch.dtype) -> None:
     """
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.forward = functools.partial(_dropout_of_cuda, module)
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 fake = made.setdefault(id(parameter), nn.Parameter(torch.empty(parameter.shape, dtype=dtype), requires_grad=parameter.requires_grad))
@@ -292,6 +294,12 @@ class ModelTrace:
     forward: int
     """Peak of the backbone without gradients."""
 
+    def peak_bytes(self, checkpointing: bool) -> int:
+        """The head's peak and that of a layer's backward come at different moments, both while all layers hold theirs."""
+        if checkpointing:
+            return self.once + self.layers_input + max(self.head, self.layer_transient)
+        return self.once + self.layers_saved + max(self.head, self.layer_backward)
+
 
 def trace_model(model_config: PreTrainedConfig, *, batch: int, seq_len: int, dtype: torch.dtype, attention: Attention, adapters: LoraConfig | None = None) -> ModelTrace:
     """Traces two and three layers of each kind and adds up as many as there are."""
@@ -309,7 +317,7 @@ def trace_model(model_config: PreTrainedConfig, *, batch: int, seq_len: int, dty
         one_saved, one_input = (steps[3, choice].kept - steps[2, choice].kept for choice in (False, True))
         saved += len(layers) * one_saved
         kept_inputs += len(layers) * one_input
-        once = max(once, steps[2, True].kept - 2 * one_input)
+        once += steps[2, True].kept - 2 * one_input  # rotary angles and masks are a kind's own
         transient = max(transient, steps[2, True].layers)
         backward = max(backward, steps[2, False].layers)
         head = max(head, steps[2, True].head)
