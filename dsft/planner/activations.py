@@ -15,6 +15,7 @@ from peft import LoraConfig
 from transformers import PreTrainedConfig
 
 from dsft.model_size import ModelSize
+from dsft.perplexity import ROWS, WORDS
 from dsft.planner.terms import Term
 from dsft.planner.trace import Attention, trace_model
 
@@ -66,6 +67,11 @@ class ActivationBytes:
     """Final norm, logits, loss and their backward, at their most."""
     eval_backbone: Cost
     """Peak of the model without its head and without gradients."""
+    eval_hidden: Cost
+    """Hidden states of all positions, and of the scored ones once more."""
+    eval_logit_bytes: int
+    """Of one row and word of the logits that evaluation makes at once (dsft/perplexity.py: ROWS by WORDS)."""
+    vocab_size: int
     source: str
     """"formula of <family>" or "fake-tensor trace"."""
 
@@ -89,12 +95,17 @@ class ActivationBytes:
             Term(name=last_name, num_bytes=last.num_bytes(*size), formula=last.formula(*size), phase="compute"),
         ]
 
+    def eval_peak_bytes(self, num_tokens: int, seq_len: int, device: Literal["cpu", "cuda"]) -> int:
+        """Of one batch of an evaluation: the backbone, then logits tile by tile over its hidden states."""
+        tile = min(num_tokens, ROWS[device]) * min(self.vocab_size, WORDS[device]) * self.eval_logit_bytes
+        return max(self.eval_backbone.num_bytes(num_tokens, seq_len), self.eval_hidden.num_bytes(num_tokens, seq_len) + tile)
+
     def peak_bytes(self, num_tokens: int, seq_len: int, checkpointing: bool) -> int:
         return sum(term.num_bytes for term in self.terms(num_tokens, seq_len, checkpointing))
 
 
 def activation_bytes(size: ModelSize, model_config: PreTrainedConfig, *, method: str, half: bool, attention: Attention, loss: Loss,
-                     adapters: LoraConfig | None = None) -> ActivationBytes:
+                     adapters: LoraConfig | None = None, seq_len: int = 2048) -> ActivationBytes:
     """The formula of the model's family, or the trace where there is none.
 
     Args:
@@ -102,6 +113,10 @@ def activation_bytes(size: ModelSize, model_config: PreTrainedConfig, *, method:
         half: bf16 or fp16 activations, else fp32.
         attention: see trace.py. Only "flash" and "sdpa" have formulas.
         adapters: with lora and qlora; the formulas know all linear layers without dropout, others are traced.
+        seq_len: where a trace is needed, it is exact at this length (and fitted through shorter ones).
+
+    Raises:
+        Whatever the model's own code raises under the trace (where it asks tensors for their values, say).
     """
     text = model_config.get_text_config()
     usual_adapters = adapters is None or (adapters.target_modules == "all-linear" and not adapters.lora_dropout and not adapters.use_dora and not adapters.modules_to_save)
@@ -119,7 +134,7 @@ def activation_bytes(size: ModelSize, model_config: PreTrainedConfig, *, method:
         return _formula(shape, text, size, loss)
     if method != "full" and adapters is None:
         adapters = LoraConfig(task_type="CAUSAL_LM", r=size.lora_r, target_modules="all-linear")
-    return _traced(model_config, size, half=half, attention=attention, loss=loss, adapters=adapters)
+    return _traced(model_config, size, half=half, attention=attention, loss=loss, adapters=adapters, seq_len=seq_len)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +212,7 @@ def _formula(s: _Shape, text: PreTrainedConfig, size: ModelSize, loss: Loss) -> 
         layer_backward=Cost(per_token=backward),
         head=_head(s, text, loss),
         eval_backbone=Cost(per_token=_forward(s, text), per_pair=masks + bias),
+        **_eval_head(s.h, s.e, text),
         source=f"formula of {text.model_type}",
     )
 
@@ -228,8 +244,8 @@ def _head(s: _Shape, text: PreTrainedConfig, loss: Loss) -> Cost:
     """After the last layer. transformers.loss.loss_utils.ForCausalLMLoss; liger_kernel/ops/fused_linear_cross_entropy.py."""
     norm = 2 * s.e * s.h if text.model_type == "gpt2" else _norm(s, text, s.h, 1, output_kept=s.full or loss == "fused")
     if loss == "fused":
-        # Gradient of the hidden states; logits of a stretch of tokens, so many that they take h to 2h numbers per token.
-        return Cost(per_token=norm + s.e * s.h + 2 * s.e * s.h, fixed=s.e * s.vocab * s.h if s.full else 0)  # a stretch's part of the head's gradient
+        # Gradient of the hidden states; logits of a stretch of tokens, so many that they take h to 2 h numbers per token of the batch.
+        return Cost(per_token=norm + s.e * s.h + s.e * 2 * s.h)
     # In fp32: log-softmax, its gradient, the logits' gradient. The logits themselves are gone: the Trainer drops the outputs before the backward.
     logits = 12 * s.vocab
     if getattr(text, "final_logit_softcapping", None):
@@ -248,9 +264,15 @@ def _forward(s: _Shape, text: PreTrainedConfig) -> int:
     return s.e * ((3 if s.full else 4) * s.i + 4 * s.h)  # act(gate), up, product, and what an adapter adds
 
 
-def _traced(model_config: PreTrainedConfig, size: ModelSize, *, half: bool, attention: Attention, loss: Loss, adapters: LoraConfig | None) -> ActivationBytes:
-    """Traces of one sequence of several lengths give what is fixed, what grows with tokens, and what with pairs of them."""
-    lengths = (1024, 2048) if attention == "flash" else (512, 1024, 2048)
+def _eval_head(hidden_size: int, e: int, text: PreTrainedConfig) -> dict:
+    softcap = bool(getattr(text, "final_logit_softcapping", None))
+    # A tile in the model's dtype (two with a softcap, around tanh) beside the last one or its own copy, both in fp32.
+    return {"eval_hidden": Cost(per_token=2 * e * hidden_size), "eval_logit_bytes": 4 + e * (2 if softcap else 1), "vocab_size": text.vocab_size}
+
+
+def _traced(model_config: PreTrainedConfig, size: ModelSize, *, half: bool, attention: Attention, loss: Loss, adapters: LoraConfig | None, seq_len: int) -> ActivationBytes:
+    """Traces of one sequence of two or three lengths give what is fixed, what grows with tokens, and what with pairs of them."""
+    lengths = (seq_len // 2, seq_len) if attention == "flash" else (seq_len // 4, seq_len // 2, seq_len)
     traces = [trace_model(model_config, batch=1, seq_len=length, dtype=torch.bfloat16 if half else torch.float32, attention=attention, adapters=adapters) for length in lengths]
 
     def fit(name: str, divisor: int = 1) -> Cost:
@@ -259,14 +281,10 @@ def _traced(model_config: PreTrainedConfig, size: ModelSize, *, half: bool, atte
         fixed, per_token, *per_pair = torch.linalg.solve(powers, torch.tensor(values, dtype=torch.float64)).tolist()
         return Cost(fixed=fixed, per_token=per_token, per_pair=sum(per_pair))
 
-    head = fit("head")
-    if loss == "fused":
-        text = model_config.get_text_config()
-        e = 2 if half else 4
-        # As in _head; of the norm, what an RMSNorm saves.
-        full = adapters is None
-        head = Cost(per_token=(4 + e * (2 if full else 1) + 3 * e) * text.hidden_size, fixed=e * text.vocab_size * text.hidden_size if full else 0)
+    text, e = model_config.get_text_config(), 2 if half else 4
+    # Fused: as in _head, with an RMSNorm before it.
+    head = fit("head") if loss == "hf" else Cost(per_token=(4 + e * (2 if adapters is None else 1) + 3 * e) * text.hidden_size)
     return ActivationBytes(
         num_layers=size.num_layers, once=fit("once"), layer_saved=fit("layers_saved", size.num_layers), layer_input=fit("layers_input", size.num_layers),
-        layer_transient=fit("layer_transient"), layer_backward=fit("layer_backward"), head=head, eval_backbone=fit("forward"), source="fake-tensor trace",
+        layer_transient=fit("layer_transient"), layer_backward=fit("layer_backward"), head=head, eval_backbone=fit("forward"), **_eval_head(text.hidden_size, e, text), source="fake-tensor trace",
     )
