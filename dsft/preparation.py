@@ -225,7 +225,7 @@ def _job(config: TrainConfig, size: ModelSize, *, checkpointing: bool | None) ->
         attention="eager" if config.attn_implementation == "eager" else "flash", loss="fused" if training.get("use_liger_kernel") else "hf",
         adapters=None if config.method == "full" else saved_lora_config(config.adapter) if config.adapter else lora_config(config),
         micro_batch=micro, accumulation=training.get("gradient_accumulation_steps"),
-        sequences_per_step=config.global_batch_size, checkpointing=checkpointing,
+        sequences_per_step=config.global_batch_size, checkpointing=checkpointing, fused_optimizer=training.get("optim", "adamw_torch_fused") == "adamw_torch_fused",
     )
 
 
@@ -274,6 +274,8 @@ def ignored_options(config: TrainConfig, deepspeed_config: dict[str, Any], size:
     for name in ("use_cpu", "remove_unused_columns"):
         if name in config.training:
             notes.append(f"{name}: ignored, dsft sets it (DS_ACCELERATOR=cpu in the environment asks for CPU ranks)")
+    if config.training.get("optim", "adamw_torch").partition("_")[0] != "adamw":
+        notes.append(f"optim={config.training['optim']}: its memory and time are planned as AdamW's")
     if "optimizer" in deepspeed_config:
         if "optim" in config.training:
             notes.append(f"optim: ignored, because the DeepSpeed configuration brings {deepspeed_config['optimizer'].get('type')}, which offload needs")

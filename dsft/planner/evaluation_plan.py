@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsft.machine import Machine
-from dsft.perplexity import ROWS, WORDS
 from dsft.planner.hardware import Speeds
 from dsft.planner.host_states import host_terms
 from dsft.planner.plan import HOST_SHARE, Job, in_gib, overhead
@@ -103,17 +102,10 @@ def _weight_terms(section: dict[str, Any], job: Job, machine: Machine) -> list[T
 
 
 def _activation_terms(job: Job, batch_tokens: int, machine: Machine) -> list[Term]:
-    """The backbone without gradients, then the head on its output, some rows and words at a time (dsft/perplexity.py)."""
-    kind, width, backbone = "cuda" if machine.has_gpu else "cpu", 2 if job.half else 4, job.activations.eval_backbone
-    rows, words = min(ROWS[kind], batch_tokens), min(WORDS[kind], job.size.vocab_size)
-    logits = rows * words * (4 + (width if job.half else 0))
-    hidden = 2 * width * job.size.hidden_size * batch_tokens
-    return [
-        Term(name="backbone", num_bytes=backbone.num_bytes(batch_tokens, job.seq_len), formula=backbone.formula(batch_tokens, job.seq_len), phase="compute"),
-        # Not alive together with the backbone's peak; what is larger decides.
-        Term(name="hidden states and part of the logits", num_bytes=hidden + logits, phase="step",
-             formula=f"{2 * width} x {job.size.hidden_size:,} x {batch_tokens:,} tokens + {4 + (width if job.half else 0)} x {rows:,} positions x {words:,} words"),
-    ]
+    """The backbone without gradients, or, after it, hidden states and some rows and words of the logits: whichever is more (dsft/perplexity.py)."""
+    needed = job.activations.eval_peak_bytes(batch_tokens, job.seq_len, "cuda" if machine.has_gpu else "cpu")
+    return [Term(name="backbone, or hidden states and part of the logits", num_bytes=needed, phase="compute",
+                 formula=f"max(backbone {job.activations.eval_backbone.formula(batch_tokens, job.seq_len)}, hidden states and a part of the logits)")]
 
 
 def _batch_seconds(section: dict[str, Any], batch_tokens: int, job: Job, machine: Machine, speeds: Speeds) -> float:

@@ -61,6 +61,8 @@ class Job:
     attention: Attention = "flash"
     loss: Loss = "hf"
     adapters: LoraConfig | None = None
+    fused_optimizer: bool = True
+    """torch's fused AdamW, transformers' default."""
     micro_batch: int | None = None
     """Sequences of one forward on one rank; None lets the plan choose."""
     accumulation: int | None = None
@@ -71,7 +73,7 @@ class Job:
 
     @cached_property
     def activations(self) -> ActivationBytes:
-        return activation_bytes(self.size, self.model_config, method=self.method, half=self.half, attention=self.attention, loss=self.loss, adapters=self.adapters)
+        return activation_bytes(self.size, self.model_config, method=self.method, half=self.half, attention=self.attention, loss=self.loss, adapters=self.adapters, seq_len=self.seq_len)
 
 
 def make_job(config: TrainConfig, **options: Any) -> Job:
@@ -245,7 +247,7 @@ def sub_group_size(size: ModelSize, world_size: int) -> int:
 def _plan(name: str, deepspeed_config: dict[str, Any], checkpointing: bool, micro: int, accumulation: int, job: Job, machine: Machine, speeds: Speeds) -> Plan:
     on = {"world_size": machine.world_size, "ranks_per_node": machine.ranks_per_node, "half": job.half, "has_gpu": machine.has_gpu}
     with_steps = deepspeed_config | {"gradient_accumulation_steps": accumulation}
-    terms = state_terms(job.size, with_steps, **on) + load_terms(job.size, with_steps, **on)
+    terms = state_terms(job.size, with_steps, fused_optimizer=job.fused_optimizer, **on) + load_terms(job.size, with_steps, **on)
     activations = job.activations.terms(micro * job.seq_len, job.seq_len, checkpointing)
     terms += activations
     if machine.has_gpu:

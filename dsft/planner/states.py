@@ -50,11 +50,17 @@ class Job:
     has_gpu: bool
     accumulates: bool
     """More than one micro batch per optimizer step, or not known."""
+    fused_optimizer: bool
 
     @property
     def weight_bytes(self) -> int:
         """w: of a base weight, a gradient and a bucket's element. DeepSpeed accumulates and communicates in the model's dtype."""
         return 2 if self.half else 4
+
+    @property
+    def update_bytes(self) -> int:
+        """Per updated parameter, two fp32 copies that torch's AdamW makes where it is not fused."""
+        return 0 if self.fused_optimizer else 8
 
     @property
     def trained_bytes(self) -> int:
@@ -111,29 +117,29 @@ class Job:
         return self.world_size > 1 or self.param_device != "none"
 
 
-def describe_job(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size: int, ranks_per_node: int, half: bool, has_gpu: bool) -> Job:
+def describe_job(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size: int, ranks_per_node: int, half: bool, has_gpu: bool, fused_optimizer: bool = True) -> Job:
     """Raises ValueError where ZeRO-3 or offload of parameters is asked for with a quantised base, which transformers does not shard."""
     zero = resolve_auto(deepspeed_config.get("zero_optimization", {}), size)
     if size.quantized_bits and zero["stage"] == 3:
         raise ValueError("a quantised base is not sharded by ZeRO-3 (transformers skips zero.Init for it); use stage 0, 1 or 2")
     return Job(size=size, zero=zero, stage=zero["stage"], world_size=world_size, ranks_per_node=ranks_per_node, half=half, has_gpu=has_gpu,
-               accumulates=deepspeed_config.get("gradient_accumulation_steps", 1) != 1)
+               accumulates=deepspeed_config.get("gradient_accumulation_steps", 1) != 1, fused_optimizer=fused_optimizer)
 
 
-def state_terms(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size: int, ranks_per_node: int, half: bool, has_gpu: bool) -> list[Term]:
+def state_terms(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size: int, ranks_per_node: int, half: bool, has_gpu: bool,
+                fused_optimizer: bool = True) -> list[Term]:
     """Model states, gradients and DeepSpeed's buffers: of one device, and of one node's host memory.
 
     Args:
         deepspeed_config: a whole DeepSpeed configuration; "auto" is understood in the numbers that transformers fills.
         half: bf16 or fp16 computation with fp32 master weights; else fp32.
         has_gpu: without, terms of place "device" are what one rank holds in host memory, and nothing is pinned.
-
-    The optimizer is torch's fused AdamW (transformers' default) or DeepSpeed's CPUAdam (with offload); neither needs memory
-    beyond the fp32 gradients. torch's AdamW without fusion adds two fp32 copies of the share during the step.
+        fused_optimizer: torch's fused AdamW (transformers' default); without, its two fp32 copies come on top during the step.
+            With offload the optimizer is DeepSpeed's CPUAdam, which needs neither.
     """
     from dsft.planner.host_states import host_terms
 
-    job = describe_job(size, deepspeed_config, world_size=world_size, ranks_per_node=ranks_per_node, half=half, has_gpu=has_gpu)
+    job = describe_job(size, deepspeed_config, world_size=world_size, ranks_per_node=ranks_per_node, half=half, has_gpu=has_gpu, fused_optimizer=fused_optimizer)
     device = {0: stage_0, 1: stage_1_2, 2: stage_1_2, 3: stage_3}[job.stage](job)
     return [term for term in device + host_terms(job) if term.num_bytes]
 
@@ -155,13 +161,13 @@ def stage_0(job: Job) -> list[Term]:
     states = 12 if job.half else 8
     # The engine reduces a flat copy of the gradients; later, with half, fp32 gradients stand beside w ones (unfused_optimizer.py, step).
     reduced = w * min(t, STAGE_0_REDUCE_ELEMENTS + job.largest_trained)
-    unscaled = 4 * t if job.half else 0
+    unscaled = ((4 if job.half else 0) + job.update_bytes) * t
     return [
         Term(name="weights", num_bytes=frozen + w * t, formula=f"{how} + {w} x {t:,} trained"),
         Term(name="optimizer state", num_bytes=states * t, formula=f"({'fp32 master 4 + ' if job.half else ''}Adam m 4 + v 4) x {t:,}"),
         Term(name="gradients", num_bytes=w * t, formula=f"{w} x {t:,}"),
         Term(name="optimizer step", num_bytes=max(reduced, unscaled), phase="step",
-             formula=f"max(all-reduce copy {w} x min({t:,}, {STAGE_0_REDUCE_ELEMENTS:,} + {job.largest_trained:,}), fp32 gradients {unscaled:,})"),
+             formula=f"max(all-reduce copy {w} x min({t:,}, {STAGE_0_REDUCE_ELEMENTS:,} + {job.largest_trained:,}), fp32 gradients and copies {unscaled:,})"),
     ]
 
 
@@ -215,7 +221,7 @@ def gradients_1_2(job: Job) -> list[Term]:
         large -= job.largest_trained if large else 0
         held, how = w * (copies * whole + large), f"{w} x ({copies} x {whole:,} whole parameters of a rank's share" + (f" + {large:,} larger than a bucket)" if large else ")")
     # Beside the share's gradients: a flat copy of them (w) and one in fp32 (4; in fp32 the flat copy is it), after the norm.
-    flat = (job.weight_bytes if job.half else 0) + 4
+    flat = (job.weight_bytes if job.half else 0) + 4 + job.update_bytes
     step = max(0, w * whole + max(flat * share, norm) - held)
     return [
         Term(name="gradients", num_bytes=held, formula=how),
@@ -233,7 +239,7 @@ def stage_3(job: Job) -> list[Term]:
     on_device = device_sub_groups(job)
     if job.optimizer_device == "none":
         largest = min(share, max(on_device) + math.ceil(job.largest_inner / n) * (len(on_device) > 1))
-        flat = (w if job.half else 0) + 4  # gradients of a sub-group flat, then in fp32 (_prepare_fp32_grad_for_sub_group)
+        flat = (w if job.half else 0) + 4 + job.update_bytes  # gradients of a sub-group flat, then in fp32 (_prepare_fp32_grad_for_sub_group)
         frozen_kept, trained_kept = persistent_params(job)
         released = w * frozen_kept + wt * trained_kept  # only the step partitions these, and gathers them again (step, _post_step)
         terms += [
