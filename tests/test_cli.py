@@ -21,14 +21,12 @@ def test_without_options_the_command_takes_this_machine_and_a_free_port():
     assert first[5] == "--master_port" and 1024 < int(first[6]) < 65536
 
 
-def test_plan_prints_a_table_and_json(run, tmp_path):
+def test_plan_prints_a_table_and_nothing_else(run, tmp_path):
     cls, values = ARCHITECTURES["llama"]
     cls(**values).save_pretrained(tmp_path)
-    command = ["dsft", "plan", "--model", tmp_path / "config.json", "--gpus", "8x80GB", "--nodes", "2", "--seq_len", "128"]
-    table = run(command)
-    assert table.returncode == 0 and "3-offload-optimizer" in table.stdout and "ZeRO 1 is the fastest that fits" in table.stdout
-    content = json.loads(run([*command, "--json"]).stdout)
-    assert content["chosen"]["zero"] == "1" and content["machine"]["nodes"] == 2 and len(content["candidates"]) > 8
+    table = run(["dsft", "plan", "--model", tmp_path / "config.json", "--gpus", "8x80GB", "--nodes", "2", "--seq_len", "128"])
+    assert table.returncode == 0 and "3-offload-optimizer" in table.stdout and "is the fastest that fits" in table.stdout
+    assert not table.stderr.strip()
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ class Plan:
     """Host memory of one node, all its ranks together."""
     fits: bool
     binds: str
-    """"GPU memory", "host memory" or "NVMe" where that is too small; empty where it fits."""
+    """Of "GPU memory", "host memory" and "NVMe" what is too small, joined by " and "; empty where it fits."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -255,8 +255,8 @@ def _plan(name: str, deepspeed_config: dict[str, Any], checkpointing: bool, micr
     device, host, nvme = peak_bytes(terms, "device"), peak_bytes(terms, "host"), peak_bytes(terms, "nvme")
     if not machine.has_gpu:
         host += machine.ranks_per_node * device  # CPU ranks hold everything in host memory
-    binds = "GPU memory" if machine.has_gpu and device > machine.device_bytes else ""
-    binds = binds or ("host memory" if host > HOST_SHARE * machine.host_bytes else "") or ("NVMe" if nvme > machine.nvme_bytes else "")
+    lacking = {"GPU memory": machine.has_gpu and device > machine.device_bytes, "host memory": host > HOST_SHARE * machine.host_bytes, "NVMe": nvme > machine.nvme_bytes}
+    binds = " and ".join(name for name, lacks in lacking.items() if lacks)
     time = step_time(job.size, resolve_auto(deepspeed_config["zero_optimization"], job.size), machine, speeds, micro_batch=micro, accumulation=accumulation, seq_len=job.seq_len, checkpointing=checkpointing, half=job.half)
     return Plan(zero=name, activation_checkpointing=checkpointing, micro_batch=micro, accumulation=accumulation, deepspeed_config=deepspeed_config, terms=tuple(terms), activation_bytes=sum(term.num_bytes for term in activations),
                 time=time, device_bytes=device, host_bytes=host, fits=not binds, binds=binds)
@@ -294,11 +294,12 @@ def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "au
 
 def need(plan: Plan) -> str:
     """What a plan that does not fit asks for."""
-    if plan.binds == "host memory":
-        return f"{in_gib(plan.host_bytes / HOST_SHARE)} of memory per host"
-    if plan.binds == "NVMe":
-        return f"{in_gib(peak_bytes(plan.terms, 'nvme'))} of NVMe per node"
-    return f"{in_gib(plan.device_bytes)} per GPU"
+    needs = {
+        "GPU memory": f"{in_gib(plan.device_bytes)} per GPU",
+        "host memory": f"{in_gib(plan.host_bytes / HOST_SHARE)} of memory per host",
+        "NVMe": f"{in_gib(peak_bytes(plan.terms, 'nvme'))} of NVMe per node",
+    }
+    return " and ".join(needs[name] for name in plan.binds.split(" and "))
 
 
 def in_gib(num_bytes: float) -> str:

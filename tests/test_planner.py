@@ -1,0 +1,291 @@
+"""The choice of a configuration: laws that hold for every plan, choices that are known to be right, and the command."""
+
+import dataclasses
+import json
+import math
+import time
+
+import pytest
+import yaml
+from transformers import AutoConfig, LlamaConfig, LlavaConfig, MixtralConfig
+
+import dsft
+from conftest import ROOT
+from dsft import cli
+from dsft.config import TrainConfig, make_config
+from dsft.machine import GB, GiB, Machine, parse_bytes, parse_gpus, this_machine
+from dsft.model_size import measure_model
+from dsft.planner import calibration
+from dsft.planner.hardware import GPUS, gpu_name, parse_interconnect, speeds_of
+from dsft.planner.plan import NAMES, all_plans, candidate_names, choose, make_job, reason, sub_group_size
+from dsft.planner.step_time import collective_seconds, flops_per_token
+from dsft.preparation import Prepared, plan_run
+from dsft.problems import UserError
+from dsft.zero_config import check_section, read_zero_file
+from tiny import ARCHITECTURES
+
+LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "max_position_embeddings": 8192, "tie_word_embeddings": False}
+LLAMA_70B = LLAMA_8B | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+LLAMA_405B = LLAMA_8B | {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128}
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("configs")
+    for name, values in (("8b", LLAMA_8B), ("70b", LLAMA_70B), ("405b", LLAMA_405B)):
+        LlamaConfig(**values).save_pretrained(folder / name)
+    MixtralConfig().save_pretrained(folder / "mixtral")  # the default is Mixtral 8x7B
+    LlavaConfig(text_config=LlamaConfig(**LLAMA_8B)).save_pretrained(folder / "llava")
+    return {path.name: str(path) for path in folder.iterdir()}
+
+
+def gpus(number: int = 8, gigabytes: int = 80, *, nodes: int = 1, host: int = 1000, **others) -> Machine:
+    return Machine(nodes=nodes, ranks_per_node=number, device_bytes=gigabytes * GB, host_bytes=host * GB, has_gpu=True, **others)
+
+
+def plans_of(model: str, machine: Machine, *, method: str = "full", zero: str = "auto", seq_len: int = 2048, **job):
+    job = make_job(TrainConfig(model=model, method=method, seq_len=seq_len), **job)
+    plans = all_plans(job, machine, speeds_of(machine, half=job.half), zero=zero)
+    return choose(plans, machine), plans
+
+
+def test_parameters_are_counted_exactly_and_by_kind(configs):
+    size = measure_model(TrainConfig(model=configs["8b"]))
+    assert size.num_params == 8_030_261_248  # as published for Llama 3.1 8B
+    assert size.embedding_params == size.head_params == 128256 * 4096 and size.active_params == size.num_params - size.embedding_params
+    assert sum(numel * count for numel, count in size.numels) == size.num_params
+    assert measure_model(TrainConfig(model=configs["70b"])).num_params == 70_553_706_496
+    # r x (in + out) of the seven linear layers, times layers
+    per_layer = 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+    assert measure_model(TrainConfig(model=configs["8b"], method="lora", lora_r=16)).num_trainable == 32 * per_layer
+    experts = measure_model(TrainConfig(model=configs["mixtral"]))
+    assert experts.num_params == 46_702_792_704 and experts.active_params == pytest.approx(12.9e9 - experts.embedding_params, rel=0.01)  # as published: 46.7 B, 12.9 B active
+
+
+def test_a_multimodal_wrapper_is_planned_by_its_text_model(configs):
+    size = make_job(TrainConfig(model=configs["llava"])).size
+    assert size.num_layers == 32 and size.other_params > 3e8 and size.num_params == 8_030_261_248 + size.other_params
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "method", "zero"),
+    [
+        ("8b", gpus(), "full", {"1", "2"}),
+        ("8b", gpus(1, 80), "full", {"2-offload", "3-offload-partial", "3-offload-optimizer"}),
+        ("8b", gpus(1, 80), "lora", {"1"}),
+        ("8b", gpus(1, 24), "qlora", {"1"}),
+        ("70b", gpus(8, 80), "lora", {"3", "3-offload-param"}),
+        ("70b", gpus(8, 80, nodes=2, host=1600), "full", {"3-offload-param", "3-offload-partial", "3-offload-optimizer"}),
+        ("70b", gpus(8, 80, nodes=4), "full", {"3", "3-hpz"}),
+    ],
+)
+def test_the_choice_for_known_models_and_machines(configs, name, machine, method, zero):
+    chosen, plans = plans_of(configs[name], machine, method=method)
+    assert chosen.fits and chosen.zero in zero, chosen.label
+    fastest = max(plan.time.tokens_per_second for plan in plans if plan.fits)
+    assert chosen.time.tokens_per_second >= 0.99 * fastest
+
+
+def test_what_does_not_fit_names_the_resource_that_binds(configs):
+    machine = gpus(1, 24, host=200)
+    chosen, plans = plans_of(configs["70b"], machine)
+    assert not chosen.fits and "nothing fits" in reason(chosen, plans, machine)
+    # 2 x 8 x 80 GB: hosts with less than the optimizer's states are killed in practice
+    machine = gpus(8, 80, nodes=2, host=400)
+    forced, plans = plans_of(configs["70b"], machine, zero="3-offload-optimizer")
+    assert "host memory" in forced.binds and "of memory per host" in reason(forced, plans, machine, zero="3-offload-optimizer")
+
+
+def test_the_reason_says_what_the_next_better_plan_would_need(configs):
+    machine = gpus(8, 24)
+    chosen, plans = plans_of(configs["8b"], machine, method="full")
+    text = reason(chosen, plans, machine)
+    assert chosen.fits and "per GPU" in text and "would fit" in text and "times as fast" in text
+
+
+def test_more_of_anything_never_needs_less(configs):
+    sizes = [plans_of(configs["8b"], gpus(8), zero="3", seq_len=length, micro_batch=1, accumulation=1)[0].device_bytes for length in (1024, 2048, 4096)]
+    assert sizes == sorted(sizes)
+    sharded = [plans_of(configs["8b"], gpus(number), zero="3", micro_batch=1, accumulation=1)[0].device_bytes for number in (2, 4, 8)]
+    assert sharded == sorted(sharded, reverse=True)
+    _, (without, with_checkpointing) = plans_of(configs["8b"], gpus(8), zero="2", micro_batch=1, accumulation=1)
+    assert with_checkpointing.device_bytes < without.device_bytes and with_checkpointing.time.step_seconds > without.time.step_seconds
+
+
+def test_batches_make_up_the_step(configs):
+    _, plans = plans_of(configs["8b"], gpus(8), sequences_per_step=128)
+    assert {plan.micro_batch * plan.accumulation * 8 for plan in plans} == {128}
+    _, plans = plans_of(configs["8b"], gpus(8), micro_batch=3, accumulation=2)
+    assert {(plan.micro_batch, plan.accumulation) for plan in plans} == {(3, 2)}
+
+
+def test_candidates_are_those_that_make_sense(configs):
+    size = measure_model(TrainConfig(model=configs["8b"]))
+    assert candidate_names(size, gpus(8, nodes=2, nvme_bytes=4 * 10**12)) == list(NAMES)
+    assert "3-hpz" not in candidate_names(size, gpus(8)) and "3-nvme" not in candidate_names(size, gpus(8))
+    assert candidate_names(dataclasses.replace(size, quantized_bits=4), gpus(8)) == ["0", "1", "2"]
+    for name in NAMES:
+        problems: list[str] = []
+        check_section(read_zero_file(name, problems), name, problems)
+        assert problems == []
+
+
+def test_lowered_live_parameters_come_together(configs):
+    """One alone changes nothing in DeepSpeed."""
+    chosen, _ = plans_of(configs["8b"], gpus(8, 8), zero="3-offload", micro_batch=1)
+    zero = chosen.deepspeed_config["zero_optimization"]
+    assert chosen.fits and zero["stage3_max_live_parameters"] == zero["stage3_max_reuse_distance"] < 10**9
+
+
+def test_sub_groups_fill_a_power_of_two(configs):
+    size = measure_model(TrainConfig(model=configs["70b"]))
+    for world_size in (1, 8, 16):
+        elements = sub_group_size(size, world_size)
+        largest = elements + math.ceil(128256 * 8192 / world_size)  # the group that the embedding's shard closes
+        assert math.log2(largest) == int(math.log2(largest)) and elements > 0.7 * largest
+
+
+def test_arithmetic_of_a_step(configs):
+    size = measure_model(TrainConfig(model=configs["8b"]))
+    short = flops_per_token(size, 1, checkpointing=False)
+    assert short == pytest.approx(6 * size.active_params, rel=1e-3) and flops_per_token(size, 1, checkpointing=True) == pytest.approx(4 / 3 * short)
+    lora = measure_model(TrainConfig(model=configs["8b"], method="lora"))
+    assert flops_per_token(lora, 1, checkpointing=False) == pytest.approx(4 * size.active_params, rel=0.01)
+    two_nodes = gpus(8, nodes=2, interconnect="nvlink+eth25")
+    speeds = speeds_of(two_nodes, half=True)
+    assert collective_seconds(1e9, 0, two_nodes, speeds) == pytest.approx(0.5 / (0.8 * 25 / 8))  # each node gets the other's half over its card
+    assert collective_seconds(1e9, 0, two_nodes, speeds, inside_node=True) == pytest.approx(7 / 8 / (0.8 * 300))
+    # Across slow Ethernet hpZ gathers half as much; stage 2 reduces once per micro batch, stage 1 once per step.
+    seconds = {name: plans_of(configs["8b"], two_nodes, zero=name, micro_batch=1, accumulation=4)[1][0].time.communication_seconds for name in ("1", "2", "3", "3-hpz")}
+    assert seconds["1"] < seconds["2"] < seconds["3-hpz"] < seconds["3"]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_can_be_planned(tmp_path, architecture):
+    cls, values = ARCHITECTURES[architecture]
+    cls(**values).save_pretrained(tmp_path)
+    AutoConfig.from_pretrained(tmp_path)
+    for method in ("full", "lora"):
+        chosen, _, size = dsft.plan(str(tmp_path / "config.json"), machine=gpus(), method=method, seq_len=128, dtype="bfloat16")
+        assert chosen.fits and 0 < size.num_trainable <= size.num_params
+
+
+def test_unknown_architectures_are_traced_and_said_to_be(tmp_path):
+    cls, values = ARCHITECTURES["gpt_neox"]
+    cls(**values).save_pretrained(tmp_path)
+    assert make_job(TrainConfig(model=str(tmp_path), seq_len=128)).activations.source == "fake-tensor trace"
+
+
+def test_training_refuses_what_cannot_fit(configs, tmp_path):
+    problems: list[str] = []
+    config = make_config(TrainConfig, {"model": configs["8b"], "data": ["d.jsonl"], "output_dir": str(tmp_path / "run"), "zero": "1", "seq_len": 1024, "dtype": "bfloat16",
+                                       "per_device_train_batch_size": 1}, problems)
+    assert problems == []
+    prepared = Prepared(size=measure_model(config), zero_file=read_zero_file("1", problems))
+    with pytest.raises(UserError, match=r"GiB per GPU.*offload.* would fit; memory_check=false"):
+        plan_run(config, prepared, gpus(1, 80))
+    config.memory_check = False
+    assert not plan_run(config, prepared, gpus(1, 80))[0].fits
+    config.memory_check, config.zero, prepared.zero_file = True, "auto", None
+    with pytest.raises(UserError, match="nothing fits.*more GPUs"):
+        plan_run(config, prepared, gpus(1, 16, host=64))
+
+
+@pytest.mark.parametrize("text", ["80", "80G", "GB", "-1GB", "0GB", "80 gigabytes"])
+def test_sizes_are_read_strictly(text):
+    with pytest.raises(UserError, match="80GB"):
+        parse_bytes(text)
+
+
+def test_gpus_are_a_number_and_a_size():
+    assert parse_gpus("8x80GB") == (8, 80 * GB)
+    assert parse_gpus("2x40GiB") == (2, 40 * GiB)
+    for text in ("0x80GB", "80GB", "8x", "x80GB", "8x80G"):
+        with pytest.raises(UserError):
+            parse_gpus(text)
+
+
+def test_interconnects():
+    gpu = GPUS["A100"]
+    assert parse_interconnect("nvlink+ib400", gpu) == (0.8 * 300 * GB, 0.8 * 50 * GB)
+    assert parse_interconnect("pcie+8xib200", gpu) == (0.8 * 32 * GB, 0.8 * 200 * GB)
+    assert parse_interconnect("eth10", gpu) == (0.8 * 300 * GB, 0.8 * 1.25 * GB)
+    for text in ("nvlik", "ib", "eth0", "pcie9"):
+        with pytest.raises(UserError, match="unknown"):
+            parse_interconnect(text, gpu)
+    assert gpu_name(gpus(8, 80)) == "A100" and gpu_name(gpus(8, 141, gpu_type="NVIDIA H200", measured=True)) == "H200" and gpu_name(gpus(1, 24, gpu_type="NVIDIA L4")) == "L4"
+    with pytest.raises(UserError, match="--gpu_type Z80"):
+        gpu_name(gpus(1, 24, gpu_type="Z80"))
+
+
+def test_this_machine_is_measured():
+    machine = this_machine(ranks_per_node=2)
+    assert machine.measured and machine.cores >= 1 and (0 < machine.device_bytes <= machine.host_bytes or machine.has_gpu)
+
+
+def test_measured_speeds_take_the_place_of_assumed_ones(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine = dataclasses.replace(this_machine(ranks_per_node=2), has_gpu=False, gpu_type="")
+    assumed = speeds_of(machine, half=False)
+    assert calibration.calibrated(assumed, machine, half=False) == assumed
+    path = calibration.calibrate(machine, half=False)
+    measured = calibration.calibrated(assumed, machine, half=False)
+    assert path.is_file() and "measured on this machine" in measured.source
+    assert measured.flops > 1e9 and measured.link_bytes > 1e6 and 0 < measured.collective_seconds < 1 and measured.flops != assumed.flops
+    assert calibration.calibrated(assumed, dataclasses.replace(machine, measured=False), half=False) == assumed
+
+
+def run_plan(capsys, *words: str) -> str:
+    cli.main(["plan", *words])
+    return capsys.readouterr().out
+
+
+def test_the_command_prints_table_reason_and_terms(configs, capsys):
+    start = time.perf_counter()
+    out = run_plan(capsys, "--model", configs["405b"], "--nodes", "16", "--gpus", "8x80GB", "--host_memory", "2TB", "--seq_len", "4096", "--explain")
+    assert time.perf_counter() - start < 10
+    assert "405.853 B parameters" in out and "->" in out and "the fastest that fits" in out and "3-hpz" in out
+    assert "optimizer state" in out and "matrix products" in out and "activations: formula of llama" in out
+
+
+def test_the_command_as_json_and_as_files(configs, capsys, tmp_path):
+    words = ["--model", configs["8b"], "--gpus", "8x80GB", "--gpu_type", "H100", "--tokens_per_step", str(64 * 1024)]
+    found = json.loads(run_plan(capsys, *words, "--json"))
+    chosen = found["chosen"]
+    assert chosen["fits"] and chosen["reason"] and found["model"]["num_params"] == 8_030_261_248 and len(found["candidates"]) > 15
+    assert chosen["micro_batch"] * chosen["accumulation"] * 8 * 1024 == 64 * 1024
+    run_plan(capsys, *words, "--write", str(tmp_path / "plan"))
+    problems: list[str] = []
+    written = read_zero_file(str(tmp_path / "plan/deepspeed.json"), problems)
+    check_section(written, "written", problems)
+    assert problems == [] and "auto" not in json.dumps({key: value for key, value in written.items() if key != "optimizer"})
+    assert written["train_batch_size"] == 64 and written["zero_optimization"]["stage"] == int(chosen["zero"][0])
+    launcher = yaml.safe_load((tmp_path / "plan/accelerate.yaml").read_text())
+    assert launcher["num_processes"] == 8 and launcher["deepspeed_config"]["deepspeed_config_file"].endswith("deepspeed.json")
+    with pytest.raises(SystemExit):
+        run_plan(capsys, *words, "--write", str(tmp_path / "plan"))
+
+
+def test_the_view_over_nodes_and_the_plan_of_an_evaluation(configs, capsys):
+    rows = json.loads(run_plan(capsys, "--model", configs["8b"], "--gpus", "8x80GB", "--nodes", "1,2,8", "--json"))
+    assert [row["nodes"] for row in rows] == [1, 2, 8] and rows[0]["tokens_per_second"] < rows[2]["tokens_per_second"]
+    assert rows[0]["gpu_hours_per_1e9_tokens"] == pytest.approx(1e9 / rows[0]["tokens_per_second"] * 8 / 3600)
+    found = {name: json.loads(run_plan(capsys, "--model", configs[name], "--perplexity", "--gpus", "8x80GB", "--json"))["chosen"] for name in ("8b", "70b", "405b")}
+    assert found["8b"]["zero"] == "0" and found["70b"]["zero"] == "3" and not found["405b"]["fits"]
+    assert found["8b"]["weight_bytes"] == 2 * 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "0x80GB"], "8x80GB"), (["--gpus", "8x80G"], "80GB"), (["--seq_len", "9000", "--gpus", "8x80GB"], "beyond the 8192 positions"),
+        (["--nodes", "0", "--gpus", "8x80GB"], "at least 1"), (["--gpus", "8x80GB", "--interconnect", "wifi"], "'wifi' is unknown"),
+        (["--hostfile", "nowhere"], "nowhere: no such file"), (["--hostfile", str(ROOT / "hostfiles/2x8"), "--nodes", "3"], "keep one"),
+        (["--hostfile", str(ROOT / "hostfiles/2x8"), "--gpus", "4x80GB"], "says 8 per node"), (["--tokens_per_step", "8"], "less than one sequence"),
+    ],
+)
+def test_bad_requests_are_one_clear_error(configs, capsys, words, message):
+    with pytest.raises(SystemExit) as caught:
+        run_plan(capsys, "--model", configs["8b"], *words)
+    assert caught.value.code == 2 and message in capsys.readouterr().err
