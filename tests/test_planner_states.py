@@ -26,12 +26,12 @@ SPANNING_RANK = 1
 """The rank that has the end of the embedding and what follows: the most gradients under ZeRO-1 and 2."""
 
 
-def case(*, half: bool = True, lora_r: int = 0, micro_batches: int = 1, rank: int = 0, **zero) -> dict:
+def case(*, half: bool = True, lora_r: int = 0, tied: bool = False, micro_batches: int = 1, rank: int = 0, **zero) -> dict:
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches, "gradient_clipping": 1.0, "steps_per_print": 10**9,
               "bf16": {"enabled": half}, "zero_optimization": zero}
     if "offload_optimizer" in zero:
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-5}}
-    return {"model": MODEL, "config": config, "half": half, "lora_r": lora_r, "micro_batches": micro_batches, "rank": rank}
+    return {"model": MODEL | {"tie_word_embeddings": tied}, "config": config, "half": half, "lora_r": lora_r, "micro_batches": micro_batches, "rank": rank}
 
 
 CASES = {
@@ -41,6 +41,7 @@ CASES = {
     "1 accumulating": case(stage=1, rank=SPANNING_RANK, micro_batches=2, **Z12),
     "1 without overlap": case(stage=1, rank=SPANNING_RANK, **(Z12 | {"overlap_comm": False})),
     "2": case(stage=2, rank=SPANNING_RANK, **Z12),
+    "2 tied": case(stage=2, tied=True, rank=SPANNING_RANK, **Z12),
     "2 accumulating": case(stage=2, rank=SPANNING_RANK, micro_batches=2, **Z12),
     "2 fp32": case(stage=2, rank=SPANNING_RANK, half=False, **Z12),
     "2 lora": case(stage=2, lora_r=32, **Z12),
@@ -69,17 +70,21 @@ def measured():
 
 @pytest.fixture(scope="module")
 def sizes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    LlamaConfig(**MODEL).save_pretrained(folder)
-    path = str(folder / "config.json")
-    lora = TrainConfig(model=path, method="lora", lora_r=32, lora_target_modules=["all-linear"])
-    return {0: measure_model(TrainConfig(model=path)), 32: measure_model(lora)}
+    """By (tied, lora_r)."""
+    found = {}
+    for tied in (False, True):
+        folder = tmp_path_factory.mktemp("model")
+        LlamaConfig(**MODEL | {"tie_word_embeddings": tied}).save_pretrained(folder)
+        path = str(folder / "config.json")
+        found[tied, 0] = measure_model(TrainConfig(model=path))
+        found[tied, 32] = measure_model(TrainConfig(model=path, method="lora", lora_r=32))
+    return found
 
 
 def predict(name: str, sizes, function=state_terms):
     """Terms of one rank, of both places together: what is offloaded lies in the same memory here."""
     one = CASES[name]
-    terms = function(sizes[one["lora_r"]], one["config"], world_size=WORLD_SIZE, ranks_per_node=RANKS_PER_NODE, half=one["half"], has_gpu=False)
+    terms = function(sizes[one["model"]["tie_word_embeddings"], one["lora_r"]], one["config"], world_size=WORLD_SIZE, ranks_per_node=RANKS_PER_NODE, half=one["half"], has_gpu=False)
     return [(term, term.num_bytes // (RANKS_PER_NODE if term.place == "host" else 1)) for term in terms if term.name != "processes"]
 
 
@@ -130,6 +135,7 @@ PARTS = [
     ("1 without overlap", ("reduce buckets",), "compute", ("setup_buckets", "allreduce_bucket")),
     ("2", ("gradients",), "compute", ("copy_grads_in_partition",)),
     ("2", ("gradient not yet reduced",), "compute", ("backward",)),
+    ("2 tied", ("gradient not yet reduced",), "compute", ("backward",)),
     ("2", ("reduce buckets",), "compute", ("setup_buckets", "allreduce_bucket")),
     ("2 accumulating", ("gradients",), "compute", ("copy_grads_in_partition",)),
     ("2 fp32", ("optimizer state",), "always", ("__init__", "torch_optimizer")),
@@ -180,7 +186,7 @@ def test_auto_is_filled_as_transformers_fills_it(stage, sizes):
     theirs = HfTrainerDeepSpeedConfig({"zero_optimization": dict(section)})
     theirs.trainer_config_finalize(SimpleNamespace(get_warmup_steps=lambda steps: 1), SimpleNamespace(config=LlamaConfig(**MODEL)), 10)
     filled = {key: value for key, value in theirs.config["zero_optimization"].items() if value != "auto"}
-    ours = resolve_auto(section, sizes[0])
+    ours = resolve_auto(section, sizes[False, 0])
     assert {key: ours[key] for key in filled} == filled
     assert ours["sub_group_size"] == 10**9 and ours["overlap_comm"] is (stage == 3)  # DeepSpeed's defaults
 
@@ -190,16 +196,16 @@ def test_auto_is_filled_as_transformers_fills_it(stage, sizes):
 def test_every_configuration_has_terms_with_their_arithmetic(name, lora_r, sizes):
     config = compose(read_zero_file(name, []), ranks_per_node=8)
     for function in (state_terms, load_terms):
-        terms = function(sizes[lora_r], config, world_size=16, ranks_per_node=8, half=True, has_gpu=True)
+        terms = function(sizes[False, lora_r], config, world_size=16, ranks_per_node=8, half=True, has_gpu=True)
         assert all(term.num_bytes > 0 and term.formula for term in terms) and peak_bytes(terms, "device") > 0
 
 
 def test_pinned_memory_is_rounded_up_to_powers_of_two_on_gpu_nodes_only(sizes):
-    share = sizes[0].num_trainable / 16
+    share = sizes[False, 0].num_trainable / 16
 
     def host(has_gpu: bool, pin: bool) -> dict[str, float]:
         config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": pin}}}
-        terms = state_terms(sizes[0], config, world_size=16, ranks_per_node=8, half=True, has_gpu=has_gpu)
+        terms = state_terms(sizes[False, 0], config, world_size=16, ranks_per_node=8, half=True, has_gpu=has_gpu)
         return {term.name: term.num_bytes / 8 for term in terms if term.place == "host"}
 
     assert host(True, True)["fp32 gradients"] == 2**21  # of 4 x 457 thousand
@@ -211,7 +217,7 @@ def test_pinned_memory_is_rounded_up_to_powers_of_two_on_gpu_nodes_only(sizes):
 def test_what_ratio_leaves_on_the_device_is_not_in_host_memory(sizes):
     def of(ratio: float, place: str) -> int:
         config = {"zero_optimization": {"stage": 3, "sub_group_size": 50_000, "offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": ratio}}}
-        terms = state_terms(sizes[0], config, world_size=16, ranks_per_node=1, half=True, has_gpu=True)
+        terms = state_terms(sizes[False, 0], config, world_size=16, ranks_per_node=1, half=True, has_gpu=True)
         return sum(term.num_bytes for term in terms if term.place == place and term.phase == "always")
 
     kept = 5 * 50_000  # int((1 - 0.5) x 10 sub-groups)
@@ -219,7 +225,7 @@ def test_what_ratio_leaves_on_the_device_is_not_in_host_memory(sizes):
 
 
 def test_a_quantised_base_is_refused_by_stage_3(sizes):
-    size = dataclasses.replace(sizes[32], quantized_bits=4)
+    size = dataclasses.replace(sizes[False, 32], quantized_bits=4)
     with pytest.raises(ValueError, match="stage 0, 1 or 2"):
         state_terms(size, {"zero_optimization": {"stage": 3}}, world_size=16, ranks_per_node=8, half=True, has_gpu=True)
     weights = next(t for t in state_terms(size, {"zero_optimization": {"stage": 2}}, world_size=16, ranks_per_node=8, half=True, has_gpu=True) if t.name == "weights")

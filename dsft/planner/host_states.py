@@ -55,7 +55,7 @@ def _stage_1_2(job: Job) -> list[Term]:
         _host(job, "copy of updated weights", _pinned(job, w * share, pin=pin), f"{w} x {share:,}, pinned"),
         _host(job, "gradient buffer", _pinned(job, w * largest, pin=pin), f"{w} x largest parameter {largest:,}, pinned"),
     ]
-    if job.accumulates:
+    if job.accumulates and job.stage == 2:
         # One buffer per parameter of the share, whole (buffer_to_accumulate_to_in_cpu); rounded like the average parameter.
         plain = sum(numel * count for numel, count in job.size.trainable_numels)
         rounding = sum(_pinned(job, w * numel, pin=pin) * count for numel, count in job.size.trainable_numels) / (w * plain)

@@ -176,13 +176,22 @@ def stage_1_2(job: Job) -> list[Term]:
     else:
         terms.append(Term(name="gradient buffer of the offload", num_bytes=w * largest, formula=f"{w} x largest parameter {largest:,} (temp_grad_buffer_for_gpu_offload)"))
     bucket, buffers = job.zero["reduce_bucket_size"], 2 if job.zero["overlap_comm"] else 1
-    # A bucket is allocated whole, however few gradients there are. What is reduced is a flat copy of its used part, or of the
-    # slices (at most a share each) of a parameter that is larger, as many as fill a bucket (allreduce_and_scatter).
-    reduced = min(t, max(bucket, min(largest, bucket + share)))
+    if not job.zero["contiguous_gradients"] and job.optimizer_device == "none":
+        buffers = 0
+    # A bucket is allocated whole, however few gradients there are. What is reduced is a flat copy of its used part (where all
+    # gradients were kept, those have left), or of the slices of a larger parameter, as many as fill a bucket (allreduce_and_scatter).
+    reduced = max(0 if keeps_gradients(job) else min(t, bucket), min(largest, bucket + share) if largest > bucket else 0)
+    tied = not job.size.lora_r and not job.size.head_params and largest == job.size.embedding_params
+    pending = 2 * largest if tied else largest  # a tied embedding waits for the gradient of its second use
     return terms + gradients_1_2(job) + [
         Term(name="reduce buckets", num_bytes=w * (buffers * bucket + reduced), phase="compute", formula=f"{w} x ({buffers} x bucket {bucket:,} + copy {reduced:,})"),
-        Term(name="gradient not yet reduced", num_bytes=w * largest, phase="compute", formula=f"{w} x largest parameter {largest:,}"),
+        Term(name="gradient not yet reduced", num_bytes=w * pending, phase="compute", formula=f"{w} x {'2 uses of the tied embedding' if tied else 'largest parameter'} {largest:,}"),
     ]
+
+
+def keeps_gradients(job: Job) -> bool:
+    """Whether stage 1 or 2 holds all gradients whole until the last micro batch is reduced (`process_gradients`)."""
+    return job.stage == 1 and (job.accumulates or not job.zero["overlap_comm"])
 
 
 def partition_gradients(job: Job) -> int:
@@ -200,13 +209,12 @@ def gradients_1_2(job: Job) -> list[Term]:
     w, t, share, n = job.weight_bytes, job.size.num_trainable, job.share, job.world_size
     norm = 8 * min(job.largest_trained, share)  # fp64 copy of one gradient at a time (get_grad_norm_direct, set_norm_for_param_grad_in_gpu)
     whole = partition_gradients(job)
-    kept_until_reduced = job.stage == 1 and (job.accumulates or not job.zero["overlap_comm"])
     if job.optimizer_device != "none":
         # The share's gradients go to host memory as they are reduced; stage 1 keeps them on the device until the last micro batch.
-        held = w * t if kept_until_reduced else 0
+        held = w * t if keeps_gradients(job) else 0
         return [Term(name="gradients", num_bytes=held, formula=f"{w} x {t:,}"),
                 Term(name="gradient norm", num_bytes=norm, phase="compute", formula=f"8 x {norm // 8:,} (fp64)")]
-    if kept_until_reduced:
+    if keeps_gradients(job):
         held, how = w * t, f"{w} x {t:,} until the last micro batch is reduced"
     else:
         copies = 2 if job.stage == 2 and job.accumulates else 1
@@ -226,7 +234,7 @@ def gradients_1_2(job: Job) -> list[Term]:
 def stage_3(job: Job) -> list[Term]:
     """`DeepSpeedZeroOptimizer_Stage3` in deepspeed/runtime/zero/stage3.py."""
     w, wt, t, n, share = job.weight_bytes, job.trained_bytes, job.size.num_trainable, job.world_size, job.share
-    bucket = job.zero["reduce_bucket_size"]
+    bucket = job.zero["reduce_bucket_size"] if job.zero["contiguous_gradients"] else 0
     terms = [Term(name="reduce bucket", num_bytes=w * bucket, formula=f"{w} x bucket {bucket:,}")]  # allocated whole, once
     if job.param_device == "none":
         terms.append(Term(name="weights", num_bytes=(w * job.frozen + wt * t) // n, formula=f"({w} x {job.frozen:,} frozen + {wt} x {t:,} trained) / {n}"))
@@ -291,15 +299,17 @@ def gathered(job: Job) -> list[Term]:
     largest = max(numel for numel, _ in job.size.numels)
     # A prefetch ends with the parameter that fills it, and holds a flat copy until its last parameter is used (AllGatherCoalescedHandle.wait).
     prefetch = job.zero["stage3_prefetch_bucket_size"]
-    fetched = w * (prefetch + largest) if prefetch else 0
+    fetched = w * min(most, prefetch + largest) if prefetch else 0
     # The gradient of the largest parameter, while the bucket before it is flattened for the reduce-scatter (reduce_scatter_coalesced).
-    reduced = wt * job.largest_trained + w * min(job.zero["reduce_bucket_size"], job.size.num_trainable)
+    # Where everything is gathered, parameters of the bucket's size have been released by then.
+    flattened = min(job.zero["reduce_bucket_size"], job.size.num_trainable) if live < most else 0
+    reduced = wt * job.largest_trained + w * flattened
     return [
         Term(name="persistent parameters", num_bytes=w * frozen + wt * trained, formula=f"{w} x {frozen:,} + {wt} x {trained:,} (trained) up to the threshold {job.zero['stage3_param_persistence_threshold']:,}"),
         Term(name="gathered parameters", num_bytes=w * live + fp32_adapters, phase="compute",
              formula=f"{w} x {live:,} of {most:,}" + (f" + {fp32_adapters:,} as adapters are fp32" if fp32_adapters else "")),
         Term(name="prefetch or reduce copies", num_bytes=max(fetched, reduced), phase="compute",
-             formula=f"max({w} x (prefetch bucket {prefetch:,} + parameter that fills it {largest:,}), gradient {wt} x {job.largest_trained:,} + flat bucket), not at one time"),
+             formula=f"max({w} x (prefetch bucket {prefetch:,} + parameter that fills it {largest:,}), gradient {wt} x {job.largest_trained:,} + {w} x flat bucket {flattened:,}), not at one time"),
     ]
 
 
