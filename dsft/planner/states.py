@@ -182,7 +182,7 @@ def stage_1_2(job: Job) -> list[Term]:
     # gradients were kept, those have left), or of the slices of a larger parameter, as many as fill a bucket (allreduce_and_scatter).
     reduced = max(0 if keeps_gradients(job) else min(t, bucket), min(largest, bucket + share) if largest > bucket else 0)
     tied = not job.size.lora_r and not job.size.head_params and largest == job.size.embedding_params
-    pending = 2 * largest if tied else largest  # a tied embedding waits for the gradient of its second use
+    pending = 2 * largest if tied else largest  # a tied embedding has two; their sum stands beside them before there is a copy to reduce
     return terms + gradients_1_2(job) + [
         Term(name="reduce buckets", num_bytes=w * (buffers * bucket + reduced), phase="compute", formula=f"{w} x ({buffers} x bucket {bucket:,} + copy {reduced:,})"),
         Term(name="gradient not yet reduced", num_bytes=w * pending, phase="compute", formula=f"{w} x {'2 uses of the tied embedding' if tied else 'largest parameter'} {largest:,}"),
