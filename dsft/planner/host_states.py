@@ -1,16 +1,14 @@
-"""Host memory of one node that DeepSpeed's offload takes, and what loading the model takes before training.
+"""Host memory of one node that DeepSpeed's offload takes.
 
 Pinned memory is rounded up to powers of two by torch's CachingHostAllocator (c10 `CachingHostAllocator.h`), which keeps what
 is freed. Without a GPU nothing is pinned, and every buffer has its own size. The files of offload to NVMe are not counted.
 """
 
 from collections import Counter
-from typing import Any
 
 from dsft.machine import GB
-from dsft.model_size import ModelSize
-from dsft.planner.states import Job, describe_job, device_sub_groups, frozen_bytes, partition_gradients
-from dsft.planner.terms import Term
+from dsft.planner.terms import Phase, Term
+from dsft.planner.zero_job import Job, device_sub_groups, partition_gradients
 
 GPU_PROCESS_BYTES = 3 * GB
 """Of one rank: Python, torch with CUDA, NCCL, DeepSpeed (an estimate)."""
@@ -20,7 +18,7 @@ CPU_PROCESS_BYTES = 1 * GB
 
 def host_terms(job: Job) -> list[Term]:
     """Of one node: all its ranks together."""
-    terms = [_process(job, phase="always")]
+    terms = [process_term(job, phase="always")]
     if job.stage in (1, 2) and job.optimizer_device != "none":
         terms += _stage_1_2(job)
     if job.stage == 3 and job.optimizer_device != "none":
@@ -30,7 +28,8 @@ def host_terms(job: Job) -> list[Term]:
     return terms
 
 
-def _process(job: Job, *, phase) -> Term:
+def process_term(job: Job, *, phase: Phase) -> Term:
+    """What the ranks of a node take before they hold a model."""
     num_bytes = GPU_PROCESS_BYTES if job.has_gpu else CPU_PROCESS_BYTES
     return Term(name="processes", num_bytes=job.ranks_per_node * num_bytes, phase=phase, place="host", formula=f"{job.ranks_per_node} ranks x {num_bytes:,}")
 
@@ -109,44 +108,3 @@ def _stage_3_params(job: Job) -> list[Term]:
         _host(job, "frozen shards", shards(job.frozen_numels, w), f"{w} x each frozen parameter / {n}, pinned one by one"),
         _host(job, "allocator's leftovers", left, f"{wt} x each trained parameter / {n}, pinned one by one, kept when they move"),
     ]
-
-
-def load_terms(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size: int, ranks_per_node: int, half: bool, has_gpu: bool) -> list[Term]:
-    """Memory while the model is loaded and handed to DeepSpeed; arguments as for `state_terms`.
-
-    transformers maps checkpoint files into memory (under ZeRO-3 on rank 0 alone): pages that the kernel takes back when it
-    needs them, so they are not counted; a file system that cannot map them needs the whole checkpoint on top.
-    """
-    job = describe_job(size, deepspeed_config, world_size=world_size, ranks_per_node=ranks_per_node, half=half, has_gpu=has_gpu)
-    w, t = job.weight_bytes, size.num_trainable
-    adapters = 4 * t if size.lora_r else 0  # peft makes them in fp32, whole on every rank; DeepSpeed then converts or shards them
-    weights, how = frozen_bytes(job)
-    if not size.lora_r:
-        weights, how = w * t, f"{w} x {t:,}"
-    place = "host" if has_gpu else "device"
-    ranks = ranks_per_node if has_gpu else 1
-    terms = [_process(job, phase="load")]
-
-    def load(name: str, num_bytes: int, formula: str, *, on: str) -> Term:
-        many = ranks if on == "host" else 1
-        return Term(name=name, num_bytes=many * num_bytes, phase="load", place=on, formula=f"{many} ranks x {formula}" if many > 1 else formula)
-
-    if job.stage == 3:
-        shards_on = "host" if job.param_device != "none" else "device"
-        largest = max(0, w * size.largest_module_params - (0 if has_gpu else adapters))  # the module comes before the adapters
-        terms += [load("shards", weights // world_size, f"({how}) / {world_size}", on=shards_on if has_gpu else "device"),
-                  load("one module, whole", largest, f"{w} x {size.largest_module_params:,}", on="device")]
-        if job.zero["zero_hpz_partition_size"] > 1 and job.param_device == "none":
-            over = job.zero["zero_hpz_partition_size"]
-            terms.append(load("secondary partition", weights // over, f"({how}) / {over}", on="device"))
-    elif size.quantized_bits and has_gpu:
-        plain = size.embedding_params + size.head_params  # prepare_model_for_kbit_training makes what is not quantised fp32
-        terms.append(load("weights", weights + (4 - w) * plain, f"{how}, embedding and head in fp32", on="device"))
-    else:
-        terms.append(load("weights", weights, how, on=place))
-        if has_gpu:
-            terms.append(load("weights moved to the device", weights + w * t * bool(size.lora_r), how, on="device"))
-        elif job.stage in (1, 2):
-            flat = 2 * w * t - adapters if adapters else w * t  # adapters in w bytes and their flat copy replace those in fp32
-            terms.append(load("flat copy of trained weights", max(0, flat), f"{w} x {t:,} (flatten_dense_tensors_aligned)", on="device"))
-    return terms + ([load("adapters", adapters, f"4 x {t:,}", on=place)] if adapters else [])

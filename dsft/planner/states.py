@@ -1,123 +1,23 @@
-"""Memory of model states on one device, by DeepSpeed's ZeRO configuration; see `host_states` for host memory and loading.
+"""Memory of model states by DeepSpeed's ZeRO configuration, and of loading; what offload takes of the host is in `host_states`.
 
 Formulas hold for DeepSpeed 0.19.8; tests/test_planner_states.py holds each against unmodified DeepSpeed on one rank of 16.
 Worst rank, worst moment: a parameter that lies across two ranks' shares counts whole, and gradient accumulation is assumed
 unless the configuration says 1. Not counted: activations (elsewhere), alignment paddings, tensor parallelism, MoE groups,
 optimizers other than Adam, `data_types.grad_accum_dtype`, torch autocast, quantised collectives (qwZ, qgZ).
-
-Letters: psi parameters, psi_t trained ones, N ranks, w bytes of a weight.
 """
 
 import math
-from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 from dsft.model_size import ModelSize
+from dsft.planner.host_states import host_terms, process_term
 from dsft.planner.terms import Term
+from dsft.planner.zero_job import Job, describe_job, device_sub_groups, frozen_bytes, partition_gradients, resolve_auto
+
+__all__ = ["load_terms", "resolve_auto", "state_terms"]
 
 STAGE_0_REDUCE_ELEMENTS = 500_000_000
 """Elements that stage 0 all-reduces at once (`elements_per_buffer` in deepspeed/runtime/engine.py)."""
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Of a weight in nf4 with double quantisation: 4 bits, one 8-bit scale per 64 weights, one fp32 scale per 256 of those (QLoRA paper, section 3)."""
-
-
-def resolve_auto(zero_section: dict[str, Any], size: ModelSize) -> dict[str, Any]:
-    """The section zero_optimization as DeepSpeed will read it: "auto" filled from the hidden size, defaults for what is missing.
-
-    Source: HfTrainerDeepSpeedConfig.trainer_config_finalize (transformers/integrations/deepspeed.py) and DeepSpeedZeroConfig.
-    """
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    h = size.hidden_size
-    filled = {"reduce_bucket_size": h * h, "stage3_prefetch_bucket_size": int(0.9 * h * h), "stage3_param_persistence_threshold": 10 * h}
-    section = {key: filled.get(key) if value == "auto" else value for key, value in zero_section.items()}
-    given = DeepSpeedZeroConfig(**{key: value for key, value in section.items() if value is not None})
-    return given.model_dump(mode="json", by_alias=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What the formulas read of model, configuration and machine."""
-
-    size: ModelSize
-    zero: dict[str, Any]
-    """The section zero_optimization, resolved."""
-    stage: int
-    world_size: int
-    ranks_per_node: int
-    half: bool
-    has_gpu: bool
-    accumulates: bool
-    """More than one micro batch per optimizer step, or not known."""
-
-    @property
-    def weight_bytes(self) -> int:
-        """w: of a base weight, a gradient and a bucket's element. DeepSpeed accumulates and communicates in the model's dtype."""
-        return 2 if self.half else 4
-
-    @property
-    def trained_bytes(self) -> int:
-        """Of a trained weight. peft makes adapters in fp32; engine.py casts them to the model's dtype, but not where zero.Init made the base (`_cast_module_mixed_precision`)."""
-        return 4 if self.stage == 3 and self.size.lora_r else self.weight_bytes
-
-    @property
-    def frozen(self) -> int:
-        return self.size.num_params - self.size.num_trainable
-
-    @property
-    def share(self) -> int:
-        """psi_t / N: trained parameters whose optimizer states this rank holds."""
-        return math.ceil(self.size.num_trainable / self.world_size)
-
-    @property
-    def largest_trained(self) -> int:
-        return max(self.trained_numels)
-
-    @property
-    def largest_inner(self) -> int:
-        """The largest trained parameter between embedding and head, which come first and last."""
-        ends = {self.size.embedding_params, self.size.head_params}
-        return max((numel for numel in self.trained_numels if numel not in ends), default=0)
-
-    @property
-    def optimizer_device(self) -> str:
-        return (self.zero["offload_optimizer"] or {}).get("device", "none")
-
-    @property
-    def param_device(self) -> str:
-        return (self.zero["offload_param"] or {}).get("device", "none")
-
-    @property
-    def trained_numels(self) -> Counter[int]:
-        return Counter(dict(self.size.trainable_numels))
-
-    @property
-    def frozen_numels(self) -> Counter[int]:
-        return Counter(dict(self.size.numels)) - self.trained_numels
-
-    @property
-    def sub_groups(self) -> list[int]:
-        """Elements of each of this rank's sub-groups under ZeRO-3; each is closed by the parameter that fills it (`_create_fp16_sub_groups`)."""
-        full = self.zero["sub_group_size"]
-        if full >= self.share or full == 0:
-            return [self.share]
-        whole, rest = divmod(self.share, full)
-        return [full] * whole + ([rest] if rest else [])
-
-    @property
-    def gathers(self) -> bool:
-        """Whether ZeRO-3 builds whole parameters beside its partitions (`NoGatherHandle` on one rank)."""
-        return self.world_size > 1 or self.param_device != "none"
-
-
-def describe_job(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size: int, ranks_per_node: int, half: bool, has_gpu: bool) -> Job:
-    """Raises ValueError where ZeRO-3 or offload of parameters is asked for with a quantised base, which transformers does not shard."""
-    zero = resolve_auto(deepspeed_config.get("zero_optimization", {}), size)
-    if size.quantized_bits and zero["stage"] == 3:
-        raise ValueError("a quantised base is not sharded by ZeRO-3 (transformers skips zero.Init for it); use stage 0, 1 or 2")
-    return Job(size=size, zero=zero, stage=zero["stage"], world_size=world_size, ranks_per_node=ranks_per_node, half=half, has_gpu=has_gpu,
-               accumulates=deepspeed_config.get("gradient_accumulation_steps", 1) != 1)
 
 
 def state_terms(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size: int, ranks_per_node: int, half: bool, has_gpu: bool) -> list[Term]:
@@ -131,21 +31,9 @@ def state_terms(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size
     The optimizer is torch's fused AdamW (transformers' default) or DeepSpeed's CPUAdam (with offload); neither needs memory
     beyond the fp32 gradients. torch's AdamW without fusion adds two fp32 copies of the share during the step.
     """
-    from dsft.planner.host_states import host_terms
-
     job = describe_job(size, deepspeed_config, world_size=world_size, ranks_per_node=ranks_per_node, half=half, has_gpu=has_gpu)
     device = {0: stage_0, 1: stage_1_2, 2: stage_1_2, 3: stage_3}[job.stage](job)
     return [term for term in device + host_terms(job) if term.num_bytes]
-
-
-def frozen_bytes(job: Job) -> tuple[int, str]:
-    """The base that adapters stand on, whole, and its arithmetic. Quantised, only linear layers are; bitsandbytes leaves embedding and head."""
-    w, bits = job.weight_bytes, job.size.quantized_bits
-    if not bits:
-        return w * job.frozen, f"{w} x {job.frozen:,} frozen"
-    plain = job.size.embedding_params + job.size.head_params
-    per_weight = NF4_BYTES if bits == 4 else bits / 8
-    return int(w * plain + per_weight * (job.frozen - plain)), f"{w} x {plain:,} embedding and head + {per_weight:.3f} x {job.frozen - plain:,} quantised"
 
 
 def stage_0(job: Job) -> list[Term]:
@@ -192,16 +80,6 @@ def stage_1_2(job: Job) -> list[Term]:
 def keeps_gradients(job: Job) -> bool:
     """Whether stage 1 or 2 holds all gradients whole until the last micro batch is reduced (`process_gradients`)."""
     return job.stage == 1 and (job.accumulates or not job.zero["overlap_comm"])
-
-
-def partition_gradients(job: Job) -> int:
-    """Elements of the parameters that lie in one rank's share, each whole, on the rank that has most (`copy_grads_in_partition`).
-
-    The embedding comes first: a rank that ends it holds all of it, and what follows. Any other parameter may lie across the share's border.
-    """
-    first = 0 if job.size.lora_r else job.size.embedding_params
-    beyond = first - first % job.share if first > job.share else 0  # of the embedding, in the shares before
-    return min(job.size.num_trainable, beyond + job.share + job.largest_inner)
 
 
 def gradients_1_2(job: Job) -> list[Term]:
@@ -261,14 +139,6 @@ def stage_3(job: Job) -> list[Term]:
     return terms + gathered(job) + secondary(job)
 
 
-def device_sub_groups(job: Job) -> list[int]:
-    """Sub-groups that the device updates: all, or with offload the first int((1 - ratio) x their number)."""
-    if job.optimizer_device == "none":
-        return job.sub_groups
-    groups = job.sub_groups
-    return groups[: int((1 - job.zero["offload_optimizer"]["ratio"]) * len(groups))]
-
-
 def persistent_params(job: Job) -> tuple[int, int]:
     """(frozen, trained) parameters that stay gathered: those up to the threshold (`mark_persistent_parameters`)."""
     threshold, limit = job.zero["stage3_param_persistence_threshold"], job.zero["stage3_model_persistence_threshold"]
@@ -305,7 +175,8 @@ def gathered(job: Job) -> list[Term]:
     flattened = min(job.zero["reduce_bucket_size"], job.size.num_trainable) if live < most else 0
     reduced = wt * job.largest_trained + w * flattened
     return [
-        Term(name="persistent parameters", num_bytes=w * frozen + wt * trained, formula=f"{w} x {frozen:,} + {wt} x {trained:,} (trained) up to the threshold {job.zero['stage3_param_persistence_threshold']:,}"),
+        Term(name="persistent parameters", num_bytes=w * frozen + wt * trained,
+             formula=f"{w} x {frozen:,} + {wt} x {trained:,} (trained) up to the threshold {job.zero['stage3_param_persistence_threshold']:,}"),
         Term(name="gathered parameters", num_bytes=w * live + fp32_adapters, phase="compute",
              formula=f"{w} x {live:,} of {most:,}" + (f" + {fp32_adapters:,} as adapters are fp32" if fp32_adapters else "")),
         Term(name="prefetch or reduce copies", num_bytes=max(fetched, reduced), phase="compute",
@@ -324,3 +195,44 @@ def secondary(job: Job) -> list[Term]:
     # With everything gathered and one micro batch, the first release comes at the end of its backward, as gathered parameters go.
     phase = "always" if job.accumulates or live < most else "step"
     return terms + [Term(name="secondary partition", num_bytes=wt * job.size.num_trainable // over, phase=phase, formula=f"{wt} x {job.size.num_trainable:,} / {over}")]
+
+
+def load_terms(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size: int, ranks_per_node: int, half: bool, has_gpu: bool) -> list[Term]:
+    """Memory while the model is loaded and handed to DeepSpeed; arguments as for `state_terms`.
+
+    transformers maps checkpoint files into memory (under ZeRO-3 on rank 0 alone): pages that the kernel takes back when it
+    needs them, so they are not counted; a file system that cannot map them needs the whole checkpoint on top.
+    """
+    job = describe_job(size, deepspeed_config, world_size=world_size, ranks_per_node=ranks_per_node, half=half, has_gpu=has_gpu)
+    w, t = job.weight_bytes, size.num_trainable
+    adapters = 4 * t if size.lora_r else 0  # peft makes them in fp32, whole on every rank; DeepSpeed then converts or shards them
+    weights, how = frozen_bytes(job)
+    if not size.lora_r:
+        weights, how = w * t, f"{w} x {t:,}"
+    place = "host" if has_gpu else "device"
+    ranks = ranks_per_node if has_gpu else 1
+    terms = [process_term(job, phase="load")]
+
+    def load(name: str, num_bytes: int, formula: str, *, on: str) -> Term:
+        many = ranks if on == "host" else 1
+        return Term(name=name, num_bytes=many * num_bytes, phase="load", place=on, formula=f"{many} ranks x {formula}" if many > 1 else formula)
+
+    if job.stage == 3:
+        shards_on = "host" if job.param_device != "none" else "device"  # of offload to NVMe: at most, each is written out as it is made
+        largest = max(0, w * size.largest_module_params - (0 if has_gpu else adapters))  # the module comes before the adapters
+        terms += [load("shards", weights // world_size, f"({how}) / {world_size}", on=shards_on if has_gpu else "device"),
+                  load("one module, whole", largest, f"{w} x {size.largest_module_params:,}", on="device")]
+        if job.zero["zero_hpz_partition_size"] > 1 and job.param_device == "none":
+            over = job.zero["zero_hpz_partition_size"]
+            terms.append(load("secondary partition", weights // over, f"({how}) / {over}", on="device"))
+    elif size.quantized_bits and has_gpu:
+        plain = size.embedding_params + size.head_params  # prepare_model_for_kbit_training makes what is not quantised fp32
+        terms.append(load("weights", weights + (4 - w) * plain, f"{how}, embedding and head in fp32", on="device"))
+    else:
+        terms.append(load("weights", weights, how, on=place))
+        if has_gpu:
+            terms.append(load("weights moved to the device", weights + w * t * bool(size.lora_r), how, on="device"))
+        elif job.stage in (1, 2):
+            flat = 2 * w * t - adapters if adapters else w * t  # adapters in w bytes and their flat copy replace those in fp32
+            terms.append(load("flat copy of trained weights", max(0, flat), f"{w} x {t:,} (flatten_dense_tensors_aligned)", on="device"))
+    return terms + ([load("adapters", adapters, f"4 x {t:,}", on=place)] if adapters else [])
