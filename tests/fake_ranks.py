@@ -85,7 +85,7 @@ def _owner(frame) -> str:
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """Three steps of training: bytes by owner and in total, after the last ("always") and at the peaks of load, compute and step.
 
-    `case`: model (fields of a LlamaConfig), config (DeepSpeed's), half, lora_r, fused, rank, micro_batches (per step).
+    `case`: model (fields of a LlamaConfig), config (DeepSpeed's), half, lora_r, rank, micro_batches (per step).
     """
     import deepspeed
     import torch.distributed as dist
@@ -135,15 +135,15 @@ def _engine(case: dict[str, Any], model):
     import deepspeed
 
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trained if p_dim(p) > 1], "weight_decay": 0.0}, {"params": [p for p in trained if p_dim(p) <= 1], "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
+    by_decay = [[p for p in trained if dimensions(p) > 1], [p for p in trained if dimensions(p) <= 1]]
+    groups = [{"params": parameters} for parameters in by_decay if parameters]
     if "optimizer" in case["config"]:
         return deepspeed.initialize(model=model, model_parameters=groups, config=case["config"])[0]
-    optimizer = torch.optim.AdamW(groups, lr=1e-5, fused=case.get("fused", True))
+    optimizer = torch.optim.AdamW(groups, lr=1e-5, fused=True)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=case["config"])[0]
 
 
-def p_dim(parameter: torch.nn.Parameter) -> int:
+def dimensions(parameter: torch.nn.Parameter) -> int:
     """Dimensions, of the whole parameter where ZeRO-3 holds a piece."""
     return len(parameter.ds_shape) if hasattr(parameter, "ds_shape") else parameter.dim()
 

@@ -1,16 +1,14 @@
-"""Host memory of one node that DeepSpeed's offload takes, and what loading the model takes before training.
+"""Host memory of one node that DeepSpeed's offload takes.
 
 Pinned memory is rounded up to powers of two by torch's CachingHostAllocator (c10 `CachingHostAllocator.h`), which keeps what
 is freed. Without a GPU nothing is pinned, and every buffer has its own size. The files of offload to NVMe are not counted.
 """
 
 from collections import Counter
-from typing import Any
 
 from dsft.machine import GB
-from dsft.model_size import ModelSize
-from dsft.planner.states import Job, describe_job, device_sub_groups, frozen_bytes, partition_gradients
-from dsft.planner.terms import Term
+from dsft.planner.terms import Phase, Term
+from dsft.planner.zero_job import ZeroJob, device_sub_groups, partition_gradients
 
 GPU_PROCESS_BYTES = 3 * GB
 """Of one rank: Python, torch with CUDA, NCCL, DeepSpeed (an estimate)."""
@@ -18,9 +16,9 @@ CPU_PROCESS_BYTES = int(0.65 * GB)
 """Of one rank without CUDA: what a rank of a tiny model holds beyond its states (measured: 0.63 to 0.69 GB on two ranks)."""
 
 
-def host_terms(job: Job) -> list[Term]:
+def host_terms(job: ZeroJob) -> list[Term]:
     """Of one node: all its ranks together."""
-    terms = [_process(job, phase="always")]
+    terms = [process_term(job, phase="always")]
     if job.stage in (1, 2) and job.optimizer_device != "none":
         terms += _stage_1_2(job)
     if job.stage == 3 and job.optimizer_device != "none":
@@ -30,21 +28,22 @@ def host_terms(job: Job) -> list[Term]:
     return terms
 
 
-def _process(job: Job, *, phase) -> Term:
+def process_term(job: ZeroJob, *, phase: Phase) -> Term:
+    """What the ranks of a node take before they hold a model."""
     num_bytes = GPU_PROCESS_BYTES if job.has_gpu else CPU_PROCESS_BYTES
     return Term(name="processes", num_bytes=job.ranks_per_node * num_bytes, phase=phase, place="host", formula=f"{job.ranks_per_node} ranks x {num_bytes:,}")
 
 
-def _host(job: Job, name: str, num_bytes: float, formula: str) -> Term:
+def _host(job: ZeroJob, name: str, num_bytes: float, formula: str) -> Term:
     return Term(name=name, num_bytes=int(job.ranks_per_node * num_bytes), place="host", formula=f"{job.ranks_per_node} ranks x {formula}")
 
 
-def _pinned(job: Job, *sizes: int, pin: bool = True) -> int:
+def _pinned(job: ZeroJob, *sizes: int, pin: bool = True) -> int:
     """Bytes that buffers of these sizes take: each rounded up to a power of two where it is pinned."""
     return sum(1 << (size - 1).bit_length() if size and pin and job.has_gpu else size for size in sizes)
 
 
-def _stage_1_2(job: Job) -> list[Term]:
+def _stage_1_2(job: ZeroJob) -> list[Term]:
     """Everything but the moments is pinned (stage_1_and_2.py, __init__ and initialize_optimizer_states)."""
     w, share, largest = job.weight_bytes, job.share, job.largest_trained
     pin = job.zero["offload_optimizer"]["pin_memory"]
@@ -55,7 +54,7 @@ def _stage_1_2(job: Job) -> list[Term]:
         _host(job, "copy of updated weights", _pinned(job, w * share, pin=pin), f"{w} x {share:,}, pinned"),
         _host(job, "gradient buffer", _pinned(job, w * largest, pin=pin), f"{w} x largest parameter {largest:,}, pinned"),
     ]
-    if job.accumulates:
+    if job.accumulates and job.stage == 2:
         # One buffer per parameter of the share, whole (buffer_to_accumulate_to_in_cpu); rounded like the average parameter.
         plain = sum(numel * count for numel, count in job.size.trainable_numels)
         rounding = sum(_pinned(job, w * numel, pin=pin) * count for numel, count in job.size.trainable_numels) / (w * plain)
@@ -64,7 +63,7 @@ def _stage_1_2(job: Job) -> list[Term]:
     return terms
 
 
-def _stage_3_optimizer(job: Job) -> list[Term]:
+def _stage_3_optimizer(job: ZeroJob) -> list[Term]:
     """Steady state 4 + 8 + 4 + w bytes per parameter of the share (stage3.py, _create_fp32_partitions, initialize_optimizer_states, _setup_for_real_optimizer)."""
     w, share = job.weight_bytes, job.share
     pin = job.zero["offload_optimizer"]["pin_memory"]
@@ -79,7 +78,7 @@ def _stage_3_optimizer(job: Job) -> list[Term]:
     ]
 
 
-def _stage_3_nvme(job: Job) -> list[Term]:
+def _stage_3_nvme(job: ZeroJob) -> list[Term]:
     """Swap buffers of OptimizerSwapper (page-locked by the aio library, not rounded), and the gradient partition."""
     offload, w = job.zero["offload_optimizer"], job.weight_bytes
     largest = max(job.sub_groups)
@@ -89,7 +88,7 @@ def _stage_3_nvme(job: Job) -> list[Term]:
     ]
 
 
-def _stage_3_params(job: Job) -> list[Term]:
+def _stage_3_params(job: ZeroJob) -> list[Term]:
     """Shards one by one as zero.Init makes them; trained ones then move to one flat buffer, which is always pinned (_create_param_groups_fp16_flat_cpu_memory)."""
     w, wt, n, share = job.weight_bytes, job.trained_bytes, job.world_size, job.share
     offload = job.zero["offload_param"]
@@ -109,44 +108,3 @@ def _stage_3_params(job: Job) -> list[Term]:
         _host(job, "frozen shards", shards(job.frozen_numels, w), f"{w} x each frozen parameter / {n}, pinned one by one"),
         _host(job, "allocator's leftovers", left, f"{wt} x each trained parameter / {n}, pinned one by one, kept when they move"),
     ]
-
-
-def load_terms(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size: int, ranks_per_node: int, half: bool, has_gpu: bool) -> list[Term]:
-    """Memory while the model is loaded and handed to DeepSpeed; arguments as for `state_terms`.
-
-    transformers maps checkpoint files into memory (under ZeRO-3 on rank 0 alone): pages that the kernel takes back when it
-    needs them, so they are not counted; a file system that cannot map them needs the whole checkpoint on top.
-    """
-    job = describe_job(size, deepspeed_config, world_size=world_size, ranks_per_node=ranks_per_node, half=half, has_gpu=has_gpu)
-    w, t = job.weight_bytes, size.num_trainable
-    adapters = 4 * t if size.lora_r else 0  # peft makes them in fp32, whole on every rank; DeepSpeed then converts or shards them
-    weights, how = frozen_bytes(job)
-    if not size.lora_r:
-        weights, how = w * t, f"{w} x {t:,}"
-    place = "host" if has_gpu else "device"
-    ranks = ranks_per_node if has_gpu else 1
-    terms = [_process(job, phase="load")]
-
-    def load(name: str, num_bytes: int, formula: str, *, on: str) -> Term:
-        many = ranks if on == "host" else 1
-        return Term(name=name, num_bytes=many * num_bytes, phase="load", place=on, formula=f"{many} ranks x {formula}" if many > 1 else formula)
-
-    if job.stage == 3:
-        shards_on = "host" if job.param_device != "none" else "device"
-        largest = max(0, w * size.largest_module_params - (0 if has_gpu else adapters))  # the module comes before the adapters
-        terms += [load("shards", weights // world_size, f"({how}) / {world_size}", on=shards_on if has_gpu else "device"),
-                  load("one module, whole", largest, f"{w} x {size.largest_module_params:,}", on="device")]
-        if job.zero["zero_hpz_partition_size"] > 1 and job.param_device == "none":
-            over = job.zero["zero_hpz_partition_size"]
-            terms.append(load("secondary partition", weights // over, f"({how}) / {over}", on="device"))
-    elif size.quantized_bits and has_gpu:
-        plain = size.embedding_params + size.head_params  # prepare_model_for_kbit_training makes what is not quantised fp32
-        terms.append(load("weights", weights + (4 - w) * plain, f"{how}, embedding and head in fp32", on="device"))
-    else:
-        terms.append(load("weights", weights, how, on=place))
-        if has_gpu:
-            terms.append(load("weights moved to the device", weights + w * t * bool(size.lora_r), how, on="device"))
-        elif job.stage in (1, 2):
-            flat = 2 * w * t - adapters if adapters else w * t  # adapters in w bytes and their flat copy replace those in fp32
-            terms.append(load("flat copy of trained weights", max(0, flat), f"{w} x {t:,} (flatten_dense_tensors_aligned)", on="device"))
-    return terms + ([load("adapters", adapters, f"4 x {t:,}", on=place)] if adapters else [])

@@ -22,11 +22,11 @@ from dsft.machine import GiB, Machine
 from dsft.model_size import CONFIG_ERRORS, ModelSize, check_model, load_model_config, split_multimodal
 from dsft.planner.activations import ActivationBytes, Loss, activation_bytes
 from dsft.planner.hardware import Speeds
-from dsft.planner.host_states import load_terms
-from dsft.planner.states import resolve_auto, state_terms
+from dsft.planner.states import load_terms, state_terms
 from dsft.planner.step_time import StepTime, step_time
 from dsft.planner.terms import Term, peak_bytes
 from dsft.planner.trace import Attention
+from dsft.planner.zero_job import resolve_auto
 from dsft.problems import UserError, one_line, raise_if_any
 from dsft.zero_config import compose, get_value, read_zero_file
 

@@ -1,129 +1,23 @@
-"""Memory of model states on one device, by DeepSpeed's ZeRO configuration; see `host_states` for host memory and loading.
+"""Memory of model states by DeepSpeed's ZeRO configuration, and of loading; what offload takes of the host is in `host_states`.
 
 Formulas hold for DeepSpeed 0.19.8; tests/test_planner_states.py holds each against unmodified DeepSpeed on one rank of 16.
 Worst rank, worst moment: a parameter that lies across two ranks' shares counts whole, and gradient accumulation is assumed
 unless the configuration says 1. Not counted: activations (elsewhere), alignment paddings, tensor parallelism, MoE groups,
 optimizers other than Adam, `data_types.grad_accum_dtype`, torch autocast, quantised collectives (qwZ, qgZ).
-
-Letters: psi parameters, psi_t trained ones, N ranks, w bytes of a weight.
 """
 
 import math
-from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 from dsft.model_size import ModelSize
+from dsft.planner.host_states import host_terms, process_term
 from dsft.planner.terms import Term
+from dsft.planner.zero_job import ZeroJob, describe_job, device_sub_groups, frozen_bytes, partition_gradients, resolve_auto
+
+__all__ = ["load_terms", "resolve_auto", "state_terms"]
 
 STAGE_0_REDUCE_ELEMENTS = 500_000_000
 """Elements that stage 0 all-reduces at once (`elements_per_buffer` in deepspeed/runtime/engine.py)."""
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Of a weight in nf4 with double quantisation: 4 bits, one 8-bit scale per 64 weights, one fp32 scale per 256 of those (QLoRA paper, section 3)."""
-
-
-def resolve_auto(zero_section: dict[str, Any], size: ModelSize) -> dict[str, Any]:
-    """The section zero_optimization as DeepSpeed will read it: "auto" filled from the hidden size, defaults for what is missing.
-
-    Source: HfTrainerDeepSpeedConfig.trainer_config_finalize (transformers/integrations/deepspeed.py) and DeepSpeedZeroConfig.
-    """
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    h = size.hidden_size
-    filled = {"reduce_bucket_size": h * h, "stage3_prefetch_bucket_size": int(0.9 * h * h), "stage3_param_persistence_threshold": 10 * h}
-    section = {key: filled.get(key) if value == "auto" else value for key, value in zero_section.items()}
-    given = DeepSpeedZeroConfig(**{key: value for key, value in section.items() if value is not None})
-    return given.model_dump(mode="json", by_alias=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What the formulas read of model, configuration and machine."""
-
-    size: ModelSize
-    zero: dict[str, Any]
-    """The section zero_optimization, resolved."""
-    stage: int
-    world_size: int
-    ranks_per_node: int
-    half: bool
-    has_gpu: bool
-    accumulates: bool
-    """More than one micro batch per optimizer step, or not known."""
-    fused_optimizer: bool
-
-    @property
-    def weight_bytes(self) -> int:
-        """w: of a base weight, a gradient and a bucket's element. DeepSpeed accumulates and communicates in the model's dtype."""
-        return 2 if self.half else 4
-
-    @property
-    def update_bytes(self) -> int:
-        """Per updated parameter, two fp32 copies that torch's AdamW makes where it is not fused."""
-        return 0 if self.fused_optimizer else 8
-
-    @property
-    def trained_bytes(self) -> int:
-        """Of a trained weight. peft makes adapters in fp32; engine.py casts them to the model's dtype, but not where zero.Init made the base (`_cast_module_mixed_precision`)."""
-        return 4 if self.stage == 3 and self.size.lora_r else self.weight_bytes
-
-    @property
-    def frozen(self) -> int:
-        return self.size.num_params - self.size.num_trainable
-
-    @property
-    def share(self) -> int:
-        """psi_t / N: trained parameters whose optimizer states this rank holds."""
-        return math.ceil(self.size.num_trainable / self.world_size)
-
-    @property
-    def largest_trained(self) -> int:
-        return max(self.trained_numels)
-
-    @property
-    def largest_inner(self) -> int:
-        """The largest trained parameter between embedding and head, which come first and last."""
-        ends = {self.size.embedding_params, self.size.head_params}
-        return max((numel for numel in self.trained_numels if numel not in ends), default=0)
-
-    @property
-    def optimizer_device(self) -> str:
-        return (self.zero["offload_optimizer"] or {}).get("device", "none")
-
-    @property
-    def param_device(self) -> str:
-        return (self.zero["offload_param"] or {}).get("device", "none")
-
-    @property
-    def trained_numels(self) -> Counter[int]:
-        return Counter(dict(self.size.trainable_numels))
-
-    @property
-    def frozen_numels(self) -> Counter[int]:
-        return Counter(dict(self.size.numels)) - self.trained_numels
-
-    @property
-    def sub_groups(self) -> list[int]:
-        """Elements of each of this rank's sub-groups under ZeRO-3; each is closed by the parameter that fills it (`_create_fp16_sub_groups`)."""
-        full = self.zero["sub_group_size"]
-        if full >= self.share or full == 0:
-            return [self.share]
-        whole, rest = divmod(self.share, full)
-        return [full] * whole + ([rest] if rest else [])
-
-    @property
-    def gathers(self) -> bool:
-        """Whether ZeRO-3 builds whole parameters beside its partitions (`NoGatherHandle` on one rank)."""
-        return self.world_size > 1 or self.param_device != "none"
-
-
-def describe_job(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size: int, ranks_per_node: int, half: bool, has_gpu: bool, fused_optimizer: bool = True) -> Job:
-    """Raises ValueError where ZeRO-3 or offload of parameters is asked for with a quantised base, which transformers does not shard."""
-    zero = resolve_auto(deepspeed_config.get("zero_optimization", {}), size)
-    if size.quantized_bits and zero["stage"] == 3:
-        raise ValueError("a quantised base is not sharded by ZeRO-3 (transformers skips zero.Init for it); use stage 0, 1 or 2")
-    return Job(size=size, zero=zero, stage=zero["stage"], world_size=world_size, ranks_per_node=ranks_per_node, half=half, has_gpu=has_gpu,
-               accumulates=deepspeed_config.get("gradient_accumulation_steps", 1) != 1, fused_optimizer=fused_optimizer)
 
 
 def state_terms(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size: int, ranks_per_node: int, half: bool, has_gpu: bool,
@@ -137,24 +31,12 @@ def state_terms(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size
         fused_optimizer: torch's fused AdamW (transformers' default); without, its two fp32 copies come on top during the step.
             With offload the optimizer is DeepSpeed's CPUAdam, which needs neither.
     """
-    from dsft.planner.host_states import host_terms
-
     job = describe_job(size, deepspeed_config, world_size=world_size, ranks_per_node=ranks_per_node, half=half, has_gpu=has_gpu, fused_optimizer=fused_optimizer)
     device = {0: stage_0, 1: stage_1_2, 2: stage_1_2, 3: stage_3}[job.stage](job)
     return [term for term in device + host_terms(job) if term.num_bytes]
 
 
-def frozen_bytes(job: Job) -> tuple[int, str]:
-    """The base that adapters stand on, whole, and its arithmetic. Quantised, only linear layers are; bitsandbytes leaves embedding and head."""
-    w, bits = job.weight_bytes, job.size.quantized_bits
-    if not bits:
-        return w * job.frozen, f"{w} x {job.frozen:,} frozen"
-    plain = job.size.embedding_params + job.size.head_params
-    per_weight = NF4_BYTES if bits == 4 else bits / 8
-    return int(w * plain + per_weight * (job.frozen - plain)), f"{w} x {plain:,} embedding and head + {per_weight:.3f} x {job.frozen - plain:,} quantised"
-
-
-def stage_0(job: Job) -> list[Term]:
+def stage_0(job: ZeroJob) -> list[Term]:
     """Everything on every rank: FP16_UnfusedOptimizer (bf16 and fp16), or torch's optimizer alone (fp32)."""
     w, t = job.weight_bytes, job.size.num_trainable
     frozen, how = frozen_bytes(job)
@@ -171,7 +53,7 @@ def stage_0(job: Job) -> list[Term]:
     ]
 
 
-def stage_1_2(job: Job) -> list[Term]:
+def stage_1_2(job: ZeroJob) -> list[Term]:
     """`DeepSpeedZeroOptimizer` in deepspeed/runtime/zero/stage_1_and_2.py."""
     w, t, share, largest = job.weight_bytes, job.size.num_trainable, job.share, job.largest_trained
     frozen, how = frozen_bytes(job)
@@ -182,37 +64,35 @@ def stage_1_2(job: Job) -> list[Term]:
     else:
         terms.append(Term(name="gradient buffer of the offload", num_bytes=w * largest, formula=f"{w} x largest parameter {largest:,} (temp_grad_buffer_for_gpu_offload)"))
     bucket, buffers = job.zero["reduce_bucket_size"], 2 if job.zero["overlap_comm"] else 1
-    # A bucket is allocated whole, however few gradients there are. What is reduced is a flat copy of its used part, or of the
-    # slices (at most a share each) of a parameter that is larger, as many as fill a bucket (allreduce_and_scatter).
-    reduced = min(t, max(bucket, min(largest, bucket + share)))
+    if not job.zero["contiguous_gradients"] and job.optimizer_device == "none":
+        buffers = 0
+    # A bucket is allocated whole, however few gradients there are. What is reduced is a flat copy of its used part (where all
+    # gradients were kept, those have left), or of the slices of a larger parameter, as many as fill a bucket (allreduce_and_scatter).
+    reduced = max(0 if keeps_gradients(job) else min(t, bucket), min(largest, bucket + share) if largest > bucket else 0)
+    tied = not job.size.lora_r and not job.size.head_params and largest == job.size.embedding_params
+    pending = 2 * largest if tied else largest  # a tied embedding has two; their sum stands beside them before there is a copy to reduce
     return terms + gradients_1_2(job) + [
         Term(name="reduce buckets", num_bytes=w * (buffers * bucket + reduced), phase="compute", formula=f"{w} x ({buffers} x bucket {bucket:,} + copy {reduced:,})"),
-        Term(name="gradient not yet reduced", num_bytes=w * largest, phase="compute", formula=f"{w} x largest parameter {largest:,}"),
+        Term(name="gradient not yet reduced", num_bytes=w * pending, phase="compute", formula=f"{w} x {'2 uses of the tied embedding' if tied else 'largest parameter'} {largest:,}"),
     ]
 
 
-def partition_gradients(job: Job) -> int:
-    """Elements of the parameters that lie in one rank's share, each whole, on the rank that has most (`copy_grads_in_partition`).
-
-    The embedding comes first: a rank that ends it holds all of it, and what follows. Any other parameter may lie across the share's border.
-    """
-    first = 0 if job.size.lora_r else job.size.embedding_params
-    beyond = first - first % job.share if first > job.share else 0  # of the embedding, in the shares before
-    return min(job.size.num_trainable, beyond + job.share + job.largest_inner)
+def keeps_gradients(job: ZeroJob) -> bool:
+    """Whether stage 1 or 2 holds all gradients whole until the last micro batch is reduced (`process_gradients`)."""
+    return job.stage == 1 and (job.accumulates or not job.zero["overlap_comm"])
 
 
-def gradients_1_2(job: Job) -> list[Term]:
+def gradients_1_2(job: ZeroJob) -> list[Term]:
     """Gradients that wait for the step, and what the step adds to them."""
     w, t, share, n = job.weight_bytes, job.size.num_trainable, job.share, job.world_size
     norm = 8 * min(job.largest_trained, share)  # fp64 copy of one gradient at a time (get_grad_norm_direct, set_norm_for_param_grad_in_gpu)
     whole = partition_gradients(job)
-    kept_until_reduced = job.stage == 1 and (job.accumulates or not job.zero["overlap_comm"])
     if job.optimizer_device != "none":
         # The share's gradients go to host memory as they are reduced; stage 1 keeps them on the device until the last micro batch.
-        held = w * t if kept_until_reduced else 0
+        held = w * t if keeps_gradients(job) else 0
         return [Term(name="gradients", num_bytes=held, formula=f"{w} x {t:,}"),
                 Term(name="gradient norm", num_bytes=norm, phase="compute", formula=f"8 x {norm // 8:,} (fp64)")]
-    if kept_until_reduced:
+    if keeps_gradients(job):
         held, how = w * t, f"{w} x {t:,} until the last micro batch is reduced"
     else:
         copies = 2 if job.stage == 2 and job.accumulates else 1
@@ -229,10 +109,10 @@ def gradients_1_2(job: Job) -> list[Term]:
     ]
 
 
-def stage_3(job: Job) -> list[Term]:
+def stage_3(job: ZeroJob) -> list[Term]:
     """`DeepSpeedZeroOptimizer_Stage3` in deepspeed/runtime/zero/stage3.py."""
     w, wt, t, n, share = job.weight_bytes, job.trained_bytes, job.size.num_trainable, job.world_size, job.share
-    bucket = job.zero["reduce_bucket_size"]
+    bucket = job.zero["reduce_bucket_size"] if job.zero["contiguous_gradients"] else 0
     terms = [Term(name="reduce bucket", num_bytes=w * bucket, formula=f"{w} x bucket {bucket:,}")]  # allocated whole, once
     if job.param_device == "none":
         terms.append(Term(name="weights", num_bytes=(w * job.frozen + wt * t) // n, formula=f"({w} x {job.frozen:,} frozen + {wt} x {t:,} trained) / {n}"))
@@ -259,22 +139,14 @@ def stage_3(job: Job) -> list[Term]:
     return terms + gathered(job) + secondary(job)
 
 
-def device_sub_groups(job: Job) -> list[int]:
-    """Sub-groups that the device updates: all, or with offload the first int((1 - ratio) x their number)."""
-    if job.optimizer_device == "none":
-        return job.sub_groups
-    groups = job.sub_groups
-    return groups[: int((1 - job.zero["offload_optimizer"]["ratio"]) * len(groups))]
-
-
-def persistent_params(job: Job) -> tuple[int, int]:
+def persistent_params(job: ZeroJob) -> tuple[int, int]:
     """(frozen, trained) parameters that stay gathered: those up to the threshold (`mark_persistent_parameters`)."""
     threshold, limit = job.zero["stage3_param_persistence_threshold"], job.zero["stage3_model_persistence_threshold"]
     frozen, trained = (sum(numel * count for numel, count in numels.items() if numel <= threshold) for numels in (job.frozen_numels, job.trained_numels))
     return min(frozen, limit), min(trained, limit)
 
 
-def live_params(job: Job) -> tuple[int, int]:
+def live_params(job: ZeroJob) -> tuple[int, int]:
     """(parameters gathered at once beside the persistent ones, all that could be).
 
     `PartitionedParameterCoordinator` fetches ahead up to max_live, and releases what is not used again within
@@ -286,7 +158,7 @@ def live_params(job: Job) -> tuple[int, int]:
     return min(most, max(zero["stage3_max_live_parameters"], zero["stage3_max_reuse_distance"] // 2, job.size.largest_module_params)), most
 
 
-def gathered(job: Job) -> list[Term]:
+def gathered(job: ZeroJob) -> list[Term]:
     """Whole parameters, and the buffers through which they and their gradients pass."""
     if not job.gathers:
         return []
@@ -297,19 +169,22 @@ def gathered(job: Job) -> list[Term]:
     largest = max(numel for numel, _ in job.size.numels)
     # A prefetch ends with the parameter that fills it, and holds a flat copy until its last parameter is used (AllGatherCoalescedHandle.wait).
     prefetch = job.zero["stage3_prefetch_bucket_size"]
-    fetched = w * (prefetch + largest) if prefetch else 0
+    fetched = w * min(most, prefetch + largest) if prefetch else 0
     # The gradient of the largest parameter, while the bucket before it is flattened for the reduce-scatter (reduce_scatter_coalesced).
-    reduced = wt * job.largest_trained + w * min(job.zero["reduce_bucket_size"], job.size.num_trainable)
+    # Where everything is gathered, parameters of the bucket's size have been released by then.
+    flattened = min(job.zero["reduce_bucket_size"], job.size.num_trainable) if live < most else 0
+    reduced = wt * job.largest_trained + w * flattened
     return [
-        Term(name="persistent parameters", num_bytes=w * frozen + wt * trained, formula=f"{w} x {frozen:,} + {wt} x {trained:,} (trained) up to the threshold {job.zero['stage3_param_persistence_threshold']:,}"),
+        Term(name="persistent parameters", num_bytes=w * frozen + wt * trained,
+             formula=f"{w} x {frozen:,} + {wt} x {trained:,} (trained) up to the threshold {job.zero['stage3_param_persistence_threshold']:,}"),
         Term(name="gathered parameters", num_bytes=w * live + fp32_adapters, phase="compute",
              formula=f"{w} x {live:,} of {most:,}" + (f" + {fp32_adapters:,} as adapters are fp32" if fp32_adapters else "")),
         Term(name="prefetch or reduce copies", num_bytes=max(fetched, reduced), phase="compute",
-             formula=f"max({w} x (prefetch bucket {prefetch:,} + parameter that fills it {largest:,}), gradient {wt} x {job.largest_trained:,} + flat bucket), not at one time"),
+             formula=f"max({w} x (prefetch bucket {prefetch:,} + parameter that fills it {largest:,}), gradient {wt} x {job.largest_trained:,} + {w} x flat bucket {flattened:,}), not at one time"),
     ]
 
 
-def secondary(job: Job) -> list[Term]:
+def secondary(job: ZeroJob) -> list[Term]:
     """hpZ's second partition over the ranks of a node (`_partition_param_sec`): made as parameters are released, dropped after the step where they are trained."""
     over = job.zero["zero_hpz_partition_size"]
     if over <= 1 or job.param_device != "none":
@@ -320,3 +195,44 @@ def secondary(job: Job) -> list[Term]:
     # With everything gathered and one micro batch, the first release comes at the end of its backward, as gathered parameters go.
     phase = "always" if job.accumulates or live < most else "step"
     return terms + [Term(name="secondary partition", num_bytes=wt * job.size.num_trainable // over, phase=phase, formula=f"{wt} x {job.size.num_trainable:,} / {over}")]
+
+
+def load_terms(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size: int, ranks_per_node: int, half: bool, has_gpu: bool) -> list[Term]:
+    """Memory while the model is loaded and handed to DeepSpeed; arguments as for `state_terms`.
+
+    transformers maps checkpoint files into memory (under ZeRO-3 on rank 0 alone): pages that the kernel takes back when it
+    needs them, so they are not counted; a file system that cannot map them needs the whole checkpoint on top.
+    """
+    job = describe_job(size, deepspeed_config, world_size=world_size, ranks_per_node=ranks_per_node, half=half, has_gpu=has_gpu)
+    w, t = job.weight_bytes, size.num_trainable
+    adapters = 4 * t if size.lora_r else 0  # peft makes them in fp32, whole on every rank; DeepSpeed then converts or shards them
+    weights, how = frozen_bytes(job)
+    if not size.lora_r:
+        weights, how = w * t, f"{w} x {t:,}"
+    place = "host" if has_gpu else "device"
+    ranks = ranks_per_node if has_gpu else 1
+    terms = [process_term(job, phase="load")]
+
+    def load(name: str, num_bytes: int, formula: str, *, on: str) -> Term:
+        many = ranks if on == "host" else 1
+        return Term(name=name, num_bytes=many * num_bytes, phase="load", place=on, formula=f"{many} ranks x {formula}" if many > 1 else formula)
+
+    if job.stage == 3:
+        shards_on = "host" if job.param_device != "none" else "device"  # of offload to NVMe: at most, each is written out as it is made
+        largest = max(0, w * size.largest_module_params - (0 if has_gpu else adapters))  # the module comes before the adapters
+        terms += [load("shards", weights // world_size, f"({how}) / {world_size}", on=shards_on if has_gpu else "device"),
+                  load("one module, whole", largest, f"{w} x {size.largest_module_params:,}", on="device")]
+        if job.zero["zero_hpz_partition_size"] > 1 and job.param_device == "none":
+            over = job.zero["zero_hpz_partition_size"]
+            terms.append(load("secondary partition", weights // over, f"({how}) / {over}", on="device"))
+    elif size.quantized_bits and has_gpu:
+        plain = size.embedding_params + size.head_params  # prepare_model_for_kbit_training makes what is not quantised fp32
+        terms.append(load("weights", weights + (4 - w) * plain, f"{how}, embedding and head in fp32", on="device"))
+    else:
+        terms.append(load("weights", weights, how, on=place))
+        if has_gpu:
+            terms.append(load("weights moved to the device", weights + w * t * bool(size.lora_r), how, on="device"))
+        elif job.stage in (1, 2):
+            flat = 2 * w * t - adapters if adapters else w * t  # adapters in w bytes and their flat copy replace those in fp32
+            terms.append(load("flat copy of trained weights", max(0, flat), f"{w} x {t:,} (flatten_dense_tensors_aligned)", on="device"))
+    return terms + ([load("adapters", adapters, f"4 x {t:,}", on=place)] if adapters else [])

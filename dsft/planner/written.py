@@ -9,7 +9,7 @@ import yaml
 from dsft.machine import Machine
 from dsft.model_size import ModelSize
 from dsft.planner.plan import Plan
-from dsft.planner.states import resolve_auto
+from dsft.planner.zero_job import resolve_auto
 from dsft.problems import UserError
 
 
