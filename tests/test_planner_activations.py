@@ -12,7 +12,7 @@ from dsft.head import ChunkedHead
 from dsft.model_size import ModelSize, measure_model
 from dsft.perplexity import WORDS, score
 from dsft.planner.activations import activation_bytes
-from dsft.planner.trace import fake_model, trace_model, trace_step, with_layers
+from dsft.planner.trace import fake_model, trace_model, trace_step
 from dsft.samples import Collator
 from tiny import ARCHITECTURES
 
@@ -44,7 +44,8 @@ def sizes(tmp_path_factory):
     def size_of(name: str, model_config, method: str = "full") -> ModelSize:
         if (name, method) not in known:
             folder = tmp_path_factory.mktemp("config")
-            with_layers(model_config, [0, 1]).save_pretrained(folder)
+            two_layers = {"num_hidden_layers": 2} | ({"layer_types": model_config.layer_types[:2]} if hasattr(model_config, "layer_types") else {})
+            type(model_config).from_dict(model_config.to_dict() | two_layers).save_pretrained(folder)
             size = measure_model(TrainConfig(model=str(folder / "config.json"), method=method))
             known[name, method] = dataclasses.replace(size, num_layers=model_config.num_hidden_layers)
         return known[name, method]
@@ -90,13 +91,20 @@ def test_formulas_hold_with_a_mask_and_in_fp32(sizes, name, half, attention):
     check_formula(sizes(name, MODELS[name]), MODELS[name], method="full", seq_len=2048, half=half, attention=attention)
 
 
-def test_few_layers_tell_of_many():
-    model_config = transformers.Gemma3TextConfig(vocab_size=4000, hidden_size=256, intermediate_size=768, num_hidden_layers=9, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+UNLIKE_LAYERS = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("model_config", [
+    transformers.Gemma3TextConfig(**UNLIKE_LAYERS, num_hidden_layers=9, num_key_value_heads=2, head_dim=16),
+    transformers.DeepseekV3Config(**UNLIKE_LAYERS, num_hidden_layers=5, num_key_value_heads=4, first_k_dense_replace=3, moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=4,
+                                  n_group=2, topk_group=1, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16),
+], ids=["gemma3", "deepseek_v3"])
+def test_few_layers_tell_of_many(model_config):
+    extrapolated = trace_model(model_config, batch=2, seq_len=512, dtype=torch.bfloat16, attention="flash")
     for checkpointing in (False, True):
         with fake_model(model_config, dtype=torch.bfloat16, attention="flash", checkpointing=checkpointing) as model:
             whole = trace_step(model, batch=2, seq_len=512, attention="flash")
-        extrapolated = trace_model(model_config, batch=2, seq_len=512, dtype=torch.bfloat16, attention="flash").peak_bytes(checkpointing)
-        assert extrapolated == pytest.approx(whole.kept + max(whole.head, whole.layers), rel=0.01)
+        assert extrapolated.peak_bytes(checkpointing) == pytest.approx(whole.kept + max(whole.head, whole.layers), rel=0.01)
 
 
 def test_what_has_no_formula_is_traced_and_exact_at_the_asked_length(sizes):
