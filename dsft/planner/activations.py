@@ -66,7 +66,7 @@ class ActivationBytes:
     head: Cost
     """Final norm, logits, loss and their backward, at their most."""
     eval_backbone: Cost
-    """Peak of the model without its head and without gradients."""
+    """Peak of the model without its head and without gradients, with the same attention (dsft's evaluation feeds no mask)."""
     eval_hidden: Cost
     """Hidden states of all positions, and of the scored ones once more."""
     eval_logit_bytes: int

@@ -105,7 +105,7 @@ class FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query_BNTD, key_BNTD, value_BNTD, bias_B1TT):
-        batch, heads, time, dim = query_BNTD.shape
+        batch, heads, time, _ = query_BNTD.shape
         output_BTND = query_BNTD.new_zeros(batch, time, heads, value_BNTD.shape[-1])
         log_sums_BNT = query_BNTD.new_zeros(batch, heads, time, dtype=torch.float32)
         ctx.save_for_backward(query_BNTD, key_BNTD, value_BNTD, bias_B1TT, output_BTND, log_sums_BNT)
@@ -114,15 +114,13 @@ class FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient_BTND):
         query, key, value, bias, output, log_sums = ctx.saved_tensors
-        row_sums_BNT = torch.zeros_like(log_sums)
         gradients = [torch.zeros_like(tensor) for tensor in (query, key, value)]
+        workspace = [torch.zeros_like(log_sums)]
         if bias is None and query.dtype != torch.float32:
-            query_sum = torch.zeros_like(query, dtype=torch.float32)
+            workspace.append(torch.zeros_like(query, dtype=torch.float32))
             if key.shape[1] != query.shape[1]:
-                expanded = [query.new_zeros(query.shape[:-1] + (tensor.shape[-1],)) for tensor in (key, value)]
-                del expanded
-            del query_sum
-        del row_sums_BNT
+                workspace += [query.new_zeros(query.shape[:-1] + (tensor.shape[-1],)) for tensor in (key, value)]
+        del workspace
         return *gradients, None
 
 
@@ -141,7 +139,8 @@ def _masked_attention(module, query, key, value, attention_mask, **_):
     return FusedAttention.apply(query, key, value, bias), None
 
 
-_IMPLEMENTATIONS = {"flash": "dsft_traced_unmasked", "sdpa": "dsft_traced_masked", "eager": "eager"}  # a name with "flash" in it makes transformers look for that library
+# A name with "flash" in it would make transformers look for that library.
+_IMPLEMENTATIONS = {"flash": "dsft_traced_unmasked", "sdpa": "dsft_traced_masked", "eager": "eager"}
 AttentionInterface.register(_IMPLEMENTATIONS["flash"], _flash_attention)
 AttentionMaskInterface.register(_IMPLEMENTATIONS["flash"], lambda *args, **kwargs: None)
 AttentionInterface.register(_IMPLEMENTATIONS["sdpa"], _masked_attention)
