@@ -43,8 +43,8 @@ class Cost:
 
     def formula(self, num_tokens: int, seq_len: int) -> str:
         parts = [f"{num_tokens:,} tokens x {self.per_token:,.0f} B"] if self.per_token else []
-        parts += [f"{num_tokens:,} tokens x {seq_len:,} positions x {self.per_pair:,.2g} B"] if self.per_pair else []
-        parts += [f"{self.fixed:,.0f} B"] if self.fixed else []
+        parts += [f"{num_tokens:,} tokens x {seq_len:,} positions x {self.per_pair:,.6g} B"] if self.per_pair else []
+        parts += [f"{self.fixed:,.0f} B"] if self.fixed >= 1 else []
         return " + ".join(parts)
 
 
@@ -66,7 +66,7 @@ class ActivationBytes:
     head: Cost
     """Final norm, logits, loss and their backward, at their most."""
     eval_backbone: Cost
-    """Peak of the model without its head and without gradients."""
+    """Peak of the model without its head and without gradients, with the same attention (dsft's evaluation feeds no mask)."""
     eval_hidden: Cost
     """Hidden states of all positions, and of the scored ones once more."""
     eval_logit_bytes: int

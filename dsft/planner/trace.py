@@ -105,7 +105,7 @@ class FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query_BNTD, key_BNTD, value_BNTD, bias_B1TT):
-        batch, heads, time, dim = query_BNTD.shape
+        batch, heads, time, _ = query_BNTD.shape
         output_BTND = query_BNTD.new_zeros(batch, time, heads, value_BNTD.shape[-1])
         log_sums_BNT = query_BNTD.new_zeros(batch, heads, time, dtype=torch.float32)
         ctx.save_for_backward(query_BNTD, key_BNTD, value_BNTD, bias_B1TT, output_BTND, log_sums_BNT)
@@ -114,15 +114,13 @@ class FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient_BTND):
         query, key, value, bias, output, log_sums = ctx.saved_tensors
-        row_sums_BNT = torch.zeros_like(log_sums)
         gradients = [torch.zeros_like(tensor) for tensor in (query, key, value)]
+        workspace = [torch.zeros_like(log_sums)]
         if bias is None and query.dtype != torch.float32:
-            query_sum = torch.zeros_like(query, dtype=torch.float32)
+            workspace.append(torch.zeros_like(query, dtype=torch.float32))
             if key.shape[1] != query.shape[1]:
-                expanded = [query.new_zeros(query.shape[:-1] + (tensor.shape[-1],)) for tensor in (key, value)]
-                del expanded
-            del query_sum
-        del row_sums_BNT
+                workspace += [query.new_zeros(query.shape[:-1] + (tensor.shape[-1],)) for tensor in (key, value)]
+        del workspace
         return *gradients, None
 
 
@@ -141,7 +139,8 @@ def _masked_attention(module, query, key, value, attention_mask, **_):
     return FusedAttention.apply(query, key, value, bias), None
 
 
-_IMPLEMENTATIONS = {"flash": "dsft_traced_unmasked", "sdpa": "dsft_traced_masked", "eager": "eager"}  # a name with "flash" in it makes transformers look for that library
+# A name with "flash" in it would make transformers look for that library.
+_IMPLEMENTATIONS = {"flash": "dsft_traced_unmasked", "sdpa": "dsft_traced_masked", "eager": "eager"}
 AttentionInterface.register(_IMPLEMENTATIONS["flash"], _flash_attention)
 AttentionMaskInterface.register(_IMPLEMENTATIONS["flash"], lambda *args, **kwargs: None)
 AttentionInterface.register(_IMPLEMENTATIONS["sdpa"], _masked_attention)
@@ -216,10 +215,17 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def fake_model(model_config: PreTrainedConfig, *, dtype: torch.dtype, attention: Attention, adapters: LoraConfig | None = None, checkpointing: bool = False) -> Iterator[PreTrainedModel]:
-    """The model over fake tensors, set up as dsft/model.py and the Trainer do, within the mode that it runs in."""
+def fake_model(model_config: PreTrainedConfig, *, dtype: torch.dtype, attention: Attention, adapters: LoraConfig | None = None, checkpointing: bool = False,
+               layers: list[int] | None = None) -> Iterator[PreTrainedModel]:
+    """The model over fake tensors, set up as dsft/model.py and the Trainer do, within the mode that it runs in.
+
+    Args:
+        layers: only these, a number twice being two layers alike; by default all.
+    """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), dtype=dtype, attn_implementation=_IMPLEMENTATIONS[attention])
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config.get_text_config()), dtype=dtype, attn_implementation=_IMPLEMENTATIONS[attention])
+        if layers is not None:
+            _keep_layers(model, layers)
         if adapters is not None:
             model = get_peft_model(model, copy.deepcopy(adapters))
             model.enable_input_require_grads()
@@ -252,24 +258,30 @@ def _leave_meta(model: nn.Module, dtype: torch.dtype) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def layer_kinds(model_config: PreTrainedConfig) -> dict[tuple, list[int]]:
-    """Layers by what the config's lists (layer_types, mlp_layer_types ...) say of them."""
-    text = model_config.get_text_config()
+def layer_kinds(model_config: PreTrainedConfig) -> list[list[int]]:
+    """The layers, those together that have the same parameters and of which the config's lists (layer_types ...) say the same."""
+    text = copy.deepcopy(model_config.get_text_config())
+    with torch.device("meta"):
+        layers = _layers(AutoModelForCausalLM.from_config(text))
     lists = _per_layer_lists(text)
     kinds: dict[tuple, list[int]] = {}
-    for layer in range(text.num_hidden_layers):
-        kinds.setdefault(tuple(str(values[layer]) for values in lists.values()), []).append(layer)
-    return kinds
+    for index, layer in enumerate(layers):
+        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+        kinds.setdefault((shapes, *(str(values[index]) for values in lists.values())), []).append(index)
+    return list(kinds.values())
 
 
-def with_layers(model_config: PreTrainedConfig, layers: list[int]) -> PreTrainedConfig:
-    """A copy of the text model's config with only these layers."""
-    text = copy.deepcopy(model_config.get_text_config())
-    lists = _per_layer_lists(text)
+def _keep_layers(model: PreTrainedModel, layers: list[int]) -> None:
+    """Cut `model` and its config down to these layers."""
+    there, text = _layers(model), model.config.get_text_config()
+    kept = nn.ModuleList(copy.deepcopy(there[index]) for index in layers)
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if isinstance(child, nn.ModuleList) and child[0] is there[0]:
+                parent._modules[name] = kept
+    for name, values in _per_layer_lists(text).items():
+        setattr(text, name, [values[index] for index in layers])
     text.num_hidden_layers = len(layers)
-    for name, values in lists.items():
-        setattr(text, name, [values[layer] for layer in layers])
-    return text
 
 
 def _per_layer_lists(text: PreTrainedConfig) -> dict[str, list]:
@@ -306,11 +318,11 @@ def trace_model(model_config: PreTrainedConfig, *, batch: int, seq_len: int, dty
     saved = kept_inputs = transient = backward = head = once = forward = 0
     options = {"dtype": dtype, "attention": attention, "adapters": adapters}
     shape = {"batch": batch, "seq_len": seq_len, "attention": attention}
-    for layers in layer_kinds(model_config).values():
+    for layers in layer_kinds(model_config):
         steps = {}
         for number in (2, 3):
             for checkpointing in (False, True):
-                with fake_model(with_layers(model_config, layers[:1] * number), checkpointing=checkpointing, **options) as model:
+                with fake_model(model_config, layers=layers[:1] * number, checkpointing=checkpointing, **options) as model:
                     steps[number, checkpointing] = trace_step(model, **shape)
                     if number == 3 and not checkpointing:
                         forward = max(forward, trace_forward(model, **shape))
