@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dsft.config import EvalConfig, LoraFields, TrainConfig
 from dsft.lora import lora_config, saved_lora_config
 from dsft.machine import Machine, has_gpu
 from dsft.model import is_bare_config, load_tokenizer, resolve_dtype
-from dsft.model_size import ModelSize, check_model, load_model_config
+from dsft.model_size import ModelSize, check_model, empty_model, load_model_config
 from dsft.planner.calibration import calibrated
 from dsft.planner.hardware import speeds_of
 from dsft.planner.plan import Job, Plan, all_plans, choose, reason
+from dsft.planner.trace import Attention
 from dsft.problems import UserError, nearest, one_line
 from dsft.run_folder import check_free_space, check_output_dir
-from dsft.samples import check_rows
+from dsft.samples import check_rows, find_format
 from dsft.text_data import read_rows
 from dsft.zero_config import adopt_zero_file, check_nvme, check_section, offloads, read_zero_file, stage
 
@@ -204,7 +205,7 @@ def plan_run(config: TrainConfig, prepared: Prepared, machine: Machine) -> tuple
     """
     training = config.training
     explicit = training.get("activation_checkpointing", training.get("gradient_checkpointing"))
-    job = _job(config, prepared.size, checkpointing=explicit if explicit is not None else (None if config.zero == "auto" else False))
+    job = _job(config, prepared, checkpointing=explicit if explicit is not None else (None if config.zero == "auto" else False))
     speeds = calibrated(speeds_of(machine, half=job.half), machine, half=job.half)
     plans = all_plans(job, machine, speeds, zero=config.zero, zero_file=prepared.zero_file if config.zero.endswith(".json") else None)
     plan = choose(plans, machine)
@@ -217,16 +218,30 @@ def plan_run(config: TrainConfig, prepared: Prepared, machine: Machine) -> tuple
     return plan, why
 
 
-def _job(config: TrainConfig, size: ModelSize, *, checkpointing: bool | None) -> Job:
+def _job(config: TrainConfig, prepared: Prepared, *, checkpointing: bool | None) -> Job:
     training = config.training
     micro = training.get("per_device_train_batch_size") or (None if config.global_batch_size else 8)  # 8 is TrainingArguments' own
+    model_config = load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     return Job(
-        size=size, model_config=load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code), method=config.method, half=config.dtype != "float32", seq_len=config.seq_len,
-        attention="eager" if config.attn_implementation == "eager" else "flash", loss="fused" if training.get("use_liger_kernel") else "hf",
+        size=prepared.size, model_config=model_config, method=config.method, half=config.dtype != "float32", seq_len=config.seq_len,
+        attention=_attention(config, prepared, model_config), loss="fused" if training.get("use_liger_kernel") else "hf",
         adapters=None if config.method == "full" else saved_lora_config(config.adapter) if config.adapter else lora_config(config),
-        micro_batch=micro, accumulation=training.get("gradient_accumulation_steps"),
-        sequences_per_step=config.global_batch_size, checkpointing=checkpointing, fused_optimizer=training.get("optim", "adamw_torch_fused") == "adamw_torch_fused",
+        micro_batch=micro, accumulation=training.get("gradient_accumulation_steps"), sequences_per_step=config.global_batch_size, checkpointing=checkpointing,
+        fused_optimizer=training.get("optim", "adamw_torch_fused") == "adamw_torch_fused",
     )
+
+
+def _attention(config: TrainConfig, prepared: Prepared, model_config: PreTrainedConfig) -> Attention:
+    """What attention will hold. transformers leaves sdpa's mask out only where a batch has no padding and no sliding window is reached."""
+    implementation = config.attn_implementation
+    if implementation is None:
+        model = empty_model(model_config, trust_remote_code=config.trust_remote_code)
+        implementation = model.config.get_text_config()._attn_implementation
+    if implementation != "sdpa":
+        return "eager" if implementation == "eager" else "flash"
+    full_windows = prepared.rows is not None and find_format(prepared.rows, config, key="data") == "text" and config.seq_len % 8 == 0
+    window = getattr(model_config.get_text_config(), "sliding_window", None)
+    return "flash" if full_windows and (not window or config.seq_len < window) else "sdpa"
 
 
 def with_defaults(training: dict[str, Any], *, has_held_out: bool) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from dsft.planner.hardware import Speeds
 from dsft.planner.host_states import host_terms
 from dsft.planner.plan import HOST_SHARE, Job, in_gib, overhead
 from dsft.planner.step_time import GATHERS_PER_LAYER, collective_seconds
+from dsft.planner.states import live_params, persistent_params
 from dsft.planner.terms import Term, peak_bytes
-from dsft.planner.zero_job import describe_job, frozen_bytes, live_params, persistent_params
+from dsft.planner.zero_job import describe_job, frozen_bytes
 from dsft.zero_config import get_value, read_zero_file
 
 NAMES = ("0", "3", "3-offload", "3-nvme")

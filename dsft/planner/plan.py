@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from peft import LoraConfig
-from transformers import PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig
 
 from dsft.config import TrainConfig
 from dsft.lora import lora_config
@@ -73,7 +73,15 @@ class Job:
 
     @cached_property
     def activations(self) -> ActivationBytes:
-        return activation_bytes(self.size, self.model_config, method=self.method, half=self.half, attention=self.attention, loss=self.loss, adapters=self.adapters, seq_len=self.seq_len)
+        options = {"method": self.method, "half": self.half, "attention": self.attention, "loss": self.loss, "seq_len": self.seq_len}
+        try:
+            return activation_bytes(self.size, self.model_config, adapters=self.adapters, **options)
+        except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:  # code that does not run over fake tensors
+            size = self.size
+            alike = LlamaConfig(hidden_size=size.hidden_size, intermediate_size=size.ffn_size, num_hidden_layers=size.num_layers, num_attention_heads=size.num_heads,
+                                num_key_value_heads=max(1, size.kv_size // size.head_dim), head_dim=size.head_dim, vocab_size=size.vocab_size)
+            activations = activation_bytes(size, alike, **options | {"attention": "flash"})
+            return dataclasses.replace(activations, source=f"formula of llama, since {size.model_type} could not be traced ({one_line(error)[:100]})")
 
 
 def make_job(config: TrainConfig, **options: Any) -> Job:
