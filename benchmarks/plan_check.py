@@ -1,6 +1,7 @@
 """The planner beside real training: predicted and measured memory and time of a step, over a grid of runs.
 
     python benchmarks/plan_check.py --grid cpu --out plan_check_cpu.json        # 1 and 2 ranks, models of 0.5 B and 1 B parameters, up to 20 GiB
+    python benchmarks/plan_check.py --grid ranking --out plan_ranking_cpu.json  # which of ZeRO 0-3, with and without checkpointing, is fastest on 2 ranks
     python benchmarks/plan_check.py --grid gpu --out plan_check_gpu.json        # all GPUs of this machine, 0.5 B to 8 B parameters, under 8 minutes on one H200
     python benchmarks/plan_check.py --grid tiny --out tiny.json                 # the same path in two minutes
 
@@ -34,6 +35,7 @@ STEPS = 5
 # Published shapes of Qwen3 (config.json of the models); the 1b is Llama 3.2 1B's widths. Vocabulary as the demo tokenizer's on CPU: its logits would drown the rest there.
 SHAPES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+    "0.1b": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64},
     "0.5b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64},
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
@@ -58,6 +60,7 @@ GRIDS = {
         ("4b", "full", "1", True, 1, 2048), ("8b", "lora", "1", False, 1, 2048), ("8b", "lora", "1", True, 1, 4096), ("8b", "lora", "3", True, 1, 4096),
     ],
 }
+GRIDS["ranking"] = [("0.1b", method, zero, checkpointing, 2, 128, 2, "float32") for method in ("full", "lora") for zero in ("0", "1", "2", "3") for checkpointing in (False, True)]
 GRIDS["gpu"] = [(*case, None, "bfloat16") for case in GRIDS["gpu"]]
 
 
@@ -98,7 +101,7 @@ def train(folder: Path, case: tuple, tokenizer: Path, vocab_size: int, verbose: 
         return case_as_dict | {"failed": (done.stdout or "")[-1500:] + (done.stderr or "")[-1500:]}
     run = json.loads((output / "run.json").read_text())
     shutil.rmtree(output)
-    return case_as_dict | {"check": run["results"]["plan_check"]["over the whole training"], "terms": run["plan"]["terms"]}
+    return case_as_dict | {"check": run["results"]["plan_check"]["over the whole training"]}
 
 
 def saved_base(folder: Path, name: str, config: Path) -> Path:
@@ -129,6 +132,25 @@ def print_table(rows: list[dict]) -> None:
         print(start + " | ".join(cells) + " |")
 
 
+def rankings(rows: list[dict]) -> list[dict]:
+    """For runs that differ only in ZeRO and checkpointing: how much slower the predicted fastest was than the measured fastest."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        if "check" in row:
+            groups.setdefault(tuple(row[name] for name in ("model", "method", "micro_batch", "seq_len", "ranks", "dtype")), []).append(row)
+    found = []
+    for group in groups.values():
+        if len(group) < 3:
+            continue
+        chosen = min(group, key=lambda row: row["check"]["time of a step"]["predicted"])
+        fastest = min(group, key=lambda row: row["check"]["time of a step"]["measured"])
+        ratio = chosen["check"]["time of a step"]["measured"] / fastest["check"]["time of a step"]["measured"]
+        name = "{model} {method}, {micro_batch} x {seq_len}, {ranks} ranks, {dtype}".format(**chosen)
+        found.append({"group": name, "predicted_fastest": chosen["zero"], "measured_fastest": fastest["zero"], "time_over_fastest": ratio})
+        print(f"\n{name}: predicted fastest ZeRO {chosen['zero']}, measured fastest ZeRO {fastest['zero']}; the predicted one took {ratio:.2f} of its time")
+    return found
+
+
 def main() -> None:
     args = parse_arguments()
     begun = time.time()
@@ -150,12 +172,13 @@ def main() -> None:
             rows.append(train(folder, case, tokenizer, vocab_size, args.verbose))
             print(f"{time.time() - begun:5.0f} s  {case}: {rows[-1].get('check') or rows[-1]['failed'][-300:]}", file=sys.stderr)
     print_table(rows)
+    ranking = rankings(rows)
     surroundings = {
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None, "cores": os.cpu_count(), "python": platform.python_version(), "speeds": speeds,
         "versions": {package: importlib.metadata.version(package) for package in ("torch", "transformers", "deepspeed", "peft")}, "steps": STEPS,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(surroundings | {"runs": rows}, indent=1) + "\n", encoding="utf-8")
+    args.out.write_text(json.dumps(surroundings | {"rankings": ranking, "runs": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
