@@ -42,6 +42,8 @@ class Machine:
     """CPU cores of one node."""
     nvme_bytes: int = 0
     """Free bytes for offload on a local disk of each node; 0 where none is named."""
+    nvme_path: str = ""
+    """The folder there; empty on paper."""
     memlock_bytes: int | None = None
     """How much memory one process may lock (ulimit -l); None without a limit. DeepSpeed's NVMe buffers are locked."""
     measured: bool = False
@@ -125,7 +127,7 @@ def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None, nvme: str
     return Machine(
         nodes=nodes, ranks_per_node=ranks, device_bytes=device, host_bytes=host, has_gpu=has_gpu(), measured=True, cores=cpu_count(),
         gpu_type=torch.cuda.get_device_name(0) if has_gpu() else "", interconnect=read_interconnect() if has_gpu() else "",
-        nvme_bytes=shutil.disk_usage(nvme).free if nvme else 0, memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
+        nvme_bytes=shutil.disk_usage(nvme).free if nvme else 0, nvme_path=nvme or "", memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
     )
 
 

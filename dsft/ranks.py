@@ -67,7 +67,10 @@ def start_ranks(*, timeout_seconds: int = 1800) -> None:
         os.environ.setdefault(name, value)
     if world_size() == 1:
         os.environ["MASTER_PORT"] = str(free_port())
-    if not has_gpu():
+    if has_gpu():
+        # Read at the first allocation. Without it the pieces left between gathered layers and activations cannot be used together.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if world_size() > 1:
             # The ranks of a node share its cores; left alone, each would take all of them.

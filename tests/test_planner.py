@@ -154,8 +154,8 @@ def test_arithmetic_of_a_step(configs):
     assert flops_per_token(lora, 1, checkpointing=False) == pytest.approx(4 * size.active_params, rel=0.01)
     two_nodes = gpus(8, nodes=2, interconnect="nvlink+eth25")
     speeds = speeds_of(two_nodes, half=True)
-    assert collective_seconds(1e9, 0, two_nodes, speeds) == pytest.approx(0.5 / (0.8 * 25 / 8))  # each node gets the other's half over its card
-    assert collective_seconds(1e9, 0, two_nodes, speeds, inside_node=True) == pytest.approx(7 / 8 / (0.8 * 300))
+    assert collective_seconds(1e9, 0, two_nodes, speeds, speeds.link_bytes) == pytest.approx(0.5 / (0.8 * 25 / 8))  # each node gets the other's half over its card
+    assert collective_seconds(1e9, 0, two_nodes, speeds, speeds.link_bytes, inside_node=True) == pytest.approx(7 / 8 / (0.8 * 300))
     # Across slow Ethernet hpZ gathers half as much; stage 2 reduces once per micro batch, stage 1 once per step.
     seconds = {name: plans_of(configs["8b"], two_nodes, zero=name, micro_batch=1, accumulation=4)[1][0].time.communication_seconds for name in ("1", "2", "3", "3-hpz")}
     assert seconds["1"] < seconds["2"] < seconds["3-hpz"] < seconds["3"]

@@ -51,6 +51,8 @@ def runs(run, tiny, options, tmp_path_factory):
         options(folder / "stage-1", zero="1"),
         options(folder / "own-file", zero=str(ROOT / "ds_configs" / "zero2.json")),
         options(folder / "offload", zero="3-offload"),
+        options(folder / "offload-param", zero="3-offload-param"),
+        options(folder / "offload-partial", zero="3-offload-partial"),
         options(folder / "chat", model=str(tiny / "chat"), data=str(_chats(folder / "chats.jsonl"))),
     ]
     path = folder / "cases.json"
@@ -166,7 +168,7 @@ def test_an_adapter_can_be_trained_on(runs):
     assert (trained_logits(runs / "adapter-continued") - trained_logits(runs / "lora-whole")).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["dora", "adapter-continued", "checkpointing", "bf16", "stage-0", "stage-1", "own-file", "offload", "chat"])
+@pytest.mark.parametrize("name", ["dora", "adapter-continued", "checkpointing", "bf16", "stage-0", "stage-1", "own-file", "offload", "offload-param", "offload-partial", "chat"])
 def test_each_variant_exports_to_a_plain_folder_with_the_trained_logits(runs, tmp_path, name):
     out = export(str(runs / name), str(tmp_path / "out"))
     loaded = logits_of(AutoModelForCausalLM.from_pretrained(out)).float()
@@ -176,7 +178,7 @@ def test_each_variant_exports_to_a_plain_folder_with_the_trained_logits(runs, tm
 
 def test_stages_and_files_agree(runs):
     expected = trained_logits(runs / "llama-full-3")
-    for name in ("stage-0", "stage-1", "own-file", "offload"):
+    for name in ("stage-0", "stage-1", "own-file", "offload", "offload-param", "offload-partial"):
         torch.testing.assert_close(trained_logits(runs / name), expected, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
 
 

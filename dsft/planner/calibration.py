@@ -10,18 +10,19 @@ import json
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsft.machine import Machine, MiB
 from dsft.planner.hardware import Speeds
 from dsft.planner.step_time import ADAM_BYTES
-from dsft.ranks import free_port
+from dsft.ranks import device, free_port, max_over_ranks, start_ranks, wait_for_all
 
 REPEATS = 5
 
@@ -43,7 +44,7 @@ def calibrated(speeds: Speeds, machine: Machine, *, half: bool) -> Speeds:
 
 
 def calibrate(machine: Machine, *, half: bool) -> Path:
-    """Measure with one rank and with as many as the machine has, and keep the results; takes about 20 seconds. Returns the file."""
+    """Measure with one rank and with as many as the machine has, and keep the results; takes up to a minute. Returns the file."""
     path = calibration_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -62,36 +63,48 @@ def _key(machine: Machine, half: bool) -> str:
 
 def _measure(rank: int, ranks: int, port: int, machine: Machine, half: bool, results) -> None:
     """All ranks at once, since they share cores, memory and links; rank 0 reports the slowest of them."""
-    device = torch.device("cuda", rank) if machine.has_gpu else torch.device("cpu")
-    if machine.has_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, machine.cores // ranks))
-    dist.init_process_group("nccl" if machine.has_gpu else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    dtype = torch.bfloat16 if half else torch.float32
-    size = 8192 if machine.has_gpu else 1024
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch about names that DeepSpeed calls
+    start_ranks()  # as training: DeepSpeed's collectives are not torch's
+    import deepspeed.comm as comm
+
+    place = device()
+    tokens, model, labels_BT = _small_model(place, torch.bfloat16 if half else torch.float32)
     many = 64 * MiB // 4 if machine.has_gpu else 16 * MiB // 4
-    x, out = torch.randn(many, device=device), torch.zeros(many * ranks, device=device)
-    tiny, tiny_out = torch.zeros(8, device=device), torch.zeros(8 * ranks, device=device)
-    weights = torch.nn.Parameter(torch.randn(many, device=device))
+    x, out, scattered = torch.randn(many, device=place), torch.zeros(many * ranks, device=place), torch.zeros(many // ranks, device=place)
+    tiny, tiny_out = torch.zeros(8, device=place), torch.zeros(8 * ranks, device=place)
+    weights = torch.nn.Parameter(torch.randn(many, device=place))
     weights.grad = torch.randn_like(weights)
     adam = torch.optim.AdamW([weights], fused=True)
 
     def seconds(run: Callable[[], object]) -> float:
-        slowest = torch.tensor(_best_seconds(run, machine.has_gpu), device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return slowest.item()
+        return max_over_ranks(_best_seconds(run, machine.has_gpu))
 
-    found = {"flops": 2 * size**3 / seconds(lambda: a @ b)}
-    found["device_bytes"] = many * ADAM_BYTES / seconds(adam.step)
+    config = model.config
+    active = sum(p.numel() for p in model.parameters()) - config.vocab_size * config.hidden_size
+    flops = 3 * tokens * (2 * active + 2 * labels_BT.shape[1] * config.hidden_size * config.num_hidden_layers)
+    found = {"flops": flops / seconds(lambda: model(input_ids=labels_BT, labels=labels_BT).loss.backward()), "device_bytes": many * ADAM_BYTES / seconds(adam.step)}
     if ranks > 1:
-        found["collective_seconds"] = seconds(lambda: dist.all_gather_into_tensor(tiny_out, tiny))
-        found["link_bytes"] = 4 * many * (ranks - 1) / seconds(lambda: dist.all_gather_into_tensor(out, x))
+        others = (ranks - 1) / ranks
+        found |= {
+            "collective_seconds": seconds(lambda: comm.all_gather_into_tensor(tiny_out, tiny)),
+            "link_bytes": 4 * many * ranks * others / seconds(lambda: comm.all_gather_into_tensor(out, x)),
+            "reduce_bytes": 4 * many * others / seconds(lambda: comm.reduce_scatter_tensor(scattered, x)),
+            "all_reduce_bytes": 2 * 4 * many * others / seconds(lambda: comm.all_reduce(x)),
+        }
     if rank == 0:
         results.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+    wait_for_all()
+    torch.distributed.destroy_process_group()
+
+
+def _small_model(place: torch.device, dtype: torch.dtype) -> tuple[int, LlamaForCausalLM, torch.Tensor]:
+    """(tokens of a batch, a model of a few layers, the batch): what products of matrices reach between norms, attention and loss."""
+    wide = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32} if place.type == "cuda" else {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**wide, num_hidden_layers=2, vocab_size=8192)).to(place, dtype)
+    shape = (2, 2048) if place.type == "cuda" else (1, 256)
+    return shape[0] * shape[1], model, torch.randint(0, 8192, shape, device=place)
 
 
 def _best_seconds(run: Callable[[], object], on_gpu: bool) -> float:

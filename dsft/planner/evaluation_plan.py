@@ -115,7 +115,7 @@ def _batch_seconds(section: dict[str, Any], batch_tokens: int, job: Job, machine
     compute = batch_tokens * (2 * size.active_params + 2 * job.seq_len * size.num_heads * size.head_dim * size.num_layers) / speeds.flops
     if section.get("stage") != 3:
         return compute
-    moving = collective_seconds(width * size.num_params, GATHERS_PER_LAYER * size.num_layers, machine, speeds)
+    moving = collective_seconds(width * size.num_params, GATHERS_PER_LAYER * size.num_layers, machine, speeds, speeds.link_bytes)
     shard = width * size.num_params / machine.world_size
     device = get_value(section, "offload_param.device") or "none"
     if device != "none":

@@ -1,7 +1,7 @@
 """Host memory of one node that DeepSpeed's offload takes.
 
 Pinned memory is rounded up to powers of two by torch's CachingHostAllocator (c10 `CachingHostAllocator.h`), which keeps what
-is freed. Without a GPU nothing is pinned, and every buffer has its own size. The files of offload to NVMe are not counted.
+is freed. Without a GPU nothing is pinned, and every buffer has its own size.
 """
 
 from collections import Counter
@@ -25,7 +25,15 @@ def host_terms(job: ZeroJob) -> list[Term]:
         terms += _stage_3_nvme(job) if job.optimizer_device == "nvme" else _stage_3_optimizer(job)
     if job.stage == 3 and job.param_device != "none":
         terms += _stage_3_params(job)
-    return terms
+    return terms + _files(job)
+
+
+def _files(job: ZeroJob) -> list[Term]:
+    """What offload writes to a node's NVMe: shards of the weights; master, moments and gradients in fp32 (deepspeed/runtime/swap_tensor; not run here)."""
+    share, w, n = job.share, job.weight_bytes, job.ranks_per_node
+    params = w * -(-job.size.num_params // job.world_size) if job.param_device == "nvme" else 0
+    optimizer = 16 * share if job.optimizer_device == "nvme" else 0
+    return [Term(name="files", num_bytes=n * (params + optimizer), place="nvme", formula=f"{n} ranks x (weights {params:,} + 16 x {share:,} trained)")] if params + optimizer else []
 
 
 def process_term(job: ZeroJob, *, phase: Phase) -> Term:

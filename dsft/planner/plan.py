@@ -123,6 +123,8 @@ class Plan:
     """Peak on one GPU (one rank, on CPU), context and communication buffers included."""
     host_bytes: int
     """Host memory of one node, all its ranks together."""
+    ranks_per_node: int
+    has_gpu: bool
     fits: bool
     binds: str
     """Of "GPU memory", "host memory" and "NVMe" what is too small, joined by " and "; empty where it fits."""
@@ -131,6 +133,12 @@ class Plan:
     def allocated_bytes(self) -> int:
         """Peak that torch itself allocates on one device: `device_bytes` without context, NCCL and fragmentation."""
         return peak_bytes((term for term in self.terms if term.name != OVERHEAD), "device")
+
+    @property
+    def training_host_bytes(self) -> int:
+        """`host_bytes` without loading."""
+        terms = [term for term in self.terms if term.phase != "load"]
+        return peak_bytes(terms, "host") + (0 if self.has_gpu else self.ranks_per_node * peak_bytes(terms, "device"))
 
     @property
     def reserved_bytes(self) -> int:
@@ -219,11 +227,14 @@ def _settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Ma
         yield config
         return
     zero = config["zero_optimization"]
+    for part in ("offload_optimizer", "offload_param"):
+        if machine.nvme_path and get_value(zero, f"{part}.nvme_path"):
+            zero[part]["nvme_path"] = machine.nvme_path
     if zero.get("stage") == 3:
         zero["sub_group_size"] = sub_group_size(job.size, machine.world_size)
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
-        if isinstance(zero.get(key), int):  # a bucket larger than all gradients is wasted
-            zero[key] = min(zero[key], job.size.num_trainable)
+        if isinstance(zero.get(key), int):  # allocated whole; some buckets per step are enough to overlap
+            zero[key] = min(zero[key], max(job.size.num_trainable // 8, max(numel for numel, _ in job.size.trainable_numels)))
     shares = [1.0]
     if "ratio" in (zero.get("offload_optimizer") or {}):
         shares = [0.2, 0.4, 0.6, 0.8]
@@ -267,7 +278,7 @@ def _plan(name: str, deepspeed_config: dict[str, Any], checkpointing: bool, micr
     binds = " and ".join(name for name, lacks in lacking.items() if lacks)
     time = step_time(job.size, resolve_auto(deepspeed_config["zero_optimization"], job.size), machine, speeds, micro_batch=micro, accumulation=accumulation, seq_len=job.seq_len, checkpointing=checkpointing, half=job.half)
     return Plan(zero=name, activation_checkpointing=checkpointing, micro_batch=micro, accumulation=accumulation, deepspeed_config=deepspeed_config, terms=tuple(terms), activation_bytes=sum(term.num_bytes for term in activations),
-                time=time, device_bytes=device, host_bytes=host, fits=not binds, binds=binds)
+                time=time, device_bytes=device, host_bytes=host, ranks_per_node=machine.ranks_per_node, has_gpu=machine.has_gpu, fits=not binds, binds=binds)
 
 
 def overhead(allocated_bytes: int, machine: Machine) -> Term:

@@ -68,30 +68,35 @@ def step_time(size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, *, 
                     step_seconds=busy + optimizer, tokens_per_step=accumulation * tokens * machine.world_size)
 
 
-def collective_seconds(num_bytes: float, calls: float, machine: Machine, speeds: Speeds, *, inside_node: bool = False) -> float:
-    """All-gather or reduce-scatter of `num_bytes` in total: each rank gets all but its own share, each node all but its own, over its cards."""
+def collective_seconds(num_bytes: float, calls: float, machine: Machine, speeds: Speeds, link_bytes: float, *, inside_node: bool = False) -> float:
+    """A collective over `num_bytes` in total: each rank gets all but its own share over its links, each node all but its own over its cards.
+
+    Args:
+        link_bytes: of `speeds`, the rate of this kind of collective within a node.
+    """
     ranks = machine.ranks_per_node if inside_node else machine.world_size
     nodes = 1 if inside_node else machine.nodes
     if ranks == 1:
         return 0.0
-    inside = num_bytes * (ranks - 1) / ranks / speeds.link_bytes if machine.ranks_per_node > 1 else 0.0
+    inside = num_bytes * (ranks - 1) / ranks / link_bytes if machine.ranks_per_node > 1 else 0.0
     across = num_bytes * (nodes - 1) / nodes / speeds.network_bytes
     return max(inside, across) + calls * speeds.collective_seconds
 
 
 def _communication_seconds(size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, accumulation: int, half: bool) -> float:
-    width = 2 if half else 4
+    width, stage = 2 if half else 4, zero["stage"]
     weights, gradients = width * size.num_params, width * size.num_trainable
-    buckets = gradients / width / min(zero["reduce_bucket_size"], max(1, size.num_trainable)) + 1
-    stage = zero["stage"]
-    reduce = collective_seconds(gradients, buckets, machine, speeds)
+    buckets = size.num_trainable // zero["reduce_bucket_size"] + 1
+    if stage == 0:
+        return collective_seconds(2 * gradients, 2 * buckets, machine, speeds, speeds.all_reduce_bytes)
+    reduce = collective_seconds(gradients, buckets, machine, speeds, speeds.reduce_bytes)
     if stage < 3:
-        gather = collective_seconds(gradients, buckets, machine, speeds)
+        gather = collective_seconds(gradients, buckets, machine, speeds, speeds.link_bytes)
         return (accumulation if stage == 2 else 1) * reduce + gather
     calls = GATHERS_PER_LAYER * size.num_layers
-    forward = collective_seconds(weights, calls, machine, speeds)
-    backward = collective_seconds(weights, calls, machine, speeds, inside_node=zero["zero_hpz_partition_size"] > 1)
-    # One more gather per step fills hpZ's second copies: the forward's, which then costs nothing extra.
+    forward = collective_seconds(weights, calls, machine, speeds, speeds.link_bytes)
+    # With hpZ the forward's gather fills a second partition within the node, which the backward gathers from.
+    backward = collective_seconds(weights, calls, machine, speeds, speeds.link_bytes, inside_node=zero["zero_hpz_partition_size"] > 1)
     return accumulation * (forward + backward + reduce)
 
 
