@@ -11,12 +11,11 @@
 
 import argparse
 import dataclasses
-import json
 import sys
 import warnings
 from pathlib import Path
 
-from dsft.problems import UserError, ends_with_clear_errors
+from dsft.problems import ends_with_clear_errors
 
 
 @ends_with_clear_errors

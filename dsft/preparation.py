@@ -8,7 +8,6 @@ import importlib.util
 import os
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset

@@ -91,13 +91,17 @@ def speeds_of(machine: Machine, *, half: bool) -> Speeds:
     if not machine.has_gpu:
         # A core of a server, AVX-512: about 100 GFLOP/s in fp32; ranks share cores and memory (measured ranges vary fourfold).
         cores = max(1.0, machine.cores / machine.ranks_per_node)
-        return Speeds(flops=1e11 * cores, device_bytes=5e9 * cores, link_bytes=5e8, reduce_bytes=5e8, all_reduce_bytes=2e9, network_bytes=1e9, host_link_bytes=5e9, adam_params=2e8 * machine.cores,
-                      nvme_bytes=1e9, collective_seconds=5e-4, overlaps=False, source="rules of thumb for CPU ranks; dsft plan --calibrate measures this machine")
+        return Speeds(
+            flops=1e11 * cores, device_bytes=5e9 * cores, link_bytes=5e8, reduce_bytes=5e8, all_reduce_bytes=2e9, network_bytes=1e9, host_link_bytes=5e9,
+            adam_params=2e8 * machine.cores, nvme_bytes=1e9, collective_seconds=5e-4, overlaps=False,
+            source="rules of thumb for CPU ranks; dsft plan --calibrate measures this machine",
+        )
     name = gpu_name(machine)
     gpu = GPUS[name]
     link, network = parse_interconnect(machine.interconnect, gpu)
     return Speeds(
-        flops=MATMUL_EFFICIENCY * gpu.tflops * 1e12 / (1 if half else 8), device_bytes=0.8 * gpu.memory_gbps * GB, link_bytes=link, reduce_bytes=link, all_reduce_bytes=link, network_bytes=network,
+        flops=MATMUL_EFFICIENCY * gpu.tflops * 1e12 / (1 if half else 8), device_bytes=0.8 * gpu.memory_gbps * GB,
+        link_bytes=link, reduce_bytes=link, all_reduce_bytes=link, network_bytes=network,
         host_link_bytes=PCIE_EFFICIENCY * PCIE_GBPS[gpu.pcie_gen] * GB,
         adam_params=2e9,  # 1.7e9 to 3e9 are reported for nodes of 8 GPUs
         nvme_bytes=5e9, collective_seconds=3e-5, overlaps=True, source=f"data sheet of {name}, {machine.interconnect or 'interconnect assumed'}",

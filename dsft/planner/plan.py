@@ -276,9 +276,15 @@ def _plan(name: str, deepspeed_config: dict[str, Any], checkpointing: bool, micr
         host += machine.ranks_per_node * device  # CPU ranks hold everything in host memory
     lacking = {"GPU memory": machine.has_gpu and device > machine.device_bytes, "host memory": host > HOST_SHARE * machine.host_bytes, "NVMe": nvme > machine.nvme_bytes}
     binds = " and ".join(name for name, lacks in lacking.items() if lacks)
-    time = step_time(job.size, resolve_auto(deepspeed_config["zero_optimization"], job.size), machine, speeds, micro_batch=micro, accumulation=accumulation, seq_len=job.seq_len, checkpointing=checkpointing, half=job.half)
-    return Plan(zero=name, activation_checkpointing=checkpointing, micro_batch=micro, accumulation=accumulation, deepspeed_config=deepspeed_config, terms=tuple(terms), activation_bytes=sum(term.num_bytes for term in activations),
-                time=time, device_bytes=device, host_bytes=host, ranks_per_node=machine.ranks_per_node, has_gpu=machine.has_gpu, fits=not binds, binds=binds)
+    time = step_time(
+        job.size, resolve_auto(deepspeed_config["zero_optimization"], job.size), machine, speeds, micro_batch=micro, accumulation=accumulation, seq_len=job.seq_len,
+        checkpointing=checkpointing, half=job.half,
+    )
+    return Plan(
+        zero=name, activation_checkpointing=checkpointing, micro_batch=micro, accumulation=accumulation, deepspeed_config=deepspeed_config, terms=tuple(terms),
+        activation_bytes=sum(term.num_bytes for term in activations), time=time, device_bytes=device, host_bytes=host, ranks_per_node=machine.ranks_per_node,
+        has_gpu=machine.has_gpu, fits=not binds, binds=binds,
+    )
 
 
 def overhead(allocated_bytes: int, machine: Machine) -> Term:
