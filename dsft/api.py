@@ -52,7 +52,9 @@ def plan(model: str, *, machine: Machine | None = None, method: str = "full", lo
     numbers = (("seq_len", seq_len), ("lora_r", lora_r), ("per_device_train_batch_size", per_device_train_batch_size))
     raise_if_any([f"{name}={value}: must be at least 1" for name, value in numbers if value is not None and value < 1])
     machine = machine or this_machine()
-    job = make_job(config, half=resolve_dtype(dtype) != "float32", micro_batch=per_device_train_batch_size)
+    if dtype == "auto":
+        dtype = "bfloat16" if machine.has_gpu else resolve_dtype("auto")
+    job = make_job(config, half=dtype != "float32", micro_batch=per_device_train_batch_size)
     plans = all_plans(job, machine, calibrated(speeds_of(machine, half=job.half), machine, half=job.half))
     return choose(plans, machine), plans, job.size
 

@@ -25,7 +25,7 @@ from dsft.partial_results import PartialResults, fingerprint, model_hash
 from dsft.perplexity import Perplexity, evaluate_windows, width
 from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS, all_evaluation_plans, choose_evaluation
 from dsft.planner.hardware import speeds_of
-from dsft.planner.plan import Job
+from dsft.planner.plan import Job, attention_of
 from dsft.preparation import check_tokenizer
 from dsft.problems import UserError, one_line
 from dsft.run_folder import FINAL, check_writable, versions
@@ -152,7 +152,8 @@ def choose_zero(candidate: _Candidate, machine: Machine, dtype: str) -> str:
     Raises:
         UserError: where nothing fits.
     """
-    job = Job(size=candidate.size, model_config=candidate.model_config, half=dtype != "float32", seq_len=candidate.config.seq_len)
+    job = Job(size=candidate.size, model_config=candidate.model_config, half=dtype != "float32", seq_len=candidate.config.seq_len,
+              attention=attention_of(candidate.config, candidate.model_config, padded=False))
     chosen, why = choose_evaluation(all_evaluation_plans(job, machine, speeds_of(machine, half=job.half), batch_tokens=candidate.config.batch_tokens), machine)
     if not chosen.fits:
         raise UserError([f"zero=auto for {candidate.config.model}: {why} Use more GPUs or nodes, a smaller batch_tokens or seq_len, or set zero yourself"])

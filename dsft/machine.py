@@ -1,12 +1,11 @@
 """What the hardware offers: measured on this machine, or as the user writes it (`8x80GB`, two nodes).
 
-Reads only; nothing here allocates on a GPU.
+Reads only. To ask a GPU for its free memory makes a context on it.
 """
 
 import os
 import re
 import resource
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,23 +110,21 @@ def default_ranks() -> int:
     return torch.cuda.device_count() if has_gpu() else min(2, cpu_count())
 
 
-def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None, nvme: str | None = None) -> Machine:
-    """The machine as found. Without GPUs each rank's device memory is its share of 85 % of the host's.
-
-    Args:
-        nvme: folder on the disk that offload may use; None for none.
-    """
+def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None) -> Machine:
+    """The machine as found, without a disk for offload. Without GPUs each rank's device memory is its share of 85 % of the host's."""
     ranks = ranks_per_node or default_ranks()
     host = host_memory_bytes()
     if has_gpu():
-        device = min(_free_gpu_bytes(i) for i in range(torch.cuda.device_count()))
+        # A rank of a launch asks its own GPU alone: to ask makes a context there, which takes memory.
+        own = os.environ.get("LOCAL_RANK")
+        device = min(_free_gpu_bytes(i) for i in ([int(own)] if own else range(torch.cuda.device_count())))
     else:
         device = int(0.85 * host / ranks)  # the rest is for the system and the launcher
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Machine(
         nodes=nodes, ranks_per_node=ranks, device_bytes=device, host_bytes=host, has_gpu=has_gpu(), measured=True, cores=cpu_count(),
         gpu_type=torch.cuda.get_device_name(0) if has_gpu() else "", interconnect=read_interconnect() if has_gpu() else "",
-        nvme_bytes=shutil.disk_usage(nvme).free if nvme else 0, nvme_path=nvme or "", memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
+        memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
     )
 
 
@@ -151,9 +148,32 @@ def read_interconnect() -> str:
     return "+".join(parts)
 
 
+def peak_resident_bytes() -> int:
+    """This process's peak of resident memory since it was last set back, else since its start (Linux VmHWM)."""
+    try:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(line.split()[1]) * 1024
+
+
+_earlier_peaks: dict[str, int] = {}
+
+
+def set_back_peaks() -> None:
+    """Peaks of this process count from now on, for `peak_resident_bytes` and torch; `peak_memory_bytes` keeps the whole run's."""
+    _earlier_peaks.update(peak_memory_bytes())
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak of resident memory to what is resident now (man 5 proc)
+    except OSError:
+        pass  # a container that forbids it: the peak goes on from before
+    if has_gpu():
+        torch.cuda.reset_peak_memory_stats()
+
+
 def peak_memory_bytes() -> dict[str, int]:
-    """This rank's peak so far: device bytes allocated by torch (GPU only) and resident host bytes (Linux VmHWM)."""
-    peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    """This rank's peak so far: device bytes allocated by torch (GPU only) and resident host bytes."""
+    peak = {"host": peak_resident_bytes()}
     if has_gpu():
         peak["gpu"] = torch.cuda.max_memory_allocated()
-    return peak
+    return {name: max(value, _earlier_peaks.get(name, 0)) for name, value in peak.items()}

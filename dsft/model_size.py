@@ -115,9 +115,11 @@ def measure_model(config, model_config: PreTrainedConfig | None = None, *, other
         with torch.device("meta"):
             model = get_peft_model(model, saved_lora_config(config.adapter) if config.adapter else lora_config(config))
         unadapted = _unadapted_expert_params(model)
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None) or getattr(text, "num_heads", None) or 1  # state-space models have none
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     ffn = next((getattr(text, key) for key in ("moe_intermediate_size", "intermediate_size", "n_inner") if getattr(text, key, None)), 4 * text.hidden_size)
+    if isinstance(ffn, (list, tuple)):  # one width for each layer
+        ffn = max(ffn)
     return ModelSize(
         model_type=text.model_type,
         num_params=sum(p.numel() for p in model.parameters()) + other_params,
@@ -156,7 +158,8 @@ def _expert_params(model: PreTrainedModel) -> int:
 def _active_share(text: PreTrainedConfig) -> float:
     """Share of the routed experts that one token passes through."""
     number = next((getattr(text, key) for key in ("num_local_experts", "num_experts", "n_routed_experts") if getattr(text, key, None)), 0)
-    return text.num_experts_per_tok / number if number else 1.0
+    chosen = next((getattr(text, key) for key in ("num_experts_per_tok", "moe_topk", "top_k_experts") if getattr(text, key, None)), number)
+    return chosen / number if number and isinstance(chosen, int) and isinstance(number, int) else 1.0
 
 
 def check_model(config, problems: list[str], model_config: PreTrainedConfig | None = None, *, other_params: int = 0, needs_weights: bool = True) -> ModelSize | None:
@@ -185,6 +188,9 @@ def check_model(config, problems: list[str], model_config: PreTrainedConfig | No
         return None
     try:
         return measure_model(config, model_config, other_params=other_params)
+    except AttributeError as error:
+        problems.append(f"model={config.model}: its architecture cannot be measured ({one_line(error)})")
+        return None
     except (ValueError, OSError) as error:  # peft's: targets it cannot adapt, an adapter that is not there or of another model
         problems.append(f"{f'adapter={config.adapter}' if config.adapter else 'lora_target_modules'}: {one_line(error)}")
         return None

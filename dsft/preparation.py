@@ -6,28 +6,29 @@ Every check appends to one list; nothing here loads a weight.
 import dataclasses
 import importlib.util
 import os
+import shutil
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dsft.config import EvalConfig, LoraFields, TrainConfig
 from dsft.lora import lora_config, saved_lora_config
 from dsft.machine import Machine, has_gpu
 from dsft.model import is_bare_config, load_tokenizer, resolve_dtype
-from dsft.model_size import ModelSize, check_model, empty_model, load_model_config
+from dsft.model_size import ModelSize, check_model, load_model_config
 from dsft.planner.calibration import calibrated
 from dsft.planner.hardware import speeds_of
-from dsft.planner.plan import Job, Plan, all_plans, choose, reason
-from dsft.planner.trace import Attention
+from dsft.planner.plan import Job, Plan, all_plans, attention_of, choose, reason
 from dsft.problems import UserError, nearest, one_line
-from dsft.run_folder import check_free_space, check_output_dir
+from dsft.run_folder import check_free_space, check_output_dir, read_run
 from dsft.samples import check_rows, find_format
 from dsft.text_data import read_rows
-from dsft.zero_config import adopt_zero_file, check_nvme, check_section, offloads, read_zero_file, stage
+from dsft.zero_config import adopt_zero_file, check_nvme, check_section, nvme_path, offloads, read_zero_file, stage
 
 REPORTERS = {"tensorboard": ("tensorboard", "tensorboardX"), "azure_ml": ("azureml",), "clearml": ("clearml",), "dagshub": ("dagshub",), "dvclive": ("dvclive",)}
 """Packages of a reporter where they are not called as it is."""
@@ -131,7 +132,13 @@ def _check_batches(config: TrainConfig, world_size: int, problems: list[str]) ->
     micro = config.training.get("per_device_train_batch_size", 1)  # where it is not said, the plan chooses one that divides
     if not config.global_batch_size or micro < 1:
         return
-    if accumulation := config.training.get("gradient_accumulation_steps"):  # both fixed, by a DeepSpeed JSON
+    accumulation = config.training.get("gradient_accumulation_steps")
+    if accumulation and "per_device_train_batch_size" not in config.training:
+        config.training["per_device_train_batch_size"], rest = divmod(config.global_batch_size, accumulation * world_size)
+        if rest:
+            problems.append(f"global_batch_size={config.global_batch_size} is not divisible by gradient_accumulation_steps={accumulation} x {world_size} ranks; leave gradient_accumulation_steps out")
+        return
+    if accumulation:  # both fixed, by a DeepSpeed JSON
         if micro * accumulation * world_size != config.global_batch_size and not any("global_batch_size" in problem for problem in problems):
             problems.append(f"global_batch_size={config.global_batch_size} (train_batch_size) is not per_device_train_batch_size={micro} x gradient_accumulation_steps={accumulation} x {world_size} ranks; leave one to follow")
         return
@@ -196,24 +203,35 @@ def _check_training_arguments(config: TrainConfig, problems: list[str]) -> None:
         problems.append(one_line(error))
 
 
-def plan_run(config: TrainConfig, prepared: Prepared, machine: Machine) -> tuple[Plan, str]:
+def plan_run(config: TrainConfig, prepared: Prepared, machine: Machine, *, resumes: bool = False) -> tuple[Plan, str]:
     """The plan of this run, and why it was chosen.
+
+    Args:
+        resumes: with zero auto, keep what the run's earlier plan decided: DeepSpeed reads a checkpoint only in the stage it was saved in.
 
     Raises:
         UserError: where it cannot fit, with the resource that binds and the nearest plan that can.
     """
     training = config.training
     explicit = training.get("activation_checkpointing", training.get("gradient_checkpointing"))
+    if nvme := nvme_path(prepared.zero_file or {}):
+        machine = dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(nvme).free, nvme_path=nvme)
     job = _job(config, prepared, checkpointing=explicit if explicit is not None else (None if config.zero == "auto" else False))
     speeds = calibrated(speeds_of(machine, half=job.half), machine, half=job.half)
-    plans = all_plans(job, machine, speeds, zero=config.zero, zero_file=prepared.zero_file if config.zero.endswith(".json") else None)
+    zero = config.zero
+    if resumes and zero == "auto" and (Path(training["output_dir"]) / "run.json").is_file():
+        earlier = read_run(training["output_dir"])
+        zero, job = earlier["plan"]["zero"], dataclasses.replace(job, checkpointing=earlier["plan"]["activation_checkpointing"])
+        if earlier["world_size"] == machine.world_size:
+            job = dataclasses.replace(job, micro_batch=earlier["plan"]["micro_batch"], accumulation=earlier["plan"]["accumulation"])
+    plans = all_plans(job, machine, speeds, zero=zero, zero_file=prepared.zero_file if zero.endswith(".json") else None)
     plan = choose(plans, machine)
-    why = reason(plan, plans, machine, zero=config.zero)
+    why = reason(plan, plans, machine, zero=zero)
     if not plan.fits and config.memory_check:
         others = all_plans(dataclasses.replace(job, checkpointing=None), machine, speeds)
         nearest_plan = choose(others, machine)
         way_out = f"{nearest_plan.label} would fit" if nearest_plan.fits else "use more GPUs or nodes, method lora, or a smaller per_device_train_batch_size or seq_len"
-        raise UserError([f"zero={config.zero}: {why} {way_out}; memory_check=false starts it all the same"])
+        raise UserError([f"{why} {way_out}; memory_check=false starts it all the same"])
     return plan, why
 
 
@@ -221,26 +239,14 @@ def _job(config: TrainConfig, prepared: Prepared, *, checkpointing: bool | None)
     training = config.training
     micro = training.get("per_device_train_batch_size") or (None if config.global_batch_size else 8)  # 8 is TrainingArguments' own
     model_config = load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    full_windows = prepared.rows is not None and find_format(prepared.rows, config, key="data") == "text" and config.seq_len % 8 == 0
     return Job(
         size=prepared.size, model_config=model_config, method=config.method, half=config.dtype != "float32", seq_len=config.seq_len,
-        attention=_attention(config, prepared, model_config), loss="fused" if training.get("use_liger_kernel") else "hf",
+        attention=attention_of(config, model_config, padded=not full_windows), loss="fused" if training.get("use_liger_kernel") else "hf",
         adapters=None if config.method == "full" else saved_lora_config(config.adapter) if config.adapter else lora_config(config),
         micro_batch=micro, accumulation=training.get("gradient_accumulation_steps"), sequences_per_step=config.global_batch_size, checkpointing=checkpointing,
         fused_optimizer=training.get("optim", "adamw_torch_fused") == "adamw_torch_fused",
     )
-
-
-def _attention(config: TrainConfig, prepared: Prepared, model_config: PreTrainedConfig) -> Attention:
-    """What attention will hold. transformers leaves sdpa's mask out only where a batch has no padding and no sliding window is reached."""
-    implementation = config.attn_implementation
-    if implementation is None:
-        model = empty_model(model_config, trust_remote_code=config.trust_remote_code)
-        implementation = model.config.get_text_config()._attn_implementation
-    if implementation != "sdpa":
-        return "eager" if implementation == "eager" else "flash"
-    full_windows = prepared.rows is not None and find_format(prepared.rows, config, key="data") == "text" and config.seq_len % 8 == 0
-    window = getattr(model_config.get_text_config(), "sliding_window", None)
-    return "flash" if full_windows and (not window or config.seq_len < window) else "sdpa"
 
 
 def with_defaults(training: dict[str, Any], *, has_held_out: bool) -> dict[str, Any]:

@@ -104,11 +104,15 @@ def check_section(deepspeed_config: dict[str, Any], zero: str, problems: list[st
 
 def check_nvme(deepspeed_config: dict[str, Any], zero: str, problems: list[str]) -> None:
     """The folder that offload to NVMe writes to must exist on this node."""
-    for part in ("offload_optimizer", "offload_param"):
-        path = get_value(deepspeed_config, f"zero_optimization.{part}.nvme_path")
-        if path and not Path(path).is_dir():
-            problems.append(f"zero={zero}: {part}.nvme_path={path} is no folder here; copy {CONFIG_DIR / 'zero3_nvme.json'}, name a folder on a fast local disk, and give that file as zero")
-            return
+    path = nvme_path(deepspeed_config)
+    if path and not Path(path).is_dir():
+        problems.append(f"zero={zero}: nvme_path={path} is no folder here; copy {CONFIG_DIR / 'zero3_nvme.json'}, name a folder on a fast local disk, and give that file as zero")
+
+
+def nvme_path(deepspeed_config: dict[str, Any]) -> str | None:
+    """The folder that offload to NVMe writes to; None without such offload."""
+    paths = [get_value(deepspeed_config, f"zero_optimization.{part}.nvme_path") for part in ("offload_optimizer", "offload_param")]
+    return next(filter(None, paths), None)
 
 
 def compose(deepspeed_config: dict[str, Any], *, ranks_per_node: int) -> dict[str, Any]:

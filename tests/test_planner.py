@@ -192,6 +192,35 @@ def test_training_refuses_what_cannot_fit(configs, tmp_path):
         plan_run(config, prepared, gpus(1, 16, host=64))
 
 
+def test_a_resumed_run_keeps_its_plan(configs, tmp_path):
+    values = {"model": configs["8b"], "data": ["d.jsonl"], "output_dir": str(tmp_path / "run"), "seq_len": 1024, "dtype": "bfloat16", "global_batch_size": 64}
+    config = make_config(TrainConfig, values, [])
+    prepared = Prepared(size=measure_model(config))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.json").write_text(json.dumps({"world_size": 8, "plan": {"zero": "3", "activation_checkpointing": True, "micro_batch": 2, "accumulation": 4}}))
+    anew, resumed = plan_run(config, prepared, gpus())[0], plan_run(config, prepared, gpus(), resumes=True)[0]
+    assert anew.zero != "3" and (resumed.zero, resumed.activation_checkpointing, resumed.micro_batch, resumed.accumulation) == ("3", True, 2, 4)
+    fewer = plan_run(config, prepared, gpus(4), resumes=True)[0]
+    assert fewer.zero == "3" and fewer.micro_batch * fewer.accumulation * 4 == 64
+
+
+def test_offload_to_a_disk_counts_the_disk(configs, tmp_path):
+    written = read_zero_file("3-nvme", [])
+    for part in ("offload_optimizer", "offload_param"):
+        written["zero_optimization"][part]["nvme_path"] = str(tmp_path)
+    path = tmp_path / "nvme.json"
+    path.write_text(json.dumps(written))
+    cls, small = ARCHITECTURES["llama"]
+    cls(**small).save_pretrained(tmp_path)
+    config = make_config(TrainConfig, {"model": str(tmp_path), "data": ["d.jsonl"], "output_dir": str(tmp_path / "run"), "zero": str(path), "seq_len": 128, "dtype": "bfloat16"}, [])
+    plan, _ = plan_run(config, Prepared(size=measure_model(config), zero_file=written), gpus())
+    assert plan.zero == str(path) and plan.fits
+    chosen, _ = plans_of(configs["8b"], gpus(8, nvme_bytes=10**9), zero="3-nvme")
+    assert "NVMe" in chosen.binds
+    chosen, _ = plans_of(configs["8b"], gpus(8, nvme_bytes=10**13, memlock_bytes=2**23), zero="3-nvme")
+    assert chosen.binds == "locked memory"
+
+
 @pytest.mark.parametrize("text", ["80", "80G", "GB", "-1GB", "0GB", "80 gigabytes"])
 def test_sizes_are_read_strictly(text):
     with pytest.raises(UserError, match="80GB"):
@@ -282,7 +311,7 @@ def test_the_view_over_nodes_and_the_plan_of_an_evaluation(configs, capsys):
         (["--gpus", "0x80GB"], "8x80GB"), (["--gpus", "8x80G"], "80GB"), (["--seq_len", "9000", "--gpus", "8x80GB"], "beyond the 8192 positions"),
         (["--nodes", "0", "--gpus", "8x80GB"], "at least 1"), (["--gpus", "8x80GB", "--interconnect", "wifi"], "'wifi' is unknown"),
         (["--hostfile", "nowhere"], "nowhere: no such file"), (["--hostfile", str(ROOT / "hostfiles/2x8"), "--nodes", "3"], "keep one"),
-        (["--hostfile", str(ROOT / "hostfiles/2x8"), "--gpus", "4x80GB"], "says 8 per node"), (["--tokens_per_step", "8"], "less than one sequence"),
+        (["--hostfile", str(ROOT / "hostfiles/2x8"), "--gpus", "4x80GB"], "says 8 per node"), (["--perplexity", "--nodes", "1,2", "--gpus", "8x80GB"], "one number of nodes"), (["--tokens_per_step", "8"], "less than one sequence"),
     ],
 )
 def test_bad_requests_are_one_clear_error(configs, capsys, words, message):

@@ -23,6 +23,7 @@ from dsft.machine import Machine, MiB
 from dsft.planner.hardware import Speeds
 from dsft.planner.step_time import ADAM_BYTES
 from dsft.ranks import device, free_port, max_over_ranks, start_ranks, wait_for_all
+from dsft.run_folder import write_json
 
 REPEATS = 5
 
@@ -36,10 +37,13 @@ def calibrated(speeds: Speeds, machine: Machine, *, half: bool) -> Speeds:
     path = calibration_file()
     if not machine.measured or not path.is_file():
         return speeds
-    measured = json.loads(path.read_text(encoding="utf-8")).get(_key(machine, half))
-    if measured is None:
-        return speeds
-    date = measured.pop("date")
+    try:
+        measured = json.loads(path.read_text(encoding="utf-8")).get(_key(machine, half))
+        if measured is None:
+            return speeds
+        date = measured.pop("date")
+    except (ValueError, KeyError, AttributeError):
+        return dataclasses.replace(speeds, source=f"{speeds.source} ({path} cannot be read; remove it, or measure anew with --calibrate)")
     return dataclasses.replace(speeds, **measured, source=f"measured on this machine on {date}")
 
 
@@ -47,13 +51,16 @@ def calibrate(machine: Machine, *, half: bool) -> Path:
     """Measure with one rank and with as many as the machine has, and keep the results; takes up to a minute. Returns the file."""
     path = calibration_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
     for ranks in {1, machine.ranks_per_node}:
         results = multiprocessing.get_context("spawn").SimpleQueue()
         of_ranks = dataclasses.replace(machine, ranks_per_node=ranks)
         multiprocessing.spawn(_measure, args=(ranks, free_port(), of_ranks, half, results), nprocs=ranks, join=True)
         known[_key(of_ranks, half)] = results.get() | {"date": datetime.now(timezone.utc).date().isoformat()}
-    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    write_json(path, known)
     return path
 
 

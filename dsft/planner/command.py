@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -64,10 +65,12 @@ def run(options: argparse.Namespace) -> None:
     if options.calibrate:
         if not machines[0].measured:
             raise UserError(["--calibrate measures this machine; leave out --gpus, --hostfile and --gpu_type"])
-        print(f"dsft: speeds measured and kept in {calibrate(machines[0], half=half)}")
+        print(f"dsft: speeds measured and kept in {calibrate(machines[0], half=half)}", file=sys.stderr)
     config = TrainConfig(model=options.model, method=options.method, lora_r=options.lora_r, seq_len=options.seq_len, trust_remote_code=options.trust_remote_code)
     job = make_job(config, half=half, attention=options.attention, loss="fused" if options.use_liger_kernel else "hf", micro_batch=options.per_device_train_batch_size,
                    sequences_per_step=options.tokens_per_step and options.tokens_per_step // options.seq_len)
+    if options.perplexity and (len(machines) > 1 or options.write or options.explain):
+        raise UserError(["--perplexity takes one number of nodes, and neither --write nor --explain"])
     if options.perplexity:
         _perplexity(options, job, machines[0])
     elif len(machines) > 1:
@@ -133,7 +136,7 @@ def read_machines(options: argparse.Namespace) -> list[Machine]:
     nodes = [len(hosts)] if hosts else _read_nodes(options.nodes or "1")
     slots = min(hosts.values()) if hosts else None
     if not (options.gpus or options.gpu_type or hosts):
-        machine = this_machine(nvme=options.nvme if options.nvme and Path(options.nvme).is_dir() else None)
+        machine = this_machine()
     elif hosts and not (options.gpus or options.gpu_type) and has_gpu():
         machine = dataclasses.replace(this_machine(), ranks_per_node=slots)
     else:
@@ -142,7 +145,9 @@ def read_machines(options: argparse.Namespace) -> list[Machine]:
         machine = _on_paper(options, slots)
     if options.host_memory:
         machine = dataclasses.replace(machine, host_bytes=parse_bytes(options.host_memory))
-    if options.nvme and not Path(options.nvme).is_dir():
+    if options.nvme and Path(options.nvme).is_dir():
+        machine = dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(options.nvme).free, nvme_path=options.nvme)
+    elif options.nvme:
         machine = dataclasses.replace(machine, nvme_bytes=parse_bytes(options.nvme))
     if options.interconnect:
         machine = dataclasses.replace(machine, interconnect=options.interconnect)

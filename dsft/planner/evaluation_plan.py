@@ -12,6 +12,7 @@ from dsft.planner.step_time import GATHERS_PER_LAYER, collective_seconds
 from dsft.planner.states import live_params, persistent_params
 from dsft.planner.terms import Term, peak_bytes
 from dsft.planner.zero_job import describe_job, frozen_bytes
+from dsft.problems import UserError
 from dsft.zero_config import get_value, read_zero_file
 
 NAMES = ("0", "3", "3-offload", "3-nvme")
@@ -47,6 +48,8 @@ def evaluation_section(zero: str) -> dict[str, Any]:
 
 def all_evaluation_plans(job: Job, machine: Machine, speeds: Speeds, *, batch_tokens: int | None = None) -> list[EvaluationPlan]:
     """Every way of holding the model, simplest first, with `batch_tokens` or the default."""
+    if job.size.quantized_bits:
+        raise UserError(["--perplexity plans a model as it lies on disk; leave out --method qlora"])
     names = [name for name in NAMES if (name != "3-nvme" or machine.nvme_bytes) and (name != "3-offload" or machine.has_gpu)]
     batch_tokens = batch_tokens or max(DEFAULT_BATCH_TOKENS[machine.has_gpu], job.seq_len)
     return [_plan(name, batch_tokens, job, machine, speeds) for name in names]
@@ -88,7 +91,11 @@ def _weight_terms(section: dict[str, Any], job: Job, machine: Machine) -> list[T
     terms = host_terms(state)
     if state.stage != 3:
         weights, how = frozen_bytes(state)
-        return [*terms, Term(name="weights", num_bytes=weights, formula=how)]
+        terms.append(Term(name="weights", num_bytes=weights, formula=how))
+        if machine.has_gpu:  # every rank builds the model in host memory first
+            ranks = machine.ranks_per_node
+            terms.append(Term(name="weights while loading", num_bytes=ranks * weights, phase="load", place="host", formula=f"{ranks} ranks x {how}"))
+        return terms
     if state.param_device == "none":
         terms.append(Term(name="shard of the weights", num_bytes=w * psi // n, formula=f"{w} x {psi:,} / {n}"))
     if state.gathers:

@@ -100,6 +100,7 @@ def speeds_of(machine: Machine, *, half: bool) -> Speeds:
     gpu = GPUS[name]
     link, network = parse_interconnect(machine.interconnect, gpu)
     return Speeds(
+        # fp32 without tensor cores is an eighth to a sixteenth of bf16 on these GPUs.
         flops=MATMUL_EFFICIENCY * gpu.tflops * 1e12 / (1 if half else 8), device_bytes=0.8 * gpu.memory_gbps * GB,
         link_bytes=link, reduce_bytes=link, all_reduce_bytes=link, network_bytes=network,
         host_link_bytes=PCIE_EFFICIENCY * PCIE_GBPS[gpu.pcie_gen] * GB,

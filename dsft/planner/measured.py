@@ -1,14 +1,13 @@
 """Holds a plan's predictions against what training really took: memory of GPUs and hosts, time of a step.
 
 Peaks are those of training, without loading, which maps checkpoint files into memory that the kernel takes back when it needs it. Host memory
-is resident memory (RSS) of all ranks of a node and their child processes; pages that processes share count once for each.
+is resident memory (RSS) of all ranks of a node and their child processes; pages that processes share count once for each. Held-out evaluation and checkpoints on the way are part of the peak over the whole training, but not of the plan.
 """
 
 import socket
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from dsft.machine import GiB, has_gpu
+from dsft.machine import GiB, has_gpu, peak_resident_bytes, set_back_peaks
 from dsft.planner.plan import Plan
 from dsft.screen import say
 
@@ -54,7 +53,7 @@ class PlanCheck(TrainerCallback):
         self.started = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        Path("/proc/self/clear_refs").write_text("5")  # sets the peak of resident memory to what is resident now (man 5 proc)
+        set_back_peaks()
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.started = time.perf_counter()
@@ -67,7 +66,7 @@ class PlanCheck(TrainerCallback):
             self._compare(f"after {FIRST_STEPS} steps")
 
     def on_train_end(self, args, state, control, **kwargs):
-        if len(self.step_seconds) > FIRST_STEPS:
+        if self.step_seconds:
             self._compare("over the whole training")
 
     def _compare(self, when: str) -> None:
@@ -81,9 +80,8 @@ class PlanCheck(TrainerCallback):
 
 def compare(plan: Plan, step_seconds: list[float]) -> list[Comparison]:
     """Every figure that this machine can measure. Collective: the fullest GPU, the fullest node, the slowest rank."""
-    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     children = sum(child.memory_info().rss for child in psutil.Process().children(recursive=True))
-    facts = {"node": socket.gethostname(), "host": int(peak.split()[1]) * 1024 + children, "seconds": statistics.median(step_seconds[1:] or step_seconds)}
+    facts = {"node": socket.gethostname(), "host": peak_resident_bytes() + children, "seconds": statistics.median(step_seconds[1:] or step_seconds)}
     if has_gpu():
         facts |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     everyone = [facts]

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from dsft.config import TrainConfig
 from dsft.lora import lora_config
 from dsft.machine import GiB, Machine
-from dsft.model_size import CONFIG_ERRORS, ModelSize, check_model, load_model_config, split_multimodal
+from dsft.model_size import CONFIG_ERRORS, ModelSize, check_model, empty_model, load_model_config, split_multimodal
 from dsft.planner.activations import ActivationBytes, Loss, activation_bytes
 from dsft.planner.hardware import Speeds
 from dsft.planner.states import load_terms, state_terms
@@ -101,6 +101,15 @@ def make_job(config: TrainConfig, **options: Any) -> Job:
     return Job(size=size, model_config=model_config, method=config.method, seq_len=config.seq_len, adapters=adapters, **options)
 
 
+def attention_of(config: Any, model_config: PreTrainedConfig, *, padded: bool) -> Attention:
+    """What attention holds with the options of `config`. transformers leaves sdpa's mask out only where a batch has no padding and no sliding window is reached."""
+    implementation = config.attn_implementation or empty_model(model_config, trust_remote_code=config.trust_remote_code).config.get_text_config()._attn_implementation
+    if implementation != "sdpa":
+        return "eager" if implementation == "eager" else "flash"
+    window = getattr(model_config.get_text_config(), "sliding_window", None)
+    return "sdpa" if padded or (window and config.seq_len >= window) else "flash"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """One DeepSpeed configuration with its predicted memory and time."""
@@ -127,7 +136,7 @@ class Plan:
     has_gpu: bool
     fits: bool
     binds: str
-    """Of "GPU memory", "host memory" and "NVMe" what is too small, joined by " and "; empty where it fits."""
+    """Of "GPU memory", "host memory", "NVMe" and "locked memory" what is too small, joined by " and "; empty where it fits."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -204,11 +213,9 @@ def batches(job: Job, world_size: int) -> Iterator[tuple[int, int]]:
         yield job.micro_batch, job.accumulation or max(1, per_step // (job.micro_batch * world_size))
         return
     per_rank = max(1, (job.sequences_per_step or SEQUENCES_PER_STEP) // world_size)
-    micro = 1
-    while micro <= min(per_rank, LARGEST_MICRO_BATCH):
+    for micro in range(1, min(per_rank, LARGEST_MICRO_BATCH) + 1):
         if per_rank % micro == 0:
             yield micro, per_rank // micro
-        micro *= 2
 
 
 def _fitted(name: str, zero_file: dict[str, Any] | None, checkpointing: bool, micro: int, accumulation: int, job: Job, machine: Machine, speeds: Speeds) -> Plan:
@@ -274,7 +281,8 @@ def _plan(name: str, deepspeed_config: dict[str, Any], checkpointing: bool, micr
     device, host, nvme = peak_bytes(terms, "device"), peak_bytes(terms, "host"), peak_bytes(terms, "nvme")
     if not machine.has_gpu:
         host += machine.ranks_per_node * device  # CPU ranks hold everything in host memory
-    lacking = {"GPU memory": machine.has_gpu and device > machine.device_bytes, "host memory": host > HOST_SHARE * machine.host_bytes, "NVMe": nvme > machine.nvme_bytes}
+    lacking = {"GPU memory": machine.has_gpu and device > machine.device_bytes, "host memory": host > HOST_SHARE * machine.host_bytes, "NVMe": nvme > machine.nvme_bytes,
+               "locked memory": bool(nvme) and machine.memlock_bytes is not None and _locked_bytes(terms, machine) > machine.memlock_bytes}
     binds = " and ".join(name for name, lacks in lacking.items() if lacks)
     time = step_time(
         job.size, resolve_auto(deepspeed_config["zero_optimization"], job.size), machine, speeds, micro_batch=micro, accumulation=accumulation, seq_len=job.seq_len,
@@ -292,6 +300,11 @@ def overhead(allocated_bytes: int, machine: Machine) -> Term:
     communication = COMMUNICATION_BYTES if machine.world_size > 1 else 0
     return Term(name=OVERHEAD, num_bytes=CONTEXT_BYTES + communication + int(FRAGMENTATION * allocated_bytes),
                 formula=f"{CONTEXT_BYTES / GiB:.1f} GiB context + {communication / GiB:.1f} GiB NCCL + {FRAGMENTATION:.0%} of what is allocated")
+
+
+def _locked_bytes(terms: list[Term], machine: Machine) -> int:
+    """What one rank locks for transfers to NVMe."""
+    return sum(term.num_bytes for term in terms if term.name.startswith("swap buffers")) // machine.ranks_per_node
 
 
 def shortage(plan: Plan, machine: Machine) -> float:
@@ -323,6 +336,7 @@ def need(plan: Plan) -> str:
         "GPU memory": f"{in_gib(plan.device_bytes)} per GPU",
         "host memory": f"{in_gib(plan.host_bytes / HOST_SHARE)} of memory per host",
         "NVMe": f"{in_gib(peak_bytes(plan.terms, 'nvme'))} of NVMe per node",
+        "locked memory": "a higher limit of locked memory (ulimit -l unlimited) for the buffers to NVMe",
     }
     return " and ".join(needs[name] for name in plan.binds.split(" and "))
 

@@ -50,7 +50,7 @@ def write_plan(folder: Path, plan: Plan, size: ModelSize, machine: Machine, *, d
         "main_training_function": "main",
         "use_cpu": not machine.has_gpu,
     }
-    head = "# accelerate launch --config_file {} dsft/train.py --config run.yaml --activation_checkpointing {}\n".format(paths[1].name, str(plan.activation_checkpointing).lower())
+    head = "# accelerate launch --config_file {} dsft/train.py --config run.yaml --activation_checkpointing {}\n".format(paths[1].resolve(), str(plan.activation_checkpointing).lower())
     if machine.nodes > 1:
         head += "# Set main_process_ip to the first machine's address, and machine_rank to 1, 2 ... on the others.\n"
     try:
