@@ -29,17 +29,19 @@ def main(argv: list[str] | None = None) -> None:
             print(_options_help(argv[0]))
             return
         sys.exit(launch({"train": "dsft.train", "eval": "dsft.eval_ppl"}[argv[0]], argv[1:]))
-    options = _parser().parse_args(argv)
+    options = _parser(argv).parse_args(argv)
     warnings.filterwarnings("ignore", category=FutureWarning)  # of the libraries among each other
     options.run(options)
 
 
-def _parser() -> argparse.ArgumentParser:
-    from dsft.planner import command as plan_command
-
+def _parser(argv: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dsft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    plan_command.add_options(commands.add_parser("plan", help="which DeepSpeed configuration fits, what it needs and how fast it is"))
+    plan = commands.add_parser("plan", help="which DeepSpeed configuration fits, what it needs and how fast it is")
+    if argv[:1] == ["plan"]:  # its options come with seconds of imports
+        from dsft.planner.command import add_options
+
+        add_options(plan)
     for name, text in (("export", "a run or checkpoint as a plain Hugging Face folder"), ("merge", "an adapter into its base model")):
         command = commands.add_parser(name, help=text)
         command.add_argument("source")

@@ -84,13 +84,13 @@ def _unadapted_expert_params(adapted: PeftModel) -> int:
     return sum(p.numel() for name, p in experts.items() if name.rpartition(".")[0].replace(".base_layer", "") not in with_adapter)
 
 
-def split_multimodal(model_config: PreTrainedConfig) -> tuple[PreTrainedConfig, int]:
+def split_multimodal(model_config: PreTrainedConfig, *, trust_remote_code: bool = False) -> tuple[PreTrainedConfig, int]:
     """(config of the text model, parameters of everything else) of a wrapper around vision or audio towers; (`model_config`, 0) of a language model."""
     text = model_config.get_text_config()
     if text is model_config or type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return model_config, 0
     with torch.device("meta"):
-        whole, part = AutoModel.from_config(model_config), AutoModel.from_config(text)
+        whole, part = (AutoModel.from_config(one, trust_remote_code=trust_remote_code) for one in (model_config, text))
     return text, sum(p.numel() for p in whole.parameters()) - sum(p.numel() for p in part.parameters())
 
 

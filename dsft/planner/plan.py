@@ -91,7 +91,9 @@ def make_job(config: TrainConfig, **options: Any) -> Job:
         UserError: where no model can be built from its config, a LoRA target matches nothing, or seq_len is beyond its positions.
     """
     try:
-        model_config, other_params = split_multimodal(load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code))
+        model_config, other_params = split_multimodal(
+            load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code), trust_remote_code=config.trust_remote_code
+        )
     except CONFIG_ERRORS as error:
         raise UserError([f"model={config.model}: no language model's config can be read there ({one_line(error)})"]) from error
     problems: list[str] = []
