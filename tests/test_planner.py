@@ -116,6 +116,8 @@ def test_more_of_anything_never_needs_less(configs):
 def test_batches_make_up_the_step(configs):
     _, plans = plans_of(configs["8b"], gpus(8), sequences_per_step=128)
     assert {plan.micro_batch * plan.accumulation * 8 for plan in plans} == {128}
+    assert all(plan.micro_batch == 1 or plan.device_bytes <= 0.8 * 80 * GB for plan in plans if plan.zero in ("1", "2"))
+    assert max(plan.micro_batch for plan in plans) > 1  # equally fast by the model, so the larger
     _, plans = plans_of(configs["8b"], gpus(8), micro_batch=3, accumulation=2)
     assert {(plan.micro_batch, plan.accumulation) for plan in plans} == {(3, 2)}
 
