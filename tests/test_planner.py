@@ -140,6 +140,13 @@ def test_lowered_live_parameters_come_together(configs):
     assert chosen.fits and zero["stage3_max_live_parameters"] == zero["stage3_max_reuse_distance"] < 10**9
 
 
+def test_buckets_are_no_larger_than_needed_and_even(configs):
+    size = measure_model(TrainConfig(model=configs["8b"], method="lora", lora_r=3))
+    chosen, _ = plans_of(configs["8b"], gpus(8), method="lora", zero="2")
+    bucket = chosen.deepspeed_config["zero_optimization"]["allgather_bucket_size"]
+    assert bucket % 2 == 0 and max(numel for numel, _ in size.trainable_numels) <= bucket < 10**8
+
+
 def test_sub_groups_fill_a_power_of_two(configs):
     size = measure_model(TrainConfig(model=configs["70b"]))
     for world_size in (1, 8, 16):

@@ -253,7 +253,8 @@ def _settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Ma
         zero["sub_group_size"] = sub_group_size(job.size, machine.world_size)
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
         if isinstance(zero.get(key), int):  # allocated whole; some buckets per step are enough to overlap
-            zero[key] = min(zero[key], max(job.size.num_trainable // 8, max(numel for numel, _ in job.size.trainable_numels)))
+            enough = max(job.size.num_trainable // 8, max(numel for numel, _ in job.size.trainable_numels))
+            zero[key] = min(zero[key], -(-enough // 1024) * 1024)  # DeepSpeed wants an even number
     shares = [1.0]
     if "ratio" in (zero.get("offload_optimizer") or {}):
         shares = [0.2, 0.4, 0.6, 0.8]
