@@ -23,7 +23,7 @@ from dsft.model import adapter_base, build_model, described_in, is_bare_config, 
 from dsft.model_size import ModelSize, load_model_config, measure_model
 from dsft.partial_results import PartialResults, fingerprint, model_hash
 from dsft.perplexity import Perplexity, evaluate_windows, width
-from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS, all_evaluation_plans, choose_evaluation
+from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS, all_evaluation_plans, choose_evaluation, evaluation_section
 from dsft.planner.hardware import speeds_of
 from dsft.planner.plan import Job, attention_of
 from dsft.preparation import check_tokenizer
@@ -173,13 +173,12 @@ class loaded_for_scoring:
         import deepspeed
 
         zero_file = read_zero_file(self.zero, [])
-        section = zero_file["zero_optimization"]
         deepspeed_config = {
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": self.dtype == "bfloat16"},
             "fp16": {"enabled": self.dtype == "float16"},
             "steps_per_print": 10**9,
-            "zero_optimization": {key: value for key, value in section.items() if value != "auto" and key != "offload_optimizer"},
+            "zero_optimization": evaluation_section(self.zero),
             **({"aio": zero_file["aio"]} if "aio" in zero_file else {}),
         }
         self.registered = HfDeepSpeedConfig(deepspeed_config)  # from_pretrained shards while this object lives

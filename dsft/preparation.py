@@ -226,7 +226,7 @@ def plan_run(config: TrainConfig, prepared: Prepared, machine: Machine, *, resum
             job = dataclasses.replace(job, micro_batch=earlier["plan"]["micro_batch"], accumulation=earlier["plan"]["accumulation"])
     plans = all_plans(job, machine, speeds, zero=zero, zero_file=prepared.zero_file if zero.endswith(".json") else None)
     plan = choose(plans, machine)
-    why = reason(plan, plans, machine, zero=zero)
+    why = reason(plan, plans, machine, zero=zero, resumes=zero != config.zero)
     if not plan.fits and config.memory_check:
         others = all_plans(dataclasses.replace(job, checkpointing=None), machine, speeds)
         nearest_plan = choose(others, machine)

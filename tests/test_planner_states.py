@@ -9,8 +9,9 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from dsft.config import TrainConfig
 from dsft.model_size import measure_model
-from dsft.planner.states import load_terms, resolve_auto, state_terms
+from dsft.planner.states import load_terms, state_terms
 from dsft.planner.terms import peak_bytes
+from dsft.planner.zero_job import resolve_auto
 from dsft.zero_config import compose, known_names, read_zero_file
 from fake_ranks import RANKS_PER_NODE, WORLD_SIZE, measure
 

@@ -8,8 +8,8 @@ from dsft.machine import Machine
 from dsft.planner.hardware import Speeds
 from dsft.planner.host_states import host_terms
 from dsft.planner.plan import HOST_SHARE, Job, in_gib, overhead
-from dsft.planner.step_time import GATHERS_PER_LAYER, collective_seconds
 from dsft.planner.states import live_params, persistent_params
+from dsft.planner.step_time import GATHERS_PER_LAYER, collective_seconds, forward_flops_per_token
 from dsft.planner.terms import Term, peak_bytes
 from dsft.planner.zero_job import describe_job, frozen_bytes
 from dsft.problems import UserError
@@ -41,9 +41,9 @@ class EvaluationPlan:
 
 
 def evaluation_section(zero: str) -> dict[str, Any]:
-    """The section zero_optimization that scoring gets: that of training without its optimizer."""
+    """The section zero_optimization that scoring gets: that of training without its optimizer, with DeepSpeed's defaults where it says "auto"."""
     section = read_zero_file(zero, []).get("zero_optimization", {"stage": 0})
-    return {key: value for key, value in section.items() if key != "offload_optimizer"}
+    return {key: value for key, value in section.items() if value != "auto" and key != "offload_optimizer"}
 
 
 def all_evaluation_plans(job: Job, machine: Machine, speeds: Speeds, *, batch_tokens: int | None = None) -> list[EvaluationPlan]:
@@ -119,7 +119,7 @@ def _activation_terms(job: Job, batch_tokens: int, machine: Machine) -> list[Ter
 def _batch_seconds(section: dict[str, Any], batch_tokens: int, job: Job, machine: Machine, speeds: Speeds) -> float:
     """One forward on every rank: products and attention of a causal sequence, gathers, and what comes from host memory or NVMe."""
     size, width = job.size, 2 if job.half else 4
-    compute = batch_tokens * (2 * size.active_params + 2 * job.seq_len * size.num_heads * size.head_dim * size.num_layers) / speeds.flops
+    compute = batch_tokens * forward_flops_per_token(size, job.seq_len) / speeds.flops
     if section.get("stage") != 3:
         return compute
     moving = collective_seconds(width * size.num_params, GATHERS_PER_LAYER * size.num_layers, machine, speeds, speeds.link_bytes)

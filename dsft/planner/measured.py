@@ -1,7 +1,8 @@
 """Holds a plan's predictions against what training really took: memory of GPUs and hosts, time of a step.
 
-Peaks are those of training, without loading, which maps checkpoint files into memory that the kernel takes back when it needs it. Host memory
-is resident memory (RSS) of all ranks of a node and their child processes; pages that processes share count once for each. Held-out evaluation and checkpoints on the way are part of the peak over the whole training, but not of the plan.
+Peaks are those of training, without loading, which maps checkpoint files into memory that the kernel takes back when it needs it.
+Host memory is resident memory (RSS) of all ranks of a node and their child processes; pages that processes share count once for each.
+Held-out evaluation and checkpoints on the way are part of the peak over the whole training, but not of the plan.
 """
 
 import socket

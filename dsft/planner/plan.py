@@ -1,7 +1,7 @@
 """Chooses a DeepSpeed configuration: predicts memory and time of every candidate and takes the fastest that fits. Pure arithmetic.
 
     job = Job(size=measure_model(config), model_config=..., method="full", half=True, seq_len=4096)
-    plans = all_plans(job, machine)
+    plans = all_plans(job, machine, speeds_of(machine, half=True))
     chosen = choose(plans, machine)
 
 A prediction is made from the very DeepSpeed configuration that training would get: `plan.deepspeed_config`.
@@ -161,8 +161,8 @@ class Plan:
         checkpointing = " with activation checkpointing" if self.activation_checkpointing else ""
         return f"ZeRO {self.zero}{checkpointing}, micro batch {self.micro_batch} x {self.accumulation} accumulated"
 
-    def part_bytes(self, *phases: str, place: str = "device") -> int:
-        return sum(term.num_bytes for term in self.terms if term.place == place and term.phase in phases)
+    def part_bytes(self, phase: str) -> int:
+        return sum(term.num_bytes for term in self.terms if term.place == "device" and term.phase == phase)
 
 
 def all_plans(job: Job, machine: Machine, speeds: Speeds, *, zero: str = "auto", zero_file: dict[str, Any] | None = None) -> list[Plan]:
@@ -323,10 +323,11 @@ def _locked_bytes(terms: list[Term], machine: Machine) -> int:
 def shortage(plan: Plan, machine: Machine) -> float:
     """How much of the scarcest resource is asked for, over what is there."""
     device = plan.device_bytes / machine.device_bytes if machine.has_gpu else 0.0
-    return max(device, plan.host_bytes / (HOST_SHARE * machine.host_bytes))
+    nvme = peak_bytes(plan.terms, "nvme") / machine.nvme_bytes if machine.nvme_bytes else 0.0
+    return max(device, nvme, plan.host_bytes / (HOST_SHARE * machine.host_bytes))
 
 
-def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "auto") -> str:
+def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "auto", resumes: bool = False) -> str:
     """One sentence why, and one what the next better configuration would need."""
     have = f"{in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'} and {in_gib(machine.host_bytes)} per host are there"
     if not chosen.fits:
@@ -334,7 +335,9 @@ def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "au
             return f"zero={zero} cannot fit: {chosen.label} needs {need(chosen)}; {have}."
         return f"nothing fits; what lacks least is {chosen.label}, which needs {need(chosen)}; {have}."
     speed = f"{chosen.time.step_seconds:.3g} s per step, {chosen.time.tokens_per_second:,.0f} tokens/s predicted"
-    why = f"zero={zero} was asked for, and {chosen.label} fits ({speed})" if zero != "auto" else f"{chosen.label} is the fastest that fits ({speed})"
+    why = f"{chosen.label} is the fastest that fits ({speed})"
+    if zero != "auto":
+        why = f"zero={zero} {'is what the resumed run began with' if resumes else 'was asked for'}, and {chosen.label} fits ({speed})"
     better = [plan for plan in plans if not plan.fits and plan.time.tokens_per_second > 1.01 * chosen.time.tokens_per_second]
     if not better:
         return f"{why}; {have}."

@@ -12,9 +12,7 @@ from typing import Any
 from dsft.model_size import ModelSize
 from dsft.planner.host_states import host_terms, process_term
 from dsft.planner.terms import Term
-from dsft.planner.zero_job import ZeroJob, describe_job, device_sub_groups, frozen_bytes, partition_gradients, resolve_auto
-
-__all__ = ["load_terms", "resolve_auto", "state_terms"]
+from dsft.planner.zero_job import ZeroJob, describe_job, device_sub_groups, frozen_bytes, partition_gradients
 
 STAGE_0_REDUCE_ELEMENTS = 500_000_000
 """Elements that stage 0 all-reduces at once (`elements_per_buffer` in deepspeed/runtime/engine.py)."""

@@ -41,11 +41,15 @@ class StepTime:
         return self.tokens_per_step / self.step_seconds
 
 
+def forward_flops_per_token(size: ModelSize, seq_len: int) -> float:
+    """Floating-point operations of one forward on one token, attention of a causal sequence included."""
+    return 2 * size.active_params + 2 * seq_len * size.num_heads * size.head_dim * size.num_layers  # causal: half of 4 s h L
+
+
 def flops_per_token(size: ModelSize, seq_len: int, *, checkpointing: bool) -> float:
-    """Floating-point operations of training on one token, attention of a causal sequence included."""
-    forward = 2 * size.active_params + 2 * seq_len * size.num_heads * size.head_dim * size.num_layers  # causal: half of 4 s h L
+    """Floating-point operations of training on one token."""
     passes = (2 if size.lora_r else 3) + checkpointing
-    return passes * forward
+    return passes * forward_flops_per_token(size, seq_len)
 
 
 def step_time(size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, *, micro_batch: int, accumulation: int, seq_len: int, checkpointing: bool, half: bool) -> StepTime:
