@@ -78,7 +78,23 @@ class DataFields:
 
 
 @dataclass(kw_only=True)
-class TrainConfig(ModelFields, LoraFields, DataFields):
+class TimeoutFields:
+    """Seconds without progress after which a job of several ranks ends itself on all nodes, with the stacks of all ranks."""
+
+    start_timeout: float = 300.0
+    """Until all ranks have met."""
+    load_timeout: float = 1800.0
+    """Reading and tokenising data, loading weights, the first step."""
+    step_timeout: float = 300.0
+    """One forward and backward of training, an optimizer step, or a batch of an evaluation."""
+    save_timeout: float = 1800.0
+    """Writing a checkpoint or the final model."""
+    lost_timeout: float = 60.0
+    """Without a sign of life of a node (its power, its link) or of a frozen process."""
+
+
+@dataclass(kw_only=True)
+class TrainConfig(ModelFields, LoraFields, DataFields, TimeoutFields):
     """Everything a training run is told."""
 
     zero: str = "auto"
@@ -95,7 +111,7 @@ class TrainConfig(ModelFields, LoraFields, DataFields):
 
 
 @dataclass(kw_only=True)
-class EvalConfig(ModelFields, DataFields):
+class EvalConfig(ModelFields, DataFields, TimeoutFields):
     """Everything a perplexity evaluation is told. Each entry of `data` is a data set of its own."""
 
     model: list[str] = field(default_factory=list)
@@ -165,6 +181,9 @@ def check_config(config, problems: list[str]) -> None:
         problems.append("model: missing; name a hub id, a local folder or a config.json")
     if not config.data:
         problems.append("data: missing; name a file, a folder, a glob or a hub data set")
+    for field_ in dataclasses.fields(TimeoutFields):
+        if not getattr(config, field_.name) > 0:
+            problems.append(f"{field_.name}={getattr(config, field_.name)}: must be more than 0 seconds")
     if config.seq_len < 2:
         problems.append(f"seq_len={config.seq_len}: a window needs at least 2 tokens, one of context and one to predict")
     if not 0 <= config.eval_fraction < 1:

@@ -18,6 +18,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 from dsft import ranks
 from dsft.config import EvalConfig, read_config
 from dsft.evaluation import evaluate
+from dsft.guard import watch
 from dsft.problems import ends_with_clear_errors
 from dsft.result_files import print_evaluation, write_results
 from dsft.screen import set_up_screen
@@ -28,7 +29,9 @@ def main(argv: list[str] | None = None) -> None:
     problems: list[str] = []
     config = read_config(EvalConfig, sys.argv[1:] if argv is None else argv, problems)
     set_up_screen()
-    ranks.start_ranks()
+    watch.start(watch.limits_of(config))
+    ranks.start_ranks(meet_seconds=config.start_timeout, timeout_seconds=max(1800, config.load_timeout))
+    watch.meet()
     results = []
     for evaluation in evaluate(config, problems, progress=True):
         results.append(evaluation)

@@ -18,6 +18,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft import ranks
 from dsft.config import EvalConfig, TrainConfig
+from dsft.guard import watch
 from dsft.machine import Machine, has_gpu, peak_memory_bytes
 from dsft.model import adapter_base, build_model, described_in, is_bare_config, resolve_dtype
 from dsft.model_size import ModelSize, load_model_config, measure_model
@@ -206,10 +207,11 @@ def _evaluate_one(model: nn.Module, candidate: _Candidate, windows: Windows, sou
         partial = PartialResults(Path(config.output_dir), fingerprint(config.model, windows, options))
     start = time.perf_counter()
     fed: list[int] = []
-    result = evaluate_windows(
-        model, windows, pad_token_id=candidate.tokenizer.pad_token_id, batch_tokens=batch_tokens, device=ranks.device(),
-        collective_forward=zero != "0", done=partial and partial.done, save=partial and partial.save, fed=fed, progress=progress and ranks.rank() == 0,
-    )
+    with watch.phase("evaluating"):
+        result = evaluate_windows(
+            model, windows, pad_token_id=candidate.tokenizer.pad_token_id, batch_tokens=batch_tokens, device=ranks.device(),
+            collective_forward=zero != "0", done=partial and partial.done, save=partial and partial.save, fed=fed, progress=progress and ranks.rank() == 0,
+        )
     seconds = time.perf_counter() - start
     difference = verify(model, windows, result, config.verify, seed=config.seed) if config.verify else None
     if partial is not None:

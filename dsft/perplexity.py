@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from tqdm.auto import tqdm
 
+from dsft.guard import watch
 from dsft.head import ChunkedHead
 from dsft.problems import TrainingStopped
 from dsft.ranks import sum_over_ranks
@@ -155,6 +156,7 @@ def evaluate_windows(model: nn.Module, windows: Windows, *, pad_token_id: int, b
         elif collective_forward:  # the same collectives as a batch with work
             score(head if chunked else model, {"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
         bar.update(sum(batch_lengths[turn * world : (turn + 1) * world]))
+        watch.tick()
     bar.close()
     if fed is not None:
         fed += batch_lengths

@@ -12,9 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
+from dsft.guard import watch
+
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3
 """Training stopped itself, for example at a NaN loss; what was saved before is intact."""
+EXIT_REQUEUE = 75
+"""Training saved and ended because it was asked to (SIGUSR1); the same command goes on with it. EX_TEMPFAIL of sysexits.h."""
 
 
 class UserError(ValueError):
@@ -31,6 +35,10 @@ class UserError(ValueError):
 
 class TrainingStopped(RuntimeError):
     """Training cannot go on (NaN loss); the message says at which step and what is left on disk."""
+
+
+class Requeue(TrainingStopped):
+    """Training was asked to stop and has saved; the message says how to go on."""
 
 
 def raise_if_any(problems: list[str]) -> None:
@@ -56,10 +64,11 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
         try:
             return main(*args, **kwargs)
         except (UserError, TrainingStopped) as error:
-            code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_STOPPED
+            code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_REQUEUE if isinstance(error, Requeue) else EXIT_STOPPED
+            lines = error.problems if isinstance(error, UserError) else [str(error)]
+            watch.leave(code, lines)
             if int(os.environ.get("RANK", "0")) == 0:
-                lines = error.problems if isinstance(error, UserError) else [str(error)]
-                print("\n".join(f"dsft: error: {line}" for line in lines), file=sys.stderr, flush=True)
+                print("\n".join(f"dsft: {'error: ' * (code != EXIT_REQUEUE)}{line}" for line in lines), file=sys.stderr, flush=True)
             else:
                 time.sleep(5)
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:

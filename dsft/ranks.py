@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dsft.guard import watch
 from dsft.machine import Machine, cpu_count, has_gpu, this_machine
 from dsft.problems import UserError, raise_if_any
 
@@ -48,8 +49,12 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def start_ranks(*, timeout_seconds: int = 1800) -> None:
+def start_ranks(*, meet_seconds: float = 300, timeout_seconds: float = 1800) -> None:
     """Join the process group of all ranks; without a launcher, be the only one.
+
+    Args:
+        meet_seconds: until all ranks must have come.
+        timeout_seconds: of a collective.
 
     Raises:
         UserError: where a launcher set only some of its variables.
@@ -80,7 +85,9 @@ def start_ranks(*, timeout_seconds: int = 1800) -> None:
 
     if has_gpu():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=timeout_seconds))
+    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=meet_seconds))
+    # The ranks have met; the guards' limits are shorter, so that it is they who say what happened.
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds))
     if not has_gpu() and world_size() > 1:
         dist.barrier()
         _shared_buffer().unlink(missing_ok=True)
@@ -103,6 +110,7 @@ def stop_ranks() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    watch.leave()
     if world_size() > 1:
         atexit._run_exitfuncs()  # loggers and workers finish as at any exit
         sys.stdout.flush()

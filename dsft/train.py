@@ -18,13 +18,15 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 import time
 
-from dsft import ranks
+from dsft import ranks, stop_request
 from dsft.config import TrainConfig, as_dict, read_config
+from dsft.guard import watch
 from dsft.machine import GiB
 from dsft.model import build_model
 from dsft.planner.plan import as_dict as plan_as_dict
 from dsft.preparation import check_run, ignored_options, plan_run, training_arguments
-from dsft.problems import TrainingStopped, ends_with_clear_errors
+from dsft.problems import Requeue, TrainingStopped, ends_with_clear_errors
+from dsft.rank_logs import log_to_files
 from dsft.run_folder import clear_run, git_commit, is_finished, last_checkpoint, versions, write_run
 from dsft.samples import build_samples
 from dsft.screen import say, set_up_screen
@@ -37,7 +39,10 @@ def main(argv: list[str] | None = None) -> None:
     config = read_config(TrainConfig, sys.argv[1:] if argv is None else argv, problems)
     set_up_screen()
     # Before any TrainingArguments: transformers would make a process group that DeepSpeed does not know of.
-    ranks.start_ranks(timeout_seconds=config.training.get("ddp_timeout", 1800))
+    stop_request.listen()
+    watch.start(watch.limits_of(config))
+    ranks.start_ranks(meet_seconds=config.start_timeout, timeout_seconds=config.training.get("ddp_timeout", max(1800, config.load_timeout, config.save_timeout)))
+    watch.meet()
     finetune(config, problems)
     ranks.stop_ranks()
 
@@ -58,6 +63,7 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
         say(f"nothing left to train: {checkpoint} is the end of this run; raise max_steps or num_train_epochs to go on")
         return None
 
+    log_to_files(output_dir, append=checkpoint is not None)
     machine = ranks.smallest_machine()
     plan, why = ranks.on_rank_0(lambda: plan_run(config, prepared, machine, resumes=checkpoint is not None))
     say(f"plan: {machine}; {prepared.size.num_params:,} parameters, {prepared.size.num_trainable:,} trained, {config.dtype}")
@@ -92,6 +98,10 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
         if ranks.rank() == 0:
             write_run(output_dir, status="stopped", error=str(error), results=trainer.results())
         raise
+    if trainer.is_stopping:
+        if ranks.rank() == 0:
+            write_run(output_dir, status="preempted", results=trainer.results())
+        raise Requeue(f"asked to stop (SIGUSR1): step {trainer.state.global_step} is saved in {output_dir}; the same command goes on from there with --resume_from_checkpoint auto")
     if held_out and (args.load_best_model_at_end or trainer.last_evaluation()["step"] != trainer.state.global_step):
         trainer.evaluate()
     final = trainer.save_final()

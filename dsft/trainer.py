@@ -17,12 +17,14 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, Trai
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from dsft import stop_request
+from dsft.guard import watch
 from dsft.machine import GiB, peak_memory_bytes
 from dsft.perplexity import evaluate_windows, width
 from dsft.planner.measured import PlanCheck
 from dsft.planner.plan import Plan
 from dsft.problems import TrainingStopped
-from dsft.ranks import max_over_ranks
+from dsft.ranks import max_over_ranks, sum_over_ranks
 from dsft.run_folder import FINAL, checkpoints
 from dsft.samples import Collator
 from dsft.windows import windows_of_sequences
@@ -39,6 +41,8 @@ class PerplexityTrainer(Trainer):
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
         self.add_callback(ProgressLog)
+        self.add_callback(Alive)
+        self.is_stopping = False
         self.plan_check = PlanCheck(plan)
         self.add_callback(self.plan_check)
         self.bad_losses = torch.zeros((), dtype=torch.int64, device=args.device)
@@ -47,15 +51,11 @@ class PerplexityTrainer(Trainer):
         """Perplexity over all tokens of the held-out data; the same number for any batch size and number of ranks."""
         start = time.perf_counter()
         windows = windows_of_sequences(self.eval_dataset if eval_dataset is None else eval_dataset, mode="training")
-        result = evaluate_windows(
-            self.model,
-            windows,
-            pad_token_id=self.processing_class.pad_token_id,
-            batch_tokens=self.args.per_device_eval_batch_size * width(windows.lengths.max()),
-            device=self.args.device,
-            collective_forward=is_deepspeed_zero3_enabled(),
-            progress=self.is_world_process_zero() and not self.args.disable_tqdm,
-        )
+        with watch.phase("evaluating"):
+            result = evaluate_windows(
+                self.model, windows, pad_token_id=self.processing_class.pad_token_id, device=self.args.device, collective_forward=is_deepspeed_zero3_enabled(),
+                batch_tokens=self.args.per_device_eval_batch_size * width(windows.lengths.max()), progress=self.is_world_process_zero() and not self.args.disable_tqdm,
+            )
         metrics = {
             f"{metric_key_prefix}_loss": result.loss,
             f"{metric_key_prefix}_perplexity": result.perplexity,
@@ -67,11 +67,15 @@ class PerplexityTrainer(Trainer):
         return metrics
 
     def training_step(self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None) -> torch.Tensor:
-        """The Trainer's step; then every rank learns whether any rank's loss is NaN or infinite, and all stop together."""
+        """The Trainer's step; then every rank learns whether any rank's loss is NaN or infinite or any was asked to stop, and all stop together."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.bad_losses += ~loss.isfinite()
-        # Micro batches in between are not waited for; sync_gradients is the same on all ranks.
-        if self.accelerator.sync_gradients and max_over_ranks(self.bad_losses.item()):
+        if not self.accelerator.sync_gradients:  # the same on all ranks; micro batches in between are not waited for
+            return loss
+        bad, asked = sum_over_ranks(torch.tensor([self.bad_losses.item(), stop_request.is_asked()])).tolist()
+        if asked:
+            self.is_stopping = self.control.should_save = self.control.should_training_stop = True
+        if bad:
             saved = checkpoints(self.args.output_dir)
             kept = f"the last checkpoint, {saved[-1]}, is untouched" if saved else "nothing had been saved yet"
             raise TrainingStopped(
@@ -106,9 +110,14 @@ class PerplexityTrainer(Trainer):
             "log": log,
         }
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with watch.phase("saving"):
+            super()._save_checkpoint(model, trial)
+
     def save_final(self) -> Path:
         """Save the model (LoRA: the adapter) to `final/` and read back that every weight is there. Collective."""
         folder = Path(self.args.output_dir) / FINAL
+        watch.enter("saving")
         self.save_model(str(folder))
         expected = expected_shapes(self.model)
         problems = missing_weights(folder, expected) if self.is_world_process_zero() else []
@@ -141,6 +150,17 @@ def missing_weights(folder: Path, expected: dict[str, tuple[int, ...]]) -> list[
                     return [f"{name} in {file.name} is empty"]
     wanted = sum(math.prod(shape) for shape in expected.values())
     return [] if found >= wanted else [f"{wanted:,} trained elements expected, {found:,} written"]
+
+
+class Alive(TrainerCallback):
+    """Tells the guard of each step; the first one may take as long as loading, since it compiles and allocates."""
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        watch.tick(state.global_step)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        watch.enter("training")
+        watch.tick(state.global_step)
 
 
 class ProgressLog(TrainerCallback):
