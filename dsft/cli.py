@@ -2,6 +2,7 @@
 
     dsft train --config run.yaml      prints and runs the right `deepspeed` command for this machine
     dsft eval --model M --data F      the same for perplexity
+    dsft launch --hostfile H train --config run.yaml    the same on many nodes, looked at first
     dsft plan --model M --gpus 8x80GB --nodes 2
     dsft export RUN_OR_CHECKPOINT OUT
     dsft merge ADAPTER OUT
@@ -21,14 +22,14 @@ from dsft.problems import ends_with_clear_errors
 @ends_with_clear_errors
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] in ("train", "eval"):
+    if argv and argv[0] in ("train", "eval", "launch"):
         # Their options are those of the YAML file, which the entry point reads; only launcher options are looked at here.
-        from dsft.launching import launch
+        from dsft.launch.front import launch
 
         if set(argv[1:]) & {"-h", "--help"}:
-            print(_options_help(argv[0]))
+            print(_options_help(next((word for word in argv if word in ("train", "eval")), "")))
             return
-        sys.exit(launch({"train": "dsft.train", "eval": "dsft.eval_ppl"}[argv[0]], argv[1:]))
+        sys.exit(launch(argv[argv[0] == "launch" :]))
     options = _parser(argv).parse_args(argv)
     warnings.filterwarnings("ignore", category=FutureWarning)  # of the libraries among each other
     options.run(options)
@@ -52,24 +53,28 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text)
         command.add_argument("folder")
         command.set_defaults(run=run)
-    commands.add_parser("train", help="finetune on all GPUs of this machine, or of --hostfile", add_help=False)
-    commands.add_parser("eval", help="perplexity on all GPUs of this machine, or of --hostfile", add_help=False)
+    commands.add_parser("train", help="finetune on all GPUs of this machine: short for dsft launch train", add_help=False)
+    commands.add_parser("eval", help="perplexity on all GPUs of this machine: short for dsft launch eval", add_help=False)
+    commands.add_parser("launch", help="train or eval on many nodes, through deepspeed, torchrun, srun or accelerate", add_help=False)
     return parser
 
 
 def _options_help(command: str) -> str:
+    from dsft.launch.options import LaunchOptions
+
+    if not command:
+        return "\n".join(["dsft launch [--OPTION VALUE ...] train|eval [--config FILE.yaml] [--OPTION VALUE ...]", "", *_fields_help(LaunchOptions), "", "dsft launch train --help lists the options of the training."])
     from dsft.config import EvalConfig, TrainConfig
 
-    cls = TrainConfig if command == "train" else EvalConfig
-    lines = [f"dsft {command} [--config FILE.yaml] [--OPTION VALUE ...]", "", "dsft's own options (the same names in the file and as flags):"]
-    for field in dataclasses.fields(cls):
-        if field.init:
-            default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-            lines.append(f"  --{field.name} (default: {default})")
+    lines = [f"dsft {command} [--config FILE.yaml] [--OPTION VALUE ...]", "", "dsft's own options (the same names in the file and as flags):", *_fields_help(EvalConfig if command == "eval" else TrainConfig)]
     if command == "train":
         lines += ["", "and every field of transformers.TrainingArguments by its own name (learning_rate, max_steps, report_to ...)."]
-    lines += ["", "Passed to the deepspeed launcher: --hostfile --num_nodes --num_gpus --include --exclude --master_addr --master_port"]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", "How the ranks are started:", *_fields_help(LaunchOptions)])
+
+
+def _fields_help(cls: type) -> list[str]:
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    return [f"  --{field.name} (default: {field.default if field.default is not dataclasses.MISSING else field.default_factory()})" for field in fields]
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dsft.demo_data import write_demo_data
 from dsft.export import merge
-from dsft.launching import launch
+from dsft.launch.front import launch
 from dsft.problems import UserError
 from dsft.run_folder import read_run
 from dsft.screen import print_table
@@ -32,13 +32,13 @@ def run_quickstart(folder: Path) -> None:
     print(f"dsft: 1 of 5: text, instructions, tokenizer and model config from Python's own documentation, in {folder}", flush=True)
     write_demo_data(folder)
     print("dsft: 2 of 5: full finetuning under ZeRO-3 (the first launch on a machine compiles a DeepSpeed op, up to a minute)", flush=True)
-    _run("dsft.train", ["--config", f"{folder}/full.yaml"])
+    _run("train", ["--config", f"{folder}/full.yaml"])
     print("dsft: 3 of 5: LoRA on questions and answers, over that model", flush=True)
-    _run("dsft.train", ["--config", f"{folder}/lora.yaml"])
+    _run("train", ["--config", f"{folder}/lora.yaml"])
     print("dsft: 4 of 5: the adapter merged into a plain Hugging Face folder", flush=True)
     merge(f"{folder}/runs/lora", f"{folder}/merged")
     print("dsft: 5 of 5: perplexity of the merged model's answers, measured once more from its folder", flush=True)
-    _run("dsft.eval_ppl", ["--model", f"{folder}/merged", "--data", f"{folder}/instructions/held_out.jsonl", "--seq_len", "128", "--output_dir", f"{folder}/perplexity"])
+    _run("eval", ["--model", f"{folder}/merged", "--data", f"{folder}/instructions/held_out.jsonl", "--seq_len", "128", "--output_dir", f"{folder}/perplexity"])
 
     runs = {name: read_run(str(folder / "runs" / name)) for name in ("full", "lora")}
     plot_losses(runs, folder / "loss.png")
@@ -59,8 +59,8 @@ def run_quickstart(folder: Path) -> None:
     print_table("dsft quickstart", rows)
 
 
-def _run(module: str, argv: list[str]) -> None:
-    code = launch(module, argv)
+def _run(name: str, argv: list[str]) -> None:
+    code = launch([name, *argv])
     if code:
         sys.exit(code)
 

@@ -44,7 +44,8 @@ def log_to_files(output_dir: str, *, append: bool) -> None:
     file.write(f"# rank {rank()} on {socket.gethostname()}, process {os.getpid()}, {datetime.now(timezone.utc).isoformat(timespec='seconds')}\n")
     watch.set_log(path)
     if rank() == 0:
-        sys.stdout, sys.stderr = _Both(sys.stdout, file), _Both(sys.stderr, file)
+        # Anew where an earlier run of this process had its file.
+        sys.stdout, sys.stderr = (_Both(stream.screen if isinstance(stream, _Both) else stream, file) for stream in (sys.stdout, sys.stderr))
         return
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

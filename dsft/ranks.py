@@ -81,6 +81,8 @@ def start_ranks(*, meet_seconds: float = 300, timeout_seconds: float = 1800) -> 
             # The ranks of a node share its cores; left alone, each would take all of them.
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks_per_node())))
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if (own := str(Path(sys.executable).parent)) not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = f"{own}{os.pathsep}{os.environ.get('PATH', '')}"  # ssh's shells know nothing of an environment; DeepSpeed looks for its ninja
     import deepspeed  # here, so that `import dsft` stays light and DS_ACCELERATOR is read after it is set
 
     if has_gpu():

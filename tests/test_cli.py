@@ -4,21 +4,7 @@ import subprocess
 import pytest
 
 from dsft.demo_data import HELD_OUT_PERCENT, split_of, standard_library_docs
-from dsft.launching import deepspeed_command
 from tiny import ARCHITECTURES
-
-
-def test_the_command_passes_launcher_options_on_and_everything_else_to_the_script():
-    command = deepspeed_command("dsft.train", ["--hostfile", "hostfiles/2x8", "--config", "run.yaml", "--master_port=1234", "--learning_rate", "1e-4"])
-    words = command[3:]
-    assert words[:3] == ["--hostfile", "hostfiles/2x8", "--master_port=1234"] and "--num_gpus" not in words
-    assert words[words.index("--module") :] == ["--module", "dsft.train", "--config", "run.yaml", "--learning_rate", "1e-4"]
-
-
-def test_without_options_the_command_takes_this_machine_and_a_free_port():
-    first, second = (deepspeed_command("dsft.train", []) for _ in range(2))
-    assert first[3:5] == ["--num_gpus", second[4]] and int(first[4]) >= 1
-    assert first[5] == "--master_port" and 1024 < int(first[6]) < 65536
 
 
 def test_plan_prints_a_table_and_nothing_else(run, tmp_path):

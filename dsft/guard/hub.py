@@ -15,6 +15,8 @@ COLLECT_SECONDS = 2.0
 """After the first report: its causes and consequences reach the hub within this time."""
 STACKS_SECONDS = 6.0
 """The same where stacks are asked for."""
+QUIET_SECONDS = 8.0
+"""From the first rank that ends with a message of its own to the end of those that did not."""
 END_SECONDS = 15.0
 """For sidecars to end their ranks and hang up, before the hub stops waiting."""
 
@@ -42,6 +44,7 @@ class Hub:
         self.reports: list[Report] = []
         self.decide_at: float | None = None
         self.over_at: float | None = None
+        self.quiet_end_at: float | None = None
         self.beaten = 0.0
         self.folder = ""
         self.front = reach_front()
@@ -53,17 +56,21 @@ class Hub:
                 selector.register(source, selectors.EVENT_READ)
 
     def is_over(self) -> bool:
-        """Whether nobody needs the hub any more."""
+        """Whether nobody needs the hub any more; then `dsft launch` is told the exit code, where the ranks themselves had one."""
         everyone_left = len(self.codes) == self.world_size
-        if everyone_left and self.front:
+        is_over = everyone_left or self.over_at is not None and (time.monotonic() > self.over_at or all(member.lines.closed for member in self.members))
+        if is_over and self.front and self.codes and (everyone_left or any(self.codes)):
             self.front.send(done=max(self.codes))
-        return everyone_left or self.over_at is not None and (time.monotonic() > self.over_at or all(member.lines.closed for member in self.members))
+        return is_over
 
     def step(self, now: float) -> None:
         self._accept(now)
         for member in self.members:
             self._read(member, now)
         self._read_front()
+        if self.over_at is None and self.quiet_end_at is not None and now >= self.quiet_end_at:
+            self._tell(end="a rank ended")
+            self.over_at = now + END_SECONDS
         if self.over_at is None and self.decide_at is not None and now >= self.decide_at:
             self._decide(now)
         if now - self.beaten > min(2.0, self.lost_after / 4):
@@ -106,12 +113,16 @@ class Hub:
 
     def _left(self, member: Member, message: dict) -> None:
         self.codes.append(message["leaves"])
+        if message["leaves"] and self.quiet_end_at is None:  # it has said why; the others may be waiting for it in vain
+            self.quiet_end_at = time.monotonic() + QUIET_SECONDS
         said_by_rank_0 = member.rank == 0 or not message["lines"]
         if not said_by_rank_0 and not any(other.rank == 0 and other.has_left for other in self.members):
             for line in message["lines"]:
                 self.speak(f"error: rank {member.rank} on {member.host}: {line}")
 
     def _failed(self, report: Report, now: float) -> None:
+        if any(self.codes):
+            return  # the consequence of an end that has been explained
         self.reports.append(report)
         if self.decide_at is None:
             self.decide_at = now + COLLECT_SECONDS

@@ -1,0 +1,114 @@
+"""Guards: which failure is named, and that nothing of a job outlives it. Real ranks under torchrun, real signals."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from conftest import ROOT
+from dsft.guard.lines import Lines
+from dsft.guard.processes import descendants, start_time
+from dsft.guard.reports import Report, first_cause
+
+FAULTS = ("none", "exception", "user-error", "killed", "frozen", "stalled", "launcher")
+CLOSED = "Traceback ...\nRuntimeError: [../gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:37"
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """(exit code, screen, seconds, processes left) of a job of two ranks per fault, all at once."""
+    folders, jobs, results = {}, {}, {}
+    start = time.monotonic()
+    for number, fault in enumerate(FAULTS):
+        folders[fault] = tmp_path_factory.mktemp(fault)
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(29651 + number), str(ROOT / "tests/workers/guarded.py"), fault, str(folders[fault])]
+        jobs[fault] = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for fault, job in jobs.items():
+        screen, _ = job.communicate(timeout=240)
+        pids = [int(path.read_text()) for path in folders[fault].glob("pid_*")]
+        assert len(pids) == 2, screen
+        until = time.monotonic() + 20
+        while time.monotonic() < until and any(start_time(pid) for pid in pids):
+            time.sleep(0.2)
+        results[fault] = (job.returncode, screen, time.monotonic() - start, [pid for pid in pids if start_time(pid)])
+    return results
+
+
+@pytest.mark.launch
+def test_no_rank_outlives_a_fault_and_the_exit_code_tells(ended):
+    assert {fault: left for fault, (_, _, _, left) in ended.items() if left} == {}
+    assert [fault for fault, (code, _, _, _) in ended.items() if code == 0] == ["none"]
+    assert "error" not in ended["none"][1]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("exception", "error: rank 1 on HOST: RuntimeError: this GPU has had enough"),
+        ("user-error", "error: rank 1 on HOST: data=/x: not on this node"),
+        ("killed", "error: rank 0 on HOST was killed from outside"),
+        ("frozen", "error: rank 1 on HOST is stopped (SIGSTOP)"),
+        ("stalled", "made no progress for 4 s, in phase training, step "),
+        ("launcher", "lost its launcher"),
+    ],
+)
+def test_the_first_failure_is_named_with_its_rank_and_host(ended, fault, named):
+    screen = ended[fault][1]
+    assert named.replace("HOST", socket.gethostname()) in screen, screen
+    assert screen.count("dsft: error:") == 1, screen
+
+
+@pytest.mark.launch
+def test_a_stall_shows_the_stacks_of_all_ranks(ended):
+    screen = ended["stalled"][1]
+    assert "in wait_for_nothing" in screen and "in barrier" in screen
+    assert "all stacks: " in screen
+
+
+@pytest.mark.launch
+def test_an_error_comes_with_its_traceback_once(ended):
+    assert ended["exception"][1].count('raise RuntimeError("this GPU has had enough")') == 1
+
+
+def test_a_failure_that_another_explains_is_not_the_cause():
+    closed, died = Report(0, "a", "error", CLOSED), Report(1, "b", "died", "was killed")
+    own, stalled = Report(2, "c", "error", "Traceback\nValueError: 3"), Report(0, "a", "stalled", "made no progress")
+    assert first_cause([closed, died]) == died
+    assert first_cause([closed, own, died]) == own
+    assert first_cause([stalled, closed]) == stalled
+    assert closed.sentence().startswith("rank 0 on a: RuntimeError: ")
+
+
+def test_lines_survive_pieces_and_refuse_what_is_no_message():
+    here, there = socket.socketpair()
+    lines = Lines(here)
+    there.sendall(b'{"beat": 1}\n{"be')
+    assert lines.read() == [{"beat": 1}]
+    there.sendall(b'at": 2}\n')
+    assert lines.read() == [{"beat": 2}] and not lines.closed
+    there.sendall(b"GET / HTTP/1.1\n")
+    assert lines.read() == [] and lines.closed
+
+
+def test_processes_are_read_from_proc():
+    child = subprocess.Popen(["sh", "-c", "sleep 30 & wait"])
+    try:
+        time.sleep(0.3)
+        family = descendants(child.pid)
+        assert len(family) == 1 and start_time(child.pid) and descendants(os.getpid())[-1] == child.pid
+    finally:
+        for pid in (*descendants(child.pid), child.pid):
+            os.kill(pid, 9)
+        child.wait()
+    assert start_time(child.pid) is None
+
+
+def test_a_sidecar_needs_no_library():
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import dsft.guard.sidecar; print([name for name in sys.modules if name in ('torch', 'psutil', 'numpy', 'yaml')])"
+    result = subprocess.run([sys.executable, "-S", "-E", "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(result.stdout) == []

@@ -1,0 +1,57 @@
+"""A rank of two that works, or fails in the way named on the command line, with its guard beside it. Under torchrun."""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from dsft.guard import watch
+from dsft.problems import UserError, ends_with_clear_errors
+
+LIMITS = watch.Limits(start=60, load=60, step=4, save=60, lost=5)
+
+
+@ends_with_clear_errors
+def main() -> None:
+    fault, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
+    watch.start(LIMITS)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    watch.meet()
+    watch.set_log(folder / f"rank_{rank}.log")
+    (folder / f"pid_{rank}").write_text(str(os.getpid()))
+    for step in range(40 if fault == "none" else 400):
+        dist.barrier()
+        watch.enter("training")
+        watch.tick(step)
+        time.sleep(0.05)
+        if step == 10:
+            fail(fault, rank)
+    watch.leave()
+    os._exit(0)
+
+
+def fail(fault: str, rank: int) -> None:
+    if fault == "exception" and rank == 1:
+        raise RuntimeError("this GPU has had enough")
+    if fault == "user-error" and rank == 1:
+        raise UserError(["data=/x: not on this node"])
+    if fault == "killed" and rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "frozen" and rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "stalled" and rank == 1:
+        wait_for_nothing()
+    if fault == "launcher" and rank == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+
+
+def wait_for_nothing() -> None:
+    time.sleep(1000)
+
+
+if __name__ == "__main__":
+    main()
