@@ -19,6 +19,7 @@ from dsft import ranks
 from dsft.config import EvalConfig, read_config
 from dsft.evaluation import evaluate
 from dsft.guard import watch
+from dsft.launcher_variables import map_launcher_variables
 from dsft.problems import ends_with_clear_errors
 from dsft.result_files import print_evaluation, write_results
 from dsft.screen import set_up_screen
@@ -26,6 +27,7 @@ from dsft.screen import set_up_screen
 
 @ends_with_clear_errors
 def main(argv: list[str] | None = None) -> None:
+    map_launcher_variables()  # first: from here on RANK says who prints
     problems: list[str] = []
     config = read_config(EvalConfig, sys.argv[1:] if argv is None else argv, problems)
     set_up_screen()

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dsft.guard import watch
+from dsft.launcher_variables import choose_interface, map_launcher_variables
 from dsft.machine import Machine, cpu_count, has_gpu, this_machine
 from dsft.problems import UserError, raise_if_any
 
@@ -57,14 +58,11 @@ def start_ranks(*, meet_seconds: float = 300, timeout_seconds: float = 1800) -> 
         timeout_seconds: of a collective.
 
     Raises:
-        UserError: where a launcher set only some of its variables.
+        UserError: where a launcher set only some of its variables, and others cannot be derived (launcher_variables.py).
     """
     if dist.is_initialized():
         return
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"):
-        if int(os.environ.get(name, "1")) > 1 and "RANK" not in os.environ:
-            # Each of these processes would else take itself for the only one.
-            raise UserError([f"{name}={os.environ[name]} is set but RANK is not: set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each task, or start through deepspeed, accelerate or torchrun"])
+    map_launcher_variables()
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     if world_size() > 1 and missing:
         raise UserError([f"WORLD_SIZE={world_size()} is set but {', '.join(missing)} is not: start dsft through a launcher"])
@@ -72,6 +70,7 @@ def start_ranks(*, meet_seconds: float = 300, timeout_seconds: float = 1800) -> 
         os.environ.setdefault(name, value)
     if world_size() == 1:
         os.environ["MASTER_PORT"] = str(free_port())
+    choose_interface()
     if has_gpu():
         # Read at the first allocation. Without it the pieces left between gathered layers and activations cannot be used together.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

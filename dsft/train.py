@@ -21,6 +21,7 @@ import time
 from dsft import ranks, stop_request
 from dsft.config import TrainConfig, as_dict, read_config
 from dsft.guard import watch
+from dsft.launcher_variables import map_launcher_variables
 from dsft.machine import GiB
 from dsft.model import build_model
 from dsft.planner.plan import as_dict as plan_as_dict
@@ -35,6 +36,7 @@ from dsft.trainer import PerplexityTrainer
 
 @ends_with_clear_errors
 def main(argv: list[str] | None = None) -> None:
+    map_launcher_variables()  # first: from here on RANK says who prints
     problems: list[str] = []
     config = read_config(TrainConfig, sys.argv[1:] if argv is None else argv, problems)
     set_up_screen()

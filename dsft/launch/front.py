@@ -16,7 +16,8 @@ from pathlib import Path
 from dsft.guard.lifeline import Lifeline
 from dsft.launch.commands import build_command, hosts_of, shown
 from dsft.launch.environment import SSH_OPTIONS, address_towards, forwarded, write_env_file
-from dsft.launch.options import LaunchOptions, read_launch
+from dsft.launch.options import MODULES, LaunchOptions, read_launch
+from dsft.launcher_variables import launcher_variables
 from dsft.machine import has_gpu
 from dsft.problems import EXIT_REQUEUE, EXIT_STOPPED, EXIT_USER_ERROR
 
@@ -129,6 +130,8 @@ def launch(argv: list[str]) -> int:
         UserError: where an option is wrong, or the nodes cannot be found out.
     """
     options, name, script = read_launch(argv)
+    if options.way == "local" and launcher_variables(os.environ):  # one of several tasks of srun or mpirun: this process becomes that rank
+        os.execv(sys.executable, [sys.executable, "-m", MODULES[name], *script])
     for attempt in range(options.max_restarts + 1):
         again = ["--resume_from_checkpoint", "auto"] if attempt and name == "train" else []  # an evaluation goes on by itself
         command = build_command(options, name, script + again)

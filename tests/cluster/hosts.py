@@ -182,7 +182,7 @@ class TestHosts:
     __test__ = False  # no test class, whatever its name
 
     def __init__(self, number: int, *, shared: list[Path] = ()):
-        self.number, self.shared = number, [ROOT, Path(sys.prefix), Path(sys.base_prefix), *map(Path, shared)]
+        self.number, self.shared = number, [ROOT, Path(sys.prefix), Path(sys.base_prefix), *(Path(path) for path in sys.path if Path(path).is_dir()), *map(Path, shared)]
         self.hosts: list[Host] = []
         self._started: list[subprocess.Popen] = []
 
@@ -264,7 +264,7 @@ class TestHosts:
 def _set_up(host: Host, shared: list[Path]) -> str:
     """The script of a host's process 1, in its namespaces: own folders and files over the machine's, then sshd, which also reaps orphans."""
     own_tmp = host.folder / "tmp"
-    below_tmp = [path for path in dict.fromkeys(path.resolve() for path in shared) if path.is_relative_to("/tmp")]
+    below_tmp = sorted(path for path in {path.resolve() for path in shared} if path.is_relative_to("/tmp"))  # a folder before what lies in it
     lines = [f"hostname {host.name}"]
     for path in below_tmp:
         there = own_tmp / path.relative_to("/tmp")
