@@ -21,7 +21,7 @@ from dsft.launcher_variables import launcher_variables
 from dsft.machine import has_gpu
 from dsft.problems import EXIT_REQUEUE, EXIT_STOPPED, EXIT_USER_ERROR
 
-END_SECONDS = 20
+END_SECONDS = 10
 """For the launcher to end by itself after a failure or a signal; then it is ended."""
 KILL_SECONDS = 5
 
@@ -98,8 +98,8 @@ class Front:
             return 128 + self.interrupted
         if self.lifeline.done:
             return self.lifeline.done
-        if returncode == 0 and self.lifeline.failed:
-            return 1
+        if self.lifeline.failed and not 0 < returncode < 128:
+            return 1  # also where this front had to end a launcher that waited for a lost node
         return returncode if returncode >= 0 else 128 - returncode
 
 

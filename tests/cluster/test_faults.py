@@ -1,0 +1,131 @@
+"""Faults of a running training on two hosts: every process of it ends on both, with a code, one message and a free port."""
+
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conftest import read_json
+from tiny import write_model, write_texts
+
+pytestmark = [pytest.mark.launch, pytest.mark.cluster]
+LOST_SECONDS = 10
+STEP_SECONDS = 20
+CLEAN_SECONDS = 60
+"""From the fault to the end of everything, at most: a lost node is noticed after 10 s, and the launcher gets 20 s to end by itself."""
+PORT = 29533
+DEEPSPEED = ["deepspeed", "--hostfile", "HOSTFILE", "--master_port", str(PORT), "dsft/train.py"]
+LAUNCH = ["python", "-m", "dsft.cli", "launch", "--no_preflight", "--hostfile", "HOSTFILE", "--master_port", str(PORT), "train"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    write_model(folder / "model")
+    write_texts(folder / "texts.jsonl", 60)
+    options = {
+        "model": str(folder / "model"), "data": str(folder / "texts.jsonl"), "seq_len": 64, "max_steps": 100_000, "per_device_train_batch_size": 2, "logging_steps": 1, "overwrite": True,
+        "save_strategy": "steps", "save_steps": 20, "save_total_limit": 2, "disable_tqdm": True, "zero": "3", "lost_timeout": LOST_SECONDS, "step_timeout": STEP_SECONDS,
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(options))
+    return folder
+
+
+class Job:
+    """A training that would run for hours, on node-0 and node-1, past its first step."""
+
+    def __init__(self, hosts, folder: Path, name: str, launcher: list[str]):
+        self.hosts, self.output_dir, self.log = [hosts[0], hosts[1]], folder / name, folder / f"{name}.log"
+        hostfile = hosts.hostfile(folder / "hostfile", [1, 1])
+        command = [str(hostfile) if word == "HOSTFILE" else word for word in launcher]
+        self.before = {pid for host in self.hosts for pid, _ in host.processes()}
+        self.process = hosts[0].start([*command, "--config", folder / "run.yaml", "--output_dir", self.output_dir], stdout=self.log.open("w"), stderr=subprocess.STDOUT)
+        until = time.monotonic() + 120
+        while not re.search(r"^(node-0: )?step +1 ", self.screen(), re.M) and self.process.poll() is None and time.monotonic() < until:
+            time.sleep(0.2)
+        assert self.process.poll() is None, self.screen()
+
+    def screen(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def rank(self, number: int) -> int:
+        """Process id of a rank; one rank per host."""
+        return next(pid for pid, command in self.hosts[number].processes() if "--local_rank" in command and "launcher" not in command and "python" in command)
+
+    def left(self, hosts=None) -> list[str]:
+        return [command for host in hosts or self.hosts for pid, command in host.processes() if pid not in self.before]
+
+    def ended(self, hosts=None) -> tuple[int, float]:
+        """(exit code, seconds) once nothing is left on these hosts (all). Fails after CLEAN_SECONDS."""
+        start = time.monotonic()
+        while time.monotonic() - start < CLEAN_SECONDS and (self.process.poll() is None or self.left(hosts)):
+            time.sleep(0.2)
+        assert self.process.poll() is not None, f"the launcher is still there\n{self.screen()[-4000:]}"
+        assert self.left(hosts) == [], self.screen()[-4000:]
+        print(f"clean after {time.monotonic() - start:.0f} s")
+        return self.process.returncode, time.monotonic() - start
+
+    def only_error(self) -> str:
+        """The one message on the screen."""
+        errors = [line for line in self.screen().splitlines() if "dsft: error:" in line]
+        assert len(errors) == 1, self.screen()[-4000:]
+        return errors[0]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_killed_rank_ends_both_hosts_and_is_named(hosts, folder, number):
+    job = Job(hosts, folder, f"killed-{number}", DEEPSPEED if number == 0 else LAUNCH)
+    job.hosts[number].kill(job.rank(number))
+    code, _ = job.ended()
+    assert code != 0 and f"error: rank {number} on node-{number} was killed from outside" in job.only_error()
+    assert hosts[0].port_is_free(PORT)
+    assert "rank_1.log on node-1" in job.screen() if number else (job.output_dir / "logs" / "rank_0.log").is_file()
+
+
+def test_a_cut_link_ends_both_sides(hosts, folder):
+    job = Job(hosts, folder, "cut", LAUNCH)
+    hosts[1].cut()
+    code, _ = job.ended()
+    assert code == 1 and "rank 1 on node-1 gave no sign of life for 10 s" in job.only_error()
+    assert "has lost rank 0's node" not in job.screen()  # that is said where it is, and nothing comes from there any more
+
+
+def test_a_frozen_node_does_not_hold_the_others_and_ends_its_ranks_when_it_thaws(hosts, folder):
+    job = Job(hosts, folder, "frozen", LAUNCH)
+    hosts[1].freeze()
+    code, _ = job.ended([hosts[0]])
+    assert code == 1 and "node-1 gave no sign of life" in job.only_error()
+    hosts[1].thaw()
+    job.ended()
+
+
+def test_a_frozen_rank_is_named(hosts, folder):
+    job = Job(hosts, folder, "stopped", DEEPSPEED)
+    hosts[1].kill(job.rank(1), signal.SIGSTOP)
+    code, _ = job.ended()
+    assert code != 0 and "rank 1 on node-1 is stopped (SIGSTOP)" in job.only_error()
+
+
+def test_a_killed_launch_takes_the_ranks_of_all_hosts_along(hosts, folder):
+    job = Job(hosts, folder, "launch-killed", LAUNCH)
+    job.process.kill()
+    job.ended()
+    assert "dsft launch is gone" in job.screen()
+
+
+def test_ctrl_c_ends_all_hosts(hosts, folder):
+    job = Job(hosts, folder, "interrupted", LAUNCH)
+    job.process.send_signal(signal.SIGINT)
+    code, _ = job.ended()
+    assert code == 130
+
+
+def test_sigusr1_to_the_launch_saves_on_all_hosts_and_a_restart_goes_on(hosts, folder):
+    job = Job(hosts, folder, "requeued", LAUNCH)
+    job.process.send_signal(signal.SIGUSR1)
+    code, _ = job.ended()
+    assert code == 75 and read_json(job.output_dir / "run.json")["status"] == "preempted"
