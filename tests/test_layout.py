@@ -50,9 +50,13 @@ def test_every_accelerate_file_loads_and_names_an_existing_deepspeed_file(path):
     from accelerate.commands.config.config_args import load_config_from_file
 
     config = load_config_from_file(str(path))
-    nodes, per_node = path.stem.partition("_")[2].split("x")
+    shape, _, form = path.stem.partition("_")[2].partition("_")
+    nodes, per_node = shape.split("x")
     assert config.num_machines == int(nodes)
     assert config.num_processes == int(nodes) * int(per_node)
+    if int(nodes) > 1:
+        assert config.deepspeed_config["deepspeed_multinode_launcher"] == (form or "standard")
+        assert config.deepspeed_config.get("deepspeed_hostfile") == (f"hostfiles/{shape}" if form else None)
     file = ROOT / config.deepspeed_config["deepspeed_config_file"]
     stage = json.loads(file.read_text())["zero_optimization"]["stage"]
     assert yaml.safe_load(path.read_text())["deepspeed_config"]["zero3_init_flag"] is (stage == 3)
@@ -62,5 +66,5 @@ def test_every_accelerate_file_loads_and_names_an_existing_deepspeed_file(path):
 def test_every_hostfile_is_read_by_deepspeed_as_its_name_says(path):
     from deepspeed.launcher.runner import fetch_hostfile
 
-    nodes, slots = path.name.split("x")
+    nodes, slots = path.name.removeprefix("local-").split("x")
     assert list(fetch_hostfile(str(path)).values()) == [int(slots)] * int(nodes)

@@ -28,7 +28,4 @@ def four_hosts(tmp_path_factory):
 def hosts(four_hosts):
     """node-0 to node-3. What a test leaves running on them ends with it."""
     yield four_hosts
-    for host in four_hosts:
-        host.heal()
-        host.thaw()
-        host.kill_all()
+    four_hosts.clean_up()

@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"ip": "iproute2", "sshd": "openssh-server", "ssh-keygen": "openssh-client", "pdsh": "pdsh", "mpirun": "openmpi-bin", "slurmctld": "slurm-wlm", "munged": "munge", "unshare": "util-linux"}
 """Program -> Debian package."""
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-OWN_COMMANDS = ("sshd:", "/usr/sbin/sshd", "nsenter --target", "setpriv --pdeathsig")
-"""What belongs to the host, or is on its way into it."""
+OWN_COMMANDS = ("sshd:", "/usr/sbin/sshd", "nsenter --target", "setpriv --pdeathsig", "munged ", "slurmctld ", "slurmd ", "slurmstepd:", ": slurmscriptd")
+"""Services of a host, and what is on its way into it."""
 LISTENING = "0A"
 """State of a listening socket in /proc/net/tcp."""
 
@@ -46,7 +46,7 @@ def why_not() -> str:
 
 
 def compiled_ops() -> str:
-    """Where this machine keeps DeepSpeed's compiled operators: the hosts use them too, to compile nothing anew."""
+    """Where this machine keeps DeepSpeed's compiled operators: the hosts get a copy, to compile nothing anew."""
     if "TORCH_EXTENSIONS_DIR" in os.environ:
         return os.environ["TORCH_EXTENSIONS_DIR"]
     python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
@@ -73,7 +73,7 @@ class Host:
         self.init_pid = 0
         self.environment = {
             "HOME": str(self.home), "USER": "root", "LOGNAME": "root", "SHELL": "/bin/bash", "LANG": "C.UTF-8", "PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}",
-            "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": compiled_ops(), "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(folder.parent / "torch_extensions"), "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "PYTHONDONTWRITEBYTECODE": "1",
             "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }
         """What a login shell there has, through ssh as well."""
@@ -111,7 +111,7 @@ class Host:
         return [process for process in psutil.process_iter() if _pid_namespace(process.pid) == mine]
 
     def processes(self) -> list[tuple[int, str]]:
-        """(pid, command line) of what runs there besides init and sshd; pids as seen from outside, for `kill`."""
+        """(pid, command line) of what runs there besides init, sshd and SLURM's daemons; pids as seen from outside, for `kill`."""
         found = []
         for process in self.all_processes():
             try:
@@ -211,6 +211,15 @@ class TestHosts:
         Path(path).write_text("".join(f"{host.name} slots={n}\n" for host, n in zip(self.hosts[first:], slots, strict=False)))
         return Path(path)
 
+    def clean_up(self) -> None:
+        """For the end of a test: all cables in, nobody frozen, everything killed that the test left running, and no lock of a killed process on the compiled operators."""
+        for host in self.hosts:
+            host.heal()
+            host.thaw()
+            host.kill_all()
+        for lock in self.folder.glob("torch_extensions/*/lock"):
+            lock.unlink()
+
     def stop(self) -> None:
         """End everything that was started, by its id: a namespace's process 1 takes all others of it along. Safe to call again."""
         atexit.unregister(self.stop)
@@ -230,6 +239,9 @@ class TestHosts:
         switch = self._launch(["unshare", "--net", "--", "bash", "-ec", "ip link add bridge type bridge; ip link set bridge up; echo ready; exec sleep infinity"])
         self.hosts = [Host(f"node-{i}", f"10.77.0.{i + 1}", self.folder / f"node-{i}", switch.pid) for i in range(self.number)]
         _write_files(self.folder, self.hosts)
+        # A copy: a process killed while it loads an operator leaves a lock that would stop every later one on this machine.
+        if Path(compiled_ops()).is_dir():
+            shutil.copytree(compiled_ops(), self.folder / "torch_extensions", ignore=shutil.ignore_patterns("lock"))
         starting = [(host, self._launch_host(host)) for host in self.hosts]
         for host, process in starting:
             _wait_ready(process)

@@ -1,0 +1,106 @@
+"""What mpirun's and srun's own variables become; the real launchers run in cluster/test_launchers.py."""
+
+import os
+import socket
+
+import psutil
+import pytest
+
+from dsft.launcher_variables import choose_interface, first_host, interface_towards, launcher_variables, map_launcher_variables
+from dsft.problems import UserError
+
+# As slurmd of 22.05 sets them for task 3 of `srun -N2 -n3`, the second node holding two.
+SLURM_TASK = {
+    "SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "gpu[07-09]", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[08-09]", "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "1,2", "SLURM_PROCID": "2", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.250",
+}
+SLURM_BATCH = {"SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "gpu[07-09]", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "4(x2)"}
+OPENMPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "3141592"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+def ranks(found: dict) -> tuple:
+    return tuple(found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+
+
+def test_a_task_of_srun_is_a_rank_and_the_first_node_of_its_step_is_the_master():
+    found = launcher_variables(SLURM_TASK)
+    assert ranks(found) == ("2", "3", "1", "2") and (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("gpu08", "24567")
+
+
+def test_a_task_that_sees_one_gpu_alone_takes_that_one():
+    assert launcher_variables(SLURM_TASK | {"CUDA_VISIBLE_DEVICES": "3"})["LOCAL_RANK"] == "0"
+    assert launcher_variables(SLURM_TASK | {"CUDA_VISIBLE_DEVICES": "0,1"})["LOCAL_RANK"] == "1"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, SLURM_BATCH, SLURM_TASK | {"SLURM_STEP_NUM_TASKS": "1"}, SLURM_TASK | {"RANK": "7"}, OPENMPI | {"RANK": "7"}, OPENMPI | {"OMPI_COMM_WORLD_SIZE": "1"}],
+    ids=["nothing", "batch script", "interactive shell", "torchrun in a task", "RANK beside MPI", "one MPI process"],
+)
+def test_other_processes_are_left_alone(given):
+    assert launcher_variables(given) == {}
+
+
+def test_openmpi_goes_before_slurm_whose_variables_are_those_of_its_helpers():
+    found = launcher_variables(SLURM_TASK | OPENMPI)
+    assert ranks(found) == ("5", "8", "1", "4") and "MASTER_ADDR" not in found and 20000 <= int(found["MASTER_PORT"]) < 30000
+    assert launcher_variables(OPENMPI | {"PMIX_NAMESPACE": "2718281"})["MASTER_PORT"] != found["MASTER_PORT"]
+
+
+def test_mpi_on_one_node_needs_no_address():
+    found = launcher_variables(HYDRA)
+    assert ranks(found) == ("1", "2", "1", "2") and found["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_mpi_on_several_nodes_without_an_address_is_one_clear_error(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that monkeypatch takes away what is set below
+        monkeypatch.delenv(name)
+    for name, value in OPENMPI.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="mpirun -x MASTER_ADDR"):
+        map_launcher_variables()
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.delenv("RANK")
+    map_launcher_variables()
+    map_launcher_variables()  # a second call changes nothing
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("node-0", "node-0"), ("a,b", "a"), ("node-[0-3,7],login", "node-0"), ("gpu[007,009]", "gpu007"), ("rack[1-2]n[3,5]", "rack1n3"), ("x[5]-ib,y", "x5-ib"), ("login,node-[0-3]", "login")],
+)
+def test_first_host_of_a_node_list(nodes, first):
+    assert first_host(nodes) == first
+
+
+def an_interface() -> tuple[str, str]:
+    """Name and IPv4 address of an interface of this machine that is not loopback."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family == socket.AF_INET and not one.address.startswith(("127.", "169.254.")) and psutil.net_if_stats()[name].isup:
+                return name, one.address
+    pytest.skip("this machine has no network")
+
+
+def test_the_interface_is_never_loopback():
+    name, address = an_interface()
+    assert interface_towards(address) == name
+    assert interface_towards("127.0.1.1") not in ("lo", "lo0")
+
+
+def test_the_interface_is_named_only_across_nodes_and_only_where_unset(monkeypatch):
+    name, address = an_interface()
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("MASTER_ADDR", address)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    choose_interface()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("LOCAL_SIZE", "1")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
+    choose_interface()
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == (name, "mine")
