@@ -4,6 +4,7 @@
     dsft eval --model M --data F      the same for perplexity
     dsft launch --hostfile H train --config run.yaml    the same on many nodes, looked at first
     dsft plan --model M --gpus 8x80GB --nodes 2
+    dsft doctor --hostfile H          examines the machines before a run starts on them
     dsft export RUN_OR_CHECKPOINT OUT
     dsft merge ADAPTER OUT
     dsft demo-data FOLDER
@@ -30,7 +31,11 @@ def main(argv: list[str] | None = None) -> None:
             print(_options_help(next((word for word in argv if word in ("train", "eval")), "")))
             return
         sys.exit(launch(argv[argv[0] == "launch" :]))
-    options = _parser(argv).parse_args(argv)
+    options, rest = _parser(argv).parse_known_args(argv)
+    if argv[:1] == ["doctor"]:
+        options.run_options = rest  # those of the run to come, which its own reader checks
+    elif rest:
+        _parser(argv).error(f"unrecognized arguments: {' '.join(rest)}")
     warnings.filterwarnings("ignore", category=FutureWarning)  # of the libraries among each other
     options.run(options)
 
@@ -43,6 +48,11 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         from dsft.planner.command import add_options
 
         add_options(plan)
+    doctor = commands.add_parser("doctor", help="what is wrong with the machines of a run, and the command that mends it")
+    if argv[:1] == ["doctor"]:
+        from dsft.doctor.command import add_options as add_doctor_options
+
+        add_doctor_options(doctor)
     for name, text in (("export", "a run or checkpoint as a plain Hugging Face folder"), ("merge", "an adapter into its base model")):
         command = commands.add_parser(name, help=text)
         command.add_argument("source")

@@ -29,9 +29,10 @@ from dsft.planner.hardware import speeds_of
 from dsft.planner.plan import Job, attention_of
 from dsft.preparation import check_tokenizer
 from dsft.problems import UserError, one_line
-from dsft.run_folder import FINAL, check_writable, versions
+from dsft.run_folder import FINAL, check_writable
 from dsft.samples import IGNORED, check_rows
 from dsft.text_data import read_rows
+from dsft.versions import versions
 from dsft.windows import Windows, build_windows
 from dsft.zero_config import check_nvme, check_section, read_zero_file, stage
 

@@ -45,6 +45,8 @@ class Machine:
     """The folder there; empty on paper."""
     memlock_bytes: int | None = None
     """How much memory one process may lock (ulimit -l); None without a limit. DeepSpeed's NVMe buffers are locked."""
+    host_names: tuple[str, ...] = ()
+    """Of the nodes, sorted, where they are known: rates measured between them are found by these."""
     measured: bool = False
     """Whether this is the machine dsft runs on, not one on paper."""
 

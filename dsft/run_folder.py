@@ -3,12 +3,9 @@
 run.json holds the configuration, the plan, versions, the git commit and the results; it is written at start and at the end.
 """
 
-import importlib.metadata
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,7 +16,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from dsft.problems import UserError
 
 FINAL = "final"
-PACKAGES = ("dsft", "torch", "deepspeed", "transformers", "accelerate", "peft", "datasets", "safetensors")
 
 
 def check_output_dir(config, problems: list[str]) -> None:
@@ -100,21 +96,6 @@ def is_finished(checkpoint: str, training: dict[str, Any]) -> bool:
     if training.get("max_steps", -1) > 0:
         return state["global_step"] >= training["max_steps"]
     return (state["epoch"] or 0) >= training.get("num_train_epochs", 3.0)
-
-
-def versions() -> dict[str, str]:
-    """Of Python and of every package that a run's numbers depend on."""
-    return {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in PACKAGES}
-
-
-def git_commit() -> str | None:
-    """Commit of the dsft checkout, with "+changes" where files differ from it; None outside a checkout."""
-    root = Path(__file__).resolve().parent.parent
-    try:
-        describe = subprocess.run(["git", "-C", root, "describe", "--always", "--abbrev=40", "--dirty=+changes"], capture_output=True, text=True)
-    except OSError:
-        return None  # no git on this machine
-    return describe.stdout.strip() or None
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

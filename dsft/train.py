@@ -28,10 +28,11 @@ from dsft.planner.plan import as_dict as plan_as_dict
 from dsft.preparation import check_run, ignored_options, plan_run, training_arguments
 from dsft.problems import Requeue, TrainingStopped, ends_with_clear_errors
 from dsft.rank_logs import log_to_files
-from dsft.run_folder import clear_run, git_commit, is_finished, last_checkpoint, versions, write_run
+from dsft.run_folder import clear_run, is_finished, last_checkpoint, write_run
 from dsft.samples import build_samples
 from dsft.screen import say, set_up_screen
 from dsft.trainer import PerplexityTrainer
+from dsft.versions import git_commit, versions
 
 
 @ends_with_clear_errors

@@ -1,0 +1,139 @@
+"""Examines the nodes of a launch: facts -> checks -> smoke test -> report. The head's side; each node's is `agent.py`.
+
+    report = examine(read_hosts("hostfile"), argv=["--config", "run.yaml"], quick=True)
+    show(report)
+
+Nothing is started that outlives this call, and nothing is left on the nodes.
+"""
+
+import time
+from typing import Any
+
+from dsft.doctor.check_between import check_clocks, check_interfaces, check_master, check_names, check_network, check_versions, interface_of
+from dsft.doctor.check_links import check_assumed, check_measured
+from dsft.doctor.check_node import check_node
+from dsft.doctor.facts import usable_gpus
+from dsft.doctor.findings import Report, finding
+from dsft.doctor.run_files import RunFiles, check_disk, examine_files, read_run_files
+from dsft.doctor.run_plan import RunPlan, plan_on, start_imports
+from dsft.doctor.run_smoke import run_smoke
+from dsft.doctor.sessions import Sessions
+from dsft.doctor.trouble import broken_session
+from dsft.hosts import Node
+from dsft.planner.links import keep_links
+
+DEFAULT_PORT = 29500
+"""DeepSpeed's (deepspeed/constants.py)."""
+
+
+def examine(nodes: list[Node], *, argv: list[str] = (), quick: bool = False, master_port: int | None = None, master_addr: str = "", ssh: bool = True) -> Report:
+    """Examine `nodes` and measure the links between them.
+
+    Args:
+        argv: options of the run as `dsft train` takes them; its files are compared, and in the full examination it is planned. Empty: no run.
+        quick: for every launch: without plan, compiling and the links of every pair (a ring of neighbours instead).
+        master_port: the port rank 0 will listen on; None: DeepSpeed's default, and that it is busy is only a warning.
+        master_addr: as `--master_addr` of DeepSpeed; empty: the first address of the first node.
+        ssh: False for this machine alone.
+    """
+    start = time.monotonic()
+    report = Report(nodes=[node.name for node in nodes], quick=quick)
+    files, imports = read_run_files(list(argv)), None if quick else start_imports()
+    with Sessions(nodes, ssh=ssh) as sessions:
+        folders = [files.output_dir] if files and files.output_dir else []
+        report.facts = sessions.ask("hello", each={node.name: {"slots": node.slots} for node in nodes}, master_port=master_port or DEFAULT_PORT, folders=folders)
+        report.slots = {node: facts["slots"] for node, facts in report.facts.items()}
+        sessions.ask("warm_up", each={node.name: {"devices": list(node.devices) if usable_gpus(report.facts[node.name]) else []} for node in nodes if node.name in report.facts})
+        if report.facts:
+            _examine_standing(report, sessions, nodes, files, asked_port=master_port, master_addr=master_addr)
+            _plan(report, list(argv), files, imports)
+        report.findings = [*_broken(sessions), *report.findings]
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def _examine_standing(report: Report, sessions: Sessions, nodes: list[Node], files: RunFiles | None, *, asked_port: int | None, master_addr: str) -> None:
+    """Everything that needs the nodes' answers."""
+    facts, port = report.facts, asked_port or DEFAULT_PORT
+    first = next(node.name for node in nodes if node.name in facts)
+    master = master_addr or next(iter(facts[first]["network"]["addresses"]), "127.0.0.1")
+    if len(nodes) == 1:
+        master = "127.0.0.1"  # as DeepSpeed does without a host file
+    if not report.quick:
+        for node, error in sessions.ask("compiles").items():
+            facts[node]["compile_error"] = error
+    reached = _reach(report, sessions, first, master, port)
+    used = {node: interface_of(facts[node], master if node == first else reached[node]["outgoing"]) for node in reached}
+    for node in report.nodes:
+        if node in facts:
+            report.findings += check_node(node, facts[node], report.slots[node], quick=report.quick, nvme=bool(files and files.nvme))
+    report.findings += [*check_versions(facts), *check_clocks(_clocks(sessions)), *check_names(facts, reached), *check_interfaces(facts, used)]
+    network = [*check_master(first, master, port, facts, reached, asked=asked_port is not None), *check_network(facts, reached)]
+    report.findings += network
+    if files:
+        report.findings += examine_files(sessions, files, facts)
+    if any(one.severity == "error" and one.code != "master-port-busy" for one in network):
+        report.findings.append(finding("smoke-skipped", "all nodes", "the smoke test was left out: the nodes do not reach each other", "mend the errors about ports and addresses first"))
+        return
+    own_name = any(one.code == "own-name" for one in report.findings)
+    sessions.ask("close_ports")
+    smoke_port = facts[first]["open_port"] if facts[first]["master_port_taken"] else port
+    found, ranks = run_smoke(report, sessions, master=master, port=smoke_port, interfaces=used if own_name else {})
+    report.findings += found
+    if report.links:
+        names = [node for node in report.nodes if node in report.slots]
+        report.findings += check_measured(report.links, names, ranks, facts, used)
+        _keep(report)
+
+
+def _reach(report: Report, sessions: Sessions, first: str, master: str, port: int) -> dict[str, dict[str, Any]]:
+    """Let every node connect to every other, and to the master's port."""
+    facts, each = report.facts, {}
+    for node in facts:
+        targets = [{"kind": "master", "name": first, "address": master, "port": port}] if node != first and not facts[first]["master_port_taken"] else []
+        for other in facts:
+            if other != node:
+                address = master if other == first else next(iter(facts[other]["network"]["addresses"]), other)
+                targets.append({"kind": "open", "name": other, "address": address, "port": facts[other]["open_port"]})
+                targets.append({"kind": "name", "name": other, "address": other, "port": facts[other]["open_port"]})
+        each[node] = {"targets": targets, "names": [name for name in report.nodes if name != node]}
+    return sessions.ask("reach", each=each, master=master)
+
+
+def _clocks(sessions: Sessions) -> dict[str, float]:
+    """Seconds by which each node's clock is ahead of this machine's; half the round trip is taken off."""
+    before = time.time()
+    there = sessions.ask("clock")
+    middle = (before + time.time()) / 2
+    return {node: clock - middle for node, clock in there.items()}
+
+
+def _plan(report: Report, argv: list[str], files: RunFiles | None, imports: Any) -> None:
+    """The plan on what was found, and disk space and rates held against it. Quick: only what needs no plan."""
+    run = RunPlan()
+    if imports:
+        imports.join()
+        run = plan_on(argv, report.facts, report.slots)
+        report.plan = run.text
+        report.findings += run.findings
+    if files and files.output_dir:
+        report.findings += check_disk(files, report.facts, run.written_bytes)
+    if report.links and run.speeds:
+        report.findings += check_assumed(report.links, [node for node in report.nodes if node in report.slots], run.speeds, run.speeds.source)
+
+
+def _keep(report: Report) -> None:
+    """Measured rates for later plans, under the hosts' own names and under those of the host file."""
+    if not report.links.pairs:
+        return
+    for names in {tuple(one["host"] for one in report.facts.values()), tuple(report.facts)}:
+        keep_links(names, network_bytes=report.links.network_bytes, link_bytes=min(report.links.inside.values(), default=0.0), collective_seconds=report.links.collective_seconds)
+
+
+def _broken(sessions: Sessions) -> list:
+    found = []
+    for name, session in sessions.all.items():
+        if session.lost:
+            found.append(broken_session(name, session.lost, session.exit_code))
+        found += [finding("node-failed", name, words[:300], f"ssh {name}: try it by hand") for words in session.failures]
+    return found

@@ -1,0 +1,102 @@
+"""Measured rates between nodes, inside them and of each rank, and which of them stand out. Plain data and arithmetic, no torch."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SLOW = 0.7
+"""Of the median: slower than this, a link or rank is named."""
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """What the smoke test found. Nodes and ranks by number, in the order of the host file."""
+
+    pairs: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
+    """(lower node, higher node) -> {"bytes_per_second": what one node gets from the other while it sends as much, over all ranks; "seconds": of 64 bytes}."""
+    inside: dict[int, float] = field(default_factory=dict)
+    """Node with several ranks -> bytes per second that one of them gets in an all-reduce (everything twice, as `Speeds.all_reduce_bytes`)."""
+    flops: dict[int, float] = field(default_factory=dict)
+    """Rank -> floating-point operations per second of a matrix product."""
+    wrong: list[int] = field(default_factory=list)
+    """Ranks that got a wrong sum."""
+    collective_seconds: float = 0.0
+    """Of the smallest all-reduce over all ranks."""
+
+    @property
+    def network_bytes(self) -> float:
+        """Of the slowest pair: a collective waits for it. 0 where nothing was measured."""
+        return min((pair["bytes_per_second"] for pair in self.pairs.values()), default=0.0)
+
+
+def combine(of_ranks: list[dict[str, Any]], node_of: list[int]) -> Measured:
+    """The measurements of all ranks (`measuring.measure_all`), ordered by rank, as one; rates of a node's ranks side by side add up."""
+    found = Measured()
+    for rank, one in enumerate(of_ranks):
+        node = node_of[rank]
+        for other, (rate, seconds) in one["pairs"].items():
+            key = (min(node, int(other)), max(node, int(other)))
+            sides = found.pairs.setdefault(key, {"bytes_per_second": 0.0, "seconds": 0.0})
+            sides["bytes_per_second"] += rate / 2  # both ends measured the same exchange
+            sides["seconds"] = max(sides["seconds"], seconds)
+        if one["inside"]:
+            found.inside[node] = min(found.inside.get(node, one["inside"]), one["inside"])
+        found.flops[rank] = one["flops"]
+        found.wrong += [rank] if one["wrong"] else []
+        found.collective_seconds = max(found.collective_seconds, one["collective_seconds"])
+    return found
+
+
+def slow_keys(rates: dict[Any, float], *, reference: float | None = None) -> list[Any]:
+    """Keys whose rate is below SLOW of the median (of `reference`, where given), slowest first; with one rate alone there is no telling."""
+    if len(rates) < 2 and reference is None:
+        return []
+    # The upper of two middles: with two rates the slower one is held against the faster.
+    typical = reference or statistics.median_high(rates.values())
+    return sorted((key for key, rate in rates.items() if rate < SLOW * typical), key=lambda key: rates[key])
+
+
+def pair_rates(found: Measured) -> dict[tuple[int, int], float]:
+    return {key: pair["bytes_per_second"] for key, pair in found.pairs.items()}
+
+
+def slow_nodes(rates: dict[tuple[int, int], float]) -> list[int]:
+    """Nodes all of whose links are slow while links without them are not: the fault is the node's, not a link's. Needs three nodes or more."""
+    slow = set(slow_keys(rates))
+    if not slow:  # with few nodes the slow links of one node are half of all, or more, and make the median
+        slow = {key for key, rate in rates.items() if rate < SLOW * max(rates.values())}
+    nodes = {node for key in rates for node in key}
+    return [node for node in sorted(nodes) if len(nodes) > 2 and all((key in slow) == (node in key) for key in rates)]
+
+
+def all_rounds(number: int) -> list[list[tuple[int, int]]]:
+    """Rounds in which each of `number` nodes meets another, until all pairs have met (circle method)."""
+    seats: list[int | None] = [*range(number), *([None] if number % 2 else [])]
+    rounds = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return rounds
+
+
+def ring_rounds(number: int) -> list[list[tuple[int, int]]]:
+    """Neighbours only, as a ring collective uses them: two rounds, three for an odd number of nodes."""
+    edges = sorted({(min(i, (i + 1) % number), max(i, (i + 1) % number)) for i in range(number)} - {(0, 0)})
+    rounds: list[list[tuple[int, int]]] = []
+    for edge in edges:
+        free = next((one for one in rounds if not {*edge} & {node for pair in one for node in pair}), None)
+        if free is None:
+            rounds.append(free := [])
+        free.append(edge)
+    return rounds
+
+
+def partners(rounds: Sequence[Sequence[tuple[int, int]]], node: int) -> Iterator[int]:
+    """Whom `node` meets, in order."""
+    for pairs in rounds:
+        for a, b in pairs:
+            if node in (a, b):
+                yield b if node == a else a
