@@ -9,6 +9,7 @@ import dataclasses
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -150,13 +151,17 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
 
 
 def smallest_machine() -> Machine:
-    """The machine of this job: its nodes and ranks, with the least memory that any rank sees. Collective."""
-    mine = this_machine(nodes=max(1, world_size() // ranks_per_node()), ranks_per_node=ranks_per_node())
-    everyone = [mine]
+    """The machine of this job: its hosts and their ranks, with the least memory that any rank sees. Uneven nodes count as the one with most ranks. Collective."""
+    mine = this_machine(nodes=1, ranks_per_node=ranks_per_node())
+    everyone = [(socket.gethostname(), mine)]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [mine for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, mine)
-    return dataclasses.replace(everyone[0], device_bytes=min(one.device_bytes for one in everyone), host_bytes=min(one.host_bytes for one in everyone))
+        everyone *= dist.get_world_size()
+        dist.all_gather_object(everyone, (socket.gethostname(), mine))
+    hosts = Counter(host for host, _ in everyone)  # a launcher's variables tell of this node alone
+    return dataclasses.replace(
+        everyone[0][1], nodes=len(hosts), ranks_per_node=max(hosts.values()), host_names=tuple(sorted(hosts)),
+        device_bytes=min(one.device_bytes for _, one in everyone), host_bytes=min(one.host_bytes for _, one in everyone),
+    )
 
 
 def device() -> torch.device:

@@ -3,7 +3,6 @@
 from collections import Counter
 from typing import Any
 
-from dsft.doctor.facts import usable_gpus
 from dsft.doctor.findings import Finding, finding, join
 
 CLOCK_SECONDS = 2.0
@@ -59,8 +58,7 @@ def check_names(facts: dict[str, dict[str, Any]], reached: dict[str, dict[str, A
         if "GLOO_SOCKET_IFNAME" not in one["network"]["variables"] and (not own or all(address.startswith("127.") or address == "::1" for address in own)):
             address = (one["network"]["addresses"] or ["ADDRESS"])[0]
             says = f"resolves to {', '.join(own)} there" if own else "does not resolve there"
-            found.append(finding("own-name", node, f"its own name {one['host']} {says}", f"on {node}, in /etc/hosts: `{address} {one['host']}` instead of 127.0.1.1; or `GLOO_SOCKET_IFNAME={interface_of(one, address) or 'eth0'}` in .deepspeed_env",
-                                 severity="warning" if usable_gpus(one) else "error"))
+            found.append(finding("own-name", node, f"its own name {one['host']} {says}", f"on {node}, in /etc/hosts: `{address} {one['host']}` instead of 127.0.1.1; or `GLOO_SOCKET_IFNAME={interface_of(one, address) or 'eth0'}` in .deepspeed_env"))
     for node, answer in reached.items():
         unknown = [name for name, addresses in answer["names"].items() if not addresses and name != node]
         if unknown:

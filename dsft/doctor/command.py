@@ -6,6 +6,7 @@ import json
 import os
 import sys
 
+from dsft.doctor.findings import Report
 from dsft.problems import EXIT_USER_ERROR, UserError
 
 DESCRIPTION = """Examines the machines of a run before any training process starts, in less than half a minute: drivers, versions, ports, clocks,
@@ -14,7 +15,8 @@ folders, memory and disk against the plan, then sums and rates between all nodes
     dsft doctor                                          this machine
     dsft doctor --hostfile H --config run.yaml           every host of H through ssh, and the run's files and plan
     dsft doctor --hostfile H --quick                     what dsft launch does by default
-    srun -n 16 dsft doctor; mpirun -n 16 ... dsft doctor; accelerate launch --module dsft.cli doctor      the ranks that the launcher starts
+    srun -n 16 dsft doctor                               the ranks that a launcher starts, without ssh: also mpirun -n 16 dsft doctor,
+                                                         accelerate launch ... --module dsft.doctor, torchrun and deepspeed likewise
 
 Options that are not listed here are the run's own, as dsft train takes them (--model, --data, --output_dir ...).
 Exit code 0 without errors, 2 with. What each finding means: docs/doctor.md."""
@@ -39,23 +41,24 @@ def run(options: argparse.Namespace) -> None:
     if not options.hostfile and under_launcher():
         from dsft.doctor.launched import examine_launched
 
-        report = examine_launched(argv=options.run_options, quick=options.quick)
-        if report is None:  # rank 0 prints
-            return
-    else:
-        from dsft.doctor.examine import examine
+        examine_launched(argv=options.run_options, quick=options.quick, deliver=lambda report: _print(report, options.json))  # does not come back
+    from dsft.doctor.examine import examine
 
-        nodes = _nodes(options)
-        with contextlib.redirect_stdout(sys.stderr):  # what libraries print
-            report = examine(nodes, argv=options.run_options, quick=options.quick, master_port=options.master_port, master_addr=options.master_addr, ssh=bool(options.hostfile))
-    if options.json:
+    nodes = _nodes(options)
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print
+        report = examine(nodes, argv=options.run_options, quick=options.quick, master_port=options.master_port, master_addr=options.master_addr, ssh=bool(options.hostfile))
+    _print(report, options.json)
+    if report.has_errors:
+        sys.exit(EXIT_USER_ERROR)
+
+
+def _print(report: Report, as_json: bool) -> None:
+    if as_json:
         print(json.dumps(report.as_dict(), indent=2), flush=True)
     else:
         from dsft.doctor.show import show
 
         show(report)
-    if report.has_errors:
-        sys.exit(EXIT_USER_ERROR)
 
 
 def _nodes(options: argparse.Namespace) -> list:
@@ -69,5 +72,11 @@ def _nodes(options: argparse.Namespace) -> list:
 
 
 def under_launcher() -> bool:
-    """Whether srun, mpirun, torchrun or accelerate started this process as one of several; their variables become RANK and WORLD_SIZE."""
+    """Whether srun, mpirun, torchrun or accelerate started this process as one of several; MPI's and SLURM's variables become RANK and WORLD_SIZE."""
+    try:
+        from dsft.launcher_variables import map_launcher_variables
+    except ImportError:
+        pass
+    else:
+        map_launcher_variables()
     return int(os.environ.get("WORLD_SIZE", "1")) > 1

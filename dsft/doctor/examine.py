@@ -36,61 +36,71 @@ def examine(nodes: list[Node], *, argv: list[str] = (), quick: bool = False, mas
         master_addr: as `--master_addr` of DeepSpeed; empty: the first address of the first node.
         ssh: False for this machine alone.
     """
-    start = time.monotonic()
     report = Report(nodes=[node.name for node in nodes], quick=quick)
-    files, imports = read_run_files(list(argv)), None if quick else start_imports()
     with Sessions(nodes, ssh=ssh) as sessions:
-        folders = [files.output_dir] if files and files.output_dir else []
-        report.facts = sessions.ask("hello", each={node.name: {"slots": node.slots} for node in nodes}, master_port=master_port or DEFAULT_PORT, folders=folders)
-        report.slots = {node: facts["slots"] for node, facts in report.facts.items()}
-        sessions.ask("warm_up", each={node.name: {"devices": list(node.devices) if usable_gpus(report.facts[node.name]) else []} for node in nodes if node.name in report.facts})
-        if report.facts:
-            _examine_standing(report, sessions, nodes, files, asked_port=master_port, master_addr=master_addr)
-            _plan(report, list(argv), files, imports)
+        examine_through(sessions, report, nodes, argv=list(argv), port=master_port or DEFAULT_PORT, port_asked=master_port is not None, master=master_addr if ssh else "127.0.0.1")
         report.findings = [*_broken(sessions), *report.findings]
-    report.seconds = time.monotonic() - start
     return report
 
 
-def _examine_standing(report: Report, sessions: Sessions, nodes: list[Node], files: RunFiles | None, *, asked_port: int | None, master_addr: str) -> None:
-    """Everything that needs the nodes' answers."""
-    facts, port = report.facts, asked_port or DEFAULT_PORT
-    first = next(node.name for node in nodes if node.name in facts)
-    master = master_addr or next(iter(facts[first]["network"]["addresses"]), "127.0.0.1")
-    if len(nodes) == 1:
-        master = "127.0.0.1"  # as DeepSpeed does without a host file
+def examine_through(sessions: Sessions, report: Report, nodes: list[Node], *, argv: list[str], port: int | None, port_asked: bool, master: str) -> None:
+    """The examination, whoever carries questions and answers (`Sessions`, or `launched.LaunchedNodes`). Fills `report`.
+
+    Args:
+        port: rank 0's to come; None where the launch has begun.
+        master: address of rank 0; empty: the first of the first node that answers.
+    """
+    start = time.monotonic()
+    files, imports = read_run_files(argv), None if report.quick else start_imports()
+    folders = [files.output_dir] if files and files.output_dir else []
+    report.facts = sessions.ask("hello", each={node.name: {"slots": node.slots} for node in nodes}, master_port=port, folders=folders)
+    report.slots = {node: facts["slots"] for node, facts in report.facts.items()}
+    if report.facts:
+        sessions.ask("warm_up", each={node.name: {"devices": list(node.devices) if usable_gpus(report.facts[node.name]) else []} for node in nodes if node.name in report.facts})
+        first = next(node.name for node in nodes if node.name in report.facts)
+        master = master or next(iter(report.facts[first]["network"]["addresses"]), "127.0.0.1")
+        reached = _reach(report, sessions, first, master, port)
+        used = {node: interface_of(report.facts[node], master if node == first else answer["outgoing"]) for node, answer in reached.items()}
+        _check_nodes(report, sessions, reached, used, nvme=bool(files and files.nvme))
+        network = [*(check_master(first, master, port, report.facts, reached, asked=port_asked) if port else []), *check_network(report.facts, reached)]
+        report.findings += network
+        if files:
+            report.findings += examine_files(sessions, files, report.facts)
+        if any(one.severity == "error" and one.code != "master-port-busy" for one in network):
+            report.findings.append(finding("smoke-skipped", "all nodes", "the smoke test was left out: the nodes do not reach each other", "mend the errors about ports and addresses first"))
+        else:
+            _measure(report, sessions, master, report.facts[first]["open_port"] if report.facts[first]["master_port_taken"] or not port else port, used)
+        _plan(report, argv, files, imports)
+    report.seconds = time.monotonic() - start
+
+
+def _check_nodes(report: Report, sessions: Sessions, reached: dict[str, dict[str, Any]], used: dict[str, str], *, nvme: bool) -> None:
+    """What the facts show, of each node and between them."""
+    facts = report.facts
     if not report.quick:
         for node, error in sessions.ask("compiles").items():
             facts[node]["compile_error"] = error
-    reached = _reach(report, sessions, first, master, port)
-    used = {node: interface_of(facts[node], master if node == first else reached[node]["outgoing"]) for node in reached}
-    for node in report.nodes:
-        if node in facts:
-            report.findings += check_node(node, facts[node], report.slots[node], quick=report.quick, nvme=bool(files and files.nvme))
+    for node in report.slots:
+        report.findings += check_node(node, facts[node], report.slots[node], quick=report.quick, nvme=nvme)
     report.findings += [*check_versions(facts), *check_clocks(_clocks(sessions)), *check_names(facts, reached), *check_interfaces(facts, used)]
-    network = [*check_master(first, master, port, facts, reached, asked=asked_port is not None), *check_network(facts, reached)]
-    report.findings += network
-    if files:
-        report.findings += examine_files(sessions, files, facts)
-    if any(one.severity == "error" and one.code != "master-port-busy" for one in network):
-        report.findings.append(finding("smoke-skipped", "all nodes", "the smoke test was left out: the nodes do not reach each other", "mend the errors about ports and addresses first"))
-        return
+
+
+def _measure(report: Report, sessions: Sessions, master: str, port: int, used: dict[str, str]) -> None:
+    """The smoke test, what it shows, and its rates kept for plans."""
     own_name = any(one.code == "own-name" for one in report.findings)
     sessions.ask("close_ports")
-    smoke_port = facts[first]["open_port"] if facts[first]["master_port_taken"] else port
-    found, ranks = run_smoke(report, sessions, master=master, port=smoke_port, interfaces=used if own_name else {})
+    found, ranks = run_smoke(report, sessions, master=master, port=port, interfaces=used if own_name else {})
     report.findings += found
     if report.links:
-        names = [node for node in report.nodes if node in report.slots]
-        report.findings += check_measured(report.links, names, ranks, facts, used)
+        report.findings += check_measured(report.links, list(report.slots), ranks, report.facts, used)
         _keep(report)
 
 
-def _reach(report: Report, sessions: Sessions, first: str, master: str, port: int) -> dict[str, dict[str, Any]]:
+def _reach(report: Report, sessions: Sessions, first: str, master: str, port: int | None) -> dict[str, dict[str, Any]]:
     """Let every node connect to every other, and to the master's port."""
     facts, each = report.facts, {}
     for node in facts:
-        targets = [{"kind": "master", "name": first, "address": master, "port": port}] if node != first and not facts[first]["master_port_taken"] else []
+        targets = [{"kind": "master", "name": first, "address": master, "port": port}] if port and node != first and not facts[first]["master_port_taken"] else []
         for other in facts:
             if other != node:
                 address = master if other == first else next(iter(facts[other]["network"]["addresses"]), other)
@@ -119,7 +129,7 @@ def _plan(report: Report, argv: list[str], files: RunFiles | None, imports: Any)
     if files and files.output_dir:
         report.findings += check_disk(files, report.facts, run.written_bytes)
     if report.links and run.speeds:
-        report.findings += check_assumed(report.links, [node for node in report.nodes if node in report.slots], run.speeds, run.speeds.source)
+        report.findings += check_assumed(report.links, list(report.slots), run.speeds, run.speeds.source)
 
 
 def _keep(report: Report) -> None:
@@ -133,7 +143,7 @@ def _keep(report: Report) -> None:
 def _broken(sessions: Sessions) -> list:
     found = []
     for name, session in sessions.all.items():
-        if session.lost:
+        if session.lost and not session.lost.startswith("no answer to 'smoke'"):  # that test names its ranks itself
             found.append(broken_session(name, session.lost, session.exit_code))
         found += [finding("node-failed", name, words[:300], f"ssh {name}: try it by hand") for words in session.failures]
     return found

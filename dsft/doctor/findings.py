@@ -46,7 +46,7 @@ MESSAGES: dict[str, tuple[Severity, str]] = {
     "driver-versions": ("warning", "different drivers and GPU types work together, but not always, and at the slowest one's pace"),
     "code": ("error", "ranks of different code compute differently, or wait for collectives that the others do not call"),
     "clocks": ("warning", "logs of nodes cannot be compared, file times on shared folders lie, and time-outs misjudge"),
-    "own-name": ("error", "gloo tells the others the address of the node's own name, and they cannot reach each other there"),
+    "own-name": ("warning", "gloo tells the others the address of the node's own name, where they do not reach it; dsft names an interface itself, other programs do not"),
     "name-unresolved": ("warning", "accelerate, mpirun and your own ssh from there go by names"),
     "master-port-busy": ("error", "rank 0 listens there for all others; the launch fails at once"),
     "default-port-busy": ("warning", "`deepspeed` takes this port by default and would fail; dsft train takes a free one"),
@@ -110,7 +110,7 @@ class Report:
 
     nodes: list[str]
     slots: dict[str, int] = field(default_factory=dict)
-    """Ranks by node, of the nodes that answered."""
+    """Ranks by node, of the nodes that answered, in the order of `nodes`; `links` counts these."""
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """`facts.node_facts` by node, of those that answered."""
@@ -131,11 +131,11 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """For --json: nodes and ranks by name."""
-        links = None
+        links, names = None, list(self.slots)
         if self.links:
             links = {
-                "pairs": [{"nodes": [self.nodes[a], self.nodes[b]]} | pair for (a, b), pair in sorted(self.links.pairs.items())],
-                "inside_bytes_per_second": {self.nodes[node]: rate for node, rate in self.links.inside.items()}, "flops_of_ranks": list(self.links.flops.values()),
+                "pairs": [{"nodes": [names[a], names[b]]} | pair for (a, b), pair in sorted(self.links.pairs.items())],
+                "inside_bytes_per_second": {names[node]: rate for node, rate in self.links.inside.items()}, "flops_of_ranks": list(self.links.flops.values()),
                 "collective_seconds": self.links.collective_seconds,
             }
         return {"ok": not self.has_errors, "nodes": self.nodes, "slots": self.slots, "findings": [dataclasses.asdict(one) for one in self.sorted_findings()], "facts": self.facts,

@@ -14,7 +14,7 @@ class Measured:
     """What the smoke test found. Nodes and ranks by number, in the order of the host file."""
 
     pairs: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
-    """(lower node, higher node) -> {"bytes_per_second": what one node gets from the other while it sends as much, over all ranks; "seconds": of 64 bytes}."""
+    """(lower node, higher node) -> {"bytes_per_second": what one node gets from the other while it sends as much, over all ranks; "seconds": of the smallest message}."""
     inside: dict[int, float] = field(default_factory=dict)
     """Node with several ranks -> bytes per second that one of them gets in an all-reduce (everything twice, as `Speeds.all_reduce_bytes`)."""
     flops: dict[int, float] = field(default_factory=dict)
@@ -49,11 +49,11 @@ def combine(of_ranks: list[dict[str, Any]], node_of: list[int]) -> Measured:
 
 
 def slow_keys(rates: dict[Any, float], *, reference: float | None = None) -> list[Any]:
-    """Keys whose rate is below SLOW of the median (of `reference`, where given), slowest first; with one rate alone there is no telling."""
-    if len(rates) < 2 and reference is None:
+    """Keys whose rate is below SLOW of the median (of `reference`, where given), slowest first; with one alone there is no telling."""
+    if len(rates) < 2:
         return []
     # The upper of two middles: with two rates the slower one is held against the faster.
-    typical = reference or statistics.median_high(rates.values())
+    typical = statistics.median_high(rates.values()) if reference is None else reference
     return sorted((key for key, rate in rates.items() if rate < SLOW * typical), key=lambda key: rates[key])
 
 

@@ -5,6 +5,7 @@ Its imports (transformers) take seconds: `start_imports` begins them while the n
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import threading
 import warnings
@@ -38,7 +39,7 @@ def start_imports() -> threading.Thread:
     def load() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            import dsft.preparation  # noqa: F401
+            importlib.import_module("dsft.preparation")
 
     thread = threading.Thread(target=load, daemon=True)
     thread.start()

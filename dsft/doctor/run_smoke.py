@@ -1,6 +1,5 @@
 """Starts the smoke test on all nodes that answered, follows its ranks, and names those that do not come to the end."""
 
-import time
 from typing import Any
 
 from dsft.doctor.check_links import check_answers
@@ -11,7 +10,7 @@ from dsft.doctor.sessions import Sessions
 
 GROUP_SECONDS = 15
 """A rank gives up waiting for another after so long."""
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 60.0
 """For the whole test, torch's import from a slow disk included."""
 
 
@@ -22,7 +21,6 @@ class Progress:
         self.stages: dict[int, str] = {}
         self.failures: list[tuple[int, str]] = []
         self.measured: dict[int, dict[str, Any]] = {}
-        self.seconds: dict[str, float] = {}
 
     def hear(self, event: dict[str, Any]) -> None:
         rank = event["rank"]
@@ -30,7 +28,6 @@ class Progress:
             self.failures.append((rank, event["failed"]))
         else:
             self.stages[rank] = event["stage"]
-            self.seconds.setdefault(event["stage"], time.monotonic())
             if "measured" in event:
                 self.measured[rank] = event["measured"]
 
@@ -41,17 +38,19 @@ def run_smoke(report: Report, sessions: Sessions, *, master: str, port: int, int
     Args:
         interfaces: where gloo has to be told which one to use, because a node's own name leads elsewhere.
     """
-    names = [node for node in report.nodes if node in report.slots]
-    ranks, first = [], 0
+    names = list(report.slots)
+    ranks, world = [], 0
     for name in names:
-        ranks.append(list(range(first, first + report.slots[name])))
-        first += report.slots[name]
+        # A launcher may have dealt them to the nodes in turn; the doctor's own go node by node.
+        ranks.append(report.facts[name].get("ranks") or list(range(world, world + report.slots[name])))
+        world += report.slots[name]
     rounds = (ring_rounds if report.quick else all_rounds)(len(names)) if len(names) > 1 else []
     each = {name: {"node": number, "gpu": bool(usable_gpus(report.facts[name])), "interface": interfaces.get(name, "")} for number, name in enumerate(names)}
     progress = Progress()
     answers = sessions.ask("smoke", timeout_seconds=LIMIT_SECONDS, each=each, nodes=ranks, rounds=rounds, master=master, port=port, group_seconds=GROUP_SECONDS, on_event=progress.hear)
-    if len(progress.measured) == first:
-        report.links = combine([progress.measured[rank] for rank in range(first)], [node for node, of_node in enumerate(ranks) for _ in of_node])
+    if len(progress.measured) == world:
+        node_of = [node for _, node in sorted((rank, node) for node, of_node in enumerate(ranks) for rank in of_node)]
+        report.links = combine([progress.measured[rank] for rank in range(world)], node_of)
         return [], ranks
     never_started = {name: answers[name]["last_words"] for number, name in enumerate(names) if name in answers and answers[name]["code"] and not any(rank in progress.stages for rank in ranks[number])}
     return check_answers(progress.stages, progress.failures, names, ranks, never_started), ranks

@@ -46,7 +46,7 @@ def summary(report: Report) -> str:
 
 def link_lines(report: Report) -> list[str]:
     """Measured rates in a few lines; with many nodes the slowest and the fastest pair."""
-    links, names, lines = report.links, [node for node in report.nodes if node in report.slots], []
+    links, names, lines = report.links, list(report.slots), []
     ordered = sorted(links.pairs.items(), key=lambda item: item[1]["bytes_per_second"])
     shown = ordered if len(ordered) <= 6 else [ordered[0], ordered[-1]]
     for (a, b), pair in shown:

@@ -6,7 +6,9 @@ once, CUDA not yet touched) and writes a line for each stage of each rank, so th
 
 import json
 import os
+import signal
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +17,9 @@ import torch.distributed as dist
 
 from dsft.doctor.agent import MARK
 from dsft.doctor.measuring import Place, measure_all
+
+LIFE_SECONDS = 30
+"""A rank that has not finished by then ends, wherever it waits; the head names it by the last it said."""
 
 
 def main() -> None:
@@ -39,21 +44,35 @@ def _fork(local: int, rank: int, options: dict[str, Any]) -> int:
 
 
 def _run(local: int, rank: int, options: dict[str, Any]) -> None:
+    signal.alarm(LIFE_SECONDS)
     world = sum(len(ranks) for ranks in options["nodes"])
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local), "MASTER_ADDR": options["master"], "MASTER_PORT": str(options["port"])}
+    take_part(local, rank, options, lambda **content: _tell(rank, **content))
+
+
+def take_part(local: int, rank: int, options: dict[str, Any], tell: Callable[..., None], *, store: dist.Store | None = None) -> None:
+    """Join the process group as one rank and measure with the others.
+
+    Args:
+        local: number of the GPU, and place among the node's ranks.
+        tell: takes each stage as it begins, and with the last one what was measured.
+        store: where the ranks meet; by default at MASTER_ADDR and MASTER_PORT.
+    """
     if options["interface"]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", options["interface"])
-    _tell(rank, stage="starting")
+    tell(stage="starting")
     if options["gpu"]:
         torch.cuda.set_device(local)
     else:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // len(options["nodes"][options["node"]])))
-    _tell(rank, stage="joining the others")
-    dist.init_process_group("cpu:gloo,cuda:nccl" if options["gpu"] else "gloo", timeout=timedelta(seconds=options["group_seconds"]))
+        # As `ranks.start_ranks`: the ranks of a node share its cores.
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // len(options["nodes"][options["node"]]))))
+    tell(stage="joining the others")
+    meeting = {} if store is None else {"store": store, "rank": rank, "world_size": sum(len(ranks) for ranks in options["nodes"])}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if options["gpu"] else "gloo", timeout=timedelta(seconds=options["group_seconds"]), **meeting)
     place = Place(rank=rank, nodes=options["nodes"], rounds=[[tuple(pair) for pair in pairs] for pairs in options["rounds"]],
                   device=torch.device("cuda", local) if options["gpu"] else torch.device("cpu"))
-    everyone = measure_all(place, lambda stage: _tell(rank, stage=stage))
-    _tell(rank, stage="done", measured=everyone[rank])
+    everyone = measure_all(place, lambda stage: tell(stage=stage))
+    tell(stage="done", measured=everyone[rank])
     dist.barrier()
 
 

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsft.machine import Machine, MiB
 from dsft.planner.hardware import Speeds
+from dsft.planner.links import with_links
 from dsft.planner.step_time import ADAM_BYTES
 from dsft.ranks import device, free_port, max_over_ranks, start_ranks, wait_for_all
 from dsft.run_folder import write_json
@@ -33,7 +34,11 @@ def calibration_file() -> Path:
 
 
 def calibrated(speeds: Speeds, machine: Machine, *, half: bool) -> Speeds:
-    """`speeds` with what was measured on this machine for so many ranks in this precision, where something was."""
+    """`speeds` with what was measured on this machine for so many ranks in this precision, and between its nodes by `dsft doctor`, where something was."""
+    return with_links(_calibrated(speeds, machine, half=half), machine)
+
+
+def _calibrated(speeds: Speeds, machine: Machine, *, half: bool) -> Speeds:
     path = calibration_file()
     if not machine.measured or not path.is_file():
         return speeds

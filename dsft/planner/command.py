@@ -151,7 +151,7 @@ def read_machines(options: argparse.Namespace) -> list[Machine]:
         machine = dataclasses.replace(machine, nvme_bytes=parse_bytes(options.nvme))
     if options.interconnect:
         machine = dataclasses.replace(machine, interconnect=options.interconnect)
-    return [dataclasses.replace(machine, nodes=number) for number in nodes]
+    return [dataclasses.replace(machine, nodes=number, host_names=tuple(sorted(hosts or ()))) for number in nodes]
 
 
 def _on_paper(options: argparse.Namespace, slots: int | None) -> Machine:
