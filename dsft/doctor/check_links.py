@@ -36,8 +36,10 @@ def check_measured(found: Measured, names: list[str], nodes: list[list[int]], fa
 
 
 def check_assumed(found: Measured, names: list[str], assumed: Any, source: str) -> list[Finding]:
-    """What was measured against `assumed` (the planner's `Speeds`)."""
-    findings = []
+    """What was measured against `assumed` (the planner's `Speeds`): data sheets of GPUs; of CPU ranks only rules of thumb are known."""
+    findings: list[Finding] = []
+    if not assumed.overlaps:
+        return findings
     if found.pairs and found.network_bytes < BELOW_ASSUMED * assumed.network_bytes:
         a, b = min(found.pairs, key=lambda pair: found.pairs[pair]["bytes_per_second"])
         findings.append(finding("below-assumed", f"{names[a]} - {names[b]}", f"{in_rate(found.network_bytes)} between nodes, {in_rate(assumed.network_bytes)} assumed ({source})", "right if the network is what it is; else the wrong interface (NCCL_SOCKET_IFNAME), InfiniBand not used (NCCL_DEBUG=INFO shows it), or a card that negotiated a lower speed (ethtool)"))

@@ -70,6 +70,8 @@ def examine_through(sessions: Sessions, report: Report, nodes: list[Node], *, ar
             report.findings.append(finding("smoke-skipped", "all nodes", "the smoke test was left out: the nodes do not reach each other", "mend the errors about ports and addresses first"))
         else:
             _measure(report, sessions, master, report.facts[first]["open_port"] if report.facts[first]["master_port_taken"] or not port else port, used)
+            if report.links and not any(usable_gpus(facts) for facts in report.facts.values()):
+                _take_round_trips(report, reached)
         _plan(report, argv, files, imports)
     report.seconds = time.monotonic() - start
 
@@ -94,6 +96,14 @@ def _measure(report: Report, sessions: Sessions, master: str, port: int, used: d
     if report.links:
         report.findings += check_measured(report.links, list(report.slots), ranks, report.facts, used)
         _keep(report)
+
+
+def _take_round_trips(report: Report, reached: dict[str, dict[str, Any]]) -> None:
+    """Between CPU ranks the time of the smallest message is that of a plain socket (see `measuring.exchange_rate`)."""
+    names = list(report.slots)
+    for pair, found in report.links.pairs.items():
+        ends = {names[node] for node in pair}
+        found["seconds"] = min(target["seconds"] for node in ends for target in reached[node]["targets"] if target["kind"] == "open" and {node, target["name"]} == ends)
 
 
 def _reach(report: Report, sessions: Sessions, first: str, master: str, port: int | None) -> dict[str, dict[str, Any]]:

@@ -3,7 +3,6 @@
 Called by smoke.py (ranks the doctor started) and launched.py (ranks a launcher started). Every function is collective.
 """
 
-import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -102,31 +101,19 @@ def _measure_pair(place: Place, other: int, mine: dict[str, Any]) -> None:
 
 
 def exchange_rate(peer: int, device: torch.device) -> tuple[float, float]:
-    """(bytes per second received while as much is sent, seconds of the smallest message) with one other rank."""
+    """(bytes per second received while as much is sent, seconds of the smallest message) with one other rank. With gloo, whose sends
+    torch waits for in steps of milliseconds, the latter says nothing of the network."""
     small = (torch.zeros(16, device=device), torch.zeros(16, device=device))
     _exchange(peer, *small)  # connects, and waits until the other is there
-    latency = _pair_latency(peer, small, device)
+    latency = _latency(lambda: _exchange(peer, *small), device)
     most = MOST_GPU_BYTES if device.type == "cuda" else MOST_BYTES
     out, into = torch.ones(most // 4, device=device), torch.zeros(most // 4, device=device)
     first = _seconds(lambda: _exchange(peer, out[: FEWEST_BYTES // 4], into[: FEWEST_BYTES // 4]), device)
     wanted, other_wants = torch.tensor([EXCHANGE_SECONDS * FEWEST_BYTES / first], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     _exchange(peer, wanted, other_wants)
     numbers = int(min(most, max(FEWEST_BYTES, min(wanted.item(), other_wants.item())))) // 4
-    best = min(_seconds(lambda: _exchange(peer, out[:numbers], into[:numbers]), device) for _ in range(2))
+    best = min(_seconds(lambda: _exchange(peer, out[:numbers], into[:numbers]), device) for _ in range(3))
     return 4 * numbers / best, latency
-
-
-def _pair_latency(peer: int, small: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> float:
-    if device.type == "cuda":
-        return _latency(lambda: _exchange(peer, *small), device)
-    # torch waits for gloo's sends in steps of milliseconds; its all-reduce wakes at once.
-    pair = _group_of(tuple(sorted([dist.get_rank(), peer])))
-    return _latency(lambda: dist.all_reduce(small[0], group=pair), device)
-
-
-@functools.cache  # a group of the same ranks made twice hangs: both have one name in the store
-def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def _exchange(peer: int, out: torch.Tensor, into: torch.Tensor) -> None:
@@ -139,7 +126,8 @@ def _inside_rate(place: Place) -> float:
     ranks = place.nodes[place.node]
     if len(ranks) == 1:
         return 0.0
-    group = _group_of(tuple(ranks))
+    # The only groups that are made: torch names such a group by how many a rank has, which must be the same for all its members.
+    group = dist.new_group(ranks, use_local_synchronization=True)
     many = torch.ones((MOST_GPU_BYTES if place.device.type == "cuda" else MOST_BYTES) // 4, device=place.device)
     dist.all_reduce(many[:16], group=group)
     best = min(_seconds(lambda: dist.all_reduce(many, group=group), place.device) for _ in range(3))

@@ -1,8 +1,10 @@
 """Listening and connecting, on a node: who reaches whom on which port. A listener answers with its host's name, so that a wrong machine is noticed."""
 
+import contextlib
 import errno
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,6 +12,7 @@ import psutil
 
 CONNECT_SECONDS = 3.0
 """A connection in a cluster takes milliseconds; a firewall that drops packets answers never."""
+ROUND_TRIPS = 5
 
 
 class Listener:
@@ -29,11 +32,11 @@ class Listener:
         while True:
             try:
                 caller, _ = self._socket.accept()
-                with caller:
-                    caller.sendall(name)
             except OSError:
                 if self._socket.fileno() < 0:
                     return
+                continue
+            threading.Thread(target=_serve, args=(caller, name), daemon=True).start()
 
     def close(self) -> None:
         try:
@@ -41,6 +44,16 @@ class Listener:
         except OSError:
             pass
         self._socket.close()
+
+
+def _serve(caller: socket.socket, name: bytes) -> None:
+    """Say the name, then send back what comes."""
+    with caller, contextlib.suppress(OSError):
+        caller.settimeout(CONNECT_SECONDS)
+        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        caller.sendall(name + b"\n")
+        while word := caller.recv(64):
+            caller.sendall(word)
 
 
 def listen(port: int) -> tuple[Listener | None, str]:
@@ -62,24 +75,33 @@ def _owner(port: int) -> str:
 
 
 def connect_all(targets: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Try each target {"name", "address", "port"}, all at once. Adds "result": the host's name that answered, or "!" and why none did."""
+    """Try each target {"name", "address", "port"}, all at once. Adds "result": the host's name that answered, or "!" and why none did, and "seconds" of a message one way."""
     with ThreadPoolExecutor(max_workers=max(1, len(targets))) as pool:
         results = list(pool.map(_connect, targets))
-    return [target | {"result": result} for target, result in zip(targets, results, strict=True)]
+    return [target | {"result": result, "seconds": seconds} for target, (result, seconds) in zip(targets, results, strict=True)]
 
 
-def _connect(target: dict[str, Any]) -> str:
+def _connect(target: dict[str, Any]) -> tuple[str, float]:
     try:
         with socket.create_connection((target["address"], target["port"]), timeout=CONNECT_SECONDS) as connection:
-            return connection.recv(256).decode(errors="replace") or "!closed"
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            name = connection.makefile("rb").readline().strip().decode(errors="replace")
+            return name or "!closed", min(_round_trip(connection) for _ in range(ROUND_TRIPS)) / 2 if name else 0.0
     except socket.gaierror:
-        return "!unresolved"
+        return "!unresolved", 0.0
     except TimeoutError:
-        return "!timeout"
+        return "!timeout", 0.0
     except ConnectionRefusedError:
-        return "!refused"
+        return "!refused", 0.0
     except OSError as error:
-        return f"!{error.strerror or error}"
+        return f"!{error.strerror or error}", 0.0
+
+
+def _round_trip(connection: socket.socket) -> float:
+    start = time.perf_counter()
+    connection.sendall(b"?")
+    connection.recv(64)
+    return time.perf_counter() - start
 
 
 def outgoing_address(towards: str) -> str:

@@ -5,6 +5,7 @@ Reads the options without transformers, which takes seconds to import; what is w
 
 import os
 import uuid
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +82,7 @@ def check_content(source: str, seen: dict[str, dict[str, Any] | None], kind: str
     prints = {node: (content["files"], content["bytes"], content["hash"]) for node, content in seen.items()}
     if len(set(prints.values())) == 1:
         return []
-    usual = max(set(prints.values()), key=list(prints.values()).count)
+    usual = Counter(prints.values()).most_common(1)[0][0]  # of equally many, the first node's
     odd = [node for node, content in prints.items() if content != usual]
     text = "; ".join(f"{join([node for node in prints if prints[node] == content])}: {content[0]} file{'s' * (content[0] > 1)}, {content[1]:,} bytes, hash {content[2]}" for content in dict.fromkeys(prints.values()))
     good = next(node for node in prints if node not in odd)

@@ -63,9 +63,7 @@ def take_part(local: int, rank: int, options: dict[str, Any], tell: Callable[...
     tell(stage="starting")
     if options["gpu"]:
         torch.cuda.set_device(local)
-    else:
-        # As `ranks.start_ranks`: the ranks of a node share its cores.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // len(options["nodes"][options["node"]]))))
+    torch.set_num_threads(1)  # cores are compared, not how many of them the slots leave to each rank
     tell(stage="joining the others")
     meeting = {} if store is None else {"store": store, "rank": rank, "world_size": sum(len(ranks) for ranks in options["nodes"])}
     dist.init_process_group("cpu:gloo,cuda:nccl" if options["gpu"] else "gloo", timeout=timedelta(seconds=options["group_seconds"]), **meeting)
