@@ -13,7 +13,7 @@ from dsft.doctor.check_between import check_clocks, check_interfaces, check_mast
 from dsft.doctor.check_links import check_assumed, check_measured
 from dsft.doctor.check_node import check_node
 from dsft.doctor.facts import usable_gpus
-from dsft.doctor.findings import Report, finding
+from dsft.doctor.findings import Finding, Report, finding
 from dsft.doctor.run_files import RunFiles, check_disk, examine_files, read_run_files
 from dsft.doctor.run_plan import RunPlan, plan_on, start_imports
 from dsft.doctor.run_smoke import run_smoke
@@ -66,8 +66,8 @@ def examine_through(sessions: Sessions, report: Report, nodes: list[Node], *, ar
         report.findings += network
         if files:
             report.findings += examine_files(sessions, files, report.facts)
-        if any(one.severity == "error" and one.code != "master-port-busy" for one in network):
-            report.findings.append(finding("smoke-skipped", "all nodes", "the smoke test was left out: the nodes do not reach each other", "mend the errors about ports and addresses first"))
+        if why_not := _why_not_measured(report, network):
+            report.findings.append(finding("smoke-skipped", "all nodes", f"the smoke test was left out: {why_not}", "mend the errors about this first"))
         else:
             _measure(report, sessions, master, report.facts[first]["open_port"] if report.facts[first]["master_port_taken"] or not port else port, used)
             if report.links and not any(usable_gpus(facts) for facts in report.facts.values()):
@@ -85,6 +85,17 @@ def _check_nodes(report: Report, sessions: Sessions, reached: dict[str, dict[str
     for node in report.slots:
         report.findings += check_node(node, facts[node], report.slots[node], quick=report.quick, nvme=nvme)
     report.findings += [*check_versions(facts), *check_clocks(_clocks(sessions)), *check_names(facts, reached), *check_interfaces(facts, used)]
+
+
+def _why_not_measured(report: Report, network: list[Finding]) -> str:
+    """Why the smoke test could not work; empty where it can."""
+    if any(one.severity == "error" and one.code != "master-port-busy" for one in network):
+        return "the nodes do not reach each other"
+    if any(one.code == "slots" for one in report.findings):
+        return "there are more slots than GPUs or cores"
+    if len({bool(usable_gpus(facts)) for facts in report.facts.values()}) > 1:
+        return "some nodes have GPUs that ranks can use, others have not"
+    return ""
 
 
 def _measure(report: Report, sessions: Sessions, master: str, port: int, used: dict[str, str]) -> None:
@@ -150,7 +161,8 @@ def _keep(report: Report) -> None:
         keep_links(names, network_bytes=report.links.network_bytes, link_bytes=min(report.links.inside.values(), default=0.0), collective_seconds=report.links.collective_seconds)
 
 
-def _broken(sessions: Sessions) -> list:
+def _broken(sessions: Sessions) -> list[Finding]:
+    """Conversations that ended early."""
     found = []
     for name, session in sessions.all.items():
         if session.lost and not session.lost.startswith("no answer to 'smoke'"):  # that test names its ranks itself

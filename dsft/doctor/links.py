@@ -63,11 +63,16 @@ def pair_rates(found: Measured) -> dict[tuple[int, int], float]:
 
 def slow_nodes(rates: dict[tuple[int, int], float]) -> list[int]:
     """Nodes all of whose links are slow while links without them are not: the fault is the node's, not a link's. Needs three nodes or more."""
-    slow = set(slow_keys(rates))
-    if not slow:  # with few nodes the slow links of one node are half of all, or more, and make the median
-        slow = {key for key, rate in rates.items() if rate < SLOW * max(rates.values())}
     nodes = {node for key in rates for node in key}
-    return [node for node in sorted(nodes) if len(nodes) > 2 and all((key in slow) == (node in key) for key in rates)]
+    if len(nodes) < 3:
+        return []
+    # With few nodes the slow links of one are half of all, or more, and make the median: then the fastest link is the measure.
+    for reference in (None, max(rates.values())):
+        slow = slow_keys(rates, reference=reference)
+        found = [node for node in sorted(nodes) if slow and all((key in slow) == (node in key) for key in rates)]
+        if found:
+            return found
+    return []
 
 
 def all_rounds(number: int) -> list[list[tuple[int, int]]]:
