@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
         if set(argv[1:]) & {"-h", "--help"}:
             print(_options_help(next((word for word in argv if word in ("train", "eval")), "")))
             return
-        sys.exit(launch(argv[argv[0] == "launch" :]))
+        sys.exit(launch(argv[1:] if argv[0] == "launch" else ["--no_preflight", *argv]))
     options, rest = _parser(argv).parse_known_args(argv)
     if argv[:1] == ["doctor"]:
         options.run_options = rest  # those of the run to come, which its own reader checks
@@ -63,8 +63,8 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text)
         command.add_argument("folder")
         command.set_defaults(run=run)
-    commands.add_parser("train", help="finetune on all GPUs of this machine: short for dsft launch train", add_help=False)
-    commands.add_parser("eval", help="perplexity on all GPUs of this machine: short for dsft launch eval", add_help=False)
+    commands.add_parser("train", help="finetune on all GPUs of this machine: short for dsft launch --no_preflight train", add_help=False)
+    commands.add_parser("eval", help="perplexity on all GPUs of this machine: short for dsft launch --no_preflight eval", add_help=False)
     commands.add_parser("launch", help="train or eval on many nodes, through deepspeed, torchrun, srun or accelerate", add_help=False)
     return parser
 

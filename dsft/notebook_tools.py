@@ -110,7 +110,7 @@ def evaluate_on_ranks(num_ranks: int, models: Iterable[str], data: str, **option
         RuntimeError: where it fails; its own messages stand above.
     """
     words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-    code = launch(["eval", "--num_gpus", str(num_ranks), "--model", *models, "--data", data, *words])
+    code = launch(["--no_preflight", "eval", "--num_gpus", str(num_ranks), "--model", *models, "--data", data, *words])
     if code:
         raise RuntimeError(f"dsft eval ended with exit code {code}; its messages stand above, or in the terminal that Jupyter was started in")
 

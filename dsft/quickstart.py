@@ -60,7 +60,7 @@ def run_quickstart(folder: Path) -> None:
 
 
 def _run(name: str, argv: list[str]) -> None:
-    code = launch([name, *argv])
+    code = launch(["--no_preflight", name, *argv])
     if code:
         sys.exit(code)
 

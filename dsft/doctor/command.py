@@ -32,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--master_addr", default="", help="default: the first address that `hostname -I` prints on the first node, as deepspeed")
     parser.add_argument("--master_port", type=int, help="of the launch to come (default: 29500, and a warning where it is busy)")
     parser.add_argument("--quick", action="store_true", help="without plan, compiler and the links of every pair (a ring of neighbours instead)")
+    parser.add_argument("--only_findings", action="store_true", help="without the tables, where nothing is wrong")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=run)
 
@@ -41,24 +42,24 @@ def run(options: argparse.Namespace) -> None:
     if not options.hostfile and under_launcher():
         from dsft.doctor.launched import examine_launched
 
-        examine_launched(argv=options.run_options, quick=options.quick, deliver=lambda report: _print(report, options.json))  # does not come back
+        examine_launched(argv=options.run_options, quick=options.quick, deliver=lambda report: _print(report, options))  # does not come back
     from dsft.doctor.examine import examine
 
     nodes = _nodes(options)
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print
         report = examine(nodes, argv=options.run_options, quick=options.quick, master_port=options.master_port, master_addr=options.master_addr, ssh=bool(options.hostfile))
-    _print(report, options.json)
+    _print(report, options)
     if report.has_errors:
         sys.exit(EXIT_USER_ERROR)
 
 
-def _print(report: Report, as_json: bool) -> None:
-    if as_json:
+def _print(report: Report, options: argparse.Namespace) -> None:
+    if options.json:
         print(json.dumps(report.as_dict(), indent=2), flush=True)
     else:
         from dsft.doctor.show import show
 
-        show(report)
+        show(report, only_findings=options.only_findings)
 
 
 def _nodes(options: argparse.Namespace) -> list:

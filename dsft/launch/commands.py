@@ -17,13 +17,13 @@ RUNNERS = {"deepspeed": "deepspeed.launcher.runner", "torchrun": "torch.distribu
 
 
 def build_command(options: LaunchOptions, name: str, script: list[str]) -> list[str]:
-    """The command that starts `name` ("train" or "eval") on all ranks, in words.
+    """The command that starts `name` ("train", "eval" or a module) on all ranks, in words.
 
     Raises:
         UserError: where the nodes cannot be found out, or a launcher's program is missing.
     """
     builders = {"local": _deepspeed, "hostfile": _deepspeed, "nodes": _torchrun, "slurm": _srun, "accelerate": _accelerate}
-    return builders[options.way](options, MODULES[name], script)
+    return builders[options.way](options, MODULES.get(name, name), script)
 
 
 def shown(command: list[str]) -> list[str]:

@@ -16,9 +16,11 @@ from pathlib import Path
 from dsft.guard.lifeline import Lifeline
 from dsft.launch.commands import build_command, hosts_of, shown
 from dsft.launch.environment import SSH_OPTIONS, address_towards, forwarded, write_env_file
+from dsft.launch.preflight import examine_first
 from dsft.launch.options import MODULES, LaunchOptions, read_launch
 from dsft.launcher_variables import launcher_variables
 from dsft.machine import has_gpu
+from dsft.ranks import free_port
 from dsft.problems import EXIT_REQUEUE, EXIT_STOPPED, EXIT_USER_ERROR
 
 END_SECONDS = 10
@@ -132,6 +134,10 @@ def launch(argv: list[str]) -> int:
     options, name, script = read_launch(argv)
     if options.way == "local" and launcher_variables(os.environ):  # one of several tasks of srun or mpirun: this process becomes that rank
         os.execv(sys.executable, [sys.executable, "-m", MODULES[name], *script])
+    if options.hostfile and options.master_port is None and not options.no_ssh:
+        options.master_port = free_port()  # chosen here, so that the preflight looks at the one that is used
+    if not (options.no_preflight or options.dry_run):
+        examine_first(options, script)
     for attempt in range(options.max_restarts + 1):
         again = ["--resume_from_checkpoint", "auto"] if attempt and name == "train" else []  # an evaluation goes on by itself
         command = build_command(options, name, script + again)
