@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dsft.compiled_ops import remove_old_locks
 from dsft.guard import watch
 from dsft.launcher_variables import choose_interface, map_launcher_variables
 from dsft.machine import Machine, cpu_count, has_gpu, this_machine
@@ -83,6 +84,8 @@ def start_ranks(*, meet_seconds: float = 300, timeout_seconds: float = 1800) -> 
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if (own := str(Path(sys.executable).parent)) not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = f"{own}{os.pathsep}{os.environ.get('PATH', '')}"  # ssh's shells know nothing of an environment; DeepSpeed looks for its ninja
+    for lock in remove_old_locks():
+        print(f"dsft: removed {lock}, left behind by a process that was killed while it loaded a compiled operator", file=sys.stderr)
     import deepspeed  # here, so that `import dsft` stays light and DS_ACCELERATOR is read after it is set
 
     if has_gpu():

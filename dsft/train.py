@@ -104,6 +104,7 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
     if trainer.is_stopping:
         if ranks.rank() == 0:
             write_run(output_dir, status="preempted", results=trainer.results())
+        ranks.wait_for_all()  # the first rank that ends has the others killed
         raise Requeue(f"asked to stop (SIGUSR1): step {trainer.state.global_step} is saved in {output_dir}; the same command goes on from there with --resume_from_checkpoint auto")
     if held_out and (args.load_best_model_at_end or trainer.last_evaluation()["step"] != trainer.state.global_step):
         trainer.evaluate()

@@ -148,13 +148,18 @@ class Host:
 
     def freeze(self) -> None:
         """Stop every process of this host, sshd too. Its kernel still answers: connections stay open."""
-        for process in self.all_processes():
-            os.kill(process.pid, signal.SIGSTOP)
+        self._signal_all(signal.SIGSTOP)
 
     def thaw(self) -> None:
         """Let them all go on."""
+        self._signal_all(signal.SIGCONT)
+
+    def _signal_all(self, number: int) -> None:
         for process in self.all_processes():
-            os.kill(process.pid, signal.SIGCONT)
+            try:
+                os.kill(process.pid, number)
+            except ProcessLookupError:
+                pass  # it has just ended
 
     def port_is_free(self, port: int) -> bool:
         """Whether nothing on this host listens to that TCP port."""

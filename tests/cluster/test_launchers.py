@@ -200,35 +200,22 @@ def test_sbatch(hosts, slurm, job, one_process, nothing_left, script, per_node):
     assert_same_training(content, one_process)
 
 
-STAND_IN = """
-import os, pathlib, signal, sys, time
-asked = []
-signal.signal(signal.SIGUSR1, lambda *_: asked.append(True))
-start = os.environ.get("SLURM_RESTART_COUNT", "0")
-assert sys.argv[1:3] == ["--resume_from_checkpoint", "auto"], sys.argv
-pathlib.Path(os.environ["SEEN"], f"start-{start}-{os.environ.get('RANK') or os.environ['SLURM_PROCID']}").touch()
-if start == "0":
-    while not asked:
-        time.sleep(0.05)
-    time.sleep(1)  # it saves; nobody may kill it now
-    pathlib.Path(os.environ["SEEN"], f"saved-{os.environ.get('RANK') or os.environ['SLURM_PROCID']}").touch()
-    sys.exit(75)
-"""
-
-
-@pytest.mark.parametrize("script", ["torchrun", "tasks"])
-def test_before_its_time_ends_every_rank_is_told_may_save_and_the_job_starts_anew(hosts, slurm, tmp_path, script):
-    """With a stand-in for training: what is tested is the batch script."""
-    (tmp_path / "stand_in.py").write_text(STAND_IN)
-    number = submit(slurm, script, tmp_path, RANKS_PER_NODE="2", SCRIPT=str(tmp_path / "stand_in.py"), SEEN=str(tmp_path))
-    wait_until(lambda: len(list(tmp_path.glob("start-0-*"))) == 4)
+@pytest.mark.parametrize(("script", "per_node"), [("torchrun", 1), ("tasks", 1)])
+def test_before_its_time_ends_a_run_saves_goes_back_into_the_queue_and_goes_on(hosts, slurm, job, nothing_left, script, per_node):
+    folder = job / f"requeued-{script}"
+    words = ["--config", job / "run.yaml", "--output_dir", folder / "run", "--max_steps", "200", "--eval_on_start", "false"]
+    number = submit(slurm, script, folder, *words, RANKS_PER_NODE=str(per_node))
+    wait_until(lambda: (folder / "out.txt").is_file() and "step      1 " in (folder / "out.txt").read_text(), LAUNCH_SECONDS)
     assert hosts[0].run(["scancel", "--batch", "--signal=USR1", number]).returncode == 0  # what SLURM itself sends at --signal=B:USR1@300
-    slurm.wait(number, until=lambda job: job["Restarts"] == "1", timeout=30)
-    assert len(list(tmp_path.glob("saved-*"))) == 4, (tmp_path / "out.txt").read_text()
+    slurm.wait(number, until=lambda job: job["Restarts"] == "1", timeout=60)
+    assert read_json(folder / "run" / "run.json")["status"] == "preempted"
     wait_until(lambda: not any("slurm_script" in command for _, command in hosts[0].processes()))
     hosts[0].run(["scontrol", "update", f"JobId={number}", "StartTime=now+2seconds"])  # SLURM waits two minutes otherwise; not at all, and its nodes refuse the job
-    ended = slurm.wait(number, until=lambda job: job["JobState"] in ("COMPLETED", "FAILED"), timeout=60)
-    assert ended["JobState"] == "COMPLETED" and len(list(tmp_path.glob("start-1-*"))) == 4, (tmp_path / "out.txt").read_text()
+    ended = slurm.wait(number, until=lambda job: job["JobState"] in ("COMPLETED", "FAILED"), timeout=LAUNCH_SECONDS)
+    log = (folder / "out.txt").read_text()
+    assert ended["JobState"] == "COMPLETED" and "asked to stop (SIGUSR1)" in log and "resuming from" in log, log[-6000:]
+    content = read_json(folder / "run" / "run.json")
+    assert content["status"] == "done" and content["results"]["steps"] == 200
 
 
 def wait_until(condition, seconds: float = 30) -> None:
