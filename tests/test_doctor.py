@@ -21,7 +21,7 @@ from dsft.doctor.check_node import check_node
 from dsft.doctor.facts import node_facts, usable_gpus
 from dsft.doctor.findings import MESSAGES, Finding, finding
 from dsft.doctor.gpus import parse_gpus
-from dsft.doctor.links import Measured, all_rounds, ring_rounds, slow_keys, slow_nodes
+from dsft.doctor.links import Measured, all_rounds, combine, ring_rounds, slow_keys, slow_nodes
 from dsft.doctor.run_files import RunFiles, check_content, check_disk, check_hub, check_output, read_run_files
 from dsft.doctor.trouble import broken_session
 from dsft.hosts import read_hosts
@@ -109,7 +109,7 @@ CASES = {
     "no-python": lambda: [broken_session("n3", f"bash: line 1: {sys.executable}: No such file or directory", 127)],
     "no-dsft": lambda: [broken_session("n3", f"{sys.executable}: Error while finding module specification for 'dsft.doctor.agent' (ModuleNotFoundError: No module named 'dsft')", 1)],
     "package-missing": lambda: [broken_session("n3", "ModuleNotFoundError: No module named 'psutil'", 1), *look(node("n3", versions__peft="missing"))],
-    "node-silent": lambda: [broken_session("n3", "no answer to 'hello' within 20 s", None)],
+    "node-silent": lambda: [broken_session("n3", "no answer to 'hello' in time", None)],
     "gpu-driver": lambda: look(node("n3", gpus={"driver": "", "list": [], "error": "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"})),
     "torch-without-cuda": lambda: look(node("n3", torch_cuda="")),
     "driver-too-old": lambda: look(node("n3", gpus__driver="535.1")),
@@ -219,6 +219,12 @@ def test_outliers():
     assert slow_keys({"a": 1.0}) == [] == slow_keys({"a": 1.0, "b": 0.71}) and slow_keys({"a": 1.0, "b": 0.69}) == ["b"]
     assert slow_nodes({(0, 1): 1.0}) == [] and slow_nodes({(0, 1): 1.0, (0, 2): 0.1, (1, 2): 0.2}) == [2]
     assert slow_nodes({(0, 1): 1.0, (0, 2): 0.1, (1, 2): 1.0}) == []
+
+
+def test_rates_of_ranks_side_by_side_add_up_and_the_slower_direction_counts():
+    one = {"inside": 0.0, "flops": 1.0, "wrong": False, "collective_seconds": 1e-4}
+    found = combine([one | {"pairs": {1: (5.0, 1e-5)}}, one | {"pairs": {1: (6.0, 3e-5)}}, one | {"pairs": {0: (1.0, 1e-5)}}, one | {"pairs": {0: (2.0, 2e-5)}, "wrong": True}], [0, 0, 1, 1])
+    assert found.pairs == {(0, 1): {"bytes_per_second": 3.0, "seconds": 3e-5}} and found.wrong == [3] and found.network_bytes == 3.0
 
 
 def test_file_contents_are_told_apart_by_names_sizes_and_both_ends(tmp_path):

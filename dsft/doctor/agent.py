@@ -81,6 +81,17 @@ class Agent:
         self.smoke_process = subprocess.Popen([sys.executable, "-m", "dsft.doctor.smoke"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.smoke_errors, text=True,
                                               env=os.environ | chosen, start_new_session=True)
 
+    def ready(self) -> str | None:
+        """Wait until torch is imported there; else the process's last words."""
+        while line := self.smoke_process.stdout.readline():
+            if line.startswith(MARK):
+                return None
+        return self._last_words() or f"exit code {self.smoke_process.wait()}"
+
+    def _last_words(self) -> str:
+        self.smoke_errors.seek(0)
+        return self.smoke_errors.read()[-2000:]
+
     def smoke(self, **options: Any) -> dict[str, Any]:
         """Run this node's ranks; what they say goes on to the head as it comes."""
         process = self.smoke_process
@@ -92,9 +103,7 @@ class Agent:
         for line in process.stdout:
             if line.startswith(MARK):
                 _say({"event": json.loads(line[len(MARK):])})
-        code = process.wait()
-        self.smoke_errors.seek(0)
-        return {"code": code, "last_words": self.smoke_errors.read()[-2000:]}
+        return {"code": process.wait(), "last_words": self._last_words()}
 
     def stop(self) -> None:
         if self.smoke_process and self.smoke_process.poll() is None:

@@ -165,7 +165,7 @@ def _broken(sessions: Sessions) -> list[Finding]:
     """Conversations that ended early."""
     found = []
     for name, session in sessions.all.items():
-        if session.lost and not session.lost.startswith("no answer to 'smoke'"):  # that test names its ranks itself
+        if session.lost and not session.lost.startswith(("no answer to 'ready'", "no answer to 'smoke'")):  # that test names its ranks itself
             found.append(broken_session(name, session.lost, session.exit_code))
         found += [finding("node-failed", name, words[:300], f"ssh {name}: try it by hand") for words in session.failures]
     return found

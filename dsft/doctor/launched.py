@@ -46,7 +46,7 @@ class LaunchedNodes:
     def standing(self) -> list[str]:
         return [host for host in self.ranks if host not in self.silent]
 
-    def ask(self, do: str, *, timeout_seconds: float = 20.0, each: dict[str, dict[str, Any]] | None = None, on_event: Callable[[dict[str, Any]], None] | None = None, **values: Any) -> dict[str, Any]:
+    def ask(self, do: str, *, timeout_seconds: float = 20.0, grace_seconds: float = 0.0, each: dict[str, dict[str, Any]] | None = None, on_event: Callable[[dict[str, Any]], None] | None = None, **values: Any) -> dict[str, Any]:
         """On rank 0: answers by host."""
         hosts = [host for host in self.standing if each is None or host in each]
         self.store.set(f"question {self.number}", json.dumps({"do": do, "each": {host: values | (each or {}).get(host, {}) for host in hosts}}))
@@ -93,7 +93,7 @@ class LaunchedNodes:
         try:
             if do == "smoke":
                 return {"answer": {"code": 0, "last_words": ""}}
-            if do == "warm_up":
+            if do in ("warm_up", "ready"):
                 return {"answer": None}  # torch is here already
             answer = getattr(self.agent, do)(**values)
         except Exception as error:  # becomes a finding

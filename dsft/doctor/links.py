@@ -14,7 +14,7 @@ class Measured:
     """What the smoke test found. Nodes and ranks by number, in the order of the host file."""
 
     pairs: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
-    """(lower node, higher node) -> {"bytes_per_second": what one node gets from the other while it sends as much, over all ranks; "seconds": of the smallest message}."""
+    """(lower node, higher node) -> {"bytes_per_second": what one node gets from the other while it sends as much, over all ranks, in the slower direction; "seconds": of the smallest message}."""
     inside: dict[int, float] = field(default_factory=dict)
     """Node with several ranks -> bytes per second that one of them gets in an all-reduce (everything twice, as `Speeds.all_reduce_bytes`)."""
     flops: dict[int, float] = field(default_factory=dict)
@@ -33,18 +33,21 @@ class Measured:
 def combine(of_ranks: list[dict[str, Any]], node_of: list[int]) -> Measured:
     """The measurements of all ranks (`measuring.measure_all`), ordered by rank, as one; rates of a node's ranks side by side add up."""
     found = Measured()
+    received: dict[tuple[int, int], float] = {}  # (from, to): one direction may be slow alone
     for rank, one in enumerate(of_ranks):
         node = node_of[rank]
         for other, (rate, seconds) in one["pairs"].items():
             key = (min(node, int(other)), max(node, int(other)))
-            sides = found.pairs.setdefault(key, {"bytes_per_second": 0.0, "seconds": 0.0})
-            sides["bytes_per_second"] += rate / 2  # both ends measured the same exchange
-            sides["seconds"] = max(sides["seconds"], seconds)
+            received[int(other), node] = received.get((int(other), node), 0.0) + rate
+            pair = found.pairs.setdefault(key, {"bytes_per_second": 0.0, "seconds": 0.0})
+            pair["seconds"] = max(pair["seconds"], seconds)
         if one["inside"]:
             found.inside[node] = min(found.inside.get(node, one["inside"]), one["inside"])
         found.flops[rank] = one["flops"]
         found.wrong += [rank] if one["wrong"] else []
         found.collective_seconds = max(found.collective_seconds, one["collective_seconds"])
+    for a, b in found.pairs:
+        found.pairs[a, b]["bytes_per_second"] = min(received[a, b], received[b, a])
     return found
 
 

@@ -10,8 +10,12 @@ from dsft.doctor.sessions import Sessions
 
 GROUP_SECONDS = 15
 """A rank gives up waiting for another after so long."""
-LIMIT_SECONDS = 60.0
-"""For the whole test, torch's import from a slow disk included."""
+LIMIT_SECONDS = 40.0
+"""For the whole test; each rank ends itself before (`smoke.LIFE_SECONDS`)."""
+IMPORT_SECONDS = 60.0
+"""For torch's import, from a slow disk; it began before the other checks."""
+GRACE_SECONDS = 15.0
+"""A node may take so much longer than the first one for either."""
 
 
 class Progress:
@@ -47,7 +51,12 @@ def run_smoke(report: Report, sessions: Sessions, *, master: str, port: int, int
     rounds = (ring_rounds if report.quick else all_rounds)(len(names)) if len(names) > 1 else []
     each = {name: {"node": number, "gpu": bool(usable_gpus(report.facts[name])), "interface": interfaces.get(name, "")} for number, name in enumerate(names)}
     progress = Progress()
-    answers = sessions.ask("smoke", timeout_seconds=LIMIT_SECONDS, each=each, nodes=ranks, rounds=rounds, master=master, port=port, group_seconds=GROUP_SECONDS, on_event=progress.hear)
+    ready = sessions.ask("ready", timeout_seconds=IMPORT_SECONDS, grace_seconds=GRACE_SECONDS, each={name: {} for name in names})
+    never_started = {name: words for name, words in ready.items() if words}
+    if never_started or len(ready) < len(names):
+        others = {rank: "done" for number, name in enumerate(names) if name in ready for rank in ranks[number]}  # were ready, and were not started
+        return check_answers(others, [], names, ranks, never_started), ranks
+    answers = sessions.ask("smoke", timeout_seconds=LIMIT_SECONDS, grace_seconds=GRACE_SECONDS, each=each, nodes=ranks, rounds=rounds, master=master, port=port, group_seconds=GROUP_SECONDS, on_event=progress.hear)
     if len(progress.measured) == world:
         node_of = [node for _, node in sorted((rank, node) for node, of_node in enumerate(ranks) for rank in of_node)]
         report.links = combine([progress.measured[rank] for rank in range(world)], node_of)

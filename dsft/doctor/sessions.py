@@ -43,6 +43,19 @@ def agent_command(node: Node, *, ssh: bool) -> list[str]:
     return [*SSH, node.name, f"{exports}cd {shlex.quote(os.getcwd())} && exec {shlex.quote(sys.executable)} -m dsft.doctor.agent"]
 
 
+class Patience:
+    """How much longer than the first to answer the others may take."""
+
+    def __init__(self, seconds: float):
+        self._seconds, self._end = seconds, float("inf")
+
+    def one_answered(self) -> None:
+        self._end = min(self._end, time.monotonic() + self._seconds)
+
+    def left(self) -> float:
+        return self._end - time.monotonic()
+
+
 class Session:
     """One agent."""
 
@@ -66,7 +79,7 @@ class Session:
                 self._lines.put(json.loads(line[len(MARK):]))
         self._lines.put(None)
 
-    def request(self, do: str, *, timeout_seconds: float, on_event: Callable[[dict[str, Any]], None] | None = None, **values: Any) -> Any:
+    def request(self, do: str, *, timeout_seconds: float, patience: "Patience", on_event: Callable[[dict[str, Any]], None] | None = None, **values: Any) -> Any:
         """The agent's answer; None, with `lost` set, where the connection broke or no answer came in time.
 
         Where the agent could not do it the answer is None too, and its words go to `failures`.
@@ -81,14 +94,17 @@ class Session:
         deadline = time.monotonic() + timeout_seconds
         while True:
             try:
-                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+                line = self._lines.get(timeout=max(0.0, min(0.5, deadline - time.monotonic(), patience.left())))
             except queue.Empty:
-                self.lost = f"no answer to {do!r} within {timeout_seconds:.0f} s"
+                if time.monotonic() < deadline and patience.left() > 0:
+                    continue
+                self.lost = f"no answer to {do!r} in time"
                 return None
             if line is None:
                 self._ended()
                 return None
             if "answer" in line:
+                patience.one_answered()
                 return line["answer"]
             if "failed" in line:
                 self.failures.append(f"{do}: {line['failed']}")
@@ -134,16 +150,18 @@ class Sessions:
     def standing(self) -> list[str]:
         return [name for name, session in self.all.items() if not session.lost]
 
-    def ask(self, do: str, *, timeout_seconds: float = 20.0, each: dict[str, dict[str, Any]] | None = None, on_event: Callable[[dict[str, Any]], None] | None = None, **values: Any) -> dict[str, Any]:
+    def ask(self, do: str, *, timeout_seconds: float = 20.0, grace_seconds: float = float("inf"), each: dict[str, dict[str, Any]] | None = None, on_event: Callable[[dict[str, Any]], None] | None = None, **values: Any) -> dict[str, Any]:
         """Answers by node name, of those that answered.
 
         Args:
             each: values that differ, by node name; only these nodes are asked.
+            grace_seconds: how much longer than the first to answer the others may take.
         """
+        patience = Patience(grace_seconds)
         names = [name for name in self.standing if each is None or name in each]
         if not names:
             return {}
         with ThreadPoolExecutor(max_workers=len(names)) as pool:
-            futures = {name: pool.submit(self.all[name].request, do, timeout_seconds=timeout_seconds, on_event=on_event, **values | (each or {}).get(name, {})) for name in names}
+            futures = {name: pool.submit(self.all[name].request, do, timeout_seconds=timeout_seconds, patience=patience, on_event=on_event, **values | (each or {}).get(name, {})) for name in names}
             answers = {name: future.result() for name, future in futures.items()}
         return {name: answer for name, answer in answers.items() if not (self.all[name].lost or (answer is None and self.all[name].failures))}
