@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from dsft.config import TrainConfig
+from dsft.hosts import read_hosts
 from dsft.machine import GB, Machine, has_gpu, parse_bytes, parse_gpus, this_machine
 from dsft.model import resolve_dtype
 from dsft.planner.calibration import calibrate, calibrated
@@ -130,7 +131,7 @@ def read_machines(options: argparse.Namespace) -> list[Machine]:
     Raises:
         UserError: for an impossible number or a text that cannot be read.
     """
-    hosts = _read_hostfile(options.hostfile) if options.hostfile else None
+    hosts = {node.name: node.slots for node in read_hosts(options.hostfile)} if options.hostfile else None
     if hosts and options.nodes:
         raise UserError([f"--nodes {options.nodes}: --hostfile {options.hostfile} says {len(hosts)}; keep one"])
     nodes = [len(hosts)] if hosts else _read_nodes(options.nodes or "1")
@@ -172,17 +173,3 @@ def _read_nodes(text: str) -> list[int]:
     if min(nodes) < 1:
         raise UserError([f"--nodes {text}: write a number of at least 1, or several with commas, for example 1,2,4,8"])
     return nodes
-
-
-def _read_hostfile(path: str) -> dict[str, int]:
-    from deepspeed.launcher.runner import fetch_hostfile
-
-    if not Path(path).is_file():
-        raise UserError([f"--hostfile {path}: no such file"])
-    try:
-        hosts = fetch_hostfile(path)
-    except ValueError as error:
-        raise UserError([f"--hostfile {path}: {error}"]) from error
-    if not hosts or min(hosts.values()) < 1:
-        raise UserError([f"--hostfile {path}: names no host with at least one slot; a line reads `worker-1 slots=8`"])
-    return dict(hosts)
