@@ -151,7 +151,7 @@ CASES = {
     "output-not-shared": lambda: check_output(RUN, "n1", {"n1": "", "n3": ""}, {"n3": False}),
     "disk": lambda: check_output(RUN, "n1", {"n3": "No space left on device"}, {}) + check_disk(RUN, {"n3": node("n3")}, 1000 * GiB) + check_disk(RUN, {"n3": node("n3", disks={"runs/first": 2**20})}, None),
     "wrong-sum": lambda: links(measured(wrong=[4])),
-    "slow-link": lambda: links(measured(pairs={(0, 3): measured().pairs[0, 1], (1, 3): measured().pairs[0, 1], (2, 3): measured().pairs[0, 1], (1, 2): SLOW})),
+    "slow-link": lambda: links(measured(pairs={(0, 3): measured().pairs[0, 1], (1, 3): measured().pairs[0, 1], (2, 3): measured().pairs[0, 1], (1, 2): SLOW}, again={(1, 2)})),
     "slow-node": lambda: links(measured(pairs={(0, 2): SLOW, (1, 2): SLOW})),
     "slow-inside": lambda: links(measured(inside={2: 20e9})),
     "slow-rank": lambda: links(measured(flops={5: 3e14})),
@@ -222,9 +222,14 @@ def test_outliers():
 
 
 def test_rates_of_ranks_side_by_side_add_up_and_the_slower_direction_counts():
-    one = {"inside": 0.0, "flops": 1.0, "wrong": False, "collective_seconds": 1e-4}
+    one = {"inside": 0.0, "flops": 1.0, "wrong": False, "collective_seconds": 1e-4, "again": []}
     found = combine([one | {"pairs": {1: (5.0, 1e-5)}}, one | {"pairs": {1: (6.0, 3e-5)}}, one | {"pairs": {0: (1.0, 1e-5)}}, one | {"pairs": {0: (2.0, 2e-5)}, "wrong": True}], [0, 0, 1, 1])
-    assert found.pairs == {(0, 1): {"bytes_per_second": 3.0, "seconds": 3e-5}} and found.wrong == [3] and found.network_bytes == 3.0
+    assert found.pairs == {(0, 1): {"bytes_per_second": 3.0, "seconds": 3e-5}} and found.wrong == [3] and found.network_bytes == 3.0 and not found.again
+
+
+def test_a_link_is_named_only_after_it_was_measured_alone():
+    slow = {(0, 3): measured().pairs[0, 1], (1, 3): measured().pairs[0, 1], (2, 3): measured().pairs[0, 1], (1, 2): SLOW}
+    assert links(measured(pairs=slow)) == [] and measured(pairs=slow, again={(0, 1)}).network_bytes == 40e9
 
 
 def test_file_contents_are_told_apart_by_names_sizes_and_both_ends(tmp_path):

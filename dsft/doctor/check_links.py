@@ -26,7 +26,7 @@ def check_measured(found: Measured, names: list[str], nodes: list[list[int]], fa
         own = max(rate for pair, rate in rates.items() if node in pair)
         findings.append(finding("slow-node", names[node], f"{in_rate(own)} to its fastest neighbour, others reach {in_rate(best)} among each other", _look_at(names[node], used)))
     for a, b in slow_keys(rates):
-        if a not in slow and b not in slow:
+        if (a, b) in found.again and a not in slow and b not in slow:
             findings.append(finding("slow-link", f"{names[a]} - {names[b]}", f"{in_rate(rates[a, b])}, {found.pairs[a, b]['seconds'] * 1e6:.0f} µs; the fastest link has {in_rate(best)}", _look_at(names[b], used)))
     for node in slow_keys(found.inside):
         findings.append(finding("slow-inside", names[node], f"{in_rate(found.inside[node])} among its ranks, {in_rate(max(found.inside.values()))} in the fastest node", f"ssh {names[node]} nvidia-smi topo -m; compare it with another node's (NVLink, PCIe, NUMA), and top for other programs"))

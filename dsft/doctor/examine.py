@@ -69,9 +69,7 @@ def examine_through(sessions: Sessions, report: Report, nodes: list[Node], *, ar
         if why_not := _why_not_measured(report, network):
             report.findings.append(finding("smoke-skipped", "all nodes", f"the smoke test was left out: {why_not}", "mend the errors about this first"))
         else:
-            _measure(report, sessions, master, report.facts[first]["open_port"] if report.facts[first]["master_port_taken"] or not port else port, used)
-            if report.links and not any(usable_gpus(facts) for facts in report.facts.values()):
-                _take_round_trips(report, reached)
+            _measure(report, sessions, master, report.facts[first]["open_port"] if report.facts[first]["master_port_taken"] or not port else port, used, reached)
         _plan(report, argv, files, imports)
     report.seconds = time.monotonic() - start
 
@@ -98,13 +96,15 @@ def _why_not_measured(report: Report, network: list[Finding]) -> str:
     return ""
 
 
-def _measure(report: Report, sessions: Sessions, master: str, port: int, used: dict[str, str]) -> None:
+def _measure(report: Report, sessions: Sessions, master: str, port: int, used: dict[str, str], reached: dict[str, dict[str, Any]]) -> None:
     """The smoke test, what it shows, and its rates kept for plans."""
     own_name = any(one.code == "own-name" for one in report.findings)
     sessions.ask("close_ports")
     found, ranks = run_smoke(report, sessions, master=master, port=port, interfaces=used if own_name else {})
     report.findings += found
     if report.links:
+        if not any(usable_gpus(facts) for facts in report.facts.values()):
+            _take_round_trips(report, reached)
         report.findings += check_measured(report.links, list(report.slots), ranks, report.facts, used)
         _keep(report)
 

@@ -15,6 +15,8 @@ class Measured:
 
     pairs: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
     """(lower node, higher node) -> {"bytes_per_second": what one node gets from the other while it sends as much, over all ranks, in the slower direction; "seconds": of the smallest message}."""
+    again: set[tuple[int, int]] = field(default_factory=set)
+    """Of these, the slowest, which were measured once more, alone."""
     inside: dict[int, float] = field(default_factory=dict)
     """Node with several ranks -> bytes per second that one of them gets in an all-reduce (everything twice, as `Speeds.all_reduce_bytes`)."""
     flops: dict[int, float] = field(default_factory=dict)
@@ -26,8 +28,8 @@ class Measured:
 
     @property
     def network_bytes(self) -> float:
-        """Of the slowest pair: a collective waits for it. 0 where nothing was measured."""
-        return min((pair["bytes_per_second"] for pair in self.pairs.values()), default=0.0)
+        """Of the slowest pair, as it is alone: a collective waits for it. 0 where nothing was measured."""
+        return min((self.pairs[pair]["bytes_per_second"] for pair in self.again or self.pairs), default=0.0)
 
 
 def combine(of_ranks: list[dict[str, Any]], node_of: list[int]) -> Measured:
@@ -38,6 +40,7 @@ def combine(of_ranks: list[dict[str, Any]], node_of: list[int]) -> Measured:
         node = node_of[rank]
         for other, (rate, seconds) in one["pairs"].items():
             key = (min(node, int(other)), max(node, int(other)))
+            found.again |= {key} if int(other) in one["again"] else set()
             received[int(other), node] = received.get((int(other), node), 0.0) + rate
             pair = found.pairs.setdefault(key, {"bytes_per_second": 0.0, "seconds": 0.0})
             pair["seconds"] = max(pair["seconds"], seconds)

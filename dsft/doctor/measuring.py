@@ -50,7 +50,7 @@ class Place:
 def measure_all(place: Place, report: Callable[[str], None]) -> list[dict[str, Any]]:
     """Every rank's measurements, on every rank, for `links.combine`. `report` is told each stage as it begins."""
     report("adding up numbers of all ranks")
-    mine: dict[str, Any] = {"wrong": _wrong_sum(place), "pairs": {}, "inside": 0.0}
+    mine: dict[str, Any] = {"wrong": _wrong_sum(place), "pairs": {}, "again": [], "inside": 0.0}
     mine["collective_seconds"] = _latency(lambda: dist.all_reduce(torch.zeros(16, device=place.device)), place.device)
     report("exchanging with other nodes")
     for other in partners(place.rounds, place.node):
@@ -65,8 +65,10 @@ def measure_all(place: Place, report: Callable[[str], None]) -> list[dict[str, A
     found = combine(everyone, place.node_of)
     rates = pair_rates(found)
     for pair in slow_keys(rates, reference=max(rates.values(), default=0.0))[:SUSPECTS]:
-        for _ in range(AGAIN if place.node in pair else 0):
-            _measure_pair(place, pair[pair[0] == place.node], mine)
+        if place.node in pair:
+            mine["again"].append(pair[pair[0] == place.node])
+            for _ in range(AGAIN):
+                _measure_pair(place, mine["again"][-1], mine)
         dist.barrier()
     for rank in slow_keys(found.flops)[:SUSPECTS]:
         for _ in range(AGAIN if rank == place.rank else 0):
