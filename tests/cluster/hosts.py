@@ -28,7 +28,7 @@ import psutil
 import torch.utils.cpp_extension
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"ip": "iproute2", "sshd": "openssh-server", "ssh-keygen": "openssh-client", "pdsh": "pdsh", "mpirun": "openmpi-bin", "slurmctld": "slurm-wlm", "munged": "munge", "unshare": "util-linux"}
+PACKAGES = {"ip": "iproute2", "sshd": "openssh-server", "ssh-keygen": "openssh-client", "pdsh": "pdsh", "mpirun": "openmpi-bin", "slurmctld": "slurm-wlm", "munged": "munge", "unshare": "util-linux", "iptables": "iptables", "faketime": "faketime"}
 """Program -> Debian package."""
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 OWN_COMMANDS = ("sshd:", "/usr/sbin/sshd", "nsenter --target", "setpriv --pdeathsig", "munged ", "slurmctld ", "slurmd ", "slurmstepd:", ": slurmscriptd")

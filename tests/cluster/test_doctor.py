@@ -185,7 +185,6 @@ def test_a_disk_too_small_for_the_plans_checkpoints_is_named(hosts, run_files, t
     assert "the run writes about" in text
 
 
-@pytest.mark.skipif(not FAKETIME.is_file(), reason="needs Debian's package faketime")
 def test_a_clock_that_is_ahead_is_named(hosts, tmp_path):
     rc = hosts[2].home / ".bashrc"
     rc.write_text(f"export LD_PRELOAD={FAKETIME} FAKETIME=+100s FAKETIME_DONT_FAKE_MONOTONIC=1\n")
@@ -245,7 +244,6 @@ def test_under_a_launcher_the_same_examination_runs_without_ssh(launcher, hosts,
             first = hosts[0].run(command)
             second.communicate(timeout=60)
         else:
-            pytest.importorskip("dsft.launcher_variables")
             hosts.hostfile(tmp_path / "hostfile", [1, 1])
             first = hosts[0].run(["mpirun", "-n", "2", "-hostfile", tmp_path / "hostfile", "--mca", "btl_tcp_if_include", "10.77.0.0/24", "-x", "MASTER_ADDR=node-0", "-x", "PATH", "dsft", "doctor", "--json", *options_of(run_files)])
     report = json.loads(first.stdout[first.stdout.index("{"):first.stdout.rindex("}") + 1])
