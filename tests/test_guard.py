@@ -14,7 +14,7 @@ from dsft.guard.lines import Lines
 from dsft.guard.processes import descendants, start_time
 from dsft.guard.reports import Report, first_cause
 
-FAULTS = ("none", "exception", "user-error", "killed", "frozen", "stalled", "launcher")
+FAULTS = ("none", "exception", "user-error", "same-error", "killed", "frozen", "stalled", "launcher")
 CLOSED = "Traceback ...\nRuntimeError: [../gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:37"
 
 
@@ -51,6 +51,7 @@ def test_no_rank_outlives_a_fault_and_the_exit_code_tells(ended):
     [
         ("exception", "error: rank 1 on HOST: RuntimeError: this GPU has had enough"),
         ("user-error", "error: rank 1 on HOST: data=/x: not on this node"),
+        ("same-error", "error: data=/x: not there"),
         ("killed", "error: rank 0 on HOST was killed from outside"),
         ("frozen", "error: rank 1 on HOST is stopped (SIGSTOP)"),
         ("stalled", "made no progress for 4 s, in phase training, step "),

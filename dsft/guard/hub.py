@@ -15,6 +15,8 @@ COLLECT_SECONDS = 2.0
 """After the first report: its causes and consequences reach the hub within this time."""
 STACKS_SECONDS = 6.0
 """The same where stacks are asked for."""
+HEAR_RANK_0_SECONDS = 1.5
+"""For rank 0 to end with the same message, which it prints itself."""
 QUIET_SECONDS = 8.0
 """From the first rank that ends with a message of its own to the end of those that did not."""
 END_SECONDS = 15.0
@@ -49,6 +51,8 @@ class Hub:
         self.folder = ""
         self.front = reach_front()
         self.codes: list[int] = []
+        self.said: set[str] = set()
+        self.unsaid: list[tuple[float, str, Member]] = []
 
     def register(self, selector: selectors.BaseSelector) -> None:
         for source in (self.listener, self.front, *(member.lines for member in self.members)):
@@ -57,9 +61,10 @@ class Hub:
 
     def is_over(self) -> bool:
         """Whether nobody needs the hub any more; then `dsft launch` is told the exit code, where the ranks themselves had one."""
-        everyone_left = len(self.codes) == self.world_size
-        is_over = everyone_left or self.over_at is not None and (time.monotonic() > self.over_at or all(member.lines.closed for member in self.members))
-        if is_over and self.front and self.codes and (everyone_left or any(self.codes)):
+        is_over = self._everyone_left() or self.over_at is not None and (time.monotonic() > self.over_at or all(member.lines.closed for member in self.members))
+        if is_over:
+            self._speak_for_others(time.monotonic())
+        if is_over and self.front and (self._everyone_left() or any(self.codes)):
             self.front.send(done=max(self.codes))
         return is_over
 
@@ -67,6 +72,7 @@ class Hub:
         self._accept(now)
         for member in self.members:
             self._read(member, now)
+        self._speak_for_others(now)
         self._read_front()
         if self.over_at is None and self.quiet_end_at is not None and now >= self.quiet_end_at:
             self._tell(end="a rank ended")
@@ -115,10 +121,22 @@ class Hub:
         self.codes.append(message["leaves"])
         if message["leaves"] and self.quiet_end_at is None:  # it has said why; the others may be waiting for it in vain
             self.quiet_end_at = time.monotonic() + QUIET_SECONDS
-        said_by_rank_0 = member.rank == 0 or not message["lines"]
-        if not said_by_rank_0 and not any(other.rank == 0 and other.has_left for other in self.members):
-            for line in message["lines"]:
+        if member.rank == 0:
+            self.said |= set(message["lines"])
+        else:
+            self.unsaid += [(time.monotonic() + HEAR_RANK_0_SECONDS, line, member) for line in message["lines"]]
+
+    def _speak_for_others(self, now: float) -> None:
+        """What other ranks ended with and rank 0 has not said itself: the fault is theirs alone."""
+        due = [one for one in self.unsaid if now > one[0] or self._everyone_left()]
+        self.unsaid = [one for one in self.unsaid if one not in due]
+        for _, line, member in due:
+            if line not in self.said:
+                self.said.add(line)
                 self.speak(f"error: rank {member.rank} on {member.host}: {line}")
+
+    def _everyone_left(self) -> bool:
+        return len(self.codes) == self.world_size
 
     def _failed(self, report: Report, now: float) -> None:
         if any(self.codes):

@@ -17,6 +17,7 @@ from typing import Any
 from dsft.guard.hub import Hub
 from dsft.guard.lines import Lines, connect
 from dsft.guard.processes import descendants, launchers_of, start_time, state
+from dsft.guard.reports import Report
 
 TICK_SECONDS = 0.5
 KILL_SECONDS = 3
@@ -143,7 +144,8 @@ class Sidecar:
             self.heard = time.monotonic()  # the hub collects for some seconds, then says: end
             return
         if kind != "died" or self.speaks:  # before the ranks have met, a launcher kills those that did nothing wrong
-            say(f"error: rank {self.rank} on {self.host} {'failed: ' * (kind == 'error')}{text}")
+            report = Report(self.rank, self.host, kind, text)
+            say(f"error: {report.sentence()}" + (f"\n{text.rstrip()}" if kind == "error" and not report.is_consequence else ""))
         self._end_rank()
 
     def _leave(self, message: dict[str, Any]) -> None:

@@ -153,6 +153,6 @@ def _report_error(kind: type[BaseException], error: BaseException, trace) -> Non
         if _watch.log:
             with _watch.log.open("a", encoding="utf-8") as file:
                 file.write(text)
-        _watch.send(failed="interrupted" if issubclass(kind, KeyboardInterrupt) else "error", text=text[-20_000:])
+        _watch.send(**({"failed": "interrupted", "text": "was interrupted (Ctrl-C)"} if issubclass(kind, KeyboardInterrupt) else {"failed": "error", "text": text[-20_000:]}))
         time.sleep(VERDICT_SECONDS)
     sys.stderr.write(text)  # nobody has ended this rank: then it speaks for itself

@@ -37,6 +37,9 @@ def main() -> None:
 def fail(fault: str, rank: int) -> None:
     if fault == "exception" and rank == 1:
         raise RuntimeError("this GPU has had enough")
+    if fault == "same-error":
+        time.sleep(0.3 * (rank == 0))  # rank 0 speaks, though the other is first
+        raise UserError(["data=/x: not there"])
     if fault == "user-error" and rank == 1:
         raise UserError(["data=/x: not on this node"])
     if fault == "killed" and rank == 0:
