@@ -11,9 +11,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from dsft.checkpoints import checkpoints
 from dsft.model import DTYPES, adapter_base, described_in, is_step_folder, load_weights
 from dsft.problems import UserError
-from dsft.run_folder import FINAL, checkpoints
+from dsft.run_folder import FINAL
 
 
 def find_weights(source: str) -> Path:

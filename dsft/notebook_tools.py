@@ -20,13 +20,14 @@ import pyarrow.parquet
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dsft.checkpoints import checkpoints
 from dsft.config import EvalConfig, make_config
 from dsft.evaluation import loaded_for_scoring
 from dsft.launch.front import launch
 from dsft.model import load_tokenizer, resolve_dtype
 from dsft.perplexity import negative_log_likelihood
 from dsft.problems import raise_if_any
-from dsft.run_folder import FINAL, checkpoints, read_run
+from dsft.run_folder import FINAL, read_run
 from dsft.samples import find_format
 from dsft.text_data import read_rows
 

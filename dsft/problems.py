@@ -17,6 +17,8 @@ from dsft.guard import watch
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3
 """Training stopped itself, for example at a NaN loss; what was saved before is intact."""
+EXIT_UNSAVED = 4
+"""Training went to its end, but a checkpoint on the way could not be saved."""
 EXIT_REQUEUE = 75
 """Training saved and ended because it was asked to (SIGUSR1); the same command goes on with it. EX_TEMPFAIL of sysexits.h."""
 
@@ -39,6 +41,13 @@ class TrainingStopped(RuntimeError):
 
 class Requeue(TrainingStopped):
     """Training was asked to stop and has saved; the message says how to go on."""
+
+
+class Unsaved(TrainingStopped):
+    """Training is done, its final model is written, but a checkpoint could not be saved."""
+
+
+EXIT_CODES = {UserError: EXIT_USER_ERROR, Requeue: EXIT_REQUEUE, Unsaved: EXIT_UNSAVED, TrainingStopped: EXIT_STOPPED}
 
 
 def raise_if_any(problems: list[str]) -> None:
@@ -64,7 +73,7 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
         try:
             return main(*args, **kwargs)
         except (UserError, TrainingStopped) as error:
-            code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_REQUEUE if isinstance(error, Requeue) else EXIT_STOPPED
+            code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
             lines = error.problems if isinstance(error, UserError) else [str(error)]
             watch.leave(code, lines)
             if int(os.environ.get("RANK", "0")) == 0:

@@ -125,11 +125,16 @@ def stop_ranks() -> None:
 
 def raise_together(problems: list[str]) -> None:
     """Raise the union of all ranks' problems on every rank, so that none waits for one that stopped. Collective."""
-    everyone: list[list[str]] = [problems]
+    raise_if_any(from_all(problems))
+
+
+def from_all(values: list[Any]) -> list[Any]:
+    """All ranks' lists laid end to end, the same on every rank. Collective."""
+    everyone = [values]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, problems)
-    raise_if_any([problem for one_rank in everyone for problem in one_rank])
+        dist.all_gather_object(everyone, values)
+    return [value for one_rank in everyone for value in one_rank]
 
 
 def wait_for_all() -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from dsft.problems import UserError
+from dsft.checkpoints import MANIFEST, checkpoints, clean_up, faults, last_good
+from dsft.problems import UserError, raise_if_any
 
 FINAL = "final"
 
@@ -75,19 +76,25 @@ def clear_run(output_dir: str) -> None:
     (path / "run.json").unlink(missing_ok=True)
 
 
-def checkpoints(output_dir: str) -> list[Path]:
-    """Complete checkpoints, oldest step first. The Trainer writes trainer_state.json last."""
-    found = [p for p in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (p / "trainer_state.json").is_file()]
-    return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
-
-
 def last_checkpoint(config) -> str | None:
-    """The checkpoint to resume from; None starts anew (also where `auto` finds none)."""
-    resume = config.training.get("resume_from_checkpoint")
-    if resume != "auto":
+    """The checkpoint to resume from, after what killed saves left has been removed; None starts anew (also where `auto` finds none).
+
+    Raises:
+        UserError: where the checkpoint that was named is not whole.
+    """
+    output_dir, resume = config.training["output_dir"], config.training.get("resume_from_checkpoint")
+    for path in clean_up(output_dir):
+        print(f"dsft: removed {path}: a save that did not end", flush=True)
+    if resume and resume != "auto":
+        found = faults(Path(resume)) if (Path(resume) / MANIFEST).is_file() else []
+        raise_if_any([f"resume_from_checkpoint={resume}: {fault}; it is not whole, use another or auto" for fault in found])
         return resume
-    found = checkpoints(config.training["output_dir"])
-    return str(found[-1]) if found else None
+    if not resume:
+        return None
+    good, passed = last_good(output_dir)
+    for path, found in passed:
+        print(f"dsft: {path} is not whole and is passed over: {'; '.join(found[:3])}", flush=True)
+    return str(good) if good else None
 
 
 def is_finished(checkpoint: str, training: dict[str, Any]) -> bool:

@@ -19,6 +19,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 import time
 
 from dsft import ranks, stop_request
+from dsft.checkpoints import checkpoints
 from dsft.config import TrainConfig, as_dict, read_config
 from dsft.guard import watch
 from dsft.launcher_variables import map_launcher_variables
@@ -26,7 +27,7 @@ from dsft.machine import GiB
 from dsft.model import build_model
 from dsft.planner.plan import as_dict as plan_as_dict
 from dsft.preparation import check_run, ignored_options, plan_run, training_arguments
-from dsft.problems import Requeue, TrainingStopped, ends_with_clear_errors
+from dsft.problems import Requeue, TrainingStopped, Unsaved, ends_with_clear_errors
 from dsft.rank_logs import log_to_files
 from dsft.run_folder import clear_run, is_finished, last_checkpoint, write_run
 from dsft.samples import build_samples
@@ -105,7 +106,9 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
         if ranks.rank() == 0:
             write_run(output_dir, status="preempted", results=trainer.results())
         ranks.wait_for_all()  # the first rank that ends has the others killed
-        raise Requeue(f"asked to stop (SIGUSR1): step {trainer.state.global_step} is saved in {output_dir}; the same command goes on from there with --resume_from_checkpoint auto")
+        saved = checkpoints(output_dir)
+        kept = f"{saved[-1]} is saved; the same command goes on from there with --resume_from_checkpoint auto" if saved else f"nothing could be saved ({trainer.saves.failed[-1:]})"
+        raise Requeue(f"asked to stop (SIGUSR1) after step {trainer.state.global_step}: {kept}")
     if held_out and (args.load_best_model_at_end or trainer.last_evaluation()["step"] != trainer.state.global_step):
         trainer.evaluate()
     final = trainer.save_final()
@@ -113,6 +116,8 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
         results = {"train_loss": output.training_loss, "seconds": time.perf_counter() - start, "final_model": str(final)} | trainer.results()
         write_run(output_dir, results=results, status="done")
         say(f"done: {final}; results in {output_dir}/run.json")
+    if trainer.saves.failed:
+        raise Unsaved(f"{final} is written, but {len(trainer.saves.failed)} times a checkpoint was not: {trainer.saves.failed[0]}")
     return trainer
 
 

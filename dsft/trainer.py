@@ -3,9 +3,10 @@
 No training loop here: the Trainer's own runs.
 """
 
+import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,18 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from dsft import stop_request
+from dsft.checkpoints import TRAINER_STATE, checkpoint_folder, checkpoints, prune, staging_folder
 from dsft.guard import watch
 from dsft.machine import GiB, peak_memory_bytes
 from dsft.perplexity import evaluate_windows, width
 from dsft.planner.measured import PlanCheck
 from dsft.planner.plan import Plan
-from dsft.problems import TrainingStopped
+from dsft.problems import TrainingStopped, one_line
 from dsft.ranks import max_over_ranks, sum_over_ranks
-from dsft.run_folder import FINAL, checkpoints
+from dsft.run_folder import FINAL
 from dsft.samples import Collator
+from dsft.saving import WRITE_ERRORS, Saves, missing_shards, save_whole
+from dsft.screen import say
 from dsft.windows import windows_of_sequences
 
 
@@ -43,8 +47,10 @@ class PerplexityTrainer(Trainer):
         self.add_callback(ProgressLog)
         self.add_callback(Alive)
         self.is_stopping = False
+        self.saves, self._writes_to, self._unwritten = Saves(), None, []
         self.plan_check = PlanCheck(plan)
         self.add_callback(self.plan_check)
+        self.expected = expected_shapes(model)
         self.bad_losses = torch.zeros((), dtype=torch.int64, device=args.device)
 
     def evaluate(self, eval_dataset: Dataset | None = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
@@ -106,21 +112,75 @@ class PerplexityTrainer(Trainer):
             **{name: max(entry[name] for entry in log if name in entry) for name in ("peak_gpu_gib", "peak_host_gib") if any(name in entry for entry in log)},
             **{name: evaluation[name] for name in ("eval_loss", "eval_perplexity", "eval_tokens") if name in evaluation},
             "best_checkpoint": self.state.best_model_checkpoint,
+            "saves": dataclasses.asdict(self.saves),
             "plan_check": self.plan_check.comparisons,
             "log": log,
         }
 
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._writes_to or super()._get_output_dir(trial))
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """The Trainer's save, into a folder that gets its name once everything is written and verified; then older ones are removed. Collective."""
+        step, output_dir = self.state.global_step, self.args.output_dir
+        staged = staging_folder(output_dir, step)
+        self._writes_to, self._unwritten = staged.parent, []
         with watch.phase("saving"):
+            saved = save_whole(
+                staged, lambda: self._write_checkpoint(model, trial, staged), self._check_saved, saves=self.saves, needed_bytes=self._checkpoint_bytes(),
+                facts={"step": step, "zero_stage": self.plan_check.plan.deepspeed_config["zero_optimization"]["stage"], "loss": next((entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry), None)},
+            )
+        self._writes_to = None
+        if saved is None:
+            say(f"error: checkpoint-{step} could not be saved ({self.saves.failed[-1]}); training goes on, earlier checkpoints stay")
+        elif self.is_world_process_zero():
+            prune(output_dir, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
+
+    def _write_checkpoint(self, model: nn.Module, trial: Any, staged: Path) -> list[str]:
+        """The Trainer's save. What one rank cannot write it notes and goes on: the others wait for it in the collectives that follow. Returns the notes."""
+        engine = self.model_wrapped.checkpoint_engine
+        best, write = self.state.best_model_checkpoint, engine.save
+        engine.save = lambda *args, **kwargs: self._note_errors(lambda: write(*args, **kwargs))
+        try:
             super()._save_checkpoint(model, trial)
+        finally:
+            engine.save = write
+        # The Trainer names the best checkpoint by where it is now, not by where it will be.
+        folder = checkpoint_folder(self.args.output_dir, self.state.best_global_step or 0)
+        self.state.best_model_checkpoint = str(folder) if folder.name == staged.name or folder.is_dir() else best
+        if self.args.should_save:
+            self.state.save_to_json(str(staged / TRAINER_STATE))
+        return self._unwritten
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if self._writes_to is None:
+            super()._save(output_dir, state_dict)
+        else:
+            self._note_errors(lambda: super(PerplexityTrainer, self)._save(output_dir, state_dict))
+
+    def _note_errors(self, write: Callable[[], Any]) -> None:
+        try:
+            write()
+        except WRITE_ERRORS as error:
+            self._unwritten.append(one_line(error))
+
+    def _checkpoint_bytes(self) -> int:
+        """At least: the trained weights as they are saved and, to resume, a fp32 copy with Adam's two moments."""
+        trained = sum(math.prod(shape) for shape in self.expected.values())
+        return trained * (next(self.model.parameters()).element_size() + (0 if self.args.save_only_model else 12))
+
+    def _check_saved(self, folder: Path) -> list[str]:
+        problems = missing_weights(folder, self.expected)
+        if not self.args.save_only_model:
+            problems += missing_shards(folder, self.args.world_size, sharded=self.plan_check.plan.deepspeed_config["zero_optimization"]["stage"] > 0)
+        return problems
 
     def save_final(self) -> Path:
         """Save the model (LoRA: the adapter) to `final/` and read back that every weight is there. Collective."""
         folder = Path(self.args.output_dir) / FINAL
         watch.enter("saving")
         self.save_model(str(folder))
-        expected = expected_shapes(self.model)
-        problems = missing_weights(folder, expected) if self.is_world_process_zero() else []
+        problems = missing_weights(folder, self.expected) if self.is_world_process_zero() else []
         if max_over_ranks(float(len(problems))):
             raise RuntimeError(f"{folder} is incomplete, do not use it: {'; '.join(problems[:5])} (see the checkpoints for intact weights)")
         return folder

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from conftest import ROOT, flags, read_json
 from dsft.export import export
 from dsft.problems import EXIT_STOPPED
-from dsft.run_folder import checkpoints
+from dsft.checkpoints import checkpoints
 from tiny import ARCHITECTURES, write_model
 from workers.probe import PROBE
 

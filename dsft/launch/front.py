@@ -21,7 +21,7 @@ from dsft.launch.options import MODULES, LaunchOptions, read_launch
 from dsft.launcher_variables import launcher_variables
 from dsft.machine import has_gpu
 from dsft.ranks import free_port
-from dsft.problems import EXIT_REQUEUE, EXIT_STOPPED, EXIT_USER_ERROR
+from dsft.problems import EXIT_REQUEUE, EXIT_STOPPED, EXIT_UNSAVED, EXIT_USER_ERROR
 
 END_SECONDS = 10
 """For the launcher to end by itself after a failure or a signal; then it is ended."""
@@ -146,7 +146,7 @@ def launch(argv: list[str]) -> int:
             return 0
         front = Front(options, command)
         code = front.run()
-        if code in (0, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_REQUEUE) or front.interrupted or attempt == options.max_restarts:
+        if code in (0, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_REQUEUE) or front.interrupted or attempt == options.max_restarts:
             return code
         print(f"dsft: exit code {code}: restart {attempt + 1} of {options.max_restarts}, from the last checkpoint", file=sys.stderr, flush=True)
     raise AssertionError("the loop returns")

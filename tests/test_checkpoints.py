@@ -1,0 +1,124 @@
+"""A checkpoint is whole or is not there: on files made by hand, and in real runs that are killed or run out of disk."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import flags, read_json
+from dsft.checkpoints import MANIFEST, TRAINER_STATE, checkpoint_folder, checkpoints, clean_up, faults, files_of, last_good, prune, publish, seal, staging_folder
+from dsft.problems import EXIT_UNSAVED
+from dsft.saving import missing_shards
+
+
+def write_staged(output_dir: Path, step: int, content: str = "weights") -> Path:
+    staged = staging_folder(output_dir, step)
+    (staged / f"global_step{step}").mkdir(parents=True)
+    (staged / TRAINER_STATE).write_text("{}")
+    (staged / "model.safetensors").write_text(content)
+    (staged / f"global_step{step}" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_text("state")
+    return staged
+
+
+def save(output_dir: Path, step: int, content: str = "weights") -> Path:
+    staged = write_staged(output_dir, step, content)
+    return publish(staged, {"step": step, "files": {str(path.relative_to(staged)): seal(path) for path in files_of(staged)}})
+
+
+def test_a_published_checkpoint_has_every_file_in_its_manifest_and_leaves_no_staging(tmp_path):
+    folder = save(tmp_path, 5)
+    assert folder == checkpoint_folder(tmp_path, 5) and faults(folder, hashes=True) == []
+    assert set(json.loads((folder / MANIFEST).read_text())["files"]) == {TRAINER_STATE, "model.safetensors", "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt"}
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
+
+
+def test_what_is_missing_shorter_or_changed_is_named(tmp_path):
+    folder = save(tmp_path, 5)
+    (folder / "model.safetensors").write_text("WEIGHTS")
+    assert faults(folder) == [] and faults(folder, hashes=True) == ["the content of model.safetensors has changed"]
+    (folder / "model.safetensors").write_text("w")
+    assert faults(folder) == ["model.safetensors has 1 bytes, 7 were written"]
+    (folder / "model.safetensors").unlink()
+    assert faults(folder) == ["model.safetensors is missing"]
+    (folder / MANIFEST).write_text("{")
+    assert faults(folder) == [f"{MANIFEST} cannot be read"]
+
+
+def test_the_newest_whole_checkpoint_is_the_last_good_one(tmp_path):
+    first, second = save(tmp_path, 5), save(tmp_path, 10)
+    assert last_good(tmp_path) == (second, [])
+    (second / "model.safetensors").unlink()
+    assert last_good(tmp_path) == (first, [(second, ["model.safetensors is missing"])])
+
+
+def test_a_save_that_did_not_end_is_removed_and_a_replaced_checkpoint_put_back(tmp_path):
+    kept = save(tmp_path, 5)
+    half = write_staged(tmp_path, 10)
+    (tmp_path / ".replaced").mkdir()
+    kept.rename(tmp_path / ".replaced" / kept.name)  # killed between the two renames of publish
+    assert checkpoints(tmp_path) == []
+    assert half in clean_up(tmp_path)
+    assert checkpoints(tmp_path) == [kept] and faults(kept, hashes=True) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-5"]
+
+
+def test_a_step_saved_again_replaces_the_earlier_one(tmp_path):
+    save(tmp_path, 5, "old")
+    folder = save(tmp_path, 5, "new")
+    assert (folder / "model.safetensors").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
+
+
+@pytest.mark.parametrize(("limit", "best", "left"), [(2, None, [15, 20]), (2, 5, [5, 20]), (1, None, [20]), (1, 5, [5, 20]), (None, None, [5, 10, 15, 20]), (3, 20, [10, 15, 20])])
+def test_the_newest_and_the_best_stay(tmp_path, limit, best, left):
+    for step in (5, 10, 15, 20):
+        save(tmp_path, step)
+    prune(tmp_path, limit=limit, best=best and str(checkpoint_folder(tmp_path, best)))
+    assert checkpoints(tmp_path) == [checkpoint_folder(tmp_path, step) for step in left]
+    assert not (tmp_path / ".saving").exists()
+
+
+def test_ranks_whose_part_is_missing_are_counted(tmp_path):
+    staged = write_staged(tmp_path, 5)
+    (staged / "rng_state_0.pth").touch()
+    assert missing_shards(staged, 1, sharded=True) == []
+    assert len(missing_shards(staged, 2, sharded=True)) == 2 and "1 of 2 ranks' optimizer states" in missing_shards(staged, 2, sharded=True)[0]
+
+
+@pytest.mark.launch
+def test_a_run_killed_while_it_saves_resumes_from_the_last_whole_checkpoint(run, options, tmp_path):
+    out = tmp_path / "run"
+    words = flags(options(out, max_steps=40, save_strategy="steps", save_steps=2, save_total_limit=3, zero="3", logging_steps=1))
+    process = subprocess.Popen(["dsft", "train", "--num_gpus", "2", *words], cwd=Path(__file__).parent.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    until = time.monotonic() + 180
+    staging = out / ".saving"
+    while not (len(checkpoints(out)) > 1 and staging.is_dir() and any(staging.glob("*/*"))) and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert process.returncode < 0, "it was never seen saving"
+    for folder in checkpoints(out):
+        assert faults(folder, hashes=True) == []
+    time.sleep(3)  # the ranks notice that their launch is gone
+    result = run(["dsft", "train", "--num_gpus", "2", *words, "--resume_from_checkpoint", "auto"])
+    assert result.returncode == 0 and "resuming from" in result.stdout, result.stdout + result.stderr
+    assert "a save that did not end" in result.stdout and not staging.exists()
+    assert read_json(out / "run.json")["results"]["steps"] == 40
+
+
+@pytest.mark.launch
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")
+def test_on_a_full_disk_training_goes_on_the_last_good_checkpoint_stays_and_the_code_tells(run, options, tmp_path):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], check=True)
+    try:
+        result = run(["dsft", "train", "--num_gpus", "2", *flags(options(tmp_path / "run", max_steps=8, save_strategy="steps", save_steps=2, save_total_limit=10, zero="3"))])
+        found = checkpoints(tmp_path / "run")
+        assert result.returncode == EXIT_UNSAVED, result.stdout + result.stderr
+        assert "could not be saved" in result.stdout and "training goes on" in result.stdout and "GB are free" in result.stderr
+        assert 0 < len(found) < 4 and all(faults(folder, hashes=True) == [] for folder in found)
+        assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
