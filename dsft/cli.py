@@ -7,6 +7,8 @@
     dsft doctor --hostfile H          examines the machines before a run starts on them
     dsft export RUN_OR_CHECKPOINT OUT
     dsft merge ADAPTER OUT
+    dsft checkpoints RUN              what a run can go on from
+    dsft verify CHECKPOINT            reads every file and compares it with what was written
     dsft demo-data FOLDER
     dsft quickstart FOLDER
 """
@@ -59,6 +61,10 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         command.add_argument("out")
         command.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
         command.set_defaults(run=_export if name == "export" else _merge)
+    for name, text, run in (("checkpoints", "the checkpoints of a run", _checkpoints), ("verify", "whether a checkpoint is as it was written", _verify)):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("folder")
+        command.set_defaults(run=run)
     for name, text, run in (("demo-data", "write the demo data set, tokenizer and configs", _demo_data), ("quickstart", "the whole job on the demo data", _quickstart)):
         command = commands.add_parser(name, help=text)
         command.add_argument("folder")
@@ -97,6 +103,18 @@ def _merge(options: argparse.Namespace) -> None:
     from dsft.export import merge
 
     print(f"dsft: merged, written and read back: {merge(options.source, options.out, dtype=options.dtype)}")
+
+
+def _checkpoints(options: argparse.Namespace) -> None:
+    from dsft.checkpoint_tools import show_checkpoints
+
+    show_checkpoints(options.folder)
+
+
+def _verify(options: argparse.Namespace) -> None:
+    from dsft.checkpoint_tools import verify_checkpoint
+
+    verify_checkpoint(options.folder)
 
 
 def _demo_data(options: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ def write_staged(output_dir: Path, step: int, content: str = "weights") -> Path:
 
 def save(output_dir: Path, step: int, content: str = "weights") -> Path:
     staged = write_staged(output_dir, step, content)
-    return publish(staged, {"step": step, "files": {str(path.relative_to(staged)): seal(path) for path in files_of(staged)}})
+    return publish(staged, {"step": step, "world_size": 1, "files": {str(path.relative_to(staged)): seal(path) for path in files_of(staged)}})
 
 
 def test_a_published_checkpoint_has_every_file_in_its_manifest_and_leaves_no_staging(tmp_path):
@@ -86,6 +86,24 @@ def test_ranks_whose_part_is_missing_are_counted(tmp_path):
     (staged / "rng_state_0.pth").touch()
     assert missing_shards(staged, 1, sharded=True) == []
     assert len(missing_shards(staged, 2, sharded=True)) == 2 and "1 of 2 ranks' optimizer states" in missing_shards(staged, 2, sharded=True)[0]
+
+
+def test_the_tools_list_and_verify(tmp_path, capsys):
+    from dsft.cli import main
+
+    save(tmp_path, 5)
+    broken = save(tmp_path, 10)
+    (broken / "model.safetensors").write_text("WEIGHTS")
+    main(["checkpoints", str(tmp_path)])
+    main(["verify", str(checkpoint_folder(tmp_path, 5))])
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(broken)])
+    seen = capsys.readouterr()
+    assert ended.value.code == 2 and "checkpoint-5 is whole: 3 files" in seen.out and "the content of model.safetensors has changed" in seen.err
+    (broken / "model.safetensors").unlink()
+    main(["checkpoints", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "no: model.safetensors is missing" in out and f"to go on from {tmp_path}/checkpoint-5" in out
 
 
 @pytest.mark.launch
