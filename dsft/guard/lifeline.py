@@ -2,9 +2,8 @@
 
 import os
 import secrets
-import socket
 
-from dsft.guard.lines import Lines, connect
+from dsft.guard.lines import Lines, connect, listen
 
 VARIABLE = "DSFT_LIFELINE"
 REACH_SECONDS = 5.0
@@ -26,7 +25,7 @@ class Lifeline:
     """In `dsft launch`: waits for the hub of its job; `failed` and `done` hold what that said."""
 
     def __init__(self):
-        self.listener = socket.create_server(("", 0))
+        self.listener = listen()
         self.listener.setblocking(False)
         self.token = secrets.token_hex(16)
         self.hub: Lines | None = None

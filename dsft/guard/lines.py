@@ -57,6 +57,13 @@ class Lines:
         self.connection.close()
 
 
+def listen() -> socket.socket:
+    """A socket that other machines reach by IPv4 and, where there is IPv6, by that; on a free port."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("::", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=1024)
+
+
 def connect(address: str, port: int, *, seconds: float) -> Lines | None:
     """A connection, or None where nobody answers in time."""
     try:

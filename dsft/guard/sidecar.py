@@ -22,6 +22,8 @@ from dsft.guard.reports import Report
 TICK_SECONDS = 0.5
 KILL_SECONDS = 3
 """Between SIGTERM and SIGKILL."""
+LAUNCHER_SECONDS = 15
+"""For a launcher to end after its ranks."""
 
 
 class Sidecar:
@@ -59,6 +61,8 @@ class Sidecar:
             if self.hub:
                 self.hub.step(now)
         self.stacks_file.unlink(missing_ok=True)
+        if not self.left:
+            self._see_launcher_off()
 
     def _wait(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -171,6 +175,18 @@ class Sidecar:
                 time.sleep(0.1)
         if self.to_hub:
             self.to_hub.close()
+
+    def _see_launcher_off(self) -> None:
+        """End the nearest launcher where it stays behind its ranks: torchrun's waits for minutes for nodes that are cut off."""
+        if not self.launchers or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            return  # it may be starting the ranks anew
+        pid, started = next(iter(self.launchers.items()))
+        for number, seconds in ((None, LAUNCHER_SECONDS), (signal.SIGTERM, KILL_SECONDS), (signal.SIGKILL, 0)):
+            if number and start_time(pid) == started:
+                send_signal(pid, number)
+            until = time.monotonic() + seconds
+            while time.monotonic() < until and start_time(pid) == started:
+                time.sleep(0.2)
 
     def _signal_rank(self, number: int) -> None:
         if not self.rank_lines.closed:

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsft.guard.lines import listen
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 TICK_SECONDS = 0.5
 VERDICT_SECONDS = 20
@@ -75,7 +77,7 @@ def start(limits: Limits) -> None:
         return
     rank = int(os.environ["RANK"])
     ours, theirs = socket.socketpair()
-    listener = socket.create_server(("", 0), backlog=1024) if rank == 0 else None
+    listener = listen() if rank == 0 else None
     descriptor, stacks_file = tempfile.mkstemp(prefix="dsft-stacks-")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)

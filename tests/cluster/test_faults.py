@@ -94,6 +94,18 @@ def test_a_cut_link_ends_both_sides(hosts, folder):
     assert "has lost rank 0's node" not in job.screen()  # that is said where it is, and nothing comes from there any more
 
 
+def test_a_cut_link_ends_torchrun_on_both_sides_as_well(hosts, folder):
+    torchrun = ["torchrun", "--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "node-0", "--master_port", str(PORT), "--node_rank"]
+    words = ["dsft/train.py", "--config", folder / "run.yaml", "--output_dir", folder / "torchrun"]
+    before = {pid for host in (hosts[0], hosts[1]) for pid, _ in host.processes()}
+    other = hosts[1].start([*torchrun, "1", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    job = Job(hosts, folder, "torchrun", [*torchrun, "0", "dsft/train.py"])
+    job.before = before
+    hosts[1].cut()
+    code, _ = job.ended()
+    assert code != 0 and other.wait(10) != 0 and "rank 1 on node-1 gave no sign of life" in job.only_error()
+
+
 def test_a_frozen_node_does_not_hold_the_others_and_ends_its_ranks_when_it_thaws(hosts, folder):
     job = Job(hosts, folder, "frozen", LAUNCH)
     hosts[1].freeze()
