@@ -1,6 +1,12 @@
-"""SIGUSR1 asks a training to save and end, so that it can go on later: SLURM sends it before the time limit (`--signal=USR1@300`)."""
+"""SIGUSR1 or SIGTERM asks a training to save and end, so that it can go on later: SLURM and Kubernetes send them before they take a node.
 
+SIGUSR1 counts from the start, since SLURM may send it while the model loads (`--signal=USR1@300`). SIGTERM is taken for it only while
+training runs; before, it ends the process as usual.
+"""
+
+import contextlib
 import signal
+from collections.abc import Iterator
 
 _asked = False
 
@@ -8,6 +14,20 @@ _asked = False
 def listen() -> None:
     """From now on SIGUSR1 is noted. Any one rank that gets it is enough: the trainer lets all ranks agree."""
     signal.signal(signal.SIGUSR1, _note)
+
+
+@contextlib.contextmanager
+def sigterm_saves() -> Iterator[None]:
+    """SIGTERM is noted as well inside a `with`. In the main thread only; elsewhere (a notebook's) nothing changes."""
+    try:
+        before = signal.signal(signal.SIGTERM, _note)
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def is_asked() -> bool:

@@ -82,7 +82,7 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
 
     args = training_arguments(config, plan, has_held_out=held_out is not None)
     model = build_model(config, dtype=config.dtype, seed=args.seed)
-    trainer = PerplexityTrainer(model, args, tokenizer=prepared.tokenizer, train=samples.sequences, held_out=held_out and held_out.sequences, plan=plan)
+    trainer = PerplexityTrainer(model, args, tokenizer=prepared.tokenizer, train=samples.sequences, held_out=held_out and held_out.sequences, plan=plan, save_minutes=config.save_minutes)
 
     # Only now, when nothing of the set-up can fail any more, is an earlier run replaced.
     if ranks.rank() == 0:
@@ -97,7 +97,8 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
         say(f"no complete checkpoint in {output_dir}; starting anew")
     start = time.perf_counter()
     try:
-        output = trainer.train(resume_from_checkpoint=checkpoint)
+        with stop_request.sigterm_saves():
+            output = trainer.train(resume_from_checkpoint=checkpoint)
     except TrainingStopped as error:
         if ranks.rank() == 0:
             write_run(output_dir, status="stopped", error=str(error), results=trainer.results())
@@ -108,7 +109,7 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
         ranks.wait_for_all()  # the first rank that ends has the others killed
         saved = checkpoints(output_dir)
         kept = f"{saved[-1]} is saved; the same command goes on from there with --resume_from_checkpoint auto" if saved else f"nothing could be saved ({trainer.saves.failed[-1:]})"
-        raise Requeue(f"asked to stop (SIGUSR1) after step {trainer.state.global_step}: {kept}")
+        raise Requeue(f"asked to stop (SIGUSR1, SIGTERM) after step {trainer.state.global_step}: {kept}")
     if held_out and (args.load_best_model_at_end or trainer.last_evaluation()["step"] != trainer.state.global_step):
         trainer.evaluate()
     final = trainer.save_final()

@@ -4,53 +4,46 @@ No training loop here: the Trainer's own runs.
 """
 
 import dataclasses
-import math
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from datasets import Dataset
-from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from dsft import stop_request
-from dsft.checkpoints import TRAINER_STATE, checkpoint_folder, checkpoints, prune, staging_folder
+from dsft.checkpoints import checkpoints
 from dsft.guard import watch
 from dsft.machine import GiB, peak_memory_bytes
 from dsft.perplexity import evaluate_windows, width
 from dsft.planner.measured import PlanCheck
 from dsft.planner.plan import Plan
-from dsft.problems import TrainingStopped, one_line
+from dsft.problems import TrainingStopped
 from dsft.ranks import max_over_ranks, sum_over_ranks
-from dsft.run_folder import FINAL
 from dsft.samples import Collator
-from dsft.saving import WRITE_ERRORS, Saves, missing_shards, save_whole
-from dsft.screen import say
+from dsft.saving_trainer import SavingTrainer
 from dsft.windows import windows_of_sequences
 
 
-class PerplexityTrainer(Trainer):
+class PerplexityTrainer(SavingTrainer):
     """Trains on `Samples.sequences`; evaluates with `perplexity.py` instead of a mean of batch means."""
 
-    def __init__(self, model: nn.Module, args: TrainingArguments, *, tokenizer: PreTrainedTokenizerBase, train: Dataset, held_out: Dataset | None, plan: Plan):
+    def __init__(self, model: nn.Module, args: TrainingArguments, *, tokenizer: PreTrainedTokenizerBase, train: Dataset, held_out: Dataset | None, plan: Plan, save_minutes: float | None = None):
         super().__init__(
             model=model, args=args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer,
-            data_collator=Collator(tokenizer.pad_token_id),
+            data_collator=Collator(tokenizer.pad_token_id), zero_stage=plan.deepspeed_config["zero_optimization"]["stage"], save_minutes=save_minutes,
         )
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
         self.add_callback(ProgressLog)
         self.add_callback(Alive)
         self.is_stopping = False
-        self.saves, self._writes_to, self._unwritten = Saves(), None, []
         self.plan_check = PlanCheck(plan)
         self.add_callback(self.plan_check)
-        self.expected = expected_shapes(model)
         self.bad_losses = torch.zeros((), dtype=torch.int64, device=args.device)
 
     def evaluate(self, eval_dataset: Dataset | None = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
@@ -78,8 +71,11 @@ class PerplexityTrainer(Trainer):
         self.bad_losses += ~loss.isfinite()
         if not self.accelerator.sync_gradients:  # the same on all ranks; micro batches in between are not waited for
             return loss
-        bad, asked = sum_over_ranks(torch.tensor([self.bad_losses.item(), stop_request.is_asked()])).tolist()
-        if asked:
+        due = self.is_save_due() and self.is_world_process_zero()  # one clock counts
+        bad, asked, due = sum_over_ranks(torch.tensor([self.bad_losses.item(), stop_request.is_asked(), due])).tolist()
+        if due:
+            self.control.should_save = True
+        if asked and self.state.global_step + 1 < self.state.max_steps:  # else this is the last step anyhow
             self.is_stopping = self.control.should_save = self.control.should_training_stop = True
         if bad:
             saved = checkpoints(self.args.output_dir)
@@ -116,100 +112,6 @@ class PerplexityTrainer(Trainer):
             "plan_check": self.plan_check.comparisons,
             "log": log,
         }
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self._writes_to or super()._get_output_dir(trial))
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """The Trainer's save, into a folder that gets its name once everything is written and verified; then older ones are removed. Collective."""
-        step, output_dir = self.state.global_step, self.args.output_dir
-        staged = staging_folder(output_dir, step)
-        self._writes_to, self._unwritten = staged.parent, []
-        with watch.phase("saving"):
-            saved = save_whole(
-                staged, lambda: self._write_checkpoint(model, trial, staged), self._check_saved, saves=self.saves, needed_bytes=self._checkpoint_bytes(),
-                facts={"step": step, "zero_stage": self.plan_check.plan.deepspeed_config["zero_optimization"]["stage"], "loss": next((entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry), None)},
-            )
-        self._writes_to = None
-        if saved is None:
-            say(f"error: checkpoint-{step} could not be saved ({self.saves.failed[-1]}); training goes on, earlier checkpoints stay")
-        elif self.is_world_process_zero():
-            prune(output_dir, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
-
-    def _write_checkpoint(self, model: nn.Module, trial: Any, staged: Path) -> list[str]:
-        """The Trainer's save. What one rank cannot write it notes and goes on: the others wait for it in the collectives that follow. Returns the notes."""
-        engine = self.model_wrapped.checkpoint_engine
-        best, write = self.state.best_model_checkpoint, engine.save
-        engine.save = lambda *args, **kwargs: self._note_errors(lambda: write(*args, **kwargs))
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            engine.save = write
-        # The Trainer names the best checkpoint by where it is now, not by where it will be.
-        folder = checkpoint_folder(self.args.output_dir, self.state.best_global_step or 0)
-        self.state.best_model_checkpoint = str(folder) if folder.name == staged.name or folder.is_dir() else best
-        if self.args.should_save:
-            self.state.save_to_json(str(staged / TRAINER_STATE))
-        return self._unwritten
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if self._writes_to is None:
-            super()._save(output_dir, state_dict)
-        else:
-            self._note_errors(lambda: super(PerplexityTrainer, self)._save(output_dir, state_dict))
-
-    def _note_errors(self, write: Callable[[], Any]) -> None:
-        try:
-            write()
-        except WRITE_ERRORS as error:
-            self._unwritten.append(one_line(error))
-
-    def _checkpoint_bytes(self) -> int:
-        """At least: the trained weights as they are saved and, to resume, a fp32 copy with Adam's two moments."""
-        trained = sum(math.prod(shape) for shape in self.expected.values())
-        return trained * (next(self.model.parameters()).element_size() + (0 if self.args.save_only_model else 12))
-
-    def _check_saved(self, folder: Path) -> list[str]:
-        problems = missing_weights(folder, self.expected)
-        if not self.args.save_only_model:
-            problems += missing_shards(folder, self.args.world_size, sharded=self.plan_check.plan.deepspeed_config["zero_optimization"]["stage"] > 0)
-        return problems
-
-    def save_final(self) -> Path:
-        """Save the model (LoRA: the adapter) to `final/` and read back that every weight is there. Collective."""
-        folder = Path(self.args.output_dir) / FINAL
-        watch.enter("saving")
-        self.save_model(str(folder))
-        problems = missing_weights(folder, self.expected) if self.is_world_process_zero() else []
-        if max_over_ranks(float(len(problems))):
-            raise RuntimeError(f"{folder} is incomplete, do not use it: {'; '.join(problems[:5])} (see the checkpoints for intact weights)")
-        return folder
-
-
-def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Trained parameters, by name, with their whole shapes (also where ZeRO-3 holds only a piece)."""
-    return {
-        name: tuple(getattr(parameter, "ds_shape", parameter.shape))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-
-
-def missing_weights(folder: Path, expected: dict[str, tuple[int, ...]]) -> list[str]:
-    """What a saved folder lacks: the number of elements on disk must be that of `expected`, and none may be empty.
-
-    Names differ between memory and disk (adapters lose their prefix, experts are stored one by one), elements do not.
-    """
-    found = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():
-                shape = tensors.get_slice(name).get_shape()
-                found += math.prod(shape)
-                if 0 in shape:
-                    return [f"{name} in {file.name} is empty"]
-    wanted = sum(math.prod(shape) for shape in expected.values())
-    return [] if found >= wanted else [f"{wanted:,} trained elements expected, {found:,} written"]
 
 
 class Alive(TrainerCallback):

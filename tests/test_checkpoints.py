@@ -128,6 +128,14 @@ def test_a_run_killed_while_it_saves_resumes_from_the_last_whole_checkpoint(run,
 
 
 @pytest.mark.launch
+def test_the_clock_saves_beside_the_steps(run, options, tmp_path):
+    result = run(["dsft", "train", "--num_gpus", "2", *flags(options(tmp_path / "run", max_steps=6, save_strategy="no", save_minutes=1e-6, save_total_limit=10, zero="2"))])
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [folder.name for folder in checkpoints(tmp_path / "run")] == [f"checkpoint-{step}" for step in range(1, 7)]
+    assert read_json(tmp_path / "run" / "run.json")["results"]["saves"]["number"] == 6
+
+
+@pytest.mark.launch
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")
 def test_on_a_full_disk_training_goes_on_the_last_good_checkpoint_stays_and_the_code_tells(run, options, tmp_path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], check=True)

@@ -8,7 +8,7 @@ from dsft.config import TrainConfig
 from dsft.export import check_export, export, find_weights, merge
 from dsft.lora import add_lora
 from dsft.problems import UserError
-from dsft.trainer import expected_shapes, missing_weights
+from dsft.saving_trainer import expected_shapes, missing_weights
 
 
 @pytest.fixture

@@ -145,13 +145,14 @@ def test_a_killed_launch_takes_its_ranks_along(job):
 
 
 @pytest.mark.launch
-def test_sigusr1_saves_ends_with_the_code_to_requeue_and_the_run_goes_on_from_there(job):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_run_that_is_asked_to_end_saves_and_ends_with_the_code_to_requeue(job, number):
     from conftest import read_json
 
     process, log, folder = job()
-    process.send_signal(signal.SIGUSR1)
+    process.send_signal(number)
     assert process.wait(60) == 75, log.read_text()
-    assert read_json(folder / "run.json")["status"] == "preempted" and "asked to stop (SIGUSR1)" in log.read_text()
+    assert read_json(folder / "run.json")["status"] == "preempted" and "asked to stop (SIGUSR1, SIGTERM)" in log.read_text()
     assert list(folder.glob("checkpoint-*/trainer_state.json"))
 
 

@@ -29,21 +29,22 @@ KILL_SECONDS = 5
 
 
 class Front:
-    """One start of the job. After `run`, `interrupted` tells whether a signal ended it."""
+    """One start of the job. After `run`, `interrupted` tells whether a signal ended it. `saves`: the ranks save and end where they are asked to."""
 
-    def __init__(self, options: LaunchOptions, command: list[str]):
-        self.options, self.command = options, command
+    def __init__(self, options: LaunchOptions, command: list[str], *, saves: bool):
+        self.options, self.command, self.saves = options, command, saves
         self.lifeline = Lifeline()
         self.interrupted = 0
         self._end_at: float | None = None
         self._for_ranks: list[int] = []
+        self._is_asked = False
 
     def run(self) -> int:
-        """Returns the exit code. Ctrl-C, SIGTERM and SIGHUP end the job on all nodes; SIGUSR1 goes to every rank."""
+        """Returns the exit code. SIGUSR1 and a first SIGTERM ask the ranks to save and end; Ctrl-C, SIGHUP and a second SIGTERM end them on all nodes."""
         environment, env_file = self._environment()
         process = subprocess.Popen(self.command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         handlers = {number: signal.signal(number, lambda received, _: self._signalled(received, process)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda received, _: self._for_ranks.append(received))
+        handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: self._for_ranks.append(signal.SIGUSR1))
         try:
             while process.poll() is None:
                 self._listen()
@@ -84,6 +85,11 @@ class Front:
             self.lifeline.tell(signal=self._for_ranks.pop())
 
     def _signalled(self, number: int, process: subprocess.Popen) -> None:
+        if number == signal.SIGTERM and self.saves and self.lifeline.hub and not self._is_asked:
+            self._is_asked = True
+            self._for_ranks.append(signal.SIGUSR1)
+            os.write(2, b"dsft: SIGTERM: the ranks are asked to save and end; a second one ends them at once\n")
+            return
         self.interrupted = number
         self.lifeline.tell(end=f"dsft launch got {signal.Signals(number).name}")
         signal_group(process, number)
@@ -144,7 +150,7 @@ def launch(argv: list[str]) -> int:
         print("dsft: " + shlex.join(shown(command)), flush=True)
         if options.dry_run:
             return 0
-        front = Front(options, command)
+        front = Front(options, command, saves=name == "train")
         code = front.run()
         if code in (0, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_REQUEUE) or front.interrupted or attempt == options.max_restarts:
             return code

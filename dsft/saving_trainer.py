@@ -1,0 +1,127 @@
+"""A Trainer whose checkpoints are whole or are not there, and what a saved folder is held against."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import nn
+from transformers import Trainer
+
+from dsft.checkpoints import TRAINER_STATE, checkpoint_folder, prune, staging_folder
+from dsft.guard import watch
+from dsft.problems import one_line
+from dsft.ranks import max_over_ranks
+from dsft.run_folder import FINAL
+from dsft.saving import WRITE_ERRORS, Saves, missing_shards, save_whole
+from dsft.screen import say
+
+
+class SavingTrainer(Trainer):
+    """Saves by the Trainer's strategy and every `save_minutes`; `saves` counts. `zero_stage` is DeepSpeed's."""
+
+    def __init__(self, model: nn.Module, *args: Any, zero_stage: int, save_minutes: float | None, **kwargs: Any):
+        super().__init__(model, *args, **kwargs)
+        self.zero_stage, self.save_minutes = zero_stage, save_minutes
+        self.saves, self.expected = Saves(), expected_shapes(model)
+        self._saved_at, self._writes_to, self._unwritten = time.monotonic(), None, []
+
+    def is_save_due(self) -> bool:
+        """Whether `save_minutes` are over since the last save, by this rank's clock."""
+        return self.save_minutes is not None and time.monotonic() - self._saved_at > 60 * self.save_minutes
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._writes_to or super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """The Trainer's save, into a folder that gets its name once everything is written and verified; then older ones are removed. Collective."""
+        step, output_dir = self.state.global_step, self.args.output_dir
+        staged = staging_folder(output_dir, step)
+        self._writes_to, self._unwritten = staged.parent, []
+        with watch.phase("saving"):
+            saved = save_whole(
+                staged, lambda: self._write_checkpoint(model, trial, staged), self._check_saved, saves=self.saves, needed_bytes=self._checkpoint_bytes(),
+                facts={"step": step, "zero_stage": self.zero_stage, "loss": next((entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry), None)},
+            )
+        self._writes_to, self._saved_at = None, time.monotonic()
+        if saved is None:
+            say(f"error: checkpoint-{step} could not be saved ({self.saves.failed[-1]}); training goes on, earlier checkpoints stay")
+        elif self.is_world_process_zero():
+            prune(output_dir, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
+
+    def _write_checkpoint(self, model: nn.Module, trial: Any, staged: Path) -> list[str]:
+        """The Trainer's save. What one rank cannot write it notes and goes on: the others wait for it in the collectives that follow. Returns the notes."""
+        engine = self.model_wrapped.checkpoint_engine
+        best, write = self.state.best_model_checkpoint, engine.save
+        engine.save = lambda *args, **kwargs: self._note_errors(lambda: write(*args, **kwargs))
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            engine.save = write
+        # The Trainer names the best checkpoint by where it is now, not by where it will be.
+        folder = checkpoint_folder(self.args.output_dir, self.state.best_global_step or 0)
+        self.state.best_model_checkpoint = str(folder) if folder.name == staged.name or folder.is_dir() else best
+        if self.args.should_save:
+            self.state.save_to_json(str(staged / TRAINER_STATE))
+        return self._unwritten
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if self._writes_to is None:
+            super()._save(output_dir, state_dict)
+        else:
+            self._note_errors(lambda: super(SavingTrainer, self)._save(output_dir, state_dict))
+
+    def _note_errors(self, write: Callable[[], Any]) -> None:
+        try:
+            write()
+        except WRITE_ERRORS as error:
+            self._unwritten.append(one_line(error))
+
+    def _checkpoint_bytes(self) -> int:
+        """At least: the trained weights as they are saved and, to resume, a fp32 copy with Adam's two moments."""
+        trained = sum(math.prod(shape) for shape in self.expected.values())
+        return trained * (next(self.model.parameters()).element_size() + (0 if self.args.save_only_model else 12))
+
+    def _check_saved(self, folder: Path) -> list[str]:
+        problems = missing_weights(folder, self.expected)
+        if not self.args.save_only_model:
+            problems += missing_shards(folder, self.args.world_size, sharded=self.zero_stage > 0)
+        return problems
+
+    def save_final(self) -> Path:
+        """Save the model (LoRA: the adapter) to `final/` and read back that every weight is there. Collective."""
+        folder = Path(self.args.output_dir) / FINAL
+        watch.enter("saving")
+        self.save_model(str(folder))
+        problems = missing_weights(folder, self.expected) if self.is_world_process_zero() else []
+        if max_over_ranks(float(len(problems))):
+            raise RuntimeError(f"{folder} is incomplete, do not use it: {'; '.join(problems[:5])} (see the checkpoints for intact weights)")
+        return folder
+
+
+def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Trained parameters, by name, with their whole shapes (also where ZeRO-3 holds only a piece)."""
+    return {
+        name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def missing_weights(folder: Path, expected: dict[str, tuple[int, ...]]) -> list[str]:
+    """What a saved folder lacks: the number of elements on disk must be that of `expected`, and none may be empty.
+
+    Names differ between memory and disk (adapters lose their prefix, experts are stored one by one), elements do not.
+    """
+    found = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():
+                shape = tensors.get_slice(name).get_shape()
+                found += math.prod(shape)
+                if 0 in shape:
+                    return [f"{name} in {file.name} is empty"]
+    wanted = sum(math.prod(shape) for shape in expected.values())
+    return [] if found >= wanted else [f"{wanted:,} trained elements expected, {found:,} written"]
