@@ -106,6 +106,8 @@ class TrainConfig(ModelFields, LoraFields, DataFields, TimeoutFields):
     """Sequences per optimizer step over all ranks; sets gradient_accumulation_steps, and lets the plan choose per_device_train_batch_size where that is not given."""
     save_minutes: float | None = None
     """A checkpoint at least every so many minutes, beside save_strategy."""
+    resume_weights_only: bool = False
+    """Take only the weights of resume_from_checkpoint: another optimizer, data or number of steps may follow, in a new output_dir."""
     overwrite: bool = False
     """Replace the run that output_dir holds."""
     training: dict[str, Any] = field(init=False, default_factory=dict)
@@ -209,6 +211,8 @@ def _check_training(config: TrainConfig, problems: list[str]) -> None:
         problems.append("bf16 and fp16 are both true; keep one")
     elif asked and config.dtype not in ("auto", half[asked[0]]):
         problems.append(f"dtype={config.dtype} contradicts {asked[0]}=true; keep one")
+    if config.resume_weights_only and not training.get("resume_from_checkpoint"):
+        problems.append("resume_weights_only: name the checkpoint with resume_from_checkpoint")
     if config.save_minutes is not None and not config.save_minutes > 0:
         problems.append(f"save_minutes={config.save_minutes}: must be more than 0")
     if training.get("learning_rate", 0) < 0:

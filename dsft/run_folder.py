@@ -97,6 +97,19 @@ def last_checkpoint(config) -> str | None:
     return str(good) if good else None
 
 
+def start_from_weights(config, checkpoint: str) -> None:
+    """Let the model, or with LoRA the adapter, be the checkpoint's; optimizer, order of data and step counter begin anew.
+
+    Raises:
+        UserError: where the run would write into the folder that holds the checkpoint.
+    """
+    output_dir = Path(config.training["output_dir"]).resolve()
+    if output_dir in Path(checkpoint).resolve().parents:
+        raise UserError([f"resume_weights_only: {checkpoint} lies in output_dir={output_dir}, whose steps would mix with new ones; name another output_dir and the checkpoint with resume_from_checkpoint"])
+    setattr(config, "model" if config.method == "full" else "adapter", checkpoint)
+    config.training.pop("resume_from_checkpoint")
+
+
 def is_finished(checkpoint: str, training: dict[str, Any]) -> bool:
     """Whether nothing is left to train after `checkpoint`, by max_steps or else num_train_epochs."""
     state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))

@@ -12,6 +12,7 @@ from transformers import Trainer
 
 from dsft.checkpoints import TRAINER_STATE, checkpoint_folder, prune, staging_folder
 from dsft.guard import watch
+from dsft.made_with import made_with
 from dsft.problems import one_line
 from dsft.ranks import max_over_ranks
 from dsft.run_folder import FINAL
@@ -26,6 +27,8 @@ class SavingTrainer(Trainer):
         super().__init__(model, *args, **kwargs)
         self.zero_stage, self.save_minutes = zero_stage, save_minutes
         self.saves, self.expected = Saves(), expected_shapes(model)
+        batch = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        self.made_with = made_with(self.expected, self.train_dataset, seed=self.args.data_seed or self.args.seed, sequences_per_step=batch, world_size=self.args.world_size, zero_stage=zero_stage)
         self._saved_at, self._writes_to, self._unwritten = time.monotonic(), None, []
 
     def is_save_due(self) -> bool:
@@ -43,7 +46,7 @@ class SavingTrainer(Trainer):
         with watch.phase("saving"):
             saved = save_whole(
                 staged, lambda: self._write_checkpoint(model, trial, staged), self._check_saved, saves=self.saves, needed_bytes=self._checkpoint_bytes(),
-                facts={"step": step, "zero_stage": self.zero_stage, "loss": next((entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry), None)},
+                facts={"step": step, "zero_stage": self.zero_stage, "made_with": self.made_with, "loss": next((entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry), None)},
             )
         self._writes_to, self._saved_at = None, time.monotonic()
         if saved is None:

@@ -24,12 +24,13 @@ from dsft.config import TrainConfig, as_dict, read_config
 from dsft.guard import watch
 from dsft.launcher_variables import map_launcher_variables
 from dsft.machine import GiB
+from dsft.made_with import check_made_with
 from dsft.model import build_model
 from dsft.planner.plan import as_dict as plan_as_dict
 from dsft.preparation import check_run, ignored_options, plan_run, training_arguments
 from dsft.problems import Requeue, TrainingStopped, Unsaved, ends_with_clear_errors
 from dsft.rank_logs import log_to_files
-from dsft.run_folder import clear_run, is_finished, last_checkpoint, write_run
+from dsft.run_folder import clear_run, is_finished, last_checkpoint, start_from_weights, write_run
 from dsft.samples import build_samples
 from dsft.screen import say, set_up_screen
 from dsft.trainer import PerplexityTrainer
@@ -62,6 +63,9 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
     prepared = check_run(config, ranks.world_size(), problems)
     ranks.raise_together(problems)
     checkpoint = ranks.on_rank_0(lambda: last_checkpoint(config))
+    if checkpoint and config.resume_weights_only:
+        start_from_weights(config, checkpoint)
+        checkpoint = None
     output_dir = config.training["output_dir"]
     if checkpoint and is_finished(checkpoint, config.training):
         say(f"nothing left to train: {checkpoint} is the end of this run; raise max_steps or num_train_epochs to go on")
@@ -84,6 +88,8 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
     model = build_model(config, dtype=config.dtype, seed=args.seed)
     trainer = PerplexityTrainer(model, args, tokenizer=prepared.tokenizer, train=samples.sequences, held_out=held_out and held_out.sequences, plan=plan, save_minutes=config.save_minutes)
 
+    if checkpoint:
+        ranks.on_rank_0(lambda: check_made_with(checkpoint, trainer.made_with))
     # Only now, when nothing of the set-up can fail any more, is an earlier run replaced.
     if ranks.rank() == 0:
         if config.overwrite and checkpoint is None:

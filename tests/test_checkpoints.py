@@ -127,6 +127,48 @@ def test_a_run_killed_while_it_saves_resumes_from_the_last_whole_checkpoint(run,
     assert read_json(out / "run.json")["results"]["steps"] == 40
 
 
+def test_what_a_checkpoint_was_made_with_is_compared(tmp_path):
+    from datasets import Dataset
+
+    from dsft.made_with import check_made_with, made_with
+    from dsft.problems import UserError
+
+    shapes, rows = {"a": (4, 2), "b": (3,)}, Dataset.from_dict({"input_ids": [[1, 2], [3]], "labels": [[1, 2], [3]]})
+    now = made_with(shapes, rows, seed=42, sequences_per_step=8, world_size=2, zero_stage=3)
+    assert now["trained elements"] == 11
+    staged = write_staged(tmp_path, 5)
+    folder = str(publish(staged, {"files": {}, "made_with": now}))
+    check_made_with(folder, now)
+    others = {
+        "trained elements: 11 then, 15 now": made_with(shapes | {"b": (7,)}, rows, seed=42, sequences_per_step=8, world_size=2, zero_stage=3),
+        "names and shapes": made_with({"a": (2, 4), "b": (3,)}, rows, seed=42, sequences_per_step=8, world_size=2, zero_stage=3),
+        "content of data": made_with(shapes, Dataset.from_dict({"input_ids": [[1, 2], [4]], "labels": [[1, 2], [3]]}), seed=42, sequences_per_step=8, world_size=2, zero_stage=3),
+        "seed of the order: 42 then, 43 now": made_with(shapes, rows, seed=43, sequences_per_step=8, world_size=2, zero_stage=3),
+        "ranks: 2 then, 4 now; ZeRO stage: 3 then, 2 now": made_with(shapes, rows, seed=42, sequences_per_step=8, world_size=4, zero_stage=2),
+        "sequences per step: 8 then, 16 now": made_with(shapes, rows, seed=42, sequences_per_step=16, world_size=2, zero_stage=3),
+    }
+    for named, other in others.items():
+        with pytest.raises(UserError, match=named):
+            check_made_with(folder, other)
+
+
+@pytest.mark.launch
+def test_a_checkpoint_of_another_run_is_refused_and_its_weights_alone_are_taken(run, options, tiny, tmp_path):
+    first = ["dsft", "train", "--num_gpus", "2", *flags(options(tmp_path / "first", max_steps=4, save_strategy="steps", save_steps=2, zero="2"))]
+    assert run(first).returncode == 0
+    checkpoint = tmp_path / "first" / "checkpoint-2"
+
+    def other(*words: str):
+        return run(["dsft", "train", "--num_gpus", "2", *flags(options(tmp_path / "other", data=str(tiny / "pairs.jsonl"), zero="2", resume_from_checkpoint=str(checkpoint))), *words])
+
+    refused = other()
+    assert refused.returncode == 2 and "was made with something else" in refused.stderr and "content of data" in refused.stderr, refused.stderr
+    assert not (tmp_path / "other" / "run.json").exists()
+    taken = other("--resume_weights_only", "true")
+    assert taken.returncode == 0, taken.stdout + taken.stderr
+    assert read_json(tmp_path / "other" / "run.json")["config"]["model"] == str(checkpoint)
+
+
 @pytest.mark.launch
 def test_the_clock_saves_beside_the_steps(run, options, tmp_path):
     result = run(["dsft", "train", "--num_gpus", "2", *flags(options(tmp_path / "run", max_steps=6, save_strategy="no", save_minutes=1e-6, save_total_limit=10, zero="2"))])

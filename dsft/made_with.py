@@ -1,0 +1,60 @@
+"""What a checkpoint was made with, as far as going on from it depends on that: model, adapter, data and their order.
+
+Kept in the checkpoint's manifest; a run that differs is refused with what differs, instead of starting from something else in silence.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from dsft.checkpoints import read_manifest
+from dsft.problems import raise_if_any
+
+SAMPLED_SEQUENCES = 1000
+
+
+def made_with(shapes: dict[str, tuple[int, ...]], sequences: Dataset, *, seed: int, sequences_per_step: int, world_size: int, zero_stage: int) -> dict[str, Any]:
+    """By the words that a message uses.
+
+    Args:
+        shapes: of the trained parameters, by name.
+        sequences_per_step: over all ranks.
+    """
+    return {
+        "trained tensors": len(shapes),
+        "trained elements": int(sum(np.prod(shape, dtype=np.int64) for shape in shapes.values())),
+        "names and shapes of what is trained": _digest(sorted((name, list(shape)) for name, shape in shapes.items())),
+        "sequences of data": len(sequences),
+        "content of data": _digest(_sampled(sequences)),
+        "seed of the order": seed,
+        "sequences per step": sequences_per_step,
+        "ranks": world_size,  # DeepSpeed reads its optimizer shards on as many ranks and in the stage they were saved in
+        "ZeRO stage": zero_stage,
+    }
+
+
+def check_made_with(checkpoint: str, now: dict[str, Any]) -> None:
+    """Going on from `checkpoint` must continue what it was made with. One without a manifest is another tool's: nothing is known of it.
+
+    Raises:
+        UserError: with each difference.
+    """
+    then = (read_manifest(Path(checkpoint)) or {}).get("made_with", {})
+    changed = [f"{name}: {then[name]} then, {value} now" for name, value in now.items() if name in then and then[name] != value]
+    way_out = "give the options it was made with, or start from its weights alone with --resume_weights_only and a new output_dir"
+    raise_if_any([f"resume_from_checkpoint: {checkpoint} was made with something else ({'; '.join(changed)}); {way_out}"] if changed else [])
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def _sampled(sequences: Dataset) -> list[list[int]]:
+    """Tokens and labels of sequences evenly spread over the data."""
+    step = max(1, len(sequences) // SAMPLED_SEQUENCES)
+    rows = sequences[::step] if len(sequences) else {"input_ids": [], "labels": []}
+    return [*map(list, rows["input_ids"]), *map(list, rows["labels"])]
