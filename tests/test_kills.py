@@ -1,0 +1,74 @@
+"""One rank is killed 20 times, at seeded moments and in the middle of saves; the run restarts by itself and ends as if nothing had happened."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from conftest import ROOT, flags, read_json
+from dsft.checkpoints import checkpoints, faults
+from dsft.guard.processes import descendants, start_time
+
+KILLS = 20
+STEPS = 300
+pytestmark = pytest.mark.launch
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    """Process ids of the ranks below a launch, without the launchers between."""
+    found = []
+    for pid in descendants(process.pid):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"--local_rank" in command and b"launcher" not in command:
+            found.append(pid)
+    return sorted(found)
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float = 120) -> bool:
+    """Whether `condition()` came to hold before the process ended."""
+    until = time.monotonic() + seconds
+    while not condition() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.002)
+    return condition()
+
+
+def test_twenty_kills_change_nothing_but_the_time(run, options, tmp_path):
+    words = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "logging_steps": 1, "zero": "2", "lost_timeout": 10}
+    whole = run(["dsft", "train", "--num_gpus", "2", *flags(options(tmp_path / "whole", **words))])
+    assert whole.returncode == 0, whole.stderr[-3000:]
+    shared_memory = set(os.listdir("/dev/shm"))
+    out, log = tmp_path / "killed", tmp_path / "log.txt"
+    command = ["dsft", "launch", "--no_preflight", "--max_restarts", str(KILLS), "--num_gpus", "2", "train", *flags(options(out, **words))]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    chance, seen, in_saves = random.Random(7), set(), 0
+    for kill in range(KILLS):
+        lives = log.read_text(errors="replace").count("step ")
+        assert wait_for(lambda lives=lives: log.read_text(errors="replace").count("step ") > lives and len(ranks_of(process)) == 2, process), log.read_text(errors="replace")[-3000:]
+        time.sleep(chance.uniform(0, 1))
+        if kill % 2:
+            in_saves += wait_for(lambda: any((out / ".saving").glob("*/*")), process, seconds=10)
+        ranks = ranks_of(process)
+        seen |= set(ranks)
+        os.kill(chance.choice(ranks), signal.SIGKILL)
+        assert wait_for(lambda kill=kill: f"restart {kill + 1} of {KILLS}" in log.read_text(errors="replace"), process), log.read_text(errors="replace")[-3000:]
+        assert all(faults(folder, hashes=True) == [] for folder in checkpoints(out))
+    code = process.wait(300)
+    text = log.read_text(errors="replace")
+    assert code == 0, text[-3000:]
+    print(f"{KILLS} kills, {in_saves} of them while saving")
+    assert in_saves >= KILLS // 4
+    losses, expected = ([(entry["step"], entry["loss"]) for entry in read_json(folder / "run.json")["results"]["log"] if "loss" in entry] for folder in (out, tmp_path / "whole"))
+    assert losses == expected and len(losses) == STEPS
+    weights, known = (load_file(folder / "final" / "model.safetensors") for folder in (out, tmp_path / "whole"))
+    assert weights.keys() == known.keys() and all(weights[name].equal(known[name]) for name in known)
+    assert "not whole" not in text and text.count("was killed from outside") == KILLS
+    assert not any(start_time(pid) for pid in seen) and set(os.listdir("/dev/shm")) <= shared_memory
