@@ -11,6 +11,7 @@ import pytest
 
 from conftest import flags, read_json
 from dsft.checkpoints import MANIFEST, TRAINER_STATE, checkpoint_folder, checkpoints, clean_up, faults, files_of, last_good, prune, publish, seal, staging_folder
+from dsft.guard.processes import descendants
 from dsft.problems import EXIT_UNSAVED
 from dsft.saving import missing_shards
 
@@ -115,12 +116,12 @@ def test_a_run_killed_while_it_saves_resumes_from_the_last_whole_checkpoint(run,
     staging = out / ".saving"
     while not (len(checkpoints(out)) > 1 and staging.is_dir() and any(staging.glob("*/*"))) and process.poll() is None and time.monotonic() < until:
         time.sleep(0.001)
-    os.killpg(process.pid, signal.SIGKILL)
+    for pid in [*descendants(process.pid), process.pid]:  # the ranks first, at once
+        os.kill(pid, signal.SIGKILL)
     process.wait()
     assert process.returncode < 0, "it was never seen saving"
     for folder in checkpoints(out):
         assert faults(folder, hashes=True) == []
-    time.sleep(3)  # the ranks notice that their launch is gone
     result = run(["dsft", "train", "--num_gpus", "2", *words, "--resume_from_checkpoint", "auto"])
     assert result.returncode == 0 and "resuming from" in result.stdout, result.stdout + result.stderr
     assert "a save that did not end" in result.stdout and not staging.exists()
@@ -159,7 +160,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_its_weights_alone_are_taken(
     checkpoint = tmp_path / "first" / "checkpoint-2"
 
     def other(*words: str):
-        return run(["dsft", "train", "--num_gpus", "2", *flags(options(tmp_path / "other", data=str(tiny / "pairs.jsonl"), zero="2", resume_from_checkpoint=str(checkpoint))), *words])
+        return run(["dsft", "train", "--num_gpus", "2", *flags(options(tmp_path / "other", max_steps=6, data=str(tiny / "pairs.jsonl"), zero="2", resume_from_checkpoint=str(checkpoint))), *words])
 
     refused = other()
     assert refused.returncode == 2 and "was made with something else" in refused.stderr and "content of data" in refused.stderr, refused.stderr
