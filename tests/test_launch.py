@@ -40,6 +40,8 @@ def test_without_options_the_command_takes_this_machine_and_a_free_port():
 def test_nodes_without_ssh_take_their_place_from_the_environment(monkeypatch):
     for name, value in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "23456", "RANK": "1", "WORLD_SIZE": "2"}.items():  # as Kubernetes' training operator sets them
         monkeypatch.setenv(name, value)
+    for name in ("LOCAL_RANK", "NODE_RANK"):  # another test of this process may have been a rank
+        monkeypatch.delenv(name, raising=False)
     static = ["--node_rank", "1", "--master_addr", "10.0.0.1", "--master_port", "23456"]
     assert command("--nodes", "2", "--num_gpus", "8", "train") == ["torchrun", "--nnodes", "2", "--nproc_per_node", "8", *static, "--module", "dsft.train"]
     monkeypatch.delenv("RANK")
