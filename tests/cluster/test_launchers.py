@@ -203,7 +203,7 @@ def test_sbatch(hosts, slurm, job, one_process, nothing_left, script, per_node):
 @pytest.mark.parametrize(("script", "per_node"), [("torchrun", 1), ("tasks", 1)])
 def test_before_its_time_ends_a_run_saves_goes_back_into_the_queue_and_goes_on(hosts, slurm, job, nothing_left, script, per_node):
     folder = job / f"requeued-{script}"
-    words = ["--config", job / "run.yaml", "--output_dir", folder / "run", "--max_steps", "400", "--eval_on_start", "false"]
+    words = ["--config", job / "run.yaml", "--output_dir", folder / "run", "--max_steps", "200", "--eval_on_start", "false"]
     number = submit(slurm, script, folder, *words, RANKS_PER_NODE=str(per_node))
     wait_until(lambda: (folder / "out.txt").is_file() and "step      1 " in (folder / "out.txt").read_text(), LAUNCH_SECONDS)
     assert hosts[0].run(["scancel", "--batch", "--signal=USR1", number]).returncode == 0  # what SLURM itself sends at --signal=B:USR1@300
@@ -211,11 +211,11 @@ def test_before_its_time_ends_a_run_saves_goes_back_into_the_queue_and_goes_on(h
     assert read_json(folder / "run" / "run.json")["status"] == "preempted"
     wait_until(lambda: not any("slurm_script" in command for _, command in hosts[0].processes()))
     hosts[0].run(["scontrol", "update", f"JobId={number}", "StartTime=now+2seconds"])  # SLURM waits two minutes otherwise; not at all, and its nodes refuse the job
-    ended = slurm.wait(number, until=lambda job: job["JobState"] in ("COMPLETED", "FAILED"), timeout=LAUNCH_SECONDS)
+    ended = slurm.wait(number, until=lambda job: job["JobState"] in ("COMPLETED", "FAILED"), timeout=2 * LAUNCH_SECONDS)
     log = (folder / "out.txt").read_text()
     assert ended["JobState"] == "COMPLETED" and "asked to stop (SIGUSR1, SIGTERM)" in log and "resuming from" in log, log[-6000:]
     content = read_json(folder / "run" / "run.json")
-    assert content["status"] == "done" and content["results"]["steps"] == 400
+    assert content["status"] == "done" and content["results"]["steps"] == 200
 
 
 def wait_until(condition, seconds: float = 30) -> None:
