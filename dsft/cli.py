@@ -19,12 +19,14 @@ import sys
 import warnings
 from pathlib import Path
 
+from dsft.launcher_variables import forget_lone_rank
 from dsft.problems import ends_with_clear_errors
 
 
 @ends_with_clear_errors
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
+    forget_lone_rank()
     if argv and argv[0] in ("train", "eval", "launch"):
         # Their options are those of the YAML file, which the entry point reads; only launcher options are looked at here.
         from dsft.launch.front import launch

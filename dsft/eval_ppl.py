@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     problems: list[str] = []
     config = read_config(EvalConfig, sys.argv[1:] if argv is None else argv, problems)
     set_up_screen()
-    watch.start(watch.limits_of(config))
+    watch.start(config)
     ranks.start_ranks(meet_seconds=config.start_timeout, timeout_seconds=max(1800, config.load_timeout))
     watch.meet()
     results = []

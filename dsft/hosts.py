@@ -6,6 +6,9 @@ from pathlib import Path
 
 from dsft.problems import UserError, one_line
 
+DEFAULT_PORT = 29500
+"""Where ranks meet by default: DeepSpeed's (deepspeed/constants.py) and torchrun's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Node:

@@ -23,6 +23,13 @@ INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """How each library wants the interface's name; without "=" NCCL takes it for the beginning of a name."""
 
 
+def forget_lone_rank() -> None:
+    """Remove the variables of a rank without others: a notebook that trained leaves them to the commands it starts, and its process group has the port."""
+    if os.environ.get("WORLD_SIZE") == "1" and "LOCAL_RANK" in os.environ:  # a pod alone in its job has no LOCAL_RANK, and needs the others
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+
+
 def map_launcher_variables() -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT where only MPI's or SLURM's own are there. Safe to call again.
 

@@ -53,7 +53,7 @@ def save_whole(staged: Path, write: Callable[[], list[str]], check: Callable[[Pa
     if problems:
         saves.failed += [f"{staged.name}: {problem}" for problem in problems]
         if ranks.rank() == 0:
-            shutil.rmtree(staged, ignore_errors=True)  # the room that it took
+            shutil.rmtree(staged.parent, ignore_errors=True)  # the room that it took
         ranks.wait_for_all()
         return None
     folder = staged.parent.parent / staged.name

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     set_up_screen()
     # Before any TrainingArguments: transformers would make a process group that DeepSpeed does not know of.
     stop_request.listen()
-    watch.start(watch.limits_of(config))
+    watch.start(config)
     ranks.start_ranks(meet_seconds=config.start_timeout, timeout_seconds=config.training.get("ddp_timeout", max(1800, config.load_timeout, config.save_timeout)))
     watch.meet()
     finetune(config, problems)

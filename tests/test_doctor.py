@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -310,7 +311,12 @@ def test_facts_of_this_machine_need_no_torch():
 
 @pytest.mark.launch
 def test_this_machine_is_examined_measured_and_its_run_planned(run, options, tmp_path):
-    result = run(["dsft", "doctor", "--num_gpus", "2", "--json", *flags(options(tmp_path / "run"))], XDG_CACHE_HOME=str(tmp_path))
+    """Also where a notebook's own process group, of one rank, has left its variables and holds the port."""
+    with socket.socket() as notebook:
+        notebook.bind(("", 0))
+        notebook.listen()
+        variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(notebook.getsockname()[1])}
+        result = run(["dsft", "doctor", "--num_gpus", "2", "--json", *flags(options(tmp_path / "run"))], XDG_CACHE_HOME=str(tmp_path), **variables)
     report = json.loads(result.stdout)
     assert report["ok"] and result.returncode == 0, report["findings"]
     assert report["slots"] == {"localhost": 2} and "is the fastest that fits" in report["plan"]

@@ -309,7 +309,7 @@ def test_several_models_and_data_sets_in_one_launch_and_an_interruption_between(
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and sum(len(path.read_text().splitlines()) for path in out.glob("partial/*/rank-1.jsonl")) < 40:
         time.sleep(0.02)
-    (rank_1,) = [child for child in psutil.Process(process.pid).children(recursive=True) if child.environ().get("RANK") == "1" and "launcher" not in " ".join(child.cmdline())]
+    (rank_1,) = [child for child in psutil.Process(process.pid).children(recursive=True) if child.environ().get("RANK") == "1" and "dsft/eval_ppl.py" in child.cmdline()]
     killed = time.monotonic()
     rank_1.kill()
     process.communicate(timeout=100)

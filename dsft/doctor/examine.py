@@ -19,11 +19,8 @@ from dsft.doctor.run_plan import RunPlan, plan_on, start_imports
 from dsft.doctor.run_smoke import run_smoke
 from dsft.doctor.sessions import Sessions
 from dsft.doctor.trouble import broken_session
-from dsft.hosts import Node
+from dsft.hosts import DEFAULT_PORT, Node
 from dsft.planner.links import keep_links
-
-DEFAULT_PORT = 29500
-"""DeepSpeed's (deepspeed/constants.py)."""
 
 
 def examine(nodes: list[Node], *, argv: list[str] = (), quick: bool = False, master_port: int | None = None, master_addr: str = "", ssh: bool = True) -> Report:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dsft.guard.lifeline import reach_front
 from dsft.guard.lines import Lines
-from dsft.guard.reports import Report, first_cause, last_line
+from dsft.guard.reports import Report, first_cause
 
 COLLECT_SECONDS = 2.0
 """After the first report: its causes and consequences reach the hub within this time."""
@@ -60,13 +60,14 @@ class Hub:
                 selector.register(source, selectors.EVENT_READ)
 
     def is_over(self) -> bool:
-        """Whether nobody needs the hub any more; then `dsft launch` is told the exit code, where the ranks themselves had one."""
-        is_over = self._everyone_left() or self.over_at is not None and (time.monotonic() > self.over_at or all(member.lines.closed for member in self.members))
-        if is_over:
-            self._speak_for_others(time.monotonic())
-        if is_over and self.front and (self._everyone_left() or any(self.codes)):
+        """Whether nobody needs the hub any more."""
+        return self._everyone_left() or self.over_at is not None and (time.monotonic() > self.over_at or all(member.lines.closed for member in self.members))
+
+    def finish(self) -> None:
+        """Say what is still unsaid, and tell `dsft launch` the exit code, where the ranks themselves had one."""
+        self._speak_for_others(time.monotonic())
+        if self.front and (self._everyone_left() or any(self.codes)):
             self.front.send(done=max(self.codes))
-        return is_over
 
     def step(self, now: float) -> None:
         self._accept(now)
@@ -196,7 +197,7 @@ class Hub:
             self._end("dsft launch is gone")
 
     def _end(self, why: str) -> None:
-        self.speak(f"{last_line(why)}: all {self.world_size} ranks are being ended")
+        self.speak(f"{why}: all {self.world_size} ranks are being ended")
         self._tell(end=why)
         self.over_at = time.monotonic() + END_SECONDS
 

@@ -60,6 +60,8 @@ class Sidecar:
                 self._look(now)
             if self.hub:
                 self.hub.step(now)
+        if self.hub:
+            self.hub.finish()
         self.stacks_file.unlink(missing_ok=True)
         if not self.left:
             self._see_launcher_off()

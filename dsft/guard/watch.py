@@ -1,6 +1,6 @@
 """What a rank tells the process beside it: its phase, its progress, its errors, and that it leaves in order.
 
-    watch.start(limits)      before the process group, where a launcher started this process
+    watch.start(config)      before the process group, where a launcher started this process
     watch.meet()             after it: the guards of all ranks know each other from now on. Collective.
     with watch.phase("saving"): ...
     watch.tick(step)         at each step
@@ -22,7 +22,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,30 +33,15 @@ VERDICT_SECONDS = 20
 """A rank with an error waits so long to be ended, so that what failed first is said first."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Longest time without progress, in seconds, by phase, and without a sign of life of a node."""
-
-    start: float = 300.0
-    load: float = 1800.0
-    step: float = 300.0
-    save: float = 1800.0
-    lost: float = 60.0
-
-    def of(self, phase: str) -> float:
-        return {"starting": self.start, "leaving": self.start, "training": self.step, "evaluating": self.step, "saving": self.save}.get(phase, self.load)
-
-
-def limits_of(config: Any) -> Limits:
-    """Of a TrainConfig or EvalConfig."""
-    return Limits(start=config.start_timeout, load=config.load_timeout, step=config.step_timeout, save=config.save_timeout, lost=config.lost_timeout)
+LIMITS = {"starting": "start_timeout", "loading": "load_timeout", "training": "step_timeout", "evaluating": "step_timeout", "saving": "save_timeout"}
+"""Phase -> the field of `config.TimeoutFields` that limits it, in seconds without progress."""
 
 
 class _Watch:
     """The connection of this rank to its sidecar."""
 
-    def __init__(self, limits: Limits, connection: socket.socket, listener: socket.socket | None):
-        self.limits, self.connection, self.listener = limits, connection, listener
+    def __init__(self, timeouts: Any, connection: socket.socket, listener: socket.socket | None):
+        self.timeouts, self.connection, self.listener = timeouts, connection, listener
         self.phase, self.ticked, self.log = "starting", 0.0, None
 
     def send(self, **message: Any) -> None:
@@ -70,8 +54,12 @@ class _Watch:
 _watch: _Watch | None = None
 
 
-def start(limits: Limits) -> None:
-    """Start the sidecar of this rank. Errors that nobody catches are reported from now on."""
+def start(timeouts: Any) -> None:
+    """Start the sidecar of this rank. Errors that nobody catches are reported from now on.
+
+    Args:
+        timeouts: anything with the fields of `config.TimeoutFields`, such as a TrainConfig or EvalConfig.
+    """
     global _watch
     if "RANK" not in os.environ or _watch is not None:
         return
@@ -83,14 +71,14 @@ def start(limits: Limits) -> None:
     faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
     options = {
         "rank": rank, "local_rank": int(os.environ.get("LOCAL_RANK", "0")), "world_size": int(os.environ.get("WORLD_SIZE", "1")), "pid": os.getpid(),
-        "lost_after_seconds": limits.lost, "start_seconds": 2 * limits.start, "listener": listener and listener.fileno(), "stacks_file": stacks_file,
+        "lost_after_seconds": timeouts.lost_timeout, "start_seconds": 2 * timeouts.start_timeout, "listener": listener and listener.fileno(), "stacks_file": stacks_file,
     }
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from dsft.guard.sidecar import main; main()"
     subprocess.Popen([sys.executable, "-S", "-E", "-c", code, json.dumps(options)], stdin=theirs, stdout=subprocess.DEVNULL,
                      pass_fds=[listener.fileno()] if listener else [], start_new_session=True)
     theirs.close()
     ours.settimeout(1.0)
-    _watch = _Watch(limits, ours, listener)
+    _watch = _Watch(timeouts, ours, listener)
     sys.excepthook = _report_error
 
 
@@ -120,7 +108,7 @@ def enter(phase: str) -> None:
     """From now on the limit of `phase` holds."""
     if _watch is not None:
         _watch.phase = phase
-        _watch.send(phase=phase, limit=_watch.limits.of(phase))
+        _watch.send(phase=phase, limit=getattr(_watch.timeouts, LIMITS[phase]))
 
 
 @contextlib.contextmanager

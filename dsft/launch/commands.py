@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dsft.hosts import DEFAULT_PORT, Node, read_hosts
 from dsft.launch.options import MODULES, LaunchOptions, given_node_rank
 from dsft.machine import default_ranks, has_gpu
 from dsft.problems import UserError
 from dsft.ranks import free_port
 
-DEFAULT_PORT = 29500
 RUNNERS = {"deepspeed": "deepspeed.launcher.runner", "torchrun": "torch.distributed.run", "accelerate launch": "accelerate.commands.launch"}
 
 
@@ -43,7 +43,7 @@ def _deepspeed(options: LaunchOptions, module: str, script: list[str]) -> list[s
     words = [(f"--{key}", str(getattr(options, key))) for key in ("hostfile", "include", "exclude", "num_nodes", "num_gpus", "master_addr") if getattr(options, key) is not None]
     port = options.master_port
     if options.no_ssh:
-        first = next(iter(hosts_of(options)))
+        first = hosts_of(options, options.hostfile)[0].name
         words += [("--no_ssh",), ("--node_rank", str(_place_in_hostfile(options)))] + [("--master_addr", os.environ.get("MASTER_ADDR", first))] * (options.master_addr is None)
         port = port or int(os.environ.get("MASTER_PORT", DEFAULT_PORT))  # the same on all nodes
     elif options.hostfile and not shutil.which("pdsh"):
@@ -56,11 +56,13 @@ def _deepspeed(options: LaunchOptions, module: str, script: list[str]) -> list[s
     return [*_runner("deepspeed"), *(word for pair in words for word in pair), "--log_level", "error", "--module", module, *script]
 
 
-def hosts_of(options: LaunchOptions) -> dict[str, int]:
-    """Names and slots of the host file, as DeepSpeed reads it."""
-    from deepspeed.launcher.runner import fetch_hostfile  # takes seconds
+def hosts_of(options: LaunchOptions, hostfile: str) -> list[Node]:
+    """The nodes of `hostfile` that take part, the first (rank 0's) first.
 
-    return fetch_hostfile(options.hostfile)
+    Raises:
+        UserError: as `read_hosts`.
+    """
+    return read_hosts(hostfile, include=options.include or "", exclude=options.exclude or "", num_nodes=options.num_nodes or -1, num_gpus=options.num_gpus or -1)
 
 
 def _place_in_hostfile(options: LaunchOptions) -> int:
@@ -68,7 +70,7 @@ def _place_in_hostfile(options: LaunchOptions) -> int:
     if rank is not None:
         return rank
     own_names = {socket.gethostname(), socket.getfqdn(), socket.gethostname().split(".")[0]}
-    hosts = list(hosts_of(options))
+    hosts = [node.name for node in hosts_of(options, options.hostfile)]
     for place, host in enumerate(hosts):
         if host in own_names:
             return place
@@ -92,7 +94,7 @@ def _torchrun(options: LaunchOptions, module: str, script: list[str]) -> list[st
 def _srun(options: LaunchOptions, module: str, script: list[str]) -> list[str]:
     job, node_list = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_JOB_NODELIST")
     if not job or not node_list:
-        raise UserError(["--slurm: this is no SLURM job; call it inside sbatch or salloc, or submit scripts/slurm/train_per_node.sbatch"])
+        raise UserError(["--slurm: this is no SLURM job; call it inside sbatch or salloc, or submit scripts/slurm/torchrun.sbatch"])
     hosts = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=True).stdout.split()
     ranks = options.num_gpus or int(os.environ.get("SLURM_GPUS_ON_NODE", default_ranks()))
     port = options.master_port or 20000 + int(job) % 10000  # jobs that share a node must not meet

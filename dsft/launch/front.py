@@ -16,12 +16,12 @@ from pathlib import Path
 from dsft.guard.lifeline import Lifeline
 from dsft.launch.commands import build_command, hosts_of, shown
 from dsft.launch.environment import SSH_OPTIONS, address_towards, forwarded, write_env_file
-from dsft.launch.preflight import examine_first
 from dsft.launch.options import MODULES, LaunchOptions, read_launch
+from dsft.launch.preflight import examine_first
 from dsft.launcher_variables import launcher_variables
 from dsft.machine import has_gpu
-from dsft.ranks import free_port
 from dsft.problems import EXIT_REQUEUE, EXIT_STOPPED, EXIT_UNSAVED, EXIT_USER_ERROR
+from dsft.ranks import free_port
 
 END_SECONDS = 10
 """For the launcher to end by itself after a failure or a signal; then it is ended."""
@@ -65,7 +65,7 @@ class Front:
         """For the launcher; with a host file also the file of variables that it takes to the other nodes."""
         first = self.options.master_addr or os.environ.get("MASTER_ADDR") or "127.0.0.1"
         if self.options.hostfile:
-            first = next(iter(hosts_of(self.options)), first)
+            first = hosts_of(self.options, self.options.hostfile)[0].name
         added = self.lifeline.variable(address_towards(first)) | ({} if has_gpu() else {"DS_ACCELERATOR": "cpu"})
         environment = os.environ | added
         if not self.options.hostfile or self.options.no_ssh:

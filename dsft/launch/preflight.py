@@ -9,7 +9,8 @@ from pathlib import Path
 
 import yaml
 
-from dsft.launch.commands import DEFAULT_PORT, build_command, shown
+from dsft.hosts import DEFAULT_PORT
+from dsft.launch.commands import build_command, hosts_of, shown
 from dsft.launch.options import LaunchOptions
 from dsft.problems import UserError
 
@@ -38,10 +39,8 @@ def examine_first(options: LaunchOptions, script: list[str]) -> None:
 def _through_ssh(options: LaunchOptions, hostfile: str, script: list[str]) -> int:
     from dsft.doctor.examine import examine
     from dsft.doctor.show import show
-    from dsft.hosts import read_hosts
 
-    nodes = read_hosts(hostfile, include=options.include or "", exclude=options.exclude or "", num_nodes=options.num_nodes or -1, num_gpus=options.num_gpus or -1)
-    report = examine(nodes, argv=script, quick=True, master_port=options.master_port, master_addr=options.master_addr or "")
+    report = examine(hosts_of(options, hostfile), argv=script, quick=True, master_port=options.master_port, master_addr=options.master_addr or "")
     show(report, only_findings=True)
     return int(report.has_errors)
 

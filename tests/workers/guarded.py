@@ -9,16 +9,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from dsft.config import TimeoutFields
 from dsft.guard import watch
 from dsft.problems import UserError, ends_with_clear_errors
 
-LIMITS = watch.Limits(start=60, load=60, step=4, save=60, lost=5)
+TIMEOUTS = TimeoutFields(start_timeout=60, load_timeout=60, step_timeout=4, save_timeout=60, lost_timeout=5)
 
 
 @ends_with_clear_errors
 def main() -> None:
     fault, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
-    watch.start(LIMITS)
+    watch.start(TIMEOUTS)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     watch.meet()
     watch.set_log(folder / f"rank_{rank}.log")
