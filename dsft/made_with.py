@@ -17,7 +17,7 @@ from dsft.problems import raise_if_any
 SAMPLED_SEQUENCES = 1000
 
 
-def made_with(shapes: dict[str, tuple[int, ...]], sequences: Dataset, *, seed: int, sequences_per_step: int, world_size: int, zero_stage: int) -> dict[str, Any]:
+def made_with(shapes: dict[str, tuple[int, ...]], sequences: Dataset, *, seed: int, sequences_per_step: int) -> dict[str, Any]:
     """By the words that a message uses.
 
     Args:
@@ -32,8 +32,6 @@ def made_with(shapes: dict[str, tuple[int, ...]], sequences: Dataset, *, seed: i
         "content of data": _digest(_sampled(sequences)),
         "seed of the order": seed,
         "sequences per step": sequences_per_step,
-        "ranks": world_size,  # DeepSpeed reads its optimizer shards on as many ranks and in the stage they were saved in
-        "ZeRO stage": zero_stage,
     }
 
 

@@ -16,6 +16,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from dsft.checkpoints import read_manifest
 from dsft.config import EvalConfig, LoraFields, TrainConfig
 from dsft.lora import lora_config, saved_lora_config
 from dsft.machine import Machine, has_gpu
@@ -24,7 +25,7 @@ from dsft.model_size import ModelSize, check_model, load_model_config
 from dsft.planner.calibration import calibrated
 from dsft.planner.hardware import speeds_of
 from dsft.planner.plan import Job, Plan, all_plans, attention_of, choose, reason
-from dsft.problems import UserError, nearest, one_line
+from dsft.problems import UserError, nearest, one_line, raise_if_any
 from dsft.run_folder import check_free_space, check_output_dir, read_run
 from dsft.samples import check_rows, find_format
 from dsft.text_data import read_rows
@@ -154,6 +155,22 @@ def _check_batches(config: TrainConfig, world_size: int, problems: list[str]) ->
         config.training["gradient_accumulation_steps"] = config.global_batch_size // per_step
 
 
+def keep_global_batch(config: TrainConfig, checkpoint: str, world_size: int) -> None:
+    """Let a training that goes on from `checkpoint` on another number of ranks take as many sequences per step as before, unless `global_batch_size` says how many.
+
+    Raises:
+        UserError: where they cannot be shared by so many ranks.
+    """
+    manifest = read_manifest(Path(checkpoint))
+    if manifest is None or manifest["world_size"] == world_size or config.global_batch_size:
+        return
+    config.global_batch_size = manifest["made_with"]["sequences per step"]
+    config.training.pop("gradient_accumulation_steps", None)
+    problems: list[str] = []
+    _check_batches(config, world_size, problems)
+    raise_if_any([f"resume_from_checkpoint: {checkpoint} took {config.global_batch_size} sequences per step, and so must what follows; {problem}" for problem in problems])
+
+
 def _check_precision(config: TrainConfig, problems: list[str]) -> None:
     """Make `dtype` and the flags bf16 and fp16 one decision."""
     training = config.training
@@ -207,7 +224,7 @@ def plan_run(config: TrainConfig, prepared: Prepared, machine: Machine, *, resum
     """The plan of this run, and why it was chosen.
 
     Args:
-        resumes: with zero auto, keep what the run's earlier plan decided: DeepSpeed reads a checkpoint only in the stage it was saved in.
+        resumes: with zero auto and as many ranks as before, keep what the run's earlier plan decided.
 
     Raises:
         UserError: where it cannot fit, with the resource that binds and the nearest plan that can.
@@ -221,9 +238,9 @@ def plan_run(config: TrainConfig, prepared: Prepared, machine: Machine, *, resum
     zero = config.zero
     if resumes and zero == "auto" and (Path(training["output_dir"]) / "run.json").is_file():
         earlier = read_run(training["output_dir"])
-        zero, job = earlier["plan"]["zero"], dataclasses.replace(job, checkpointing=earlier["plan"]["activation_checkpointing"])
         if earlier["world_size"] == machine.world_size:
-            job = dataclasses.replace(job, micro_batch=earlier["plan"]["micro_batch"], accumulation=earlier["plan"]["accumulation"])
+            zero, kept = earlier["plan"]["zero"], earlier["plan"]
+            job = dataclasses.replace(job, checkpointing=kept["activation_checkpointing"], micro_batch=kept["micro_batch"], accumulation=kept["accumulation"])
     plans = all_plans(job, machine, speeds, zero=zero, zero_file=prepared.zero_file if zero.endswith(".json") else None)
     plan = choose(plans, machine)
     why = reason(plan, plans, machine, zero=zero, resumes=zero != config.zero)

@@ -70,7 +70,7 @@ def start_ranks(*, meet_seconds: float = 300, timeout_seconds: float = 1800) -> 
         raise UserError([f"WORLD_SIZE={world_size()} is set but {', '.join(missing)} is not: start dsft through a launcher"])
     for name, value in LAUNCHER_VARIABLES.items():
         os.environ.setdefault(name, value)
-    if world_size() == 1:
+    if world_size() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # torchrun holds the port itself, and waits there
         os.environ["MASTER_PORT"] = str(free_port())
     choose_interface()
     if has_gpu():

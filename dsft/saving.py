@@ -79,7 +79,7 @@ def _publish(staged: Path, check: Callable[[Path], list[str]], facts: dict[str, 
         problems = check(staged)
         if not problems:
             try:
-                publish(staged, facts | {"world_size": ranks.world_size(), "files": dict(sorted(everyone))})
+                publish(staged, facts | {"files": dict(sorted(everyone))})
             except OSError as error:
                 problems = [str(error)]
     return ranks.from_all(problems)

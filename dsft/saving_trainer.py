@@ -15,25 +15,48 @@ from dsft.guard import watch
 from dsft.made_with import made_with
 from dsft.problems import one_line
 from dsft.ranks import max_over_ranks
+from dsft.resharding import restore, topology_change
 from dsft.run_folder import FINAL
 from dsft.saving import WRITE_ERRORS, Saves, missing_shards, save_whole
 from dsft.screen import say
+from dsft.zero_config import offloads, stage
 
 
 class SavingTrainer(Trainer):
-    """Saves by the Trainer's strategy and every `save_minutes`; `saves` counts. `zero_stage` is DeepSpeed's."""
+    """Saves by the Trainer's strategy and every `save_minutes`; `saves` counts. Goes on from checkpoints of other ranks and stages."""
 
-    def __init__(self, model: nn.Module, *args: Any, zero_stage: int, save_minutes: float | None, **kwargs: Any):
+    def __init__(self, model: nn.Module, *args: Any, save_minutes: float | None, **kwargs: Any):
         super().__init__(model, *args, **kwargs)
-        self.zero_stage, self.save_minutes = zero_stage, save_minutes
+        deepspeed_config = self.args.hf_deepspeed_config.config
+        self.topology = {"world_size": self.args.world_size, "zero_stage": stage(deepspeed_config), "offload": offloads(deepspeed_config)}
+        self.save_minutes = save_minutes
         self.saves, self.expected = Saves(), expected_shapes(model)
-        batch = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        self.made_with = made_with(self.expected, self.train_dataset, seed=self.args.data_seed or self.args.seed, sequences_per_step=batch, world_size=self.args.world_size, zero_stage=zero_stage)
+        data = self.train_dataset
+        self.made_with = made_with(self.expected, data.sequences, seed=self.args.data_seed or self.args.seed, sequences_per_step=data.per_step)
         self._saved_at, self._writes_to, self._unwritten = time.monotonic(), None, []
 
     def is_save_due(self) -> bool:
         """Whether `save_minutes` are over since the last save, by this rank's clock."""
         return self.save_minutes is not None and time.monotonic() - self._saved_at > 60 * self.save_minutes
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> tuple[Any, Any]:
+        """The Trainer's, which ends with DeepSpeed reading a checkpoint; one that DeepSpeed cannot read is read by `resharding.py`. Collective."""
+        if resume_from_checkpoint is None or not topology_change(resume_from_checkpoint, self.topology):
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        self._restore(resume_from_checkpoint)
+        return prepared
+
+    def _restore(self, checkpoint: str) -> None:
+        engine = self.model_wrapped
+        restore(engine, engine.lr_scheduler or self.lr_scheduler, checkpoint)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if topology_change(best, self.topology):
+            self._restore(best)
+        else:
+            super()._load_best_model()
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._writes_to or super()._get_output_dir(trial))
@@ -46,7 +69,7 @@ class SavingTrainer(Trainer):
         with watch.phase("saving"):
             saved = save_whole(
                 staged, lambda: self._write_checkpoint(model, trial, staged), self._check_saved, saves=self.saves, needed_bytes=self._checkpoint_bytes(),
-                facts={"step": step, "zero_stage": self.zero_stage, "made_with": self.made_with, "loss": next((entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry), None)},
+                facts={"step": step, **self.topology, "made_with": self.made_with, "loss": next((entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry), None)},
             )
         self._writes_to, self._saved_at = None, time.monotonic()
         if saved is None:
@@ -90,7 +113,7 @@ class SavingTrainer(Trainer):
     def _check_saved(self, folder: Path) -> list[str]:
         problems = missing_weights(folder, self.expected)
         if not self.args.save_only_model:
-            problems += missing_shards(folder, self.args.world_size, sharded=self.zero_stage > 0)
+            problems += missing_shards(folder, self.args.world_size, sharded=self.topology["zero_stage"] > 0)
         return problems
 
     def save_final(self) -> Path:

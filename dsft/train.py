@@ -27,9 +27,10 @@ from dsft.machine import GiB
 from dsft.made_with import check_made_with
 from dsft.model import build_model
 from dsft.planner.plan import as_dict as plan_as_dict
-from dsft.preparation import check_run, ignored_options, plan_run, training_arguments
+from dsft.preparation import check_run, ignored_options, keep_global_batch, plan_run, training_arguments
 from dsft.problems import Requeue, TrainingStopped, Unsaved, ends_with_clear_errors
 from dsft.rank_logs import log_to_files
+from dsft.resharding import topology_change
 from dsft.run_folder import clear_run, is_finished, last_checkpoint, start_from_weights, write_run
 from dsft.samples import build_samples
 from dsft.screen import say, set_up_screen
@@ -66,6 +67,8 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
     if checkpoint and config.resume_weights_only:
         start_from_weights(config, checkpoint)
         checkpoint = None
+    if checkpoint:
+        keep_global_batch(config, checkpoint, ranks.world_size())
     output_dir = config.training["output_dir"]
     if checkpoint and is_finished(checkpoint, config.training):
         say(f"nothing left to train: {checkpoint} is the end of this run; raise max_steps or num_train_epochs to go on")
@@ -98,7 +101,8 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
                   git_commit=git_commit(), world_size=ranks.world_size(), data=samples.counts, held_out=held_out and held_out.counts, status="running")
     ranks.wait_for_all()
     if checkpoint:
-        say(f"resuming from {checkpoint}")
+        change = topology_change(checkpoint, trainer.topology)
+        say(f"resuming from {checkpoint}" + (f"; its shards are laid out anew ({change}): dropout draws other numbers than it would have" if change else ""))
     elif config.training.get("resume_from_checkpoint"):
         say(f"no complete checkpoint in {output_dir}; starting anew")
     start = time.perf_counter()

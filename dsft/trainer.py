@@ -26,6 +26,7 @@ from dsft.problems import TrainingStopped
 from dsft.ranks import max_over_ranks, sum_over_ranks
 from dsft.samples import Collator
 from dsft.saving_trainer import SavingTrainer
+from dsft.whole_steps import EpochOrder, WholeSteps
 from dsft.windows import windows_of_sequences
 
 
@@ -34,8 +35,8 @@ class PerplexityTrainer(SavingTrainer):
 
     def __init__(self, model: nn.Module, args: TrainingArguments, *, tokenizer: PreTrainedTokenizerBase, train: Dataset, held_out: Dataset | None, plan: Plan, save_minutes: float | None = None):
         super().__init__(
-            model=model, args=args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer,
-            data_collator=Collator(tokenizer.pad_token_id), zero_stage=plan.deepspeed_config["zero_optimization"]["stage"], save_minutes=save_minutes,
+            model=model, args=args, train_dataset=WholeSteps(train, args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size), eval_dataset=held_out, processing_class=tokenizer,
+            data_collator=Collator(tokenizer.pad_token_id), save_minutes=save_minutes,
         )
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
@@ -45,6 +46,13 @@ class PerplexityTrainer(SavingTrainer):
         self.plan_check = PlanCheck(plan)
         self.add_callback(self.plan_check)
         self.bad_losses = torch.zeros((), dtype=torch.int64, device=args.device)
+
+    def _get_train_sampler(self, train_dataset: WholeSteps | None = None) -> torch.utils.data.Sampler | None:
+        """The same order on any number of ranks; transformers' own for its other strategies (by length, sequential)."""
+        data = train_dataset if train_dataset is not None else self.train_dataset
+        if self.args.train_sampling_strategy != "random":
+            return super()._get_train_sampler(data)
+        return EpochOrder(data, seed=self.args.data_seed or self.args.seed, step=lambda: self.state.global_step, drop_last=self.args.dataloader_drop_last)
 
     def evaluate(self, eval_dataset: Dataset | None = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Perplexity over all tokens of the held-out data; the same number for any batch size and number of ranks."""

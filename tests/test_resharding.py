@@ -1,0 +1,75 @@
+"""Trainings that go on with other ranks, in another ZeRO stage and with another offload, beside the same trainings without interruption."""
+
+import json
+
+import pytest
+
+from conftest import read_json
+
+pytestmark = pytest.mark.launch
+STAGES, METHODS = ("1", "2", "3"), ("full", "lora")
+STEPS, SAVED_AT = 8, 3
+SEQUENCES_PER_STEP = 12
+"""Divisible by 1, 2 and 3 ranks; the data's are not, so that each epoch ends in a step that is not full."""
+
+
+@pytest.fixture(scope="module")
+def losses(run, options, tmp_path_factory):
+    """By name of a run: its losses from the first step after the save on. Four launches, each of many runs."""
+    folder = tmp_path_factory.mktemp("resharding")
+
+    def case(name: str, *, method: str, zero: str, source: str = "", **more) -> dict:
+        resumed = {"resume_from_checkpoint": str(folder / source / f"checkpoint-{SAVED_AT}")} if source else {"save_strategy": "steps", "save_steps": SAVED_AT, "save_total_limit": 9}
+        lora = {"lora_r": 4, "lora_dropout": 0.0} if method == "lora" else {}
+        return options(folder / name, method=method, zero=zero, max_steps=STEPS, global_batch_size=SEQUENCES_PER_STEP, logging_steps=1, **{"weight_decay": 0.1} | resumed | lora | more)
+
+    def launch(world: int, cases: list[dict]) -> None:
+        path = folder / f"cases-{world}.json"
+        path.write_text(json.dumps(cases))
+        result = run(["torchrun", "--nproc_per_node", str(world), "--master_port", f"2964{world}", "tests/workers/train_cases.py", path], timeout=900)
+        assert result.returncode == 0, result.stderr[-4000:]
+        outputs.append(result.stdout)
+
+    outputs: list[str] = []
+    kinds = [(method, zero) for method in METHODS for zero in STAGES]
+    launch(2, [case(f"two-{method}-{zero}", method=method, zero=zero) for method, zero in kinds]
+           + [case("two-offload", method="full", zero="3-offload", weight_decay=0.0), case("two-plain", method="full", zero="3", weight_decay=0.0), case("two-bf16", method="full", zero="2", bf16=True)])
+    launch(1, [case(f"one-{method}-{zero}", method=method, zero=zero) for method, zero in kinds]
+           + [case(f"two-to-one-{method}-{zero}", method=method, zero=zero, source=f"two-{method}-{zero}") for method, zero in kinds])
+    launch(3, [case(f"two-to-three-{method}-{zero}", method=method, zero=zero, source=f"two-{method}-{zero}") for method, zero in kinds])
+    launch(2, [case(f"one-to-two-{method}-{zero}", method=method, zero=zero, source=f"one-{method}-{zero}") for method, zero in kinds] + [
+        *(case(f"{then}-becomes-{now}-{method}", method=method, zero=now, source=f"two-{method}-{then}") for method in METHODS for then, now in (("3", "2"), ("2", "3"), ("1", "3"))),
+        # DeepSpeed's optimizer for offload decays norms too: without weight_decay both are the same.
+        *(case(f"offload-begins-{zero}", method="full", zero=zero, weight_decay=0.0, source="two-plain") for zero in ("2-offload", "3-offload")),
+        case("offload-ends", method="full", zero="2", weight_decay=0.0, source="two-offload"),
+        case("bf16-becomes-3", method="full", zero="3", bf16=True, source="two-bf16"),
+    ])
+    log = {path.parent.name: read_json(path)["results"]["log"] for path in folder.glob("*/run.json") if "results" in read_json(path)}
+    return {name: [entry["loss"] for entry in entries if "loss" in entry and entry["step"] > SAVED_AT] for name, entries in log.items()}, "".join(outputs)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize(("change", "whole"), [("two-to-one", "two"), ("one-to-two", "one"), ("two-to-three", "two")])
+def test_a_training_goes_on_with_other_ranks(losses, change, whole, method, zero):
+    assert len(losses[0][f"{whole}-{method}-{zero}"]) == STEPS - SAVED_AT
+    assert losses[0][f"{change}-{method}-{zero}"] == pytest.approx(losses[0][f"{whole}-{method}-{zero}"], rel=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("then", "now"), [("3", "2"), ("2", "3"), ("1", "3")])
+def test_a_training_goes_on_in_another_stage(losses, then, now, method):
+    assert losses[0][f"{then}-becomes-{now}-{method}"] == pytest.approx(losses[0][f"two-{method}-{then}"], rel=1e-4)
+
+
+@pytest.mark.parametrize(("change", "whole", "bound"), [("offload-begins-2-offload", "two-plain", 1e-4), ("offload-begins-3-offload", "two-plain", 1e-4), ("offload-ends", "two-offload", 1e-4), ("bf16-becomes-3", "two-bf16", 5e-3)])
+def test_a_training_goes_on_with_another_offload_or_in_half_precision(losses, change, whole, bound):
+    assert losses[0][change] == pytest.approx(losses[0][whole], rel=bound)
+
+
+def test_all_ranks_take_the_same_sequences(losses):
+    assert losses[0]["one-full-2"] == pytest.approx(losses[0]["two-full-2"], rel=1e-4)
+
+
+def test_the_change_is_said(losses):
+    assert "its shards are laid out anew (ranks 2 -> 1)" in losses[1] and "(ZeRO stage 3 -> 2)" in losses[1] and "(offload False -> True)" in losses[1]
