@@ -17,7 +17,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.lora import add_lora, saved_lora_config
 from dsft.machine import has_gpu
-from dsft.model_size import load_model_config
+from dsft.model_size import is_step_folder, load_model_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,11 +43,6 @@ def is_bare_config(model: str) -> bool:
 def described_in(model: str) -> str:
     """Where config and tokenizer of `model` lie: beside a config file or a DeepSpeed `global_step` folder, else in itself."""
     return str(Path(model).parent) if is_bare_config(model) or is_step_folder(model) else model
-
-
-def is_step_folder(model: str) -> bool:
-    """Whether `model` is the folder of DeepSpeed's own shards inside a checkpoint."""
-    return Path(model).is_dir() and Path(model).name.startswith("global_step")
 
 
 def load_tokenizer(config) -> PreTrainedTokenizerBase:

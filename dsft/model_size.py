@@ -11,7 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel, Aut
 
 from dsft.lora import check_lora_targets, lora_config, saved_lora_config
 from dsft.problems import one_line
-
+from dsft.zero_shards import OPTIMIZER_FILES, step_folder
 
 CONFIG_ERRORS = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError)
 """What transformers raises where a config cannot be found, read or built from."""
@@ -67,13 +67,18 @@ def empty_model(model_config: PreTrainedConfig, *, trust_remote_code: bool = Fal
         return AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code, **({"attn_implementation": attn_implementation} if attn_implementation else {}))
 
 
+def is_step_folder(model: str) -> bool:
+    """Whether `model` is the folder of DeepSpeed's own shards inside a checkpoint."""
+    return Path(model).is_dir() and Path(model).name.startswith("global_step")
+
+
 def load_model_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Config of a hub id, a folder, or the path of a config.json.
+    """Config of a hub id, a folder, the path of a config.json, or a `global_step` folder beside one.
 
     Raises:
         OSError, ValueError: as transformers does, where it is not found or of an unknown kind.
     """
-    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    return AutoConfig.from_pretrained(str(Path(name).parent) if is_step_folder(name) else name, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def _unadapted_expert_params(adapted: PeftModel) -> int:
@@ -173,11 +178,13 @@ def check_model(config, problems: list[str], model_config: PreTrainedConfig | No
         model_config = model_config or load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
         model = empty_model(model_config, trust_remote_code=config.trust_remote_code, attn_implementation=config.attn_implementation)
     except CONFIG_ERRORS as error:
-        problems.append(f"model={config.model}: no causal language model can be built from what is there ({one_line(error)})")
+        only_shards = step_folder(config.model) is not None
+        way_out = "; DeepSpeed's shards lie there without a description: copy config.json and the tokenizer's files of the model they were trained from beside them" if only_shards else ""
+        problems.append(f"model={config.model}: no causal language model can be built from what is there ({one_line(error)}){way_out}")
         return None
     before = len(problems)
     folder = Path(config.model)
-    if needs_weights and folder.is_dir() and not any(path for pattern in ("*.safetensors", "*.bin", "global_step*") for path in folder.glob(pattern)):
+    if needs_weights and folder.is_dir() and not any(path for pattern in ("*.safetensors", "*.bin", "global_step*", OPTIMIZER_FILES) for path in folder.glob(pattern)):
         problems.append(f"model={config.model}: holds a config but no weights; for random weights name its config.json")
     if config.method != "full" and not config.adapter:
         check_lora_targets(model, config, problems)

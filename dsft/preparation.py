@@ -23,13 +23,13 @@ from dsft.machine import Machine, has_gpu
 from dsft.model import is_bare_config, load_tokenizer, resolve_dtype
 from dsft.model_size import ModelSize, check_model, load_model_config
 from dsft.planner.calibration import calibrated
-from dsft.planner.hardware import speeds_of
+from dsft.planner.hardware import Speeds, speeds_of
 from dsft.planner.plan import Job, Plan, all_plans, attention_of, choose, reason
 from dsft.problems import UserError, nearest, one_line, raise_if_any
 from dsft.run_folder import check_free_space, check_output_dir, read_run
 from dsft.samples import check_rows, find_format
 from dsft.text_data import read_rows
-from dsft.zero_config import adopt_zero_file, check_nvme, check_section, nvme_path, offloads, read_zero_file, stage
+from dsft.zero_config import adopt_zero_file, check_nvme, check_section, get_value, nvme_path, offloads, read_zero_file, stage
 
 REPORTERS = {"tensorboard": ("tensorboard", "tensorboardX"), "azure_ml": ("azureml",), "clearml": ("clearml",), "dagshub": ("dagshub",), "dvclive": ("dvclive",)}
 """Packages of a reporter where they are not called as it is."""
@@ -58,6 +58,8 @@ def check_run(config: TrainConfig, world_size: int, problems: list[str]) -> Prep
         adopt_zero_file(prepared.zero_file, config, problems)
         check_section(prepared.zero_file, config.zero, problems)
         check_nvme(prepared.zero_file, config.zero, problems)
+        if (get_value(prepared.zero_file, "tensor_parallel.autotp_size") or 1) > 1:
+            problems.append(f"zero={config.zero}: tensor_parallel is not supported: the Trainer would feed the ranks that share a layer different sequences, and would save no model; leave it out, ZeRO-3 shards the weights too")
     _check_batches(config, world_size, problems)
     _check_precision(config, problems)
     _check_reporters(config, problems)
@@ -234,7 +236,7 @@ def plan_run(config: TrainConfig, prepared: Prepared, machine: Machine, *, resum
     if nvme := nvme_path(prepared.zero_file or {}):
         machine = dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(nvme).free, nvme_path=nvme)
     job = _job(config, prepared, checkpointing=explicit if explicit is not None else (None if config.zero == "auto" else False))
-    speeds = calibrated(speeds_of(machine, half=job.half), machine, half=job.half)
+    speeds = _speeds(machine, job)
     zero = config.zero
     if resumes and zero == "auto" and (Path(training["output_dir"]) / "run.json").is_file():
         earlier = read_run(training["output_dir"])
@@ -250,6 +252,20 @@ def plan_run(config: TrainConfig, prepared: Prepared, machine: Machine, *, resum
         way_out = f"{nearest_plan.label} would fit" if nearest_plan.fits else "use more GPUs or nodes, method lora, or a smaller per_device_train_batch_size or seq_len"
         raise UserError([f"{why} {way_out}; memory_check=false starts it all the same"])
     return plan, why
+
+
+def smaller_plan(config: TrainConfig, prepared: Prepared, machine: Machine, plan: Plan) -> Plan | None:
+    """The fastest plan that takes at most nine tenths of the memory of `plan` for the same steps; None where there is none."""
+    job = _job(config, prepared, checkpointing=None)
+    per_step = job.sequences_per_step or plan.micro_batch * plan.accumulation * machine.world_size
+    roomier = dataclasses.replace(machine, device_bytes=int(0.9 * plan.device_bytes))
+    plans = all_plans(dataclasses.replace(job, micro_batch=None, accumulation=None, sequences_per_step=per_step), roomier, _speeds(machine, job))
+    best = choose(plans, roomier)
+    return best if best.device_bytes <= roomier.device_bytes else None
+
+
+def _speeds(machine: Machine, job: Job) -> Speeds:
+    return calibrated(speeds_of(machine, half=job.half), machine, half=job.half)
 
 
 def _job(config: TrainConfig, prepared: Prepared, *, checkpointing: bool | None) -> Job:

@@ -24,6 +24,8 @@ def check_output_dir(config, problems: list[str]) -> None:
     path = Path(config.training["output_dir"])
     resume = config.training.get("resume_from_checkpoint")
     check_writable(str(path), problems)
+    if resume and resume != "auto" and not (Path(resume) / "trainer_state.json").is_file():
+        problems.append(f"resume_from_checkpoint={resume}: holds no trainer_state.json, so it is no complete checkpoint; use auto or a checkpoint-N folder")
     if not path.is_dir():
         return
     for key in ("model", "tokenizer", "adapter"):
@@ -36,8 +38,6 @@ def check_output_dir(config, problems: list[str]) -> None:
         problems.append(
             f"output_dir={path}: holds {what}; choose a new folder, continue it with --resume_from_checkpoint auto, or replace it with --overwrite"
         )
-    if resume and resume != "auto" and not (Path(resume) / "trainer_state.json").is_file():
-        problems.append(f"resume_from_checkpoint={resume}: holds no trainer_state.json, so it is no complete checkpoint; use auto or a checkpoint-N folder")
 
 
 def check_writable(output_dir: str, problems: list[str]) -> None:

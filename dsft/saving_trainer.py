@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import Trainer
@@ -20,6 +21,10 @@ from dsft.run_folder import FINAL
 from dsft.saving import WRITE_ERRORS, Saves, missing_shards, save_whole
 from dsft.screen import say
 from dsft.zero_config import offloads, stage
+
+
+SAMPLED_TENSORS = 16
+"""Of the final model, read back and compared in full."""
 
 
 class SavingTrainer(Trainer):
@@ -38,6 +43,11 @@ class SavingTrainer(Trainer):
     def is_save_due(self) -> bool:
         """Whether `save_minutes` are over since the last save, by this rank's clock."""
         return self.save_minutes is not None and time.monotonic() - self._saved_at > 60 * self.save_minutes
+
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        started = super()._init_training_state(max_steps, *args, **kwargs)
+        self.state.compute_steps(self.args, max_steps)  # else a resumed run logs, evaluates and saves as often as the checkpoint's did
+        return started
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> tuple[Any, Any]:
         """The Trainer's, which ends with DeepSpeed reading a checkpoint; one that DeepSpeed cannot read is read by `resharding.py`. Collective."""
@@ -98,6 +108,8 @@ class SavingTrainer(Trainer):
             super()._save(output_dir, state_dict)
         else:
             self._note_errors(lambda: super(SavingTrainer, self)._save(output_dir, state_dict))
+        if self.args.should_save and not self._unwritten:
+            self._unwritten += differences(Path(output_dir), state_dict, sampled=0 if self._writes_to else SAMPLED_TENSORS)
 
     def _note_errors(self, write: Callable[[], Any]) -> None:
         try:
@@ -117,11 +129,12 @@ class SavingTrainer(Trainer):
         return problems
 
     def save_final(self) -> Path:
-        """Save the model (LoRA: the adapter) to `final/` and read back that every weight is there. Collective."""
+        """Save the model (LoRA: the adapter) to `final/` and read back that every weight is there, and a sample of them bit by bit. Collective."""
         folder = Path(self.args.output_dir) / FINAL
         watch.enter("saving")
+        self._unwritten = []
         self.save_model(str(folder))
-        problems = missing_weights(folder, self.expected) if self.is_world_process_zero() else []
+        problems = missing_weights(folder, self.expected) + self._unwritten if self.is_world_process_zero() else []
         if max_over_ranks(float(len(problems))):
             raise RuntimeError(f"{folder} is incomplete, do not use it: {'; '.join(problems[:5])} (see the checkpoints for intact weights)")
         return folder
@@ -151,3 +164,21 @@ def missing_weights(folder: Path, expected: dict[str, tuple[int, ...]]) -> list[
                     return [f"{name} in {file.name} is empty"]
     wanted = sum(math.prod(shape) for shape in expected.values())
     return [] if found >= wanted else [f"{wanted:,} trained elements expected, {found:,} written"]
+
+
+def differences(folder: Path, memory: dict[str, torch.Tensor] | None, *, sampled: int) -> list[str]:
+    """How the safetensors of a folder differ from the state dict that was saved: in shapes, and for `sampled` tensors spread evenly in content.
+
+    Compared is what has the same name in both, but for the adapter's name, which is not on disk; not so experts, which are stored one by one.
+    """
+    known = {name.replace(".default", ""): tensor for name, tensor in (memory or {}).items()}
+    found: list[str] = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            names = [name for name in tensors.keys() if name in known]
+            found += [f"{name} is {tensors.get_slice(name).get_shape()} in {file.name}, {list(known[name].shape)} in memory" for name in names if tuple(tensors.get_slice(name).get_shape()) != tuple(known[name].shape)]
+            for name in names[:: max(1, len(names) // sampled)] if sampled and not found else []:
+                written = tensors.get_tensor(name)
+                if not torch.equal(written, known[name].detach().to("cpu", written.dtype)):
+                    found.append(f"{name} in {file.name} reads back differently from what was trained")
+    return found

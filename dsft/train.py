@@ -16,6 +16,7 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import functools
 import time
 
 from dsft import ranks, stop_request
@@ -26,12 +27,14 @@ from dsft.launcher_variables import map_launcher_variables
 from dsft.machine import GiB
 from dsft.made_with import check_made_with
 from dsft.model import build_model
+from dsft.model_card import CARD, model_card
+from dsft.out_of_memory import out_of_memory_explained
 from dsft.planner.plan import as_dict as plan_as_dict
-from dsft.preparation import check_run, ignored_options, keep_global_batch, plan_run, training_arguments
+from dsft.preparation import check_run, ignored_options, keep_global_batch, plan_run, smaller_plan, training_arguments
 from dsft.problems import Requeue, TrainingStopped, Unsaved, ends_with_clear_errors
 from dsft.rank_logs import log_to_files
 from dsft.resharding import topology_change
-from dsft.run_folder import clear_run, is_finished, last_checkpoint, start_from_weights, write_run
+from dsft.run_folder import clear_run, is_finished, last_checkpoint, read_run, start_from_weights, write_run
 from dsft.samples import build_samples
 from dsft.screen import say, set_up_screen
 from dsft.trainer import PerplexityTrainer
@@ -88,7 +91,9 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
     say(f"data: {samples.data_format}, {samples.counts}" + (f"; held out: {held_out.counts}" if held_out else ""))
 
     args = training_arguments(config, plan, has_held_out=held_out is not None)
-    model = build_model(config, dtype=config.dtype, seed=args.seed)
+    memory_explained = functools.partial(out_of_memory_explained, plan, machine, lambda: smaller_plan(config, prepared, machine, plan))
+    with memory_explained("while loading"):
+        model = build_model(config, dtype=config.dtype, seed=args.seed)
     trainer = PerplexityTrainer(model, args, tokenizer=prepared.tokenizer, train=samples.sequences, held_out=held_out and held_out.sequences, plan=plan, save_minutes=config.save_minutes)
 
     if checkpoint:
@@ -107,7 +112,7 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
         say(f"no complete checkpoint in {output_dir}; starting anew")
     start = time.perf_counter()
     try:
-        with stop_request.sigterm_saves():
+        with stop_request.sigterm_saves(), memory_explained("in training"):
             output = trainer.train(resume_from_checkpoint=checkpoint)
     except TrainingStopped as error:
         if ranks.rank() == 0:
@@ -123,9 +128,13 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
     if held_out and (args.load_best_model_at_end or trainer.last_evaluation()["step"] != trainer.state.global_step):
         trainer.evaluate()
     final = trainer.save_final()
+    seconds = time.perf_counter() - start
+    if trainer.saves.number:
+        say(f"{trainer.saves.number} checkpoint{'s' * (trainer.saves.number > 1)} saved in {trainer.saves.seconds:.3g} s, {trainer.saves.seconds / seconds:.1%} of the run; the largest is {trainer.saves.largest_bytes / 1e9:.3g} GB")
     if ranks.rank() == 0:
-        results = {"train_loss": output.training_loss, "seconds": time.perf_counter() - start, "final_model": str(final)} | trainer.results()
+        results = {"train_loss": output.training_loss, "seconds": seconds, "final_model": str(final)} | trainer.results()
         write_run(output_dir, results=results, status="done")
+        (final / CARD).write_text(model_card(read_run(output_dir)), encoding="utf-8")
         say(f"done: {final}; results in {output_dir}/run.json")
     if trainer.saves.failed:
         raise Unsaved(f"{final} is written, but {len(trainer.saves.failed)} times a checkpoint was not: {trainer.saves.failed[0]}")

@@ -44,6 +44,7 @@ def test_a_good_configuration_has_no_problems(problems_of):
         ({"global_batch_size": 8, "gradient_accumulation_steps": 3}, ["global_batch_size and gradient_accumulation_steps are both set"]),
         ({"seq_len": 300}, ["seq_len=300 is beyond the 256 positions"]),
         ({"zero": "4"}, ["zero=4: unknown", "3-offload"]),
+        ({"resume_from_checkpoint": "/nowhere/checkpoint-2"}, ["resume_from_checkpoint=/nowhere/checkpoint-2: holds no trainer_state.json"]),
         ({"zero": "nowhere.json"}, ["zero=nowhere.json: cannot be read"]),
         ({"deepspeed": "x.json"}, ["deepspeed: dsft sets up sharding itself; use zero"]),
         ({"bf16": True, "fp16": True}, ["bf16 and fp16 are both true"]),
@@ -287,3 +288,9 @@ def test_on_every_launcher_rank_0_speaks_once_and_ranks_exit_with_2(run, options
     assert result.stderr.count("dsft: error: data: nowhere.jsonl does not exist") == 1
     assert "dsft/train.py\", line" not in result.stderr  # no traceback of ours
     assert not (tmp_path / "run").exists()
+
+
+def test_tensor_parallelism_is_refused_since_no_model_would_be_saved(problems_of, tmp_path):
+    file = tmp_path / "tensor_parallel.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}))
+    assert ["tensor_parallel is not supported" in problem for problem in problems_of(zero=str(file))] == [True]

@@ -2,13 +2,15 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.config import TrainConfig
 from dsft.export import check_export, export, find_weights, merge
 from dsft.lora import add_lora
 from dsft.problems import UserError
-from dsft.saving_trainer import expected_shapes, missing_weights
+from dsft.saving_trainer import differences, expected_shapes, missing_weights
+from tiny import write_model
 
 
 @pytest.fixture
@@ -74,6 +76,18 @@ def test_a_save_that_wrote_too_little_is_noticed(tiny):
     assert missing_weights(tiny, shapes)  # a folder without weights
 
 
+def test_a_save_that_differs_from_memory_is_noticed(tiny, adapter):
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model")
+    memory = dict(model.state_dict())
+    name = sorted(memory)[0]
+    assert differences(tiny / "model", memory, sampled=16) == []
+    assert differences(tiny / "model", memory | {name: memory[name] + 1}, sampled=16) == [f"{name} in model.safetensors reads back differently from what was trained"]
+    assert "in memory" in differences(tiny / "model", memory | {name: memory[name][1:]}, sampled=0)[0]
+    peft_model, folder = adapter
+    changed = {name: tensor + 1 for name, tensor in peft_model.state_dict().items() if "lora_B" in name}
+    assert differences(folder, dict(peft_model.state_dict()), sampled=16) == [] and differences(folder, peft_model.state_dict() | changed, sampled=16)
+
+
 def test_a_saved_adapter_is_measured_by_its_own_shape(adapter, tiny):
     from dsft.model_size import measure_model
 
@@ -90,3 +104,24 @@ def test_the_base_of_an_adapter_is_found_from_any_working_folder(adapter, tiny, 
     model.save_pretrained(tmp_path / "relative")
     base = json.loads((tmp_path / "relative" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert base == str(tiny / "model")
+
+
+@pytest.mark.parametrize(("architecture", "options"), [
+    ("llama", {"use_dora": True}), ("llama", {"use_rslora": True, "modules_to_save": ["lm_head"]}), ("gpt2", {}), ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
+    ("gemma3", {"target_modules": ["embed_tokens", "q_proj"]}), ("mixtral", {"target_modules": ["q_proj"]}),
+])  # the last two, with a tied embedding and fused experts, are merged in memory
+def test_merging_weight_by_weight_gives_what_peft_gives_with_the_whole_model(tmp_path, architecture, options, capsys):
+    write_model(tmp_path / "base", architecture)
+    torch.manual_seed(1)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear"} | options))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) / 10)
+    model.save_pretrained(tmp_path / "adapter")
+    AutoTokenizer.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "adapter")
+    out = export(str(tmp_path / "adapter"), str(tmp_path / "out"), max_shard_size="40KB")
+    expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter").merge_and_unload(safe_merge=True)
+    check_export(expected, out)
+    in_memory = "whole model is taken into memory" in capsys.readouterr().out
+    assert in_memory == (architecture in ("gemma3", "mixtral")) and len(list(out.glob("*.safetensors"))) > 1

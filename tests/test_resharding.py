@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from conftest import read_json
+from conftest import flags, read_json
 
 pytestmark = pytest.mark.launch
 STAGES, METHODS = ("1", "2", "3"), ("full", "lora")
@@ -73,3 +73,33 @@ def test_all_ranks_take_the_same_sequences(losses):
 
 def test_the_change_is_said(losses):
     assert "its shards are laid out anew (ranks 2 -> 1)" in losses[1] and "(ZeRO stage 3 -> 2)" in losses[1] and "(offload False -> True)" in losses[1]
+
+
+@pytest.fixture(scope="module")
+def foreign(run, tiny, tmp_path_factory):
+    """Folder with checkpoints of transformers' Trainer under DeepSpeed, in stages 2 and 3 on 2 ranks."""
+    folder = tmp_path_factory.mktemp("foreign")
+    for zero in ("2", "3"):
+        result = run(["torchrun", "--nproc_per_node", "2", "--master_port", "29644", "tests/workers/plain_trainer.py", tiny / "model", folder / zero, zero])
+        assert result.returncode == 0, result.stderr[-4000:]
+    return folder
+
+
+def test_a_checkpoint_of_another_tool_is_gone_on_with(run, options, tiny, foreign, tmp_path):
+    """With its optimizer on one rank, and from its weights alone."""
+    common = {"zero": "2", "logging_steps": 1, "eval_data": str(tiny / "held_out.jsonl"), "eval_on_start": True}
+    cases = [options(tmp_path / f"resumed-{zero}", max_steps=5, resume_from_checkpoint=str(foreign / zero / "checkpoint-2"), **common) for zero in ("2", "3")]
+    shards = {"whole": foreign / "3" / "checkpoint-2", "step": foreign / "3" / "checkpoint-2" / "global_step2"}
+    cases += [options(tmp_path / name, max_steps=2, model=str(path), **common) for name, path in shards.items()]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    result = run(["python", "tests/workers/train_cases.py", tmp_path / "cases.json"])
+    logs = {path.parent.name: [entry.get("loss") or entry["eval_loss"] for entry in read_json(path)["results"]["log"] if entry.keys() & {"loss", "eval_loss"}] for path in tmp_path.glob("*/run.json")}
+    assert set(logs) == {"resumed-2", "resumed-3", "whole", "step"}, result.stdout + result.stderr
+    assert result.stdout.count("it is another tool's") == 2
+    assert logs["whole"] == logs["step"] and logs["resumed-2"][0] == pytest.approx(logs["whole"][0], rel=1e-6)  # held out, before the first step
+    assert logs["resumed-2"] == pytest.approx(logs["resumed-3"], rel=1e-4) and len(logs["resumed-2"]) == 1 + 3 + 1
+
+
+def test_shards_of_deepspeed_alone_need_a_description(run, options, foreign, tmp_path):
+    result = run(["python", "dsft/train.py", *flags(options(tmp_path / "run", model=str(foreign / "3" / "deepspeed_alone")))])
+    assert result.returncode == 2 and "copy config.json and the tokenizer's files" in result.stderr, result.stderr
