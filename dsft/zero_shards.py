@@ -112,7 +112,8 @@ class ZeroShards:
         state = optimizer["state"].get(group, {})
         step = state.get("step", next((one["step"] for one in optimizer["param_groups"] if "step" in one), None))
         self.step = int(step) if step is not None else self.step
-        return {FP32: weights} | {key: value for key, value in state.items() if torch.is_tensor(value) and value.shape == weights.shape}
+        # Of the last rank's weights the padding is cut off, of its states not: their shapes may differ.
+        return {FP32: weights} | {key: value for key, value in state.items() if torch.is_tensor(value) and value.dim() == weights.dim()}
 
 
 def _load(file: Path) -> dict[str, Any]:
