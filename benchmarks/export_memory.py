@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--params", type=float, default=1e9)
     parser.add_argument("--max_shard_size", default="1GB")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=".") as folder:
+    with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), options.params)
         rows = []
         for source, dtype in (("model", "auto"), ("model", "float32"), ("lora", "auto"), ("dora", "auto")):

@@ -3,11 +3,12 @@
     python benchmarks/save_cost.py --params 25e6 120e6 350e6 --zero 2 3
 
 Memory is a rank's own (RssAnon + RssShmem), sampled every 20 ms; "extra" is its peak while a save lies in .saving, over its peak outside of saves.
-Prints JSON. Random weights, a few steps; the disk is this machine's.
+Prints JSON. Random weights, a few steps.
 """
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,10 +26,12 @@ def main() -> None:
     parser.add_argument("--zero", nargs="+", default=["2", "3"])
     options = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory(dir=ROOT) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         for params in options.params:
             write(Path(folder, f"{params:.0f}"), params)
-            rows += [measure(Path(folder), Path(folder, f"{params:.0f}"), zero) for zero in options.zero]
+            for zero in options.zero:
+                rows.append(measure(Path(folder), Path(folder, f"{params:.0f}"), zero))
+                print(rows[-1], file=sys.stderr, flush=True)
     print(json.dumps({"cores": os.cpu_count(), "ranks": 2, "rows": rows}, indent=1))
 
 
@@ -59,10 +62,15 @@ def measure(folder: Path, model: Path, zero: str) -> dict:
                 peaks[pid] = max(peaks.get(pid, 0), own_bytes(pid))
         time.sleep(0.02)
     assert process.returncode == 0
-    results = json.loads((out / "run.json").read_text())
-    saves, trained = results["results"]["saves"], results["plan"]["terms"][0]["formula"]
-    return {"params": trained, "zero": zero, "saves": saves["number"], "seconds_each": round(saves["seconds"] / saves["number"], 2), "checkpoint_gb": round(saves["largest_bytes"] / 1e9, 3),
+    saves = json.loads((out / "run.json").read_text())["results"]["saves"]
+    return {"params": written_elements(out / "final"), "zero": zero, "saves": saves["number"], "seconds_each": round(saves["seconds"] / saves["number"], 2), "checkpoint_gb": round(saves["largest_bytes"] / 1e9, 3),
             "rank_peak_gb": round(max(outside.values()) / 1e9, 3), "extra_gb_of_each_rank_while_saving": [round((during[pid] - outside[pid]) / 1e9, 3) for pid in sorted(during)]}
+
+
+def written_elements(folder: Path) -> int:
+    from dsft.weight_sources import SafetensorsSource
+
+    return sum(math.prod(shape) for shape in SafetensorsSource(folder).shapes.values())
 
 
 def ranks_below(pid: int) -> list[int]:

@@ -33,7 +33,7 @@ def show_checkpoints(run: str) -> None:
     Console(width=200).print(table)
     if whole:
         ranks = (read_manifest(whole[-1]) or {})["world_size"]
-        print(f"dsft: to go on from {whole[-1]}: the command of the run, on {ranks} rank{'s' * (ranks != 1)}, with --resume_from_checkpoint auto")
+        print(f"dsft: to go on from {whole[-1]}: the command of the run with --resume_from_checkpoint auto; on {ranks} rank{'s' * (ranks != 1)} bit by bit, on others with the same batches")
 
 
 def verify_checkpoint(folder: str) -> None:

@@ -26,6 +26,7 @@ from dsft.planner.calibration import calibrated
 from dsft.planner.hardware import Speeds, speeds_of
 from dsft.planner.plan import Job, Plan, all_plans, attention_of, choose, reason
 from dsft.problems import UserError, nearest, one_line, raise_if_any
+from dsft.resharding import NOT_TAKEN_OVER
 from dsft.run_folder import check_free_space, check_output_dir, read_run
 from dsft.samples import check_rows, find_format
 from dsft.text_data import read_rows
@@ -222,11 +223,11 @@ def _check_training_arguments(config: TrainConfig, problems: list[str]) -> None:
         problems.append(one_line(error))
 
 
-def plan_run(config: TrainConfig, prepared: Prepared, machine: Machine, *, resumes: bool = False) -> tuple[Plan, str]:
+def plan_run(config: TrainConfig, prepared: Prepared, machine: Machine, *, checkpoint: str | None = None) -> tuple[Plan, str]:
     """The plan of this run, and why it was chosen.
 
     Args:
-        resumes: with zero auto and as many ranks as before, keep what the run's earlier plan decided.
+        checkpoint: that the run goes on from: with zero auto and as many ranks as before the earlier plan is kept, with others one that can take it over is chosen.
 
     Raises:
         UserError: where it cannot fit, with the resource that binds and the nearest plan that can.
@@ -238,12 +239,17 @@ def plan_run(config: TrainConfig, prepared: Prepared, machine: Machine, *, resum
     job = _job(config, prepared, checkpointing=explicit if explicit is not None else (None if config.zero == "auto" else False))
     speeds = _speeds(machine, job)
     zero = config.zero
-    if resumes and zero == "auto" and (Path(training["output_dir"]) / "run.json").is_file():
+    unsharded = checkpoint and (read_manifest(Path(checkpoint)) or {}).get("zero_stage") == 0
+    if checkpoint and zero == "auto" and (Path(training["output_dir"]) / "run.json").is_file():
         earlier = read_run(training["output_dir"])
         if earlier["world_size"] == machine.world_size:
             zero, kept = earlier["plan"]["zero"], earlier["plan"]
             job = dataclasses.replace(job, checkpointing=kept["activation_checkpointing"], micro_batch=kept["micro_batch"], accumulation=kept["accumulation"])
+    if unsharded and zero == "auto":
+        zero = "0"
     plans = all_plans(job, machine, speeds, zero=zero, zero_file=prepared.zero_file if zero.endswith(".json") else None)
+    if checkpoint and zero == "auto":
+        plans = [plan for plan in plans if plan.zero not in NOT_TAKEN_OVER]
     plan = choose(plans, machine)
     why = reason(plan, plans, machine, zero=zero, resumes=zero != config.zero)
     if not plan.fits and config.memory_check:

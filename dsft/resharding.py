@@ -23,6 +23,9 @@ from dsft.zero_shards import FP32, ZeroShards
 TOPOLOGY = {"world_size": "ranks", "zero_stage": "ZeRO stage", "offload": "offload"}
 """What the layout of a checkpoint's shards depends on, by its key in the manifest, and in a message."""
 
+NOT_TAKEN_OVER = ("0", "3-nvme")
+"""Configurations whose optimizer states lie elsewhere than in ZeRO's shards."""
+
 
 @dataclass(frozen=True)
 class _Slot:
@@ -43,6 +46,8 @@ def topology_change(checkpoint: str, now: dict[str, Any]) -> str:
     then = read_manifest(Path(checkpoint))
     if then is None:
         return "it has no manifest: it is another tool's"
+    if then["zero_stage"] == now["zero_stage"] == 0:
+        return ""  # nothing is cut into shards
     changed = [f"{word} {then[key]} -> {now[key]}" for key, word in TOPOLOGY.items() if key in then and then[key] != now[key]]
     return ", ".join(changed)
 
@@ -57,7 +62,7 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
         UserError: where the checkpoint is not of this model, or of another optimizer.
     """
     if not hasattr(engine.optimizer, "_optimizer_step") or getattr(engine.optimizer, "swap_optimizer", False):
-        raise UserError([f"{checkpoint}: can be taken over only by ZeRO stage 1, 2 or 3 without NVMe; choose such a zero, or start from its weights with --resume_weights_only"])
+        raise UserError([f"{checkpoint}: was saved in another ZeRO stage, on other ranks or by another tool, and is taken over only by ZeRO stage 1, 2 or 3 without NVMe; choose such a zero, or start from its weights with --resume_weights_only"])
     shards = ZeroShards(checkpoint)
     _check_same_parameters(shards, engine.module, checkpoint)
     optimizer = engine.optimizer

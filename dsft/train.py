@@ -79,7 +79,7 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
 
     log_to_files(output_dir, append=checkpoint is not None)
     machine = ranks.smallest_machine()
-    plan, why = ranks.on_rank_0(lambda: plan_run(config, prepared, machine, resumes=checkpoint is not None))
+    plan, why = ranks.on_rank_0(lambda: plan_run(config, prepared, machine, checkpoint=checkpoint))
     say(f"plan: {machine}; {prepared.size.num_params:,} parameters, {prepared.size.num_trainable:,} trained, {config.dtype}")
     say(f"plan: {why}")
     say(f"plan: peaks predicted: {plan.device_bytes / GiB:.1f} GiB per {'GPU' if machine.has_gpu else 'rank'}, {plan.host_bytes / GiB:.1f} GiB host memory per node; {plan.time.step_seconds:.3g} s per step")

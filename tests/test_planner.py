@@ -201,16 +201,21 @@ def test_training_refuses_what_cannot_fit(configs, tmp_path):
         plan_run(config, prepared, gpus(1, 16, host=64))
 
 
-def test_a_resumed_run_keeps_its_plan(configs, tmp_path):
+def test_a_resumed_run_keeps_its_plan_or_takes_one_that_can_take_it_over(configs, tmp_path):
     values = {"model": configs["8b"], "data": ["d.jsonl"], "output_dir": str(tmp_path / "run"), "seq_len": 1024, "dtype": "bfloat16", "global_batch_size": 64}
     config = make_config(TrainConfig, values, [])
     prepared = Prepared(size=measure_model(config))
     (tmp_path / "run").mkdir()
     (tmp_path / "run/run.json").write_text(json.dumps({"world_size": 8, "plan": {"zero": "3", "activation_checkpointing": True, "micro_batch": 2, "accumulation": 4}}))
-    anew, resumed = plan_run(config, prepared, gpus())[0], plan_run(config, prepared, gpus(), resumes=True)[0]
+    checkpoint = tmp_path / "run" / "checkpoint-5"
+    checkpoint.mkdir()
+    (checkpoint / "manifest.json").write_text(json.dumps({"zero_stage": 3}))
+    anew, resumed = plan_run(config, prepared, gpus())[0], plan_run(config, prepared, gpus(), checkpoint=str(checkpoint))[0]
     assert anew.zero != "3" and (resumed.zero, resumed.activation_checkpointing, resumed.micro_batch, resumed.accumulation) == ("3", True, 2, 4)
-    fewer = plan_run(config, prepared, gpus(4), resumes=True)[0]
-    assert fewer.zero == "3" and fewer.micro_batch * fewer.accumulation * 4 == 64
+    fewer = plan_run(config, prepared, gpus(4), checkpoint=str(checkpoint))[0]
+    assert fewer.zero == plan_run(config, prepared, gpus(4))[0].zero and fewer.micro_batch * fewer.accumulation * 4 == 64
+    (checkpoint / "manifest.json").write_text(json.dumps({"zero_stage": 0}))
+    assert plan_run(config, prepared, gpus(4, 400), checkpoint=str(checkpoint))[0].zero == "0", "what was not cut into shards goes on so"
 
 
 def test_offload_to_a_disk_counts_the_disk(configs, tmp_path):
