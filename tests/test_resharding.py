@@ -14,8 +14,8 @@ SEQUENCES_PER_STEP = 12
 
 
 @pytest.fixture(scope="module")
-def losses(run, options, tmp_path_factory):
-    """By name of a run: its losses from the first step after the save on. Four launches, each of many runs."""
+def losses(run, options, tiny, tmp_path_factory):
+    """By name of a run: its losses from the first step after the save on; what all printed; the evaluations. Four launches, each of many runs."""
     folder = tmp_path_factory.mktemp("resharding")
 
     def case(name: str, *, method: str, zero: str, source: str = "", **more) -> dict:
@@ -31,10 +31,13 @@ def losses(run, options, tmp_path_factory):
         outputs.append(result.stdout)
 
     outputs: list[str] = []
+    best = {"learning_rate": 0.3, "lr_scheduler_type": "constant", "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "eval_data": str(tiny / "held_out.jsonl"),
+            "save_strategy": "steps", "save_steps": 1, "save_total_limit": 9}
     kinds = [(method, zero) for method in METHODS for zero in STAGES]
     launch(2, [case(f"two-{method}-{zero}", method=method, zero=zero) for method, zero in kinds]
+           + [case("best-of-two", method="full", zero="2", **best)]
            + [case("two-offload", method="full", zero="3-offload", weight_decay=0.0), case("two-plain", method="full", zero="3", weight_decay=0.0), case("two-bf16", method="full", zero="2", bf16=True)])
-    launch(1, [case(f"one-{method}-{zero}", method=method, zero=zero) for method, zero in kinds]
+    launch(1, [case("best-on-one", method="full", zero="1", source="best-of-two", **best)] + [case(f"one-{method}-{zero}", method=method, zero=zero) for method, zero in kinds]
            + [case(f"two-to-one-{method}-{zero}", method=method, zero=zero, source=f"two-{method}-{zero}") for method, zero in kinds])
     launch(3, [case(f"two-to-three-{method}-{zero}", method=method, zero=zero, source=f"two-{method}-{zero}") for method, zero in kinds])
     launch(2, [case(f"one-to-two-{method}-{zero}", method=method, zero=zero, source=f"one-{method}-{zero}") for method, zero in kinds] + [
@@ -45,7 +48,7 @@ def losses(run, options, tmp_path_factory):
         case("bf16-becomes-3", method="full", zero="3", bf16=True, source="two-bf16"),
     ])
     log = {path.parent.name: read_json(path)["results"]["log"] for path in folder.glob("*/run.json") if "results" in read_json(path)}
-    return {name: [entry["loss"] for entry in entries if "loss" in entry and entry["step"] > SAVED_AT] for name, entries in log.items()}, "".join(outputs)
+    return {name: [entry["loss"] for entry in entries if "loss" in entry and entry["step"] > SAVED_AT] for name, entries in log.items()}, "".join(outputs), {name: [entry for entry in entries if "eval_loss" in entry] for name, entries in log.items()}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -69,6 +72,13 @@ def test_a_training_goes_on_with_another_offload_or_in_half_precision(losses, ch
 
 def test_all_ranks_take_the_same_sequences(losses):
     assert losses[0]["one-full-2"] == pytest.approx(losses[0]["two-full-2"], rel=1e-4)
+
+
+def test_the_best_checkpoint_is_found_again_though_other_ranks_saved_it(losses):
+    """Training with too high a rate: the best step lies before the change, and the model at the end is that one's."""
+    evaluations = losses[2]["best-on-one"]
+    best = min(evaluations[:-1], key=lambda entry: entry["eval_loss"])
+    assert best["step"] <= SAVED_AT and evaluations[-1]["step"] == STEPS and evaluations[-1]["eval_loss"] == pytest.approx(best["eval_loss"], rel=1e-6)
 
 
 def test_the_change_is_said(losses):
