@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,10 +69,14 @@ def options_of(folder: Path) -> list[str]:
 @pytest.mark.parametrize("number", [2, 4])
 def test_healthy_hosts_have_no_errors_are_planned_and_measured_in_half_a_minute(number, hosts, run_files, tmp_path):
     start = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    import_seconds = time.monotonic() - start
+    start = time.monotonic()
     report, _ = doctor(hosts, [1] * number, tmp_path, *options_of(run_files))
     seconds = time.monotonic() - start
-    print(f"{number} hosts: {seconds:.1f} s")
-    assert report["ok"] and seconds < 30, report["findings"]
+    print(f"{number} hosts: {seconds:.1f} s, one import of torch {import_seconds:.1f} s")
+    # 7 and 11 s on 2 cores where torch is imported in 2; on a machine of a tenth of that speed 90 were seen.
+    assert report["ok"] and seconds < max(30, 15 * import_seconds), report["findings"]
     assert "is the fastest that fits" in report["plan"]
     assert len(report["links"]["pairs"]) == number * (number - 1) // 2
     assert all(pair["bytes_per_second"] > 1e6 and 0 < pair["seconds"] < 1 for pair in report["links"]["pairs"])
