@@ -4,6 +4,8 @@ A source has `shapes` (name on disk -> shape), `dtype` (of the weights as they a
 """
 
 import copy
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -13,7 +15,8 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import ModulesToSaveWrapper
 from safetensors import safe_open
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from dsft.lora import saved_lora_config
 from dsft.model import adapter_base
@@ -58,7 +61,7 @@ class ShardsSource:
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         if self.shapes != self.shards.shapes:
             raise NotStreamable("some weights are not in the optimizer's shards, or have other names on disk")
-        check_names_on_disk(model)
+        check_names_on_disk(config, self.shapes)
         self.dtype = config.dtype or torch.float32
 
     def read(self, name: str) -> torch.Tensor:
@@ -73,17 +76,16 @@ class MergedSource:
         self.base, self.weights = SafetensorsSource(base), load_peft_weights(str(adapter), device="cpu")
         self.shapes, self.dtype = self.base.shapes, self.base.dtype
         config = load_model_config(str(base))
-        model = empty_model(config)
-        check_names_on_disk(model)
         peft_config = saved_lora_config(str(adapter))
         with torch.device("meta"):
-            adapted = get_peft_model(model, peft_config, low_cpu_mem_usage=True)
+            adapted = get_peft_model(empty_model(config), peft_config, low_cpu_mem_usage=True)
         self.layers = {name.removeprefix("base_model.model."): module for name, module in adapted.named_modules() if isinstance(module, LoraLayer | ModulesToSaveWrapper)}
         if any(isinstance(module, ParamWrapper) for module in self.layers.values()) or peft_config.bias != "none":
             raise NotStreamable("the adapter changes single parameters or biases")
         tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
         if absent := sorted(name for name in self.layers if f"{name}.weight" not in self.shapes or tied and "embed" in name):
             raise NotStreamable(f"the adapter changes {absent[0]}, which has no weight of its own on disk")
+        check_names_on_disk(config, [f"{name}.weight" for name in self.layers])
         for name, tensor in self.weights.items():
             if tensor.dtype in (torch.float16, torch.bfloat16):
                 self.weights[name] = tensor.float()  # as peft does when it loads them over a base
@@ -112,13 +114,14 @@ def local_folder(model: str) -> Path:
     return Path(model) if Path(model).is_dir() else Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]))
 
 
-def check_names_on_disk(model: PreTrainedModel) -> None:
-    """Parameters must be called on disk as in memory, which transformers' conversions (experts fused in memory) undo.
+def check_names_on_disk(config: PreTrainedConfig, names: Iterable[str]) -> None:
+    """These parameters must be called on disk as in memory and be the same there, which transformers' conversions (experts fused in memory) undo.
 
     Raises:
         NotStreamable: where they are not.
     """
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    if get_checkpoint_conversion_mapping(model.config.model_type):
-        raise NotStreamable(f"{model.config.model_type} keeps its weights otherwise in memory than on disk")
+    for conversion in get_checkpoint_conversion_mapping(config.model_type) or []:
+        for pattern in (*conversion.source_patterns, *conversion.target_patterns):
+            expression = re.compile(re.escape(pattern).replace(r"\*", ".*").replace(r"\^", "^"))
+            if changed := next((name for name in names if expression.search(name)), None):
+                raise NotStreamable(f"{config.model_type} keeps {changed} otherwise in memory than on disk")
