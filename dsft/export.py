@@ -15,7 +15,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from peft import PeftModel
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dsft.checkpoints import checkpoints
 from dsft.model import DTYPES, adapter_base, described_in, load_weights
@@ -141,7 +141,7 @@ def _write_config(folder: Path, out: Path, dtype: torch.dtype) -> None:
     config.dtype = dtype
     config.save_pretrained(out)
     if (described / "generation_config.json").is_file():
-        GenerationConfig.from_pretrained(described).save_pretrained(out)
+        shutil.copy(described / "generation_config.json", out)
     _, info = AutoModelForCausalLM.from_pretrained(out, device_map="meta", output_loading_info=True)
     if missing := sorted(info["missing_keys"]):
         raise RuntimeError(f"{out}: {len(missing)} weights are missing from what was written, the first is {missing[0]}")
