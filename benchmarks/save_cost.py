@@ -48,6 +48,8 @@ def write(folder: Path, params: float) -> None:
 
 
 def measure(folder: Path, model: Path, zero: str) -> dict:
+    from rank_helper import ranks_below
+
     out = folder / "run"
     command = [sys.executable, "-m", "dsft.cli", "train", "--num_gpus", "2", "--model", model / "config.json", "--tokenizer", model, "--data", model / "texts.jsonl", "--seq_len", "32", "--zero", zero,
                "--per_device_train_batch_size", "1", "--max_steps", "3", "--save_steps", "1", "--save_total_limit", "1", "--output_dir", out, "--overwrite", "--disable_tqdm", "true", "--memory_check", "false"]
@@ -71,20 +73,6 @@ def written_elements(folder: Path) -> int:
     from dsft.weight_sources import SafetensorsSource
 
     return sum(math.prod(shape) for shape in SafetensorsSource(folder).shapes.values())
-
-
-def ranks_below(pid: int) -> list[int]:
-    from dsft.guard.processes import descendants
-
-    found = []
-    for child in descendants(pid):
-        try:
-            command = Path(f"/proc/{child}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"--local_rank" in command and b"launcher" not in command:
-            found.append(child)
-    return found
 
 
 def own_bytes(pid: int) -> int:

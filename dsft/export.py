@@ -60,7 +60,6 @@ def export(source: str, out: str, *, dtype: str = "auto", max_shard_size: str = 
         raise UserError([f"{out}: exists and is not empty; choose a new folder"])
     beside = target.absolute().with_name(f"{target.name}.unfinished")
     shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
     try:
         tokenizer = AutoTokenizer.from_pretrained(described_in(str(folder)))
         try:
@@ -70,6 +69,7 @@ def export(source: str, out: str, *, dtype: str = "auto", max_shard_size: str = 
             model = _load(folder, dtype)
         else:
             model = None
+            beside.mkdir(parents=True)
             _write(weights, beside, DTYPES.get(dtype, weights.dtype), max_shard_size=max_shard_size)
             _write_config(folder, beside, DTYPES.get(dtype, weights.dtype))
     except (OSError, ValueError) as error:

@@ -22,7 +22,6 @@ from dsft.saving import WRITE_ERRORS, Saves, missing_shards, save_whole
 from dsft.screen import say
 from dsft.zero_config import offloads, stage
 
-
 SAMPLED_TENSORS = 16
 """Of the final model, read back and compared in full."""
 

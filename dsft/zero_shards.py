@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dsft.problems import UserError
+from dsft.problems import UserError, one_line
 
 FP32 = "fp32"
 """Name of the trained weights themselves among the states."""
@@ -61,16 +61,16 @@ class ZeroShards:
         self.world_size = len(files)
         self.model_state = _load(min(self.folder.glob("*_model_states.pt"), key=_number))
         """Counters of the engine and, under "lr_scheduler", the state of a scheduler that DeepSpeed ran."""
-        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in _items(self.model_state["param_shapes"])}
+        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for group in self.model_state["param_shapes"] for name, shape in group.items()}
         """Of each trained parameter, whole."""
-        self.stage, self.step = 0, None
+        self.step: int | None = None
+        """Of the optimizer; None where it does not count."""
         self._pieces: dict[str, list[_Piece]] = {}
         for rank, file in enumerate(files):
             states = _load(file)["optimizer_state_dict"]
-            self.stage = int(states.get("zero_stage", 1))
             if rank == 0:
                 self.loss_scaler = states.get("loss_scaler")
-            self._add_stage_3(states, rank) if self.stage == 3 else self._add_stage_1_and_2(states)
+            self._add_stage_3(states, rank) if states.get("zero_stage", 1) == 3 else self._add_stage_1_and_2(states)
         absent = [name for name, shape in self.shapes.items() if sum(piece.numel for piece in self._pieces.get(name, [])) != math.prod(shape)]
         if absent:
             raise UserError([f"{self.folder}: {len(absent)} parameters are not whole, the first is {absent[0]}; are the files of all ranks there?"])
@@ -120,12 +120,7 @@ def _load(file: Path) -> dict[str, Any]:
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=False)  # as DeepSpeed: it pickles objects of its own
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        raise UserError([f"{file}: cannot be read ({error})"]) from error
-
-
-def _items(param_shapes: list[dict] | dict) -> list[tuple[str, Any]]:
-    groups = param_shapes if isinstance(param_shapes, list) else [param_shapes]
-    return [item for group in groups for item in group.items()]
+        raise UserError([f"{file}: cannot be read ({one_line(error)})"]) from error
 
 
 def _number(path: Path) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch.multiprocessing as mp
 
 from dsft import ranks
+from dsft.guard.processes import descendants
 
 
 def _one_rank(rank: int, function, world: int, port: int, folder: str, arguments: tuple) -> None:
@@ -24,3 +25,16 @@ def on_ranks(world: int, function, *arguments) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_one_rank, args=(function, world, ranks.free_port(), folder, arguments), nprocs=world)
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world)]
+
+
+def ranks_below(pid: int) -> list[int]:
+    """Process ids of the ranks that a `deepspeed` launch started, without the launchers between."""
+    found = []
+    for child in descendants(pid):
+        try:
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"--local_rank" in command and b"launcher" not in command:
+            found.append(child)
+    return sorted(found)

@@ -12,24 +12,12 @@ from safetensors.torch import load_file
 
 from conftest import ROOT, flags, read_json
 from dsft.checkpoints import checkpoints, faults
-from dsft.guard.processes import descendants, start_time
+from dsft.guard.processes import start_time
+from rank_helper import ranks_below
 
 KILLS = 20
 STEPS = 300
 pytestmark = pytest.mark.launch
-
-
-def ranks_of(process: subprocess.Popen) -> list[int]:
-    """Process ids of the ranks below a launch, without the launchers between."""
-    found = []
-    for pid in descendants(process.pid):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"--local_rank" in command and b"launcher" not in command:
-            found.append(pid)
-    return sorted(found)
 
 
 def deepspeed_buffers() -> set[str]:
@@ -57,11 +45,11 @@ def test_twenty_kills_change_nothing_but_the_time(run, options, tmp_path):
     chance, seen, in_saves = random.Random(7), set(), 0
     for kill in range(KILLS):
         lives = log.read_text(errors="replace").count("step ")
-        assert wait_for(lambda lives=lives: log.read_text(errors="replace").count("step ") > lives and len(ranks_of(process)) == 2, process), log.read_text(errors="replace")[-3000:]
+        assert wait_for(lambda lives=lives: log.read_text(errors="replace").count("step ") > lives and len(ranks_below(process.pid)) == 2, process), log.read_text(errors="replace")[-3000:]
         time.sleep(chance.uniform(0, 1))
         if kill % 2:
             in_saves += wait_for(lambda: any((out / ".saving").glob("*/*")), process, seconds=10)
-        ranks = ranks_of(process)
+        ranks = ranks_below(process.pid)
         seen |= set(ranks)
         os.kill(chance.choice(ranks), signal.SIGKILL)
         assert wait_for(lambda kill=kill: f"restart {kill + 1} of {KILLS}" in log.read_text(errors="replace"), process), log.read_text(errors="replace")[-3000:]
