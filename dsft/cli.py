@@ -25,8 +25,9 @@ from dsft.problems import ends_with_clear_errors
 
 @ends_with_clear_errors
 def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
-    forget_lone_rank()
+    if argv is None:  # a process of its own; a caller's process may hold the group of these variables
+        forget_lone_rank()
+        argv = sys.argv[1:]
     if argv and argv[0] in ("train", "eval", "launch"):
         # Their options are those of the YAML file, which the entry point reads; only launcher options are looked at here.
         from dsft.launch.front import launch

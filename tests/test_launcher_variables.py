@@ -2,10 +2,12 @@
 
 import os
 import socket
+import sys
 
 import psutil
 import pytest
 
+from dsft.cli import main
 from dsft.launcher_variables import choose_interface, first_host, interface_towards, launcher_variables, map_launcher_variables
 from dsft.problems import UserError
 
@@ -104,3 +106,16 @@ def test_the_interface_is_named_only_across_nodes_and_only_where_unset(monkeypat
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
     choose_interface()
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == (name, "mine")
+
+
+def test_a_lone_rank_is_forgotten_by_a_command_and_not_by_a_call_within_its_process(monkeypatch):
+    """A notebook that trained holds the process group of these variables; the commands it starts inherit them."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, {"WORLD_SIZE": "1"}.get(name, "0"))
+    with pytest.raises(SystemExit):
+        main(["checkpoints", "./nowhere"])
+    assert os.environ["LOCAL_RANK"] == "0"
+    monkeypatch.setattr(sys, "argv", ["dsft", "checkpoints", "./nowhere"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "LOCAL_RANK" not in os.environ and "MASTER_PORT" not in os.environ
