@@ -4,6 +4,8 @@
     dsft eval --model M --data F      the same for perplexity
     dsft launch --hostfile H train --config run.yaml    the same on many nodes, looked at first
     dsft plan --model M --gpus 8x80GB --nodes 2
+    dsft preview --config run.yaml    a few samples as the model will see them, and figures of the data
+    dsft prepare --config run.yaml    tokenises the data ahead of a run, on a machine without GPUs
     dsft doctor --hostfile H          examines the machines before a run starts on them
     dsft export RUN_OR_CHECKPOINT OUT
     dsft merge ADAPTER OUT
@@ -37,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         sys.exit(launch(argv[1:] if argv[0] == "launch" else ["--no_preflight", *argv]))
     options, rest = _parser(argv).parse_known_args(argv)
-    if argv[:1] == ["doctor"]:
+    if argv[:1] == ["doctor"] or argv[0] in ("prepare", "preview"):
         options.run_options = rest  # those of the run to come, which its own reader checks
     elif rest:
         _parser(argv).error(f"unrecognized arguments: {' '.join(rest)}")
@@ -58,6 +60,11 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         from dsft.doctor.command import add_options as add_doctor_options
 
         add_doctor_options(doctor)
+    for name, text, run in (("prepare", "tokenise the data of a training ahead of it; takes the options of dsft train", _prepare), ("preview", "a few samples as the model will see them", _preview)):
+        command = commands.add_parser(name, help=text)
+        if name == "preview":
+            command.add_argument("--samples", type=int, default=3, help="to print")
+        command.set_defaults(run=run)
     for name, text in (("export", "a run or checkpoint as a plain Hugging Face folder"), ("merge", "an adapter into its base model")):
         command = commands.add_parser(name, help=text)
         command.add_argument("source")
@@ -94,6 +101,18 @@ def _options_help(command: str) -> str:
 def _fields_help(cls: type) -> list[str]:
     fields = [field for field in dataclasses.fields(cls) if field.init]
     return [f"  --{field.name} (default: {field.default if field.default is not dataclasses.MISSING else field.default_factory()})" for field in fields]
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    from dsft.data.commands import prepare_command
+
+    prepare_command(options.run_options)
+
+
+def _preview(options: argparse.Namespace) -> None:
+    from dsft.data.commands import preview_command
+
+    preview_command(options.run_options, samples=options.samples)
 
 
 def _export(options: argparse.Namespace) -> None:

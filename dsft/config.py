@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from transformers import TrainingArguments
 
+from dsft.data.chat import load_template
 from dsft.fields import check_values, field_types, read_flags, read_yaml
 
 
@@ -57,24 +58,51 @@ class LoraFields:
 @dataclass(kw_only=True)
 class DataFields:
     data: list[str] = field(default_factory=list)
-    """Files (txt, json, jsonl, csv, parquet), a glob, a folder of them, or one hub data set."""
-    eval_data: list[str] = field(default_factory=list)
-    """Held-out data, in the same form."""
-    eval_fraction: float = 0.0
-    """Share of `data` held out (seeded) where eval_data is not given."""
-    data_format: Literal["auto", "text", "prompt_completion", "messages"] = "auto"
-    """auto goes by the columns: `messages`, `prompt` and `completion`, or the text column."""
+    """Sources, each a file (txt, json, jsonl, csv, parquet, arrow, also .gz and .zst), a glob, a folder of files, or a hub data set as NAME,
+    NAME:CONFIG or NAME:CONFIG:SPLIT."""
+    data_format: Literal["auto", "text", "prompt_completion", "messages", "sharegpt", "alpaca", "template"] = "auto"
+    """auto goes by the columns of each source, see dsft/data/shapes.py."""
     text_column: str = "text"
+    prompt_template: str | None = None
+    """With completion_template: a text with columns in braces that is given, such as "Question: {question}\\nAnswer: "."""
+    completion_template: str | None = None
+    """A text with columns in braces that is trained on, such as "{answer}"; without prompt_template it is laid end to end as text."""
+    chat_template: str | None = None
+    """A Jinja file or a preset (chatml, llama3, gemma, plain) in place of the tokenizer's own; the final model keeps it."""
     data_name: str | None = None
-    """Configuration of a hub data set."""
+    """Configuration of a hub data set that names none."""
     data_split: str = "train"
-    """Split of a hub data set, slices included (train[:5%])."""
-    eval_split: str = "validation"
-    """Split of a hub data set given as eval_data."""
+    """Split of a hub data set that names none, slices included (train[:5%])."""
     seq_len: int = 1024
     """Longest sequence, in tokens. Text is cut into windows of this length."""
-    too_long: Literal["truncate", "drop", "error"] = "truncate"
+    train_on: Literal["auto", "all", "answers", "last"] = "auto"
+    """What is learnt: all tokens; completions and all turns of assistants; only the last of these turns. auto is all for text, else answers."""
+    too_long: Literal["truncate", "split", "drop", "error"] = "truncate"
     """What happens to a prompt and completion, or a chat, longer than seq_len; it is counted in run.json."""
+    bad_rows: Literal["error", "drop"] = "error"
+    """What happens to a row that cannot be used (no text, roles out of order ...); dropped ones are counted in run.json."""
+
+
+@dataclass(kw_only=True)
+class TrainDataFields(DataFields):
+    eval_data: list[str] = field(default_factory=list)
+    """Held-out data, in the same form."""
+    eval_split: str = "validation"
+    """Split of a hub data set given as eval_data."""
+    eval_fraction: float = 0.0
+    """Share of the rows of `data` held out (seeded) where eval_data is not given."""
+    data_weights: list[float] = field(default_factory=list)
+    """One for each entry of `data`: its share of the sequences of an epoch, which has as many as all sources together."""
+    packing: bool = False
+    """Lay several samples into one row of seq_len tokens (best fit), where none sees another; batch sizes then count rows."""
+    batch_tokens: int | None = None
+    """Without packing: fill each forward of a rank with sequences of like length up to so many tokens, padding included; replaces per_device_train_batch_size."""
+    streaming: bool = False
+    """Read and tokenise while training and keep nothing on disk, for corpora larger than it; needs max_steps."""
+    shuffle_buffer: int = 2_000
+    """With streaming: sequences among which the next one is drawn."""
+    data_cache: str | None = None
+    """Folder for prepared tokens; by default dsft/data in the user's cache. Ranks that share it prepare once."""
 
 
 @dataclass(kw_only=True)
@@ -94,7 +122,7 @@ class TimeoutFields:
 
 
 @dataclass(kw_only=True)
-class TrainConfig(ModelFields, LoraFields, DataFields, TimeoutFields):
+class TrainConfig(ModelFields, LoraFields, TrainDataFields, TimeoutFields):
     """Everything a training run is told."""
 
     zero: str = "auto"
@@ -190,8 +218,18 @@ def check_config(config, problems: list[str]) -> None:
             problems.append(f"{field_.name}={getattr(config, field_.name)}: must be more than 0 seconds")
     if config.seq_len < 2:
         problems.append(f"seq_len={config.seq_len}: a window needs at least 2 tokens, one of context and one to predict")
-    if not 0 <= config.eval_fraction < 1:
-        problems.append(f"eval_fraction={config.eval_fraction}: must be at least 0 and less than 1")
+    if config.prompt_template and not config.completion_template:
+        problems.append("prompt_template needs completion_template: what is trained on")
+    if config.chat_template:
+        try:
+            load_template(config.chat_template)
+        except ValueError as error:
+            problems.append(f"chat_template: {error}")
+            config.chat_template = None
+    if config.data_format == "template" and not config.completion_template:
+        problems.append("data_format=template needs completion_template")
+    if config.completion_template and config.data_format not in ("auto", "template"):
+        problems.append(f"completion_template contradicts data_format={config.data_format}; keep one")
     if isinstance(config, TrainConfig):
         _check_training(config, problems)
     else:
@@ -200,6 +238,7 @@ def check_config(config, problems: list[str]) -> None:
 
 def _check_training(config: TrainConfig, problems: list[str]) -> None:
     training = config.training
+    _check_train_data(config, problems)
     if not training.get("output_dir"):
         problems.append("output_dir: missing; name the folder of this run, for example runs/first")
     for key in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"):
@@ -232,6 +271,34 @@ def _check_training(config: TrainConfig, problems: list[str]) -> None:
         problems.append(f"adapter={config.adapter} needs method lora or qlora; method is full")
     if not 0 <= config.lora_dropout < 1:
         problems.append(f"lora_dropout={config.lora_dropout}: must be at least 0 and less than 1")
+
+
+def _check_train_data(config: TrainConfig, problems: list[str]) -> None:
+    if not 0 <= config.eval_fraction < 1:
+        problems.append(f"eval_fraction={config.eval_fraction}: must be at least 0 and less than 1")
+    if config.data_weights and len(config.data_weights) != len(config.data):
+        problems.append(f"data_weights: {len(config.data_weights)} weights for {len(config.data)} entries of data; give one for each")
+    if any(not weight > 0 for weight in config.data_weights):
+        problems.append(f"data_weights={config.data_weights}: each must be more than 0; leave an entry of data out instead")
+    if config.batch_tokens is not None:
+        if config.packing:
+            problems.append("packing and batch_tokens are both set; packed rows are full already, keep one")
+        if config.batch_tokens < config.seq_len:
+            problems.append(f"batch_tokens={config.batch_tokens} is less than seq_len={config.seq_len}: one sequence must fit; raise batch_tokens")
+        for key in ("per_device_train_batch_size", "global_batch_size"):
+            if config.training.get(key) or getattr(config, key, None):
+                problems.append(f"batch_tokens and {key} are both set; keep one: a batch filled by tokens has as many sequences as fit (gradient_accumulation_steps counts such batches)")
+    if config.streaming:
+        if not config.training.get("max_steps", -1) > 0:
+            problems.append("streaming needs max_steps: how long the stream is is not known")
+        if config.eval_fraction:
+            problems.append("streaming has no rows to hold out a share of; give eval_data")
+        if config.training.get("dataloader_num_workers", 0) > 1:
+            problems.append("streaming takes at most 1 of dataloader_num_workers: each would read the whole stream")
+        if config.batch_tokens is not None:
+            problems.append("streaming and batch_tokens cannot be combined; use packing")
+    if config.shuffle_buffer < 1:
+        problems.append(f"shuffle_buffer={config.shuffle_buffer}: must be at least 1")
 
 
 def _check_evaluation(config: EvalConfig, problems: list[str]) -> None:

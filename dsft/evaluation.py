@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import HfDeepSpeedConfig
@@ -18,6 +17,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft import ranks
 from dsft.config import EvalConfig, TrainConfig
+from dsft.data.sequences import IGNORED
+from dsft.data.training import Shaped, check_sources
 from dsft.guard import watch
 from dsft.machine import Machine, has_gpu, peak_memory_bytes
 from dsft.model import adapter_base, build_model, described_in, is_bare_config, resolve_dtype
@@ -30,8 +31,6 @@ from dsft.planner.plan import Job, attention_of
 from dsft.preparation import check_tokenizer
 from dsft.problems import UserError, one_line
 from dsft.run_folder import FINAL, check_writable
-from dsft.samples import IGNORED, check_rows
-from dsft.text_data import read_rows
 from dsft.versions import versions
 from dsft.windows import Windows, build_windows
 from dsft.zero_config import check_nvme, check_section, read_zero_file, stage
@@ -93,13 +92,13 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
             problems.append(f"zero={config.zero}: evaluation holds the model whole (0) or in shards of stage 3, not of stage {stage(zero_file)}")
     models = [_Candidate.find(dataclasses.replace(config, model=name), problems) for name in config.model]
     data_sets = {source: _read(source, config, models, problems) for source in config.data}
-    ranks.raise_together(problems)
+    ranks.raise_together([*dict.fromkeys(problems)])
 
     machine = ranks.smallest_machine()
     for candidate in models:
         dtype = resolve_dtype(config.dtype)
         zero = choose_zero(candidate, machine, dtype) if config.zero == "auto" else config.zero
-        all_windows = {source: build_windows(rows, config, candidate.tokenizer) for source, rows in data_sets.items()}
+        all_windows = {source: build_windows(data, config, candidate.tokenizer) for source, data in data_sets.items()}
         with loaded_for_scoring(candidate.config, zero, dtype) as model:
             for source, windows in all_windows.items():
                 yield _evaluate_one(model, candidate, windows, source, zero, dtype, progress=progress)
@@ -123,15 +122,10 @@ class _Candidate:
         return cls(config=config, tokenizer=check_tokenizer(config, problems) if size or config.tokenizer else None, model_config=model_config, size=size)
 
 
-def _read(source: str, config: EvalConfig, models: list[_Candidate], problems: list[str]) -> Dataset | None:
-    try:
-        rows = read_rows([source], config, key="data", split=config.data_split)
-    except UserError as error:
-        problems += error.problems
-        return None
-    for candidate in models:
-        check_rows(rows, config, candidate.tokenizer, key="data", problems=problems)
-    return rows
+def _read(source: str, config: EvalConfig, models: list[_Candidate], problems: list[str]) -> Shaped | None:
+    """The source, looked at with the tokenizer of each model."""
+    found = [check_sources([source], config, candidate.tokenizer, key="data", split=config.data_split, problems=problems, keep_all=True) for candidate in models]
+    return next((data[0] for data in found if data), None)
 
 
 def _measure(config: Any, problems: list[str]) -> tuple[PreTrainedConfig | None, ModelSize | None]:

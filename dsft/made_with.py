@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset
 
 from dsft.checkpoints import read_manifest
+from dsft.data.batches import WholeSteps
+from dsft.data.streaming import Stream
+from dsft.data.training import digest
 from dsft.problems import raise_if_any
 
-SAMPLED_SEQUENCES = 1000
 
-
-def made_with(shapes: dict[str, tuple[int, ...]], sequences: Dataset, *, seed: int, sequences_per_step: int) -> dict[str, Any]:
+def made_with(shapes: dict[str, tuple[int, ...]], data: WholeSteps | Stream, *, seed: int, sequences_per_step: int) -> dict[str, Any]:
     """By the words that a message uses.
 
     Args:
@@ -28,8 +28,7 @@ def made_with(shapes: dict[str, tuple[int, ...]], sequences: Dataset, *, seed: i
         "trained tensors": len(shapes),
         "trained elements": int(sum(np.prod(shape, dtype=np.int64) for shape in shapes.values())),
         "names and shapes of what is trained": _digest(sorted((name, list(shape)) for name, shape in shapes.items())),
-        "sequences of data": len(sequences),
-        "content of data": _digest(_sampled(sequences)),
+        **({"stream": _digest(data.identity)} if isinstance(data, Stream) else {"sequences of data": len(data.items), "content of data": digest(data.items)}),
         "seed of the order": seed,
         "sequences per step": sequences_per_step,
     }
@@ -49,10 +48,3 @@ def check_made_with(checkpoint: str, now: dict[str, Any]) -> None:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-
-
-def _sampled(sequences: Dataset) -> list[list[int]]:
-    """Tokens and labels of sequences evenly spread over the data."""
-    step = max(1, len(sequences) // SAMPLED_SEQUENCES)
-    rows = sequences[::step] if len(sequences) else {"input_ids": [], "labels": []}
-    return [*map(list, rows["input_ids"]), *map(list, rows["labels"])]

@@ -15,6 +15,7 @@ from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from dsft.data.chat import load_template
 from dsft.lora import add_lora, saved_lora_config
 from dsft.machine import has_gpu
 from dsft.model_size import is_step_folder, load_model_config
@@ -46,7 +47,7 @@ def described_in(model: str) -> str:
 
 
 def load_tokenizer(config) -> PreTrainedTokenizerBase:
-    """The tokenizer of `config` (a `TrainConfig` or `EvalConfig`), with a pad token.
+    """The tokenizer of `config` (a `TrainConfig` or `EvalConfig`), with its chat template and a pad token.
 
     Where there is none, the end token pads; that changes no loss, since padding is masked and carries no label.
 
@@ -55,6 +56,8 @@ def load_tokenizer(config) -> PreTrainedTokenizerBase:
     """
     name = config.tokenizer or described_in(config.model)
     tokenizer = AutoTokenizer.from_pretrained(name, revision=config.revision if not config.tokenizer else None, trust_remote_code=config.trust_remote_code)
+    if config.chat_template:
+        tokenizer.chat_template = load_template(config.chat_template)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -5,6 +5,8 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from dsft.data.sequences import shown
+
 CARD = "README.md"
 METRICS = {
     "eval_perplexity": "held-out perplexity", "eval_loss": "held-out loss (nats per token)", "eval_tokens": "held-out tokens", "train_loss": "training loss, mean", "steps": "optimizer steps",
@@ -28,13 +30,9 @@ def model_card(run: dict[str, Any]) -> str:
     return "\n".join([
         "---", metadata.to_yaml(), "---", "", f"# {Path(base).name}, finetuned ({method})", "",
         f"Made from `{base}` with dsft on {run['machine']}, {run['world_size']} rank{'s' * (run['world_size'] != 1)}.", "",
-        "## Data", "", f"{', '.join(f'`{name}`' for name in config['data'])}: {_counts(run['data'])}",
-        *([f"\nHeld out: {_counts(run['held_out'])}"] if run.get("held_out") else []), "",
+        "## Data", "", f"{', '.join(f'`{name}`' for name in config['data'])}: {shown(run['data'])}",
+        *([f"\nHeld out: {shown(run['held_out'])}"] if run.get("held_out") else []), "",
         "## Training", "", *(f"- {name}: {value}" for name, value in options.items()), f"- plan: {plan['reason']}", "",
         "## Measured", "", *(f"- {text}: {results[name]:,.6g}" for name, text in METRICS.items() if results.get(name) is not None), "",
         "## Made with", "", ", ".join(f"{name} {version}" for name, version in run["versions"].items() if version), "",
     ])
-
-
-def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in counts.items() if number)

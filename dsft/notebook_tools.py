@@ -22,14 +22,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dsft.checkpoints import checkpoints
 from dsft.config import EvalConfig, make_config
+from dsft.data.shapes import Chat, Pair
+from dsft.data.training import check_sources
 from dsft.evaluation import loaded_for_scoring
 from dsft.launch.front import launch
 from dsft.model import load_tokenizer, resolve_dtype
 from dsft.perplexity import negative_log_likelihood
 from dsft.problems import raise_if_any
 from dsft.run_folder import FINAL, read_run
-from dsft.samples import find_format
-from dsft.text_data import read_rows
+from dsft.windows import read_samples, read_texts
 
 DARKEST_NATS = 8.0
 """Tokens of this loss or more have the full colour: a probability of 1 in 3,000 or less."""
@@ -150,18 +151,23 @@ def read_documents(data: str, tokenizer: PreTrainedTokenizerBase, **options: Any
     A prompt is the first eight words of a text, the prompt of a completion, or a chat up to the first answer.
     """
     config = _eval_config(options | {"data": data})
-    rows = read_rows([data], config, key="data", split=config.data_split)
-    rows = rows.select(range(min(config.max_documents or len(rows), len(rows))))
-    data_format = find_format(rows, config, key="data")
-    if data_format == "text":
-        texts = list(rows[config.text_column])
+    problems: list[str] = []
+    found = check_sources([data], config, tokenizer, key="data", split=config.data_split, problems=problems, keep_all=True)
+    raise_if_any(problems)
+    if found[0].rules.is_text:
+        texts = read_texts(found[0], config, tokenizer)
         return texts, [re.match(r"(?:\s*\S+){0,8}", text)[0] for text in texts]
-    if data_format == "prompt_completion":
-        prompts = list(rows["prompt"])
-        return [prompt + completion for prompt, completion in zip(prompts, rows["completion"], strict=True)], prompts
-    chats = list(rows["messages"])
-    before = [chat[: [message["role"] for message in chat].index("assistant")] for chat in chats]
-    return [_render(tokenizer, chat) for chat in chats], [_render(tokenizer, chat, add_generation_prompt=True) for chat in before]
+    both = [_text_and_prompt(sample, tokenizer) for sample in read_samples(found[0], config, tokenizer)]
+    return [text for text, _ in both], [prompt for _, prompt in both]
+
+
+def _text_and_prompt(sample: Pair | Chat | None, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    if sample is None:
+        return "", ""
+    if isinstance(sample, Pair):
+        return sample.prompt + sample.completion, sample.prompt
+    first = [message["role"] for message in sample.messages].index("assistant", sample.answers_from)
+    return _render(tokenizer, sample.messages), _render(tokenizer, sample.messages[:first], add_generation_prompt=True)
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, chat: list[dict], **options: Any) -> str:

@@ -22,7 +22,7 @@ from dsft.guard import watch
 from dsft.head import ChunkedHead
 from dsft.problems import TrainingStopped
 from dsft.ranks import sum_over_ranks
-from dsft.samples import IGNORED
+from dsft.data.sequences import IGNORED
 from dsft.windows import Windows
 
 ROWS, WORDS = {"cpu": 2048, "cuda": 16384}, {"cpu": 1024, "cuda": 4096}

@@ -8,16 +8,16 @@ import importlib.util
 import os
 import shutil
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dsft.checkpoints import read_manifest
 from dsft.config import EvalConfig, LoraFields, TrainConfig
+from dsft.data.training import Shaped, check_sources
 from dsft.lora import lora_config, saved_lora_config
 from dsft.machine import Machine, has_gpu
 from dsft.model import is_bare_config, load_tokenizer, resolve_dtype
@@ -28,8 +28,6 @@ from dsft.planner.plan import Job, Plan, all_plans, attention_of, choose, reason
 from dsft.problems import UserError, nearest, one_line, raise_if_any
 from dsft.resharding import NOT_TAKEN_OVER
 from dsft.run_folder import check_free_space, check_output_dir, read_run
-from dsft.samples import check_rows, find_format
-from dsft.text_data import read_rows
 from dsft.zero_config import adopt_zero_file, check_nvme, check_section, get_value, nvme_path, offloads, read_zero_file, stage
 
 REPORTERS = {"tensorboard": ("tensorboard", "tensorboardX"), "azure_ml": ("azureml",), "clearml": ("clearml",), "dagshub": ("dagshub",), "dvclive": ("dvclive",)}
@@ -42,8 +40,8 @@ class Prepared:
 
     tokenizer: PreTrainedTokenizerBase | None = None
     size: ModelSize | None = None
-    rows: Dataset | None = None
-    held_out_rows: Dataset | None = None
+    data: list[Shaped] = field(default_factory=list)
+    held_out: list[Shaped] = field(default_factory=list)
     zero_file: dict[str, Any] | None = None
     """The DeepSpeed JSON of an explicit `zero`; None with auto."""
 
@@ -75,7 +73,7 @@ def check_run(config: TrainConfig, world_size: int, problems: list[str]) -> Prep
     if prepared.size and config.training.get("output_dir") and not any(problem.startswith("output_dir") for problem in problems):
         # What is written at the end; checkpoints come on top.
         check_free_space(config.training["output_dir"], prepared.size.num_trainable * (4 if config.dtype == "float32" else 2), problems)
-    _read_data(config, prepared, problems)
+    check_data(config, prepared, problems)
     return prepared
 
 
@@ -94,25 +92,9 @@ def check_tokenizer(config: TrainConfig | EvalConfig, problems: list[str], *, vo
     return tokenizer
 
 
-def _read_data(config: TrainConfig, prepared: Prepared, problems: list[str]) -> None:
-    try:
-        if config.data:
-            prepared.rows = read_rows(config.data, config, key="data", split=config.data_split)
-            check_rows(prepared.rows, config, prepared.tokenizer, key="data", problems=problems)
-    except UserError as error:
-        problems += error.problems
-    try:
-        if config.eval_data:
-            prepared.held_out_rows = read_rows(config.eval_data, config, key="eval_data", split=config.eval_split)
-            check_rows(prepared.held_out_rows, config, prepared.tokenizer, key="eval_data", problems=problems)
-    except UserError as error:
-        problems += error.problems
-    if prepared.rows is not None and config.eval_fraction and not config.eval_data:
-        if int(len(prepared.rows) * config.eval_fraction) < 1:
-            problems.append(f"eval_fraction={config.eval_fraction} of {len(prepared.rows)} rows is no row; raise it or give eval_data")
-        else:
-            parts = prepared.rows.train_test_split(test_size=config.eval_fraction, seed=config.training.get("data_seed") or config.training.get("seed", 42))
-            prepared.rows, prepared.held_out_rows = parts["train"], parts["test"]
+def check_data(config: TrainConfig, prepared: Prepared, problems: list[str]) -> None:
+    prepared.data = check_sources(config.data, config, prepared.tokenizer, key="data", split=config.data_split, problems=problems)
+    prepared.held_out = check_sources(config.eval_data, config, prepared.tokenizer, key="eval_data", split=config.eval_split, problems=problems)
     wants_evaluation = config.training.get("eval_strategy", "no") != "no" or config.training.get("load_best_model_at_end")
     if wants_evaluation and not config.eval_data and not config.eval_fraction:
         problems.append("eval_strategy needs held-out data; give eval_data or eval_fraction")
@@ -276,9 +258,9 @@ def _speeds(machine: Machine, job: Job) -> Speeds:
 
 def _job(config: TrainConfig, prepared: Prepared, *, checkpointing: bool | None) -> Job:
     training = config.training
-    micro = training.get("per_device_train_batch_size") or (None if config.global_batch_size else 8)  # 8 is TrainingArguments' own
+    micro = training.get("per_device_train_batch_size") or (config.batch_tokens and config.batch_tokens // config.seq_len) or (None if config.global_batch_size else 8)  # 8 is TrainingArguments' own
     model_config = load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    full_windows = prepared.rows is not None and find_format(prepared.rows, config, key="data") == "text" and config.seq_len % 8 == 0
+    full_windows = all(one.rules.is_text for one in prepared.data) and not config.packing and config.seq_len % 8 == 0
     return Job(
         size=prepared.size, model_config=model_config, method=config.method, half=config.dtype != "float32", seq_len=config.seq_len,
         attention=attention_of(config, model_config, padded=not full_windows), loss="fused" if training.get("use_liger_kernel") else "hf",
@@ -312,7 +294,11 @@ def with_defaults(training: dict[str, Any], *, has_held_out: bool) -> dict[str, 
 def training_arguments(config: TrainConfig, plan: Plan, *, has_held_out: bool) -> TrainingArguments:
     """transformers' arguments: the user's, with dsft's defaults beneath them and the plan applied."""
     values = with_defaults(config.training, has_held_out=has_held_out)
-    decided = {"per_device_train_batch_size": plan.micro_batch, "gradient_accumulation_steps": plan.accumulation, "activation_checkpointing": plan.activation_checkpointing}
+    decided: dict[str, Any] = {"per_device_train_batch_size": 1 if config.batch_tokens else plan.micro_batch, "gradient_accumulation_steps": plan.accumulation, "activation_checkpointing": plan.activation_checkpointing}
+    if config.packing:
+        values["include_num_input_tokens_seen"] = config.training.get("include_num_input_tokens_seen", "all")  # without an attention mask, transformers takes end tokens for padding
+    if config.streaming:
+        decided["accelerator_config"] = {"dispatch_batches": False}  # every rank reads; batches that rank 0 deals out would need one width
     return TrainingArguments(**values | decided | {"deepspeed": plan.deepspeed_config})
 
 
@@ -328,6 +314,8 @@ def ignored_options(config: TrainConfig, deepspeed_config: dict[str, Any], size:
         notes.append(f"{', '.join(changed)}: ignored, because adapter={config.adapter} brings its own shape")
     if config.method != "qlora" and config.quantization_bits != defaults.quantization_bits:
         notes.append(f"quantization_bits: ignored, because method is {config.method}; set method: qlora")
+    if "train_sampling_strategy" in config.training and (config.packing or config.batch_tokens or config.streaming):
+        notes.append("train_sampling_strategy: ignored, because packing, batch_tokens or streaming decide which sequences go together")
     if config.eval_data and config.eval_fraction:
         notes.append("eval_fraction: ignored, because eval_data is given")
     for name in ("use_cpu", "remove_unused_columns"):

@@ -36,7 +36,7 @@ class SavingTrainer(Trainer):
         self.save_minutes = save_minutes
         self.saves, self.expected = Saves(), expected_shapes(model)
         data = self.train_dataset
-        self.made_with = made_with(self.expected, data.sequences, seed=self.args.data_seed or self.args.seed, sequences_per_step=data.per_step)
+        self.made_with = made_with(self.expected, data, seed=self.args.data_seed or self.args.seed, sequences_per_step=self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size)
         self._saved_at, self._writes_to, self._unwritten = time.monotonic(), None, []
 
     def is_save_due(self) -> bool:

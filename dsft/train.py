@@ -22,6 +22,8 @@ import time
 from dsft import ranks, stop_request
 from dsft.checkpoints import checkpoints
 from dsft.config import TrainConfig, as_dict, read_config
+from dsft.data.sequences import shown
+from dsft.data.training import load_training_data, try_packing
 from dsft.guard import watch
 from dsft.launcher_variables import map_launcher_variables
 from dsft.machine import GiB
@@ -35,7 +37,6 @@ from dsft.problems import Requeue, TrainingStopped, Unsaved, ends_with_clear_err
 from dsft.rank_logs import log_to_files
 from dsft.resharding import topology_change
 from dsft.run_folder import clear_run, is_finished, last_checkpoint, read_run, start_from_weights, write_run
-from dsft.samples import build_samples
 from dsft.screen import say, set_up_screen
 from dsft.trainer import PerplexityTrainer
 from dsft.versions import git_commit, versions
@@ -78,23 +79,30 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
         return None
 
     log_to_files(output_dir, append=checkpoint is not None)
+    packing = ranks.on_rank_0(lambda: try_packing(config)) if config.packing else None
+    if packing:
+        config.packing, config.attn_implementation = packing.problem is None, packing.attn_implementation
     machine = ranks.smallest_machine()
     plan, why = ranks.on_rank_0(lambda: plan_run(config, prepared, machine, checkpoint=checkpoint))
     say(f"plan: {machine}; {prepared.size.num_params:,} parameters, {prepared.size.num_trainable:,} trained, {config.dtype}")
     say(f"plan: {why}")
     say(f"plan: peaks predicted: {plan.device_bytes / GiB:.1f} GiB per {'GPU' if machine.has_gpu else 'rank'}, {plan.host_bytes / GiB:.1f} GiB host memory per node; {plan.time.step_seconds:.3g} s per step")
+    if packing and packing.problem:
+        say(f"note: packing is left out, sequences are padded instead: samples in one row cannot be kept apart in this model, {packing.problem}")
     for note in ignored_options(config, plan.deepspeed_config, prepared.size):
         say(f"note: {note}")
 
-    samples = build_samples(prepared.rows, config, prepared.tokenizer, key="data")
-    held_out = build_samples(prepared.held_out_rows, config, prepared.tokenizer, key="eval_data") if prepared.held_out_rows is not None else None
-    say(f"data: {samples.data_format}, {samples.counts}" + (f"; held out: {held_out.counts}" if held_out else ""))
+    data = load_training_data(config, prepared.data, prepared.held_out, prepared.tokenizer, pack=config.packing, flash=config.packing and packing.flash)
+    args = training_arguments(config, plan, has_held_out=data.held_out is not None)
+    data.count_padding(args, ranks.world_size())
+    say(f"data: {', '.join(map(str, prepared.data))}: {shown(data.counts)}" + (f"; held out: {shown(data.held_out_counts)}" if data.held_out else ""))
+    for note in data.notes:
+        say(f"note: {note}")
 
-    args = training_arguments(config, plan, has_held_out=held_out is not None)
     memory_explained = functools.partial(out_of_memory_explained, plan, machine, lambda: smaller_plan(config, prepared, machine, plan))
     with memory_explained("while loading"):
         model = build_model(config, dtype=config.dtype, seed=args.seed)
-    trainer = PerplexityTrainer(model, args, tokenizer=prepared.tokenizer, train=samples.sequences, held_out=held_out and held_out.sequences, plan=plan, save_minutes=config.save_minutes)
+    trainer = PerplexityTrainer(model, args, tokenizer=prepared.tokenizer, data=data, plan=plan, save_minutes=config.save_minutes)
 
     if checkpoint:
         ranks.on_rank_0(lambda: check_made_with(checkpoint, trainer.made_with))
@@ -103,7 +111,7 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
         if config.overwrite and checkpoint is None:
             clear_run(output_dir)
         write_run(output_dir, config=as_dict(config), plan=plan_as_dict(plan) | {"reason": why}, machine=str(machine), deepspeed=plan.deepspeed_config, versions=versions(),
-                  git_commit=git_commit(), world_size=ranks.world_size(), data=samples.counts, held_out=held_out and held_out.counts, status="running")
+                  git_commit=git_commit(), world_size=ranks.world_size(), data=data.counts, held_out=data.held_out_counts, status="running")
     ranks.wait_for_all()
     if checkpoint:
         change = topology_change(checkpoint, trainer.topology)
@@ -125,7 +133,7 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
         saved = checkpoints(output_dir)
         kept = f"{saved[-1]} is saved; the same command goes on from there with --resume_from_checkpoint auto" if saved else f"nothing could be saved ({trainer.saves.failed[-1:]})"
         raise Requeue(f"asked to stop (SIGUSR1, SIGTERM) after step {trainer.state.global_step}: {kept}")
-    if held_out and (args.load_best_model_at_end or trainer.last_evaluation()["step"] != trainer.state.global_step):
+    if data.held_out and (args.load_best_model_at_end or trainer.last_evaluation()["step"] != trainer.state.global_step):
         trainer.evaluate()
     final = trainer.save_final()
     seconds = time.perf_counter() - start

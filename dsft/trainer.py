@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -17,6 +16,10 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from dsft import stop_request
 from dsft.checkpoints import checkpoints
+from dsft.data.batches import EpochOrder, WholeSteps
+from dsft.data.sequences import Sequences
+from dsft.data.streaming import Stream
+from dsft.data.training import TrainingData
 from dsft.guard import watch
 from dsft.machine import GiB, peak_memory_bytes
 from dsft.perplexity import evaluate_windows, width
@@ -24,20 +27,20 @@ from dsft.planner.measured import PlanCheck
 from dsft.planner.plan import Plan
 from dsft.problems import TrainingStopped
 from dsft.ranks import max_over_ranks, sum_over_ranks
-from dsft.samples import Collator
 from dsft.saving_trainer import SavingTrainer
-from dsft.whole_steps import EpochOrder, WholeSteps
 from dsft.windows import windows_of_sequences
 
 
 class PerplexityTrainer(SavingTrainer):
-    """Trains on `Samples.sequences`; evaluates with `perplexity.py` instead of a mean of batch means."""
+    """Trains on `TrainingData.items`; evaluates with `perplexity.py` instead of a mean of batch means."""
 
-    def __init__(self, model: nn.Module, args: TrainingArguments, *, tokenizer: PreTrainedTokenizerBase, train: Dataset, held_out: Dataset | None, plan: Plan, save_minutes: float | None = None):
+    def __init__(self, model: nn.Module, args: TrainingArguments, *, tokenizer: PreTrainedTokenizerBase, data: TrainingData, plan: Plan, save_minutes: float | None = None):
+        per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         super().__init__(
-            model=model, args=args, train_dataset=WholeSteps(train, args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size), eval_dataset=held_out, processing_class=tokenizer,
-            data_collator=Collator(tokenizer.pad_token_id), save_minutes=save_minutes,
+            model=model, args=args, train_dataset=data.items if isinstance(data.items, Stream) else WholeSteps(data.items, per_step), eval_dataset=data.held_out,
+            processing_class=tokenizer, data_collator=data.collator, save_minutes=save_minutes,
         )
+        self.grouped = data.grouped
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
         self.add_callback(ProgressLog)
@@ -48,13 +51,13 @@ class PerplexityTrainer(SavingTrainer):
         self.bad_losses = torch.zeros((), dtype=torch.int64, device=args.device)
 
     def _get_train_sampler(self, train_dataset: WholeSteps | None = None) -> torch.utils.data.Sampler | None:
-        """The same order on any number of ranks; transformers' own for its other strategies (by length, sequential)."""
+        """The same order on any number of ranks."""
         data = train_dataset if train_dataset is not None else self.train_dataset
-        if self.args.train_sampling_strategy != "random":
+        if self.args.train_sampling_strategy == "sequential":
             return super()._get_train_sampler(data)
-        return EpochOrder(data, seed=self.args.data_seed or self.args.seed, step=lambda: self.state.global_step, drop_last=self.args.dataloader_drop_last)
+        return EpochOrder(data, seed=self.args.data_seed or self.args.seed, step=lambda: self.state.global_step, drop_last=self.args.dataloader_drop_last, grouped=self.grouped)
 
-    def evaluate(self, eval_dataset: Dataset | None = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(self, eval_dataset: Sequences | None = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Perplexity over all tokens of the held-out data; the same number for any batch size and number of ranks."""
         start = time.perf_counter()
         windows = windows_of_sequences(self.eval_dataset if eval_dataset is None else eval_dataset, mode="training")

@@ -3,7 +3,7 @@
 Modes, and where their definitions come from:
 
 - `windows`: documents, a separator after each, laid end to end and cut into windows of L tokens that do not overlap; the first
-  token of a window is context only. It is the view that finetuning trains on (`samples.py`).
+  token of a window is context only. It is the view that finetuning trains on (`data/`).
 - `sliding`: windows of L tokens, each S further; a window scores what the one before it did not reach, so every token but
   the first is scored once, with at least L - S tokens of context (transformers' documentation, "Perplexity of fixed-length
   models"). Over the whole corpus, or each document by itself.
@@ -16,15 +16,19 @@ Words are counted as `re.split(r"\\s+", text)`, bytes in UTF-8, as lm-evaluation
 """
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
-from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from dsft.data.sequences import IGNORED, Sequence, sequence
+from dsft.data.shapes import Chat, EmptyAnswer, Pair, Text, canonical, text_of
+from dsft.data.tokens import tokenise
+from dsft.data.training import Shaped
 from dsft.problems import UserError
-from dsft.samples import IGNORED, build_samples, find_format
 
 
 @dataclass(kw_only=True)
@@ -74,28 +78,53 @@ def words_in(text: str) -> int:
     return len(re.split(r"\s+", text))
 
 
-def build_windows(rows: Dataset, config, tokenizer: PreTrainedTokenizerBase) -> Windows:
-    """Windows of `rows` as `config` (an `EvalConfig`) says.
+def build_windows(data: Shaped, config, tokenizer: PreTrainedTokenizerBase) -> Windows:
+    """Windows of the rows of `data` as `config` (an `EvalConfig`) says.
 
     Raises:
         UserError: where mode and data do not go together, or nothing can be scored.
     """
-    if config.max_documents:
-        rows = rows.select(range(min(config.max_documents, len(rows))))
-    data_format = find_format(rows, config, key="data")
-    mode = config.mode
+    is_text, mode = data.rules.is_text, config.mode
     if mode == "auto":
-        mode = "windows" if data_format == "text" else "answers"
-    if (mode == "answers") == (data_format == "text"):
-        raise UserError([f"mode={mode} does not fit the data, which holds {data_format}; use {'windows, sliding or rolling' if mode == 'answers' else 'answers'}"])
-    if mode == "answers":
-        windows = _answers(rows, config, tokenizer)
-    else:
-        texts = rows[config.text_column]
-        windows = _of_text([text or "" for text in texts], mode, config, tokenizer)
+        mode = "windows" if is_text else "answers"
+    if (mode == "answers") == is_text:
+        raise UserError([f"mode={mode} does not fit the data, which holds {data.rules.shape}; use {'windows, sliding or rolling' if mode == 'answers' else 'answers'}"])
+    windows = _answers(data, config, tokenizer) if mode == "answers" else _of_text(read_texts(data, config, tokenizer), mode, config, tokenizer)
     if not any(len(windows.pieces(window)[0]) for window in range(len(windows.spans))):
-        raise UserError([f"data: {len(rows)} documents give no token to score: a first token is context only"])
+        raise UserError([f"data: {len(windows.document_starts)} documents give no token to score: a first token is context only"])
     return windows
+
+
+def read_samples(data: Shaped, config, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text | Pair | Chat | None]:
+    """The rows in their canonical form, the pieces of a text file each by itself; None for a row without an answer.
+
+    Raises:
+        UserError: with file and line of a row that cannot be used.
+    """
+    documents = 0
+    for batch in data.source.batches():
+        for index, row in enumerate(batch.rows):
+            try:
+                sample = canonical(row, data.rules.shape, data.rules, has_template=bool(tokenizer.chat_template))
+            except EmptyAnswer:
+                sample = None
+            except ValueError as error:
+                raise UserError([f"data: {batch.where(index)}: {error}"]) from None
+            yield sample
+            documents += not (isinstance(sample, Text) and sample.goes_on)
+            if documents == config.max_documents:
+                return
+
+
+def read_texts(data: Shaped, config, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The documents of a source of texts, whole."""
+    texts, pieces = [], []
+    for sample in read_samples(data, config, tokenizer):
+        pieces.append(sample.text)
+        if not sample.goes_on:
+            texts.append("".join(pieces))
+            pieces = []
+    return texts
 
 
 def _of_text(texts: list[str], mode: str, config, tokenizer: PreTrainedTokenizerBase) -> Windows:
@@ -163,22 +192,29 @@ def sliding_spans(start: int, end: int, length: int, stride: int) -> Iterable[tu
             return
 
 
-def _answers(rows: Dataset, config, tokenizer: PreTrainedTokenizerBase) -> Windows:
-    samples = build_samples(rows, config, tokenizer, key="data", keep_all=True)
-    texts = rows["completion"] if samples.data_format == "prompt_completion" else [
-        "".join(message["content"] for message in messages if message["role"] == "assistant") for messages in rows["messages"]
-    ]
-    windows = windows_of_sequences(samples.sequences, mode="answers")
+def _answers(data: Shaped, config, tokenizer: PreTrainedTokenizerBase) -> Windows:
+    texts = [text_of(sample) if sample else "" for sample in read_samples(data, config, tokenizer)]
+    sequences: list[Sequence] = []
+    counts: Counter = Counter()
+    for batch in data.source.batches():
+        try:
+            made = tokenise(batch.select(range(min(len(batch.rows), len(texts) - len(sequences)))), data.rules, tokenizer)
+        except UserError as error:
+            raise UserError([f"data: {problem}" for problem in error.problems]) from None
+        counts += made.counts
+        sequences += [sequence(made.ids[start:end], made.trained[start:end]) for start, end in pairwise([0, *made.ends])]
+    windows = windows_of_sequences(sequences, mode="answers")
     windows.document_bytes = np.array([len(text.encode()) for text in texts])
     windows.document_words = np.array([words_in(text) for text in texts])
-    windows.counts = {"truncated": samples.counts["truncated"]}
+    windows.counts = {"truncated": counts["truncated"]}
     return windows
 
 
-def windows_of_sequences(sequences: Dataset, *, mode: str) -> Windows:
-    """Each sequence (input_ids and labels, as training has them) as a document and a window of its own."""
-    tokens, starts = _concatenate(sequences["input_ids"])
-    labels, _ = _concatenate(sequences["labels"])
+def windows_of_sequences(sequences: Iterable[Sequence], *, mode: str) -> Windows:
+    """Each sequence (as training has them) as a document and a window of its own."""
+    sequences = list(sequences)
+    tokens, starts = _concatenate(one["input_ids"] for one in sequences)
+    labels, _ = _concatenate(one["labels"] for one in sequences)
     ends = np.append(starts[1:], len(tokens))
     scorable = labels != IGNORED
     scorable[starts] = False  # nothing stands before it

@@ -1,0 +1,202 @@
+"""Tokenises a source once, on all cores, for every rank that sees the same cache folder and for every later run.
+
+The first process to come holds a lock and works; the others wait for it outside of any collective, and tell their guards that it goes on.
+"""
+
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from dsft.data.files import BEGUN, GOES_ON
+from dsft.data.sources import Batch, Source
+from dsft.data.store import FACTS, Store, StoreWriter
+from dsft.data.tokens import Rules, Tokens, tokenise
+from dsft.guard import watch
+from dsft.machine import cpu_count
+from dsft.problems import UserError, one_line
+
+FORM = 1
+"""Of the folders; a change of code that changes tokens raises it."""
+ALONE_BYTES = 8 << 20
+"""Sources smaller than this are tokenised by this process: workers take seconds to start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """A seeded share of the rows: one of each 1 / fraction consecutive ones."""
+
+    fraction: float
+    seed: int
+    wanted: bool
+    """True for the rows that are held out, False for the others."""
+
+    def takes(self, index: int) -> bool:
+        """
+        Args:
+            index: of the row in its source, from 0.
+        """
+        share = Fraction(str(self.fraction))
+        block = int(index * share)
+        first, end = math.ceil(block / share), math.ceil((block + 1) / share)
+        chosen = random.Random(self.seed * 1_000_003 + block).randrange(first, end)
+        return (index == chosen) == self.wanted
+
+
+def cache_folder(config: Any) -> Path:
+    """`data_cache`, else `dsft/data` in the user's cache."""
+    if config.data_cache:
+        return Path(config.data_cache).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsft" / "data"
+
+
+def fingerprint(source: Source, rules: Rules, held_out: HeldOut | None, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of everything that decides the tokens."""
+    if rules.is_text:
+        rules = replace(rules, seq_len=0, too_long="")  # windows are cut when they are read
+    backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(sorted(tokenizer.get_vocab().items()))
+    made_from = [FORM, source.identity, asdict(rules), held_out and asdict(held_out), type(tokenizer).__name__, backend, str(tokenizer.special_tokens_map), str(tokenizer.chat_template)]
+    return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
+
+
+def prepare(source: Source, rules: Rules, tokenizer: PreTrainedTokenizerBase, cache: Path, *, held_out: HeldOut | None = None, show: bool = True) -> Store:
+    """The tokens of `source`, made now or earlier.
+
+    Raises:
+        UserError: naming file and line of what cannot be used, or where nothing is left to train on.
+    """
+    place = cache / fingerprint(source, rules, held_out, tokenizer)
+    if (place / FACTS).is_file():
+        return Store(place)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError([f"data_cache: {cache} cannot be made ({error.strerror}); name another folder"]) from None
+    came, failed = time.time(), place.with_name(f"{place.name}.failed")
+    with _lock(place.with_name(f"{place.name}.lock")):
+        if (place / FACTS).is_file():
+            return Store(place)
+        if failed.is_file() and failed.stat().st_mtime >= came:  # while this process waited: it would come to the same
+            raise UserError(json.loads(failed.read_text(encoding="utf-8")))
+        try:
+            _write(source, rules, tokenizer, place, held_out, show=show)
+        except UserError as error:
+            failed.write_text(json.dumps(error.problems), encoding="utf-8")
+            raise
+        failed.unlink(missing_ok=True)
+    return Store(place)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Waits for a process that is at work, however long it takes; the system gives the lock of a dead one back."""
+    lock = FileLock(path)
+    while True:
+        try:
+            lock.acquire(timeout=1)
+            break
+        except Timeout:
+            watch.tick()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _write(source: Source, rules: Rules, tokenizer: PreTrainedTokenizerBase, place: Path, held_out: HeldOut | None, *, show: bool) -> None:
+    writer = StoreWriter(place, vocab_size=len(tokenizer))
+    start = time.perf_counter()
+    name = source.key if held_out is None or not held_out.wanted else "held-out rows"
+    try:
+        with tqdm(total=source.total_bytes, desc=f"Preparing {name}", unit="B", unit_scale=True, disable=not show, dynamic_ncols=True, mininterval=0.5) as bar:
+            for batch, made in _tokenised(_batches(source, held_out), rules, tokenizer, workers=_workers(source)):
+                writer.append(made)
+                watch.tick()
+                bar.update(batch.position - bar.n if batch.position else 0)
+                bar.set_postfix_str(f"{writer.size / 1e6:.1f}M tokens", refresh=False)
+        seconds = time.perf_counter() - start
+        if not writer.counts["trained_tokens"]:
+            left_out = {name: number for name, number in writer.counts.items() if number and name not in ("rows", "trained_tokens")}
+            raise UserError([f"{source.key}: {source.name}: {writer.counts['rows']} rows give no token to train on (of {writer.size} tokens; {left_out or 'nothing left out'})"])
+        writer.finish(shape=rules.shape, is_text=rules.is_text, source=source.name, seconds=seconds)
+    except OSError as error:
+        writer.abandon()
+        raise UserError([f"data_cache: {place.parent}: {one_line(error)}; free some space or name another folder"]) from None
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def _workers(source: Source) -> int:
+    return 1 if source.total_bytes is not None and source.total_bytes < ALONE_BYTES else cpu_count()
+
+
+def _batches(source: Source, held_out: HeldOut | None) -> Iterator[Batch]:
+    index = 0
+    for batch in source.batches():
+        if held_out is not None:
+            kept = [i for i in range(len(batch.rows)) if held_out.takes(index + i)]
+            index += len(batch.rows)
+            batch = batch.select(kept)
+            for row in batch.rows:  # a piece of a text is a document of its own here
+                row.pop(BEGUN, None), row.pop(GOES_ON, None)
+        yield batch
+
+
+def _tokenised(batches: Iterator[Batch], rules: Rules, tokenizer: PreTrainedTokenizerBase, *, workers: int) -> Iterator[tuple[Batch, Tokens]]:
+    """In the order of the batches, with at most a few of them in memory."""
+    if workers == 1:
+        yield from ((batch, tokenise(batch, rules, tokenizer)) for batch in batches)
+        return
+    # "spawn": this process has threads (of the process group, of tokenizers), which a fork would copy half.
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(rules, tokenizer)) as pool:
+        waiting: list[tuple[Batch, Future]] = []
+        try:
+            for batch in batches:
+                waiting.append((batch, pool.submit(_work, batch)))
+                if len(waiting) > 2 * workers:
+                    yield waiting[0][0], waiting.pop(0)[1].result()
+            while waiting:
+                yield waiting[0][0], waiting.pop(0)[1].result()
+        except BrokenProcessPool:
+            raise UserError(["a process that tokenised was killed (out of memory?); what was prepared so far is removed"]) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+_worker: tuple[Rules, PreTrainedTokenizerBase] | None = None
+
+
+def _start_worker(rules: Rules, tokenizer: PreTrainedTokenizerBase) -> None:
+    global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker for each core
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _worker = rules, tokenizer
+
+
+def _work(batch: Batch) -> Tokens:
+    return tokenise(batch, *_worker)
+
+
+def _end_with_parent() -> None:
+    """Workers of a process that is killed would wait for work for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)

@@ -1,0 +1,122 @@
+"""What an epoch is made of: slices of prepared tokens, of one or several sources mixed by weight."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from dsft.data.store import Store
+
+IGNORED = -100
+"""Label of a token that is not scored (torch.nn.functional.cross_entropy's ignore_index)."""
+
+Sequence = dict[str, np.ndarray]
+"""input_ids and labels, both [T] int64."""
+
+
+def sequence(ids: np.ndarray, trained: np.ndarray) -> Sequence:
+    """The first token of a sequence is never learnt: nothing stands before it."""
+    ids = np.asarray(ids, np.int64)
+    labels = np.where(trained, ids, IGNORED)
+    labels[:1] = IGNORED
+    return {"input_ids": ids, "labels": labels}
+
+
+class Sequences(torch.utils.data.Dataset):
+    """N sequences, read when asked for."""
+
+    def __init__(self, stores: list[Store], places: np.ndarray, starts: np.ndarray, ends: np.ndarray):
+        """
+        Args:
+            places: [N], which of `stores` each is in; from `starts` [N] to `ends` [N] there.
+        """
+        self.stores, self.places, self.starts, self.ends = stores, places, starts, ends
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[N] tokens."""
+        return self.ends - self.starts
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Sequence:
+        store, span = self.stores[self.places[index]], slice(self.starts[index], self.ends[index])
+        return sequence(store.tokens[span], store.trained[span])
+
+    def __getitems__(self, indices: Iterable[int]) -> list[Sequence]:
+        return [self[index] for index in indices]
+
+    def select(self, indices: np.ndarray) -> "Sequences":
+        return Sequences(self.stores, self.places[indices], self.starts[indices], self.ends[indices])
+
+
+def sequences_of(stores: list[Store], *, seq_len: int, whole_documents: bool) -> Sequences:
+    """All sequences of `stores`, in order.
+
+    Args:
+        seq_len: text is laid end to end and cut into windows of so many tokens.
+        whole_documents: a text is a sequence of its own, cut only where it is longer (for packing).
+    """
+    parts = []
+    for place, store in enumerate(stores):
+        if store.is_text:
+            ends = store.ends if whole_documents else np.array([len(store.tokens)])
+            starts, ends = cut(ends, seq_len)
+        else:
+            starts, ends = np.concatenate([[0], store.ends[:-1]]), store.ends
+        parts.append((np.full(len(starts), place, np.int16), starts, ends))
+    return Sequences(stores, *(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+def cut(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, ends) of pieces of at most `length` tokens of documents that end at `ends`."""
+    begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    pieces = -(-(ends - begins) // length)
+    within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = np.repeat(begins, pieces) + within * length
+    return starts, np.minimum(starts + length, np.repeat(ends, pieces))
+
+
+def mix(sequences: Sequences, weights: list[float], *, seed: int) -> tuple[Sequences, list[float]]:
+    """(as many sequences as there are, of each source its share by weight; how often each source is gone through in that).
+
+    Drawn without repetition until a source is used up, then from its beginning again.
+    """
+    total, share = len(sequences), np.array(weights) / sum(weights)
+    generator = np.random.default_rng(seed)
+    drawn, passes = [], []
+    for place, part in enumerate(share):
+        own = np.flatnonzero(sequences.places == place)
+        wanted = round(total * part)
+        rounds = [generator.permutation(own) for _ in range(-(-wanted // len(own)))]
+        drawn.append(np.sort(np.concatenate([own[:0], *rounds])[:wanted], kind="stable"))
+        passes.append(wanted / len(own))
+    return sequences.select(np.concatenate(drawn)), passes
+
+
+def shown(counts: dict[str, Any]) -> str:
+    """Counts as a sentence's end; what is 0 is left out."""
+    words = []
+    for name, value in counts.items():
+        text = name.replace("_", " ")
+        if isinstance(value, list):
+            words.append(f"{text} {', '.join(f'{one:.3g}' for one in value)}")
+        elif isinstance(value, float):
+            words.append(f"{text} {value:.1%}")
+        elif value:
+            words.append(f"{value:,} {text}")
+    return ", ".join(words)
+
+
+def count(sequences: Sequences, stores: list[Store], *, passes: list[float] | None = None) -> dict[str, Any]:
+    """For run.json: of all sources together, and how often each is gone through where they are mixed."""
+    names = stores[0].counts.keys()
+    counts: dict[str, Any] = {name: sum(store.counts[name] for store in stores) for name in names}
+    counts["sequences"] = len(sequences)
+    if passes is None:  # the first token of each window of text is context only
+        counts["trained_tokens"] -= sum(int((sequences.places == place).sum()) for place, store in enumerate(stores) if store.is_text)
+    if passes is not None:
+        counts["passes"] = [round(one, 4) for one in passes]
+    return counts

@@ -1,0 +1,124 @@
+"""The entries of `data`: files, or a hub data set as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT (a slice such as train[:5%] included)."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dsft.data.files import ending, find_files, raw_size, read_file
+from dsft.problems import UserError, one_line
+
+BATCH_ROWS, BATCH_BYTES = 1000, 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Some rows of one file or hub data set."""
+
+    rows: list[dict[str, Any]]
+    numbers: list[int]
+    """Line or row of each, from 1."""
+    place: str
+    """The file, or the data set's name."""
+    position: int = 0
+    """Bytes of the source read up to here; 0 where that is not known."""
+
+    def where(self, index: int) -> str:
+        return f"{self.place}, {'line' if ending(self.place) in ('.txt', '.jsonl', '.csv') else 'row'} {self.numbers[index]}"
+
+    def select(self, indices: Iterable[int]) -> "Batch":
+        indices = list(indices)
+        return replace(self, rows=[self.rows[i] for i in indices], numbers=[self.numbers[i] for i in indices])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One entry of `data` or `eval_data`."""
+
+    name: str
+    """As the user wrote it."""
+    key: str
+    """The option it comes from, for messages."""
+    files: tuple[str, ...] = ()
+    hub: tuple[str, str | None, str] | None = None
+    """(name, config, split) on the hub; None with files."""
+    streaming: bool = False
+    """Read from the hub without a copy on disk."""
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Of all files as they lie; None where it is not known."""
+        return sum(map(raw_size, self.files)) if self.files else None
+
+    @property
+    def identity(self) -> list[Any]:
+        """What changes when the content does: path, size and time of change of each file; name and split, and the revision that is cached, on the hub."""
+        if self.files:
+            return [[str(Path(file).resolve()), raw_size(file), Path(file).stat().st_mtime_ns] for file in self.files]
+        return [*self.hub, getattr(self._load(), "_fingerprint", "")]
+
+    def batches(self) -> Iterator[Batch]:
+        """All rows in order.
+
+        Raises:
+            UserError: naming the file and line, or the data set, that cannot be read.
+        """
+        before = 0
+        for place, rows in self._parts():
+            batch: list[dict[str, Any]] = []
+            numbers: list[int] = []
+            begun = position = 0
+            for number, row, position in rows:
+                batch.append(row)
+                numbers.append(number)
+                if len(batch) == BATCH_ROWS or position - begun >= BATCH_BYTES:
+                    yield Batch(rows=batch, numbers=numbers, place=place, position=before + position)
+                    batch, numbers, begun = [], [], position
+            if batch:
+                yield Batch(rows=batch, numbers=numbers, place=place, position=before + position)
+            before += raw_size(place) if self.files else 0
+
+    def first_batch(self) -> Batch:
+        """
+        Raises:
+            UserError: also where there is no row at all.
+        """
+        for batch in self.batches():
+            return batch
+        raise UserError([f"{self.name} holds no rows"])
+
+    def _parts(self) -> Iterator[tuple[str, Iterator[tuple[int, dict[str, Any], int]]]]:
+        if self.files:
+            yield from ((file, read_file(file)) for file in self.files)
+        else:
+            yield self.hub[0], ((number, row, 0) for number, row in enumerate(self._load(), start=1))
+
+    def _load(self) -> Any:
+        import datasets
+
+        name, config, split = self.hub
+        try:
+            return datasets.load_dataset(name, config, split=split, streaming=self.streaming)
+        except Exception as error:  # the hub client raises dozens of kinds; each is the user's to see in one line
+            raise UserError([f"{name} is neither a file here (seen from {Path.cwd()}) nor a hub data set that can be read: {type(error).__name__}: {one_line(error)[:300]}"]) from None
+
+
+def find_sources(entries: list[str], config: Any, *, key: str, split: str, problems: list[str]) -> list[Source]:
+    """A source for each entry; what is wrong goes to `problems`.
+
+    Args:
+        config: DataFields.
+        split: of a hub data set that names none.
+    """
+    found = []
+    for entry in entries:
+        try:
+            files = find_files(entry, key)
+        except UserError as error:
+            problems += error.problems
+            continue
+        name, _, rest = entry.partition(":")
+        hub_config, _, hub_split = rest.partition(":")
+        hub = None if files else (name, hub_config or config.data_name, hub_split or split)
+        found.append(Source(name=entry, key=key, files=tuple(files), hub=hub, streaming=getattr(config, "streaming", False)))
+    return found

@@ -1,0 +1,108 @@
+"""Tokens on disk, read without loading them: a folder that is complete or not there.
+
+    tokens.bin    [F] uint16 or int32: all sequences (documents, where the data is text) end to end
+    trained.bin   [F] bool
+    ends.npy      [S] int64
+    facts.json    shape, counts, and what the tokens were made from
+"""
+
+import json
+import os
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dsft.data.tokens import Tokens
+
+FACTS = "facts.json"
+
+
+@dataclass(frozen=True)
+class Store:
+    """A finished folder."""
+
+    folder: Path
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """shape, is_text, source, seconds, dtype, counts, first_bad."""
+        return json.loads((self.folder / FACTS).read_text(encoding="utf-8"))
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        return _mapped(self.folder / "tokens.bin", self.facts["dtype"])
+
+    @cached_property
+    def trained(self) -> np.ndarray:
+        return _mapped(self.folder / "trained.bin", "bool")
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        return np.load(self.folder / "ends.npy")
+
+    @property
+    def is_text(self) -> bool:
+        """Documents, to be cut into windows; else samples that are sequences as they are."""
+        return self.facts["is_text"]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return self.facts["counts"]
+
+
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+
+
+class StoreWriter:
+    """Writes a folder beside its place and puts it there when all is on disk; a killed one leaves only `PLACE.partial`."""
+
+    def __init__(self, place: Path, *, vocab_size: int):
+        self.place, self.partial = place, place.with_name(f"{place.name}.partial")
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
+        self.dtype = "uint16" if vocab_size <= 1 << 16 else "int32"
+        self.files = {name: open(self.partial / f"{name}.bin", "wb") for name in ("tokens", "trained")}
+        self.ends: list[np.ndarray] = []
+        self.hashes: list[np.ndarray] = []
+        self.counts: Counter = Counter()
+        self.size = 0
+        self.first_bad = ""
+
+    def append(self, made: Tokens) -> None:
+        made.ids.astype(self.dtype).tofile(self.files["tokens"])
+        made.trained.tofile(self.files["trained"])
+        self.ends.append(made.ends + self.size)
+        self.hashes.append(made.hashes)
+        self.size += len(made.ids)
+        self.counts += made.counts
+        self.counts["trained_tokens"] += int(made.trained.sum())
+        self.first_bad = self.first_bad or made.first_bad
+
+    def finish(self, **facts: Any) -> Store:
+        for file in self.files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        ends, hashes = (np.concatenate([np.zeros(0, np.int64), *parts]) for parts in (self.ends, self.hashes))
+        with open(self.partial / "ends.npy", "wb") as file:
+            np.save(file, ends)
+            os.fsync(file.fileno())
+        counts = {name: int(self.counts[name]) for name in ("rows", "truncated", "split", "dropped_long", "dropped_untrained", "dropped_empty", "dropped_bad", "trained_tokens")}
+        counts |= {"tokens": self.size, "duplicates": len(hashes) - len(np.unique(hashes))}
+        with open(self.partial / FACTS, "w", encoding="utf-8") as file:
+            json.dump(facts | {"dtype": self.dtype, "counts": counts, "first_bad": self.first_bad}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        self.partial.rename(self.place)
+        return Store(self.place)
+
+    def abandon(self) -> None:
+        for file in self.files.values():
+            file.close()
+        shutil.rmtree(self.partial, ignore_errors=True)

@@ -1,0 +1,128 @@
+"""Every format of files gives the same rows, and what is wrong with a file is said with its line."""
+
+import gzip
+import json
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from dsft.config import TrainConfig
+from dsft.data.files import BEGUN, GOES_ON, PIECE_BYTES, find_files, read_file
+from dsft.data.sources import find_sources
+from dsft.problems import UserError
+
+ROWS = [{"prompt": "what is ä?", "completion": "a\nline, \"quoted\""}, {"prompt": "", "completion": "b"}]
+
+
+def jsonl(rows: list) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def write(folder, name: str) -> str:
+    """ROWS as the file `name`."""
+    path = folder / name
+    inner = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
+    if inner.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), inner)
+    elif inner.suffix == ".arrow":
+        if "stream" in name:
+            datasets.Dataset.from_list(ROWS).save_to_disk(str(folder / "saved"))
+            inner.write_bytes(next((folder / "saved").glob("*.arrow")).read_bytes())
+        else:
+            with pyarrow.ipc.new_file(str(inner), pyarrow.Table.from_pylist(ROWS).schema) as file:
+                file.write_table(pyarrow.Table.from_pylist(ROWS))
+    elif inner.suffix == ".csv":
+        inner.write_text('prompt,completion\r\nwhat is ä?,"a\nline, ""quoted"""\r\n,b\r\n', encoding="utf-8", newline="")
+    elif inner.suffix == ".json":
+        inner.write_text(json.dumps(ROWS, indent=1))
+    else:
+        inner.write_bytes(b"\n" + jsonl(ROWS))
+    if path != inner:
+        content = inner.read_bytes()
+        inner.unlink()
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else zstandard.compress(content))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "lines.json.gz", "a.csv", "a.parquet", "a.arrow", "stream.arrow", "a.jsonl.gz", "a.jsonl.zst", "a.csv.zst"])
+def test_every_format_gives_the_same_rows(tmp_path, name):
+    assert [row for _, row, _ in read_file(write(tmp_path, name))] == ROWS
+
+
+def test_arrow_gives_no_keys_that_a_row_did_not_have(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [{"name": "f"}]}]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert [row for _, row, _ in read_file(str(tmp_path / "a.parquet"))] == rows
+
+
+@pytest.mark.parametrize("ending", ["txt", "txt.gz"])
+def test_a_long_text_comes_in_pieces_that_are_the_text(tmp_path, ending):
+    text = "".join(f"line {i} ü" + "\n" * (1 + i % 3) + " " * (i % 2) for i in range(400_000))
+    path = tmp_path / f"a.{ending}"
+    path.write_bytes(gzip.compress(text.encode()) if ending.endswith("gz") else text.encode())
+    rows = list(read_file(str(path)))
+    assert "".join(row["text"] for _, row, _ in rows) == text and len(rows) > 4
+    assert [row[BEGUN] for _, row, _ in rows] == [False] + [True] * (len(rows) - 1)
+    assert [row[GOES_ON] for _, row, _ in rows] == [True] * (len(rows) - 1) + [False]
+    for (_, row, _), (number, following, _) in zip(rows, rows[1:], strict=False):
+        assert row["text"].endswith("\n") and not following["text"][0].isspace()
+        assert len(row["text"]) < 2 * PIECE_BYTES
+    assert [number for number, _, _ in rows] == [1 + text[: text.index(row["text"][:200])].count("\n") for _, row, _ in rows]
+
+
+def test_a_text_of_one_line_is_not_held_whole(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * (11 * PIECE_BYTES))
+    assert [len(row["text"]) // PIECE_BYTES for _, row, _ in read_file(str(tmp_path / "a.txt"))] == [4, 4, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', "a.jsonl, line 3: not valid JSON (Expecting value at column"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "a.jsonl, line 2: not valid UTF-8"),
+        ("a.jsonl", b'[1]\n', "a.jsonl, line 1: a JSON object is needed, found list"),
+        ("a.jsonl", b'{"text": "a", "text": "b"}\n', "a.jsonl, line 1: the column 'text' is there twice"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not valid JSON (nested too deeply)"),
+        ("a.json", b'[{"a": 1},\n{"a": }]', "a.json, line 2: not valid JSON"),
+        ("a.json", b'[{"a": 1}, 2]', "a.json, row 2: a JSON object is needed, found int"),
+        ("a.json", b'[{"a": "\xff"}]', "a.json: not valid UTF-8"),
+        ("a.csv", b"text,text\na,b\n", "a.csv, line 1: the column 'text' is there twice"),
+        ("a.csv", b'text,id\n"a\nb",1\nc\n', "a.csv, line 4: 1 values for 2 columns (text, id)"),
+        ("a.csv", b'text\n"a" b\n', "a.csv, line 2: not valid CSV"),
+        ("a.csv", b"text\n\xff\n", "a.csv, line 2: not valid UTF-8"),
+        ("a.txt", b"one\ntwo \xff\n", "a.txt, line 2: not valid UTF-8"),
+        ("a.txt", b"caf\xc3", "a.txt: not valid UTF-8: its last character is cut off"),
+        ("a.txt", b"", "a.txt is empty"),
+        ("a.parquet", b"no parquet", "a.parquet cannot be read as parquet"),
+        ("a.arrow", b"no arrow at all", "a.arrow cannot be read as arrow"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:40], "a.jsonl.gz cannot be read as jsonl"),
+        ("a.jsonl.zst", b"no zstandard", "a.jsonl.zst cannot be read as jsonl"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as raised:
+        list(read_file(str(tmp_path / name)))
+    assert message in str(raised.value)
+
+
+def test_invalid_text_inside_arrow_names_its_row(tmp_path):
+    bad = pyarrow.StringArray.from_buffers(2, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"a\xff"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="a.parquet, row 2: not valid UTF-8"):
+        list(read_file(str(tmp_path / "a.parquet")))
+
+
+def test_folders_globs_and_names_on_the_hub(tmp_path):
+    for name in ("b.jsonl", "a.jsonl", "c.jsonl.gz", "notes.md"):
+        (tmp_path / name).write_bytes(gzip.compress(b"{}") if name.endswith("gz") else b"{}")
+    found = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jsonl.gz")]
+    assert find_files(str(tmp_path), "data") == found and find_files(str(tmp_path / "*.jsonl*"), "data") == found
+    problems: list[str] = []
+    config = TrainConfig(data_name="small")
+    sources = find_sources(["owner/name", "name:config", "owner/name:config:train[:5%]", str(tmp_path / "none.jsonl"), "some/where/else", str(tmp_path / "notes.md")], config, key="data", split="train", problems=problems)
+    assert [source.hub for source in sources] == [("owner/name", "small", "train"), ("name", "config", "train"), ("owner/name", "config", "train[:5%]")]
+    assert [problem.split(": ")[1].split(" ")[1:4] for problem in problems] == [["does", "not", "exist"], ["does", "not", "exist"], ["has", "none", "of"]]

@@ -1,0 +1,236 @@
+"""Shapes, masks and policies: which tokens a row becomes, which of them are learnt, and what is counted as left out."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+
+from dsft.config import TrainConfig, check_config
+from dsft.data.chat import PRESETS, load_template
+from dsft.data.shapes import find_shape
+from dsft.data.sources import Batch
+from dsft.data.tokens import Rules, Tokens, tokenise
+from dsft.model import load_tokenizer
+from dsft.problems import UserError
+
+CHAT = [{"role": "system", "content": "be fast"}, {"role": "user", "content": "big"}, {"role": "assistant", "content": "small"}, {"role": "user", "content": "fast"}, {"role": "assistant", "content": "slow"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return load_tokenizer(TrainConfig(model=str(tiny / "chat")))
+
+
+def made(rows: list[dict], tokenizer, *, keep_all: bool = False, **options) -> Tokens:
+    config = TrainConfig(**({"seq_len": 64} | options))
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return tokenise(Batch(rows=rows, numbers=[*range(1, len(rows) + 1)], place="rows.jsonl"), Rules.of(config, find_shape(columns, config), keep_all=keep_all), tokenizer)
+
+
+def trained(tokens: Tokens, tokenizer, index: int = 0) -> str:
+    start, end = ([0, *tokens.ends][index], tokens.ends[index])
+    return tokenizer.decode(tokens.ids[start:end][tokens.trained[start:end]])
+
+
+def with_template(tokenizer, template: str):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = template
+    return other
+
+
+def test_text_is_laid_end_to_end_without_losing_a_token(tokenizer):
+    texts = ["the model reads and writes", "", "big small " * 20, "loss"]
+    tokens = made([{"text": text} for text in texts], tokenizer)
+    assert tokens.ids.tolist() == [token for text in texts if text for token in tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]]
+    assert len(tokens.ends) == 3 and tokens.counts == {"rows": 4, "dropped_empty": 1} and tokens.trained.all()
+
+
+def test_only_completion_and_end_token_are_trained(tokenizer):
+    rows = [{"prompt": "the model: ", "completion": "reads"}]
+    tokens = made(rows, tokenizer)
+    assert trained(tokens, tokenizer) == "reads<|end|>" and tokenizer.decode(tokens.ids) == "the model: reads<|end|>"
+    everything = made(rows, tokenizer, train_on="all")
+    assert everything.trained.tolist() == [False] + [True] * (len(everything.ids) - 1)  # nothing stands before the first
+
+
+SHAPES = {
+    "messages": {"messages": CHAT},
+    "sharegpt": {"system": "be fast", "conversations": [{"from": "human", "value": "big"}, {"from": "gpt", "value": "small"}, {"from": "human", "value": "fast"}, {"from": "gpt", "value": "slow"}]},
+    "prompt_completion": {"prompt": CHAT[:4], "completion": CHAT[4:]},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chats_of_every_shape_become_the_same_tokens(tokenizer, shape):
+    tokens = made([SHAPES[shape]], tokenizer)
+    assert find_shape(list(SHAPES[shape]), TrainConfig()) == shape
+    assert tokens.ids.tolist() == tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]
+    assert trained(tokens, tokenizer) == ("slow<|end|>" if shape == "prompt_completion" else "small<|end|>slow<|end|>")
+    assert trained(made([SHAPES[shape]], tokenizer, train_on="last"), tokenizer) == "slow<|end|>"
+    assert made([SHAPES[shape]], tokenizer, train_on="all").trained.sum() == len(tokens.ids) - 1
+
+
+def test_alpaca_is_a_chat_where_there_is_a_template_and_headed_text_where_not(tokenizer, tiny):
+    row = {"instruction": "Sort.", "input": "b a", "output": "a b"}
+    chat = made([row], tokenizer)
+    assert tokenizer.decode(chat.ids) == "<|user|>Sort.\nb a<|end|><|assistant|>a b<|end|>" and trained(chat, tokenizer) == "a b<|end|>"
+    plain = load_tokenizer(TrainConfig(model=str(tiny / "model")))
+    text = made([row, row | {"input": "", "system": "Be fast."}], plain, seq_len=256)
+    assert plain.decode(text.ids[: text.ends[0]]) == "### Instruction:\nSort.\n\n### Input:\nb a\n\n### Response:\na b<|end|>" and trained(text, plain) == "a b<|end|>"
+    assert plain.decode(text.ids[text.ends[0] :]) == "Be fast.\n\n### Instruction:\nSort.\n\n### Response:\na b<|end|>"
+
+
+def test_the_users_own_templates(tokenizer):
+    rows = [{"question": "2+2", "answer": 4}]
+    tokens = made(rows, tokenizer, prompt_template="Q: {question}\nA: ", completion_template="{answer} {{}}")
+    assert tokenizer.decode(tokens.ids) == "Q: 2+2\nA: 4 {}<|end|>" and trained(tokens, tokenizer) == "4 {}<|end|>"
+    text = made(rows, tokenizer, completion_template="{question} = {answer}")
+    assert tokenizer.decode(text.ids) == "2+2 = 4<|end|>" and text.trained.all()
+    for template, message in (("{question", "expected '}'"), ("{question.x}", "must be the plain name"), ("{nothing}", "names the column nothing; there are question, answer")):
+        with pytest.raises(ValueError, match=message):
+            made(rows, tokenizer, completion_template=template)
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_markers_and_prefixes_agree_on_every_preset(tokenizer, preset):
+    """What the preset's generation markers say, and what rendering it in prefixes says without them."""
+    marked = load_template(preset)
+    bare = marked.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+    chat = [message | {"role": "user"} if preset == "gemma" and message["role"] == "system" else message for message in CHAT][(preset == "gemma") :]
+    first, second = (made([{"messages": chat}], with_template(tokenizer, template), seq_len=512) for template in (marked, bare))
+    assert first.ids.tolist() == second.ids.tolist()
+    # A prefix ends with the next turn's beginning: a line's end after the end of an answer is its own.
+    assert trained(first, tokenizer).replace("\n", "") == trained(second, tokenizer).replace("\n", "") != ""
+    last = made([{"messages": chat}], with_template(tokenizer, marked), seq_len=512, train_on="last")
+    assert "small" in trained(first, tokenizer) and "small" not in trained(last, tokenizer) and "slow" in trained(last, tokenizer)
+
+
+def test_every_trained_token_is_the_assistants_whatever_the_chat_holds(tokenizer):
+    """Against an independent reading: the trained tokens of the tiny template are what stands between <|assistant|> and the end token, and that token."""
+    rng = np.random.default_rng(0)
+    words = "the a model <|odd|> ä\n  \t{{ x }} 12".split(" ")
+    for _ in range(50):
+        chat = [{"role": role, "content": "w " + " ".join(rng.choice(words, rng.integers(1, 6)))} for _ in range(rng.integers(1, 4)) for role in ("user", "assistant")]
+        tokens = made([{"messages": chat}], tokenizer, seq_len=999)
+        assert trained(tokens, tokenizer) == "".join(message["content"] + "<|end|>" for message in chat if message["role"] == "assistant")
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_but_its_last_turn_is_not(tokenizer):
+    forgets = with_template(tokenizer, "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] if loop.last or m['role'] == 'user' else '...' }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    with pytest.raises(UserError, match="line 1: message 3: the chat template renders a conversation differently as it grows.*train_on: last"):
+        made([{"messages": CHAT}], forgets)
+    assert trained(made([{"messages": CHAT}], forgets, train_on="last"), tokenizer) == "slow<|end|>"
+
+
+def test_a_token_across_the_border_of_an_answer_is_refused(tokenizer):
+    merges = with_template(tokenizer, "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    with pytest.raises(UserError, match="a token reaches across the border of the answer"):
+        made([{"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": "model"}]}], merges)
+
+
+@pytest.mark.parametrize(("template", "message"), [("{{ raise_exception('only one turn') }}", "the chat template raised: only one turn"), ("{{ messages[0].nothing.more }}", "the chat template raised: .*has no attribute"),
+                                                   ("{% generation %}{% endgeneration %}{{ messages[0]['content'] }}", "the chat template marks a stretch of no characters")])
+def test_a_template_that_raises_or_marks_nothing_names_the_row(tokenizer, template, message):
+    with pytest.raises(UserError, match=f"rows.jsonl, line 1: {message}"):
+        made([{"messages": CHAT}], with_template(tokenizer, template))
+
+
+def test_tools_reach_the_template(tokenizer):
+    shows = with_template(tokenizer, "{{ tools | length if tools else 0 }}" + tokenizer.chat_template)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    for tools in ([tool], json.dumps([tool])):
+        assert tokenizer.decode(made([{"messages": CHAT, "tools": tools}], shows).ids).startswith("1<|system|>")
+    with pytest.raises(UserError, match="tools is no JSON"):
+        made([{"messages": CHAT, "tools": "[{"}], shows)
+
+
+LONG = [{"prompt": "the ", "completion": "model"}, {"prompt": "the ", "completion": "big small " * 30}]
+
+
+@pytest.mark.parametrize(("policy", "sequences", "counted"), [("truncate", 2, "truncated"), ("drop", 1, "dropped_long"), ("split", 5, "split")])
+def test_too_long_pairs_follow_the_policy_and_are_counted(tokenizer, policy, sequences, counted):
+    tokens = made(LONG, tokenizer, too_long=policy, seq_len=16)
+    assert len(tokens.ends) == sequences and tokens.counts == {"rows": 2, counted: 1}
+    assert np.diff([0, *tokens.ends]).max() <= 16
+    if policy == "split":
+        whole = made(LONG, tokenizer, seq_len=999)
+        assert tokens.ids.tolist() == whole.ids.tolist()
+        lost = whole.trained & ~tokens.trained
+        assert np.flatnonzero(lost).tolist() == [end for end in tokens.ends[1:-1]]  # of each piece the first: nothing stands before it
+
+
+def test_too_long_can_be_an_error_and_what_teaches_nothing_is_counted(tokenizer):
+    with pytest.raises(UserError, match="rows.jsonl, line 2: .* tokens are longer than seq_len=16"):
+        made(LONG, tokenizer, too_long="error", seq_len=16)
+    tokens = made([{"prompt": "big small " * 30, "completion": "the"}], tokenizer, seq_len=16)
+    assert tokens.counts == {"rows": 1, "truncated": 1, "dropped_untrained": 1} and not len(tokens.ids)
+
+
+GOOD = {"messages": CHAT}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([GOOD, {"messages": None}], "messages must be a list"),
+        ([GOOD, {"text": "a"}], "messages must be a list"),
+        ([GOOD, {"messages": [{"role": "user", "content": ["a"]}]}], r"message 1 \(user\) must hold text; it holds list"),
+        ([GOOD, {"messages": [{"role": "user", "content": None}]}], r"message 1 \(user\) must hold text; it holds nothing"),
+        ([GOOD, {"messages": [{"role": "robot", "content": "a"}]}], "message 1 has the role 'robot'; there are system"),
+        ([GOOD, {"messages": [CHAT[1], CHAT[1], CHAT[2]]}], "messages 1 and 2 are both of the user: roles are out of order"),
+        ([GOOD, {"messages": [CHAT[1], CHAT[0], CHAT[2]]}], "message 2 is of the system, after a user: roles are out of order"),
+        ([GOOD, {"messages": [{"role": "tool", "content": "1"}, CHAT[2]]}], "message 1 is of a tool, after nothing"),
+        ([SHAPES["sharegpt"], {"conversations": [{"from": "someone", "value": "a"}]}], "turn 1 is from 'someone'; known are human"),
+        ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "column 'completion' is missing"),
+        ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 3}], "column 'completion' must hold text; it holds int"),
+        ([{"text": "a"}, {"text": None}], "column 'text' is missing"),
+        ([{"instruction": "a", "output": "b"}, {"instruction": "", "output": "b"}], "column 'instruction' is empty"),
+        ([SHAPES["prompt_completion"], {"prompt": "a", "completion": "b"}], "holds texts, where other rows hold chats"),
+    ],
+)
+def test_a_bad_row_is_an_error_with_its_line_or_is_counted(tokenizer, rows, message):
+    with pytest.raises(UserError, match=f"rows.jsonl, line 2: {message}.*bad_rows: drop"):
+        made(rows, tokenizer)
+    tokens = made(rows, tokenizer, bad_rows="drop")
+    assert tokens.counts == {"rows": 2, "dropped_bad": 1} and len(tokens.ends) == 1 and "line 2" in tokens.first_bad
+
+
+def test_empty_answers_are_left_out_and_counted(tokenizer):
+    assert made([LONG[0], {"prompt": "a", "completion": " "}], tokenizer).counts == {"rows": 2, "dropped_empty": 1}
+    assert made([GOOD, {"messages": [CHAT[1], {"role": "assistant", "content": ""}]}, {"messages": [CHAT[1]]}], tokenizer).counts == {"rows": 3, "dropped_empty": 2}
+
+
+def test_for_evaluation_every_row_stays_in_its_place(tokenizer):
+    tokens = made([LONG[0], {"prompt": "a", "completion": ""}, LONG[1], LONG[0]], tokenizer, keep_all=True, too_long="drop", seq_len=16)
+    counts = [tokens.trained[start:end].sum() for start, end in zip([0, *tokens.ends], tokens.ends, strict=False)]
+    assert len(counts) == 4 and counts[1] == counts[2] == 0 and counts[0] == counts[3] > 0
+
+
+def test_missing_columns_list_those_present():
+    with pytest.raises(ValueError, match="there are body, title"):
+        find_shape(["body", "title"], TrainConfig())
+    with pytest.raises(ValueError, match="completion, prompt; there are body, title"):
+        find_shape(["body", "title"], TrainConfig(data_format="prompt_completion"))
+    assert find_shape(["body", "title"], TrainConfig(text_column="body")) == "text"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chat_template": "chatlm"}, "chat_template: chatlm is neither a file .* presets chatml, gemma"),
+        ({"prompt_template": "{a}"}, "prompt_template needs completion_template"),
+        ({"data_weights": [1.0]}, "data_weights: 1 weights for 2 entries"),
+        ({"data_weights": [1.0, -1.0]}, "each must be more than 0"),
+        ({"packing": True, "batch_tokens": 2048}, "packing and batch_tokens are both set"),
+        ({"batch_tokens": 10}, "batch_tokens=10 is less than seq_len"),
+        ({"batch_tokens": 2048, "global_batch_size": 4}, "batch_tokens and global_batch_size are both set"),
+        ({"streaming": True}, "streaming needs max_steps"),
+    ],
+)
+def test_contradictions_of_the_options(options, message):
+    problems: list[str] = []
+    check_config(TrainConfig(model="m", data=["a", "b"], **options), problems)
+    import re
+
+    assert any(re.search(message, problem) for problem in problems), problems

@@ -1,0 +1,133 @@
+"""Samples that share a row: full rows, the loss and gradients of each sample alone, and architectures that cannot keep them apart."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsft.config import TrainConfig
+from dsft.data.batches import Collator, EpochOrder, PackedCollator, WholeSteps, padding_share, width
+from dsft.data.packing import best_fit, filled, isolation_problem
+from dsft.data.sequences import IGNORED, sequence
+from dsft.data.training import try_packing
+from tiny import ARCHITECTURES, GATED
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=200))
+def test_best_fit_places_every_sequence_once_and_within_the_room(lengths):
+    lengths = np.array(lengths)
+    rows = best_fit(lengths, 64)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    totals = sorted(lengths[row].sum() for row in rows)
+    assert totals[-1] <= 64
+    # No two rows could be one, or the later of them would not have been begun.
+    assert len(totals) < 2 or totals[0] + totals[1] > 64
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=100))
+def test_batches_filled_by_tokens_hold_every_sequence_once_and_at_most_so_many_tokens(lengths):
+    lengths = np.array(lengths)
+    batches = filled(lengths, 128)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    assert all(len(batch) * width(lengths[batch].max()) <= 128 for batch in batches)
+
+
+def random_sequences(vocab: int, lengths: list[int], seed: int = 0) -> list[dict]:
+    """With about half of the tokens trained."""
+    rng = np.random.default_rng(seed)
+    return [sequence(rng.integers(0, vocab, length), rng.random(length) < 0.5) for length in lengths]
+
+
+def loss_and_gradients(model, batches: list[dict], trained: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """Nats of all `batches` / `trained`, by the model's own loss."""
+    model.zero_grad()
+    total = 0.0
+    for batch in batches:
+        loss = model(**batch, use_cache=False, num_items_in_batch=trained).loss
+        loss.backward()
+        total += loss.item()
+    return total, {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("form", ["rows", "flat"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packed_loss_and_gradients_are_those_of_the_samples_alone(architecture, form):
+    """Two rows of samples, among them one longer than the sliding window where there is one; `flat` is the form for flash attention, here with SDPA."""
+    cls, values = ARCHITECTURES[architecture]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(cls(**values)).train()
+    groups = [random_sequences(384, [17, 80, 5, 1]), random_sequences(384, [33, 64], seed=1)]
+    trained = sum(int((one["labels"] != IGNORED).sum()) for group in groups for one in group)
+    alone = loss_and_gradients(model, [Collator(0)([one]) for group in groups for one in group if (one["labels"] != IGNORED).any()], trained)
+    packed = PackedCollator(0, flash=form == "flat")(groups)
+    assert packed["input_ids"].shape == ((2, 104) if form == "rows" else (1, 208)) and "attention_mask" not in packed
+    loss, gradients = loss_and_gradients(model, [packed], trained)
+    assert loss == pytest.approx(alone[0], rel=1e-5)
+    assert gradients.keys() == alone[1].keys()
+    for name, gradient in gradients.items():
+        assert (gradient - alone[1][name]).norm() <= 1e-5 * max(alone[1][name].norm(), 1e-6), name
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_architectures_that_keep_samples_apart_are_known_as_such(architecture):
+    cls, values = ARCHITECTURES[architecture]
+    for attention in (None, "eager"):
+        assert isolation_problem(cls(**values), attn_implementation=attention, device=torch.device("cpu"), dtype=torch.float32) is None
+
+
+BIG = GATED | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128_256}
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (transformers.LlamaConfig(**BIG), None),  # tried out small: the real one takes 280 GB
+        (transformers.Gemma3TextConfig(num_hidden_layers=26), None),
+        (transformers.DeepseekV3Config(num_hidden_layers=3, first_k_dense_replace=1), None),
+        (transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=384, state_size=4), "tokens of one sample change"),
+        (transformers.Lfm2Config(**GATED | {"layer_types": ["conv", "full_attention"]}), "tokens of one sample change"),
+        (transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=384), "tokens of one sample change"),
+    ],
+    ids=["llama-70b", "gemma3", "deepseek-v3", "mamba", "lfm2", "bloom"],
+)
+def test_architectures_that_mix_tokens_otherwise_are_found_out(config, problem):
+    found = isolation_problem(config, attn_implementation=None, device=torch.device("cpu"), dtype=torch.float32)
+    assert found is None if problem is None else problem in found, found
+
+
+def test_packing_is_tried_with_the_models_own_config(tiny):
+    packing = try_packing(TrainConfig(model=str(tiny / "model"), dtype="float32"))
+    assert packing.problem is None and not packing.flash
+
+
+class Numbered:
+    def __init__(self, lengths):
+        self.lengths = np.array(lengths)
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return index
+
+
+def test_an_order_by_length_has_everything_once_and_pads_little():
+    lengths = np.random.default_rng(0).integers(1, 1000, 1003)
+    steps = WholeSteps(Numbered(lengths), 16)
+    random, grouped = (EpochOrder(steps, seed=1, step=lambda: 0, grouped=grouped) for grouped in (False, True))
+    assert sorted(grouped.order(0)) == sorted(random.order(0)) == list(range(1008))
+    assert grouped.order(0) != grouped.order(1) and max(lengths) == lengths[grouped.order(0)[0]]
+    assert grouped.order(0)[-5:] == list(range(1003, 1008))  # blank ones fill the last step
+    shares = [padding_share(order.order(0), lengths, 4) for order in (random, grouped)]
+    assert shares[1] < 0.03 < 0.3 < shares[0]
+
+
+def test_padding_is_masked_and_unlabelled():
+    batch = Collator(pad_token_id=7)([sequence(np.array([1, 2, 3]), np.array([1, 1, 1])), sequence(np.array([4]), np.array([1]))])
+    assert batch["input_ids"].shape == (2, 8) and batch["attention_mask"].sum(1).tolist() == [3, 1]
+    assert batch["input_ids"][1].tolist() == [4] + [7] * 7
+    assert (batch["labels"] != IGNORED).sum(1).tolist() == [2, 0]  # of each sequence the first token has nothing before it
