@@ -10,7 +10,7 @@ from dsft.config import TrainConfig, check_config
 from dsft.data.chat import PRESETS, load_template
 from dsft.data.shapes import find_shape
 from dsft.data.sources import Batch
-from dsft.data.tokens import Rules, Tokens, tokenise
+from dsft.data.tokens import Rules, Tokens, _encode, tokenise
 from dsft.model import load_tokenizer
 from dsft.problems import UserError
 
@@ -44,6 +44,18 @@ def test_text_is_laid_end_to_end_without_losing_a_token(tokenizer):
     tokens = made([{"text": text} for text in texts], tokenizer)
     assert tokens.ids.tolist() == [token for text in texts if text for token in tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]]
     assert len(tokens.ends) == 3 and tokens.counts == {"rows": 4, "dropped_empty": 1} and tokens.trained.all()
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_ids_are_those_of_the_tokenizer(tokenizer, special):
+    from tokenizers.processors import TemplateProcessing
+
+    framed = copy.deepcopy(tokenizer)
+    framed.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", framed.convert_tokens_to_ids("<|user|>"))])
+    framed.backend_tokenizer.enable_truncation(3)
+    texts = ["the model <|end|> reads", "", "ä\n" * 9]
+    assert list(_encode(framed, texts, special=special)) == framed(texts, add_special_tokens=special)["input_ids"]
+    assert next(_encode(framed, ["a"], special=special)) == [framed.convert_tokens_to_ids("<|user|>")] * special + tokenizer("a")["input_ids"]
 
 
 def test_only_completion_and_end_token_are_trained(tokenizer):

@@ -23,7 +23,7 @@ from dsft.problems import UserError
 
 ENDINGS = (".txt", ".json", ".jsonl", ".csv", ".parquet", ".arrow")
 COMPRESSED = (".gz", ".zst")
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 18
 """A text file is one document; a longer one is read, and tokenised, in pieces of about this size."""
 BEGUN, GOES_ON = "dsft begun", "dsft goes on"
 """Keys of a row that is a piece of a document: another one came before, another one follows."""

@@ -65,14 +65,14 @@ def sequences_of(stores: list[Store], *, seq_len: int, whole_documents: bool) ->
             ends = store.ends if whole_documents else np.array([len(store.tokens)])
             starts, ends = cut(ends, seq_len)
         else:
-            starts, ends = np.concatenate([[0], store.ends[:-1]]), store.ends
+            starts, ends = np.concatenate([np.zeros(1, np.int64), store.ends])[: len(store.ends)], store.ends
         parts.append((np.full(len(starts), place, np.int16), starts, ends))
     return Sequences(stores, *(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 def cut(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """(starts, ends) of pieces of at most `length` tokens of documents that end at `ends`."""
-    begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    begins = np.concatenate([np.zeros(1, np.int64), ends])[: len(ends)]
     pieces = -(-(ends - begins) // length)
     within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     starts = np.repeat(begins, pieces) + within * length

@@ -8,7 +8,7 @@ from typing import Any
 from dsft.data.files import ending, find_files, raw_size, read_file
 from dsft.problems import UserError, one_line
 
-BATCH_ROWS, BATCH_BYTES = 1000, 4 << 20
+BATCH_ROWS, BATCH_BYTES = 1000, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,13 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 from dsft.data.chat import Spans, chat_tokens
 from dsft.data.shapes import Chat, EmptyAnswer, Pair, Text, canonical
@@ -102,7 +102,7 @@ def tokenise(batch: Batch, rules: Rules, tokenizer: PreTrainedTokenizerBase) -> 
 def _add_texts(made: "_Made", texts: list[Text], tokenizer: PreTrainedTokenizerBase) -> None:
     """Documents as they stand, an end token after each."""
     encoded = _encode(tokenizer, [text.text for text in texts if not text.begun])
-    going_on = _encode(tokenizer, [text.text for text in texts if text.begun], add_special_tokens=False)
+    going_on = _encode(tokenizer, [text.text for text in texts if text.begun], special=False)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for text in texts:
         ids = next(going_on if text.begun else encoded)
@@ -117,7 +117,7 @@ def _add_texts(made: "_Made", texts: list[Text], tokenizer: PreTrainedTokenizerB
 def _add_pairs(made: "_Made", samples: list[tuple[int, Pair | None]], where: Callable[[int], str], tokenizer: PreTrainedTokenizerBase) -> None:
     """Prompt and completion as they stand, then the end token."""
     prompts = _encode(tokenizer, [pair.prompt for _, pair in samples if pair])
-    completions = _encode(tokenizer, [pair.completion for _, pair in samples if pair], add_special_tokens=False)
+    completions = _encode(tokenizer, [pair.completion for _, pair in samples if pair], special=False)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for index, pair in samples:
         if pair is None:
@@ -130,8 +130,19 @@ def _add_pairs(made: "_Made", samples: list[tuple[int, Pair | None]], where: Cal
         made.add(ids, [(0 if made.rules.train_on == "all" else len(prompt), len(ids))], lambda index=index: where(index))
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: Any):
-    return iter(tokenizer(texts, verbose=False, return_attention_mask=False, return_token_type_ids=False, **options)["input_ids"] if texts else [])
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool = True) -> Iterator[list[int]]:
+    """The ids that `tokenizer(texts)` gives.
+
+    Args:
+        special: with the tokens that the tokenizer puts around a text.
+    """
+    if not isinstance(tokenizer, TokenizersBackend):
+        return iter(tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else [])
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return (encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special))  # without the offsets, which take a fifth of the time
 
 
 class _Made:

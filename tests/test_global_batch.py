@@ -1,0 +1,83 @@
+"""The loss is averaged over all trained tokens of the global batch: batch size, accumulation and ranks can be exchanged, whatever the batches are made of."""
+
+import json
+
+import pytest
+
+from conftest import read_json
+
+pytestmark = pytest.mark.launch
+STEPS, SAVED_AT = 5, 2
+DATA = ("padded", "packed", "streamed", "mixed", "text")
+SHARED = {1: ((8, 1), (2, 4)), 2: ((4, 1), (1, 4), (2, 2))}
+"""Ranks -> (batch size of a rank, accumulation), each 8 sequences or rows per step."""
+
+
+@pytest.fixture(scope="module")
+def logs(run, options, tiny, tmp_path_factory):
+    """Name of a run -> its log; two launches, of 1 and of 2 ranks, and one more that goes on with the runs of 2 ranks on 1."""
+    folder = tmp_path_factory.mktemp("global-batch")
+    pairs = {"data": str(tiny / "pairs.jsonl"), "eval_data": str(tiny / "pairs.jsonl")}
+    kinds = {
+        "padded": pairs, "packed": pairs | {"packing": True}, "streamed": pairs | {"streaming": True, "packing": True, "shuffle_buffer": 7},
+        "mixed": {"data": [str(tiny / "pairs.jsonl"), str(tiny / "texts.jsonl")], "data_weights": [2, 1], "eval_fraction": 0.1}, "text": {"data": str(tiny / "texts.jsonl")},
+    }
+
+    def case(name: str, kind: str, micro: int, accumulation: int, **more) -> dict:
+        saves = {"save_strategy": "steps", "save_steps": SAVED_AT, "save_total_limit": 9}
+        return options(folder / name, zero="2", max_steps=STEPS, logging_steps=1, per_device_train_batch_size=micro, gradient_accumulation_steps=accumulation, **saves | kinds[kind] | more)
+
+    def launch(world: int, cases: list[dict]) -> None:
+        path = folder / f"cases-{world}-{len(cases)}.json"
+        path.write_text(json.dumps(cases))
+        result = run(["torchrun", "--nproc_per_node", str(world), "--master_port", f"2965{world}", "tests/workers/train_cases.py", path], timeout=900, XDG_CACHE_HOME=str(folder / f"cache-{world}"))
+        assert result.returncode == 0, result.stderr[-4000:]
+
+    launch(2, [case(f"{kind}-2-{micro}", kind, micro, accumulation) for kind in DATA for micro, accumulation in SHARED[2]])
+    resumed = [case(f"{kind}-resumed", kind, 2, 4, resume_from_checkpoint=str(folder / f"{kind}-2-4" / f"checkpoint-{SAVED_AT}")) for kind in DATA]
+    launch(1, [case(f"{kind}-1-{micro}", kind, micro, accumulation) for kind in DATA for micro, accumulation in SHARED[1]] + resumed)
+    return {path.parent.name: read_json(path)["results"]["log"] for path in folder.glob("*/run.json")}
+
+
+def steps(log: list[dict], name: str) -> list[float]:
+    return [entry[name] for entry in log if "loss" in entry]
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_ranks_accumulation_and_batch_size_can_be_exchanged(logs, kind):
+    """Losses and gradient norms of all steps, so that the gradients were the same too."""
+    runs = [logs[f"{kind}-{world}-{micro}"] for world, shapes in SHARED.items() for micro, _ in shapes]
+    for name in ("loss", "grad_norm"):
+        assert len(steps(runs[0], name)) == STEPS
+        for other in runs[1:]:
+            assert steps(other, name) == pytest.approx(steps(runs[0], name), rel=2e-5), name
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_a_run_goes_on_at_its_sequence_on_another_number_of_ranks(logs, kind):
+    assert steps(logs[f"{kind}-resumed"], "loss")[-(STEPS - SAVED_AT) :] == pytest.approx(steps(logs[f"{kind}-2-4"], "loss")[SAVED_AT:], rel=2e-5)
+
+
+def test_the_loss_is_the_sum_of_nats_over_all_trained_tokens(logs, tiny, options, tmp_path):
+    """Of a first step, against a model run by hand over its 8 samples, one after the other."""
+    import torch
+    import transformers
+
+    from dsft.config import TrainConfig
+    from dsft.data.batches import EpochOrder, WholeSteps
+    from dsft.data.training import check_sources, load_training_data
+    from dsft.model import load_tokenizer
+
+    config = TrainConfig(model=str(tiny / "model"), data=[str(tiny / "pairs.jsonl")], seq_len=64, data_cache=str(tmp_path))
+    tokenizer = load_tokenizer(config)
+    data = load_training_data(config, check_sources(config.data, config, tokenizer, key="data", split="train", problems=[]), [], tokenizer, pack=False, flash=False)
+    order = EpochOrder(WholeSteps(data.items, 8), seed=42, step=lambda: 0, grouped=data.grouped).order(0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(tiny / "model"))
+    nats = tokens = 0
+    for index in order[:8]:
+        ids, labels = (torch.from_numpy(data.items[index][name]) for name in ("input_ids", "labels"))
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, :-1].double()
+        nats += torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum").item()
+        tokens += int((labels[1:] != -100).sum())
+    assert steps(logs["padded-1-8"], "loss")[0] == pytest.approx(nats / tokens, rel=2e-5)

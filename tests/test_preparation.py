@@ -1,0 +1,314 @@
+"""Tokens prepared once: the same whoever prepares them, kept under a fingerprint, never broken, within little memory; and what is read from them."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import BIN, ROOT
+from dsft.config import TrainConfig
+from dsft.data import prepare as preparing
+from dsft.data.batches import PackedCollator
+from dsft.data.commands import prepare_command, preview_command
+from dsft.data.prepare import HeldOut, fingerprint, prepare
+from dsft.data.sequences import IGNORED, cut, mix, sequences_of
+from dsft.data.sources import Source, find_sources
+from dsft.data.streaming import Stream
+from dsft.data.tokens import Rules
+from dsft.data.training import check_sources, load_training_data
+from dsft.model import load_tokenizer
+from dsft.problems import UserError
+from tiny import sentences, write_jsonl, write_texts, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return load_tokenizer(TrainConfig(model=str(tiny / "chat")))
+
+
+@pytest.fixture
+def config(tmp_path):
+    def make(*, seed: int = 42, **changes) -> TrainConfig:
+        made = TrainConfig(**{"seq_len": 32, "data_cache": str(tmp_path / "cache"), "model": "unused"} | changes)
+        made.training["seed"] = seed
+        return made
+
+    return make
+
+
+def source_of(path) -> Source:
+    problems: list[str] = []
+    return find_sources([str(path)], TrainConfig(), key="data", split="train", problems=problems)[0]
+
+
+def loaded(config: TrainConfig, tokenizer, *, pack: bool = False):
+    problems: list[str] = []
+    data, held_out = (check_sources(entries, config, tokenizer, key=key, split="train", problems=problems) for key, entries in (("data", config.data), ("eval_data", config.eval_data)))
+    if problems:
+        raise UserError(problems)
+    return load_training_data(config, data, held_out, tokenizer, pack=pack, flash=False)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*") if path.name != "facts.json"}
+
+
+def test_many_processes_prepare_what_one_does(tiny, tokenizer, tmp_path, monkeypatch):
+    rules = Rules.of(TrainConfig(seq_len=32, too_long="split"), "prompt_completion")
+    path = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": text, "completion": text * 3} for text in sentences(5000)])
+    one = prepare(source_of(path), rules, tokenizer, tmp_path / "one", show=False)
+    monkeypatch.setattr(preparing, "ALONE_BYTES", 0)
+    monkeypatch.setattr(preparing, "cpu_count", lambda: 2)
+    two = prepare(source_of(path), rules, tokenizer, tmp_path / "two", show=False)
+    assert content(one.folder) == content(two.folder) and one.counts == two.counts and one.folder.name == two.folder.name
+    assert one.counts["rows"] == 5000 and one.counts["split"] > 0 and one.tokens.dtype == np.uint16
+
+
+def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer, tmp_path):
+    path = write_texts(tmp_path / "texts.jsonl", 5)
+    rules = Rules.of(TrainConfig(), "messages")
+    first = fingerprint(source_of(path), rules, None, tokenizer)
+    assert fingerprint(source_of(path), rules, None, load_tokenizer(TrainConfig(model=str(tiny / "chat")))) == first
+    others = {fingerprint(source_of(path), Rules.of(TrainConfig(**change), "messages"), None, tokenizer) for change in ({"seq_len": 8}, {"train_on": "last"}, {"too_long": "drop"}, {"bad_rows": "drop"})}
+    others.add(fingerprint(source_of(path), rules, HeldOut(fraction=0.1, seed=1, wanted=True), tokenizer))
+    others.add(fingerprint(source_of(path), rules, None, load_tokenizer(TrainConfig(model=str(tiny / "chat"), chat_template="chatml"))))
+    path.write_text(path.read_text().replace("the", "THE"))
+    others.add(fingerprint(source_of(path), rules, None, tokenizer))
+    assert len(others | {first}) == 8
+    texts = [fingerprint(source_of(path), Rules.of(TrainConfig(seq_len=length), "text"), None, tokenizer) for length in (8, 16)]
+    assert texts[0] == texts[1]  # windows are cut when they are read
+
+
+def _prepare_in_process(path: str, cache: str, model: str, results) -> None:
+    tokenizer = load_tokenizer(TrainConfig(model=model))
+    try:
+        prepare(source_of(path), Rules.of(TrainConfig(seq_len=32), "text"), tokenizer, Path(cache), show=False)
+        results.put(os.getpid())
+    except UserError as error:
+        results.put(str(error))
+
+
+def test_of_many_ranks_one_prepares_and_all_say_what_is_wrong(tiny, tmp_path):
+    good = write_texts(tmp_path / "good.jsonl", 20_000)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(good.read_text() + "{\n")
+    context = multiprocessing.get_context("spawn")
+    for path, expected in ((good, None), (bad, "bad.jsonl, line 20001: not valid JSON")):
+        results = context.Queue()
+        ranks = [context.Process(target=_prepare_in_process, args=(str(path), str(tmp_path / "cache"), str(tiny / "model"), results)) for _ in range(3)]
+        for rank in ranks:
+            rank.start()
+        said = [results.get(timeout=120) for _ in ranks]
+        for rank in ranks:
+            rank.join()
+        if expected is None:
+            assert len(set(said)) == 3 and [path.name for path in (tmp_path / "cache").glob("*.partial")] == []
+            assert len([folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]) == 1
+        else:
+            assert all(expected in line for line in said)
+    assert len([folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]) == 1
+
+
+@pytest.mark.launch
+def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_path):
+    """Killed at three moments; the workers end too. Then it is done from the beginning, and a second time it is there already."""
+    path = write_jsonl(tmp_path / "pairs.jsonl", [{"text": text} for text in sentences(60_000, longest=80)])
+    command = [BIN / "dsft", "prepare", "--tokenizer", tiny / "model", "--data", path, "--data_cache", tmp_path / "cache"]
+    partial = lambda: list((tmp_path / "cache").glob("*.partial/tokens.bin"))  # noqa: E731
+    for least in (0, 1 << 18, 1 << 20):
+        process = subprocess.Popen([str(word) for word in command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        until = time.monotonic() + 120
+        while not (partial() and partial()[0].stat().st_size >= least):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not list((tmp_path / "cache").glob("*/facts.json"))
+        while _group(process.pid):
+            assert time.monotonic() < until, "workers of a killed preparation live on"
+            time.sleep(0.1)
+    first, second = (subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, timeout=300) for _ in range(2))
+    assert first.returncode == second.returncode == 0, first.stderr
+    assert first.stdout == second.stdout and "60,000 rows" in first.stdout and "Preparing" in first.stderr and "Preparing" not in second.stderr
+    assert not list((tmp_path / "cache").glob("*.partial"))
+
+
+def _group(leader: int) -> list[str]:
+    found = subprocess.run(["ps", "-eo", "pgid=,pid=,stat="], capture_output=True, text=True).stdout.splitlines()
+    return [line for line in found if line.split()[0] == str(leader) and not line.split()[2].startswith("Z")]
+
+
+MEASURE = """
+import resource, sys
+from dsft.data import prepare as preparing
+from dsft.data.commands import prepare_command
+preparing.cpu_count = lambda: 1
+def anonymous():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1])
+peak, append = [0], preparing.StoreWriter.append
+def watched(self, made):
+    append(self, made); peak[0] = max(peak[0], anonymous())
+preparing.StoreWriter.append = watched
+prepare_command(sys.argv[1:]); print(peak[0])
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("ending", ["txt", "jsonl"])
+def test_memory_does_not_grow_with_the_file(tiny, tmp_path, ending):
+    """The slope over files of 4 and 20 MB (a text file is one document): within 2 GB for 10 GB it must be below 0.1 bytes of memory for each of the file."""
+    peaks = {}
+    for megabytes in (4, 20):
+        path = tmp_path / f"{megabytes}.{ending}"
+        block = "".join(f"{text}\n" if ending == "txt" else json.dumps({"text": text}) + "\n" for text in sentences(5000))
+        path.write_text(block * (megabytes * 1_000_000 // len(block)))
+        result = subprocess.run([sys.executable, "-c", MEASURE, "--tokenizer", str(tiny / "model"), "--data", str(path), "--data_cache", str(tmp_path / "cache")], cwd=ROOT, capture_output=True, text=True, timeout=600)
+        assert result.returncode == 0, result.stderr
+        peaks[megabytes] = int(result.stdout.splitlines()[-1]) * 1024
+    assert peaks[4] < 1e9 and (peaks[20] - peaks[4]) / 16e6 < 0.1, peaks
+
+
+def test_held_out_rows_are_a_seeded_share_and_none_is_in_both(tokenizer, tmp_path, config):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i} ", "completion": "x"} for i in range(1000)])
+    data = loaded(config(data=[str(path)], eval_fraction=0.07), tokenizer)
+    texts = [{tokenizer.decode(one["input_ids"]) for one in part} for part in (data.items, data.held_out)]
+    assert len(texts[0]) + len(texts[1]) == 1000 and not texts[0] & texts[1] and 65 <= len(texts[1]) <= 75
+    other = loaded(config(data=[str(path)], eval_fraction=0.07, seed=7), tokenizer)
+    assert {tokenizer.decode(one["input_ids"]) for one in other.held_out} != texts[1]
+    for fraction in (0.001, 0.5, 0.9):
+        taken = sum(HeldOut(fraction=fraction, seed=1, wanted=True).takes(index) for index in range(3000))
+        assert taken == pytest.approx(3000 * fraction, abs=1)
+
+
+def test_windows_of_text_are_those_of_the_evaluator(tokenizer, tmp_path, config):
+    """Over the whole corpus, not over batches of documents."""
+    from dsft.config import EvalConfig
+    from dsft.windows import build_windows
+
+    path = write_texts(tmp_path / "texts.jsonl", 2500)
+    data = loaded(config(data=[str(path)]), tokenizer)
+    problems: list[str] = []
+    evaluated = EvalConfig(data=[str(path)], seq_len=32, model=["unused"])
+    windows = build_windows(check_sources([str(path)], evaluated, tokenizer, key="data", split="train", problems=problems, keep_all=True)[0], evaluated, tokenizer)
+    assert len(data.items) == len(windows.spans) and data.items.lengths[:-1].tolist() == [32] * (len(data.items) - 1)
+    assert np.array_equal(np.concatenate([one["input_ids"] for one in data.items]), windows.tokens)
+    assert data.counts["trained_tokens"] == sum(int((one["labels"] != IGNORED).sum()) for one in data.items)
+
+
+def test_sources_are_mixed_by_weight_with_a_seed(tokenizer, tmp_path, config):
+    for name, number in (("a", 300), ("b", 100)):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{i} ", "completion": "x"} for i in range(number)])
+    options = {"data": [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")], "data_weights": [1.0, 3.0]}
+    data = loaded(config(**options), tokenizer)
+    texts = [tokenizer.decode(one["input_ids"]) for one in data.items]
+    own = {name: [text for text in texts if text[0] == name] for name in "ab"}
+    assert (len(own["a"]), len(own["b"])) == (100, 300) and len(set(own["a"])) == 100 and len(set(own["b"])) == 100
+    assert data.counts["passes"] == [0.3333, 3.0]
+    again, other = (loaded(config(**options, seed=seed), tokenizer).items for seed in (42, 43))
+    assert [tokenizer.decode(one["input_ids"]) for one in again] == texts != [tokenizer.decode(one["input_ids"]) for one in other]
+
+
+def test_sources_may_have_different_shapes_and_rows_of_one_may_not(tokenizer, tmp_path, config):
+    write_texts(tmp_path / "a.jsonl", 5)
+    write_jsonl(tmp_path / "b.jsonl", [{"prompt": "a ", "completion": "b"}, {"prompt": "a "}])
+    with pytest.raises(UserError, match="b.jsonl, line 2: column 'completion' is missing"):
+        loaded(config(data=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]), tokenizer)
+    data = loaded(config(data=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")], bad_rows="drop"), tokenizer)
+    assert data.counts["rows"] == 7 and data.counts["dropped_bad"] == 1 and "line 2" in data.notes[0]
+
+
+def test_data_that_is_all_prompt_is_an_error(tokenizer, tmp_path, config):
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a long prompt " * 20, "completion": "b"}])
+    with pytest.raises(UserError, match="a.jsonl: 1 rows give no token to train on .*dropped_untrained"):
+        loaded(config(data=[str(tmp_path / "a.jsonl")]), tokenizer)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tokenizer, tmp_path, config):
+    (tmp_path / "file").write_text("")
+    write_texts(tmp_path / "a.jsonl", 5)
+    with pytest.raises(UserError, match="data_cache: .*file/cache cannot be made"):
+        loaded(config(data=[str(tmp_path / "a.jsonl")], data_cache=str(tmp_path / "file" / "cache")), tokenizer)
+
+
+def test_packed_rows_hold_the_tokens_of_all_samples(tokenizer, tmp_path, config):
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"{text} ", "completion": text} for text in sentences(300, longest=6)])
+    data = loaded(config(data=[str(tmp_path / "a.jsonl")], seq_len=64), tokenizer, pack=True)
+    assert data.counts["fill_rate"] > 0.9 and isinstance(data.collator, PackedCollator)
+    assert sum(len(one["input_ids"]) for row in data.items for one in row) == data.counts["tokens"]
+    texts = loaded(config(data=[str(write_texts(tmp_path / "t.jsonl", 100))], seq_len=16), tokenizer, pack=True)
+    documents = [one for row in texts.items for one in row]
+    assert texts.counts["rows"] == 100 < len(documents) and max(len(one["input_ids"]) for one in documents) <= 16
+
+
+def test_cut_pieces_cover_every_document():
+    starts, ends = cut(np.array([3, 3, 10, 14]), 4)
+    assert list(zip(starts.tolist(), ends.tolist(), strict=True)) == [(0, 3), (3, 7), (7, 10), (10, 14)]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("shape", ["text", "pairs"])
+def test_a_stream_gives_what_preparation_gives_and_then_begins_again(tokenizer, tmp_path, config, shape, pack):
+    rows = [{"text": text} for text in sentences(400)] if shape == "text" else [{"prompt": f"{text} ", "completion": "x"} for text in sentences(400, longest=9)]
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    stored = loaded(config(data=[path]), tokenizer, pack=pack).items
+    problems: list[str] = []
+    shaped = check_sources([path], config(), tokenizer, key="data", split="train", problems=problems)
+    stream = Stream([(one.source, one.rules) for one in shaped], tokenizer, seq_len=32, pack=pack, weights=[], seed=1, shuffle_buffer=1)
+    flat = (one for item in stream for one in (item if isinstance(item, list) else [item]))
+    if shape == "text" and not pack:  # windows run on over the end into the next pass
+        passes = [one["input_ids"] for one in islice(flat, 3 * len(stored))]
+        tokens = np.concatenate(passes)
+        assert np.array_equal(tokens[: stored.stores[0].counts["tokens"]], stored.stores[0].tokens) and {len(one) for one in passes} == {32}
+        return
+    number = sum(len(item) if isinstance(item, list) else 1 for item in stored)
+    wanted = sorted(one["labels"].tobytes() for item in stored for one in (item if isinstance(item, list) else [item]))
+    found = [one["labels"].tobytes() for one in islice(flat, 4 * number)]
+    if not pack:
+        assert sorted(found[:number]) == sorted(found[number : 2 * number]) == wanted
+    assert set(found) == set(wanted)
+    if pack:
+        lengths = [sum(len(one["input_ids"]) for one in row) for row in islice(iter(stream), 50)]
+        assert max(lengths) <= 32 and np.mean(lengths) > 0.9 * 32
+
+
+def test_a_stream_is_shuffled_with_a_seed(tokenizer, tmp_path, config):
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i} ", "completion": "x"} for i in range(300)]))
+    problems: list[str] = []
+    shaped = [(one.source, one.rules) for one in check_sources([path, path], config(), tokenizer, key="data", split="train", problems=problems)]
+    orders = [[one["input_ids"].tobytes() for one in islice(iter(Stream(shaped, tokenizer, seq_len=32, pack=False, weights=[1, 2], seed=seed, shuffle_buffer=50)), 200)] for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_preview_shows_what_is_trained_and_figures(tiny, tmp_path, capsys):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "the ", "completion": "model"}] * 2 + [{"prompt": "a ", "completion": ""}])
+    options = ["--model", str(tiny / "model"), "--data", str(path), "--seq_len", "32", "--data_cache", str(tmp_path / "cache")]
+    preview_command(options, samples=1)
+    shown = capsys.readouterr().out
+    assert "the ⟦model<|end|>⟧" in shown and "rows.jsonl (prompt_completion)" in shown
+    lines = {line.strip("│ ").split("│")[0].strip(): line.strip("│ ").split("│")[1].strip() for line in shown.splitlines() if line.count("│") == 3}
+    assert lines["rows"] == "3" and lines["dropped empty"] == "1" and lines["duplicates"] == "1" and lines["truncated"] == "0"
+    preview_command([*options, "--packing"], samples=1)
+    assert "tokens of 2 samples" in capsys.readouterr().out
+    preview_command([*options, "--streaming", "--max_steps", "9", "--shuffle_buffer", "1"], samples=1)
+    assert "⟦model<|end|>⟧" in capsys.readouterr().out
+    with pytest.raises(UserError, match="streaming keeps nothing"):
+        prepare_command([*options, "--streaming", "--max_steps", "9"])
+    with pytest.raises(UserError) as raised:
+        prepare_command(["--model", str(tiny / "model"), "--data", str(path), "--too_long", "cut", "--sequence_len", "9"])
+    assert len(raised.value.problems) == 2
+
+
+def test_mixing_takes_every_source_even_with_small_weights(tokenizer, tmp_path, config):
+    path = write_texts(tmp_path / "a.jsonl", 50)
+    store = prepare(source_of(path), Rules.of(TrainConfig(), "text"), tokenizer, tmp_path / "cache", show=False)
+    both = sequences_of([store, store], seq_len=16, whole_documents=False)
+    mixed, passes = mix(both, [1, 9], seed=0)
+    assert len(mixed) == len(both) and passes == pytest.approx([0.2, 1.8], rel=0.02)
