@@ -52,9 +52,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 
+from dsft.data.sequences import IGNORED
 from dsft.demo_data import write_demo_data
 from dsft.perplexity import evaluate_windows
-from dsft.samples import IGNORED
 from dsft.windows import Windows, rolling_spans
 
 WINDOW = 512

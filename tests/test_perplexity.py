@@ -19,14 +19,14 @@ from conftest import BIN, ROOT, flags, read_json
 from dsft import perplexity as perplexity_module
 from dsft.api import evaluate_perplexity
 from dsft.config import EvalConfig, TrainConfig, make_config
+from dsft.data.sequences import IGNORED, sequence
+from dsft.data.training import check_sources
 from dsft.evaluation import evaluate
 from dsft.head import ChunkedHead
 from dsft.machine import default_ranks
 from dsft.model import load_tokenizer
 from dsft.perplexity import evaluate_windows, form_batches, width
 from dsft.problems import TrainingStopped, UserError
-from dsft.samples import IGNORED
-from dsft.text_data import read_rows
 from dsft.windows import build_windows, rolling_spans, sliding_spans, windows_of_sequences, words_in
 from rank_helper import on_ranks
 from tiny import ARCHITECTURES, GATED, sentences, write_jsonl, write_texts
@@ -45,7 +45,8 @@ def mode_options(tiny, mode: dict) -> dict:
 
 def windows_for(options: dict):
     config = make_config(EvalConfig, options, [])
-    return build_windows(read_rows(config.data, config, key="data", split="train"), config, load_tokenizer(TrainConfig(model=options["model"][0])))
+    tokenizer = load_tokenizer(TrainConfig(model=options["model"][0]))
+    return build_windows(check_sources(config.data, config, tokenizer, key="data", split="train", problems=[], keep_all=True)[0], config, tokenizer)
 
 
 def plain_nats(model, windows) -> tuple[float, int]:
@@ -196,8 +197,7 @@ def test_nan_weights_stop_the_evaluation_and_name_the_document(tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny / "model")
     with torch.no_grad():
         model.get_input_embeddings().weight[9] = math.nan
-    rows = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in ([5, 6, 7], [5, 9, 7])])
-    windows = windows_of_sequences(rows, mode="training")
+    windows = windows_of_sequences([sequence(np.array(ids), np.ones(3, bool)) for ids in ([5, 6, 7], [5, 9, 7])], mode="training")
     with pytest.raises(TrainingStopped, match="document 2 of 2"):
         evaluate_windows(model, windows, pad_token_id=0, batch_tokens=8, device=torch.device("cpu"), collective_forward=False)
 
@@ -222,8 +222,7 @@ def test_parts_of_the_head_give_plain_full_logits_in_every_architecture(architec
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)  # so that a softcap bends the logits
-    rows = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in torch.randint(1, 384, (5, 20)).tolist()])
-    windows = windows_of_sequences(rows, mode="training")
+    windows = windows_of_sequences([sequence(ids.numpy(), np.ones(20, bool)) for ids in torch.randint(1, 384, (5, 20))], mode="training")
     nats, tokens = plain_nats(model, windows)
     result = evaluate_windows(model, windows, pad_token_id=0, batch_tokens=48, device=torch.device("cpu"), collective_forward=False)
     assert result.tokens == tokens and result.nats == pytest.approx(nats, rel=1e-5)

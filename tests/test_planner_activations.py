@@ -13,7 +13,7 @@ from dsft.model_size import ModelSize, measure_model
 from dsft.perplexity import WORDS, score
 from dsft.planner.activations import activation_bytes
 from dsft.planner.trace import fake_model, trace_model, trace_step
-from dsft.samples import Collator
+from dsft.data.batches import Collator
 from tiny import ARCHITECTURES
 
 GQA = {"num_key_value_heads": 8, "max_position_embeddings": 8192}

@@ -26,7 +26,7 @@ from dsft.data.tokens import Rules
 from dsft.data.training import check_sources, load_training_data
 from dsft.model import load_tokenizer
 from dsft.problems import UserError
-from tiny import sentences, write_jsonl, write_texts, write_tokenizer
+from tiny import sentences, write_jsonl, write_texts
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +183,8 @@ def test_held_out_rows_are_a_seeded_share_and_none_is_in_both(tokenizer, tmp_pat
     assert len(texts[0]) + len(texts[1]) == 1000 and not texts[0] & texts[1] and 65 <= len(texts[1]) <= 75
     other = loaded(config(data=[str(path)], eval_fraction=0.07, seed=7), tokenizer)
     assert {tokenizer.decode(one["input_ids"]) for one in other.held_out} != texts[1]
+    with pytest.raises(UserError, match="eval_fraction=0.0001 of .*rows.jsonl is no row"):
+        loaded(config(data=[str(path)], eval_fraction=0.0001, seed=2), tokenizer)
     for fraction in (0.001, 0.5, 0.9):
         taken = sum(HeldOut(fraction=fraction, seed=1, wanted=True).takes(index) for index in range(3000))
         assert taken == pytest.approx(3000 * fraction, abs=1)

@@ -132,6 +132,8 @@ def _write(source: Source, rules: Rules, tokenizer: PreTrainedTokenizerBase, pla
                 bar.update(batch.position - bar.n if batch.position else 0)
                 bar.set_postfix_str(f"{writer.size / 1e6:.1f}M tokens", refresh=False)
         seconds = time.perf_counter() - start
+        if not writer.counts["rows"] and held_out is not None:
+            raise UserError([f"eval_fraction={held_out.fraction} of {source.name} {'is no row' if held_out.wanted else 'leaves no row to train on'}; choose another or give eval_data"])
         if not writer.counts["trained_tokens"]:
             left_out = {name: number for name, number in writer.counts.items() if number and name not in ("rows", "trained_tokens")}
             raise UserError([f"{source.key}: {source.name}: {writer.counts['rows']} rows give no token to train on (of {writer.size} tokens; {left_out or 'nothing left out'})"])

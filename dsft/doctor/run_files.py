@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsft.data.files import is_path
 from dsft.doctor.findings import Finding, finding, join
 from dsft.doctor.sessions import Sessions
 from dsft.fields import read_flags, read_yaml
@@ -16,7 +17,6 @@ from dsft.fields import read_flags, read_yaml
 GiB = 1024**3
 FEWEST_FREE_BYTES = GiB
 """Where the run's needs are not known."""
-DATA_ENDINGS = (".txt", ".json", ".jsonl", ".csv", ".parquet")
 
 
 @dataclass(kw_only=True)
@@ -58,17 +58,12 @@ def examine_files(sessions: Sessions, files: RunFiles, facts: dict[str, dict[str
         named = {source: {node: answer[source] for node, answer in answers.items()} for source in sources}
         for source in sources:
             found += check_content(source, named[source], "data" if source in files.data else "model")
-        on_hub = [source for source, seen in named.items() if not any(seen.values()) and not is_path(source)]
+        on_hub = [source.partition(":")[0] for source, seen in named.items() if not any(seen.values()) and not is_path(source)]  # of NAME:CONFIG:SPLIT the name
         if on_hub:
             found += check_hub(files, sessions.ask("cached", names=on_hub), facts)
     if files.output_dir:
         found += _examine_output(sessions, files)
     return found
-
-
-def is_path(source: str) -> bool:
-    """Whether a data set or model that is nowhere found must be a path, not a name on the hub (as `text_data.py` judges)."""
-    return source.endswith(DATA_ENDINGS) or os.path.isabs(source) or source.startswith((".", "~")) or source.count("/") > 1 or "*" in source
 
 
 def check_content(source: str, seen: dict[str, dict[str, Any] | None], kind: str) -> list[Finding]:
@@ -95,7 +90,7 @@ def check_hub(files: RunFiles, cached: dict[str, dict[str, bool]], facts: dict[s
     for name in dict.fromkeys(one for answer in cached.values() for one in answer):
         lacking = [node for node, answer in cached.items() if not answer[name]]
         offline = [node for node in lacking if facts[node]["hub_offline"]]
-        kind = " --repo-type dataset" if name in files.data else ""
+        kind = " --repo-type dataset" if any(name == source.partition(":")[0] for source in files.data) else ""
         if offline:
             found.append(finding("hub-offline", join(offline), f"{name} is neither a file nor in the hub's cache, and HF_HUB_OFFLINE is set", f"on {offline[0]}: HF_HUB_OFFLINE=0 hf download {name}{kind}; or name an existing folder"))
         elif lacking:
