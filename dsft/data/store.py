@@ -2,7 +2,8 @@
 
     tokens.bin    [F] uint16 or int32: all sequences (documents, where the data is text) end to end
     trained.bin   [F] bool
-    ends.npy      [S] int64
+    ends.bin      [S] int64
+    hashes.bin    [S] uint64
     facts.json    shape, counts, and what the tokens were made from
 """
 
@@ -43,7 +44,7 @@ class Store:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        return np.load(self.folder / "ends.npy")
+        return _mapped(self.folder / "ends.bin", "int64")
 
     @property
     def is_text(self) -> bool:
@@ -59,6 +60,11 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
 
 
+def _duplicates(hashes: np.ndarray) -> int:
+    """How many are there already; a sixteenth at a time, so that memory stays small."""
+    return len(hashes) - sum(len(np.unique(hashes[hashes >> np.uint64(60) == part])) for part in range(16))
+
+
 class StoreWriter:
     """Writes a folder beside its place and puts it there when all is on disk; a killed one leaves only `PLACE.partial`."""
 
@@ -67,9 +73,7 @@ class StoreWriter:
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
         self.dtype = "uint16" if vocab_size <= 1 << 16 else "int32"
-        self.files = {name: open(self.partial / f"{name}.bin", "wb") for name in ("tokens", "trained")}
-        self.ends: list[np.ndarray] = []
-        self.hashes: list[np.ndarray] = []
+        self.files = {name: open(self.partial / f"{name}.bin", "wb") for name in ("tokens", "trained", "ends", "hashes")}
         self.counts: Counter = Counter()
         self.size = 0
         self.first_bad = ""
@@ -77,8 +81,8 @@ class StoreWriter:
     def append(self, made: Tokens) -> None:
         made.ids.astype(self.dtype).tofile(self.files["tokens"])
         made.trained.tofile(self.files["trained"])
-        self.ends.append(made.ends + self.size)
-        self.hashes.append(made.hashes)
+        (made.ends + self.size).tofile(self.files["ends"])
+        made.hashes.tofile(self.files["hashes"])
         self.size += len(made.ids)
         self.counts += made.counts
         self.counts["trained_tokens"] += int(made.trained.sum())
@@ -89,12 +93,8 @@ class StoreWriter:
             file.flush()
             os.fsync(file.fileno())
             file.close()
-        ends, hashes = (np.concatenate([np.zeros(0, np.int64), *parts]) for parts in (self.ends, self.hashes))
-        with open(self.partial / "ends.npy", "wb") as file:
-            np.save(file, ends)
-            os.fsync(file.fileno())
         counts = {name: int(self.counts[name]) for name in ("rows", "truncated", "split", "dropped_long", "dropped_untrained", "dropped_empty", "dropped_bad", "trained_tokens")}
-        counts |= {"tokens": self.size, "duplicates": len(hashes) - len(np.unique(hashes))}
+        counts |= {"tokens": self.size, "duplicates": _duplicates(_mapped(self.partial / "hashes.bin", "uint64"))}
         with open(self.partial / FACTS, "w", encoding="utf-8") as file:
             json.dump(facts | {"dtype": self.dtype, "counts": counts, "first_bad": self.first_bad}, file, indent=1)
             file.flush()
