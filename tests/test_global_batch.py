@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import transformers
 
 from conftest import read_json
+from tiny import write_model
 
 pytestmark = pytest.mark.launch
 STEPS, SAVED_AT = 5, 2
@@ -32,11 +34,22 @@ def logs(run, options, tiny, tmp_path_factory):
         path.write_text(json.dumps(cases))
         result = run(["torchrun", "--nproc_per_node", str(world), "--master_port", f"2965{world}", "tests/workers/train_cases.py", path], timeout=900, XDG_CACHE_HOME=str(folder / f"cache-{world}"))
         assert result.returncode == 0, result.stderr[-4000:]
+        found[f"output of {world}"] = result.stdout
 
+    found: dict = {}
     launch(2, [case(f"{kind}-2-{micro}", kind, micro, accumulation) for kind in DATA for micro, accumulation in SHARED[2]])
     resumed = [case(f"{kind}-resumed", kind, 2, 4, resume_from_checkpoint=str(folder / f"{kind}-2-4" / f"checkpoint-{SAVED_AT}")) for kind in DATA]
+    write_model(tiny / "bloom", "llama")
+    transformers.AutoModelForCausalLM.from_config(transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=384, bos_token_id=None, eos_token_id=0, pad_token_id=None)).save_pretrained(tiny / "bloom")
+    resumed.append(case("mixing", "packed", 8, 1, model=str(tiny / "bloom")))
     launch(1, [case(f"{kind}-1-{micro}", kind, micro, accumulation) for kind in DATA for micro, accumulation in SHARED[1]] + resumed)
-    return {path.parent.name: read_json(path)["results"]["log"] for path in folder.glob("*/run.json")}
+    return found | {path.parent.name: read_json(path)["results"]["log"] for path in folder.glob("*/run.json")}
+
+
+def test_packing_is_left_out_where_samples_would_mix(logs):
+    """Bloom takes no positions: the run says so, pads instead, and trains on."""
+    assert len(steps(logs["mixing"], "loss")) == STEPS
+    assert "packing is left out, sequences are padded instead" in logs["output of 1"] and "tokens of one sample change the logits" in logs["output of 1"]
 
 
 def steps(log: list[dict], name: str) -> list[float]:

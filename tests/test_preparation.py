@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def test_many_processes_prepare_what_one_does(tiny, tokenizer, tmp_path, monkeyp
     rules = Rules.of(TrainConfig(seq_len=32, too_long="split"), "prompt_completion")
     path = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": text, "completion": text * 3} for text in sentences(5000)])
     one = prepare(source_of(path), rules, tokenizer, tmp_path / "one", show=False)
-    monkeypatch.setattr(preparing, "ALONE_BYTES", 0)
+    monkeypatch.setattr(preparing, "ALONE_BYTES", {True: 0, False: 0})
     monkeypatch.setattr(preparing, "cpu_count", lambda: 2)
     two = prepare(source_of(path), rules, tokenizer, tmp_path / "two", show=False)
     assert content(one.folder) == content(two.folder) and one.counts == two.counts and one.folder.name == two.folder.name
@@ -120,13 +121,16 @@ def test_of_many_ranks_one_prepares_and_all_say_what_is_wrong(tiny, tmp_path):
 @pytest.mark.launch
 def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_path):
     """Killed at three moments; the workers end too. Then it is done from the beginning, and a second time it is there already."""
-    path = write_jsonl(tmp_path / "pairs.jsonl", [{"text": text} for text in sentences(60_000, longest=80)])
-    command = [BIN / "dsft", "prepare", "--tokenizer", tiny / "model", "--data", path, "--data_cache", tmp_path / "cache"]
-    partial = lambda: list((tmp_path / "cache").glob("*.partial/tokens.bin"))  # noqa: E731
+    path = write_jsonl(tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]} for text in sentences(50_000, longest=50)])
+    command = [BIN / "dsft", "prepare", "--tokenizer", tiny / "chat", "--data", path, "--data_cache", tmp_path / "cache"]
+
+    def written() -> int:
+        return max((path.stat().st_size for path in (tmp_path / "cache").glob("*.partial/tokens.bin")), default=-1)
+
     for least in (0, 1 << 18, 1 << 20):
         process = subprocess.Popen([str(word) for word in command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         until = time.monotonic() + 120
-        while not (partial() and partial()[0].stat().st_size >= least):
+        while written() < least:
             assert process.poll() is None and time.monotonic() < until
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
@@ -137,7 +141,7 @@ def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_pat
             time.sleep(0.1)
     first, second = (subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, timeout=300) for _ in range(2))
     assert first.returncode == second.returncode == 0, first.stderr
-    assert first.stdout == second.stdout and "60,000 rows" in first.stdout and "Preparing" in first.stderr and "Preparing" not in second.stderr
+    assert first.stdout == second.stdout and "50,000 rows" in first.stdout and "Preparing" in first.stderr and "Preparing" not in second.stderr
     assert not list((tmp_path / "cache").glob("*.partial"))
 
 
@@ -240,6 +244,20 @@ def test_a_folder_that_cannot_be_written_is_named(tokenizer, tmp_path, config):
     write_texts(tmp_path / "a.jsonl", 5)
     with pytest.raises(UserError, match="data_cache: .*file/cache cannot be made"):
         loaded(config(data=[str(tmp_path / "a.jsonl")], data_cache=str(tmp_path / "file" / "cache")), tokenizer)
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tokenizer, tmp_path, config):
+    """Files of more than 64 KiB cannot be written: a real error of the system, in the middle of writing."""
+    path = write_texts(tmp_path / "a.jsonl", 5000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(UserError, match="data_cache: .*; free some space or name another folder"):
+            loaded(config(data=[str(path)]), tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]
+    assert loaded(config(data=[str(path)]), tokenizer).counts["rows"] == 5000
 
 
 def test_packed_rows_hold_the_tokens_of_all_samples(tokenizer, tmp_path, config):

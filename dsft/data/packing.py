@@ -1,10 +1,9 @@
 """Which sequences share a row, so that rows are full; and whether a model can keep them apart in it.
 
-Best fit: the longest first, each into the fullest row that still has room (best-fit decreasing; Ding et al., "Fewer Truncations Improve Language Modeling",
+Best fit: the longest first, and into each row what fills it best (after best-fit decreasing; Ding et al., "Fewer Truncations Improve Language Modeling",
 arXiv 2404.10830, section 3).
 """
 
-import bisect
 import copy
 from typing import Any
 
@@ -19,28 +18,45 @@ from dsft.problems import one_line
 
 
 def best_fit(lengths: np.ndarray, room: int) -> list[np.ndarray]:
-    """Rows of indices with at most `room` tokens each. Every length must be at most `room`."""
-    rows: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(room + 1)]
-    rooms: list[int] = []  # those that some row has, in order
-    for index in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[index])
-        at = bisect.bisect_left(rooms, length)
-        if at == len(rooms):
-            row, left = len(rows), room
-            rows.append([])
-        else:
-            left = rooms[at]
-            row = with_room[left].pop()
-            if not with_room[left]:
-                rooms.pop(at)
-        rows[row].append(index)
-        left -= length
-        if left:
-            if not with_room[left]:
-                bisect.insort(rooms, left)
-            with_room[left].append(row)
-    return [np.array(row) for row in rows]
+    """Rows of indices with at most `room` tokens each. Every length must be at most `room`.
+
+    Works on the counts of each length, so that its time grows with the number of different lengths (after Krell et al., arXiv 2107.02027, section 3).
+    """
+    order = np.argsort(lengths, kind="stable")
+    sizes, used, counts = np.unique(lengths[order], return_index=True, return_counts=True)
+    left, rows = counts.copy(), []
+    while left.any():
+        fullest = _fullest_row(sizes, left.copy(), room)
+        kinds = np.flatnonzero(fullest)
+        for _ in range(int((left[kinds] // fullest[kinds]).min())):
+            rows.append(np.concatenate([order[used[kind] : used[kind] + fullest[kind]] for kind in kinds[::-1]]))
+            used[kinds] += fullest[kinds]
+            left[kinds] -= fullest[kinds]
+    return rows
+
+
+def _fullest_row(sizes: np.ndarray, left: np.ndarray, room: int) -> np.ndarray:
+    """How many of each size: the largest that is left; then again and again the largest that fits, but the two that fit best where these fill the row better.
+
+    Args:
+        sizes: in order; `left` of each, which is changed.
+    """
+    row = np.zeros_like(left)
+    while len(fitting := np.flatnonzero((left > 0) & (sizes <= room))):
+        found = sizes[fitting]
+        chosen = [fitting[-1]]
+        if len(row.nonzero()[0]) and 2 * found[-1] >= room:
+            partner = np.searchsorted(found, room - found, side="right") - 1
+            partner -= (partner == np.arange(len(found))) & (left[fitting] == 1)
+            pairs = np.where(partner >= 0, found + found[partner], 0)
+            if pairs.max() > found[-1]:
+                best = int(pairs.argmax())
+                chosen = [fitting[best], fitting[partner[best]]]
+        for kind in chosen:
+            row[kind] += 1
+            left[kind] -= 1
+            room -= sizes[kind]
+    return row
 
 
 def filled(lengths: np.ndarray, tokens: int) -> list[np.ndarray]:

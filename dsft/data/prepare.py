@@ -35,8 +35,8 @@ from dsft.problems import UserError, one_line
 
 FORM = 1
 """Of the folders; a change of code that changes tokens raises it."""
-ALONE_BYTES = 8 << 20
-"""Sources smaller than this are tokenised by this process: workers take seconds to start."""
+ALONE_BYTES = {True: 64 << 20, False: 8 << 20}
+"""Whether rows are tokenised many at once, by the tokenizer's own threads (chats are not) -> sources smaller than this are left to this process: workers take seconds to start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +114,8 @@ def _lock(path: Path) -> Iterator[None]:
             break
         except Timeout:
             watch.tick()
+        except (OSError, NotImplementedError) as error:
+            raise UserError([f"data_cache: {path.parent}: no file can be locked there ({one_line(error)}); name another folder"]) from None
     try:
         yield
     finally:
@@ -126,7 +128,7 @@ def _write(source: Source, rules: Rules, tokenizer: PreTrainedTokenizerBase, pla
     name = source.key if held_out is None or not held_out.wanted else "held-out rows"
     try:
         with tqdm(total=source.total_bytes, desc=f"Preparing {name}", unit="B", unit_scale=True, disable=not show, dynamic_ncols=True, mininterval=0.5) as bar:
-            for batch, made in _tokenised(_batches(source, held_out), rules, tokenizer, workers=_workers(source)):
+            for batch, made in _tokenised(_batches(source, held_out), rules, tokenizer, workers=_workers(source, rules)):
                 writer.append(made)
                 watch.tick()
                 bar.update(batch.position - bar.n if batch.position else 0)
@@ -146,8 +148,20 @@ def _write(source: Source, rules: Rules, tokenizer: PreTrainedTokenizerBase, pla
         raise
 
 
-def _workers(source: Source) -> int:
-    return 1 if source.total_bytes is not None and source.total_bytes < ALONE_BYTES else cpu_count()
+def _workers(source: Source, rules: Rules) -> int:
+    at_once = rules.shape in ("text", "template", "prompt_completion")
+    return 1 if source.total_bytes is not None and source.total_bytes < ALONE_BYTES[at_once] else cpu_count()
+
+
+@contextmanager
+def _threads_of_tokenizers() -> Iterator[None]:
+    """Else they are off, for the processes that torch's loader forks (screen.py)."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def _batches(source: Source, held_out: HeldOut | None) -> Iterator[Batch]:
@@ -165,13 +179,18 @@ def _batches(source: Source, held_out: HeldOut | None) -> Iterator[Batch]:
 def _tokenised(batches: Iterator[Batch], rules: Rules, tokenizer: PreTrainedTokenizerBase, *, workers: int) -> Iterator[tuple[Batch, Tokens]]:
     """In the order of the batches, with at most a few of them in memory."""
     if workers == 1:
-        yield from ((batch, tokenise(batch, rules, tokenizer)) for batch in batches)
+        with _threads_of_tokenizers():
+            yield from ((batch, tokenise(batch, rules, tokenizer)) for batch in batches)
         return
     # "spawn": this process has threads (of the process group, of tokenizers), which a fork would copy half.
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(rules, tokenizer)) as pool:
         waiting: list[tuple[Batch, Future]] = []
         try:
+            started = pool.submit(int)
             for batch in batches:
+                if not started.done():  # workers take seconds to start; until then this process does it
+                    yield batch, tokenise(batch, rules, tokenizer)
+                    continue
                 waiting.append((batch, pool.submit(_work, batch)))
                 if len(waiting) > 2 * workers:
                     yield waiting[0][0], waiting.pop(0)[1].result()
