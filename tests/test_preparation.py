@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import BIN, ROOT
+from conftest import BIN, ROOT, flags
 from dsft.config import TrainConfig
 from dsft.data import prepare as preparing
 from dsft.data.batches import PackedCollator
@@ -27,6 +27,7 @@ from dsft.data.tokens import Rules
 from dsft.data.training import check_sources, load_training_data
 from dsft.model import load_tokenizer
 from dsft.problems import UserError
+from small_hub import SmallHub
 from tiny import sentences, write_jsonl, write_texts
 
 
@@ -307,6 +308,22 @@ def test_a_stream_is_shuffled_with_a_seed(tokenizer, tmp_path, config):
     shaped = [(one.source, one.rules) for one in check_sources([path, path], config(), tokenizer, key="data", split="train", problems=problems)]
     orders = [[one["input_ids"].tobytes() for one in islice(iter(Stream(shaped, tokenizer, seq_len=32, pack=False, weights=[1, 2], seed=seed, shuffle_buffer=50)), 200)] for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.launch
+def test_data_sets_of_the_hub(run, tiny, options, tmp_path):
+    """By name, configuration and slice, from a hub on this machine: prepared, held out, streamed; and one that is not there."""
+    card = "---\nconfigs:\n- config_name: small\n  data_files:\n  - {split: train, path: rows.jsonl}\n  - {split: validation, path: held_out.jsonl}\n---\n"
+    rows = {f"{name}.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in sentences(number, seed=number)).encode() for name, number in (("rows", 40), ("held_out", 7))}
+    hub = SmallHub({"README.md": card.encode()} | rows)
+    environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    sliced = run(["dsft", "prepare", "--tokenizer", tiny / "model", "--data", "ns/name:small:train[:50%]", "--eval_data", "ns/name:small"], **environment)
+    assert "ns/name:small:train[:50%] (text): 20 rows" in sliced.stdout and "held out: 7 rows" in sliced.stdout, sliced.stderr
+    streamed = run(["python", "-m", "dsft.train", *flags(options(tmp_path / "run", data="ns/name", data_name="small", streaming=True, shuffle_buffer=4))], **environment)
+    assert streamed.returncode == 0 and (tmp_path / "run" / "final" / "model.safetensors").is_file(), streamed.stderr
+    missing = run(["dsft", "prepare", "--tokenizer", tiny / "model", "--data", "ns/nothing"], **environment)
+    assert missing.returncode == 2 and "ns/nothing is neither a file here" in missing.stderr and "Traceback" not in missing.stderr
+    hub.shutdown()
 
 
 def test_preview_shows_what_is_trained_and_figures(tiny, tmp_path, capsys):
