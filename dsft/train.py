@@ -141,7 +141,7 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
         say(f"{trainer.saves.number} checkpoint{'s' * (trainer.saves.number > 1)} saved in {trainer.saves.seconds:.3g} s, {trainer.saves.seconds / seconds:.1%} of the run; the largest is {trainer.saves.largest_bytes / 1e9:.3g} GB")
     if ranks.rank() == 0:
         results = {"train_loss": output.training_loss, "seconds": seconds, "final_model": str(final)} | trainer.results()
-        write_run(output_dir, results=results, status="done")
+        write_run(output_dir, results=results, status="done", data=data.counts)  # of a stream they are known only now
         (final / CARD).write_text(model_card(read_run(output_dir)), encoding="utf-8")
         say(f"done: {final}; results in {output_dir}/run.json")
     if trainer.saves.failed:

@@ -21,7 +21,7 @@ def logs(run, options, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("global-batch")
     pairs = {"data": str(tiny / "pairs.jsonl"), "eval_data": str(tiny / "pairs.jsonl")}
     kinds = {
-        "padded": pairs, "packed": pairs | {"packing": True}, "streamed": pairs | {"streaming": True, "packing": True, "shuffle_buffer": 7},
+        "padded": pairs, "packed": pairs | {"packing": True}, "streamed": pairs | {"streaming": True, "packing": True, "shuffle_buffer": 7, "seq_len": 40},
         "mixed": {"data": [str(tiny / "pairs.jsonl"), str(tiny / "texts.jsonl")], "data_weights": [2, 1], "eval_fraction": 0.1}, "text": {"data": str(tiny / "texts.jsonl")},
     }
 
@@ -43,7 +43,12 @@ def logs(run, options, tiny, tmp_path_factory):
     transformers.AutoModelForCausalLM.from_config(transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=384, bos_token_id=None, eos_token_id=0, pad_token_id=None)).save_pretrained(tiny / "bloom")
     resumed.append(case("mixing", "packed", 8, 1, model=str(tiny / "bloom")))
     launch(1, [case(f"{kind}-1-{micro}", kind, micro, accumulation) for kind in DATA for micro, accumulation in SHARED[1]] + resumed)
+    found["data of the stream"] = read_json(folder / "streamed-1-8" / "run.json")["data"]
     return found | {path.parent.name: read_json(path)["results"]["log"] for path in folder.glob("*/run.json")}
+
+
+def test_what_a_stream_left_out_is_counted(logs):
+    assert logs["data of the stream"]["rows"] >= 30 and logs["data of the stream"]["truncated"] > 0
 
 
 def test_packing_is_left_out_where_samples_would_mix(logs):

@@ -234,6 +234,14 @@ def test_sources_may_have_different_shapes_and_rows_of_one_may_not(tokenizer, tm
     assert data.counts["rows"] == 7 and data.counts["dropped_bad"] == 1 and "line 2" in data.notes[0]
 
 
+def test_a_template_with_markers_that_are_no_tokens_is_noted(tiny, tmp_path, config):
+    write_jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}])
+    for template, expected in (("chatml", ["has no token for <|im_start|>, <|im_end|>"]), ("plain", [])):
+        options = config(data=[str(tmp_path / "a.jsonl")], chat_template=template, model=str(tiny / "model"), seq_len=128)
+        notes = loaded(options, load_tokenizer(options)).notes
+        assert len(notes) == len(expected) and all(part in note for part, note in zip(expected, notes, strict=True))
+
+
 def test_data_that_is_all_prompt_is_an_error(tokenizer, tmp_path, config):
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a long prompt " * 20, "completion": "b"}])
     with pytest.raises(UserError, match="a.jsonl: 1 rows give no token to train on .*dropped_untrained"):

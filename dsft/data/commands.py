@@ -68,7 +68,7 @@ def preview_command(argv: Sequence[str], *, samples: int = PREVIEWED) -> None:
     for name, entries in sources.items():
         if entries:
             console.print(f"{name}: {', '.join(map(str, entries))}")
-    console.print(_figures(items if isinstance(data.items, Stream) else data.items, data))
+    console.print(_figures(items, data))
     for note in data.notes:
         console.print(f"note: {note}")
 

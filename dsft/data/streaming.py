@@ -5,6 +5,7 @@ run reads on from the beginning up to its place, which the Trainer does.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -27,6 +28,8 @@ class Stream(torch.utils.data.IterableDataset):
     def __init__(self, sources: list[tuple[Source, Rules]], tokenizer: PreTrainedTokenizerBase, *, seq_len: int, pack: bool, weights: list[float], seed: int, shuffle_buffer: int):
         self.sources, self.tokenizer, self.seq_len, self.pack = sources, tokenizer, seq_len, pack
         self.weights, self.seed, self.shuffle_buffer = weights, seed, shuffle_buffer
+        self.counts: Counter = Counter()
+        """As of prepared data, of what this process has read so far."""
 
     @property
     def identity(self) -> str:
@@ -48,6 +51,7 @@ class Stream(torch.utils.data.IterableDataset):
         while True:
             for batch in source.batches():
                 made = tokenise(batch, rules, self.tokenizer)
+                self.counts += made.counts
                 if not rules.is_text:
                     starts = [0, *made.ends[:-1]]
                     yield from (sequence(made.ids[start:end], made.trained[start:end]) for start, end in zip(starts, made.ends, strict=True))

@@ -15,6 +15,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from dsft import ranks
 from dsft.data.batches import Collator, EpochOrder, PackedCollator, WholeSteps, padding_share
+from dsft.data.chat import split_tokens
 from dsft.data.packing import Groups, best_fit, filled, isolation_problem
 from dsft.data.prepare import HeldOut, cache_folder, prepare
 from dsft.data.sequences import Sequences, count, mix, sequences_of
@@ -137,9 +138,12 @@ def load_training_data(config: Any, data: list[Shaped], held_out: list[Shaped], 
     held_out_sequences = sequences_of(held_out_stores, seq_len=config.seq_len, whole_documents=False) if held_out_stores else None
     of_held_out = {"held_out": held_out_sequences, "held_out_counts": held_out_stores and count(held_out_sequences, held_out_stores)}
     pad = tokenizer.pad_token_id
+    notes = []
+    if config.chat_template and (cut := split_tokens(tokenizer, tokenizer.chat_template)):
+        notes.append(f"chat_template={config.chat_template}: the tokenizer {tokenizer.name_or_path} has no token for {', '.join(cut)} and cuts {'it' if len(cut) == 1 else 'them'} into several; a template that fits it, or plain, is learnt faster")
     if config.streaming:
         stream = Stream([(one.source, one.rules) for one in data], tokenizer, seq_len=config.seq_len, pack=pack, weights=config.data_weights, seed=seed, shuffle_buffer=config.shuffle_buffer)
-        return TrainingData(items=stream, collator=PackedCollator(pad, flash=flash) if pack else Collator(pad), counts={}, grouped=False, **of_held_out)
+        return TrainingData(items=stream, collator=PackedCollator(pad, flash=flash) if pack else Collator(pad), counts=stream.counts, grouped=False, notes=notes, **of_held_out)
 
     rest = HeldOut(fraction=config.eval_fraction, seed=seed, wanted=False) if config.eval_fraction and not config.eval_data else None
     stores = _stores(data, config, tokenizer, rest)
@@ -148,7 +152,7 @@ def load_training_data(config: Any, data: list[Shaped], held_out: list[Shaped], 
     if config.data_weights:
         sequences, passes = mix(sequences, config.data_weights, seed=seed)
     counts = count(sequences, stores, passes=passes)
-    notes = [f"{store.counts['dropped_bad']} rows of {store.facts['source']} are left out as bad; the first: {store.facts['first_bad']}" for store in stores if store.counts["dropped_bad"]]
+    notes += [f"{store.counts['dropped_bad']} rows of {store.facts['source']} are left out as bad; the first: {store.facts['first_bad']}" for store in stores if store.counts["dropped_bad"]]
     _same_everywhere(sequences)
     if pack:
         rows = Groups(sequences, best_fit(sequences.lengths, config.seq_len))
