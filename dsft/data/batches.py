@@ -79,12 +79,12 @@ class EpochOrder(torch.utils.data.Sampler):
 
 def padding_share(order: list[int], lengths: np.ndarray, batch: int) -> float:
     """Of the positions that the model computes, those that hold no token, where `batch` items follow each other in `order`."""
-    real = [lengths[[index for index in order[start : start + batch] if index < len(lengths)]] for start in range(0, len(order), batch)]
-    widths = [width(int(part.max())) * batch for part in real if len(part)]
-    return 1 - sum(int(part.sum()) for part in real) / sum(widths)
+    held = np.append(lengths, np.zeros(max(order) + 1 - len(lengths), lengths.dtype))[order].reshape(-1, batch)  # blank items have none
+    return float(1 - held.sum() / (width(np.maximum(held.max(1), 1)) * batch).sum())
 
 
-def width(length: int) -> int:
+def width(length: Any) -> Any:
+    """`length` (a number, or an array of them) as it is padded."""
     return -(-length // MULTIPLE) * MULTIPLE
 
 

@@ -153,7 +153,7 @@ def load_training_data(config: Any, data: list[Shaped], held_out: list[Shaped], 
         sequences, passes = mix(sequences, config.data_weights, seed=seed)
     counts = count(sequences, stores, passes=passes)
     notes += [f"{store.counts['dropped_bad']} rows of {store.facts['source']} are left out as bad; the first: {store.facts['first_bad']}" for store in stores if store.counts["dropped_bad"]]
-    _same_everywhere(sequences)
+    _same_everywhere([sequences, *([held_out_sequences] if held_out_sequences else [])])
     if pack:
         rows = Groups(sequences, best_fit(sequences.lengths, config.seq_len))
         counts |= {"packed_rows": len(rows), "fill_rate": round(float(sequences.lengths.sum() / (len(rows) * config.seq_len)), 4)}
@@ -172,16 +172,17 @@ def _stores(data: list[Shaped], config: Any, tokenizer: PreTrainedTokenizerBase,
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank:
         time.sleep(0.2)  # so that on each node the rank comes first that shows its progress
-    return [prepare(one.source, one.rules, tokenizer, cache_folder(config), held_out=held_out, show=local_rank == 0) for one in data]
+    shows = local_rank == 0 and not config.training.get("disable_tqdm")
+    return [prepare(one.source, one.rules, tokenizer, cache_folder(config), held_out=held_out, show=shows) for one in data]
 
 
-def _same_everywhere(sequences: Sequences) -> None:
+def _same_everywhere(parts: list[Sequences]) -> None:
     """Nodes that prepared for themselves must have come to the same. Collective.
 
     Raises:
         UserError: naming the hosts.
     """
-    mine = digest(sequences)
+    mine = " ".join(map(digest, parts))
     hosts: dict[str, list[str]] = {}
     for host, theirs in ranks.from_all([(socket.gethostname(), mine)]):
         hosts.setdefault(theirs, []).append(host)
