@@ -293,8 +293,8 @@ def _check_train_data(config: TrainConfig, problems: list[str]) -> None:
             problems.append("streaming needs max_steps: how long the stream is is not known")
         if config.eval_fraction:
             problems.append("streaming has no rows to hold out a share of; give eval_data")
-        if config.training.get("dataloader_num_workers", 0) > 1:
-            problems.append("streaming takes at most 1 of dataloader_num_workers: each would read the whole stream")
+        if config.training.get("dataloader_num_workers", 0):
+            problems.append("streaming and dataloader_num_workers cannot be combined: each worker would read the whole stream")
         if config.batch_tokens is not None:
             problems.append("streaming and batch_tokens cannot be combined; use packing")
     if config.shuffle_buffer < 1:
@@ -308,5 +308,7 @@ def _check_evaluation(config: EvalConfig, problems: list[str]) -> None:
         problems.append(f"stride={config.stride}: must be at least 1 and less than seq_len={config.seq_len}, so that every token has context")
     if config.max_documents is not None and config.max_documents < 1:
         problems.append(f"max_documents={config.max_documents}: must be at least 1")
+    if config.bad_rows != "error":
+        problems.append(f"bad_rows={config.bad_rows}: an evaluation scores every row; mend or remove the bad ones")
     if config.verify < 0:
         problems.append(f"verify={config.verify}: must be 0 or a number of documents")

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import socket
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -141,6 +142,21 @@ def wait_for_all() -> None:
     """Go on when every rank is here. Collective."""
     if dist.is_initialized():
         dist.barrier()
+
+
+def wait_long(name: str) -> None:
+    """Go on when every rank is here, however long the others take: outside of any collective, whose timeout would end the job, and with signs of life to the guard.
+
+    Every rank calls it as often as the others with the same `name`.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    here = store.add(f"dsft/{name}", 1)
+    everyone = -(-here // dist.get_world_size()) * dist.get_world_size()  # of this call, after those before it
+    while store.add(f"dsft/{name}", 0) < everyone:
+        watch.tick()
+        time.sleep(0.2)
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:

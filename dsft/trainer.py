@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from dsft import stop_request
@@ -41,6 +42,8 @@ class PerplexityTrainer(SavingTrainer):
             processing_class=tokenizer, data_collator=data.collator, save_minutes=save_minutes,
         )
         self.grouped = data.grouped
+        if not self.model_accepts_loss_kwargs:  # its own loss would be a mean over each micro batch, and NaN for blank ones
+            self.compute_loss_func = mean_over_the_global_batch
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
         self.add_callback(ProgressLog)
@@ -123,6 +126,12 @@ class PerplexityTrainer(SavingTrainer):
             "plan_check": self.plan_check.comparisons,
             "log": log,
         }
+
+
+def mean_over_the_global_batch(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> torch.Tensor:
+    """Nats of all trained tokens over `num_items_in_batch`, those of all micro batches and ranks of a step."""
+    logits = outputs["logits"]
+    return ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch=num_items_in_batch)
 
 
 class Alive(TrainerCallback):

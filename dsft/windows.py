@@ -203,6 +203,11 @@ def _answers(data: Shaped, config, tokenizer: PreTrainedTokenizerBase) -> Window
             raise UserError([f"data: {problem}" for problem in error.problems]) from None
         counts += made.counts
         sequences += [sequence(made.ids[start:end], made.trained[start:end]) for start, end in pairwise([0, *made.ends])]
+    for index, one in enumerate(sequences):
+        if not (one["labels"] != IGNORED).any():
+            texts[index] = ""  # nothing of it is scored
+        elif len(one["input_ids"]) == config.seq_len or config.train_on in ("all", "last"):
+            texts[index] = tokenizer.decode(one["input_ids"][one["labels"] != IGNORED], skip_special_tokens=True)
     windows = windows_of_sequences(sequences, mode="answers")
     windows.document_bytes = np.array([len(text.encode()) for text in texts])
     windows.document_words = np.array([words_in(text) for text in texts])

@@ -73,9 +73,27 @@ def test_a_long_text_comes_in_pieces_that_are_the_text(tmp_path, ending):
     assert [number for number, _, _ in rows] == [1 + text[: text.index(row["text"][:200])].count("\n") for _, row, _ in rows]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    for name, content in (("a.txt", "the model"), ("a.jsonl", '{"text": "the model"}'), ("a.csv", "text\nthe model\n"), ("a.json", '[{"text": "the model"}]')):
+        (tmp_path / name).write_text("\ufeff" + content, encoding="utf-8")
+        assert [row["text"] for _, row, _ in read_file(str(tmp_path / name))] == ["the model"]
+
+
+def test_an_empty_compressed_file_has_no_rows(tmp_path):
+    for name in ("a.csv.gz", "a.jsonl.gz", "a.txt.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(b""))
+        assert list(read_file(str(tmp_path / name))) == []
+
+
+def test_batches_are_bounded_by_their_size_in_every_format(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [[{"role": "user", "content": "x" * 100_000}]] * 50}), tmp_path / "a.parquet")
+    source = find_sources([str(tmp_path / "a.parquet")], TrainConfig(), key="data", split="train", problems=[])[0]
+    assert [len(batch.rows) for batch in source.batches()] == [11, 11, 11, 11, 6]
+
+
 def test_a_text_of_one_line_is_not_held_whole(tmp_path):
     (tmp_path / "a.txt").write_text("x" * (11 * PIECE_BYTES))
-    assert [len(row["text"]) // PIECE_BYTES for _, row, _ in read_file(str(tmp_path / "a.txt"))] == [4, 4, 3]
+    assert [len(row["text"]) // PIECE_BYTES for _, row, _ in read_file(str(tmp_path / "a.txt"))] == [4] * 2 + [3]
 
 
 @pytest.mark.parametrize(
@@ -96,6 +114,7 @@ def test_a_text_of_one_line_is_not_held_whole(tmp_path):
         ("a.txt", b"one\ntwo \xff\n", "a.txt, line 2: not valid UTF-8"),
         ("a.txt", b"caf\xc3", "a.txt: not valid UTF-8: its last character is cut off"),
         ("a.txt", b"", "a.txt is empty"),
+        ("a.json", b"[" * 100_000, "a.json: not valid JSON (nested too deeply)"),
         ("a.parquet", b"no parquet", "a.parquet cannot be read as parquet"),
         ("a.arrow", b"no arrow at all", "a.arrow cannot be read as arrow"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:40], "a.jsonl.gz cannot be read as jsonl"),
@@ -117,7 +136,7 @@ def test_invalid_text_inside_arrow_names_its_row(tmp_path):
 
 
 def test_folders_globs_and_names_on_the_hub(tmp_path):
-    for name in ("b.jsonl", "a.jsonl", "c.jsonl.gz", "notes.md"):
+    for name in ("b.jsonl", "a.jsonl", "c.jsonl.gz", "notes.md", "._a.jsonl", "state.json", "dataset_info.json"):
         (tmp_path / name).write_bytes(gzip.compress(b"{}") if name.endswith("gz") else b"{}")
     found = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jsonl.gz")]
     assert find_files(str(tmp_path), "data") == found and find_files(str(tmp_path / "*.jsonl*"), "data") == found

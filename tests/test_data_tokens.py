@@ -8,6 +8,7 @@ import pytest
 
 from dsft.config import TrainConfig, check_config
 from dsft.data.chat import PRESETS, load_template
+from dsft.data.files import BEGUN, GOES_ON
 from dsft.data.shapes import find_shape
 from dsft.data.sources import Batch
 from dsft.data.tokens import Rules, Tokens, _encode, tokenise
@@ -25,7 +26,7 @@ def tokenizer(tiny):
 def made(rows: list[dict], tokenizer, *, keep_all: bool = False, **options) -> Tokens:
     config = TrainConfig(**({"seq_len": 64} | options))
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    return tokenise(Batch(rows=rows, numbers=[*range(1, len(rows) + 1)], place="rows.jsonl"), Rules.of(config, find_shape(columns, config), keep_all=keep_all), tokenizer)
+    return tokenise(Batch(rows=rows, numbers=[*range(1, len(rows) + 1)], place="rows.jsonl"), Rules.of(config, find_shape(columns, config), first_row=rows[0], keep_all=keep_all), tokenizer)
 
 
 def trained(tokens: Tokens, tokenizer, index: int = 0) -> str:
@@ -142,7 +143,8 @@ def test_a_token_across_the_border_of_an_answer_is_refused(tokenizer):
 
 
 @pytest.mark.parametrize(("template", "message"), [("{{ raise_exception('only one turn') }}", "the chat template raised: only one turn"), ("{{ messages[0].nothing.more }}", "the chat template raised: .*has no attribute"),
-                                                   ("{% generation %}{% endgeneration %}{{ messages[0]['content'] }}", "the chat template marks a stretch of no characters")])
+                                                   ("{% generation %}{% endgeneration %}{{ messages[0]['content'] }}", "the chat template marks 1 stretches as generated, for 2 turns of the assistant"),
+                                                   ("{% for m in messages if m.role == 'assistant' %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}", "the chat template marks a stretch of no characters")])
 def test_a_template_that_raises_or_marks_nothing_names_the_row(tokenizer, template, message):
     with pytest.raises(UserError, match=f"rows.jsonl, line 1: {message}"):
         made([{"messages": CHAT}], with_template(tokenizer, template))
@@ -150,11 +152,55 @@ def test_a_template_that_raises_or_marks_nothing_names_the_row(tokenizer, templa
 
 def test_tools_reach_the_template(tokenizer):
     shows = with_template(tokenizer, "{{ tools | length if tools else 0 }}" + tokenizer.chat_template)
+    call = [CHAT[1], {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}]
+    with pytest.raises(UserError, match="the chat template does not render tool_calls"):
+        made([{"messages": call}], tokenizer)
+    with pytest.raises(UserError, match="the chat template does not render tools;"):
+        made([{"messages": CHAT, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}], tokenizer)
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     for tools in ([tool], json.dumps([tool])):
         assert tokenizer.decode(made([{"messages": CHAT, "tools": tools}], shows).ids).startswith("1<|system|>")
     with pytest.raises(UserError, match="tools is no JSON"):
         made([{"messages": CHAT, "tools": "[{"}], shows)
+
+
+@pytest.mark.parametrize("template", ["chatml", "bare", "tiny"])
+def test_a_chat_that_begins_with_the_assistant_trains_its_answer_alone(tokenizer, template):
+    marked = load_template("chatml")
+    other = tokenizer if template == "tiny" else with_template(tokenizer, marked if template == "chatml" else marked.replace("{%- generation %}", "").replace("{%- endgeneration %}", ""))
+    text = trained(made([{"messages": CHAT[2:]}], other, seq_len=256), tokenizer)
+    assert text.replace("\n", "") == ("small<|end|>slow<|end|>" if template == "tiny" else "small<|im_end|>slow<|im_end|>")
+
+
+def test_markers_hold_where_a_tokenizer_trims_its_offsets(tokenizer):
+    """transformers' own mask loses all turns after an answer that begins with a blank, and the later bytes of a character at an answer's end."""
+    from tokenizers.processors import ByteLevel
+
+    trims = with_template(tokenizer, load_template("chatml").replace("+ '<|im_end|>' }}{%- endgen", "}}{%- endgen").replace("{{- '\\n' }}\n    {%- else", "{{- '<|im_end|>\\n' }}\n    {%- else"))
+    trims.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
+    chat = [CHAT[1], {"role": "assistant", "content": "small"}, CHAT[1], {"role": "assistant", "content": " slow"}, CHAT[1], {"role": "assistant", "content": "ok 🙂"}]
+    assert trained(made([{"messages": chat}], trims, seq_len=256), trims) == "small slowok 🙂"
+
+
+def test_tokenizers_that_close_or_begin_each_text_do_so_once(tokenizer, tiny):
+    from tokenizers import normalizers
+    from tokenizers.processors import TemplateProcessing
+
+    closes = copy.deepcopy(tokenizer)
+    closes.backend_tokenizer.post_processor = TemplateProcessing(single="$A <|end|>", special_tokens=[("<|end|>", closes.eos_token_id)])
+    begins = copy.deepcopy(tokenizer)
+    begins.backend_tokenizer.normalizer = normalizers.Prepend("_")
+    pieces = [{"text": "big ", BEGUN: False, GOES_ON: True}, {"text": "small", BEGUN: True, GOES_ON: False}]
+    rows = [{"prompt": "big ", "completion": "small"}, {"prompt": "q<|end|>", "completion": "a"}]
+    assert closes.decode(made(pieces, closes).ids) == "big small<|end|>" and closes.decode(made([{"text": "a"}], closes).ids) == "a<|end|>"
+    assert closes.decode(made(rows, closes).ids) == "big small<|end|>q<|end|>a<|end|>"
+    assert begins.decode(made(pieces, begins).ids) == "_big small<|end|>" and begins.decode(made(rows[:1], begins).ids) == "_big small<|end|>"
+
+
+@pytest.mark.parametrize("row", [{"text": "x \ud83d"}, {"prompt": "a", "completion": "x \ud83d"}, {"messages": [CHAT[1], {"role": "assistant", "content": "x \ud83d"}]}])
+def test_half_a_surrogate_pair_names_its_row(tokenizer, row):
+    with pytest.raises(UserError, match="rows.jsonl, line 1: holds half of a surrogate pair at character 3"):
+        made([row], tokenizer)
 
 
 LONG = [{"prompt": "the ", "completion": "model"}, {"prompt": "the ", "completion": "big small " * 30}]
@@ -194,11 +240,12 @@ GOOD = {"messages": CHAT}
         ([GOOD, {"messages": [CHAT[1], CHAT[0], CHAT[2]]}], "message 2 is of the system, after a user: roles are out of order"),
         ([GOOD, {"messages": [{"role": "tool", "content": "1"}, CHAT[2]]}], "message 1 is of a tool, after nothing"),
         ([SHAPES["sharegpt"], {"conversations": [{"from": "someone", "value": "a"}]}], "turn 1 is from 'someone'; known are human"),
+        ([SHAPES["sharegpt"], {"conversations": [{"from": ["human"], "value": "a"}]}], r"turn 1 is from \['human'\]; known are human"),
         ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "column 'completion' is missing"),
         ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 3}], "column 'completion' must hold text; it holds int"),
         ([{"text": "a"}, {"text": None}], "column 'text' is missing"),
         ([{"instruction": "a", "output": "b"}, {"instruction": "", "output": "b"}], "column 'instruction' is empty"),
-        ([SHAPES["prompt_completion"], {"prompt": "a", "completion": "b"}], "holds texts, where other rows hold chats"),
+        ([SHAPES["prompt_completion"], {"prompt": "a", "completion": "b"}], "prompt and completion must be lists of messages, as in the rows before"),
     ],
 )
 def test_a_bad_row_is_an_error_with_its_line_or_is_counted(tokenizer, rows, message):

@@ -1,6 +1,8 @@
 """The loss is averaged over all trained tokens of the global batch: batch size, accumulation and ranks can be exchanged, whatever the batches are made of."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import transformers
@@ -10,9 +12,28 @@ from tiny import write_model
 
 pytestmark = pytest.mark.launch
 STEPS, SAVED_AT = 5, 2
-DATA = ("padded", "packed", "streamed", "mixed", "text")
+DATA = ("padded", "packed", "streamed", "mixed", "text", "own-loss")
 SHARED = {1: ((8, 1), (2, 4)), 2: ((4, 1), (1, 4), (2, 2))}
 """Ranks -> (batch size of a rank, accumulation), each 8 sequences or rows per step."""
+
+
+OWN_LOSS = """
+from transformers import LlamaForCausalLM
+
+class OwnLoss(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, labels=None, use_cache=None):
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=False)
+"""
+
+
+def write_own_loss(tiny) -> Path:
+    """The tiny model with code of its own, whose loss is a mean over each micro batch."""
+    folder = tiny / "own-loss"
+    shutil.copytree(tiny / "model", folder)
+    (folder / "modeling_own.py").write_text(OWN_LOSS)
+    config = read_json(folder / "config.json") | {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnLoss"}, "architectures": ["OwnLoss"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +44,7 @@ def logs(run, options, tiny, tmp_path_factory):
     kinds = {
         "padded": pairs, "packed": pairs | {"packing": True}, "streamed": pairs | {"streaming": True, "packing": True, "shuffle_buffer": 7, "seq_len": 40},
         "mixed": {"data": [str(tiny / "pairs.jsonl"), str(tiny / "texts.jsonl")], "data_weights": [2, 1], "eval_fraction": 0.1}, "text": {"data": str(tiny / "texts.jsonl")},
+        "own-loss": pairs | {"model": str(write_own_loss(tiny)), "trust_remote_code": True},
     }
 
     def case(name: str, kind: str, micro: int, accumulation: int, **more) -> dict:
@@ -45,6 +67,10 @@ def logs(run, options, tiny, tmp_path_factory):
     launch(1, [case(f"{kind}-1-{micro}", kind, micro, accumulation) for kind in DATA for micro, accumulation in SHARED[1]] + resumed)
     found["data of the stream"] = read_json(folder / "streamed-1-8" / "run.json")["data"]
     return found | {path.parent.name: read_json(path)["results"]["log"] for path in folder.glob("*/run.json")}
+
+
+def test_a_model_with_a_mean_of_its_own_trains_as_all_others(logs):
+    assert steps(logs["own-loss-2-4"], "loss") == pytest.approx(steps(logs["padded-1-8"], "loss"), rel=2e-5)
 
 
 def test_what_a_stream_left_out_is_counted(logs):

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 import transformers
-from datasets import Dataset, load_dataset
+from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import BIN, ROOT, flags, read_json

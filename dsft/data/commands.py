@@ -67,10 +67,10 @@ def preview_command(argv: Sequence[str], *, samples: int = PREVIEWED) -> None:
     console.print("trained tokens are [green]green[/green]" if console.is_terminal else "trained tokens stand between ⟦ and ⟧")
     for name, entries in sources.items():
         if entries:
-            console.print(f"{name}: {', '.join(map(str, entries))}")
+            console.print(f"{name}: {', '.join(map(str, entries))}", markup=False)
     console.print(_figures(items, data))
     for note in data.notes:
-        console.print(f"note: {note}")
+        console.print(f"note: {note}", markup=False)
 
 
 def in_colour(sequence: TokenSequence, tokenizer: PreTrainedTokenizerBase, *, marks: bool) -> Text:

@@ -23,7 +23,9 @@ from dsft.problems import UserError
 
 ENDINGS = (".txt", ".json", ".jsonl", ".csv", ".parquet", ".arrow")
 COMPRESSED = (".gz", ".zst")
-PIECE_BYTES = 1 << 18
+ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")
+"""What `datasets.save_to_disk` writes beside the rows."""
+PIECE_BYTES = 1 << 14
 """A text file is one document; a longer one is read, and tokenised, in pieces of about this size."""
 BEGUN, GOES_ON = "dsft begun", "dsft goes on"
 """Keys of a row that is a piece of a document: another one came before, another one follows."""
@@ -50,7 +52,7 @@ def find_files(entry: str, key: str) -> list[str]:
     if path.is_file():
         found = [str(path)]
     elif path.is_dir():
-        found = sorted(str(file) for file in path.iterdir() if file.is_file() and ending(file))
+        found = sorted(str(file) for file in path.iterdir() if file.is_file() and ending(file) and not file.name.startswith(".") and file.name not in ABOUT_DATA)
         if not found:
             raise UserError([f"{key}: the folder {entry} holds no {kinds} file"])
     else:
@@ -135,6 +137,8 @@ def _read_json(path: str) -> Iterator[Row]:
             raise UserError([f"{path}: not valid UTF-8 ({error.reason} at byte {error.start})"]) from None
         except json.JSONDecodeError as error:
             raise UserError([f"{path}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno})"]) from None
+        except RecursionError:
+            raise UserError([f"{path}: not valid JSON (nested too deeply)"]) from None
     size = raw_size(path)
     for number, row in enumerate(rows, start=1):
         yield number, _mapping(row, f"{path}, row {number}"), size * number // len(rows)
@@ -169,7 +173,7 @@ def _read_csv(path: str) -> Iterator[Row]:
     limit = csv.field_size_limit(1 << 30)
     reader = csv.reader(lines(), strict=True)
     try:
-        header = next(reader)
+        header = next(reader, [])
         if twice := [name for name in header if header.count(name) > 1]:
             raise UserError([f"{path}, line 1: the column {twice[0]!r} is there twice"])
         line = reader.line_num + 1
@@ -219,14 +223,14 @@ def _arrow_rows(path: str, schema: pyarrow.Schema, batches: Iterator[pyarrow.Rec
                 row = {name: batch.column(name)[index].as_py() for name in schema.names}
             except UnicodeDecodeError as error:
                 raise UserError([f"{path}, row {number}: not valid UTF-8 ({error.reason} at byte {error.start})"]) from None
-            yield number, _without_filler(row), size * number // number_of_rows if number_of_rows else 0
+            yield number, without_filler(row), size * number // number_of_rows if number_of_rows else 0
 
 
-def _without_filler(value: Any) -> Any:
+def without_filler(value: Any) -> Any:
     """Arrow gives every struct of a column the keys of all; those that are None were not there."""
     if isinstance(value, dict):
-        return {key: _without_filler(one) for key, one in value.items() if one is not None}
-    return [_without_filler(one) for one in value] if isinstance(value, list) else value
+        return {key: without_filler(one) for key, one in value.items() if one is not None}
+    return [without_filler(one) for one in value] if isinstance(value, list) else value
 
 
 def _read_text(path: str) -> Iterator[Row]:
@@ -242,7 +246,7 @@ def _read_text(path: str) -> Iterator[Row]:
 
 
 def _pieces(path: str) -> Iterator[tuple[int, str, int]]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     held, first = "", 1
     content, raw = _open(path)
     with content, raw:

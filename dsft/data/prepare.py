@@ -4,6 +4,7 @@ The first process to come holds a lock and works; the others wait for it outside
 """
 
 import hashlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -15,12 +16,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import psutil
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -39,6 +41,10 @@ ALONE_BYTES = {True: 64 << 20, False: 8 << 20}
 """Whether rows are tokenised many at once, by the tokenizer's own threads (chats are not) -> sources smaller than this are left to this process: workers take seconds to start."""
 
 
+WORKER_BYTES = 400 << 20
+"""What a worker takes with its imports; together they take at most a quarter of the memory that is free."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
     """A seeded share of the rows: one of each 1 / fraction consecutive ones."""
@@ -48,16 +54,11 @@ class HeldOut:
     wanted: bool
     """True for the rows that are held out, False for the others."""
 
-    def takes(self, index: int) -> bool:
-        """
-        Args:
-            index: of the row in its source, from 0.
-        """
-        share = Fraction(str(self.fraction))
-        block = int(index * share)
-        first, end = math.ceil(block / share), math.ceil((block + 1) / share)
-        chosen = random.Random(self.seed * 1_000_003 + block).randrange(first, end)
-        return (index == chosen) == self.wanted
+    def rows(self) -> Iterator[int]:
+        """The rows that are held out, from 0, without end."""
+        share, generator = Fraction(str(self.fraction)), random.Random(self.seed)
+        for block in itertools.count():
+            yield generator.randrange(math.ceil(block / share), math.ceil((block + 1) / share))
 
 
 def cache_folder(config: Any) -> Path:
@@ -98,7 +99,8 @@ def prepare(source: Source, rules: Rules, tokenizer: PreTrainedTokenizerBase, ca
         try:
             _write(source, rules, tokenizer, place, held_out, show=show)
         except UserError as error:
-            failed.write_text(json.dumps(error.problems), encoding="utf-8")
+            with suppress(OSError):  # of a full disk, say
+                failed.write_text(json.dumps(error.problems), encoding="utf-8")
             raise
         failed.unlink(missing_ok=True)
     return Store(place)
@@ -107,7 +109,7 @@ def prepare(source: Source, rules: Rules, tokenizer: PreTrainedTokenizerBase, ca
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """Waits for a process that is at work, however long it takes; the system gives the lock of a dead one back."""
-    lock = FileLock(path)
+    lock = FileLock(path, fallback_to_soft=False)  # a soft one would outlive a killed process
     while True:
         try:
             lock.acquire(timeout=1)
@@ -123,10 +125,11 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _write(source: Source, rules: Rules, tokenizer: PreTrainedTokenizerBase, place: Path, held_out: HeldOut | None, *, show: bool) -> None:
-    writer = StoreWriter(place, vocab_size=len(tokenizer))
+    writer = None
     start = time.perf_counter()
     name = source.key if held_out is None or not held_out.wanted else "held-out rows"
     try:
+        writer = StoreWriter(place, largest_id=max(tokenizer.get_vocab().values()))
         with tqdm(total=source.total_bytes, desc=f"Preparing {name}", unit="B", unit_scale=True, disable=not show, dynamic_ncols=True, mininterval=0.5) as bar:
             for batch, made in _tokenised(_batches(source, held_out), rules, tokenizer, workers=_workers(source, rules)):
                 writer.append(made)
@@ -134,23 +137,22 @@ def _write(source: Source, rules: Rules, tokenizer: PreTrainedTokenizerBase, pla
                 bar.update(batch.position - bar.n if batch.position else 0)
                 bar.set_postfix_str(f"{writer.size / 1e6:.1f}M tokens", refresh=False)
         seconds = time.perf_counter() - start
-        if not writer.counts["rows"] and held_out is not None:
-            raise UserError([f"eval_fraction={held_out.fraction} of {source.name} {'is no row' if held_out.wanted else 'leaves no row to train on'}; choose another or give eval_data"])
-        if not writer.counts["trained_tokens"]:
+        if not writer.counts["trained_tokens"] and (writer.counts["rows"] or held_out is None):
             left_out = {name: number for name, number in writer.counts.items() if number and name not in ("rows", "trained_tokens")}
             raise UserError([f"{source.key}: {source.name}: {writer.counts['rows']} rows give no token to train on (of {writer.size} tokens; {left_out or 'nothing left out'})"])
         writer.finish(shape=rules.shape, is_text=rules.is_text, source=source.name, seconds=seconds)
     except OSError as error:
-        writer.abandon()
         raise UserError([f"data_cache: {place.parent}: {one_line(error)}; free some space or name another folder"]) from None
-    except BaseException:
-        writer.abandon()
-        raise
+    finally:
+        if writer is not None:
+            writer.clean_up()
 
 
 def _workers(source: Source, rules: Rules) -> int:
     at_once = rules.shape in ("text", "template", "prompt_completion")
-    return 1 if source.total_bytes is not None and source.total_bytes < ALONE_BYTES[at_once] else cpu_count()
+    if source.total_bytes is not None and source.total_bytes < ALONE_BYTES[at_once]:
+        return 1
+    return max(1, min(cpu_count(), psutil.virtual_memory().available // 4 // WORKER_BYTES))
 
 
 @contextmanager
@@ -165,12 +167,16 @@ def _threads_of_tokenizers() -> Iterator[None]:
 
 
 def _batches(source: Source, held_out: HeldOut | None) -> Iterator[Batch]:
-    index = 0
+    first, rows = 0, held_out.rows() if held_out else None
+    chosen = next(rows) if rows else -1
     for batch in source.batches():
-        if held_out is not None:
-            kept = [i for i in range(len(batch.rows)) if held_out.takes(index + i)]
-            index += len(batch.rows)
-            batch = batch.select(kept)
+        if rows is not None:
+            here = set()
+            while chosen < first + len(batch.rows):
+                here.add(chosen - first)
+                chosen = next(rows)
+            first += len(batch.rows)
+            batch = batch.select(i for i in range(len(batch.rows)) if (i in here) == held_out.wanted)
             for row in batch.rows:  # a piece of a text is a document of its own here
                 row.pop(BEGUN, None), row.pop(GOES_ON, None)
         yield batch

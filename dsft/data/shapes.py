@@ -100,12 +100,25 @@ def canonical(row: dict[str, Any], shape: str, config: Any, *, has_template: boo
     Raises:
         EmptyAnswer, ValueError: what is wrong with the row.
     """
+    sample = _canonical(row, shape, config, has_template=has_template)
+    texts = [sample.text] if isinstance(sample, Text) else [sample.prompt, sample.completion] if isinstance(sample, Pair) else [message["content"] or "" for message in sample.messages]
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"holds half of a surrogate pair at character {error.start + 1}, which is no text in UTF-8") from None
+    return sample
+
+
+def _canonical(row: dict[str, Any], shape: str, config: Any, *, has_template: bool) -> Text | Pair | Chat:
     if shape == "text":
         return Text(text=_text(row, config.text_column, empty=True), begun=row.get(BEGUN, False), goes_on=row.get(GOES_ON, False))
     if shape == "template":
         return _from_template(row, config)
     if shape == "prompt_completion":
-        if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):
+        if config.of_chats:
+            if not (isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list)):
+                raise ValueError("prompt and completion must be lists of messages, as in the rows before")
             return _chat(row["prompt"] + row["completion"], row, answers_from=len(row["prompt"]))
         return _pair(_text(row, "prompt", empty=True), _text(row, "completion", empty=True))
     if shape == "alpaca":
@@ -159,7 +172,7 @@ def _from_sharegpt(row: dict[str, Any]) -> Chat:
         return _chat(turns, row)
     messages = [{"role": "system", "content": _text(row, "system")}] if row.get("system") else []
     for number, turn in enumerate(turns, start=1):
-        if turn.get("from") not in SHAREGPT_ROLES:
+        if not isinstance(turn.get("from"), str) or turn["from"] not in SHAREGPT_ROLES:
             raise ValueError(f"turn {number} is from {turn.get('from')!r}; known are {', '.join(SHAREGPT_ROLES)}")
         messages.append({"role": SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")})
     return _chat(messages, row)

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsft.data.files import ending, find_files, raw_size, read_file
+from dsft.data.files import ending, find_files, raw_size, read_file, without_filler
 from dsft.problems import UserError, one_line
 
-BATCH_ROWS, BATCH_BYTES = 1000, 1 << 20
+BATCH_ROWS, BATCH_CHARACTERS = 1000, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +67,14 @@ class Source:
         for place, rows in self._parts():
             batch: list[dict[str, Any]] = []
             numbers: list[int] = []
-            begun = position = 0
+            size = position = 0
             for number, row, position in rows:
                 batch.append(row)
                 numbers.append(number)
-                if len(batch) == BATCH_ROWS or position - begun >= BATCH_BYTES:
+                size += _characters(row)
+                if len(batch) == BATCH_ROWS or size >= BATCH_CHARACTERS:
                     yield Batch(rows=batch, numbers=numbers, place=place, position=before + position)
-                    batch, numbers, begun = [], [], position
+                    batch, numbers, size = [], [], 0
             if batch:
                 yield Batch(rows=batch, numbers=numbers, place=place, position=before + position)
             before += raw_size(place) if self.files else 0
@@ -91,7 +92,7 @@ class Source:
         if self.files:
             yield from ((file, read_file(file)) for file in self.files)
         else:
-            yield self.hub[0], ((number, row, 0) for number, row in enumerate(self._load(), start=1))
+            yield self.hub[0], ((number, without_filler(row), 0) for number, row in enumerate(self._load(), start=1))
 
     def _load(self) -> Any:
         import datasets
@@ -101,6 +102,15 @@ class Source:
             return datasets.load_dataset(name, config, split=split, streaming=self.streaming)
         except Exception as error:  # the hub client raises dozens of kinds; each is the user's to see in one line
             raise UserError([f"{name} is neither a file here (seen from {Path.cwd()}) nor a hub data set that can be read: {type(error).__name__}: {one_line(error)[:300]}"]) from None
+
+
+def _characters(value: Any) -> int:
+    """Of all texts within a row."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        value = value.values()
+    return sum(map(_characters, value)) if isinstance(value, Iterable) and not isinstance(value, bytes) else 0
 
 
 def find_sources(entries: list[str], config: Any, *, key: str, split: str, problems: list[str]) -> list[Source]:

@@ -68,11 +68,11 @@ def _duplicates(hashes: np.ndarray) -> int:
 class StoreWriter:
     """Writes a folder beside its place and puts it there when all is on disk; a killed one leaves only `PLACE.partial`."""
 
-    def __init__(self, place: Path, *, vocab_size: int):
+    def __init__(self, place: Path, *, largest_id: int):
         self.place, self.partial = place, place.with_name(f"{place.name}.partial")
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
-        self.dtype = "uint16" if vocab_size <= 1 << 16 else "int32"
+        self.dtype = "uint16" if largest_id < 1 << 16 else "int32"
         self.files = {name: open(self.partial / f"{name}.bin", "wb") for name in ("tokens", "trained", "ends", "hashes")}
         self.counts: Counter = Counter()
         self.size = 0
@@ -102,7 +102,8 @@ class StoreWriter:
         self.partial.rename(self.place)
         return Store(self.place)
 
-    def abandon(self) -> None:
+    def clean_up(self) -> None:
+        """Removes what was not finished."""
         for file in self.files.values():
             file.close()
         shutil.rmtree(self.partial, ignore_errors=True)

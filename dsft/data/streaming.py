@@ -14,9 +14,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from dsft.data.packing import best_fit
-from dsft.data.sequences import Sequence, cut, sequence
+from dsft.data.sequences import Sequence, cut, sequence, shown
 from dsft.data.sources import Source
 from dsft.data.tokens import Rules, tokenise
+from dsft.problems import UserError
 
 PACKED_AT_ONCE = 1000
 """Sequences among which those that share rows are looked for."""
@@ -49,11 +50,12 @@ class Stream(torch.utils.data.IterableDataset):
     def _sequences(self, source: Source, rules: Rules) -> Iterator[Sequence]:
         left = np.zeros(0, np.int32)
         while True:
+            before = self.counts["tokens"]
             for batch in source.batches():
                 made = tokenise(batch, rules, self.tokenizer)
-                self.counts += made.counts
+                self.counts += made.counts + Counter(tokens=len(made.ids), trained_tokens=int(made.trained.sum()))
                 if not rules.is_text:
-                    starts = [0, *made.ends[:-1]]
+                    starts = [0, *made.ends][: len(made.ends)]
                     yield from (sequence(made.ids[start:end], made.trained[start:end]) for start, end in zip(starts, made.ends, strict=True))
                     continue
                 tokens = np.concatenate([left, made.ids])
@@ -64,6 +66,8 @@ class Stream(torch.utils.data.IterableDataset):
                 starts, ends = np.concatenate([starts, more]), np.concatenate([ends, more + self.seq_len])
                 yield from (sequence(tokens[start:end], np.ones(end - start, bool)) for start, end in zip(starts, ends, strict=True))
                 left = tokens[ends[-1] if len(ends) else 0 :]
+            if self.counts["tokens"] == before:
+                raise UserError([f"{source.key}: {source.name} gives no token to train on ({shown(self.counts)})"])
 
 
 def _shuffled(sequences: Iterator[Sequence], room: int, generator: np.random.Generator) -> Iterator[Sequence]:

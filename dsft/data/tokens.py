@@ -28,6 +28,8 @@ class Rules:
     seq_len: int
     too_long: str
     bad_rows: str
+    of_chats: bool = False
+    """Whether prompts and completions are lists of messages."""
     keep_all: bool = False
     """One sequence for each row, in order, whatever it holds (evaluation): what must be left out stays with no trained token."""
 
@@ -37,9 +39,9 @@ class Rules:
         return self.shape == "text" or (self.shape == "template" and not self.prompt_template)
 
     @classmethod
-    def of(cls, config: Any, shape: str, *, keep_all: bool = False) -> "Rules":
+    def of(cls, config: Any, shape: str, *, first_row: dict[str, Any], keep_all: bool = False) -> "Rules":
         names = ("text_column", "prompt_template", "completion_template", "train_on", "seq_len", "too_long", "bad_rows")
-        return cls(shape=shape, keep_all=keep_all, **{name: getattr(config, name) for name in names})
+        return cls(shape=shape, of_chats=isinstance(first_row.get("completion"), list), keep_all=keep_all, **{name: getattr(config, name) for name in names})
 
 
 @dataclass(kw_only=True)
@@ -87,9 +89,6 @@ def tokenise(batch: Batch, rules: Rules, tokenizer: PreTrainedTokenizerBase) -> 
             if sample is None:
                 made.blank()
                 continue
-            if not isinstance(sample, Chat):
-                made.bad(f"{batch.where(index)}: holds texts, where other rows hold chats")
-                continue
             try:
                 made.add(*chat_tokens(sample, tokenizer, train_on="answers" if rules.train_on == "auto" else rules.train_on), lambda index=index: batch.where(index))
             except (ValueError, TypeError, KeyError, AttributeError, TemplateError) as error:
@@ -102,10 +101,13 @@ def tokenise(batch: Batch, rules: Rules, tokenizer: PreTrainedTokenizerBase) -> 
 def _add_texts(made: "_Made", texts: list[Text], tokenizer: PreTrainedTokenizerBase) -> None:
     """Documents as they stand, an end token after each."""
     encoded = _encode(tokenizer, [text.text for text in texts if not text.begun])
-    going_on = _encode(tokenizer, [text.text for text in texts if text.begun], special=False)
+    going_on = _continued(tokenizer, [text.text for text in texts if text.begun])
+    closes = _closes(tokenizer)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for text in texts:
         ids = next(going_on if text.begun else encoded)
+        if closes and not text.begun:
+            ids = ids[:-1]  # the end is added where the document ends
         if text.goes_on:
             made.open(ids)
         elif text.text or text.begun:
@@ -117,17 +119,33 @@ def _add_texts(made: "_Made", texts: list[Text], tokenizer: PreTrainedTokenizerB
 def _add_pairs(made: "_Made", samples: list[tuple[int, Pair | None]], where: Callable[[int], str], tokenizer: PreTrainedTokenizerBase) -> None:
     """Prompt and completion as they stand, then the end token."""
     prompts = _encode(tokenizer, [pair.prompt for _, pair in samples if pair])
-    completions = _encode(tokenizer, [pair.completion for _, pair in samples if pair], special=False)
+    completions = _continued(tokenizer, [pair.completion for _, pair in samples if pair])
+    closes = _closes(tokenizer)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for index, pair in samples:
         if pair is None:
             made.blank()
             continue
         prompt, completion = next(prompts), next(completions)
-        if prompt and prompt[-1] == tokenizer.eos_token_id:
-            prompt = prompt[:-1]  # a tokenizer that closes each text must not close the prompt
+        if closes:
+            prompt = prompt[:-1]
         ids = prompt + completion + end
         made.add(ids, [(0 if made.rules.train_on == "all" else len(prompt), len(ids))], lambda index=index: where(index))
+
+
+def _closes(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer puts an end token after each text by itself."""
+    return next(_encode(tokenizer, ["a"]))[-1:] == [tokenizer.eos_token_id]
+
+
+def _continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:
+    """The ids of texts that go on from another one: without the blank that some tokenizers put before each text (SentencePiece's dummy prefix)."""
+    before = next(_encode(tokenizer, ["\n"], special=False))
+    probe = next(_encode(tokenizer, ["\na"], special=False))
+    if probe[: len(before)] != before or probe[len(before) :] == next(_encode(tokenizer, ["a"], special=False)):
+        return _encode(tokenizer, texts, special=False)
+    joined = _encode(tokenizer, [f"\n{text}" for text in texts], special=False)
+    return (ids[len(before) :] if ids[: len(before)] == before else next(_encode(tokenizer, [text], special=False)) for ids, text in zip(joined, texts, strict=True))
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool = True) -> Iterator[list[int]]:

@@ -16,6 +16,7 @@ from transformers.utils import is_flash_attn_2_available
 from dsft import ranks
 from dsft.data.batches import Collator, EpochOrder, PackedCollator, WholeSteps, padding_share
 from dsft.data.chat import split_tokens
+from dsft.data.files import BEGUN, GOES_ON
 from dsft.data.packing import Groups, best_fit, filled, isolation_problem
 from dsft.data.prepare import HeldOut, cache_folder, prepare
 from dsft.data.sequences import Sequences, count, mix, sequences_of
@@ -50,9 +51,10 @@ def check_sources(entries: list[str], config: Any, tokenizer: PreTrainedTokenize
     for source in find_sources(entries, config, key=key, split=split, problems=problems):
         try:
             batch = source.first_batch()
-            rules = Rules.of(config, find_shape(list(dict.fromkeys(name for row in batch.rows[:CHECKED_ROWS] for name in row)), config), keep_all=keep_all)
+            columns = dict.fromkeys(name for row in batch.rows[:CHECKED_ROWS] for name in row if name not in (BEGUN, GOES_ON))
+            rules = Rules.of(config, find_shape(list(columns), config), first_row=batch.rows[0], keep_all=keep_all)
             if tokenizer is not None:
-                _check_template(batch.rows[0], rules, tokenizer)
+                _check_template(rules, tokenizer)
                 tokenise(batch.select(range(min(CHECKED_ROWS, len(batch.rows)))), rules, tokenizer)
             found.append(Shaped(source=source, rules=rules))
         except UserError as error:
@@ -62,9 +64,8 @@ def check_sources(entries: list[str], config: Any, tokenizer: PreTrainedTokenize
     return found
 
 
-def _check_template(row: dict[str, Any], rules: Rules, tokenizer: PreTrainedTokenizerBase) -> None:
-    is_chat = rules.shape in ("messages", "sharegpt") or (rules.shape == "prompt_completion" and isinstance(row.get("completion"), list))
-    if is_chat and not tokenizer.chat_template:
+def _check_template(rules: Rules, tokenizer: PreTrainedTokenizerBase) -> None:
+    if (rules.shape in ("messages", "sharegpt") or rules.of_chats) and not tokenizer.chat_template:
         raise ValueError(f"the rows are chats, but the tokenizer {tokenizer.name_or_path} has no chat template; name one with chat_template, use a tokenizer of a chat model, or prompt and completion columns")
 
 
@@ -135,6 +136,8 @@ def load_training_data(config: Any, data: list[Shaped], held_out: list[Shaped], 
     held_out_stores = _stores(held_out, config, tokenizer)
     if config.eval_fraction and not config.eval_data:
         held_out_stores = _stores(data, config, tokenizer, HeldOut(fraction=config.eval_fraction, seed=seed, wanted=True))
+        if not any(store.counts["rows"] for store in held_out_stores):
+            raise UserError([f"eval_fraction={config.eval_fraction} of {', '.join(one.source.name for one in data)} is no row; raise it or give eval_data"])
     held_out_sequences = sequences_of(held_out_stores, seq_len=config.seq_len, whole_documents=False) if held_out_stores else None
     of_held_out = {"held_out": held_out_sequences, "held_out_counts": held_out_stores and count(held_out_sequences, held_out_stores)}
     pad = tokenizer.pad_token_id
@@ -142,11 +145,14 @@ def load_training_data(config: Any, data: list[Shaped], held_out: list[Shaped], 
     if config.chat_template and (cut := split_tokens(tokenizer, tokenizer.chat_template)):
         notes.append(f"chat_template={config.chat_template}: the tokenizer {tokenizer.name_or_path} has no token for {', '.join(cut)} and cuts {'it' if len(cut) == 1 else 'them'} into several; a template that fits it, or plain, is learnt faster")
     if config.streaming:
+        ranks.wait_long("prepared")
         stream = Stream([(one.source, one.rules) for one in data], tokenizer, seq_len=config.seq_len, pack=pack, weights=config.data_weights, seed=seed, shuffle_buffer=config.shuffle_buffer)
         return TrainingData(items=stream, collator=PackedCollator(pad, flash=flash) if pack else Collator(pad), counts=stream.counts, grouped=False, notes=notes, **of_held_out)
 
     rest = HeldOut(fraction=config.eval_fraction, seed=seed, wanted=False) if config.eval_fraction and not config.eval_data else None
     stores = _stores(data, config, tokenizer, rest)
+    if empty := [store.facts["source"] for store in stores if not len(store.ends)]:
+        raise UserError([f"eval_fraction={config.eval_fraction} leaves no row of {', '.join(empty)} to train on; lower it or give eval_data"])
     sequences = sequences_of(stores, seq_len=config.seq_len, whole_documents=pack)
     passes = None
     if config.data_weights:
@@ -182,6 +188,7 @@ def _same_everywhere(parts: list[Sequences]) -> None:
     Raises:
         UserError: naming the hosts.
     """
+    ranks.wait_long("prepared")
     mine = " ".join(map(digest, parts))
     hosts: dict[str, list[str]] = {}
     for host, theirs in ranks.from_all([(socket.gethostname(), mine)]):
