@@ -172,6 +172,14 @@ def test_a_chat_that_begins_with_the_assistant_trains_its_answer_alone(tokenizer
     assert text.replace("\n", "") == ("small<|end|>slow<|end|>" if template == "tiny" else "small<|im_end|>slow<|im_end|>")
 
 
+def test_a_tokenizer_with_several_templates_and_one_without_offsets(tokenizer, monkeypatch):
+    several = with_template(tokenizer, {"default": load_template("chatml"), "tool_use": tokenizer.chat_template})
+    assert trained(made([{"messages": CHAT}], several, seq_len=256), tokenizer) == "small<|im_end|>slow<|im_end|>"
+    slow = with_template(tokenizer, load_template("chatml"))
+    monkeypatch.setattr(type(slow), "is_fast", False)
+    assert trained(made([{"messages": CHAT}], slow, seq_len=256), tokenizer).replace("\n", "") == "small<|im_end|>slow<|im_end|>"
+
+
 def test_markers_hold_where_a_tokenizer_trims_its_offsets(tokenizer):
     """transformers' own mask loses all turns after an answer that begins with a blank, and the later bytes of a character at an answer's end."""
     from tokenizers.processors import ByteLevel

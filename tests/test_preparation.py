@@ -4,6 +4,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -393,6 +394,13 @@ def test_preview_shows_what_is_trained_and_figures(tiny, tmp_path, capsys):
     with pytest.raises(UserError) as raised:
         prepare_command(["--model", str(tiny / "model"), "--data", str(path), "--too_long", "cut", "--sequence_len", "9"])
     assert len(raised.value.problems) == 2
+
+
+def test_processes_of_the_loader_get_the_folder_and_not_the_tokens(tokenizer, tmp_path, config):
+    items = loaded(config(data=[str(write_texts(tmp_path / "a.jsonl", 3000))]), tokenizer).items
+    first = items[0]["input_ids"]
+    packed = pickle.dumps(items.stores)
+    assert len(packed) < 1000 < items.stores[0].counts["tokens"] and np.array_equal(pickle.loads(packed)[0].tokens[:32], first)
 
 
 def test_mixing_takes_every_source_even_with_small_weights(tokenizer, tmp_path, config):

@@ -58,26 +58,27 @@ def chat_tokens(chat: Chat, tokenizer: PreTrainedTokenizerBase, *, train_on: str
     turns = [turn for turn, message in enumerate(chat.messages) if message["role"] == "assistant"]
     wanted = [turn for turn in turns if turn >= chat.answers_from]
     wanted = wanted[-1:] if train_on == "last" else wanted
-    if _MARKER.search(tokenizer.chat_template):
-        return _marked(chat, tokenizer, turns, wanted)
+    template = tokenizer.get_chat_template(tools=chat.tools or None)
+    if _MARKER.search(template) and tokenizer.is_fast:  # others do not say which characters a token stands for
+        return _marked(chat, tokenizer, template, turns, wanted)
     ids = _render(tokenizer, chat, len(chat.messages))
     return ids, [_span_of(turn, ids, chat, tokenizer) for turn in wanted]
 
 
 def _check_tools(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
     """A template that does not know of tools leaves them out without a word, and an answer that is a call would be empty."""
-    without = [{name: value for name, value in message.items() if name != "tool_calls"} | {"content": message["content"] or ""} for message in chat.messages]
-    if not chat.tools and all("tool_calls" not in message for message in chat.messages):
+    calls = any(message.get("tool_calls") for message in chat.messages)
+    if not chat.tools and not calls:
         return
+    without = [{name: value for name, value in message.items() if name != "tool_calls"} | {"content": message["content"] or ""} for message in chat.messages]
     texts = [_render(tokenizer, one, len(one.messages), tokenize=False) for one in (chat, replace(chat, tools=[]), replace(chat, messages=without))]
-    left_out = ["tools"] * (bool(chat.tools) and texts[0] == texts[1]) + ["tool_calls"] * (any(message.get("tool_calls") for message in chat.messages) and texts[0] == texts[2])
+    left_out = ["tools"] * (bool(chat.tools) and texts[0] == texts[1]) + ["tool_calls"] * (calls and texts[0] == texts[2])
     if left_out:
         raise ValueError(f"the chat template does not render {' and '.join(left_out)}; name one that does with chat_template, or take them out of the data")
 
 
-def _marked(chat: Chat, tokenizer: PreTrainedTokenizerBase, turns: list[int], wanted: list[int]) -> tuple[list[int], Spans]:
+def _marked(chat: Chat, tokenizer: PreTrainedTokenizerBase, template: str, turns: list[int], wanted: list[int]) -> tuple[list[int], Spans]:
     """transformers says which characters are generated; its own tokens of them leave out later turns where a token's first character is trimmed (char_to_token)."""
-    template = tokenizer.get_chat_template(tools=chat.tools or None)
     texts, stretches = render_jinja_template([chat.messages], tools=chat.tools or None, chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
     if len(stretches[0]) < len(turns) or (len(stretches[0]) > len(turns) and wanted != turns):
         raise ValueError(f"the chat template marks {len(stretches[0])} stretches as generated, for {len(turns)} turns of the assistant, so they cannot be told apart")

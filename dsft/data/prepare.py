@@ -39,8 +39,6 @@ FORM = 1
 """Of the folders; a change of code that changes tokens raises it."""
 ALONE_BYTES = {True: 64 << 20, False: 8 << 20}
 """Whether rows are tokenised many at once, by the tokenizer's own threads (chats are not) -> sources smaller than this are left to this process: workers take seconds to start."""
-
-
 WORKER_BYTES = 400 << 20
 """What a worker takes with its imports; together they take at most a quarter of the memory that is free."""
 

@@ -29,6 +29,10 @@ class Store:
 
     folder: Path
 
+    def __reduce__(self):
+        """Processes of torch's loader open the files themselves."""
+        return Store, (self.folder,)
+
     @cached_property
     def facts(self) -> dict[str, Any]:
         """shape, is_text, source, seconds, dtype, counts, first_bad."""

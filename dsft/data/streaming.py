@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from dsft.data.files import raw_size
 from dsft.data.packing import best_fit
 from dsft.data.sequences import Sequence, cut, sequence, shown
 from dsft.data.sources import Source
@@ -24,7 +25,7 @@ PACKED_AT_ONCE = 1000
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Sources drawn from by weight (else one after the other), each begun again at its end."""
+    """Sources drawn from by weight (by default as often as each other), each begun again at its end."""
 
     def __init__(self, sources: list[tuple[Source, Rules]], tokenizer: PreTrainedTokenizerBase, *, seq_len: int, pack: bool, weights: list[float], seed: int, shuffle_buffer: int):
         self.sources, self.tokenizer, self.seq_len, self.pack = sources, tokenizer, seq_len, pack
@@ -35,7 +36,7 @@ class Stream(torch.utils.data.IterableDataset):
     @property
     def identity(self) -> str:
         """What the order depends on, for resuming."""
-        return json.dumps([[[source.name, source.files and source.identity], asdict(rules)] for source, rules in self.sources] + [self.weights, self.pack, self.shuffle_buffer], sort_keys=True)
+        return json.dumps([[source.name, [raw_size(file) for file in source.files], asdict(rules)] for source, rules in self.sources] + [self.weights, self.pack, self.shuffle_buffer], sort_keys=True)
 
     def __iter__(self) -> Iterator[Sequence | list[Sequence]]:
         sequences = _shuffled(self._mixed(), self.shuffle_buffer, np.random.default_rng(self.seed))
