@@ -7,10 +7,13 @@ import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from conftest import flags, read_json
 from dsft.checkpoints import MANIFEST, TRAINER_STATE, checkpoint_folder, checkpoints, clean_up, faults, files_of, last_good, prune, publish, seal, staging_folder
+from dsft.data.batches import WholeSteps
+from dsft.data.sequences import sequence
 from dsft.guard.processes import descendants
 from dsft.problems import EXIT_UNSAVED
 from dsft.saving import missing_shards
@@ -128,13 +131,20 @@ def test_a_run_killed_while_it_saves_resumes_from_the_last_whole_checkpoint(run,
     assert read_json(out / "run.json")["results"]["steps"] == 40
 
 
-def test_what_a_checkpoint_was_made_with_is_compared(tmp_path):
-    from datasets import Dataset
+class Rows(list):
+    """Sequences of token ids, all trained."""
 
+    lengths = property(lambda self: np.array([len(ids) for ids in self]))
+
+    def __getitem__(self, index):
+        return sequence(np.array(super().__getitem__(index)), np.ones(1, bool))
+
+
+def test_what_a_checkpoint_was_made_with_is_compared(tmp_path):
     from dsft.made_with import check_made_with, made_with
     from dsft.problems import UserError
 
-    shapes, rows = {"a": (4, 2), "b": (3,)}, Dataset.from_dict({"input_ids": [[1, 2], [3]], "labels": [[1, 2], [3]]})
+    shapes, rows = {"a": (4, 2), "b": (3,)}, WholeSteps(Rows([[1, 2], [3]]), 8)
     now = made_with(shapes, rows, seed=42, sequences_per_step=8)
     assert now["trained elements"] == 11
     staged = write_staged(tmp_path, 5)
@@ -143,7 +153,7 @@ def test_what_a_checkpoint_was_made_with_is_compared(tmp_path):
     others = {
         "trained elements: 11 then, 15 now": made_with(shapes | {"b": (7,)}, rows, seed=42, sequences_per_step=8),
         "names and shapes": made_with({"a": (2, 4), "b": (3,)}, rows, seed=42, sequences_per_step=8),
-        "content of data": made_with(shapes, Dataset.from_dict({"input_ids": [[1, 2], [4]], "labels": [[1, 2], [3]]}), seed=42, sequences_per_step=8),
+        "content of data": made_with(shapes, WholeSteps(Rows([[1, 2], [4]]), 8), seed=42, sequences_per_step=8),
         "seed of the order: 42 then, 43 now": made_with(shapes, rows, seed=43, sequences_per_step=8),
         "sequences per step: 8 then, 16 now": made_with(shapes, rows, seed=42, sequences_per_step=16),
     }
