@@ -157,7 +157,7 @@ def fullness(options: argparse.Namespace) -> list[dict]:
                     made[name] = load_training_data(config, check_sources(config.data, config, tokenizer, key="data", split="train", problems=[]), [], tokenizer, pack=config.packing, flash=False)
                 items = made["padded"].items
                 steps = WholeSteps(items, 64)
-                shares = {name: round(padding_share(EpochOrder(steps, seed=42, step=lambda: 0, grouped=grouped).order(0), items.lengths, 8), 4) for name, grouped in (("at_random", False), ("by_length", True))}
+                shares = {name: round(padding_share(EpochOrder(steps, seed=42, step=lambda: 0, grouped=grouped).order(0), items.lengths, 8), 4) for name, grouped in (("at_random", "no"), ("within_steps_of_64", "within steps"), ("among_steps", "among steps"))}
                 found.append({"file": path.name, "seq_len": seq_len, "samples": made["packed"].counts["sequences"], "tokens": made["packed"].counts["tokens"], "packed_rows": made["packed"].counts["packed_rows"], "fill_rate": made["packed"].counts["fill_rate"],
                               "padding_share_of_8": shares, "padding_share_filled_8192": made["filled"].counts["padding_share"]})
     return found

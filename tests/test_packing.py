@@ -118,12 +118,13 @@ class Numbered:
 def test_an_order_by_length_has_everything_once_and_pads_little():
     lengths = np.random.default_rng(0).integers(1, 1000, 1003)
     steps = WholeSteps(Numbered(lengths), 16)
-    random, grouped = (EpochOrder(steps, seed=1, step=lambda: 0, grouped=grouped) for grouped in (False, True))
+    random, within, grouped = (EpochOrder(steps, seed=1, step=lambda: 0, grouped=grouped) for grouped in ("no", "within steps", "among steps"))
+    assert [sorted(within.order(0)[start : start + 16]) for start in range(0, 1008, 16)] == [sorted(random.order(0)[start : start + 16]) for start in range(0, 1008, 16)]
     assert sorted(grouped.order(0)) == sorted(random.order(0)) == list(range(1008))
     assert grouped.order(0) != grouped.order(1) and max(lengths) == lengths[grouped.order(0)[0]]
     assert grouped.order(0)[-5:] == list(range(1003, 1008))  # blank ones fill the last step
-    shares = [padding_share(order.order(0), lengths, 4) for order in (random, grouped)]
-    assert shares[1] < 0.03 < 0.3 < shares[0]
+    shares = [padding_share(order.order(0), lengths, 4) for order in (random, within, grouped)]
+    assert shares[2] < 0.03 < shares[1] < 0.2 < 0.3 < shares[0]
 
 
 def test_padding_is_masked_and_unlabelled():

@@ -5,7 +5,7 @@ the number of ranks. Here blank items, which train nothing, fill it instead.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -44,10 +44,11 @@ class EpochOrder(torch.utils.data.Sampler):
     Args:
         step: the optimizer steps already done; asked at the beginning of each epoch, also of one that is gone on with in its middle.
         drop_last: leave out what does not fill a step.
-        grouped: each step has items of like length, beginning with the longest.
+        grouped: not; within a step, whose batches then are of like length while it holds the same items as without; or among many steps, each of
+            like length, beginning with the longest, which pads least but makes steps that differ.
     """
 
-    def __init__(self, data: WholeSteps, *, seed: int, step: Callable[[], int], drop_last: bool = False, grouped: bool = False):
+    def __init__(self, data: WholeSteps, *, seed: int, step: Callable[[], int], drop_last: bool = False, grouped: Literal["no", "within steps", "among steps"] = "no"):
         self.data, self.seed, self.step, self.grouped = data, seed, step, grouped
         self.number = len(data.items) // data.per_step * data.per_step if drop_last else len(data)
 
@@ -60,8 +61,12 @@ class EpochOrder(torch.utils.data.Sampler):
     def order(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self.seed + epoch)
         real = torch.randperm(len(self.data.items), generator=generator).numpy()
-        if self.grouped:
+        if self.grouped == "among steps":
             real = self._by_length(real, generator)
+        elif self.grouped == "within steps":
+            lengths, per_step = self.data.items.lengths, self.data.per_step
+            steps = [real[start : start + per_step] for start in range(0, len(real), per_step)]
+            real = np.concatenate([step[np.argsort(-lengths[step], kind="stable")] for step in steps])
         return [*real.tolist(), *range(len(real), len(self.data))][: self.number]
 
     def _by_length(self, order: np.ndarray, generator: torch.Generator) -> np.ndarray:

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -78,8 +78,8 @@ class TrainingData:
     held_out: Sequences | None
     counts: dict[str, Any]
     held_out_counts: dict[str, Any] | None
-    grouped: bool
-    """Whether steps are made of sequences of like length."""
+    grouped: Literal["no", "within steps", "among steps"]
+    """Which sequences of like length go together, see EpochOrder."""
     notes: list[str] = field(default_factory=list)
 
     def count_padding(self, args: Any, world_size: int) -> None:
@@ -147,7 +147,7 @@ def load_training_data(config: Any, data: list[Shaped], held_out: list[Shaped], 
     if config.streaming:
         ranks.wait_long("prepared")
         stream = Stream([(one.source, one.rules) for one in data], tokenizer, seq_len=config.seq_len, pack=pack, weights=config.data_weights, seed=seed, shuffle_buffer=config.shuffle_buffer)
-        return TrainingData(items=stream, collator=PackedCollator(pad, flash=flash) if pack else Collator(pad), counts=stream.counts, grouped=False, notes=notes, **of_held_out)
+        return TrainingData(items=stream, collator=PackedCollator(pad, flash=flash) if pack else Collator(pad), counts=stream.counts, grouped="no", notes=notes, **of_held_out)
 
     rest = HeldOut(fraction=config.eval_fraction, seed=seed, wanted=False) if config.eval_fraction and not config.eval_data else None
     stores = _stores(data, config, tokenizer, rest)
@@ -163,14 +163,14 @@ def load_training_data(config: Any, data: list[Shaped], held_out: list[Shaped], 
     if pack:
         rows = Groups(sequences, best_fit(sequences.lengths, config.seq_len))
         counts |= {"packed_rows": len(rows), "fill_rate": round(float(sequences.lengths.sum() / (len(rows) * config.seq_len)), 4)}
-        return TrainingData(items=rows, collator=PackedCollator(pad, flash=flash), counts=counts, grouped=False, notes=notes, **of_held_out)
+        return TrainingData(items=rows, collator=PackedCollator(pad, flash=flash), counts=counts, grouped="no", notes=notes, **of_held_out)
     if config.batch_tokens:
         batches = Groups(sequences, filled(sequences.lengths, config.batch_tokens))
         widths = np.array([-(-sequences.lengths[group].max() // 8) * 8 * len(group) for group in batches.groups])
         counts |= {"filled_batches": len(batches), "padding_share": round(float(1 - sequences.lengths.sum() / widths.sum()), 4)}
-        return TrainingData(items=batches, collator=Collator(pad), counts=counts, grouped=False, notes=notes, **of_held_out)
+        return TrainingData(items=batches, collator=Collator(pad), counts=counts, grouped="no", notes=notes, **of_held_out)
     strategy = config.training.get("train_sampling_strategy")
-    grouped = strategy == "group_by_length" or (strategy is None and not all(store.is_text for store in stores))
+    grouped = {None: "within steps", "group_by_length": "among steps"}.get(strategy, "no")
     return TrainingData(items=sequences, collator=Collator(pad), counts=counts, grouped=grouped, notes=notes, **of_held_out)
 
 
