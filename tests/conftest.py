@@ -56,6 +56,28 @@ def options(tiny):
     return make
 
 
+def grid(values, quick) -> list:
+    """`values` for `parametrize`, where all but those in `quick` are exhaustive."""
+    values, quick = list(values), list(quick)
+    assert all(value in values for value in quick), f"not in the grid: {[value for value in quick if value not in values]}"
+    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=() if value in quick else pytest.mark.exhaustive) for value in values]
+
+
+def needed_cases(request) -> set[str]:
+    """For a module's fixture that makes many cases at once: those that the selected tests look at, as their `cases` marks say.
+
+    With every test selected these are all cases.
+    """
+    names: set[str] = set()
+    for item in request.session.items:
+        if item.path == request.path and request.fixturename in item.fixturenames:
+            marks = list(item.iter_markers("cases"))
+            assert marks, f"{item.name} uses {request.fixturename}: it must say with @pytest.mark.cases what it looks at"
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            names |= {name.format(**parameters) for mark in marks for name in mark.args}
+    return names
+
+
 def flags(options: dict) -> list[str]:
     """Options as command-line words."""
     return [word for key, value in options.items() for word in (f"--{key}", str(value))]

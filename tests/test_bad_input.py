@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 
-from conftest import flags
+from conftest import flags, grid
 from dsft.config import TrainConfig, make_config
 from dsft.preparation import check_run
 from tiny import write_jsonl
@@ -265,16 +265,19 @@ def test_home_is_expanded_in_paths(monkeypatch, tmp_path):
     assert config.training["output_dir"] == str(tmp_path / "run") and config.model == str(tmp_path / "m")
 
 
+LAUNCHERS = [
+    ["deepspeed", "--num_gpus", "2", "--master_port", "29611", "dsft/train.py"],
+    ["torchrun", "--nproc_per_node", "2", "--master_port", "29612", "dsft/train.py"],
+    ["accelerate", "launch", "--config_file", "ds_configs/accelerate/zero3_1x8.yaml", "--num_processes", "2", "dsft/train.py"],
+    ["dsft", "train"],
+    ["python", "dsft/train.py"],
+]
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "launcher",
-    [
-        ["deepspeed", "--num_gpus", "2", "--master_port", "29611", "dsft/train.py"],
-        ["torchrun", "--nproc_per_node", "2", "--master_port", "29612", "dsft/train.py"],
-        ["accelerate", "launch", "--config_file", "ds_configs/accelerate/zero3_1x8.yaml", "--num_processes", "2", "dsft/train.py"],
-        ["dsft", "train"],
-        ["python", "dsft/train.py"],
-    ],
+    grid(LAUNCHERS, LAUNCHERS[:2]),  # the two exit codes
     ids=lambda launcher: launcher[0],
 )
 def test_on_every_launcher_rank_0_speaks_once_and_ranks_exit_with_2(run, options, tmp_path, launcher):

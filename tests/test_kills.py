@@ -17,7 +17,7 @@ from rank_helper import ranks_below
 
 KILLS = 20
 STEPS = 300
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.exhaustive]
 
 
 def deepspeed_buffers() -> set[str]:

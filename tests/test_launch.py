@@ -137,6 +137,7 @@ def test_ctrl_c_ends_every_process_and_says_so(job):
     assert all_end(family), log.read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.launch
 def test_a_killed_launch_takes_its_ranks_along(job):
     process, log, _ = job()
@@ -147,7 +148,7 @@ def test_a_killed_launch_takes_its_ranks_along(job):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
 def test_a_run_that_is_asked_to_end_saves_and_ends_with_the_code_to_requeue(job, number):
     from conftest import read_json
 

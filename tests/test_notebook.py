@@ -101,6 +101,7 @@ def test_the_notebook_shows_what_training_logged_for_every_kind_of_checkpoint(tr
     assert not any("<b>&amp;" in output.get("data", {}).get("text/html", "") for output in outputs)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.launch
 def test_the_notebook_starts_the_launcher_for_a_lora_run(trained, held_out, monkeypatch):
     folder, logged = trained(method="lora", lora_r=4)

@@ -1,5 +1,7 @@
 """Samples that share a row: full rows, the loss and gradients of each sample alone, and architectures that cannot keep them apart."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from dsft.data.batches import Collator, EpochOrder, PackedCollator, WholeSteps, 
 from dsft.data.packing import best_fit, filled, isolation_problem
 from dsft.data.sequences import IGNORED, sequence
 from dsft.data.training import try_packing
+from conftest import grid
 from tiny import ARCHITECTURES, GATED
 
 
@@ -53,8 +56,10 @@ def loss_and_gradients(model, batches: list[dict], trained: int) -> tuple[float,
     return total, {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("form", ["rows", "flat"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+QUICK = ("llama", "gemma3", "gpt2", "mixtral")
+
+
+@pytest.mark.parametrize(("architecture", "form"), grid(product(ARCHITECTURES, ["rows", "flat"]), product(QUICK, ["rows", "flat"])))
 def test_packed_loss_and_gradients_are_those_of_the_samples_alone(architecture, form):
     """Two rows of samples, among them one longer than the sliding window where there is one; `flat` is the form for flash attention, here with SDPA."""
     cls, values = ARCHITECTURES[architecture]
@@ -72,7 +77,7 @@ def test_packed_loss_and_gradients_are_those_of_the_samples_alone(architecture, 
         assert (gradient - alone[1][name]).norm() <= 1e-5 * max(alone[1][name].norm(), 1e-6), name
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", grid(ARCHITECTURES, QUICK))
 def test_architectures_that_keep_samples_apart_are_known_as_such(architecture):
     cls, values = ARCHITECTURES[architecture]
     for attention in (None, "eager"):

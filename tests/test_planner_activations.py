@@ -1,4 +1,5 @@
 import dataclasses
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from dsft.perplexity import WORDS, score
 from dsft.planner.activations import activation_bytes
 from dsft.planner.trace import fake_model, trace_model, trace_step
 from dsft.data.batches import Collator
+from conftest import grid
 from tiny import ARCHITECTURES
 
 GQA = {"num_key_value_heads": 8, "max_position_embeddings": 8192}
@@ -77,8 +79,12 @@ def check_formula(size: ModelSize, model_config, *, method: str, seq_len: int, h
     assert not off, off
 
 
-@pytest.mark.parametrize(("method", "seq_len"), [("full", 2048), ("full", 8192), ("lora", 8192)])
-@pytest.mark.parametrize("name", MODELS)
+QUICK = [("Llama-2-7b", "full", 2048), ("Llama-3.1-8B", "lora", 8192), ("Mistral-7B-v0.3", "full", 8192), ("Qwen3-8B", "lora", 8192), ("gemma-2-9b", "full", 2048), ("gemma-3-27b", "lora", 8192),
+         ("Mixtral-8x7B-v0.1", "full", 2048), ("Qwen3-30B-A3B", "full", 8192), ("gpt2-xl", "full", 2048)]
+"""Every kind of model once."""
+
+
+@pytest.mark.parametrize(("name", "method", "seq_len"), grid([(name, *rest) for name, rest in product(MODELS, [("full", 2048), ("full", 8192), ("lora", 8192)])], QUICK))
 def test_formulas_give_what_the_trace_of_the_real_model_gives(sizes, name, method, seq_len):
     if method == "lora" and name in EXPERTS:
         pytest.skip("adapters of experts have no formula")
@@ -151,9 +157,10 @@ def allocator_peak(run) -> int:
     return peak
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("vocab_size", "peak_lies_in"), [(3000, "head"), (64, "layers")])
+SHAPES = [(*peak, checkpointing, dtype) for peak, checkpointing, dtype in product([(3000, "head"), (64, "layers")], [False, True], [torch.float32, torch.bfloat16])]
+
+
+@pytest.mark.parametrize(("vocab_size", "peak_lies_in", "checkpointing", "dtype"), grid(SHAPES, [(3000, "head", True, torch.bfloat16), (64, "layers", False, torch.float32), (64, "layers", True, torch.bfloat16)]))
 def test_fake_tensors_live_and_die_as_real_ones_do(vocab_size, peak_lies_in, checkpointing, dtype):
     shape = {"batch": 2, "seq_len": 256, "attention": "eager"}
     ids_BT = torch.zeros(2, 256, dtype=torch.long)

@@ -13,6 +13,7 @@ from dsft.planner.states import load_terms, state_terms
 from dsft.planner.terms import peak_bytes
 from dsft.planner.zero_job import resolve_auto
 from dsft.zero_config import compose, known_names, read_zero_file
+from conftest import grid, needed_cases
 from fake_ranks import RANKS_PER_NODE, WORLD_SIZE, measure
 
 MODEL = {"vocab_size": 2520, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -63,9 +64,13 @@ CASES = {
 }
 
 
+QUICK = ("0", "1", "2", "2 accumulating", "2 lora", "2 offload", "3", "3 fp32", "3 lora", "3 offload both")
+"""Of every stage what its formulas are made of; the other cases change one setting of these."""
+
+
 @pytest.fixture(scope="module")
-def measured():
-    return measure(CASES)
+def measured(request):
+    return measure({name: CASES[name] for name in CASES if name in needed_cases(request)})
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +101,8 @@ GONE_AFTER_STEP = ("gradients", "secondary partition")
 """Counted as always there, since both phases need them."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.cases("{name}")
+@pytest.mark.parametrize("name", grid(CASES, QUICK))
 def test_what_stays_between_steps(name, measured, sizes):
     assert measured[name]["skipped_steps"] == 0
     terms = predict(name, sizes)
@@ -105,7 +111,8 @@ def test_what_stays_between_steps(name, measured, sizes):
 
 # "ratio": without a GPU, CPUAdam updates what is left to the device as well, and needs nothing for it.
 # Offload while accumulating: the longest piece for the norm and the most whole gradients lie on different ranks.
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"3 offload half", "2 offload accumulating"}))
+@pytest.mark.cases("{name}")
+@pytest.mark.parametrize("name", grid(sorted(CASES.keys() - {"3 offload half", "2 offload accumulating"}), QUICK))
 def test_the_peak_of_a_training_step(name, measured, sizes):
     terms, peak = predict(name, sizes), 0
     for phase in ("compute", "step"):
@@ -169,13 +176,15 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "parts", "phase", "owners"), PARTS, ids=lambda value: "+".join(value) if isinstance(value, tuple) else value)
+@pytest.mark.cases("{name}")
+@pytest.mark.parametrize(("name", "parts", "phase", "owners"), grid(PARTS, [part for part in PARTS if part[0] in QUICK]), ids=lambda value: "+".join(value) if isinstance(value, tuple) else value)
 def test_each_part(name, parts, phase, owners, measured, sizes):
     predicted = sum(num_bytes for term, num_bytes in predict(name, sizes) if term.name in parts)
     assert_close(sum(measured[name][phase].get(owner, 0) for owner in owners), predicted, f"{name}, {' + '.join(parts)}")
 
 
-@pytest.mark.parametrize("name", ["0", "1", "2 fp32", "2 lora", "3", "3 fp32", "3 lora", "3 hpz"])
+@pytest.mark.cases("{name}")
+@pytest.mark.parametrize("name", grid(["0", "1", "2 fp32", "2 lora", "3", "3 fp32", "3 lora", "3 hpz"], ["0", "1", "2 lora", "3", "3 fp32", "3 lora"]))
 def test_loading(name, measured, sizes):
     assert_close(measured[name]["load"]["total"], sum(num_bytes for _, num_bytes in predict(name, sizes, load_terms)), "load")
 

@@ -172,7 +172,7 @@ print(min(held[quarter : 2 * quarter]), min(held[-quarter:]))
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("ending", ["txt", "jsonl"])
+@pytest.mark.parametrize("ending", ["txt", pytest.param("jsonl", marks=pytest.mark.exhaustive)])
 def test_memory_does_not_grow_with_the_file(tiny, tmp_path, ending):
     """Private memory in the second and the last quarter of one file of 24 MB (a text file is one document). Holding the rows would add 1 byte for each of the file's, holding the tokens 0.6."""
     path = tmp_path / f"a.{ending}"

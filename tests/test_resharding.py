@@ -1,10 +1,12 @@
 """Trainings that go on with other ranks, in another ZeRO stage and with another offload, beside the same trainings without interruption."""
 
 import json
+from itertools import product
+from pathlib import Path
 
 import pytest
 
-from conftest import flags, read_json
+from conftest import flags, grid, needed_cases, read_json
 
 pytestmark = pytest.mark.launch
 STAGES, METHODS = ("1", "2", "3"), ("full", "lora")
@@ -14,8 +16,8 @@ SEQUENCES_PER_STEP = 12
 
 
 @pytest.fixture(scope="module")
-def losses(run, options, tiny, tmp_path_factory):
-    """By name of a run: its losses from the first step after the save on; what all printed; the evaluations. Four launches, each of many runs."""
+def losses(request, run, options, tiny, tmp_path_factory):
+    """By name of a run: its losses from the first step after the save on; what all printed; the evaluations. Four launches, each of many runs: those that selected tests need."""
     folder = tmp_path_factory.mktemp("resharding")
 
     def case(name: str, *, method: str, zero: str, source: str = "", **more) -> dict:
@@ -24,6 +26,10 @@ def losses(run, options, tiny, tmp_path_factory):
         return options(folder / name, method=method, zero=zero, max_steps=STEPS, global_batch_size=SEQUENCES_PER_STEP, logging_steps=1, **{"weight_decay": 0.1} | resumed | lora | more)
 
     def launch(world: int, cases: list[dict]) -> None:
+        cases = [case for case in cases if Path(case["output_dir"]).name in needed]
+        made.update(Path(case["output_dir"]).name for case in cases)
+        if not cases:
+            return
         path = folder / f"cases-{world}.json"
         path.write_text(json.dumps(cases))
         result = run(["torchrun", "--nproc_per_node", str(world), "--master_port", f"2964{world}", "tests/workers/train_cases.py", path], timeout=900)
@@ -31,6 +37,8 @@ def losses(run, options, tiny, tmp_path_factory):
         outputs.append(result.stdout)
 
     outputs: list[str] = []
+    made: set[str] = set()
+    needed = needed_cases(request)
     best = {"learning_rate": 0.3, "lr_scheduler_type": "constant", "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "eval_data": str(tiny / "held_out.jsonl"),
             "save_strategy": "steps", "save_steps": 1, "save_total_limit": 9}
     kinds = [(method, zero) for method in METHODS for zero in STAGES]
@@ -47,33 +55,43 @@ def losses(run, options, tiny, tmp_path_factory):
         case("offload-ends", method="full", zero="2", weight_decay=0.0, source="two-offload"),
         case("bf16-becomes-3", method="full", zero="3", bf16=True, source="two-bf16"),
     ])
+    assert made == needed
     log = {path.parent.name: read_json(path)["results"]["log"] for path in folder.glob("*/run.json") if "results" in read_json(path)}
     return {name: [entry["loss"] for entry in entries if "loss" in entry and entry["step"] > SAVED_AT] for name, entries in log.items()}, "".join(outputs), {name: [entry for entry in entries if "eval_loss" in entry] for name, entries in log.items()}
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("zero", STAGES)
-@pytest.mark.parametrize(("change", "whole"), [("two-to-one", "two"), ("one-to-two", "one"), ("two-to-three", "two")])
+CHANGES = [("two-to-one", "two"), ("one-to-two", "one"), ("two-to-three", "two")]
+QUICK_CHANGES = [("two-to-one", "two", "2", "full"), ("one-to-two", "one", "2", "lora"), ("two-to-three", "two", "1", "full"), ("two-to-three", "two", "3", "lora")]
+
+
+@pytest.mark.cases("{change}-{method}-{zero}", "{whole}-{method}-{zero}")
+@pytest.mark.parametrize(("change", "whole", "zero", "method"), grid([(*change, zero, method) for change, zero, method in product(CHANGES, STAGES, METHODS)], QUICK_CHANGES))
 def test_a_training_goes_on_with_other_ranks(losses, change, whole, method, zero):
     assert len(losses[0][f"{whole}-{method}-{zero}"]) == STEPS - SAVED_AT
     assert losses[0][f"{change}-{method}-{zero}"] == pytest.approx(losses[0][f"{whole}-{method}-{zero}"], rel=1e-4)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("then", "now"), [("3", "2"), ("2", "3"), ("1", "3")])
+@pytest.mark.cases("{then}-becomes-{now}-{method}", "two-{method}-{then}")
+@pytest.mark.parametrize(("then", "now", "method"), grid([(*stages, method) for stages, method in product([("3", "2"), ("2", "3"), ("1", "3")], METHODS)], [("3", "2", "full"), ("2", "3", "full")]))
 def test_a_training_goes_on_in_another_stage(losses, then, now, method):
     assert losses[0][f"{then}-becomes-{now}-{method}"] == pytest.approx(losses[0][f"two-{method}-{then}"], rel=1e-4)
 
 
-@pytest.mark.parametrize(("change", "whole", "bound"), [("offload-begins-2-offload", "two-plain", 1e-4), ("offload-begins-3-offload", "two-plain", 1e-4), ("offload-ends", "two-offload", 1e-4), ("bf16-becomes-3", "two-bf16", 5e-3)])
+OTHERS = [("offload-begins-2-offload", "two-plain", 1e-4), ("offload-begins-3-offload", "two-plain", 1e-4), ("offload-ends", "two-offload", 1e-4), ("bf16-becomes-3", "two-bf16", 5e-3)]
+
+
+@pytest.mark.cases("{change}", "{whole}")
+@pytest.mark.parametrize(("change", "whole", "bound"), grid(OTHERS, OTHERS[1:]))
 def test_a_training_goes_on_with_another_offload_or_in_half_precision(losses, change, whole, bound):
     assert losses[0][change] == pytest.approx(losses[0][whole], rel=bound)
 
 
+@pytest.mark.cases("one-full-2", "two-full-2")
 def test_all_ranks_take_the_same_sequences(losses):
     assert losses[0]["one-full-2"] == pytest.approx(losses[0]["two-full-2"], rel=1e-4)
 
 
+@pytest.mark.cases("best-of-two", "best-on-one")
 def test_the_best_checkpoint_is_found_again_though_other_ranks_saved_it(losses):
     """Training with too high a rate: the best step lies before the change, and the model at the end is that one's."""
     evaluations = losses[2]["best-on-one"]
@@ -81,6 +99,7 @@ def test_the_best_checkpoint_is_found_again_though_other_ranks_saved_it(losses):
     assert best["step"] <= SAVED_AT and evaluations[-1]["step"] == STEPS and evaluations[-1]["eval_loss"] == pytest.approx(best["eval_loss"], rel=1e-6)
 
 
+@pytest.mark.cases("two-full-2", "two-to-one-full-2", "two-full-3", "3-becomes-2-full", "two-plain", "offload-begins-3-offload")
 def test_the_change_is_said(losses):
     assert "its shards are laid out anew (ranks 2 -> 1)" in losses[1] and "(ZeRO stage 3 -> 2)" in losses[1] and "(offload False -> True)" in losses[1]
 

@@ -7,6 +7,7 @@ import pytest
 from conftest import ROOT
 
 
+@pytest.mark.exhaustive
 @pytest.mark.launch
 def test_any_sequence_of_kills_and_changes_ends_as_the_uninterrupted_training(run, options, tmp_path):
     words = options(tmp_path / "unused", per_device_train_batch_size=2, global_batch_size=12, max_steps=10, logging_steps=1, save_strategy="steps", save_steps=2, save_total_limit=3)

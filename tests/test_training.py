@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from conftest import ROOT, flags, read_json
+from conftest import ROOT, flags, grid, needed_cases, read_json
 from dsft.export import export
 from dsft.problems import EXIT_STOPPED
 from dsft.checkpoints import checkpoints
@@ -17,11 +18,15 @@ from workers.probe import PROBE
 
 pytestmark = pytest.mark.launch
 KINDS = [(architecture, method, zero) for architecture in ARCHITECTURES for method in ("full", "lora") for zero in ("2", "3")]
+QUICK = [(architecture, *(("full", "3"), ("lora", "2"), ("full", "2"), ("lora", "3"))[number % 4]) for number, architecture in enumerate(ARCHITECTURES)]
+"""Every architecture once, both methods in both stages."""
+CONTINUES = {"resumed": "whole", "lora-resumed": "lora-whole", "adapter-continued": "lora-whole"}
+"""Cases that begin with what another one has left."""
 
 
 @pytest.fixture(scope="module")
-def runs(run, tiny, options, tmp_path_factory):
-    """Folder with one run per case; all trained in one launch."""
+def runs(request, run, tiny, options, tmp_path_factory):
+    """Folder with one run per case that a selected test needs; all trained in one launch."""
     folder = tmp_path_factory.mktemp("runs")
     cases = []
     for architecture in ARCHITECTURES:
@@ -55,6 +60,10 @@ def runs(run, tiny, options, tmp_path_factory):
         options(folder / "offload-partial", zero="3-offload-partial"),
         options(folder / "chat", model=str(tiny / "chat"), data=str(_chats(folder / "chats.jsonl"))),
     ]
+    needed = needed_cases(request)
+    needed |= {CONTINUES[name] for name in needed & CONTINUES.keys()}
+    cases = [case for case in cases if Path(case["output_dir"]).name in needed]
+    assert {Path(case["output_dir"]).name for case in cases} == needed
     path = folder / "cases.json"
     path.write_text(json.dumps(cases))
     result = run(["deepspeed", "--num_gpus", "2", "--master_port", "29631", "tests/workers/train_cases.py", path], timeout=900, DS_ACCELERATOR="cpu")
@@ -83,7 +92,8 @@ def weights(folder):
     return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
 
-@pytest.mark.parametrize(("architecture", "method", "zero"), KINDS)
+@pytest.mark.cases("{architecture}-{method}-{zero}")
+@pytest.mark.parametrize(("architecture", "method", "zero"), grid(KINDS, QUICK))
 def test_every_architecture_trains_saves_and_loads_in_plain_transformers(runs, architecture, method, zero):
     folder, base = runs / f"{architecture}-{method}-{zero}", runs / f"model-{architecture}"
     expected = trained_logits(folder)
@@ -94,12 +104,14 @@ def test_every_architecture_trains_saves_and_loads_in_plain_transformers(runs, a
     assert (logits_of(AutoModelForCausalLM.from_pretrained(base)) - expected).abs().max() > 1e-2  # it has learnt something
 
 
-@pytest.mark.parametrize(("architecture", "method"), [(a, m) for a, m, zero in KINDS if zero == "2"])
+@pytest.mark.cases("{architecture}-{method}-2", "{architecture}-{method}-3")
+@pytest.mark.parametrize(("architecture", "method"), grid([(a, m) for a, m, zero in KINDS if zero == "2"], [("llama", "full"), ("qwen2_moe", "lora")]))
 def test_stage_2_and_3_train_the_same_model(runs, architecture, method):
     two, three = (trained_logits(runs / f"{architecture}-{method}-{zero}") for zero in "23")
     torch.testing.assert_close(two, three, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.cases("eval-small-batches", "eval-large-batches")
 def test_evaluation_in_training_does_not_move_with_batch_size_or_stage(runs, tiny):
     from dsft.api import evaluate_perplexity
 
@@ -111,6 +123,7 @@ def test_evaluation_in_training_does_not_move_with_batch_size_or_stage(runs, tin
         assert first["eval_perplexity"] == pytest.approx(alone.perplexity, rel=1e-5)
 
 
+@pytest.mark.cases("eval-small-batches")
 def test_the_last_evaluation_is_that_of_the_saved_model(runs, tiny):
     from dsft.api import evaluate_perplexity
 
@@ -119,6 +132,7 @@ def test_the_last_evaluation_is_that_of_the_saved_model(runs, tiny):
     assert read_json(folder / "run.json")["results"]["eval_loss"] == pytest.approx(alone.perplexity.loss, rel=1e-6)
 
 
+@pytest.mark.cases("accumulate-1", "accumulate-4")
 def test_accumulation_can_be_exchanged_for_batch_size(runs):
     """Sequences of different lengths: the loss is a mean over tokens, not over micro batches."""
     one, four = (weights(runs / f"accumulate-{n}" / "final") for n in (1, 4))
@@ -128,6 +142,7 @@ def test_accumulation_can_be_exchanged_for_batch_size(runs):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.cases("{prefix}whole", "{prefix}resumed")
 @pytest.mark.parametrize("prefix", ["", "lora-"])
 def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(runs, prefix):
     whole, resumed = (read_json(runs / f"{prefix}{name}" / "run.json")["results"]["log"] for name in ("whole", "resumed"))
@@ -136,6 +151,7 @@ def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(runs, prefix):
     assert torch.equal(trained_logits(runs / f"{prefix}whole"), trained_logits(runs / f"{prefix}resumed"))
 
 
+@pytest.mark.cases("best")
 def test_the_best_model_is_kept(runs):
     results = read_json(runs / "best" / "run.json")["results"]
     evaluations = [entry["eval_loss"] for entry in results["log"] if "eval_loss" in entry]
@@ -143,6 +159,7 @@ def test_the_best_model_is_kept(runs):
     assert str(checkpoints(str(runs / "best"))[0]) == results["best_checkpoint"]
 
 
+@pytest.mark.cases("best")
 def test_tensorboard_gets_the_loss(runs):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -156,18 +173,21 @@ def _scalars(accumulator, tag: str) -> list:
     return accumulator.Scalars(tag) if tag in accumulator.Tags()["scalars"] else []
 
 
+@pytest.mark.cases("dora")
 def test_dora_rslora_targets_and_modules_to_save_reach_peft(runs):
     adapter = read_json(runs / "dora" / "final" / "adapter_config.json")
     assert adapter["use_dora"] and adapter["use_rslora"]
     assert set(adapter["target_modules"]) == {"q_proj", "down_proj"} and adapter["modules_to_save"] == ["lm_head"]
 
 
+@pytest.mark.cases("adapter-continued", "lora-whole")
 def test_an_adapter_can_be_trained_on(runs):
     shape = read_json(runs / "adapter-continued" / "final" / "adapter_config.json")
     assert shape["r"] == 16
     assert (trained_logits(runs / "adapter-continued") - trained_logits(runs / "lora-whole")).abs().max() > 1e-3
 
 
+@pytest.mark.cases("{name}")
 @pytest.mark.parametrize("name", ["dora", "adapter-continued", "checkpointing", "bf16", "stage-0", "stage-1", "own-file", "offload", "offload-param", "offload-partial", "chat"])
 def test_each_variant_exports_to_a_plain_folder_with_the_trained_logits(runs, tmp_path, name):
     out = export(str(runs / name), str(tmp_path / "out"))
@@ -176,12 +196,14 @@ def test_each_variant_exports_to_a_plain_folder_with_the_trained_logits(runs, tm
     torch.testing.assert_close(loaded, trained_logits(runs / name).float(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.cases("llama-full-3", "stage-0", "stage-1", "own-file", "offload", "offload-param", "offload-partial")
 def test_stages_and_files_agree(runs):
     expected = trained_logits(runs / "llama-full-3")
     for name in ("stage-0", "stage-1", "own-file", "offload", "offload-param", "offload-partial"):
         torch.testing.assert_close(trained_logits(runs / name), expected, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.cases("{name}")
 @pytest.mark.parametrize("name", ["whole", "lora-whole"])
 @pytest.mark.parametrize("zero", ["0", "3"])
 def test_perplexity_reads_shards_directly(runs, tiny, name, zero):
@@ -193,6 +215,7 @@ def test_perplexity_reads_shards_directly(runs, tiny, name, zero):
     assert shards.nats == pytest.approx(evaluate_perplexity(model=str(runs / name / "final"), **options).perplexity.nats, rel=1e-6)
 
 
+@pytest.mark.cases("whole")
 def test_shards_alone_can_be_exported(runs, tmp_path):
     source = shutil.copytree(runs / "whole" / "checkpoint-6", tmp_path / "shards")
     (source / "model.safetensors").unlink()
@@ -200,6 +223,7 @@ def test_shards_alone_can_be_exported(runs, tmp_path):
     assert all(torch.equal(shards[name], final[name]) for name in final)
 
 
+@pytest.mark.cases("llama-lora-3")
 def test_run_json_tells_the_whole_story(runs):
     content = read_json(runs / "llama-lora-3" / "run.json")
     assert content["status"] == "done" and content["world_size"] == 2
@@ -259,14 +283,18 @@ def test_overwrite_replaces_a_run_and_auto_continues_one(run, options, tmp_path)
     assert read_json(out / "run.json")["results"]["steps"] == 2 and not checkpoints(str(out))
 
 
+LAUNCHERS = [
+    ["torchrun", "--nproc_per_node", "2", "--master_port", "29641", "dsft/train.py"],
+    ["accelerate", "launch", "--config_file", "ds_configs/accelerate/zero3_1x8.yaml", "--num_processes", "2", "dsft/train.py"],
+    ["deepspeed", "--num_gpus", "2", "--master_port", "29642", "--module", "dsft.train"],
+    ["deepspeed", "--num_gpus", "2", "--master_port", "29643", "dsft/train.py"],
+]
+
+
+@pytest.mark.cases("llama-full-3")
 @pytest.mark.parametrize(
     "launcher",
-    [
-        ["torchrun", "--nproc_per_node", "2", "--master_port", "29641", "dsft/train.py"],
-        ["accelerate", "launch", "--config_file", "ds_configs/accelerate/zero3_1x8.yaml", "--num_processes", "2", "dsft/train.py"],
-        ["deepspeed", "--num_gpus", "2", "--master_port", "29642", "--module", "dsft.train"],
-        ["deepspeed", "--num_gpus", "2", "--master_port", "29643", "dsft/train.py"],
-    ],
+    grid(LAUNCHERS, LAUNCHERS[:1]),
     ids=lambda launcher: launcher[-1] if launcher[0] == "deepspeed" else launcher[0],
 )
 def test_every_launcher_trains_the_same_model(run, runs, options, tmp_path, launcher):

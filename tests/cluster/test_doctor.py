@@ -66,7 +66,7 @@ def options_of(folder: Path) -> list[str]:
     return ["--model", str(folder / "model"), "--data", str(folder / "data/texts.jsonl"), "--output_dir", str(folder / "runs/first"), "--seq_len", "64"]
 
 
-@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_healthy_hosts_have_no_errors_are_planned_and_measured_in_half_a_minute(number, hosts, run_files, tmp_path):
     start = time.monotonic()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
@@ -85,6 +85,7 @@ def test_healthy_hosts_have_no_errors_are_planned_and_measured_in_half_a_minute(
     assert not list(Path(run_files / "runs").iterdir()), "a probe was left"
 
 
+@pytest.mark.exhaustive
 def test_the_quick_part_measures_a_ring(hosts, tmp_path):
     start = time.monotonic()
     report, _ = doctor(hosts, [1, 1, 1, 1], tmp_path, "--quick")
@@ -92,6 +93,7 @@ def test_the_quick_part_measures_a_ring(hosts, tmp_path):
     assert report["ok"] and [pair["nodes"] for pair in report["links"]["pairs"]] == [["node-0", "node-1"], ["node-0", "node-3"], ["node-1", "node-2"], ["node-2", "node-3"]]
 
 
+@pytest.mark.exhaustive
 def test_uneven_slots_are_measured_inside_the_node_too(hosts, tmp_path):
     report, _ = doctor(hosts, [1, 2], tmp_path, "--quick")
     assert report["ok"] and report["slots"] == {"node-0": 1, "node-1": 2} and len(report["links"]["flops_of_ranks"]) == 3
@@ -121,6 +123,7 @@ def test_hosts_that_ssh_does_not_reach_are_named_each_with_its_reason(hosts, tmp
     assert result.returncode == 2 and report["slots"] == {"node-0": 1}
 
 
+@pytest.mark.exhaustive
 def test_a_missing_checkout_or_python_is_told_from_a_broken_ssh(hosts, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -130,6 +133,7 @@ def test_a_missing_checkout_or_python_is_told_from_a_broken_ssh(hosts, tmp_path)
     assert {("no-dsft", "node-1"), ("no-python", "node-2")} <= found, report["findings"]
 
 
+@pytest.mark.exhaustive
 def test_a_busy_port_is_told_from_a_blocked_one(hosts, tmp_path):
     listening = hosts[0].start(["python", "-uc", "import socket, time; s = socket.create_server(('', 23456)); print('up'); time.sleep(60)"])
     assert listening.stdout.readline() == "up\n"
@@ -151,6 +155,7 @@ def test_a_busy_port_is_told_from_a_blocked_one(hosts, tmp_path):
     assert errors(report) == {("network-blocked", "node-0 -> node-1")}
 
 
+@pytest.mark.exhaustive
 def test_other_versions_and_other_code_are_shown_as_a_table(hosts, tmp_path):
     import peft
 
@@ -167,6 +172,7 @@ def test_other_versions_and_other_code_are_shown_as_a_table(hosts, tmp_path):
     assert [word.strip() for word in row.strip("│").split("│")][2] == "0.1.2"
 
 
+@pytest.mark.exhaustive
 def test_more_slots_than_cores_are_wrong(hosts, tmp_path):
     report, _ = doctor(hosts, [1, 99], tmp_path, "--quick", "--exclude", "node-1:" + ",".join(map(str, range(40, 99))))
     assert {("slots", "node-1")} == errors(report) and not report["links"] and "slots=40" in next(one["what"] for one in report["findings"] if one["code"] == "slots")
@@ -182,6 +188,7 @@ def test_missing_and_other_files_a_private_and_a_full_folder_are_named(hosts, ru
     assert {("data-missing", "node-1"), ("model-differs", "node-2"), ("disk", "node-3"), ("output-not-shared", "node-3")} == errors(report), report["findings"]
 
 
+@pytest.mark.exhaustive
 def test_a_disk_too_small_for_the_plans_checkpoints_is_named(hosts, run_files, tmp_path):
     runs = run_files / "runs"
     with changed(hosts[1], f"mount -t tmpfs -o size=300k tmpfs {runs}", f"umount {runs}"):
@@ -190,6 +197,7 @@ def test_a_disk_too_small_for_the_plans_checkpoints_is_named(hosts, run_files, t
     assert "the run writes about" in text
 
 
+@pytest.mark.exhaustive
 def test_a_clock_that_is_ahead_is_named(hosts, tmp_path):
     rc = hosts[2].home / ".bashrc"
     rc.write_text(f"export LD_PRELOAD={FAKETIME} FAKETIME=+100s FAKETIME_DONT_FAKE_MONOTONIC=1\n")
@@ -201,6 +209,7 @@ def test_a_clock_that_is_ahead_is_named(hosts, tmp_path):
     assert "100 s ahead" in next(one["what"] for one in report["findings"] if one["code"] == "clocks")
 
 
+@pytest.mark.exhaustive
 def test_a_slow_card_and_a_slow_link_are_named(hosts, tmp_path):
     with changed(hosts[2], "tc qdisc add dev eth0 root tbf rate 200mbit burst 64k latency 50ms", "tc qdisc del dev eth0 root"):
         report, found = doctor(hosts, [1, 1, 1, 1], tmp_path)
@@ -220,6 +229,7 @@ def test_a_name_on_loopback_and_another_mtu_are_warned_about_and_measured_around
     assert {("own-name", "node-1"), ("mtu", "node-2")} <= found and report["ok"] and report["links"]
 
 
+@pytest.mark.exhaustive
 def test_a_frozen_rank_is_named_and_not_waited_for(hosts, tmp_path):
     """Frozen while the test runs: the connection stands, ssh answers, the ranks do not."""
     hostfile = hosts.hostfile(tmp_path / "hostfile", [1, 1, 1])
@@ -238,6 +248,7 @@ def test_a_frozen_rank_is_named_and_not_waited_for(hosts, tmp_path):
     assert not any(host.processes() for host in hosts), "agents or ranks were left"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_under_a_launcher_the_same_examination_runs_without_ssh(launcher, hosts, run_files, tmp_path):
     other = tmp_path / "texts.jsonl"

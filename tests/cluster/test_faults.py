@@ -76,7 +76,7 @@ class Job:
         return errors[0]
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_killed_rank_ends_both_hosts_and_is_named(hosts, folder, number):
     job = Job(hosts, folder, f"killed-{number}", DEEPSPEED if number == 0 else LAUNCH)
     job.hosts[number].kill(job.rank(number))
@@ -94,6 +94,7 @@ def test_a_cut_link_ends_both_sides(hosts, folder):
     assert "has lost rank 0's node" not in job.screen()  # that is said where it is, and nothing comes from there any more
 
 
+@pytest.mark.exhaustive
 def test_a_cut_link_ends_torchrun_on_both_sides_as_well(hosts, folder):
     torchrun = ["torchrun", "--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "node-0", "--master_port", str(PORT), "--node_rank"]
     words = ["dsft/train.py", "--config", folder / "run.yaml", "--output_dir", folder / "torchrun"]
@@ -106,6 +107,7 @@ def test_a_cut_link_ends_torchrun_on_both_sides_as_well(hosts, folder):
     assert code != 0 and other.wait(10) != 0 and "rank 1 on node-1 gave no sign of life" in job.only_error()
 
 
+@pytest.mark.exhaustive
 def test_a_frozen_node_does_not_hold_the_others_and_ends_its_ranks_when_it_thaws(hosts, folder):
     job = Job(hosts, folder, "frozen", LAUNCH)
     hosts[1].freeze()
@@ -115,6 +117,7 @@ def test_a_frozen_node_does_not_hold_the_others_and_ends_its_ranks_when_it_thaws
     job.ended()
 
 
+@pytest.mark.exhaustive
 def test_a_frozen_rank_is_named(hosts, folder):
     job = Job(hosts, folder, "stopped", DEEPSPEED)
     hosts[1].kill(job.rank(1), signal.SIGSTOP)
@@ -122,6 +125,7 @@ def test_a_frozen_rank_is_named(hosts, folder):
     assert code != 0 and "rank 1 on node-1 is stopped (SIGSTOP)" in job.only_error()
 
 
+@pytest.mark.exhaustive
 def test_a_killed_launch_takes_the_ranks_of_all_hosts_along(hosts, folder):
     job = Job(hosts, folder, "launch-killed", LAUNCH)
     job.process.kill()
@@ -129,6 +133,7 @@ def test_a_killed_launch_takes_the_ranks_of_all_hosts_along(hosts, folder):
     assert "dsft launch is gone" in job.screen()
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_ends_all_hosts(hosts, folder):
     job = Job(hosts, folder, "interrupted", LAUNCH)
     job.process.send_signal(signal.SIGINT)
@@ -136,6 +141,7 @@ def test_ctrl_c_ends_all_hosts(hosts, folder):
     assert code == 130
 
 
+@pytest.mark.exhaustive
 def test_sigusr1_to_the_launch_saves_on_all_hosts_and_a_restart_goes_on(hosts, folder):
     job = Job(hosts, folder, "requeued", LAUNCH)
     job.process.send_signal(signal.SIGUSR1)

@@ -78,6 +78,7 @@ def test_hosts_stand_side_by_side_and_leave_nothing(hosts):
     assert (sorted(os.listdir("/sys/class/net")), Path("/proc/self/mountinfo").read_text()) == (interfaces, mounts)
 
 
+@pytest.mark.exhaustive
 def test_hosts_end_with_the_process_that_started_them_even_after_kill_9(hosts, tmp_path):
     script = "import sys, time; sys.path.insert(0, 'tests')\nfrom cluster.hosts import TestHosts\nhosts = TestHosts(2).__enter__(); print(*(host.init_pid for host in hosts), flush=True); time.sleep(60)"
     process = subprocess.Popen(["python", "-c", script], stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}, cwd=Path(__file__).parents[2])

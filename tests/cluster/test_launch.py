@@ -57,6 +57,7 @@ def test_what_the_preflight_finds_stops_the_launch(hosts, folder):
     assert not (folder / "never").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", [["--nodes", "2", "--num_gpus", "1"], ["--hostfile", "HOSTFILE", "--no_ssh"], ["--accelerate", "FILE"]], ids=["torchrun", "deepspeed", "accelerate"])
 def test_the_same_command_on_every_node_needs_no_ssh(hosts, folder, through_ssh, way):
     settings = yaml.safe_load((ROOT / "ds_configs/accelerate/zero3_2x8.yaml").read_text()) | {"num_processes": 2, "main_process_ip": hosts[0].name}
@@ -72,6 +73,7 @@ def test_the_same_command_on_every_node_needs_no_ssh(hosts, folder, through_ssh,
     assert "dsft doctor: " in result.stdout
 
 
+@pytest.mark.exhaustive
 def test_slurm(hosts, folder, through_ssh, tmp_path_factory):
     files = tmp_path_factory.mktemp("slurm-launch") / "files"
     with Slurm([hosts[0], hosts[1]], files) as slurm:

@@ -95,14 +95,18 @@ def start_on_each(hosts, command, *, cwd=ROOT, **environment):
     return result
 
 
+@pytest.mark.exhaustive
 def test_two_hosts_that_call_themselves_127_0_1_1_train_what_one_process_trains(two_hosts, one_process):
     assert_same_training(read_json(two_hosts / "run.json"), one_process)
 
 
 @pytest.mark.parametrize(
     ("slots", "choice", "ranks", "nodes"),
-    [([2, 2, 2, 2], ["--exclude", "node-2@node-3"], 4, 2), ([2, 2, 2, 2], ["--num_gpus", "1"], 4, 4), ([2, 2, 2, 2], ["--include", "node-1:0@node-3"], 3, 2)],
-    ids=["2x2", "4x1", "1+2"],
+    [
+        pytest.param([2, 2, 2, 2], ["--exclude", "node-2@node-3"], 4, 2, id="2x2", marks=pytest.mark.exhaustive),
+        pytest.param([2, 2, 2, 2], ["--num_gpus", "1"], 4, 4, id="4x1", marks=pytest.mark.exhaustive),
+        pytest.param([2, 2, 2, 2], ["--include", "node-1:0@node-3"], 3, 2, id="1+2"),
+    ],
 )
 def test_deepspeed_through_pdsh(hosts, job, one_process, nothing_left, slots, choice, ranks, nodes):
     hostfile, out = hosts.hostfile(job / "hostfile", slots), job / f"pdsh-{ranks}-{nodes}"
@@ -111,6 +115,7 @@ def test_deepspeed_through_pdsh(hosts, job, one_process, nothing_left, slots, ch
     assert_same_training(checked(result, out, ranks=ranks, nodes=nodes), one_process)
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_two_hosts_goes_on_on_two_others(hosts, job, one_process, two_hosts, nothing_left):
     command = ["deepspeed", "--hostfile", hosts.hostfile(job / "others", [1, 1], first=2), "dsft/train.py", "--config", job / "run.yaml", "--output_dir", job / "resumed"]
     result = hosts[2].run([*command, "--eval_on_start", "false", "--resume_from_checkpoint", two_hosts / "checkpoint-2"], timeout=LAUNCH_SECONDS)
@@ -120,6 +125,7 @@ def test_a_checkpoint_of_two_hosts_goes_on_on_two_others(hosts, job, one_process
     assert resumed["results"]["eval_loss"] == whole["results"]["eval_loss"]
 
 
+@pytest.mark.exhaustive
 def test_perplexity_on_several_hosts_has_the_bits_of_one_process(hosts, job, two_hosts, nothing_left):
     from dsft.api import evaluate_perplexity
 
@@ -143,6 +149,7 @@ def accelerate_file(job: Path, hosts, form: str) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["", "_pdsh", "_nossh"], ids=["standard", "pdsh", "nossh"])
 def test_accelerate(hosts, job, one_process, nothing_left, form):
     file, out = accelerate_file(job, hosts, form), job / f"accelerate{form}"
@@ -163,12 +170,14 @@ def test_torchrun_on_every_node(hosts, job, one_process, nothing_left):
     assert read_json(job / "torchrun" / "run.json")["world_size"] == 2
 
 
+@pytest.mark.exhaustive
 def test_mpirun(hosts, job, one_process, nothing_left):
     hostfile = hosts.hostfile(job / "mpi-hosts", [1, 2])
     result = hosts[0].run(["scripts/mpi/train", "--config", job / "run.yaml", "--output_dir", job / "mpi"], HOSTFILE=str(hostfile), NET="10.77.0.0/24", timeout=LAUNCH_SECONDS)
     assert_same_training(checked(result, job / "mpi", ranks=3, nodes=2), one_process)
 
 
+@pytest.mark.exhaustive
 def test_mpirun_without_an_address_says_what_is_missing_once(hosts, job, nothing_left):
     command = ["mpirun", "-n", "2", "--hostfile", hosts.hostfile(job / "mpi-hosts", [1, 1]), "python", "dsft/train.py", "--config", job / "run.yaml", "--output_dir", job / "no-address"]
     result = hosts[0].run(command, timeout=LAUNCH_SECONDS)
@@ -188,6 +197,7 @@ def submit(slurm, script: str, folder: Path, *words, **environment) -> int:
     return slurm.submit(["--gres=none", "--time=10", f"--output={folder}/out.txt", f"scripts/slurm/{script}.sbatch", *words], **environment)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("script", "per_node"), [("torchrun", 1), ("tasks", 2)])
 def test_sbatch(hosts, slurm, job, one_process, nothing_left, script, per_node):
     folder = job / f"sbatch-{script}"
@@ -200,6 +210,7 @@ def test_sbatch(hosts, slurm, job, one_process, nothing_left, script, per_node):
     assert_same_training(content, one_process)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("script", "per_node"), [("torchrun", 1), ("tasks", 1)])
 def test_before_its_time_ends_a_run_saves_goes_back_into_the_queue_and_goes_on(hosts, slurm, job, nothing_left, script, per_node):
     folder = job / f"requeued-{script}"
@@ -225,6 +236,7 @@ def wait_until(condition, seconds: float = 30) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.exhaustive
 def test_one_machine_plays_two_nodes_with_the_shipped_host_file(hosts, job, one_process, nothing_left):
     result = hosts[3].run(["deepspeed", "--hostfile", "hostfiles/local-2x1", "dsft/train.py", "--config", job / "run.yaml", "--output_dir", job / "local"], timeout=LAUNCH_SECONDS)
     assert_same_training(checked(result, job / "local", ranks=2, nodes=2), one_process)
