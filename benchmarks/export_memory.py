@@ -2,7 +2,8 @@
 
     python benchmarks/export_memory.py --params 1e9 --max_shard_size 1GB
 
-Memory is what the process has of its own at most (VmHWM less the mapped files it reads, which the kernel takes back at will: RssAnon + RssShmem are
+Memory is what the process has of its own at most (VmHWM less the mapped files it reads, which the kernel takes back at
+will: RssAnon + RssShmem are
 sampled every 10 ms), over what it had before the first tensor. Prints JSON.
 """
 
@@ -48,13 +49,32 @@ def main() -> None:
         rows = []
         for source, dtype in (("model", "auto"), ("model", "float32"), ("lora", "auto"), ("dora", "auto")):
             out = Path(folder, "out")
-            result = subprocess.run([sys.executable, "-c", MEASURED, f"{folder}/{source}", out, dtype, options.max_shard_size], stdout=subprocess.PIPE, text=True, check=True)
+            result = subprocess.run(
+                [sys.executable, "-c", MEASURED, f"{folder}/{source}", out, dtype, options.max_shard_size],
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
             largest = max(path.stat().st_size for path in out.glob("*.safetensors"))
             whole = sum(path.stat().st_size for path in out.glob("*.safetensors"))
             measured = json.loads(result.stdout.splitlines()[-1])
-            rows.append({"source": source, "dtype": dtype, "model_bytes": whole, "largest_file_bytes": largest, **measured, "peak_over_largest_file": round(measured["peak_bytes"] / largest, 2)})
+            rows.append(
+                {
+                    "source": source,
+                    "dtype": dtype,
+                    "model_bytes": whole,
+                    "largest_file_bytes": largest,
+                    **measured,
+                    "peak_over_largest_file": round(measured["peak_bytes"] / largest, 2),
+                }
+            )
             shutil.rmtree(out)
-    print(json.dumps({"params": options.params, "max_shard_size": options.max_shard_size, "cores": os.cpu_count(), "rows": rows}, indent=1))
+    print(
+        json.dumps(
+            {"params": options.params, "max_shard_size": options.max_shard_size, "cores": os.cpu_count(), "rows": rows},
+            indent=1,
+        )
+    )
 
 
 def write(folder: Path, params: float) -> None:
@@ -69,13 +89,23 @@ def write(folder: Path, params: float) -> None:
     layers, vocabulary = 24, 32000
     width = int((params / layers / 12) ** 0.5) // 64 * 64
     torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=width, intermediate_size=width * 8 // 3 // 64 * 64, num_hidden_layers=layers, num_attention_heads=width // 64, num_key_value_heads=width // 64, vocab_size=vocabulary, dtype="bfloat16")
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width * 8 // 3 // 64 * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        vocab_size=vocabulary,
+        dtype="bfloat16",
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / "model")
     write_tokenizer(folder / "model")
     for name in ("lora", "dora"):
         model = AutoModelForCausalLM.from_pretrained(folder / "model")
-        get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear", use_dora=name == "dora")).save_pretrained(folder / name)
+        get_peft_model(
+            model, LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear", use_dora=name == "dora")
+        ).save_pretrained(folder / name)
         write_tokenizer(folder / name)
 
 

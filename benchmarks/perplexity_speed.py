@@ -1,25 +1,35 @@
-"""Speed and memory of perplexity: dsft beside lm-evaluation-harness, Hugging Face's loop, Trainer.evaluate and the arithmetic's floor.
+"""Speed and memory of perplexity: dsft beside lm-evaluation-harness, Hugging Face's loop, Trainer.evaluate and the
+arithmetic's floor.
 
     pip install -c constraints.txt -e '.[benchmarks]'
     python benchmarks/perplexity_speed.py --out speed.json
-    python benchmarks/perplexity_speed.py --tokenizer gpt2/ --text wikitext2_valid.txt --documents gsm8k_test.jsonl --out speed.json
+    python benchmarks/perplexity_speed.py --tokenizer gpt2/ --text wikitext2_valid.txt --documents gsm8k_test.jsonl
+    --out speed.json
 
-Every subject gets the same model (random weights, one seed), the same token ids, tokenised once, and the same windows: a prefix
-token, then windows of 512 predicted tokens with one token of context (dsft's mode `rolling`, which is lm-evaluation-harness's
-loglikelihood_rolling). Their perplexities must agree, and how far they do is printed. There are two data sets: `full`, one text
+Every subject gets the same model (random weights, one seed), the same token ids, tokenised once, and the same windows:
+a prefix
+token, then windows of 512 predicted tokens with one token of context (dsft's mode `rolling`, which is
+lm-evaluation-harness's
+loglikelihood_rolling). Their perplexities must agree, and how far they do is printed. There are two data sets: `full`,
+one text
 cut into full windows, and `mixed`, documents of mixed length, each by itself.
 
-- Each subject runs on one thread in a process of its own, forked before any model exists; subjects alternate, round after round.
-- Speed is CPU milliseconds (process time) per scored token, so that waiting for a core does not count. Loading, tokenising and one
+- Each subject runs on one thread in a process of its own, forked before any model exists; subjects alternate, round
+  after round.
+- Speed is CPU milliseconds (process time) per scored token, so that waiting for a core does not count. Loading,
+  tokenising and one
   warm-up on 16 tokens stand outside.
-- Extra memory is the peak of resident memory while scoring above the resident memory after the warm-up (the kernel's VmHWM, the
+- Extra memory is the peak of resident memory while scoring above the resident memory after the warm-up (the kernel's
+  VmHWM, the
   same mark that ru_maxrss shows, set back at that moment).
 - The floor is 2 x matmul parameters x tokens / rate of torch.matmul, in the same process and dtype, at the model's own
-  shapes, each at its best of several numbers of rows. Matmul parameters are those of all linear layers and the head, tied or not;
+  shapes, each at its best of several numbers of rows. Matmul parameters are those of all linear layers and the head,
+  tied or not;
   attention's products, softmax and norms are not in it.
 - ZeRO-3 on 2 ranks is compared with two replicas through the launcher, in wall seconds of scoring.
 
-Ratios are medians over rounds of the ratio within a round. What it does not do: GPUs, trained models, several threads, time of loading
+Ratios are medians over rounds of the ratio within a round. What it does not do: GPUs, trained models, several threads,
+time of loading
 or tokenising; absolute times of a shared machine mean little.
 """
 
@@ -50,7 +60,16 @@ import numpy as np
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 from dsft.data.sequences import IGNORED
 from dsft.demo_data import write_demo_data
@@ -60,25 +79,49 @@ from dsft.windows import Windows, rolling_spans
 WINDOW = 512
 MIB = 1024**2
 TITLES = {
-    "dsft": "dsft, batch_tokens {}", "lm_eval": "lm-evaluation-harness, batch {}", "hf_loop": "Hugging Face loop, batch {}", "trainer": "Trainer.evaluate, batch {}",
+    "dsft": "dsft, batch_tokens {}",
+    "lm_eval": "lm-evaluation-harness, batch {}",
+    "hf_loop": "Hugging Face loop, batch {}",
+    "trainer": "Trainer.evaluate, batch {}",
 }
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", type=Path, help="folder, or config.json for random weights; by default a Llama of 17.7 M parameters with tied head")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="folder, or config.json for random weights; by default a Llama of 17.7 M parameters with tied head",
+    )
     parser.add_argument("--tokenizer", help="folder or hub id; by default the demo tokenizer")
     parser.add_argument("--vocab_size", type=int, default=50257, help="of the default model (default: %(default)s)")
     parser.add_argument("--text", type=Path, help="text file for full windows; by default the demo corpus")
-    parser.add_argument("--documents", type=Path, help="jsonl of documents, all text fields of a row joined; by default the demo instructions")
+    parser.add_argument(
+        "--documents",
+        type=Path,
+        help="jsonl of documents, all text fields of a row joined; by default the demo instructions",
+    )
     parser.add_argument("--tokens", type=int, default=12288, help="tokens of --text (default: %(default)s)")
     parser.add_argument("--max_documents", type=int, default=100, help="rows of --documents (default: %(default)s)")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
-    parser.add_argument("--batch_tokens", nargs="+", type=int, default=[2048, 4096], help="of dsft's evaluator (default: %(default)s)")
-    parser.add_argument("--with_auto", action="store_true", help="also lm-evaluation-harness with batch size auto (slow, and needs gigabytes)")
+    parser.add_argument(
+        "--batch_tokens", nargs="+", type=int, default=[2048, 4096], help="of dsft's evaluator (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--with_auto",
+        action="store_true",
+        help="also lm-evaluation-harness with batch size auto (slow, and needs gigabytes)",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default: %(default)s)")
-    parser.add_argument("--zero_repeats", type=int, default=3, help="rounds of the launcher's comparison; 0 leaves it out (default: %(default)s)")
-    parser.add_argument("--zero_tokens", type=int, default=65536, help="tokens of that comparison (default: %(default)s)")
+    parser.add_argument(
+        "--zero_repeats",
+        type=int,
+        default=3,
+        help="rounds of the launcher's comparison; 0 leaves it out (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--zero_tokens", type=int, default=65536, help="tokens of that comparison (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the results")
     parser.add_argument("--verbose", action="store_true", help="let the subjects write to the screen")
     return parser.parse_args()
@@ -100,7 +143,9 @@ class Corpus:
         return sum(len(ids) - 1 for ids in self.documents)
 
     def spans(self) -> list[list[int]]:
-        """Token ids of every window: one of context, up to WINDOW to predict (the last of a longer document has more context)."""
+        """Token ids of every window: one of context, up to WINDOW to predict (the last of a longer document has more
+        context).
+        """
         return [ids[start:end] for ids in self.documents for start, end, _ in rolling_spans(0, len(ids), WINDOW)]
 
 
@@ -109,14 +154,23 @@ def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def read_corpora(args: argparse.Namespace, demo: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Corpus]:
-    """The two data sets. Tokens of the text are cut to full windows, documents to one window, so that every subject scores the same."""
+    """The two data sets. Tokens of the text are cut to full windows, documents to one window, so that every subject
+    scores the same.
+    """
     if args.text:
         text = args.text.read_text(encoding="utf-8")[: 12 * max(args.tokens, args.zero_tokens)]
     else:
-        text = "\n\n".join(json.loads(line)["text"] for line in (demo / "corpus/train.jsonl").read_text(encoding="utf-8").splitlines()[:400])
+        text = "\n\n".join(
+            json.loads(line)["text"]
+            for line in (demo / "corpus/train.jsonl").read_text(encoding="utf-8").splitlines()[:400]
+        )
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     args.zero_text = tokenizer.decode(ids[: args.zero_tokens])
-    lines = (args.documents or demo / "instructions/train.jsonl").read_text(encoding="utf-8").splitlines()[: args.max_documents]
+    lines = (
+        (args.documents or demo / "instructions/train.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()[: args.max_documents]
+    )
     texts = ["\n".join(value for value in json.loads(line).values() if isinstance(value, str)) for line in lines]
     documents = [ids[:WINDOW] for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if ids]
     prefix = prefix_token(tokenizer)
@@ -130,8 +184,16 @@ def read_corpora(args: argparse.Namespace, demo: Path, tokenizer: PreTrainedToke
 def write_default_model(folder: Path, vocab_size: int) -> Path:
     """config.json of a Llama, of 17.7 M parameters with GPT-2's vocabulary."""
     LlamaConfig(
-        vocab_size=vocab_size, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8, max_position_embeddings=1024,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=0, architectures=["LlamaForCausalLM"],
+        vocab_size=vocab_size,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        architectures=["LlamaForCausalLM"],
     ).save_pretrained(folder)
     return folder / "config.json"
 
@@ -148,10 +210,17 @@ def load_model(path: Path, dtype: str) -> PreTrainedModel:
 # --- subjects: each gives a function that scores a corpus and returns nats -------------------------------------------
 
 
-def dsft_subject(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_tokens: int) -> Callable[[Corpus], float]:
+def dsft_subject(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_tokens: int
+) -> Callable[[Corpus], float]:
     def run(corpus: Corpus) -> float:
         result = evaluate_windows(
-            model, as_windows(corpus), pad_token_id=tokenizer.eos_token_id, batch_tokens=batch_tokens, device=torch.device("cpu"), collective_forward=False,
+            model,
+            as_windows(corpus),
+            pad_token_id=tokenizer.eos_token_id,
+            batch_tokens=batch_tokens,
+            device=torch.device("cpu"),
+            collective_forward=False,
         )
         return result.nats
 
@@ -168,24 +237,40 @@ def as_windows(corpus: Corpus) -> Windows:
     spans = [span for start, end in zip(starts, ends, strict=True) for span in rolling_spans(start, end, WINDOW)]
     zeros = np.zeros(len(starts), dtype=np.int64)
     return Windows(
-        tokens=tokens, scorable=scorable, document_starts=starts, spans=np.array(spans), document_bytes=zeros, document_words=zeros, mode="rolling", counts={},
+        tokens=tokens,
+        scorable=scorable,
+        document_starts=starts,
+        spans=np.array(spans),
+        document_bytes=zeros,
+        document_words=zeros,
+        mode="rolling",
+        counts={},
     )
 
 
-def lm_eval_subject(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int | str) -> Callable[[Corpus], float]:
+def lm_eval_subject(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int | str
+) -> Callable[[Corpus], float]:
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=WINDOW, device="cpu")
 
     def run(corpus: Corpus) -> float:
         # A request's text is the number of its document: tokens are given, as to every subject.
         harness.tok_encode = lambda text, **_: corpus.documents[int(text)][1:]
-        requests = [Instance(request_type="loglikelihood_rolling", doc={}, arguments=(str(i),), idx=i) for i in range(len(corpus.documents))]
+        requests = [
+            Instance(request_type="loglikelihood_rolling", doc={}, arguments=(str(i),), idx=i)
+            for i in range(len(corpus.documents))
+        ]
         return -sum(harness.loglikelihood_rolling(requests, disable_tqdm=True))
 
     return run
 
 
-def hf_loop_subject(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Callable[[Corpus], float]:
-    """https://huggingface.co/docs/transformers/perplexity with stride = WINDOW: windows that do not overlap but for the token of context."""
+def hf_loop_subject(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int
+) -> Callable[[Corpus], float]:
+    """https://huggingface.co/docs/transformers/perplexity with stride = WINDOW: windows that do not overlap but for the
+    token of context.
+    """
 
     def run(corpus: Corpus) -> float:
         nats = 0.0
@@ -199,11 +284,21 @@ def hf_loop_subject(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     return run
 
 
-def trainer_subject(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Callable[[Corpus], float]:
-    """Its eval_loss is a mean over batches, weighted by samples, so on documents of mixed length it is another number."""
+def trainer_subject(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int
+) -> Callable[[Corpus], float]:
+    """Its eval_loss is a mean over batches, weighted by samples, so on documents of mixed length it is another
+    number.
+    """
     folder = tempfile.mkdtemp()
     options = TrainingArguments(
-        output_dir=folder, per_device_eval_batch_size=batch_size, prediction_loss_only=True, use_cpu=True, report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
+        output_dir=folder,
+        per_device_eval_batch_size=batch_size,
+        prediction_loss_only=True,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
     )
 
     def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -243,8 +338,12 @@ def measure(subject: str, setting: int | str, path: Path, dtype: str, corpus: Co
     extra = status_bytes("VmHWM") - before
     floor, gflops = floor_seconds_per_token(model)
     return {
-        "cpu_ms_per_token": seconds / corpus.tokens * 1e3, "extra_memory_bytes": extra, "nats": nats, "perplexity": math.exp(nats / corpus.tokens),
-        "floor_ms_per_token": floor * 1e3, "matmul_gflops": gflops,
+        "cpu_ms_per_token": seconds / corpus.tokens * 1e3,
+        "extra_memory_bytes": extra,
+        "nats": nats,
+        "perplexity": math.exp(nats / corpus.tokens),
+        "floor_ms_per_token": floor * 1e3,
+        "matmul_gflops": gflops,
     }
 
 
@@ -315,17 +414,42 @@ def measure_apart(*job, verbose: bool) -> dict[str, float]:
     return result
 
 
-def zero_seconds(args: argparse.Namespace, model: Path, tokenizer: PreTrainedTokenizerBase, folder: Path, zero: str) -> dict[str, float]:
+def zero_seconds(
+    args: argparse.Namespace, model: Path, tokenizer: PreTrainedTokenizerBase, folder: Path, zero: str
+) -> dict[str, float]:
     """Wall seconds of scoring on 2 ranks of the launcher, and the perplexity."""
     repository = Path(__file__).resolve().parent.parent
     data, output = folder / "zero.jsonl", folder / f"zero{zero}"
     data.write_text(json.dumps({"text": args.zero_text}) + "\n", encoding="utf-8")
     command = [
-        str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "2", "--master_port", str(29500 + os.getpid() % 1000), str(repository / "dsft/eval_ppl.py"),
-        "--model", str(model), "--tokenizer", tokenizer.name_or_path, "--data", str(data), "--seq_len", str(WINDOW), "--dtype", "float32",
-        "--batch_tokens", "4096", "--zero", zero, "--output_dir", str(output),
+        str(Path(sys.executable).parent / "deepspeed"),
+        "--num_gpus",
+        "2",
+        "--master_port",
+        str(29500 + os.getpid() % 1000),
+        str(repository / "dsft/eval_ppl.py"),
+        "--model",
+        str(model),
+        "--tokenizer",
+        tokenizer.name_or_path,
+        "--data",
+        str(data),
+        "--seq_len",
+        str(WINDOW),
+        "--dtype",
+        "float32",
+        "--batch_tokens",
+        "4096",
+        "--zero",
+        zero,
+        "--output_dir",
+        str(output),
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(repository),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     done = subprocess.run(command, env=environment, capture_output=not args.verbose, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{(done.stderr or '')[-3000:]}")
@@ -334,7 +458,9 @@ def zero_seconds(args: argparse.Namespace, model: Path, tokenizer: PreTrainedTok
 
 
 def compare_zero(args: argparse.Namespace, model: Path, tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict:
-    """ZeRO-3 on 2 ranks beside two replicas, in turn, on weights in a folder: random ones would come out differently when sharded."""
+    """ZeRO-3 on 2 ranks beside two replicas, in turn, on weights in a folder: random ones would come out differently
+    when sharded.
+    """
     load_model(model, "float32").save_pretrained(folder / "weights")
     launches: dict[str, list[dict]] = {"0": [], "3": []}
     for _ in range(args.zero_repeats):
@@ -342,7 +468,8 @@ def compare_zero(args: argparse.Namespace, model: Path, tokenizer: PreTrainedTok
             found.append(zero_seconds(args, folder / "weights", tokenizer, folder, zero))
     pairs = list(zip(launches["0"], launches["3"], strict=True))
     return {
-        "launches": launches, "time_over_replicas": statistics.median(sharded["seconds"] / replica["seconds"] for replica, sharded in pairs),
+        "launches": launches,
+        "time_over_replicas": statistics.median(sharded["seconds"] / replica["seconds"] for replica, sharded in pairs),
         "relative_difference": pairs[0][1]["perplexity"] / pairs[0][0]["perplexity"] - 1,
     }
 
@@ -357,21 +484,37 @@ def name_of(subject: str, setting: int | str) -> str:
 def summarise(runs: list[dict], jobs: list[tuple[str, int | str]], dtype: str, data: str) -> dict:
     """Medians of each subject of one table, and of the ratios within rounds."""
     table = [run for run in runs if (run["dtype"], run["data"]) == (dtype, data)]
-    by_job = {job: sorted((run for run in table if (run["subject"], run["setting"]) == job), key=lambda run: run["round"]) for job in jobs}
+    by_job = {
+        job: sorted((run for run in table if (run["subject"], run["setting"]) == job), key=lambda run: run["round"])
+        for job in jobs
+    }
     own = [job for job in jobs if job[0] == "dsft"][-1]
     rows = []
     for (subject, setting), found in by_job.items():
-        rows.append({
-            "name": name_of(subject, setting), "subject": subject, "setting": setting,
-            "cpu_ms_per_token": statistics.median(run["cpu_ms_per_token"] for run in found),
-            "tokens_per_cpu_second": 1e3 / statistics.median(run["cpu_ms_per_token"] for run in found),
-            "extra_memory_mib": statistics.median(run["extra_memory_bytes"] for run in found) / MIB,
-            "share_of_floor": statistics.median(run["floor_ms_per_token"] / run["cpu_ms_per_token"] for run in found),
-            "time_over_dsft": statistics.median(run["cpu_ms_per_token"] / ours["cpu_ms_per_token"] for run, ours in zip(found, by_job[own], strict=True)),
-            "perplexity": found[0]["perplexity"], "relative_difference": found[0]["perplexity"] / by_job[own][0]["perplexity"] - 1,
-        })
+        rows.append(
+            {
+                "name": name_of(subject, setting),
+                "subject": subject,
+                "setting": setting,
+                "cpu_ms_per_token": statistics.median(run["cpu_ms_per_token"] for run in found),
+                "tokens_per_cpu_second": 1e3 / statistics.median(run["cpu_ms_per_token"] for run in found),
+                "extra_memory_mib": statistics.median(run["extra_memory_bytes"] for run in found) / MIB,
+                "share_of_floor": statistics.median(
+                    run["floor_ms_per_token"] / run["cpu_ms_per_token"] for run in found
+                ),
+                "time_over_dsft": statistics.median(
+                    run["cpu_ms_per_token"] / ours["cpu_ms_per_token"]
+                    for run, ours in zip(found, by_job[own], strict=True)
+                ),
+                "perplexity": found[0]["perplexity"],
+                "relative_difference": found[0]["perplexity"] / by_job[own][0]["perplexity"] - 1,
+            }
+        )
     return {
-        "dtype": dtype, "data": data, "rows": rows, "floor_ms_per_token": statistics.median(run["floor_ms_per_token"] for run in table),
+        "dtype": dtype,
+        "data": data,
+        "rows": rows,
+        "floor_ms_per_token": statistics.median(run["floor_ms_per_token"] for run in table),
         "matmul_gflops": statistics.median(run["matmul_gflops"] for run in table),
     }
 
@@ -381,19 +524,38 @@ def goals_of(tables: list[dict], zero: dict | None) -> list[dict]:
     goals = []
 
     def aim(text: str, reached: float, wanted: float, *, at_most: bool = False) -> None:
-        goals.append({"goal": text, "wanted": wanted, "reached": reached, "holds": reached <= wanted if at_most else reached >= wanted})
+        goals.append(
+            {
+                "goal": text,
+                "wanted": wanted,
+                "reached": reached,
+                "holds": reached <= wanted if at_most else reached >= wanted,
+            }
+        )
 
     for table in tables:
         where = f"{table['dtype']}, {table['data']}"
-        fastest = {subject: min(row["time_over_dsft"] for row in table["rows"] if row["subject"] == subject) for subject in SUBJECTS}
+        fastest = {
+            subject: min(row["time_over_dsft"] for row in table["rows"] if row["subject"] == subject)
+            for subject in SUBJECTS
+        }
         own = [row for row in table["rows"] if row["subject"] == "dsft"][-1]
         if table["data"] == "full":
             if table["dtype"] == "float32":
                 aim(f"share of the floor ({where})", own["share_of_floor"], 0.75)
-            aim(f"speed over lm-evaluation-harness at its best batch ({where})", fastest["lm_eval"], 1.5 if table["dtype"] == "float32" else 2.0)
+            aim(
+                f"speed over lm-evaluation-harness at its best batch ({where})",
+                fastest["lm_eval"],
+                1.5 if table["dtype"] == "float32" else 2.0,
+            )
             aim(f"speed over the Hugging Face loop ({where})", fastest["hf_loop"], 1.35)
             harness = next(row for row in table["rows"] if (row["subject"], row["setting"]) == ("lm_eval", 8))
-            aim(f"extra memory over lm-evaluation-harness at batch 8 ({where})", own["extra_memory_mib"] / harness["extra_memory_mib"], 0.1, at_most=True)
+            aim(
+                f"extra memory over lm-evaluation-harness at batch 8 ({where})",
+                own["extra_memory_mib"] / harness["extra_memory_mib"],
+                0.1,
+                at_most=True,
+            )
         else:
             aim(f"speed over lm-evaluation-harness at its best batch ({where})", fastest["lm_eval"], 2.0)
     if zero:
@@ -403,27 +565,62 @@ def goals_of(tables: list[dict], zero: dict | None) -> list[dict]:
 
 def print_markdown(tables: list[dict], goals: list[dict], zero: dict | None) -> None:
     for table in tables:
-        print(f"\n**{table['dtype']}, {table['data']}** (floor {table['floor_ms_per_token']:.3f} ms per token at {table['matmul_gflops']:.0f} GFLOP/s)\n")
-        print("| | CPU ms/token | tokens/s | share of floor | time over dsft | extra MiB | perplexity differs by |\n|---|---|---|---|---|---|---|")
+        print(
+            f"\n**{table['dtype']}, {table['data']}** (floor {table['floor_ms_per_token']:.3f} ms per token at"
+            f" {table['matmul_gflops']:.0f} GFLOP/s)\n"
+        )
+        print(
+            "| | CPU ms/token | tokens/s | share of floor | time over dsft | extra MiB | perplexity differs by"
+            " |\n|---|---|---|---|---|---|---|"
+        )
         for row in table["rows"]:
-            print(f"| {row['name']} | {row['cpu_ms_per_token']:.3f} | {row['tokens_per_cpu_second']:.0f} | {row['share_of_floor']:.0%} "
-                  f"| {row['time_over_dsft']:.2f} | {row['extra_memory_mib']:.0f} | {row['relative_difference']:.1e} |")
+            print(
+                f"| {row['name']} | {row['cpu_ms_per_token']:.3f} | {row['tokens_per_cpu_second']:.0f} |"
+                f" {row['share_of_floor']:.0%} | {row['time_over_dsft']:.2f} | {row['extra_memory_mib']:.0f} |"
+                f" {row['relative_difference']:.1e} |"
+            )
     if zero:
-        print(f"\nZeRO-3 on 2 ranks: {zero['time_over_replicas']:.2f} of the time of two replicas; perplexity differs by {zero['relative_difference']:.1e}")
+        print(
+            f"\nZeRO-3 on 2 ranks: {zero['time_over_replicas']:.2f} of the time of two replicas; perplexity differs by"
+            f" {zero['relative_difference']:.1e}"
+        )
     print("\n| goal | wanted | reached | |\n|---|---|---|---|")
     for goal in goals:
-        print(f"| {goal['goal']} | {goal['wanted']} | {goal['reached']:.2f} | {'holds' if goal['holds'] else 'does not hold'} |")
+        print(
+            f"| {goal['goal']} | {goal['wanted']} | {goal['reached']:.2f} |"
+            f" {'holds' if goal['holds'] else 'does not hold'} |"
+        )
 
 
 def surroundings(args: argparse.Namespace) -> dict:
     """Hardware, versions and the command; of paths only the last part."""
-    cpu = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), platform.processor())
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
     flags = Path("/proc/cpuinfo").read_text()
     return {
-        "cpu": cpu, "cores": os.cpu_count(), "amx_bf16": "amx_bf16" in flags, "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "deepspeed", "lm_eval")},
-        "command": " ".join(["python", "benchmarks/perplexity_speed.py", *(Path(word).name if "/" in word else word for word in sys.argv[1:])]),
-        "window": WINDOW, "threads": 1, "rounds": args.repeats,
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "amx_bf16": "amx_bf16" in flags,
+        "python": platform.python_version(),
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("torch", "transformers", "deepspeed", "lm_eval")
+        },
+        "command": " ".join(
+            [
+                "python",
+                "benchmarks/perplexity_speed.py",
+                *(Path(word).name if "/" in word else word for word in sys.argv[1:]),
+            ]
+        ),
+        "window": WINDOW,
+        "threads": 1,
+        "rounds": args.repeats,
     }
 
 
@@ -438,7 +635,13 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or folder / "demo/model")
         model = args.model or write_default_model(folder / "model", args.vocab_size)
         corpora = read_corpora(args, folder / "demo", tokenizer)
-        jobs = [*(("dsft", size) for size in args.batch_tokens), ("lm_eval", 1), ("lm_eval", 8), ("hf_loop", 1), ("trainer", 8)]
+        jobs = [
+            *(("dsft", size) for size in args.batch_tokens),
+            ("lm_eval", 1),
+            ("lm_eval", 8),
+            ("hf_loop", 1),
+            ("trainer", 8),
+        ]
         jobs += [("lm_eval", "auto")] if args.with_auto else []
         runs = []
         for turn in range(args.repeats):
@@ -446,16 +649,32 @@ def main() -> None:
                 for data, corpus in corpora.items():
                     for subject, setting in jobs:
                         result = measure_apart(subject, setting, model, dtype, corpus, verbose=args.verbose)
-                        runs.append({"round": turn, "dtype": dtype, "data": data, "subject": subject, "setting": setting, **result})
-                        print(f"{time.time() - begun:5.0f} s  round {turn + 1}  {dtype} {data}: {name_of(subject, setting)} {result['cpu_ms_per_token']:.3f} ms, "
-                              f"floor {result['floor_ms_per_token']:.3f} ms", file=sys.stderr)
+                        runs.append(
+                            {
+                                "round": turn,
+                                "dtype": dtype,
+                                "data": data,
+                                "subject": subject,
+                                "setting": setting,
+                                **result,
+                            }
+                        )
+                        print(
+                            f"{time.time() - begun:5.0f} s  round {turn + 1}  {dtype} {data}:"
+                            f" {name_of(subject, setting)} {result['cpu_ms_per_token']:.3f} ms, floor"
+                            f" {result['floor_ms_per_token']:.3f} ms",
+                            file=sys.stderr,
+                        )
         zero = None
         if args.zero_repeats:
             zero = compare_zero(args, model, tokenizer, folder)
         tables = [summarise(runs, jobs, dtype, data) for dtype in args.dtypes for data in corpora]
         goals = goals_of(tables, zero)
         print_markdown(tables, goals, zero)
-        counts = {data: {"documents": len(corpus.documents), "windows": len(corpus.spans()), "scored_tokens": corpus.tokens} for data, corpus in corpora.items()}
+        counts = {
+            data: {"documents": len(corpus.documents), "windows": len(corpus.spans()), "scored_tokens": corpus.tokens}
+            for data, corpus in corpora.items()
+        }
         results = {**surroundings(args), "data": counts, "goals": goals, "tables": tables, "zero": zero, "runs": runs}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

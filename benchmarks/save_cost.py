@@ -1,8 +1,10 @@
-"""What a checkpoint costs: seconds, bytes, and memory of a rank while it is written, by model size, in real trainings on 2 CPU ranks.
+"""What a checkpoint costs: seconds, bytes, and memory of a rank while it is written, by model size, in real trainings
+on 2 CPU ranks.
 
     python benchmarks/save_cost.py --params 25e6 120e6 350e6 --zero 2 3
 
-Memory is a rank's own (RssAnon + RssShmem), sampled every 20 ms; "extra" is its peak while a save lies in .saving, over its peak outside of saves.
+Memory is a rank's own (RssAnon + RssShmem), sampled every 20 ms; "extra" is its peak while a save lies in .saving, over
+its peak outside of saves.
 Prints JSON. Random weights, a few steps.
 """
 
@@ -42,7 +44,14 @@ def write(folder: Path, params: float) -> None:
 
     layers = 12
     width = int((params / layers / 12) ** 0.5) // 64 * 64
-    LlamaConfig(hidden_size=width, intermediate_size=width * 8 // 3 // 64 * 64, num_hidden_layers=layers, num_attention_heads=width // 64, num_key_value_heads=width // 64, vocab_size=4096).save_pretrained(folder)
+    LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width * 8 // 3 // 64 * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        vocab_size=4096,
+    ).save_pretrained(folder)
     write_tokenizer(folder)
     write_texts(folder / "texts.jsonl", 60)
 
@@ -51,9 +60,42 @@ def measure(folder: Path, model: Path, zero: str) -> dict:
     from rank_helper import ranks_below
 
     out = folder / "run"
-    command = [sys.executable, "-m", "dsft.cli", "train", "--num_gpus", "2", "--model", model / "config.json", "--tokenizer", model, "--data", model / "texts.jsonl", "--seq_len", "32", "--zero", zero,
-               "--per_device_train_batch_size", "1", "--max_steps", "3", "--save_steps", "1", "--save_total_limit", "1", "--output_dir", out, "--overwrite", "--disable_tqdm", "true", "--memory_check", "false"]
-    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=os.environ | {"DS_ACCELERATOR": "cpu"}, stdout=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "dsft.cli",
+        "train",
+        "--num_gpus",
+        "2",
+        "--model",
+        model / "config.json",
+        "--tokenizer",
+        model,
+        "--data",
+        model / "texts.jsonl",
+        "--seq_len",
+        "32",
+        "--zero",
+        zero,
+        "--per_device_train_batch_size",
+        "1",
+        "--max_steps",
+        "3",
+        "--save_steps",
+        "1",
+        "--save_total_limit",
+        "1",
+        "--output_dir",
+        out,
+        "--overwrite",
+        "--disable_tqdm",
+        "true",
+        "--memory_check",
+        "false",
+    ]
+    process = subprocess.Popen(
+        list(map(str, command)), cwd=ROOT, env=os.environ | {"DS_ACCELERATOR": "cpu"}, stdout=subprocess.DEVNULL
+    )
     outside: dict[int, int] = {}
     during: dict[int, int] = {}
     while process.poll() is None:
@@ -65,8 +107,15 @@ def measure(folder: Path, model: Path, zero: str) -> dict:
         time.sleep(0.02)
     assert process.returncode == 0
     saves = json.loads((out / "run.json").read_text())["results"]["saves"]
-    return {"params": written_elements(out / "final"), "zero": zero, "saves": saves["number"], "seconds_each": round(saves["seconds"] / saves["number"], 2), "checkpoint_gb": round(saves["largest_bytes"] / 1e9, 3),
-            "rank_peak_gb": round(max(outside.values()) / 1e9, 3), "extra_gb_of_each_rank_while_saving": [round((during[pid] - outside[pid]) / 1e9, 3) for pid in sorted(during)]}
+    return {
+        "params": written_elements(out / "final"),
+        "zero": zero,
+        "saves": saves["number"],
+        "seconds_each": round(saves["seconds"] / saves["number"], 2),
+        "checkpoint_gb": round(saves["largest_bytes"] / 1e9, 3),
+        "rank_peak_gb": round(max(outside.values()) / 1e9, 3),
+        "extra_gb_of_each_rank_while_saving": [round((during[pid] - outside[pid]) / 1e9, 3) for pid in sorted(during)],
+    }
 
 
 def written_elements(folder: Path) -> int:

@@ -1,10 +1,10 @@
 """The Python API, for notebooks: the same words as the options.
 
-    import dsft
-    config = dsft.load_config("run.yaml", learning_rate=1e-4)
-    chosen, candidates, size = dsft.plan("runs/first/final")
-    model = dsft.build_model(config, dtype="float32")
-    result = dsft.evaluate_perplexity(model="runs/first", data="held_out.jsonl", seq_len=512)
+import dsft
+config = dsft.load_config("run.yaml", learning_rate=1e-4)
+chosen, candidates, size = dsft.plan("runs/first/final")
+model = dsft.build_model(config, dtype="float32")
+result = dsft.evaluate_perplexity(model="runs/first", data="held_out.jsonl", seq_len=512)
 """
 
 from typing import Any
@@ -37,8 +37,17 @@ def load_config(path: str | None = None, **options: Any) -> TrainConfig:
     return config
 
 
-def plan(model: str, *, machine: Machine | None = None, method: str = "full", lora_r: int = 16, seq_len: int = 1024, per_device_train_batch_size: int | None = None,
-         dtype: str = "auto", trust_remote_code: bool = False) -> tuple[Plan, list[Plan], ModelSize]:
+def plan(
+    model: str,
+    *,
+    machine: Machine | None = None,
+    method: str = "full",
+    lora_r: int = 16,
+    seq_len: int = 1024,
+    per_device_train_batch_size: int | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> tuple[Plan, list[Plan], ModelSize]:
     """(the choice, every candidate, the model's size) from the model's config alone.
 
     Args:
@@ -48,7 +57,9 @@ def plan(model: str, *, machine: Machine | None = None, method: str = "full", lo
     Raises:
         UserError: where no model's config is found, or a size is impossible.
     """
-    config = TrainConfig(model=model, method=method, lora_r=lora_r, seq_len=seq_len, trust_remote_code=trust_remote_code)
+    config = TrainConfig(
+        model=model, method=method, lora_r=lora_r, seq_len=seq_len, trust_remote_code=trust_remote_code
+    )
     numbers = (("seq_len", seq_len), ("lora_r", lora_r), ("per_device_train_batch_size", per_device_train_batch_size))
     raise_if_any([f"{name}={value}: must be at least 1" for name, value in numbers if value is not None and value < 1])
     machine = machine or this_machine()
@@ -60,7 +71,8 @@ def plan(model: str, *, machine: Machine | None = None, method: str = "full", lo
 
 
 def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:
-    """Perplexity of one model on one data set in this process (or on all ranks, where every rank calls it), with the options of `dsft eval`.
+    """Perplexity of one model on one data set in this process (or on all ranks, where every rank calls it), with the
+    options of `dsft eval`.
 
     Raises:
         UserError: with every problem found.

@@ -1,4 +1,6 @@
-"""`dsft checkpoints RUN` and `dsft verify CHECKPOINT`: what can be resumed from, and whether it is as it was written."""
+"""`dsft checkpoints RUN` and `dsft verify CHECKPOINT`: what can be resumed from, and whether it is as it was
+written.
+"""
 
 from pathlib import Path
 
@@ -28,12 +30,22 @@ def show_checkpoints(run: str) -> None:
         values = manifest or {}
         size = sum(path.stat().st_size for path in files_of(folder)) / 1e9
         loss = values.get("loss")
-        table.add_row(folder.name.rpartition("-")[2], "" if loss is None else f"{loss:.4g}", f"{size:.3g}", str(values.get("world_size", "")), str(values.get("zero_stage", "")), "yes" if not lacks else f"no: {lacks[0]}")
+        table.add_row(
+            folder.name.rpartition("-")[2],
+            "" if loss is None else f"{loss:.4g}",
+            f"{size:.3g}",
+            str(values.get("world_size", "")),
+            str(values.get("zero_stage", "")),
+            "yes" if not lacks else f"no: {lacks[0]}",
+        )
         whole += [] if lacks else [folder]
     Console(width=200).print(table)
     if whole:
         ranks = (read_manifest(whole[-1]) or {})["world_size"]
-        print(f"dsft: to go on from {whole[-1]}: the command of the run with --resume_from_checkpoint auto; on {ranks} rank{'s' * (ranks != 1)} bit by bit, on others with the same batches")
+        print(
+            f"dsft: to go on from {whole[-1]}: the command of the run with --resume_from_checkpoint auto; on {ranks}"
+            f" rank{'s' * (ranks != 1)} bit by bit, on others with the same batches"
+        )
 
 
 def verify_checkpoint(folder: str) -> None:
@@ -47,4 +59,7 @@ def verify_checkpoint(folder: str) -> None:
         raise UserError([f"{folder}: is no folder"])
     raise_if_any([f"{folder}: {fault}" for fault in faults(path, hashes=True)])
     files = files_of(path)
-    print(f"dsft: {folder} is whole: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e9:.3g} GB, as they were written")
+    print(
+        f"dsft: {folder} is whole: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e9:.3g} GB, as"
+        " they were written"
+    )

@@ -1,7 +1,9 @@
 """Checkpoints of a run's folder: each is whole, or is not there.
 
-A checkpoint is written in `.saving/`, synced, listed in its `manifest.json` with sizes and hashes, and only then moved to its name. What a
-killed save leaves lies in `.saving/` and is removed at the next start. Files and folders only; what the ranks do together is in `saving.py`.
+A checkpoint is written in `.saving/`, synced, listed in its `manifest.json` with sizes and hashes, and only then moved
+to its name. What a
+killed save leaves lies in `.saving/` and is removed at the next start. Files and folders only; what the ranks do
+together is in `saving.py`.
 """
 
 import hashlib
@@ -46,7 +48,9 @@ def seal(path: Path) -> dict[str, Any]:
 
 
 def publish(staged: Path, manifest: dict[str, Any]) -> Path:
-    """Write the manifest and move a checkpoint out of staging to its name, over an earlier one of the same step. Returns its folder."""
+    """Write the manifest and move a checkpoint out of staging to its name, over an earlier one of the same step.
+    Returns its folder.
+    """
     with (staged / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
         file.flush()
@@ -74,7 +78,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def clean_up(output_dir: str | Path) -> list[Path]:
-    """Remove what killed saves left, and put back a checkpoint that was about to be replaced. Returns what was removed."""
+    """Remove what killed saves left, and put back a checkpoint that was about to be replaced. Returns what was
+    removed.
+    """
     root, removed = Path(output_dir), []
     for moved in (root / REPLACED).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         if not (root / moved.name).exists():
@@ -87,8 +93,14 @@ def clean_up(output_dir: str | Path) -> list[Path]:
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
-    """Checkpoints that stand at their names, oldest step first, whole or not: `faults` tells. Those without a Trainer's state are none."""
-    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (path / TRAINER_STATE).is_file() and path.name.rpartition("-")[2].isdigit()]
+    """Checkpoints that stand at their names, oldest step first, whole or not: `faults` tells. Those without a Trainer's
+    state are none.
+    """
+    found = [
+        path
+        for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if (path / TRAINER_STATE).is_file() and path.name.rpartition("-")[2].isdigit()
+    ]
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
@@ -99,7 +111,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def faults(folder: Path, *, hashes: bool = False) -> list[str]:
-    """What a checkpoint lacks against its manifest: files, sizes and, where asked for (it reads everything), hashes. Empty where nothing does."""
+    """What a checkpoint lacks against its manifest: files, sizes and, where asked for (it reads everything), hashes.
+    Empty where nothing does.
+    """
     try:
         manifest = read_manifest(folder)
     except ValueError:

@@ -1,18 +1,18 @@
 """The `dsft` command: everything that is not itself launched on many ranks.
 
-    dsft train --config run.yaml      prints and runs the right `deepspeed` command for this machine
-    dsft eval --model M --data F      the same for perplexity
-    dsft launch --hostfile H train --config run.yaml    the same on many nodes, looked at first
-    dsft plan --model M --gpus 8x80GB --nodes 2
-    dsft preview --config run.yaml    a few samples as the model will see them, and figures of the data
-    dsft prepare --config run.yaml    tokenises the data ahead of a run, on a machine without GPUs
-    dsft doctor --hostfile H          examines the machines before a run starts on them
-    dsft export RUN_OR_CHECKPOINT OUT
-    dsft merge ADAPTER OUT
-    dsft checkpoints RUN              what a run can go on from
-    dsft verify CHECKPOINT            reads every file and compares it with what was written
-    dsft demo-data FOLDER
-    dsft quickstart FOLDER
+dsft train --config run.yaml      prints and runs the right `deepspeed` command for this machine
+dsft eval --model M --data F      the same for perplexity
+dsft launch --hostfile H train --config run.yaml    the same on many nodes, looked at first
+dsft plan --model M --gpus 8x80GB --nodes 2
+dsft preview --config run.yaml    a few samples as the model will see them, and figures of the data
+dsft prepare --config run.yaml    tokenises the data ahead of a run, on a machine without GPUs
+dsft doctor --hostfile H          examines the machines before a run starts on them
+dsft export RUN_OR_CHECKPOINT OUT
+dsft merge ADAPTER OUT
+dsft checkpoints RUN              what a run can go on from
+dsft verify CHECKPOINT            reads every file and compares it with what was written
+dsft demo-data FOLDER
+dsft quickstart FOLDER
 """
 
 import argparse
@@ -31,7 +31,8 @@ def main(argv: list[str] | None = None) -> None:
         forget_lone_rank()
         argv = sys.argv[1:]
     if argv and argv[0] in ("train", "eval", "launch"):
-        # Their options are those of the YAML file, which the entry point reads; only launcher options are looked at here.
+        # Their options are those of the YAML file, which the entry point reads; only launcher options are looked at
+        # here.
         from dsft.launch.front import launch
 
         if set(argv[1:]) & {"-h", "--help"}:
@@ -48,40 +49,62 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dsft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="dsft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     plan = commands.add_parser("plan", help="which DeepSpeed configuration fits, what it needs and how fast it is")
     if argv[:1] == ["plan"]:  # its options come with seconds of imports
         from dsft.planner.command import add_options
 
         add_options(plan)
-    doctor = commands.add_parser("doctor", help="what is wrong with the machines of a run, and the command that mends it")
+    doctor = commands.add_parser(
+        "doctor", help="what is wrong with the machines of a run, and the command that mends it"
+    )
     if argv[:1] == ["doctor"]:
         from dsft.doctor.command import add_options as add_doctor_options
 
         add_doctor_options(doctor)
-    for name, text, run in (("prepare", "tokenise the data of a training ahead of it; takes the options of dsft train", _prepare), ("preview", "a few samples as the model will see them", _preview)):
+    for name, text, run in (
+        ("prepare", "tokenise the data of a training ahead of it; takes the options of dsft train", _prepare),
+        ("preview", "a few samples as the model will see them", _preview),
+    ):
         command = commands.add_parser(name, help=text)
         if name == "preview":
             command.add_argument("--samples", type=int, default=3, help="to print")
         command.set_defaults(run=run)
-    for name, text in (("export", "a run or checkpoint as a plain Hugging Face folder"), ("merge", "an adapter into its base model")):
+    for name, text in (
+        ("export", "a run or checkpoint as a plain Hugging Face folder"),
+        ("merge", "an adapter into its base model"),
+    ):
         command = commands.add_parser(name, help=text)
         command.add_argument("source")
         command.add_argument("out")
         command.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
         command.set_defaults(run=_export if name == "export" else _merge)
-    for name, text, run in (("checkpoints", "the checkpoints of a run", _checkpoints), ("verify", "whether a checkpoint is as it was written", _verify)):
+    for name, text, run in (
+        ("checkpoints", "the checkpoints of a run", _checkpoints),
+        ("verify", "whether a checkpoint is as it was written", _verify),
+    ):
         command = commands.add_parser(name, help=text)
         command.add_argument("folder")
         command.set_defaults(run=run)
-    for name, text, run in (("demo-data", "write the demo data set, tokenizer and configs", _demo_data), ("quickstart", "the whole job on the demo data", _quickstart)):
+    for name, text, run in (
+        ("demo-data", "write the demo data set, tokenizer and configs", _demo_data),
+        ("quickstart", "the whole job on the demo data", _quickstart),
+    ):
         command = commands.add_parser(name, help=text)
         command.add_argument("folder")
         command.set_defaults(run=run)
-    commands.add_parser("train", help="finetune on all GPUs of this machine: short for dsft launch --no_preflight train", add_help=False)
-    commands.add_parser("eval", help="perplexity on all GPUs of this machine: short for dsft launch --no_preflight eval", add_help=False)
-    commands.add_parser("launch", help="train or eval on many nodes, through deepspeed, torchrun, srun or accelerate", add_help=False)
+    commands.add_parser(
+        "train", help="finetune on all GPUs of this machine: short for dsft launch --no_preflight train", add_help=False
+    )
+    commands.add_parser(
+        "eval", help="perplexity on all GPUs of this machine: short for dsft launch --no_preflight eval", add_help=False
+    )
+    commands.add_parser(
+        "launch", help="train or eval on many nodes, through deepspeed, torchrun, srun or accelerate", add_help=False
+    )
     return parser
 
 
@@ -89,18 +112,41 @@ def _options_help(command: str) -> str:
     from dsft.launch.options import LaunchOptions
 
     if not command:
-        return "\n".join(["dsft launch [--OPTION VALUE ...] train|eval [--config FILE.yaml] [--OPTION VALUE ...]", "", *_fields_help(LaunchOptions), "", "dsft launch train --help lists the options of the training."])
+        return "\n".join(
+            [
+                "dsft launch [--OPTION VALUE ...] train|eval [--config FILE.yaml] [--OPTION VALUE ...]",
+                "",
+                *_fields_help(LaunchOptions),
+                "",
+                "dsft launch train --help lists the options of the training.",
+            ]
+        )
     from dsft.config import EvalConfig, TrainConfig
 
-    lines = [f"dsft {command} [--config FILE.yaml] [--OPTION VALUE ...]", "", "dsft's own options (the same names in the file and as flags):", *_fields_help(EvalConfig if command == "eval" else TrainConfig)]
+    lines = [
+        f"dsft {command} [--config FILE.yaml] [--OPTION VALUE ...]",
+        "",
+        "dsft's own options (the same names in the file and as flags):",
+        *_fields_help(EvalConfig if command == "eval" else TrainConfig),
+    ]
     if command == "train":
-        lines += ["", "and every field of transformers.TrainingArguments by its own name (learning_rate, max_steps, report_to ...)."]
+        lines += [
+            "",
+            (
+                "and every field of transformers.TrainingArguments by its own name (learning_rate, max_steps, report_to"
+                " ...)."
+            ),
+        ]
     return "\n".join([*lines, "", "How the ranks are started:", *_fields_help(LaunchOptions)])
 
 
 def _fields_help(cls: type) -> list[str]:
     fields = [field for field in dataclasses.fields(cls) if field.init]
-    return [f"  --{field.name} (default: {field.default if field.default is not dataclasses.MISSING else field.default_factory()})" for field in fields]
+    return [
+        f"  --{field.name} (default:"
+        f" {field.default if field.default is not dataclasses.MISSING else field.default_factory()})"
+        for field in fields
+    ]
 
 
 def _prepare(options: argparse.Namespace) -> None:

@@ -19,7 +19,9 @@ from dsft.fields import check_values, field_types, read_flags, read_yaml
 @dataclass(kw_only=True)
 class ModelFields:
     model: str | None = None
-    """Hub id, local folder, or a `config.json` alone (random weights, seeded by `seed`; ZeRO-3 draws others than a whole model)."""
+    """Hub id, local folder, or a `config.json` alone (random weights, seeded by `seed`; ZeRO-3 draws others than a
+    whole model).
+    """
     tokenizer: str | None = None
     """Hub id or folder; by default the model's own."""
     revision: str | None = None
@@ -58,17 +60,24 @@ class LoraFields:
 @dataclass(kw_only=True)
 class DataFields:
     data: list[str] = field(default_factory=list)
-    """Sources, each a file (txt, json, jsonl, csv, parquet, arrow, also .gz and .zst), a glob, a folder of files, or a hub data set as NAME,
+    """Sources, each a file (txt, json, jsonl, csv, parquet, arrow, also .gz and .zst), a glob, a folder of files, or a
+    hub data set as NAME,
     NAME:CONFIG or NAME:CONFIG:SPLIT."""
     data_format: Literal["auto", "text", "prompt_completion", "messages", "sharegpt", "alpaca", "template"] = "auto"
     """auto goes by the columns of each source, see dsft/data/shapes.py."""
     text_column: str = "text"
     prompt_template: str | None = None
-    """With completion_template: a text with columns in braces that is given, such as "Question: {question}\\nAnswer: "."""
+    """With completion_template: a text with columns in braces that is given, such as "Question: {question}\\nAnswer:
+    ".
+    """
     completion_template: str | None = None
-    """A text with columns in braces that is trained on, such as "{answer}"; without prompt_template it is laid end to end as text."""
+    """A text with columns in braces that is trained on, such as "{answer}"; without prompt_template it is laid end to
+    end as text.
+    """
     chat_template: str | None = None
-    """A Jinja file or a preset (chatml, llama3, gemma, plain) in place of the tokenizer's own; the final model keeps it."""
+    """A Jinja file or a preset (chatml, llama3, gemma, plain) in place of the tokenizer's own; the final model keeps
+    it.
+    """
     data_name: str | None = None
     """Configuration of a hub data set that names none."""
     data_split: str = "train"
@@ -76,11 +85,15 @@ class DataFields:
     seq_len: int = 1024
     """Longest sequence, in tokens. Text is cut into windows of this length."""
     train_on: Literal["auto", "all", "answers", "last"] = "auto"
-    """What is learnt: all tokens; completions and all turns of assistants; only the last of these turns. auto is all for text, else answers."""
+    """What is learnt: all tokens; completions and all turns of assistants; only the last of these turns. auto is all
+    for text, else answers.
+    """
     too_long: Literal["truncate", "split", "drop", "error"] = "truncate"
     """What happens to a prompt and completion, or a chat, longer than seq_len; it is counted in run.json."""
     bad_rows: Literal["error", "drop"] = "error"
-    """What happens to a row that cannot be used (no text, roles out of order ...); dropped ones are counted in run.json."""
+    """What happens to a row that cannot be used (no text, roles out of order ...); dropped ones are counted in
+    run.json.
+    """
 
 
 @dataclass(kw_only=True)
@@ -92,11 +105,17 @@ class TrainDataFields(DataFields):
     eval_fraction: float = 0.0
     """Share of the rows of `data` held out (seeded) where eval_data is not given."""
     data_weights: list[float] = field(default_factory=list)
-    """One for each entry of `data`: its share of the sequences of an epoch, which has as many as all sources together."""
+    """One for each entry of `data`: its share of the sequences of an epoch, which has as many as all sources
+    together.
+    """
     packing: bool = False
-    """Lay several samples into one row of seq_len tokens (best fit), where none sees another; batch sizes then count rows."""
+    """Lay several samples into one row of seq_len tokens (best fit), where none sees another; batch sizes then count
+    rows.
+    """
     batch_tokens: int | None = None
-    """Without packing: fill each forward of a rank with sequences of like length up to so many tokens, padding included; replaces per_device_train_batch_size."""
+    """Without packing: fill each forward of a rank with sequences of like length up to so many tokens, padding
+    included; replaces per_device_train_batch_size.
+    """
     streaming: bool = False
     """Read and tokenise while training and keep nothing on disk, for corpora larger than it; needs max_steps."""
     shuffle_buffer: int = 2_000
@@ -107,7 +126,9 @@ class TrainDataFields(DataFields):
 
 @dataclass(kw_only=True)
 class TimeoutFields:
-    """Seconds without progress after which a job of several ranks ends itself on all nodes, with the stacks of all ranks."""
+    """Seconds without progress after which a job of several ranks ends itself on all nodes, with the stacks of all
+    ranks.
+    """
 
     start_timeout: float = 300.0
     """Until all ranks have met."""
@@ -126,16 +147,21 @@ class TrainConfig(ModelFields, LoraFields, TrainDataFields, TimeoutFields):
     """Everything a training run is told."""
 
     zero: str = "auto"
-    """auto (the planner's choice, see `dsft plan`), 0, 1, 2, 3, 2-offload, 3-offload-param, 3-offload-partial, 3-offload-optimizer, 3-offload,
+    """auto (the planner's choice, see `dsft plan`), 0, 1, 2, 3, 2-offload, 3-offload-param, 3-offload-partial,
+    3-offload-optimizer, 3-offload,
     3-hpz, 3-nvme, or the path of a DeepSpeed JSON."""
     memory_check: bool = True
     """Refuse to start what by prediction cannot fit."""
     global_batch_size: int | None = None
-    """Sequences per optimizer step over all ranks; sets gradient_accumulation_steps, and lets the plan choose per_device_train_batch_size where that is not given."""
+    """Sequences per optimizer step over all ranks; sets gradient_accumulation_steps, and lets the plan choose
+    per_device_train_batch_size where that is not given.
+    """
     save_minutes: float | None = None
     """A checkpoint at least every so many minutes, beside save_strategy."""
     resume_weights_only: bool = False
-    """Take only the weights of resume_from_checkpoint: another optimizer, data or number of steps may follow, in a new output_dir."""
+    """Take only the weights of resume_from_checkpoint: another optimizer, data or number of steps may follow, in a new
+    output_dir.
+    """
     overwrite: bool = False
     """Replace the run that output_dir holds."""
     training: dict[str, Any] = field(init=False, default_factory=dict)
@@ -147,9 +173,13 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     """Everything a perplexity evaluation is told. Each entry of `data` is a data set of its own."""
 
     model: list[str] = field(default_factory=list)
-    """One or more of: hub id, folder, adapter's folder, run's folder, DeepSpeed checkpoint (also its global_step folder), config.json."""
+    """One or more of: hub id, folder, adapter's folder, run's folder, DeepSpeed checkpoint (also its global_step
+    folder), config.json.
+    """
     mode: Literal["auto", "windows", "sliding", "rolling", "answers"] = "auto"
-    """What is scored, see dsft/windows.py; auto is windows for text and answers for prompts with completions and chats."""
+    """What is scored, see dsft/windows.py; auto is windows for text and answers for prompts with completions and
+    chats.
+    """
     stride: int | None = None
     """Tokens from one sliding window to the next; by default half of seq_len."""
     scope: Literal["corpus", "document"] = "corpus"
@@ -161,14 +191,21 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     max_documents: int | None = None
     """Only the first so many documents of each data set."""
     zero: str = "auto"
-    """0 holds one copy of the model per rank; 3 shards it over all ranks, 3-offload in host memory; a DeepSpeed JSON of stage 3
+    """0 holds one copy of the model per rank; 3 shards it over all ranks, 3-offload in host memory; a DeepSpeed JSON of
+    stage 3
     may put parameters on NVMe; auto takes 0 where it fits."""
     batch_tokens: int | None = None
-    """Tokens (padding included) per forward of one rank; by default 16384 on a GPU and 4096 on a CPU, whose caches are small, or one window."""
+    """Tokens (padding included) per forward of one rank; by default 16384 on a GPU and 4096 on a CPU, whose caches are
+    small, or one window.
+    """
     verify: int = 0
-    """So many random documents are scored once more the plain way (full logits, batch of one); the largest difference is reported."""
+    """So many random documents are scored once more the plain way (full logits, batch of one); the largest difference
+    is reported.
+    """
     output_dir: str | None = None
-    """Folder for perplexity.json and documents.parquet, and to continue from after an interruption; by default only the screen."""
+    """Folder for perplexity.json and documents.parquet, and to continue from after an interruption; by default only the
+    screen.
+    """
     seed: int = 42
     """Seed of the weights where the model is a config.json alone, and of the documents to verify."""
 
@@ -217,7 +254,9 @@ def check_config(config, problems: list[str]) -> None:
         if not getattr(config, field_.name) > 0:
             problems.append(f"{field_.name}={getattr(config, field_.name)}: must be more than 0 seconds")
     if config.seq_len < 2:
-        problems.append(f"seq_len={config.seq_len}: a window needs at least 2 tokens, one of context and one to predict")
+        problems.append(
+            f"seq_len={config.seq_len}: a window needs at least 2 tokens, one of context and one to predict"
+        )
     if config.prompt_template and not config.completion_template:
         problems.append("prompt_template needs completion_template: what is trained on")
     if config.chat_template:
@@ -236,14 +275,16 @@ def check_config(config, problems: list[str]) -> None:
         _check_evaluation(config, problems)
 
 
-def _check_training(config: TrainConfig, problems: list[str]) -> None:
+def _check_training(config: TrainConfig, problems: list[str]) -> None:  # noqa: C901
     training = config.training
     _check_train_data(config, problems)
     if not training.get("output_dir"):
         problems.append("output_dir: missing; name the folder of this run, for example runs/first")
     for key in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"):
         if training.get(key):
-            problems.append(f"{key}: dsft sets up sharding itself; use zero, which also takes the path of a DeepSpeed JSON")
+            problems.append(
+                f"{key}: dsft sets up sharding itself; use zero, which also takes the path of a DeepSpeed JSON"
+            )
     half = {"bf16": "bfloat16", "fp16": "float16"}
     asked = [key for key in half if training.get(key)]
     if len(asked) == 2:
@@ -277,24 +318,37 @@ def _check_train_data(config: TrainConfig, problems: list[str]) -> None:
     if not 0 <= config.eval_fraction < 1:
         problems.append(f"eval_fraction={config.eval_fraction}: must be at least 0 and less than 1")
     if config.data_weights and len(config.data_weights) != len(config.data):
-        problems.append(f"data_weights: {len(config.data_weights)} weights for {len(config.data)} entries of data; give one for each")
+        problems.append(
+            f"data_weights: {len(config.data_weights)} weights for {len(config.data)} entries of data; give one for"
+            " each"
+        )
     if any(not weight > 0 for weight in config.data_weights):
-        problems.append(f"data_weights={config.data_weights}: each must be more than 0; leave an entry of data out instead")
+        problems.append(
+            f"data_weights={config.data_weights}: each must be more than 0; leave an entry of data out instead"
+        )
     if config.batch_tokens is not None:
         if config.packing:
             problems.append("packing and batch_tokens are both set; packed rows are full already, keep one")
         if config.batch_tokens < config.seq_len:
-            problems.append(f"batch_tokens={config.batch_tokens} is less than seq_len={config.seq_len}: one sequence must fit; raise batch_tokens")
+            problems.append(
+                f"batch_tokens={config.batch_tokens} is less than seq_len={config.seq_len}: one sequence must fit;"
+                " raise batch_tokens"
+            )
         for key in ("per_device_train_batch_size", "global_batch_size"):
             if config.training.get(key) or getattr(config, key, None):
-                problems.append(f"batch_tokens and {key} are both set; keep one: a batch filled by tokens has as many sequences as fit (gradient_accumulation_steps counts such batches)")
+                problems.append(
+                    f"batch_tokens and {key} are both set; keep one: a batch filled by tokens has as many sequences as"
+                    " fit (gradient_accumulation_steps counts such batches)"
+                )
     if config.streaming:
         if not config.training.get("max_steps", -1) > 0:
             problems.append("streaming needs max_steps: how long the stream is is not known")
         if config.eval_fraction:
             problems.append("streaming has no rows to hold out a share of; give eval_data")
         if config.training.get("dataloader_num_workers", 0):
-            problems.append("streaming and dataloader_num_workers cannot be combined: each worker would read the whole stream")
+            problems.append(
+                "streaming and dataloader_num_workers cannot be combined: each worker would read the whole stream"
+            )
         if config.batch_tokens is not None:
             problems.append("streaming and batch_tokens cannot be combined; use packing")
     if config.shuffle_buffer < 1:
@@ -303,9 +357,15 @@ def _check_train_data(config: TrainConfig, problems: list[str]) -> None:
 
 def _check_evaluation(config: EvalConfig, problems: list[str]) -> None:
     if config.batch_tokens is not None and config.batch_tokens < config.seq_len:
-        problems.append(f"batch_tokens={config.batch_tokens} is less than seq_len={config.seq_len}: one window must fit; raise batch_tokens")
+        problems.append(
+            f"batch_tokens={config.batch_tokens} is less than seq_len={config.seq_len}: one window must fit; raise"
+            " batch_tokens"
+        )
     if config.stride is not None and not 0 < config.stride < config.seq_len:
-        problems.append(f"stride={config.stride}: must be at least 1 and less than seq_len={config.seq_len}, so that every token has context")
+        problems.append(
+            f"stride={config.stride}: must be at least 1 and less than seq_len={config.seq_len}, so that every token"
+            " has context"
+        )
     if config.max_documents is not None and config.max_documents < 1:
         problems.append(f"max_documents={config.max_documents}: must be at least 1")
     if config.bad_rows != "error":

@@ -2,8 +2,10 @@
 
     dsft demo-data demo
 
-Text: the language reference (`pydoc_data.topics`) and the docstrings of the standard library, read from its source files
-without importing them. Instructions: a question about a function, and its docstring as the answer. Whole modules are held out, so
+Text: the language reference (`pydoc_data.topics`) and the docstrings of the standard library, read from its source
+    files
+without importing them. Instructions: a question about a function, and its docstring as the answer. Whole modules are
+held out, so
 that no held-out answer was seen in training. The same Python version gives the same files.
 """
 
@@ -19,11 +21,22 @@ from pydoc_data.topics import topics
 END = "<|end|>"
 VOCAB_SIZE = 4096
 HELD_OUT_PERCENT = 8
-SKIPPED_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages", "lib2to3", "turtledemo", "__pycache__", "ensurepip"}
+SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "idlelib",
+    "site-packages",
+    "dist-packages",
+    "lib2to3",
+    "turtledemo",
+    "__pycache__",
+    "ensurepip",
+}
 
 
 def write_demo_data(folder: Path) -> dict[str, int]:
-    """Write corpus/, instructions/ (train.jsonl and held_out.jsonl each), model/ (config.json and tokenizer), full.yaml and lora.yaml.
+    """Write corpus/, instructions/ (train.jsonl and held_out.jsonl each), model/ (config.json and tokenizer), full.yaml
+    and lora.yaml.
 
     Returns the number of rows of each data file.
     """
@@ -35,13 +48,17 @@ def write_demo_data(folder: Path) -> dict[str, int]:
     for name, text in documents:
         corpus[split_of(name)].append({"text": text})
     instructions = {"train": [], "held_out": []}
-    trained_on = {text for module, docs in modules.items() if split_of(f"module {module}") == "train" for _, text in docs}
+    trained_on = {
+        text for module, docs in modules.items() if split_of(f"module {module}") == "train" for _, text in docs
+    }
     for module, docs in modules.items():
         held_out = split_of(f"module {module}") == "held_out"
         for signature, text in docs:
             # bz2 and gzip, say, describe their methods in the same words.
             if "(" in signature and not (held_out and text in trained_on):
-                instructions[split_of(f"module {module}")].append({"prompt": f"Question: what does {module}.{signature} do?\nAnswer: ", "completion": text})
+                instructions[split_of(f"module {module}")].append(
+                    {"prompt": f"Question: what does {module}.{signature} do?\nAnswer: ", "completion": text}
+                )
     for kind, splits in (("corpus", corpus), ("instructions", instructions)):
         for split, rows in splits.items():
             path = folder / kind / f"{split}.jsonl"
@@ -94,7 +111,10 @@ def write_tokenizer(folder: Path, texts: list[str]) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END).save_pretrained(folder)
@@ -105,14 +125,25 @@ def write_model_config(folder: Path) -> None:
     from transformers import LlamaConfig
 
     LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=704, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
-        max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=None, eos_token_id=0, pad_token_id=0, architectures=["LlamaForCausalLM"],
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+        architectures=["LlamaForCausalLM"],
     ).save_pretrained(folder)
 
 
 def write_run_configs(folder: Path) -> None:
     """The two runs of the quickstart, as YAML that a user can copy."""
-    (folder / "full.yaml").write_text(inspect.cleandoc(f"""
+    (folder / "full.yaml").write_text(
+        inspect.cleandoc(f"""
         # Full finetuning of a small Llama with random weights on the text of Python's documentation.
         model: {folder}/model/config.json
         data: {folder}/corpus/train.jsonl
@@ -131,8 +162,12 @@ def write_run_configs(folder: Path) -> None:
         save_strategy: steps
         save_steps: 60
         logging_steps: 5
-        """) + "\n", encoding="utf-8")
-    (folder / "lora.yaml").write_text(inspect.cleandoc(f"""
+        """)
+        + "\n",
+        encoding="utf-8",
+    )
+    (folder / "lora.yaml").write_text(
+        inspect.cleandoc(f"""
         # LoRA on questions about functions, over the model that full.yaml trained. Only the answers are learnt.
         model: {folder}/runs/full/final
         data: {folder}/instructions/train.jsonl
@@ -150,4 +185,7 @@ def write_run_configs(folder: Path) -> None:
         eval_on_start: true
         save_strategy: "no"
         logging_steps: 5
-        """) + "\n", encoding="utf-8")
+        """)
+        + "\n",
+        encoding="utf-8",
+    )

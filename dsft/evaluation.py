@@ -1,4 +1,6 @@
-"""Perplexity of models on data sets: loads each model replicated or sharded, scores each data set, keeps each result as soon as it is known."""
+"""Perplexity of models on data sets: loads each model replicated or sharded, scores each data set, keeps each result as
+soon as it is known.
+"""
 
 import dataclasses
 import gc
@@ -25,7 +27,12 @@ from dsft.model import adapter_base, build_model, described_in, is_bare_config, 
 from dsft.model_size import ModelSize, load_model_config, measure_model
 from dsft.partial_results import PartialResults, fingerprint, model_hash
 from dsft.perplexity import Perplexity, evaluate_windows, width
-from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS, all_evaluation_plans, choose_evaluation, evaluation_section
+from dsft.planner.evaluation_plan import (
+    DEFAULT_BATCH_TOKENS,
+    all_evaluation_plans,
+    choose_evaluation,
+    evaluation_section,
+)
 from dsft.planner.hardware import speeds_of
 from dsft.planner.plan import Job, attention_of
 from dsft.preparation import check_tokenizer
@@ -63,21 +70,41 @@ class Evaluation:
         """For perplexity.json; docs of the modes are in dsft/windows.py."""
         result = self.perplexity
         return {
-            "model": self.model, "data": self.data, "mode": self.mode, "perplexity": result.perplexity, "nats": result.nats, "tokens": result.tokens,
-            "nats_per_token": result.loss, "bytes": result.bytes, "words": result.words, "word_perplexity": result.word_perplexity,
-            "byte_perplexity": result.byte_perplexity, "bits_per_byte": result.bits_per_byte, "documents": result.documents,
-            "unscored_documents": result.unscored_documents, "truncated_documents": self.truncated_documents, "options": self.options,
-            "zero": self.zero, "ranks": ranks.world_size(), "seconds": self.seconds, "tokens_per_second": self.scored_tokens_now / self.seconds,
-            "peak_memory_bytes": self.peak_memory_bytes, "model_hash": self.model_hash, "verified_difference": self.largest_difference,
-            "definition": f"perplexity = exp(nats / tokens), mode {self.mode} of dsft/windows.py", "versions": versions(),
+            "model": self.model,
+            "data": self.data,
+            "mode": self.mode,
+            "perplexity": result.perplexity,
+            "nats": result.nats,
+            "tokens": result.tokens,
+            "nats_per_token": result.loss,
+            "bytes": result.bytes,
+            "words": result.words,
+            "word_perplexity": result.word_perplexity,
+            "byte_perplexity": result.byte_perplexity,
+            "bits_per_byte": result.bits_per_byte,
+            "documents": result.documents,
+            "unscored_documents": result.unscored_documents,
+            "truncated_documents": self.truncated_documents,
+            "options": self.options,
+            "zero": self.zero,
+            "ranks": ranks.world_size(),
+            "seconds": self.seconds,
+            "tokens_per_second": self.scored_tokens_now / self.seconds,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "model_hash": self.model_hash,
+            "verified_difference": self.largest_difference,
+            "definition": f"perplexity = exp(nats / tokens), mode {self.mode} of dsft/windows.py",
+            "versions": versions(),
         }
 
 
 def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress: bool = False) -> Iterator[Evaluation]:
-    """Perplexity of each of `config.model` on each of `config.data`, as they come. Collective, after `ranks.start_ranks()`.
+    """Perplexity of each of `config.model` on each of `config.data`, as they come. Collective, after
+    `ranks.start_ranks()`.
 
     Raises:
-        UserError: with all problems of the options, the data and the models' folders, on every rank, before anything is loaded.
+        UserError: with all problems of the options, the data and the models' folders, on every rank, before anything is
+            loaded.
         TrainingStopped: where a loss is NaN or infinite.
     """
     problems = [] if problems is None else problems
@@ -89,7 +116,10 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
         check_section(zero_file, config.zero, problems)
         check_nvme(zero_file, config.zero, problems)
         if zero_file and stage(zero_file) != 3:
-            problems.append(f"zero={config.zero}: evaluation holds the model whole (0) or in shards of stage 3, not of stage {stage(zero_file)}")
+            problems.append(
+                f"zero={config.zero}: evaluation holds the model whole (0) or in shards of stage 3, not of stage"
+                f" {stage(zero_file)}"
+            )
     models = [_Candidate.find(dataclasses.replace(config, model=name), problems) for name in config.model]
     data_sets = {source: _read(source, config, models, problems) for source in config.data}
     ranks.raise_together([*dict.fromkeys(problems)])
@@ -119,26 +149,42 @@ class _Candidate:
         if (Path(config.model) / "run.json").is_file():
             config.model = str(Path(config.model) / FINAL)
         model_config, size = _measure(config, problems)
-        return cls(config=config, tokenizer=check_tokenizer(config, problems) if size or config.tokenizer else None, model_config=model_config, size=size)
+        return cls(
+            config=config,
+            tokenizer=check_tokenizer(config, problems) if size or config.tokenizer else None,
+            model_config=model_config,
+            size=size,
+        )
 
 
 def _read(source: str, config: EvalConfig, models: list[_Candidate], problems: list[str]) -> Shaped | None:
     """The source, looked at with the tokenizer of each model."""
-    found = [check_sources([source], config, candidate.tokenizer, key="data", split=config.data_split, problems=problems, keep_all=True) for candidate in models]
+    found = [
+        check_sources(
+            [source], config, candidate.tokenizer, key="data", split=config.data_split, problems=problems, keep_all=True
+        )
+        for candidate in models
+    ]
     return next((data[0] for data in found if data), None)
 
 
 def _measure(config: Any, problems: list[str]) -> tuple[PreTrainedConfig | None, ModelSize | None]:
     """(config, size) of the model, of its base where it is an adapter."""
-    name = adapter_base(described_in(config.model)) or (config.model if is_bare_config(config.model) else described_in(config.model))
+    name = adapter_base(described_in(config.model)) or (
+        config.model if is_bare_config(config.model) else described_in(config.model)
+    )
     try:
         model_config = load_model_config(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
-        size = measure_model(TrainConfig(model=name, revision=config.revision, trust_remote_code=config.trust_remote_code))
+        size = measure_model(
+            TrainConfig(model=name, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        )
     except (OSError, ValueError, KeyError, ImportError) as error:
         problems.append(f"model={config.model}: no causal language model can be read there ({one_line(error)})")
         return None, None
     if size.max_positions and config.seq_len > size.max_positions:
-        problems.append(f"seq_len={config.seq_len} is beyond the {size.max_positions} positions of {config.model}; lower seq_len")
+        problems.append(
+            f"seq_len={config.seq_len} is beyond the {size.max_positions} positions of {config.model}; lower seq_len"
+        )
     return model_config, size
 
 
@@ -148,11 +194,26 @@ def choose_zero(candidate: _Candidate, machine: Machine, dtype: str) -> str:
     Raises:
         UserError: where nothing fits.
     """
-    job = Job(size=candidate.size, model_config=candidate.model_config, half=dtype != "float32", seq_len=candidate.config.seq_len,
-              attention=attention_of(candidate.config, candidate.model_config, padded=False))
-    chosen, why = choose_evaluation(all_evaluation_plans(job, machine, speeds_of(machine, half=job.half), batch_tokens=candidate.config.batch_tokens), machine)
+    job = Job(
+        size=candidate.size,
+        model_config=candidate.model_config,
+        half=dtype != "float32",
+        seq_len=candidate.config.seq_len,
+        attention=attention_of(candidate.config, candidate.model_config, padded=False),
+    )
+    chosen, why = choose_evaluation(
+        all_evaluation_plans(
+            job, machine, speeds_of(machine, half=job.half), batch_tokens=candidate.config.batch_tokens
+        ),
+        machine,
+    )
     if not chosen.fits:
-        raise UserError([f"zero=auto for {candidate.config.model}: {why} Use more GPUs or nodes, a smaller batch_tokens or seq_len, or set zero yourself"])
+        raise UserError(
+            [
+                f"zero=auto for {candidate.config.model}: {why} Use more GPUs or nodes, a smaller batch_tokens or"
+                " seq_len, or set zero yourself"
+            ]
+        )
     return chosen.zero
 
 
@@ -192,11 +253,17 @@ class loaded_for_scoring:
             torch.cuda.empty_cache()
 
 
-def _evaluate_one(model: nn.Module, candidate: _Candidate, windows: Windows, source: str, zero: str, dtype: str, *, progress: bool) -> Evaluation:
+def _evaluate_one(
+    model: nn.Module, candidate: _Candidate, windows: Windows, source: str, zero: str, dtype: str, *, progress: bool
+) -> Evaluation:
     config = candidate.config
     names = ("seq_len", "stride", "scope", "bos", "separator", "max_documents", "attn_implementation", "too_long")
     batch_tokens = config.batch_tokens or max(width(config.seq_len), DEFAULT_BATCH_TOKENS[has_gpu()])
-    options = {name: getattr(config, name) for name in names} | {"dtype": dtype, "mode": windows.mode, "batch_tokens": batch_tokens}
+    options = {name: getattr(config, name) for name in names} | {
+        "dtype": dtype,
+        "mode": windows.mode,
+        "batch_tokens": batch_tokens,
+    }
     partial = None
     if config.output_dir:
         partial = PartialResults(Path(config.output_dir), fingerprint(config.model, windows, options))
@@ -204,23 +271,41 @@ def _evaluate_one(model: nn.Module, candidate: _Candidate, windows: Windows, sou
     fed: list[int] = []
     with watch.phase("evaluating"):
         result = evaluate_windows(
-            model, windows, pad_token_id=candidate.tokenizer.pad_token_id, batch_tokens=batch_tokens, device=ranks.device(),
-            collective_forward=zero != "0", done=partial and partial.done, save=partial and partial.save, fed=fed, progress=progress and ranks.rank() == 0,
+            model,
+            windows,
+            pad_token_id=candidate.tokenizer.pad_token_id,
+            batch_tokens=batch_tokens,
+            device=ranks.device(),
+            collective_forward=zero != "0",
+            done=partial and partial.done,
+            save=partial and partial.save,
+            fed=fed,
+            progress=progress and ranks.rank() == 0,
         )
     seconds = time.perf_counter() - start
     difference = verify(model, windows, result, config.verify, seed=config.seed) if config.verify else None
     if partial is not None:
         partial.remove()
     return Evaluation(
-        perplexity=result, model=config.model, data=source, mode=windows.mode, options=options, zero=zero, truncated_documents=windows.counts.get("truncated", 0),
-        seconds=seconds, scored_tokens_now=sum(fed), model_hash=model_hash(config.model), largest_difference=difference,
+        perplexity=result,
+        model=config.model,
+        data=source,
+        mode=windows.mode,
+        options=options,
+        zero=zero,
+        truncated_documents=windows.counts.get("truncated", 0),
+        seconds=seconds,
+        scored_tokens_now=sum(fed),
+        model_hash=model_hash(config.model),
+        largest_difference=difference,
         peak_memory_bytes={name: int(ranks.max_over_ranks(value)) for name, value in peak_memory_bytes().items()},
     )
 
 
 @torch.no_grad()
 def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, *, seed: int) -> float:
-    """Score `number` random documents again, each window alone with full logits; the largest relative difference of their nats.
+    """Score `number` random documents again, each window alone with full logits; the largest relative difference of
+    their nats.
 
     Every rank does the same work, so that it holds for a sharded model too. Collective under ZeRO-3.
     """
@@ -231,7 +316,9 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
         documents, counts = windows.pieces(window)
         if chosen.isdisjoint(documents.tolist()):
             continue
-        ids, targets = (torch.from_numpy(array.astype("int64")).to(ranks.device()) for array in windows.inputs_and_targets(window))
+        ids, targets = (
+            torch.from_numpy(array.astype("int64")).to(ranks.device()) for array in windows.inputs_and_targets(window)
+        )
         log_probs_TV = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
         where = targets != IGNORED
         nats = -log_probs_TV[where].gather(1, targets[where][:, None])[:, 0].double().cpu()

@@ -1,6 +1,7 @@
 """Turns a run, a checkpoint or an adapter into a plain Hugging Face folder, and reads back what was written.
 
-Weights pass through memory one file of the result at a time (weight_sources.py), not as a whole model, wherever their names on disk are those in memory.
+Weights pass through memory one file of the result at a time (weight_sources.py), not as a whole model, wherever their
+names on disk are those in memory.
 
     dsft export runs/first exported          # final model of a run, or any checkpoint-N; adapters are merged
     dsft merge runs/lora/final merged        # an adapter into its base
@@ -104,7 +105,9 @@ def _weights_of(folder: Path) -> SafetensorsSource | ShardsSource | MergedSource
     return ShardsSource(step_folder(folder) or folder, load_model_config(described_in(str(folder))))
 
 
-def _write(weights: SafetensorsSource | ShardsSource | MergedSource, out: Path, dtype: torch.dtype, *, max_shard_size: str) -> None:
+def _write(
+    weights: SafetensorsSource | ShardsSource | MergedSource, out: Path, dtype: torch.dtype, *, max_shard_size: str
+) -> None:
     """Write files of up to `max_shard_size`, each read back and compared before the next one begins.
 
     Raises:
@@ -112,9 +115,17 @@ def _write(weights: SafetensorsSource | ShardsSource | MergedSource, out: Path, 
     """
     on_meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in weights.shapes.items()}
     split = split_torch_state_dict_into_shards(on_meta, max_shard_size=max_shard_size)
-    with tqdm(total=sum(tensor.nbytes for tensor in on_meta.values()), unit="B", unit_scale=True, desc="Writing weights", dynamic_ncols=True) as bar:
+    with tqdm(
+        total=sum(tensor.nbytes for tensor in on_meta.values()),
+        unit="B",
+        unit_scale=True,
+        desc="Writing weights",
+        dynamic_ncols=True,
+    ) as bar:
         for file, names in split.filename_to_tensors.items():
-            tensors = {name: torch.empty(weights.shapes[name], dtype=dtype) for name in names}  # all at first: among the temporary ones of a merge they would leave gaps
+            tensors = {
+                name: torch.empty(weights.shapes[name], dtype=dtype) for name in names
+            }  # all at first: among the temporary ones of a merge they would leave gaps
             for name, tensor in tensors.items():
                 tensor.copy_(weights.read(name))
             save_file(tensors, out / file, metadata={"format": "pt"})
@@ -126,7 +137,9 @@ def _write(weights: SafetensorsSource | ShardsSource | MergedSource, out: Path, 
             del tensors, tensor
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (out / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
 
 def _write_config(folder: Path, out: Path, dtype: torch.dtype) -> None:
@@ -144,7 +157,9 @@ def _write_config(folder: Path, out: Path, dtype: torch.dtype) -> None:
         shutil.copy(described / "generation_config.json", out)
     _, info = AutoModelForCausalLM.from_pretrained(out, device_map="meta", output_loading_info=True)
     if missing := sorted(info["missing_keys"]):
-        raise RuntimeError(f"{out}: {len(missing)} weights are missing from what was written, the first is {missing[0]}")
+        raise RuntimeError(
+            f"{out}: {len(missing)} weights are missing from what was written, the first is {missing[0]}"
+        )
 
 
 def _load(folder: Path, dtype: str) -> PreTrainedModel:
@@ -163,7 +178,9 @@ def check_export(model: PreTrainedModel, folder: Path) -> None:
     loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
     missing = sorted(info["missing_keys"])
     if missing:
-        raise RuntimeError(f"{folder}: {len(missing)} weights are missing from what was written, the first is {missing[0]}")
+        raise RuntimeError(
+            f"{folder}: {len(missing)} weights are missing from what was written, the first is {missing[0]}"
+        )
     written = dict(loaded.named_parameters())
     for name, parameter in model.named_parameters():
         if not torch.equal(parameter, written[name]):

@@ -97,7 +97,9 @@ def convert(value: Any, hint: Any) -> Any:
                 return choice
             if isinstance(value, str) and value == str(choice):
                 return choice
-        raise ValueError(f"{value!r} is none of {', '.join(map(str, arguments))}{nearest(str(value), map(str, arguments))}")
+        raise ValueError(
+            f"{value!r} is none of {', '.join(map(str, arguments))}{nearest(str(value), map(str, arguments))}"
+        )
     if origin in (list, Sequence):
         items = value if isinstance(value, list) else [value]
         return [convert(item, arguments[0] if arguments else Any) for item in items]

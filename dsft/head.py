@@ -1,8 +1,11 @@
 """Logits of chosen positions and of part of the vocabulary, for any causal language model that transformers builds.
 
-The backbone runs once; the head (with the architecture's own softcap, scale or bias, which stand in its `forward`) runs on rows of
-hidden states, for some words at a time. For that, the model's own `forward` is called over a shallow copy in which the backbone hands out
-given hidden states and the head has only some rows of its weight. A probe compares this with the plain forward once; where they differ,
+The backbone runs once; the head (with the architecture's own softcap, scale or bias, which stand in its `forward`) runs
+on rows of
+hidden states, for some words at a time. For that, the model's own `forward` is called over a shallow copy in which the
+backbone hands out
+given hidden states and the head has only some rows of its weight. A probe compares this with the plain forward once;
+where they differ,
 or a model is built otherwise, plain logits are used.
 """
 
@@ -18,7 +21,9 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 
 class BackboneOutput(tuple):
-    """(hidden states,), also by name; every other output that some architecture asks for (caches, router logits ...) is None."""
+    """(hidden states,), also by name; every other output that some architecture asks for (caches, router logits ...) is
+    None.
+    """
 
     def __getattr__(self, name: str):
         return self[0] if name == "last_hidden_state" else None
@@ -36,7 +41,9 @@ class HandOut(nn.Module):
 
 
 class Reused:
-    """Memory of one tensor, used again and again: new memory from the system costs a CPU more than the arithmetic on it."""
+    """Memory of one tensor, used again and again: new memory from the system costs a CPU more than the arithmetic on
+    it.
+    """
 
     def __init__(self):
         self.tensor = torch.empty(0)
@@ -82,7 +89,13 @@ class ChunkedHead:
         names = {module: name for name, module in inner._modules.items()}
         head = inner.get_output_embeddings()
         parameters = inspect.signature(type(inner).forward).parameters
-        if self.backbone is inner or self.backbone not in names or type(head) is not nn.Linear or head not in names or "logits_to_keep" not in parameters:
+        if (
+            self.backbone is inner
+            or self.backbone not in names
+            or type(head) is not nn.Linear
+            or head not in names
+            or "logits_to_keep" not in parameters
+        ):
             return False
         self.hand_out, self.linear, self.bare = HandOut(), head, BareLinear(head)
         self.shell = copy.copy(inner)
@@ -93,7 +106,9 @@ class ChunkedHead:
         return True
 
     def run_backbone(self, **inputs: torch.Tensor) -> torch.Tensor:
-        """Hidden states [B, T, H]. The whole model is called, so that every hook runs, with the head on one position only."""
+        """Hidden states [B, T, H]. The whole model is called, so that every hook runs, with the head on one position
+        only.
+        """
         found = []
         handle = self.backbone.register_forward_hook(lambda module, args, output: found.append(output[0]))
         try:
@@ -114,13 +129,17 @@ class ChunkedHead:
             yield
 
     def logits(self, hidden_NH: torch.Tensor) -> Iterator[torch.Tensor]:
-        """[N, words] in fp32, after the architecture's softcap or scale, for one stretch of the vocabulary after the other; the next overwrites it."""
+        """[N, words] in fp32, after the architecture's softcap or scale, for one stretch of the vocabulary after the
+        other; the next overwrites it.
+        """
         self.hand_out.hidden = hidden_NH[None]
         fp32, fp32_like = Reused(), hidden_NH.new_empty(0, dtype=torch.float32)
         for start in range(0, self.linear.out_features, self.words_at_once):
             self.bare.words = slice(start, start + self.words_at_once)
             logits_NW = self.shell(inputs_embeds=hidden_NH[None], use_cache=False).logits[0]
-            yield logits_NW if logits_NW.dtype == torch.float32 else fp32.of(logits_NW.shape, fp32_like).copy_(logits_NW)
+            yield (
+                logits_NW if logits_NW.dtype == torch.float32 else fp32.of(logits_NW.shape, fp32_like).copy_(logits_NW)
+            )
 
     @torch.no_grad()
     def agrees(self, ids_BT: torch.Tensor) -> bool:

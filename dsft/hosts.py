@@ -1,4 +1,6 @@
-"""The nodes of a launch, read from a DeepSpeed host file by DeepSpeed's own functions: what is examined is what it starts."""
+"""The nodes of a launch, read from a DeepSpeed host file by DeepSpeed's own functions: what is examined is what it
+starts.
+"""
 
 import os
 from dataclasses import dataclass
@@ -27,14 +29,22 @@ def local_node(*, slots: int | None = None) -> Node:
     return Node(name="localhost", slots=slots)
 
 
-def read_hosts(hostfile: str, *, include: str = "", exclude: str = "", num_nodes: int = -1, num_gpus: int = -1) -> list[Node]:
+def read_hosts(
+    hostfile: str, *, include: str = "", exclude: str = "", num_nodes: int = -1, num_gpus: int = -1
+) -> list[Node]:
     """The nodes that `deepspeed --hostfile HOSTFILE` with these options starts ranks on, the first (rank 0's) first.
 
     Raises:
-        UserError: for a missing or malformed file, a filter that names a host or slot that is not there, or options that exclude each other.
+        UserError: for a missing or malformed file, a filter that names a host or slot that is not there, or options
+            that exclude each other.
     """
     if not Path(hostfile).is_file():
-        raise UserError([f"--hostfile {hostfile}: no such file (seen from {os.getcwd()}); write one line per node, `worker-1 slots=8`"])
+        raise UserError(
+            [
+                f"--hostfile {hostfile}: no such file (seen from {os.getcwd()}); write one line per node, `worker-1"
+                " slots=8`"
+            ]
+        )
     if (include or exclude) and (num_nodes >= 0 or num_gpus >= 0):
         raise UserError(["--num_nodes and --num_gpus cannot be combined with --include or --exclude; keep one kind"])
     from deepspeed.launcher import runner  # here: seconds
@@ -47,11 +57,22 @@ def read_hosts(hostfile: str, *, include: str = "", exclude: str = "", num_nodes
     try:
         active = runner.parse_inclusion_exclusion(pool, include, exclude)
     except ValueError as error:
-        given = f"--include {include}" * bool(include) + " " * bool(include and exclude) + f"--exclude {exclude}" * bool(exclude)
-        raise UserError([f"{given}: {one_line(error)}; {hostfile} names {', '.join(f'{host} slots={slots}' for host, slots in pool.items())}"]) from error
+        given = (
+            f"--include {include}" * bool(include)
+            + " " * bool(include and exclude)
+            + f"--exclude {exclude}" * bool(exclude)
+        )
+        raise UserError(
+            [
+                f"{given}: {one_line(error)}; {hostfile} names"
+                f" {', '.join(f'{host} slots={slots}' for host, slots in pool.items())}"
+            ]
+        ) from error
     finally:
         runner.logger.disabled = False
-    active = {host: slots for host, slots in runner.apply_num_nodes_and_gpus(active, num_nodes, num_gpus).items() if slots}
+    active = {
+        host: slots for host, slots in runner.apply_num_nodes_and_gpus(active, num_nodes, num_gpus).items() if slots
+    }
     if not active:
         raise UserError([f"--hostfile {hostfile}: no host with at least one slot is left"])
     return [Node(name=host, slots=len(slots), devices=tuple(slots)) for host, slots in active.items()]

@@ -40,7 +40,9 @@ def lora_config(config) -> LoraConfig:
 
 
 def check_lora_targets(model: PreTrainedModel, config, problems: list[str]) -> None:
-    """Every named target must match a layer of `model` that LoRA can adapt, and every module to save a module; meta device is enough."""
+    """Every named target must match a layer of `model` that LoRA can adapt, and every module to save a module; meta
+    device is enough.
+    """
     adaptable = (torch.nn.Linear, Conv1D, torch.nn.Embedding)
     named = dict(model.named_modules())
     leaves = [name for name, module in named.items() if isinstance(module, adaptable)]
@@ -51,6 +53,9 @@ def check_lora_targets(model: PreTrainedModel, config, problems: list[str]) -> N
 
     targets = [] if config.lora_target_modules == [ALL_LINEAR] else config.lora_target_modules
     for target in missing(targets, leaves):
-        problems.append(f"lora_target_modules: {target!r} matches no layer of {config.model} that can be adapted; its linear layers are {', '.join(linear)}")
+        problems.append(
+            f"lora_target_modules: {target!r} matches no layer of {config.model} that can be adapted; its linear layers"
+            f" are {', '.join(linear)}"
+        )
     for target in missing(config.lora_modules_to_save, named):
         problems.append(f"lora_modules_to_save: {target!r} matches no module of {config.model}")

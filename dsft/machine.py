@@ -57,8 +57,9 @@ class Machine:
     def __str__(self) -> str:
         device = "GPU" if self.has_gpu else "CPU rank"
         return (
-            f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.ranks_per_node} {device}{'s' * (self.ranks_per_node > 1)} "
-            f"of {self.device_bytes / GiB:.0f} GiB, {self.host_bytes / GiB:.0f} GiB host memory per node"
+            f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.ranks_per_node}"
+            f" {device}{'s' * (self.ranks_per_node > 1)} of {self.device_bytes / GiB:.0f} GiB,"
+            f" {self.host_bytes / GiB:.0f} GiB host memory per node"
             + (f", {self.nvme_bytes / GiB:,.0f} GiB NVMe" if self.nvme_bytes else "")
             + (f", {self.memlock_bytes / GiB:.3g} GiB may be locked" if self.memlock_bytes is not None else "")
         )
@@ -84,7 +85,9 @@ def parse_gpus(text: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"(\d+)\s*x\s*(.+)", text.strip())
     if not match or int(match[1]) < 1:
-        raise UserError([f"--gpus {text!r}: write the number of GPUs of one node and the memory of one, for example 8x80GB"])
+        raise UserError(
+            [f"--gpus {text!r}: write the number of GPUs of one node and the memory of one, for example 8x80GB"]
+        )
     return int(match[1]), parse_bytes(match[2])
 
 
@@ -113,7 +116,9 @@ def default_ranks() -> int:
 
 
 def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None) -> Machine:
-    """The machine as found, without a disk for offload. Without GPUs each rank's device memory is its share of 85 % of the host's."""
+    """The machine as found, without a disk for offload. Without GPUs each rank's device memory is its share of 85 % of
+    the host's.
+    """
     ranks = ranks_per_node or default_ranks()
     host = host_memory_bytes()
     if has_gpu():
@@ -124,8 +129,15 @@ def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None) -> Machin
         device = int(0.85 * host / ranks)  # the rest is for the system and the launcher
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Machine(
-        nodes=nodes, ranks_per_node=ranks, device_bytes=device, host_bytes=host, has_gpu=has_gpu(), measured=True, cores=cpu_count(),
-        gpu_type=torch.cuda.get_device_name(0) if has_gpu() else "", interconnect=read_interconnect() if has_gpu() else "",
+        nodes=nodes,
+        ranks_per_node=ranks,
+        device_bytes=device,
+        host_bytes=host,
+        has_gpu=has_gpu(),
+        measured=True,
+        cores=cpu_count(),
+        gpu_type=torch.cuda.get_device_name(0) if has_gpu() else "",
+        interconnect=read_interconnect() if has_gpu() else "",
         memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
     )
 
@@ -137,13 +149,17 @@ def _free_gpu_bytes(index: int) -> int:
 
 
 def read_interconnect() -> str:
-    """As `--interconnect` takes it, from nvidia-smi (NVLink) and the kernel's InfiniBand ports; what cannot be read is left out."""
+    """As `--interconnect` takes it, from nvidia-smi (NVLink) and the kernel's InfiniBand ports; what cannot be read is
+    left out.
+    """
     try:
         links = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):
         links = ""
     parts = ["nvlink" if re.search(r"\bNV\d+\b", links) else "pcie"] if links else []
-    rates = [re.match(r"(\d+) Gb/sec", path.read_text()) for path in Path("/sys/class/infiniband").glob("*/ports/1/rate")]
+    rates = [
+        re.match(r"(\d+) Gb/sec", path.read_text()) for path in Path("/sys/class/infiniband").glob("*/ports/1/rate")
+    ]
     fastest = max((int(rate[1]) for rate in rates if rate), default=0)
     if fastest:
         parts.append(f"{sum(1 for rate in rates if rate and int(rate[1]) == fastest)}xib{fastest}")
@@ -163,10 +179,14 @@ _earlier_peaks: dict[str, int] = {}
 
 
 def set_back_peaks() -> None:
-    """Peaks of this process count from now on, for `peak_resident_bytes` and torch; `peak_memory_bytes` keeps the whole run's."""
+    """Peaks of this process count from now on, for `peak_resident_bytes` and torch; `peak_memory_bytes` keeps the whole
+    run's.
+    """
     _earlier_peaks.update(peak_memory_bytes())
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # sets the peak of resident memory to what is resident now (man 5 proc)
+        Path("/proc/self/clear_refs").write_text(
+            "5"
+        )  # sets the peak of resident memory to what is resident now (man 5 proc)
     except OSError:
         pass  # a container that forbids it: the peak goes on from before
     if has_gpu():

@@ -42,7 +42,9 @@ def is_bare_config(model: str) -> bool:
 
 
 def described_in(model: str) -> str:
-    """Where config and tokenizer of `model` lie: beside a config file or a DeepSpeed `global_step` folder, else in itself."""
+    """Where config and tokenizer of `model` lie: beside a config file or a DeepSpeed `global_step` folder, else in
+    itself.
+    """
     return str(Path(model).parent) if is_bare_config(model) or is_step_folder(model) else model
 
 
@@ -55,7 +57,9 @@ def load_tokenizer(config) -> PreTrainedTokenizerBase:
         OSError, ValueError: as transformers does, where there is no tokenizer.
     """
     name = config.tokenizer or described_in(config.model)
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=config.revision if not config.tokenizer else None, trust_remote_code=config.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(
+        name, revision=config.revision if not config.tokenizer else None, trust_remote_code=config.trust_remote_code
+    )
     if config.chat_template:
         tokenizer.chat_template = load_template(config.chat_template)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
@@ -77,7 +81,9 @@ def build_model(config, *, dtype: str, seed: int = 42) -> PreTrainedModel:
     method = getattr(config, "method", "full")
     set_seed(seed)
     if is_bare_config(config.model):
-        model = AutoModelForCausalLM.from_config(load_model_config(config.model, trust_remote_code=config.trust_remote_code), **options)
+        model = AutoModelForCausalLM.from_config(
+            load_model_config(config.model, trust_remote_code=config.trust_remote_code), **options
+        )
     else:
         if method == "qlora":
             options["quantization_config"] = _quantization(config, DTYPES[dtype])
@@ -89,17 +95,21 @@ def build_model(config, *, dtype: str, seed: int = 42) -> PreTrainedModel:
     if method != "full":
         set_seed(seed)
         model = add_lora(model, config, adapter=config.adapter)
-        model.enable_input_require_grads()  # activation checkpointing over a frozen embedding needs an input with a gradient
+        # activation checkpointing over a frozen embedding needs an input with a gradient
+        model.enable_input_require_grads()
     return model
 
 
 def load_weights(name: str, **options) -> PreTrainedModel:
     """The model of a hub id or folder; of an adapter folder, its base with the adapter over it (not merged).
 
-    A checkpoint that holds only DeepSpeed's shards (of any ZeRO stage and number of ranks), or such a `global_step` folder, is read from these.
+    A checkpoint that holds only DeepSpeed's shards (of any ZeRO stage and number of ranks), or such a `global_step`
+    folder, is read from these.
     """
     folder = Path(name)
-    if is_step_folder(name) or (folder.is_dir() and not any(folder.glob("*.safetensors*")) and any(folder.glob("global_step*"))):
+    if is_step_folder(name) or (
+        folder.is_dir() and not any(folder.glob("*.safetensors*")) and any(folder.glob("global_step*"))
+    ):
         return _load_zero_shards(folder, **options)
     base = adapter_base(name)
     if base:
@@ -119,8 +129,12 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
         config = load_model_config(str(checkpoint), trust_remote_code=options.get("trust_remote_code", False))
         if options["dtype"] == "auto":
             options["dtype"] = config.dtype or torch.float32
-        model = AutoModelForCausalLM.from_config(config, **{name: value for name, value in options.items() if name != "revision"})
-        wanted = dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in state}
+        model = AutoModelForCausalLM.from_config(
+            config, **{name: value for name, value in options.items() if name != "revision"}
+        )
+        wanted = dict(model.named_parameters()) | {
+            name: buffer for name, buffer in model.named_buffers() if name in state
+        }
     else:
         model = get_peft_model(load_weights(base, **options), saved_lora_config(str(checkpoint)))
         wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -136,7 +150,9 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def whole(parameters: list[torch.Tensor]) -> Iterator[None]:
-    """Parameters at their full size on every rank, and sharded again afterwards with what rank 0 made of them; a no-op without ZeRO-3."""
+    """Parameters at their full size on every rank, and sharded again afterwards with what rank 0 made of them; a no-op
+    without ZeRO-3.
+    """
     if not is_deepspeed_zero3_enabled():
         yield
         return

@@ -11,7 +11,9 @@ from dsft.problems import UserError, one_line
 
 
 @contextlib.contextmanager
-def out_of_memory_explained(plan: Plan, machine: Machine, smaller: Callable[[], Plan | None], when: str) -> Iterator[None]:
+def out_of_memory_explained(
+    plan: Plan, machine: Machine, smaller: Callable[[], Plan | None], when: str
+) -> Iterator[None]:
     """Inside a `with`: a failed allocation, on a GPU or the host, becomes one clear error on this rank.
 
     Args:
@@ -27,13 +29,23 @@ def out_of_memory_explained(plan: Plan, machine: Machine, smaller: Callable[[], 
             raise
         gpu = machine.has_gpu and isinstance(error, torch.OutOfMemoryError)
         measured = peak_memory_bytes()["gpu" if gpu else "host"]
-        predicted, there = (plan.device_bytes, machine.device_bytes) if gpu else (plan.host_bytes / plan.ranks_per_node, machine.host_bytes / machine.ranks_per_node)
+        predicted, there = (
+            (plan.device_bytes, machine.device_bytes)
+            if gpu
+            else (plan.host_bytes / plan.ranks_per_node, machine.host_bytes / machine.ranks_per_node)
+        )
         message = (
-            f"out of memory {when} ({one_line(error)}): the plan is {plan.label}, {predicted / GiB:.3g} GiB were predicted for this {'GPU' if gpu else 'rank'}, "
-            f"{measured / GiB:.3g} GiB were taken at most, {there / GiB:.3g} GiB are its share"
+            f"out of memory {when} ({one_line(error)}): the plan is {plan.label}, {predicted / GiB:.3g} GiB were"
+            f" predicted for this {'GPU' if gpu else 'rank'}, {measured / GiB:.3g} GiB were taken at most,"
+            f" {there / GiB:.3g} GiB are its share"
         )
         next_plan = smaller()
-        way_out = f"the next smaller plan is {next_plan.label}, by prediction {next_plan.device_bytes / GiB:.3g} GiB: {flags_of(next_plan)}" if next_plan else "no smaller plan is known: use more GPUs or nodes, method lora, or a smaller seq_len"
+        way_out = (
+            f"the next smaller plan is {next_plan.label}, by prediction {next_plan.device_bytes / GiB:.3g} GiB:"
+            f" {flags_of(next_plan)}"
+            if next_plan
+            else "no smaller plan is known: use more GPUs or nodes, method lora, or a smaller seq_len"
+        )
         raise UserError([f"{message}; {way_out}"]) from error
 
 
@@ -44,4 +56,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def flags_of(plan: Plan) -> str:
     """The options that ask for a plan."""
-    return f"--zero {plan.zero} --per_device_train_batch_size {plan.micro_batch} --gradient_accumulation_steps {plan.accumulation} --activation_checkpointing {plan.activation_checkpointing}"
+    return (
+        f"--zero {plan.zero} --per_device_train_batch_size {plan.micro_batch} --gradient_accumulation_steps"
+        f" {plan.accumulation} --activation_checkpointing {plan.activation_checkpointing}"
+    )

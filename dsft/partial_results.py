@@ -1,6 +1,7 @@
 """Results of an evaluation while it runs, so that one that is interrupted continues where it was.
 
-Each rank appends a line for each batch it scored to a file of its own, below a folder named by the fingerprint of model, data and options.
+Each rank appends a line for each batch it scored to a file of its own, below a folder named by the fingerprint of
+model, data and options.
 Batches do not depend on the number of ranks, so another number may continue.
 """
 
@@ -28,7 +29,9 @@ def fingerprint(model: str, windows: Windows, options: dict[str, Any]) -> str:
 
 
 def model_hash(model: str) -> str:
-    """Hash of names, sizes and the first and last MiB of a folder's files; of the name alone where it is no folder here."""
+    """Hash of names, sizes and the first and last MiB of a folder's files; of the name alone where it is no folder
+    here.
+    """
     digest = hashlib.sha256()
     path = Path(model)
     if not path.is_dir():
@@ -54,7 +57,9 @@ class PartialResults:
         self.file = (self.folder / f"rank-{ranks.rank()}.jsonl").open("a", encoding="utf-8")
 
     def _read(self) -> dict[int, list[float]]:
-        """Batch index -> nats of its pieces, the union over all ranks (nodes may not share the folder), before anyone appends."""
+        """Batch index -> nats of its pieces, the union over all ranks (nodes may not share the folder), before anyone
+        appends.
+        """
         found: dict[int, list[float]] = {}
         for path in sorted(self.folder.glob("rank-*.jsonl")):
             for line in path.read_text(encoding="utf-8").splitlines():

@@ -1,8 +1,10 @@
 """Perplexity on any number of ranks: each token scored once, the same bits whatever the number of ranks.
 
 Batches are formed from the data alone; ranks are dealt whole batches; the sums of documents come together in one fixed
-order. Definition: perplexity = exp(nats / tokens), where nats is the sum of -ln p(token | tokens before it in its window)
-over all scored tokens, log-softmax in fp32 whatever the model's dtype, sums in float64. The windows are made in `windows.py`.
+order. Definition: perplexity = exp(nats / tokens), where nats is the sum of -ln p(token | tokens before it in its
+window)
+over all scored tokens, log-softmax in fp32 whatever the model's dtype, sums in float64. The windows are made in
+`windows.py`.
 
 Shape suffixes: B batch, T time, H hidden, V vocabulary, N scored tokens of a batch.
 """
@@ -18,16 +20,18 @@ import torch.distributed as dist
 from torch import nn
 from tqdm.auto import tqdm
 
+from dsft.data.sequences import IGNORED
 from dsft.guard import watch
 from dsft.head import ChunkedHead
 from dsft.problems import TrainingStopped
 from dsft.ranks import sum_over_ranks
-from dsft.data.sequences import IGNORED
 from dsft.windows import Windows
 
 ROWS, WORDS = {"cpu": 2048, "cuda": 16384}, {"cpu": 1024, "cuda": 4096}
-"""Logits that exist at once, by kind of device: so many scored positions by so many words of the vocabulary (8 MiB and 256 MiB in fp32).
-On a CPU they stay in its cache and the head's weight is read once per 2,048 positions: measured with 50,257 words of width 256 on one core,
+"""Logits that exist at once, by kind of device: so many scored positions by so many words of the vocabulary (8 MiB and
+256 MiB in fp32).
+On a CPU they stay in its cache and the head's weight is read once per 2,048 positions: measured with 50,257 words of
+width 256 on one core,
 0.17 ms per position for product and softmax where 64 rows of all words took 0.24. A GPU wants large products."""
 
 
@@ -110,8 +114,19 @@ def width(length: int) -> int:
 
 
 @torch.no_grad()
-def evaluate_windows(model: nn.Module, windows: Windows, *, pad_token_id: int, batch_tokens: int, device: torch.device, collective_forward: bool,
-                     done: dict[int, list[float]] | None = None, save: Callable[[int, list[float]], None] | None = None, fed: list[int] | None = None, progress: bool = False) -> Perplexity:
+def evaluate_windows(
+    model: nn.Module,
+    windows: Windows,
+    *,
+    pad_token_id: int,
+    batch_tokens: int,
+    device: torch.device,
+    collective_forward: bool,
+    done: dict[int, list[float]] | None = None,
+    save: Callable[[int, list[float]], None] | None = None,
+    fed: list[int] | None = None,
+    progress: bool = False,
+) -> Perplexity:
     """Perplexity of `model` on `windows`. Collective: every rank must call it.
 
     Args:
@@ -142,7 +157,9 @@ def evaluate_windows(model: nn.Module, windows: Windows, *, pad_token_id: int, b
     head = ChunkedHead(model, WORDS[device.type])
     chunked = head.agrees(dummy)
     batch_lengths = [int(windows.lengths[batches[index]].sum()) for index in left]
-    bar = tqdm(total=sum(batch_lengths), desc="Perplexity", unit="token", unit_scale=True, disable=not progress, leave=False)
+    bar = tqdm(
+        total=sum(batch_lengths), desc="Perplexity", unit="token", unit_scale=True, disable=not progress, leave=False
+    )
     prepared = _prepared_ahead(windows, [batches[index] for index in mine], pad_token_id)
     for turn in range(-(-len(left) // world)):
         if turn < len(mine):
@@ -177,7 +194,9 @@ def _prepared_ahead(windows: Windows, batches: list[list[int]], pad_token_id: in
 
 
 def _collate(windows: Windows, batch: list[int], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """input_ids and targets, [B, T], padded on the right: no token sees what comes after it, so no attention mask is needed."""
+    """input_ids and targets, [B, T], padded on the right: no token sees what comes after it, so no attention mask is
+    needed.
+    """
     shape = (len(batch), width(windows.lengths[batch[0]]))
     ids_BT, targets_BT = np.full(shape, pad_token_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
     for row, window in enumerate(batch):
@@ -193,11 +212,18 @@ def score(head: ChunkedHead | nn.Module, batch: dict[str, torch.Tensor]) -> torc
     if isinstance(head, ChunkedHead):
         hidden = head.run_backbone(input_ids=batch["input_ids"])[where_BT].split(ROWS[device])
         with head.weights():
-            nats = [negative_log_likelihood(head.logits(rows), wanted) for rows, wanted in zip(hidden, targets_N.split(ROWS[device]), strict=True) if len(wanted)]
+            nats = [
+                negative_log_likelihood(head.logits(rows), wanted)
+                for rows, wanted in zip(hidden, targets_N.split(ROWS[device]), strict=True)
+                if len(wanted)
+            ]
     else:
         logits_NV = head(input_ids=batch["input_ids"], use_cache=False).logits[where_BT]
         rows_at_once = max(1, ROWS[device] * WORDS[device] // logits_NV.shape[1])
-        nats = [negative_log_likelihood([rows], wanted) for rows, wanted in zip(logits_NV.split(rows_at_once), targets_N.split(rows_at_once), strict=True)]
+        nats = [
+            negative_log_likelihood([rows], wanted)
+            for rows, wanted in zip(logits_NV.split(rows_at_once), targets_N.split(rows_at_once), strict=True)
+        ]
     return torch.cat(nats).double().cpu() if nats else torch.zeros(0, dtype=torch.float64)
 
 
@@ -205,7 +231,8 @@ def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_N: torch.Tens
     """[N] in fp32: log-sum-exp over the vocabulary less the target's logit.
 
     Args:
-        parts: logits, [N, words], of one stretch of the vocabulary after the other. Overwritten where they are fp32: a copy would cost as much as the head.
+        parts: logits, [N, words], of one stretch of the vocabulary after the other. Overwritten where they are fp32: a
+            copy would cost as much as the head.
     """
     log_sums, start, wanted_N = [], 0, torch.zeros(len(targets_N), device=targets_N.device)
     for logits_NW in parts:
@@ -226,11 +253,18 @@ def _add_up(windows: Windows, nats: np.ndarray, pieces: list[tuple[np.ndarray, n
     np.add.at(tokens, documents, np.concatenate([counts for _, counts in pieces]))
     bad = documents[~np.isfinite(nats)]
     if len(bad):
-        raise TrainingStopped(f"the loss of document {bad.min() + 1} of {len(tokens)} is NaN or infinite: the model's weights are broken, or its numbers overflow in this dtype")
+        raise TrainingStopped(
+            f"the loss of document {bad.min() + 1} of {len(tokens)} is NaN or infinite: the model's weights are broken,"
+            " or its numbers overflow in this dtype"
+        )
     parts: list[list[float]] = [[] for _ in tokens]
     for document, value in zip(documents, nats.tolist(), strict=True):
         parts[document].append(value)
     return Perplexity(
-        nats=math.fsum(nats.tolist()), tokens=int(tokens.sum()), document_nats=np.array([math.fsum(part) for part in parts]), document_tokens=tokens,
-        document_bytes=windows.document_bytes, document_words=windows.document_words,
+        nats=math.fsum(nats.tolist()),
+        tokens=int(tokens.sum()),
+        document_nats=np.array([math.fsum(part) for part in parts]),
+        document_tokens=tokens,
+        document_bytes=windows.document_bytes,
+        document_words=windows.document_words,
     )

@@ -1,6 +1,7 @@
 """User errors: collected, reported once, exit code 2.
 
-A check never raises at the first fault: it appends to a list, and `raise_if_any` raises them together. `ends_with_clear_errors`
+A check never raises at the first fault: it appends to a list, and `raise_if_any` raises them together.
+`ends_with_clear_errors`
 wraps an entry point: rank 0 prints the problems without a traceback and every rank ends with exit code 2.
 It does not catch our own bugs: those keep their traceback and Python's exit code 1.
 """
@@ -20,7 +21,9 @@ EXIT_STOPPED = 3
 EXIT_UNSAVED = 4
 """Training went to its end, but a checkpoint on the way could not be saved."""
 EXIT_REQUEUE = 75
-"""Training saved and ended because it was asked to (SIGUSR1); the same command goes on with it. EX_TEMPFAIL of sysexits.h."""
+"""Training saved and ended because it was asked to (SIGUSR1); the same command goes on with it. EX_TEMPFAIL of
+sysexits.h.
+"""
 
 
 class UserError(ValueError):
@@ -57,15 +60,17 @@ def raise_if_any(problems: list[str]) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """"; did you mean 'x'?" for the known name most like `name`, or an empty string."""
+    """ "; did you mean 'x'?" for the known name most like `name`, or an empty string."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
 def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
-    """Decorate an entry point, so that a `UserError` or `TrainingStopped` is one message on rank 0 and one exit code everywhere.
+    """Decorate an entry point, so that a `UserError` or `TrainingStopped` is one message on rank 0 and one exit code
+    everywhere.
 
-    A launcher kills all ranks as soon as one has ended. The other ranks therefore give rank 0 a few seconds to speak first.
+    A launcher kills all ranks as soon as one has ended. The other ranks therefore give rank 0 a few seconds to speak
+    first.
     """
 
     @functools.wraps(main)
@@ -77,7 +82,11 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
             lines = error.problems if isinstance(error, UserError) else [str(error)]
             watch.leave(code, lines)
             if int(os.environ.get("RANK", "0")) == 0:
-                print("\n".join(f"dsft: {'error: ' * (code != EXIT_REQUEUE)}{line}" for line in lines), file=sys.stderr, flush=True)
+                print(
+                    "\n".join(f"dsft: {'error: ' * (code != EXIT_REQUEUE)}{line}" for line in lines),
+                    file=sys.stderr,
+                    flush=True,
+                )
             else:
                 time.sleep(5)
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -6,7 +6,7 @@ Rank 0 writes to both. Of the others everything goes to the file, also what libr
 import os
 import socket
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
@@ -41,11 +41,16 @@ def log_to_files(output_dir: str, *, append: bool) -> None:
     path = Path(output_dir) / FOLDER / f"rank_{rank()}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a" if append else "w", encoding="utf-8", buffering=1)
-    file.write(f"# rank {rank()} on {socket.gethostname()}, process {os.getpid()}, {datetime.now(timezone.utc).isoformat(timespec='seconds')}\n")
+    file.write(
+        f"# rank {rank()} on {socket.gethostname()}, process {os.getpid()},"
+        f" {datetime.now(UTC).isoformat(timespec='seconds')}\n"
+    )
     watch.set_log(path)
     if rank() == 0:
         # Anew where an earlier run of this process had its file.
-        sys.stdout, sys.stderr = (_Both(stream.screen if isinstance(stream, _Both) else stream, file) for stream in (sys.stdout, sys.stderr))
+        sys.stdout, sys.stderr = (
+            _Both(stream.screen if isinstance(stream, _Both) else stream, file) for stream in (sys.stdout, sys.stderr)
+        )
         return
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -1,6 +1,7 @@
 """This process among the others: start-up of the process group, and the few collectives dsft itself needs.
 
-Everything runs also as one process without a launcher. DeepSpeed makes the process group (it knows NCCL, gloo and the CPU's
+Everything runs also as one process without a launcher. DeepSpeed makes the process group (it knows NCCL, gloo and the
+CPU's
 shared-memory collectives); a group made before `TrainingArguments` is what lets ZeRO-3 start on CPU ranks.
 """
 
@@ -61,21 +62,27 @@ def start_ranks(*, meet_seconds: float = 300, timeout_seconds: float = 1800) -> 
         timeout_seconds: of a collective.
 
     Raises:
-        UserError: where a launcher set only some of its variables, and others cannot be derived (launcher_variables.py).
+        UserError: where a launcher set only some of its variables, and others cannot be derived
+            (launcher_variables.py).
     """
     if dist.is_initialized():
         return
     map_launcher_variables()
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     if world_size() > 1 and missing:
-        raise UserError([f"WORLD_SIZE={world_size()} is set but {', '.join(missing)} is not: start dsft through a launcher"])
+        raise UserError(
+            [f"WORLD_SIZE={world_size()} is set but {', '.join(missing)} is not: start dsft through a launcher"]
+        )
     for name, value in LAUNCHER_VARIABLES.items():
         os.environ.setdefault(name, value)
-    if world_size() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # torchrun holds the port itself, and waits there
+    if (
+        world_size() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    ):  # torchrun holds the port itself, and waits there
         os.environ["MASTER_PORT"] = str(free_port())
     choose_interface()
     if has_gpu():
-        # Read at the first allocation. Without it the pieces left between gathered layers and activations cannot be used together.
+        # Read at the first allocation. Without it the pieces left between gathered layers and activations cannot be
+        # used together.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -84,9 +91,14 @@ def start_ranks(*, meet_seconds: float = 300, timeout_seconds: float = 1800) -> 
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks_per_node())))
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if (own := str(Path(sys.executable).parent)) not in os.environ.get("PATH", "").split(os.pathsep):
-        os.environ["PATH"] = f"{own}{os.pathsep}{os.environ.get('PATH', '')}"  # ssh's shells know nothing of an environment; DeepSpeed looks for its ninja
+        os.environ["PATH"] = (  # ssh's shells know nothing of an environment; DeepSpeed looks for its ninja
+            f"{own}{os.pathsep}{os.environ.get('PATH', '')}"
+        )
     for lock in remove_old_locks():
-        print(f"dsft: removed {lock}, left behind by a process that was killed while it loaded a compiled operator", file=sys.stderr)
+        print(
+            f"dsft: removed {lock}, left behind by a process that was killed while it loaded a compiled operator",
+            file=sys.stderr,
+        )
     import deepspeed  # here, so that `import dsft` stays light and DS_ACCELERATOR is read after it is set
 
     if has_gpu():
@@ -100,17 +112,22 @@ def start_ranks(*, meet_seconds: float = 300, timeout_seconds: float = 1800) -> 
 
 
 def _shared_buffer() -> Path:
-    """This rank's buffer of DeepSpeed's collectives on CPU (deepspeed/ops/csrc/cpu/comm/shm.cpp), in memory as large as it is: 66 MiB.
+    """This rank's buffer of DeepSpeed's collectives on CPU (deepspeed/ops/csrc/cpu/comm/shm.cpp), in memory as large as
+    it is: 66 MiB.
 
-    Once every rank has mapped it nobody needs its name, but DeepSpeed never removes it, so that each launch would leave one per rank.
+    Once every rank has mapped it nobody needs its name, but DeepSpeed never removes it, so that each launch would leave
+    one per rank.
     """
-    return Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{rank()}")
+    return Path(
+        f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{rank()}"
+    )
 
 
 def stop_ranks() -> None:
     """Leave the process group in order; a rank of several then ends its process here, with exit code 0.
 
-    DeepSpeed keeps the group's threads alive into the interpreter's shutdown, where one that wants the interpreter's lock
+    DeepSpeed keeps the group's threads alive into the interpreter's shutdown, where one that wants the interpreter's
+    lock
     aborts the process now and then ("terminate called without an active exception"), after all work is done.
     """
     if dist.is_initialized():
@@ -145,7 +162,8 @@ def wait_for_all() -> None:
 
 
 def wait_long(name: str) -> None:
-    """Go on when every rank is here, however long the others take: outside of any collective, whose timeout would end the job, and with signs of life to the guard.
+    """Go on when every rank is here, however long the others take: outside of any collective, whose timeout would end
+    the job, and with signs of life to the guard.
 
     Every rank calls it as often as the others with the same `name`.
     """
@@ -160,7 +178,9 @@ def wait_long(name: str) -> None:
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:
-    """What `function()` returns on rank 0, on every rank: for decisions that must not differ. Its UserError is raised on every rank. Collective."""
+    """What `function()` returns on rank 0, on every rank: for decisions that must not differ. Its UserError is raised
+    on every rank. Collective.
+    """
     outcome: list[Any] = [None]
     if rank() == 0:
         try:
@@ -175,7 +195,9 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
 
 
 def smallest_machine() -> Machine:
-    """The machine of this job: its hosts and their ranks, with the least memory that any rank sees. Uneven nodes count as the one with most ranks. Collective."""
+    """The machine of this job: its hosts and their ranks, with the least memory that any rank sees. Uneven nodes count
+    as the one with most ranks. Collective.
+    """
     mine = this_machine(nodes=1, ranks_per_node=ranks_per_node())
     everyone = [(socket.gethostname(), mine)]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -183,8 +205,12 @@ def smallest_machine() -> Machine:
         dist.all_gather_object(everyone, (socket.gethostname(), mine))
     hosts = Counter(host for host, _ in everyone)  # a launcher's variables tell of this node alone
     return dataclasses.replace(
-        everyone[0][1], nodes=len(hosts), ranks_per_node=max(hosts.values()), host_names=tuple(sorted(hosts)),
-        device_bytes=min(one.device_bytes for _, one in everyone), host_bytes=min(one.host_bytes for _, one in everyone),
+        everyone[0][1],
+        nodes=len(hosts),
+        ranks_per_node=max(hosts.values()),
+        host_names=tuple(sorted(hosts)),
+        device_bytes=min(one.device_bytes for _, one in everyone),
+        host_bytes=min(one.host_bytes for _, one in everyone),
     )
 
 

@@ -11,15 +11,25 @@ from dsft.screen import print_table
 
 
 def write_results(folder: Path, evaluations: list[Evaluation]) -> None:
-    """perplexity.json (one report for each model and data set) and documents.parquet (one row for each document of each)."""
+    """perplexity.json (one report for each model and data set) and documents.parquet (one row for each document of
+    each).
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "perplexity.json", {"machine": str(this_machine()), "results": [one.report() for one in evaluations]})
+    write_json(
+        folder / "perplexity.json", {"machine": str(this_machine()), "results": [one.report() for one in evaluations]}
+    )
     tables = [
-        Dataset.from_dict({
-            "model": [one.model] * one.perplexity.documents, "data": [one.data] * one.perplexity.documents, "document": range(one.perplexity.documents),
-            "nats": one.perplexity.document_nats, "tokens": one.perplexity.document_tokens,
-            "bytes": one.perplexity.document_bytes, "words": one.perplexity.document_words,
-        })
+        Dataset.from_dict(
+            {
+                "model": [one.model] * one.perplexity.documents,
+                "data": [one.data] * one.perplexity.documents,
+                "document": range(one.perplexity.documents),
+                "nats": one.perplexity.document_nats,
+                "tokens": one.perplexity.document_tokens,
+                "bytes": one.perplexity.document_bytes,
+                "words": one.perplexity.document_words,
+            }
+        )
         for one in evaluations
     ]
     beside = folder / "documents.tmp"
@@ -36,7 +46,10 @@ def print_evaluation(evaluation: Evaluation) -> None:
         "nats per token": f"{report['nats_per_token']:.6f}",
     }
     if report["bytes"]:
-        rows["per text"] = f"word perplexity {report['word_perplexity']:,.4f}, byte perplexity {report['byte_perplexity']:.4f}, {report['bits_per_byte']:.4f} bits per byte"
+        rows["per text"] = (
+            f"word perplexity {report['word_perplexity']:,.4f}, byte perplexity {report['byte_perplexity']:.4f},"
+            f" {report['bits_per_byte']:.4f} bits per byte"
+        )
     left_out = {"without a token to score": report["unscored_documents"], "truncated": report["truncated_documents"]}
     if any(left_out.values()):
         rows["documents"] = ", ".join(f"{number:,} {what}" for what, number in left_out.items() if number)
@@ -45,6 +58,8 @@ def print_evaluation(evaluation: Evaluation) -> None:
     rows |= {
         "computed as": f"{report['options']['dtype']}, ZeRO {report['zero']}, {report['ranks']} ranks",
         "speed": f"{report['tokens_per_second']:,.0f} tokens/s, {report['seconds']:.1f} s",
-        "peak memory per rank": ", ".join(f"{name} {value / GiB:.2f} GiB" for name, value in report["peak_memory_bytes"].items()),
+        "peak memory per rank": ", ".join(
+            f"{name} {value / GiB:.2f} GiB" for name, value in report["peak_memory_bytes"].items()
+        ),
     }
     print_table(f"Perplexity of {report['model']} on {report['data']}", rows)

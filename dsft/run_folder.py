@@ -1,13 +1,14 @@
 """A run's folder: `run.json` beside the checkpoints, the final model in `final/`.
 
-run.json holds the configuration, the plan, versions, the git commit and the results; it is written at start and at the end.
+run.json holds the configuration, the plan, versions, the git commit and the results; it is written at start and at the
+end.
 """
 
 import json
 import os
 import shutil
 import tempfile
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,32 @@ def check_output_dir(config, problems: list[str]) -> None:
     resume = config.training.get("resume_from_checkpoint")
     check_writable(str(path), problems)
     if resume and resume != "auto" and not (Path(resume) / "trainer_state.json").is_file():
-        problems.append(f"resume_from_checkpoint={resume}: holds no trainer_state.json, so it is no complete checkpoint; use auto or a checkpoint-N folder")
+        problems.append(
+            f"resume_from_checkpoint={resume}: holds no trainer_state.json, so it is no complete checkpoint; use auto"
+            " or a checkpoint-N folder"
+        )
     if not path.is_dir():
         return
     for key in ("model", "tokenizer", "adapter"):
-        if config.overwrite and getattr(config, key) and path.resolve() in (Path(getattr(config, key)).resolve(), *Path(getattr(config, key)).resolve().parents):
-            problems.append(f"overwrite: {key}={getattr(config, key)} lies inside output_dir={path} and would be lost; choose another output_dir")
+        if (
+            config.overwrite
+            and getattr(config, key)
+            and path.resolve() in (Path(getattr(config, key)).resolve(), *Path(getattr(config, key)).resolve().parents)
+        ):
+            problems.append(
+                f"overwrite: {key}={getattr(config, key)} lies inside output_dir={path} and would be lost; choose"
+                " another output_dir"
+            )
     if resume == "auto" and not config.overwrite and not checkpoints(str(path)) and (path / FINAL).is_dir():
-        problems.append(f"resume_from_checkpoint=auto: {path} holds a finished run without checkpoints; choose a new output_dir, or replace the run with --overwrite")
+        problems.append(
+            f"resume_from_checkpoint=auto: {path} holds a finished run without checkpoints; choose a new output_dir, or"
+            " replace the run with --overwrite"
+        )
     if any(path.iterdir()) and not config.overwrite and not resume:
         what = "another run" if (path / "run.json").is_file() else "other files"
         problems.append(
-            f"output_dir={path}: holds {what}; choose a new folder, continue it with --resume_from_checkpoint auto, or replace it with --overwrite"
+            f"output_dir={path}: holds {what}; choose a new folder, continue it with --resume_from_checkpoint auto, or"
+            " replace it with --overwrite"
         )
 
 
@@ -59,7 +74,10 @@ def check_free_space(output_dir: str, needed_bytes: int, problems: list[str]) ->
     """The disk must have room for what the run writes at its end."""
     free_bytes = shutil.disk_usage(existing_parent(Path(output_dir))).free
     if free_bytes < needed_bytes:
-        problems.append(f"output_dir={output_dir}: the trained weights need {needed_bytes / 1e9:.3g} GB, but the disk has {free_bytes / 1e9:.3g} GB free; choose another disk")
+        problems.append(
+            f"output_dir={output_dir}: the trained weights need {needed_bytes / 1e9:.3g} GB, but the disk has"
+            f" {free_bytes / 1e9:.3g} GB free; choose another disk"
+        )
 
 
 def existing_parent(path: Path) -> Path:
@@ -77,7 +95,8 @@ def clear_run(output_dir: str) -> None:
 
 
 def last_checkpoint(config) -> str | None:
-    """The checkpoint to resume from, after what killed saves left has been removed; None starts anew (also where `auto` finds none).
+    """The checkpoint to resume from, after what killed saves left has been removed; None starts anew (also where `auto`
+    finds none).
 
     Raises:
         UserError: where the checkpoint that was named is not whole.
@@ -87,7 +106,9 @@ def last_checkpoint(config) -> str | None:
         print(f"dsft: removed {path}: a save that did not end", flush=True)
     if resume and resume != "auto":
         found = faults(Path(resume)) if (Path(resume) / MANIFEST).is_file() else []
-        raise_if_any([f"resume_from_checkpoint={resume}: {fault}; it is not whole, use another or auto" for fault in found])
+        raise_if_any(
+            [f"resume_from_checkpoint={resume}: {fault}; it is not whole, use another or auto" for fault in found]
+        )
         return resume
     if not resume:
         return None
@@ -98,14 +119,20 @@ def last_checkpoint(config) -> str | None:
 
 
 def start_from_weights(config, checkpoint: str) -> None:
-    """Let the model, or with LoRA the adapter, be the checkpoint's; optimizer, order of data and step counter begin anew.
+    """Let the model, or with LoRA the adapter, be the checkpoint's; optimizer, order of data and step counter begin
+    anew.
 
     Raises:
         UserError: where the run would write into the folder that holds the checkpoint.
     """
     output_dir = Path(config.training["output_dir"]).resolve()
     if output_dir in Path(checkpoint).resolve().parents:
-        raise UserError([f"resume_weights_only: {checkpoint} lies in output_dir={output_dir}, whose steps would mix with new ones; name another output_dir and the checkpoint with resume_from_checkpoint"])
+        raise UserError(
+            [
+                f"resume_weights_only: {checkpoint} lies in output_dir={output_dir}, whose steps would mix with new"
+                " ones; name another output_dir and the checkpoint with resume_from_checkpoint"
+            ]
+        )
     setattr(config, "model" if config.method == "full" else "adapter", checkpoint)
     config.training.pop("resume_from_checkpoint")
 
@@ -129,7 +156,7 @@ def write_run(output_dir: str, **sections: Any) -> None:
     """Add or replace sections of run.json."""
     path = Path(output_dir) / "run.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = read_run(output_dir) if path.is_file() else {"created": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    content = read_run(output_dir) if path.is_file() else {"created": datetime.now(UTC).isoformat(timespec="seconds")}
     write_json(path, content | sections)
 
 

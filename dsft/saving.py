@@ -1,4 +1,6 @@
-"""What all ranks do together to save a checkpoint: write beside, hash, verify, publish. A save that fails leaves the last good one."""
+"""What all ranks do together to save a checkpoint: write beside, hash, verify, publish. A save that fails leaves the
+last good one.
+"""
 
 import shutil
 import socket
@@ -29,8 +31,17 @@ class Saves:
     failed: list[str] = field(default_factory=list)
 
 
-def save_whole(staged: Path, write: Callable[[], list[str]], check: Callable[[Path], list[str]], *, needed_bytes: int, facts: dict[str, Any], saves: Saves) -> Path | None:
-    """Let every rank `write` into `staged`, then publish it. Returns the checkpoint's folder, or None where it failed, which `saves` records. Collective.
+def save_whole(
+    staged: Path,
+    write: Callable[[], list[str]],
+    check: Callable[[Path], list[str]],
+    *,
+    needed_bytes: int,
+    facts: dict[str, Any],
+    saves: Saves,
+) -> Path | None:
+    """Let every rank `write` into `staged`, then publish it. Returns the checkpoint's folder, or None where it failed,
+    which `saves` records. Collective.
 
     Args:
         write: returns what it could not write. Where it has no more collectives to take part in, it may raise instead.
@@ -64,11 +75,20 @@ def save_whole(staged: Path, write: Callable[[], list[str]], check: Callable[[Pa
 
 def _lack_of_room(staged: Path, needed_bytes: int) -> list[str]:
     free_bytes = shutil.disk_usage(staged.parent.parent).free
-    return [f"{free_bytes / 1e9:.3g} GB are free on {socket.gethostname()}, and a checkpoint takes {needed_bytes / 1e9:.3g} GB"] if free_bytes < needed_bytes else []
+    return (
+        [
+            f"{free_bytes / 1e9:.3g} GB are free on {socket.gethostname()}, and a checkpoint takes"
+            f" {needed_bytes / 1e9:.3g} GB"
+        ]
+        if free_bytes < needed_bytes
+        else []
+    )
 
 
 def _publish(staged: Path, check: Callable[[Path], list[str]], facts: dict[str, Any]) -> list[str]:
-    """Hash the files, each rank its share of them, and move the checkpoint to its name on rank 0. Returns problems. Collective."""
+    """Hash the files, each rank its share of them, and move the checkpoint to its name on rank 0. Returns problems.
+    Collective.
+    """
     files, sealed, problems = files_of(staged), [], []
     try:
         sealed = [(str(path.relative_to(staged)), seal(path)) for path in files[ranks.rank() :: ranks.world_size()]]
@@ -92,7 +112,9 @@ def missing_shards(folder: Path, world_size: int, *, sharded: bool) -> list[str]
         found.append(f"{TRAINER_STATE} is missing")
     shards = len(list(folder.glob(f"global_step*/{OPTIMIZER_SHARDS}")))
     if sharded and shards < world_size:
-        found.append(f"{shards} of {world_size} ranks' optimizer states are there; is the output folder shared by all nodes?")
+        found.append(
+            f"{shards} of {world_size} ranks' optimizer states are there; is the output folder shared by all nodes?"
+        )
     states = len(list(folder.glob("rng_state*.pth")))
     if states < world_size:
         found.append(f"{states} of {world_size} ranks' random states are there")

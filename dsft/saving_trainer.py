@@ -27,16 +27,29 @@ SAMPLED_TENSORS = 16
 
 
 class SavingTrainer(Trainer):
-    """Saves by the Trainer's strategy and every `save_minutes`; `saves` counts. Goes on from checkpoints of other ranks and stages."""
+    """Saves by the Trainer's strategy and every `save_minutes`; `saves` counts. Goes on from checkpoints of other ranks
+    and stages.
+    """
 
     def __init__(self, model: nn.Module, *args: Any, save_minutes: float | None, **kwargs: Any):
         super().__init__(model, *args, **kwargs)
         deepspeed_config = self.args.hf_deepspeed_config.config
-        self.topology = {"world_size": self.args.world_size, "zero_stage": stage(deepspeed_config), "offload": offloads(deepspeed_config)}
+        self.topology = {
+            "world_size": self.args.world_size,
+            "zero_stage": stage(deepspeed_config),
+            "offload": offloads(deepspeed_config),
+        }
         self.save_minutes = save_minutes
         self.saves, self.expected = Saves(), expected_shapes(model)
         data = self.train_dataset
-        self.made_with = made_with(self.expected, data, seed=self.args.data_seed or self.args.seed, sequences_per_step=self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size)
+        self.made_with = made_with(
+            self.expected,
+            data,
+            seed=self.args.data_seed or self.args.seed,
+            sequences_per_step=self.args.per_device_train_batch_size
+            * self.args.gradient_accumulation_steps
+            * self.args.world_size,
+        )
         self._saved_at, self._writes_to, self._unwritten = time.monotonic(), None, []
 
     def is_save_due(self) -> bool:
@@ -45,11 +58,17 @@ class SavingTrainer(Trainer):
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
         started = super()._init_training_state(max_steps, *args, **kwargs)
-        self.state.compute_steps(self.args, max_steps)  # else a resumed run logs, evaluates and saves as often as the checkpoint's did
+        self.state.compute_steps(
+            self.args, max_steps
+        )  # else a resumed run logs, evaluates and saves as often as the checkpoint's did
         return started
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> tuple[Any, Any]:
-        """The Trainer's, which ends with DeepSpeed reading a checkpoint; one that DeepSpeed cannot read is read by `resharding.py`. Collective."""
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[Any, Any]:
+        """The Trainer's, which ends with DeepSpeed reading a checkpoint; one that DeepSpeed cannot read is read by
+        `resharding.py`. Collective.
+        """
         if resume_from_checkpoint is None or not topology_change(resume_from_checkpoint, self.topology):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
@@ -71,23 +90,41 @@ class SavingTrainer(Trainer):
         return str(self._writes_to or super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """The Trainer's save, into a folder that gets its name once everything is written and verified; then older ones are removed. Collective."""
+        """The Trainer's save, into a folder that gets its name once everything is written and verified; then older ones
+        are removed. Collective.
+        """
         step, output_dir = self.state.global_step, self.args.output_dir
         staged = staging_folder(output_dir, step)
         self._writes_to, self._unwritten = staged.parent, []
         with watch.phase("saving"):
             saved = save_whole(
-                staged, lambda: self._write_checkpoint(model, trial, staged), self._check_saved, saves=self.saves, needed_bytes=self._checkpoint_bytes(),
-                facts={"step": step, **self.topology, "made_with": self.made_with, "loss": next((entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry), None)},
+                staged,
+                lambda: self._write_checkpoint(model, trial, staged),
+                self._check_saved,
+                saves=self.saves,
+                needed_bytes=self._checkpoint_bytes(),
+                facts={
+                    "step": step,
+                    **self.topology,
+                    "made_with": self.made_with,
+                    "loss": next(
+                        (entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry), None
+                    ),
+                },
             )
         self._writes_to, self._saved_at = None, time.monotonic()
         if saved is None:
-            say(f"error: checkpoint-{step} could not be saved ({self.saves.failed[-1]}); training goes on, earlier checkpoints stay")
+            say(
+                f"error: checkpoint-{step} could not be saved ({self.saves.failed[-1]}); training goes on, earlier"
+                " checkpoints stay"
+            )
         elif self.is_world_process_zero():
             prune(output_dir, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
 
     def _write_checkpoint(self, model: nn.Module, trial: Any, staged: Path) -> list[str]:
-        """The Trainer's save. What one rank cannot write it notes and goes on: the others wait for it in the collectives that follow. Returns the notes."""
+        """The Trainer's save. What one rank cannot write it notes and goes on: the others wait for it in the
+        collectives that follow. Returns the notes.
+        """
         engine = self.model_wrapped.checkpoint_engine
         best, write = self.state.best_model_checkpoint, engine.save
         engine.save = lambda *args, **kwargs: self._note_errors(lambda: write(*args, **kwargs))
@@ -108,7 +145,9 @@ class SavingTrainer(Trainer):
         else:
             self._note_errors(lambda: super(SavingTrainer, self)._save(output_dir, state_dict))
         if self.args.should_save and not self._unwritten:
-            self._unwritten += differences(Path(output_dir), state_dict, sampled=0 if self._writes_to else SAMPLED_TENSORS)
+            self._unwritten += differences(
+                Path(output_dir), state_dict, sampled=0 if self._writes_to else SAMPLED_TENSORS
+            )
 
     def _note_errors(self, write: Callable[[], Any]) -> None:
         try:
@@ -128,14 +167,19 @@ class SavingTrainer(Trainer):
         return problems
 
     def save_final(self) -> Path:
-        """Save the model (LoRA: the adapter) to `final/` and read back that every weight is there, and a sample of them bit by bit. Collective."""
+        """Save the model (LoRA: the adapter) to `final/` and read back that every weight is there, and a sample of them
+        bit by bit. Collective.
+        """
         folder = Path(self.args.output_dir) / FINAL
         watch.enter("saving")
         self._unwritten = []
         self.save_model(str(folder))
         problems = missing_weights(folder, self.expected) + self._unwritten if self.is_world_process_zero() else []
         if max_over_ranks(float(len(problems))):
-            raise RuntimeError(f"{folder} is incomplete, do not use it: {'; '.join(problems[:5])} (see the checkpoints for intact weights)")
+            raise RuntimeError(
+                f"{folder} is incomplete, do not use it: {'; '.join(problems[:5])} (see the checkpoints for intact"
+                " weights)"
+            )
         return folder
 
 
@@ -166,16 +210,22 @@ def missing_weights(folder: Path, expected: dict[str, tuple[int, ...]]) -> list[
 
 
 def differences(folder: Path, memory: dict[str, torch.Tensor] | None, *, sampled: int) -> list[str]:
-    """How the safetensors of a folder differ from the state dict that was saved: in shapes, and for `sampled` tensors spread evenly in content.
+    """How the safetensors of a folder differ from the state dict that was saved: in shapes, and for `sampled` tensors
+    spread evenly in content.
 
-    Compared is what has the same name in both, but for the adapter's name, which is not on disk; not so experts, which are stored one by one.
+    Compared is what has the same name in both, but for the adapter's name, which is not on disk; not so experts, which
+    are stored one by one.
     """
     known = {name.replace(".default", ""): tensor for name, tensor in (memory or {}).items()}
     found: list[str] = []
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             names = [name for name in tensors.keys() if name in known]
-            found += [f"{name} is {tensors.get_slice(name).get_shape()} in {file.name}, {list(known[name].shape)} in memory" for name in names if tuple(tensors.get_slice(name).get_shape()) != tuple(known[name].shape)]
+            found += [
+                f"{name} is {tensors.get_slice(name).get_shape()} in {file.name}, {list(known[name].shape)} in memory"
+                for name in names
+                if tuple(tensors.get_slice(name).get_shape()) != tuple(known[name].shape)
+            ]
             for name in names[:: max(1, len(names) // sampled)] if sampled and not found else []:
                 written = tensors.get_tensor(name)
                 if not torch.equal(written, known[name].detach().to("cpu", written.dtype)):

@@ -1,6 +1,8 @@
-"""SIGUSR1 or SIGTERM asks a training to save and end, so that it can go on later: SLURM and Kubernetes send them before they take a node.
+"""SIGUSR1 or SIGTERM asks a training to save and end, so that it can go on later: SLURM and Kubernetes send them before
+they take a node.
 
-SIGUSR1 counts from the start, since SLURM may send it while the model loads (`--signal=USR1@300`). SIGTERM is taken for it only while
+SIGUSR1 counts from the start, since SLURM may send it while the model loads (`--signal=USR1@300`). SIGTERM is taken for
+it only while
 training runs; before, it ends the process as usual.
 """
 

@@ -51,14 +51,18 @@ def main(argv: list[str] | None = None) -> None:
     # Before any TrainingArguments: transformers would make a process group that DeepSpeed does not know of.
     stop_request.listen()
     watch.start(config)
-    ranks.start_ranks(meet_seconds=config.start_timeout, timeout_seconds=config.training.get("ddp_timeout", max(1800, config.load_timeout, config.save_timeout)))
+    ranks.start_ranks(
+        meet_seconds=config.start_timeout,
+        timeout_seconds=config.training.get("ddp_timeout", max(1800, config.load_timeout, config.save_timeout)),
+    )
     watch.meet()
     finetune(config, problems)
     ranks.stop_ranks()
 
 
-def finetune(config: TrainConfig, problems: list[str] | None = None) -> PerplexityTrainer | None:
-    """The whole run, from checks to the saved model and run.json; None where nothing was left to train. Collective: every rank calls it, after `ranks.start_ranks()`.
+def finetune(config: TrainConfig, problems: list[str] | None = None) -> PerplexityTrainer | None:  # noqa: C901
+    """The whole run, from checks to the saved model and run.json; None where nothing was left to train. Collective:
+    every rank calls it, after `ranks.start_ranks()`.
 
     Raises:
         UserError: with `problems` and all others that can be found before weights load, on every rank.
@@ -84,25 +88,48 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
         config.packing, config.attn_implementation = packing.problem is None, packing.attn_implementation
     machine = ranks.smallest_machine()
     plan, why = ranks.on_rank_0(lambda: plan_run(config, prepared, machine, checkpoint=checkpoint))
-    say(f"plan: {machine}; {prepared.size.num_params:,} parameters, {prepared.size.num_trainable:,} trained, {config.dtype}")
+    say(
+        f"plan: {machine}; {prepared.size.num_params:,} parameters, {prepared.size.num_trainable:,} trained,"
+        f" {config.dtype}"
+    )
     say(f"plan: {why}")
-    say(f"plan: peaks predicted: {plan.device_bytes / GiB:.1f} GiB per {'GPU' if machine.has_gpu else 'rank'}, {plan.host_bytes / GiB:.1f} GiB host memory per node; {plan.time.step_seconds:.3g} s per step")
+    say(
+        f"plan: peaks predicted: {plan.device_bytes / GiB:.1f} GiB per {'GPU' if machine.has_gpu else 'rank'},"
+        f" {plan.host_bytes / GiB:.1f} GiB host memory per node; {plan.time.step_seconds:.3g} s per step"
+    )
     if packing and packing.problem:
-        say(f"note: packing is left out, sequences are padded instead: samples in one row cannot be kept apart in this model, {packing.problem}")
+        say(
+            "note: packing is left out, sequences are padded instead: samples in one row cannot be kept apart in this"
+            f" model, {packing.problem}"
+        )
     for note in ignored_options(config, plan.deepspeed_config, prepared.size):
         say(f"note: {note}")
 
-    data = load_training_data(config, prepared.data, prepared.held_out, prepared.tokenizer, pack=config.packing, flash=config.packing and packing.flash)
+    data = load_training_data(
+        config,
+        prepared.data,
+        prepared.held_out,
+        prepared.tokenizer,
+        pack=config.packing,
+        flash=config.packing and packing.flash,
+    )
     args = training_arguments(config, plan, has_held_out=data.held_out is not None)
     data.count_padding(args, ranks.world_size())
-    say(f"data: {', '.join(map(str, prepared.data))}: {shown(data.counts)}" + (f"; held out: {shown(data.held_out_counts)}" if data.held_out else ""))
+    say(
+        f"data: {', '.join(map(str, prepared.data))}: {shown(data.counts)}"
+        + (f"; held out: {shown(data.held_out_counts)}" if data.held_out else "")
+    )
     for note in data.notes:
         say(f"note: {note}")
 
-    memory_explained = functools.partial(out_of_memory_explained, plan, machine, lambda: smaller_plan(config, prepared, machine, plan))
+    memory_explained = functools.partial(
+        out_of_memory_explained, plan, machine, lambda: smaller_plan(config, prepared, machine, plan)
+    )
     with memory_explained("while loading"):
         model = build_model(config, dtype=config.dtype, seed=args.seed)
-    trainer = PerplexityTrainer(model, args, tokenizer=prepared.tokenizer, data=data, plan=plan, save_minutes=config.save_minutes)
+    trainer = PerplexityTrainer(
+        model, args, tokenizer=prepared.tokenizer, data=data, plan=plan, save_minutes=config.save_minutes
+    )
 
     if checkpoint:
         ranks.on_rank_0(lambda: check_made_with(checkpoint, trainer.made_with))
@@ -110,12 +137,30 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
     if ranks.rank() == 0:
         if config.overwrite and checkpoint is None:
             clear_run(output_dir)
-        write_run(output_dir, config=as_dict(config), plan=plan_as_dict(plan) | {"reason": why}, machine=str(machine), deepspeed=plan.deepspeed_config, versions=versions(),
-                  git_commit=git_commit(), world_size=ranks.world_size(), data=data.counts, held_out=data.held_out_counts, status="running")
+        write_run(
+            output_dir,
+            config=as_dict(config),
+            plan=plan_as_dict(plan) | {"reason": why},
+            machine=str(machine),
+            deepspeed=plan.deepspeed_config,
+            versions=versions(),
+            git_commit=git_commit(),
+            world_size=ranks.world_size(),
+            data=data.counts,
+            held_out=data.held_out_counts,
+            status="running",
+        )
     ranks.wait_for_all()
     if checkpoint:
         change = topology_change(checkpoint, trainer.topology)
-        say(f"resuming from {checkpoint}" + (f"; its shards are laid out anew ({change}): dropout draws other numbers than it would have" if change else ""))
+        say(
+            f"resuming from {checkpoint}"
+            + (
+                f"; its shards are laid out anew ({change}): dropout draws other numbers than it would have"
+                if change
+                else ""
+            )
+        )
     elif config.training.get("resume_from_checkpoint"):
         say(f"no complete checkpoint in {output_dir}; starting anew")
     start = time.perf_counter()
@@ -131,21 +176,37 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
             write_run(output_dir, status="preempted", results=trainer.results())
         ranks.wait_for_all()  # the first rank that ends has the others killed
         saved = checkpoints(output_dir)
-        kept = f"{saved[-1]} is saved; the same command goes on from there with --resume_from_checkpoint auto" if saved else f"nothing could be saved ({trainer.saves.failed[-1:]})"
+        kept = (
+            f"{saved[-1]} is saved; the same command goes on from there with --resume_from_checkpoint auto"
+            if saved
+            else f"nothing could be saved ({trainer.saves.failed[-1:]})"
+        )
         raise Requeue(f"asked to stop (SIGUSR1, SIGTERM) after step {trainer.state.global_step}: {kept}")
-    if data.held_out and (args.load_best_model_at_end or trainer.last_evaluation()["step"] != trainer.state.global_step):
+    if data.held_out and (
+        args.load_best_model_at_end or trainer.last_evaluation()["step"] != trainer.state.global_step
+    ):
         trainer.evaluate()
     final = trainer.save_final()
     seconds = time.perf_counter() - start
     if trainer.saves.number:
-        say(f"{trainer.saves.number} checkpoint{'s' * (trainer.saves.number > 1)} saved in {trainer.saves.seconds:.3g} s, {trainer.saves.seconds / seconds:.1%} of the run; the largest is {trainer.saves.largest_bytes / 1e9:.3g} GB")
+        say(
+            f"{trainer.saves.number} checkpoint{'s' * (trainer.saves.number > 1)} saved in {trainer.saves.seconds:.3g}"
+            f" s, {trainer.saves.seconds / seconds:.1%} of the run; the largest is"
+            f" {trainer.saves.largest_bytes / 1e9:.3g} GB"
+        )
     if ranks.rank() == 0:
-        results = {"train_loss": output.training_loss, "seconds": seconds, "final_model": str(final)} | trainer.results()
+        results = {
+            "train_loss": output.training_loss,
+            "seconds": seconds,
+            "final_model": str(final),
+        } | trainer.results()
         write_run(output_dir, results=results, status="done", data=data.counts)  # of a stream they are known only now
         (final / CARD).write_text(model_card(read_run(output_dir)), encoding="utf-8")
         say(f"done: {final}; results in {output_dir}/run.json")
     if trainer.saves.failed:
-        raise Unsaved(f"{final} is written, but {len(trainer.saves.failed)} times a checkpoint was not: {trainer.saves.failed[0]}")
+        raise Unsaved(
+            f"{final} is written, but {len(trainer.saves.failed)} times a checkpoint was not: {trainer.saves.failed[0]}"
+        )
     return trainer
 
 

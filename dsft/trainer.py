@@ -1,4 +1,5 @@
-"""`transformers.Trainer` with what dsft adds: exact evaluation, speed and memory in the log, a stop at NaN, verified saves.
+"""`transformers.Trainer` with what dsft adds: exact evaluation, speed and memory in the log, a stop at NaN, verified
+saves.
 
 No training loop here: the Trainer's own runs.
 """
@@ -35,14 +36,30 @@ from dsft.windows import windows_of_sequences
 class PerplexityTrainer(SavingTrainer):
     """Trains on `TrainingData.items`; evaluates with `perplexity.py` instead of a mean of batch means."""
 
-    def __init__(self, model: nn.Module, args: TrainingArguments, *, tokenizer: PreTrainedTokenizerBase, data: TrainingData, plan: Plan, save_minutes: float | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        data: TrainingData,
+        plan: Plan,
+        save_minutes: float | None = None,
+    ):
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         super().__init__(
-            model=model, args=args, train_dataset=data.items if isinstance(data.items, Stream) else WholeSteps(data.items, per_step), eval_dataset=data.held_out,
-            processing_class=tokenizer, data_collator=data.collator, save_minutes=save_minutes,
+            model=model,
+            args=args,
+            train_dataset=data.items if isinstance(data.items, Stream) else WholeSteps(data.items, per_step),
+            eval_dataset=data.held_out,
+            processing_class=tokenizer,
+            data_collator=data.collator,
+            save_minutes=save_minutes,
         )
         self.grouped = data.grouped
-        if not self.model_accepts_loss_kwargs:  # its own loss would be a mean over each micro batch, and NaN for blank ones
+        if (
+            not self.model_accepts_loss_kwargs
+        ):  # its own loss would be a mean over each micro batch, and NaN for blank ones
             self.compute_loss_func = mean_over_the_global_batch
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
@@ -58,16 +75,32 @@ class PerplexityTrainer(SavingTrainer):
         data = train_dataset if train_dataset is not None else self.train_dataset
         if self.args.train_sampling_strategy == "sequential":
             return super()._get_train_sampler(data)
-        return EpochOrder(data, seed=self.args.data_seed or self.args.seed, step=lambda: self.state.global_step, drop_last=self.args.dataloader_drop_last, grouped=self.grouped)
+        return EpochOrder(
+            data,
+            seed=self.args.data_seed or self.args.seed,
+            step=lambda: self.state.global_step,
+            drop_last=self.args.dataloader_drop_last,
+            grouped=self.grouped,
+        )
 
-    def evaluate(self, eval_dataset: Sequences | None = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(
+        self,
+        eval_dataset: Sequences | None = None,
+        ignore_keys: Sequence[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
         """Perplexity over all tokens of the held-out data; the same number for any batch size and number of ranks."""
         start = time.perf_counter()
         windows = windows_of_sequences(self.eval_dataset if eval_dataset is None else eval_dataset, mode="training")
         with watch.phase("evaluating"):
             result = evaluate_windows(
-                self.model, windows, pad_token_id=self.processing_class.pad_token_id, device=self.args.device, collective_forward=is_deepspeed_zero3_enabled(),
-                batch_tokens=self.args.per_device_eval_batch_size * width(windows.lengths.max()), progress=self.is_world_process_zero() and not self.args.disable_tqdm,
+                self.model,
+                windows,
+                pad_token_id=self.processing_class.pad_token_id,
+                device=self.args.device,
+                collective_forward=is_deepspeed_zero3_enabled(),
+                batch_tokens=self.args.per_device_eval_batch_size * width(windows.lengths.max()),
+                progress=self.is_world_process_zero() and not self.args.disable_tqdm,
             )
         metrics = {
             f"{metric_key_prefix}_loss": result.loss,
@@ -79,8 +112,12 @@ class PerplexityTrainer(SavingTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def training_step(self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None) -> torch.Tensor:
-        """The Trainer's step; then every rank learns whether any rank's loss is NaN or infinite or any was asked to stop, and all stop together."""
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """The Trainer's step; then every rank learns whether any rank's loss is NaN or infinite or any was asked to
+        stop, and all stop together.
+        """
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.bad_losses += ~loss.isfinite()
         if not self.accelerator.sync_gradients:  # the same on all ranks; micro batches in between are not waited for
@@ -95,13 +132,16 @@ class PerplexityTrainer(SavingTrainer):
             saved = checkpoints(self.args.output_dir)
             kept = f"the last checkpoint, {saved[-1]}, is untouched" if saved else "nothing had been saved yet"
             raise TrainingStopped(
-                f"the loss is NaN or infinite at step {self.state.global_step + 1}; {kept}. Usual causes: a learning rate too high "
-                f"(here {self.args.learning_rate}), fp16 where bf16 is needed, or broken weights in the model that training started from"
+                f"the loss is NaN or infinite at step {self.state.global_step + 1}; {kept}. Usual causes: a learning"
+                f" rate too high (here {self.args.learning_rate}), fp16 where bf16 is needed, or broken weights in the"
+                " model that training started from"
             )
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds tokens/s over all ranks and the largest peak memory of one rank. Collective: every rank logs at the same steps."""
+        """Adds tokens/s over all ranks and the largest peak memory of one rank. Collective: every rank logs at the same
+        steps.
+        """
         peak = peak_memory_bytes()
         for name, value in peak.items():
             logs[f"peak_{name}_gib"] = round(max_over_ranks(value) / GiB, 3)
@@ -112,15 +152,26 @@ class PerplexityTrainer(SavingTrainer):
         return next((entry for entry in reversed(self.state.log_history) if "eval_loss" in entry), {"step": -1})
 
     def results(self) -> dict[str, Any]:
-        """Figures of the run for run.json: steps, tokens, speed, peak memory, held-out perplexity, and the whole log."""
+        """Figures of the run for run.json: steps, tokens, speed, peak memory, held-out perplexity, and the whole
+        log.
+        """
         log = self.state.log_history
         evaluation = self.last_evaluation()
         return {
             "steps": self.state.global_step,
             "tokens_seen": self.state.num_input_tokens_seen,
-            "tokens_per_second": next((entry["train_tokens_per_second"] for entry in reversed(log) if "train_tokens_per_second" in entry), None),
-            **{name: max(entry[name] for entry in log if name in entry) for name in ("peak_gpu_gib", "peak_host_gib") if any(name in entry for entry in log)},
-            **{name: evaluation[name] for name in ("eval_loss", "eval_perplexity", "eval_tokens") if name in evaluation},
+            "tokens_per_second": next(
+                (entry["train_tokens_per_second"] for entry in reversed(log) if "train_tokens_per_second" in entry),
+                None,
+            ),
+            **{
+                name: max(entry[name] for entry in log if name in entry)
+                for name in ("peak_gpu_gib", "peak_host_gib")
+                if any(name in entry for entry in log)
+            },
+            **{
+                name: evaluation[name] for name in ("eval_loss", "eval_perplexity", "eval_tokens") if name in evaluation
+            },
             "best_checkpoint": self.state.best_model_checkpoint,
             "saves": dataclasses.asdict(self.saves),
             "plan_check": self.plan_check.comparisons,
@@ -128,7 +179,9 @@ class PerplexityTrainer(SavingTrainer):
         }
 
 
-def mean_over_the_global_batch(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> torch.Tensor:
+def mean_over_the_global_batch(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+) -> torch.Tensor:
     """Nats of all trained tokens over `num_items_in_batch`, those of all micro batches and ranks of a step."""
     logits = outputs["logits"]
     return ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch=num_items_in_batch)
@@ -155,7 +208,9 @@ class ProgressLog(TrainerCallback):
         if state.is_world_process_zero and not args.disable_tqdm:
             from tqdm.auto import tqdm
 
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="Training", unit="step", dynamic_ncols=True)
+            self.bar = tqdm(
+                total=state.max_steps, initial=state.global_step, desc="Training", unit="step", dynamic_ncols=True
+            )
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.bar is not None:
@@ -163,7 +218,9 @@ class ProgressLog(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero:
-            line = f"step {state.global_step:>6}  " + "  ".join(f"{_NAMES.get(key, key)} {_number(logs[key])}" for key in _SHOWN if key in logs)
+            line = f"step {state.global_step:>6}  " + "  ".join(
+                f"{_NAMES.get(key, key)} {_number(logs[key])}" for key in _SHOWN if key in logs
+            )
             print(line, flush=True) if self.bar is None else self.bar.write(line)
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -172,7 +229,18 @@ class ProgressLog(TrainerCallback):
             self.bar = None
 
 
-_SHOWN = ("loss", "learning_rate", "grad_norm", "train_tokens_per_second", "num_input_tokens_seen", "eval_loss", "eval_perplexity", "eval_tokens", "peak_gpu_gib", "peak_host_gib")
+_SHOWN = (
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "train_tokens_per_second",
+    "num_input_tokens_seen",
+    "eval_loss",
+    "eval_perplexity",
+    "eval_tokens",
+    "peak_gpu_gib",
+    "peak_host_gib",
+)
 _NAMES = {"learning_rate": "lr", "train_tokens_per_second": "tokens/s", "num_input_tokens_seen": "tokens"}
 
 

@@ -1,4 +1,6 @@
-"""Which code runs here: versions of Python and packages, the commit of dsft and a hash of its files. Imports none of the packages."""
+"""Which code runs here: versions of Python and packages, the commit of dsft and a hash of its files. Imports none of
+the packages.
+"""
 
 import hashlib
 import importlib.metadata
@@ -22,7 +24,11 @@ def git_commit() -> str | None:
     """Commit of the dsft checkout, with "+changes" where files differ from it; None outside a checkout."""
     root = Path(__file__).resolve().parent.parent
     try:
-        describe = subprocess.run(["git", "-C", root, "describe", "--always", "--abbrev=40", "--dirty=+changes"], capture_output=True, text=True)
+        describe = subprocess.run(
+            ["git", "-C", root, "describe", "--always", "--abbrev=40", "--dirty=+changes"],
+            capture_output=True,
+            text=True,
+        )
     except OSError:
         return None  # no git on this machine
     return describe.stdout.strip() or None

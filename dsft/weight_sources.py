@@ -1,6 +1,8 @@
-"""Where an export takes its weights from, one tensor at a time: safetensors, DeepSpeed's shards, an adapter over its base.
+"""Where an export takes its weights from, one tensor at a time: safetensors, DeepSpeed's shards, an adapter over its
+base.
 
-A source has `shapes` (name on disk -> shape), `dtype` (of the weights as they are) and `read(name)`. Nothing holds the whole model.
+A source has `shapes` (name on disk -> shape), `dtype` (of the weights as they are) and `read(name)`. Nothing holds the
+whole model.
 """
 
 import copy
@@ -79,11 +81,17 @@ class MergedSource:
         peft_config = saved_lora_config(str(adapter))
         with torch.device("meta"):
             adapted = get_peft_model(empty_model(config), peft_config, low_cpu_mem_usage=True)
-        self.layers = {name.removeprefix("base_model.model."): module for name, module in adapted.named_modules() if isinstance(module, LoraLayer | ModulesToSaveWrapper)}
+        self.layers = {
+            name.removeprefix("base_model.model."): module
+            for name, module in adapted.named_modules()
+            if isinstance(module, LoraLayer | ModulesToSaveWrapper)
+        }
         if any(isinstance(module, ParamWrapper) for module in self.layers.values()) or peft_config.bias != "none":
             raise NotStreamable("the adapter changes single parameters or biases")
         tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
-        if absent := sorted(name for name in self.layers if f"{name}.weight" not in self.shapes or tied and "embed" in name):
+        if absent := sorted(
+            name for name in self.layers if f"{name}.weight" not in self.shapes or (tied and "embed" in name)
+        ):
             raise NotStreamable(f"the adapter changes {absent[0]}, which has no weight of its own on disk")
         check_names_on_disk(config, [f"{name}.weight" for name in self.layers])
         for name, tensor in self.weights.items():
@@ -97,25 +105,39 @@ class MergedSource:
             return self.base.read(name)
         if isinstance(layer, ModulesToSaveWrapper):
             return self.weights[f"base_model.model.{name}"].to(self.dtype)
-        own = {key: self.base.read(f"{layer_name}.{key.removeprefix('base_layer.')}") if key.startswith("base_layer.") else self._adapter_weight(layer_name, key) for key in layer.state_dict()}
+        own = {
+            key: (
+                self.base.read(f"{layer_name}.{key.removeprefix('base_layer.')}")
+                if key.startswith("base_layer.")
+                else self._adapter_weight(layer_name, key)
+            )
+            for key in layer.state_dict()
+        }
         real = copy.deepcopy(layer)  # on meta: it costs nothing, and merging marks a layer
         real.load_state_dict({key: tensor.clone() for key, tensor in own.items()}, assign=True)
         real.merge(safe_merge=True)  # refuses NaN
         return getattr(real.get_base_layer(), part).data
 
     def _adapter_weight(self, layer_name: str, key: str) -> torch.Tensor:
-        """`lora_A.default.weight` is `lora_A.weight` on disk, and DoRA's `lora_magnitude_vector.default.weight` has no suffix there."""
+        """`lora_A.default.weight` is `lora_A.weight` on disk, and DoRA's `lora_magnitude_vector.default.weight` has no
+        suffix there.
+        """
         name = f"base_model.model.{layer_name}.{key}".replace(".default", "")
         return self.weights[name] if name in self.weights else self.weights[name.removesuffix(".weight")]
 
 
 def local_folder(model: str) -> Path:
     """The folder of a hub id's files on this machine, or the folder itself."""
-    return Path(model) if Path(model).is_dir() else Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]))
+    return (
+        Path(model)
+        if Path(model).is_dir()
+        else Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]))
+    )
 
 
 def check_names_on_disk(config: PreTrainedConfig, names: Iterable[str]) -> None:
-    """These parameters must be called on disk as in memory and be the same there, which transformers' conversions (experts fused in memory) undo.
+    """These parameters must be called on disk as in memory and be the same there, which transformers' conversions
+    (experts fused in memory) undo.
 
     Raises:
         NotStreamable: where they are not.

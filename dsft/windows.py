@@ -2,17 +2,22 @@
 
 Modes, and where their definitions come from:
 
-- `windows`: documents, a separator after each, laid end to end and cut into windows of L tokens that do not overlap; the first
+- `windows`: documents, a separator after each, laid end to end and cut into windows of L tokens that do not overlap;
+  the first
   token of a window is context only. It is the view that finetuning trains on (`data/`).
-- `sliding`: windows of L tokens, each S further; a window scores what the one before it did not reach, so every token but
-  the first is scored once, with at least L - S tokens of context (transformers' documentation, "Perplexity of fixed-length
+- `sliding`: windows of L tokens, each S further; a window scores what the one before it did not reach, so every token
+  but
+  the first is scored once, with at least L - S tokens of context (transformers' documentation, "Perplexity of
+  fixed-length
   models"). Over the whole corpus, or each document by itself.
-- `rolling`: each document by itself, after a prefix token (BOS, else EOS), in windows of L predicted tokens with one token of
+- `rolling`: each document by itself, after a prefix token (BOS, else EOS), in windows of L predicted tokens with one
+  token of
   context; the last window has as much context as fits (lm-evaluation-harness, `loglikelihood_rolling` in
   lm_eval/models/huggingface.py and `get_rolling_token_windows` in lm_eval/utils.py).
 - `answers`: prompts with completions, or chats; only what finetuning trains on is scored.
 
-Words are counted as `re.split(r"\\s+", text)`, bytes in UTF-8, as lm-evaluation-harness does for word and byte perplexity.
+Words are counted as `re.split(r"\\s+", text)`, bytes in UTF-8, as lm-evaluation-harness does for word and byte
+perplexity.
 """
 
 import re
@@ -88,10 +93,21 @@ def build_windows(data: Shaped, config, tokenizer: PreTrainedTokenizerBase) -> W
     if mode == "auto":
         mode = "windows" if is_text else "answers"
     if (mode == "answers") == is_text:
-        raise UserError([f"mode={mode} does not fit the data, which holds {data.rules.shape}; use {'windows, sliding or rolling' if mode == 'answers' else 'answers'}"])
-    windows = _answers(data, config, tokenizer) if mode == "answers" else _of_text(read_texts(data, config, tokenizer), mode, config, tokenizer)
+        raise UserError(
+            [
+                f"mode={mode} does not fit the data, which holds {data.rules.shape}; use"
+                f" {'windows, sliding or rolling' if mode == 'answers' else 'answers'}"
+            ]
+        )
+    windows = (
+        _answers(data, config, tokenizer)
+        if mode == "answers"
+        else _of_text(read_texts(data, config, tokenizer), mode, config, tokenizer)
+    )
     if not any(len(windows.pieces(window)[0]) for window in range(len(windows.spans))):
-        raise UserError([f"data: {len(windows.document_starts)} documents give no token to score: a first token is context only"])
+        raise UserError(
+            [f"data: {len(windows.document_starts)} documents give no token to score: a first token is context only"]
+        )
     return windows
 
 
@@ -135,20 +151,33 @@ def _of_text(texts: list[str], mode: str, config, tokenizer: PreTrainedTokenizer
     ends = np.append(starts[1:], len(tokens))
     if mode == "rolling":
         scorable[starts] = False  # the prefix token
-        spans = [span for start, end in zip(starts, ends, strict=True) for span in rolling_spans(start, end, config.seq_len)]
+        spans = [
+            span for start, end in zip(starts, ends, strict=True) for span in rolling_spans(start, end, config.seq_len)
+        ]
     elif mode == "sliding":
         stride = config.stride or config.seq_len // 2
         ranges = zip(starts, ends, strict=True) if per_document else [(0, len(tokens))]
         spans = [span for start, end in ranges for span in sliding_spans(start, end, config.seq_len, stride)]
     else:
-        spans = [(start, min(start + config.seq_len, len(tokens)), start + 1) for start in range(0, len(tokens), config.seq_len)]
+        spans = [
+            (start, min(start + config.seq_len, len(tokens)), start + 1)
+            for start in range(0, len(tokens), config.seq_len)
+        ]
     return Windows(
-        tokens=tokens, scorable=scorable, document_starts=starts, spans=np.array(spans, dtype=np.int64).reshape(-1, 3),
-        document_bytes=np.array([len(text.encode()) for text in texts]), document_words=np.array([words_in(text) for text in texts]), mode=mode, counts={},
+        tokens=tokens,
+        scorable=scorable,
+        document_starts=starts,
+        spans=np.array(spans, dtype=np.int64).reshape(-1, 3),
+        document_bytes=np.array([len(text.encode()) for text in texts]),
+        document_words=np.array([words_in(text) for text in texts]),
+        mode=mode,
+        counts={},
     )
 
 
-def _encode(texts: list[str], mode: str, config, tokenizer: PreTrainedTokenizerBase, *, per_document: bool) -> list[list[int]]:
+def _encode(
+    texts: list[str], mode: str, config, tokenizer: PreTrainedTokenizerBase, *, per_document: bool
+) -> list[list[int]]:
     """Token ids of each document, with prefix, BOS and separator where mode and options ask for them."""
     start_token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if config.bos == "on" and tokenizer.bos_token_id is None:
@@ -198,11 +227,15 @@ def _answers(data: Shaped, config, tokenizer: PreTrainedTokenizerBase) -> Window
     counts: Counter = Counter()
     for batch in data.source.batches():
         try:
-            made = tokenise(batch.select(range(min(len(batch.rows), len(texts) - len(sequences)))), data.rules, tokenizer)
+            made = tokenise(
+                batch.select(range(min(len(batch.rows), len(texts) - len(sequences)))), data.rules, tokenizer
+            )
         except UserError as error:
             raise UserError([f"data: {problem}" for problem in error.problems]) from None
         counts += made.counts
-        sequences += [sequence(made.ids[start:end], made.trained[start:end]) for start, end in pairwise([0, *made.ends])]
+        sequences += [
+            sequence(made.ids[start:end], made.trained[start:end]) for start, end in pairwise([0, *made.ends])
+        ]
     for index, one in enumerate(sequences):
         if not (one["labels"] != IGNORED).any():
             texts[index] = ""  # nothing of it is scored
@@ -225,8 +258,14 @@ def windows_of_sequences(sequences: Iterable[Sequence], *, mode: str) -> Windows
     scorable[starts] = False  # nothing stands before it
     zeros = np.zeros(len(starts), dtype=np.int64)
     return Windows(
-        tokens=tokens, scorable=scorable, document_starts=starts, spans=np.stack([starts, ends, np.minimum(starts + 1, ends)], axis=1),
-        document_bytes=zeros, document_words=zeros, mode=mode, counts={},
+        tokens=tokens,
+        scorable=scorable,
+        document_starts=starts,
+        spans=np.stack([starts, ends, np.minimum(starts + 1, ends)], axis=1),
+        document_bytes=zeros,
+        document_words=zeros,
+        mode=mode,
+        counts={},
     )
 
 

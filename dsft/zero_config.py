@@ -38,8 +38,11 @@ def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
     """The DeepSpeed configuration called `zero` (a name or a path), as it stands in its file."""
     named = CONFIG_DIR / f"zero{zero.replace('-', '_')}.json"
     path = named if named.is_file() else Path(zero).expanduser()
-    if not path.suffix == ".json":
-        problems.append(f"zero={zero}: unknown; use auto, {', '.join(known_names())}, or the path of a DeepSpeed JSON{nearest(zero, known_names())}")
+    if path.suffix != ".json":
+        problems.append(
+            f"zero={zero}: unknown; use auto, {', '.join(known_names())}, or the path of a DeepSpeed"
+            f" JSON{nearest(zero, known_names())}"
+        )
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -73,7 +76,9 @@ def adopt_zero_file(deepspeed_config: dict[str, Any], config, problems: list[str
         own = hasattr(config, option)
         ours = getattr(config, option) if own else config.training.get(option)
         if ours is not None and ours != theirs:
-            problems.append(f"{config.zero} says {key}={theirs}, but {option}={ours}; keep one, or write \"auto\" in the JSON")
+            problems.append(
+                f'{config.zero} says {key}={theirs}, but {option}={ours}; keep one, or write "auto" in the JSON'
+            )
         elif own:
             setattr(config, option, theirs)
         else:
@@ -82,12 +87,18 @@ def adopt_zero_file(deepspeed_config: dict[str, Any], config, problems: list[str
     if isinstance(betas, list) and len(betas) == 2:
         for option, theirs in zip(("adam_beta1", "adam_beta2"), betas, strict=True):
             if config.training.setdefault(option, theirs) != theirs:
-                problems.append(f"{config.zero} says optimizer.params.betas={betas}, but {option}={config.training[option]}; keep one")
+                problems.append(
+                    f"{config.zero} says optimizer.params.betas={betas}, but {option}={config.training[option]};"
+                    " keep one"
+                )
     half = {"bf16": "bfloat16", "fp16": "float16"}
     for section, dtype in half.items():
         enabled = get_value(deepspeed_config, f"{section}.enabled")
         if enabled is True and config.dtype not in ("auto", dtype):
-            problems.append(f"{config.zero} says {section}.enabled=true, but dtype={config.dtype}; keep one, or write \"auto\" in the JSON")
+            problems.append(
+                f'{config.zero} says {section}.enabled=true, but dtype={config.dtype}; keep one, or write "auto" in the'
+                " JSON"
+            )
 
 
 def check_section(deepspeed_config: dict[str, Any], zero: str, problems: list[str]) -> None:
@@ -99,19 +110,28 @@ def check_section(deepspeed_config: dict[str, Any], zero: str, problems: list[st
     try:
         DeepSpeedZeroConfig(**{key: value for key, value in section.items() if value != "auto"})
     except ValidationError as error:
-        problems += [f"zero={zero}: zero_optimization.{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
+        problems += [
+            f"zero={zero}: zero_optimization.{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+            for fault in error.errors()
+        ]
 
 
 def check_nvme(deepspeed_config: dict[str, Any], zero: str, problems: list[str]) -> None:
     """The folder that offload to NVMe writes to must exist on this node."""
     path = nvme_path(deepspeed_config)
     if path and not Path(path).is_dir():
-        problems.append(f"zero={zero}: nvme_path={path} is no folder here; copy {CONFIG_DIR / 'zero3_nvme.json'}, name a folder on a fast local disk, and give that file as zero")
+        problems.append(
+            f"zero={zero}: nvme_path={path} is no folder here; copy {CONFIG_DIR / 'zero3_nvme.json'}, name a folder on"
+            " a fast local disk, and give that file as zero"
+        )
 
 
 def nvme_path(deepspeed_config: dict[str, Any]) -> str | None:
     """The folder that offload to NVMe writes to; None without such offload."""
-    paths = [get_value(deepspeed_config, f"zero_optimization.{part}.nvme_path") for part in ("offload_optimizer", "offload_param")]
+    paths = [
+        get_value(deepspeed_config, f"zero_optimization.{part}.nvme_path")
+        for part in ("offload_optimizer", "offload_param")
+    ]
     return next(filter(None, paths), None)
 
 
@@ -120,7 +140,12 @@ def compose(deepspeed_config: dict[str, Any], *, ranks_per_node: int) -> dict[st
     composed = json.loads(json.dumps(deepspeed_config))
     for section in ("bf16", "fp16"):
         composed.setdefault(section, {"enabled": "auto"})
-    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping"):
+    for key in (
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "train_batch_size",
+        "gradient_clipping",
+    ):
         composed.setdefault(key, "auto")
     zero = composed.setdefault("zero_optimization", {"stage": 0})
     if zero.get("zero_hpz_partition_size", 1) > 1:
@@ -137,5 +162,8 @@ def stage(deepspeed_config: dict[str, Any]) -> int:
 
 def offloads(deepspeed_config: dict[str, Any]) -> bool:
     """Whether optimizer or parameters leave the device."""
-    devices = [get_value(deepspeed_config, f"zero_optimization.{part}.device") for part in ("offload_optimizer", "offload_param")]
+    devices = [
+        get_value(deepspeed_config, f"zero_optimization.{part}.device")
+        for part in ("offload_optimizer", "offload_param")
+    ]
     return any(device not in (None, "none") for device in devices)

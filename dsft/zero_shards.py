@@ -1,10 +1,12 @@
-"""The files that DeepSpeed's ZeRO leaves in a checkpoint, read parameter by parameter whatever ranks and stage wrote them.
+"""The files that DeepSpeed's ZeRO leaves in a checkpoint, read parameter by parameter whatever ranks and stage wrote
+them.
 
     shards = ZeroShards("run/checkpoint-500")
     shards.read("lm_head.weight", "exp_avg")      the whole, flat, in float32
     shards.read("lm_head.weight", FP32, 0, 1000)  a piece
 
-Files are mapped, not loaded: only what is asked for comes into memory. The layout is that of DeepSpeed 0.19.8 (checkpoint/ds_to_universal.py reads
+Files are mapped, not loaded: only what is asked for comes into memory. The layout is that of DeepSpeed 0.19.8
+(checkpoint/ds_to_universal.py reads
 the same): stages 1 and 2 cut the concatenation of all parameters into equal parts, stage 3 cuts every parameter.
 """
 
@@ -35,7 +37,9 @@ class _Piece:
 
 
 def step_folder(checkpoint: str | Path) -> Path | None:
-    """The folder of DeepSpeed's files: `checkpoint` itself, or the `global_step*` in it that `latest` names, else its newest; None without any."""
+    """The folder of DeepSpeed's files: `checkpoint` itself, or the `global_step*` in it that `latest` names, else its
+    newest; None without any.
+    """
     folder = Path(checkpoint)
     if any(folder.glob(OPTIMIZER_FILES)):
         return folder
@@ -55,13 +59,22 @@ class ZeroShards:
         self.folder = step_folder(checkpoint) or Path(checkpoint)
         files = sorted(self.folder.glob(OPTIMIZER_FILES), key=_number)
         if not files:
-            raise UserError([f"{checkpoint}: holds no optimizer states of ZeRO ({OPTIMIZER_FILES}), as checkpoints of stage 0 or saved with save_only_model do not"])
+            raise UserError(
+                [
+                    f"{checkpoint}: holds no optimizer states of ZeRO ({OPTIMIZER_FILES}), as checkpoints of stage 0 or"
+                    " saved with save_only_model do not"
+                ]
+            )
         if len({_mp_rank(file) for file in files}) > 1:
-            raise UserError([f"{self.folder}: was saved with tensor parallelism; convert it with DeepSpeed's ds_to_universal.py"])
+            raise UserError(
+                [f"{self.folder}: was saved with tensor parallelism; convert it with DeepSpeed's ds_to_universal.py"]
+            )
         self.world_size = len(files)
         self.model_state = _load(min(self.folder.glob("*_model_states.pt"), key=_number))
         """Counters of the engine and, under "lr_scheduler", the state of a scheduler that DeepSpeed ran."""
-        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for group in self.model_state["param_shapes"] for name, shape in group.items()}
+        self.shapes: dict[str, tuple[int, ...]] = {
+            name: tuple(shape) for group in self.model_state["param_shapes"] for name, shape in group.items()
+        }
         """Of each trained parameter, whole."""
         self.step: int | None = None
         """Of the optimizer; None where it does not count."""
@@ -71,9 +84,18 @@ class ZeroShards:
             if rank == 0:
                 self.loss_scaler = states.get("loss_scaler")
             self._add_stage_3(states, rank) if states.get("zero_stage", 1) == 3 else self._add_stage_1_and_2(states)
-        absent = [name for name, shape in self.shapes.items() if sum(piece.numel for piece in self._pieces.get(name, [])) != math.prod(shape)]
+        absent = [
+            name
+            for name, shape in self.shapes.items()
+            if sum(piece.numel for piece in self._pieces.get(name, [])) != math.prod(shape)
+        ]
         if absent:
-            raise UserError([f"{self.folder}: {len(absent)} parameters are not whole, the first is {absent[0]}; are the files of all ranks there?"])
+            raise UserError(
+                [
+                    f"{self.folder}: {len(absent)} parameters are not whole, the first is {absent[0]}; are the files of"
+                    " all ranks there?"
+                ]
+            )
 
     @property
     def states(self) -> set[str]:
@@ -87,7 +109,9 @@ class ZeroShards:
         for piece in self._pieces[name]:
             first, last = max(start, offset), min(stop, offset + piece.numel)
             if first < last:
-                out[first - start : last - start] = piece.flats[state].narrow(0, piece.start + first - offset, last - first)
+                out[first - start : last - start] = piece.flats[state].narrow(
+                    0, piece.start + first - offset, last - first
+                )
             offset += piece.numel
         return out
 
@@ -113,12 +137,16 @@ class ZeroShards:
         step = state.get("step", next((one["step"] for one in optimizer["param_groups"] if "step" in one), None))
         self.step = int(step) if step is not None else self.step
         # Of the last rank's weights the padding is cut off, of its states not: their shapes may differ.
-        return {FP32: weights} | {key: value for key, value in state.items() if torch.is_tensor(value) and value.dim() == weights.dim()}
+        return {FP32: weights} | {
+            key: value for key, value in state.items() if torch.is_tensor(value) and value.dim() == weights.dim()
+        }
 
 
 def _load(file: Path) -> dict[str, Any]:
     try:
-        return torch.load(file, map_location="cpu", mmap=True, weights_only=False)  # as DeepSpeed: it pickles objects of its own
+        return torch.load(
+            file, map_location="cpu", mmap=True, weights_only=False
+        )  # as DeepSpeed: it pickles objects of its own
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         raise UserError([f"{file}: cannot be read ({one_line(error)})"]) from error
 

@@ -14,7 +14,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `tiny` and `rank_helper`
 
-from tiny import write_model, write_pairs, write_texts  # noqa: E402
+from tiny import write_model, write_pairs, write_texts
 
 BIN = Path(sys.executable).parent
 
@@ -22,7 +22,9 @@ BIN = Path(sys.executable).parent
 def run_command(command: list[str], *, timeout: int = 600, **environment: str) -> subprocess.CompletedProcess:
     """Run from the checkout's root as a user would, in this environment; CPU ranks."""
     env = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"} | environment
-    return subprocess.run([str(part) for part in command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        [str(part) for part in command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
+    )
 
 
 @pytest.fixture(scope="session")
@@ -48,8 +50,15 @@ def options(tiny):
 
     def make(folder: Path, **changes) -> dict:
         base = {
-            "model": str(tiny / "model"), "data": str(tiny / "texts.jsonl"), "output_dir": str(folder), "seq_len": 64, "max_steps": 2,
-            "per_device_train_batch_size": 2, "learning_rate": 1e-2, "save_strategy": "no", "disable_tqdm": True,
+            "model": str(tiny / "model"),
+            "data": str(tiny / "texts.jsonl"),
+            "output_dir": str(folder),
+            "seq_len": 64,
+            "max_steps": 2,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 1e-2,
+            "save_strategy": "no",
+            "disable_tqdm": True,
         }
         return {key: value for key, value in (base | changes).items() if value is not None}
 
@@ -59,12 +68,20 @@ def options(tiny):
 def grid(values, quick) -> list:
     """`values` for `parametrize`, where all but those in `quick` are exhaustive."""
     values, quick = list(values), list(quick)
-    assert all(value in values for value in quick), f"not in the grid: {[value for value in quick if value not in values]}"
-    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=() if value in quick else pytest.mark.exhaustive) for value in values]
+    assert all(value in values for value in quick), (
+        f"not in the grid: {[value for value in quick if value not in values]}"
+    )
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=() if value in quick else pytest.mark.exhaustive
+        )
+        for value in values
+    ]
 
 
 def needed_cases(request) -> set[str]:
-    """For a module's fixture that makes many cases at once: those that the selected tests look at, as their `cases` marks say.
+    """For a module's fixture that makes many cases at once: those that the selected tests look at, as their `cases`
+    marks say.
 
     With every test selected these are all cases.
     """
@@ -72,7 +89,9 @@ def needed_cases(request) -> set[str]:
     for item in request.session.items:
         if item.path == request.path and request.fixturename in item.fixturenames:
             marks = list(item.iter_markers("cases"))
-            assert marks, f"{item.name} uses {request.fixturename}: it must say with @pytest.mark.cases what it looks at"
+            assert marks, (
+                f"{item.name} uses {request.fixturename}: it must say with @pytest.mark.cases what it looks at"
+            )
             parameters = item.callspec.params if hasattr(item, "callspec") else {}
             names |= {name.format(**parameters) for mark in marks for name in mark.args}
     return names

@@ -39,7 +39,8 @@ class ByteLedger(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
                 self._note(tensor)
                 if func.overloadpacket is torch.ops.aten.empty:
-                    tensor.zero_()  # a fake all-gather leaves what was there: it must not be NaN, which would skip the step
+                    # a fake all-gather leaves what was there: it must not be NaN, which would skip the step
+                    tensor.zero_()
         return out
 
     def _note(self, tensor: torch.Tensor) -> None:
@@ -83,7 +84,8 @@ def _owner(frame) -> str:
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    """Three steps of training: bytes by owner and in total, after the last ("always") and at the peaks of load, compute and step.
+    """Three steps of training: bytes by owner and in total, after the last ("always") and at the peaks of load, compute
+    and step.
 
     `case`: model (fields of a LlamaConfig), config (DeepSpeed's), half, lora_r, rank, micro_batches (per step).
     """
@@ -98,11 +100,13 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     report: dict[str, Any] = {}
     tokens = torch.zeros(1, TOKENS, dtype=torch.long)
     with ledger:
-        model, keep = _build(case)  # noqa: F841 - transformers holds the configuration by weak reference
+        model, _keep = _build(case)  # transformers holds the configuration by weak reference
         report["load"] = ledger.peaks()
         engine = _engine(case, model)
         if case["config"]["zero_optimization"]["stage"] in (1, 2):
-            report["load"]["total"] = ledger.peak  # with the flat copy that these make, before there are optimizer states
+            report["load"]["total"] = (
+                ledger.peak
+            )  # with the flat copy that these make, before there are optimizer states
         compute, step = Counter(), Counter()
         for _ in range(3):  # ZeRO-3 records its trace in the first two
             for _ in range(case.get("micro_batches", 1)):
@@ -131,7 +135,9 @@ def _build(case: dict[str, Any]):
 
 
 def _engine(case: dict[str, Any], model):
-    """As Trainer and accelerate build it: two parameter groups, and torch's AdamW unless the configuration names an optimizer."""
+    """As Trainer and accelerate build it: two parameter groups, and torch's AdamW unless the configuration names an
+    optimizer.
+    """
     import deepspeed
 
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -150,8 +156,20 @@ def dimensions(parameter: torch.nn.Parameter) -> int:
 
 def measure(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """`run_case` of every case, in a process of its own."""
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(RANKS_PER_NODE), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, str(Path(__file__).resolve())], input=json.dumps(cases), env=environment, capture_output=True, text=True, timeout=600)
+    environment = os.environ | {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_SIZE": str(RANKS_PER_NODE),
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).resolve())],
+        input=json.dumps(cases),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     if done.returncode:
         raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
     return json.loads(done.stdout.splitlines()[-1])

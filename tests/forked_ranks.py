@@ -1,4 +1,6 @@
-"""Ranks that start in a second: forked from one process that has imported everything, and killed as suddenly as a machine loses power."""
+"""Ranks that start in a second: forked from one process that has imported everything, and killed as suddenly as a
+machine loses power.
+"""
 
 import multiprocessing
 import os
@@ -18,7 +20,15 @@ def _one_rank(rank: int, world: int, port: int, log: str, options: dict) -> None
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     ranks.start_ranks(timeout_seconds=60)
     problems: list[str] = []
     finetune(make_config(TrainConfig, options, problems), problems)
@@ -27,14 +37,25 @@ def _one_rank(rank: int, world: int, port: int, log: str, options: dict) -> None
     ranks.stop_ranks()
 
 
-def train(world: int, options: dict, log: Path, *, kill_when: Callable[[], bool] | None = None, seed: int = 0, seconds: float = 120) -> bool:
-    """Whether a training on `world` ranks came to its end; False where `kill_when` came true before and they were killed, one after the other.
+def train(
+    world: int,
+    options: dict,
+    log: Path,
+    *,
+    kill_when: Callable[[], bool] | None = None,
+    seed: int = 0,
+    seconds: float = 120,
+) -> bool:
+    """Whether a training on `world` ranks came to its end; False where `kill_when` came true before and they were
+    killed, one after the other.
 
     Raises:
         AssertionError: where it ended otherwise.
     """
     context, port = multiprocessing.get_context("fork"), ranks.free_port()
-    processes = [context.Process(target=_one_rank, args=(rank, world, port, str(log), options)) for rank in range(world)]
+    processes = [
+        context.Process(target=_one_rank, args=(rank, world, port, str(log), options)) for rank in range(world)
+    ]
     for process in processes:
         process.start()
     until = time.monotonic() + seconds

@@ -13,8 +13,15 @@ from dsft.guard.processes import descendants
 
 
 def _one_rank(rank: int, function, world: int, port: int, folder: str, arguments: tuple) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     ranks.start_ranks(timeout_seconds=120)
     Path(folder, str(rank)).write_bytes(pickle.dumps(function(*arguments)))
     ranks.stop_ranks()

@@ -28,7 +28,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         """paths-info: which of some paths are there."""
         body = self.rfile.read(int(self.headers.get("content-length", 0))).decode()
-        asked = json.loads(body)["paths"] if body.startswith("{") else [unquote(pair.partition("=")[2]) for pair in body.split("&") if pair.startswith("paths=")]
+        asked = (
+            json.loads(body)["paths"]
+            if body.startswith("{")
+            else [unquote(pair.partition("=")[2]) for pair in body.split("&") if pair.startswith("paths=")]
+        )
         self._send(json.dumps([self._entry(path) for path in asked if path in self.server.files]).encode())
 
     def do_GET(self):
@@ -36,15 +40,34 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if path.startswith("/datasets/ns/name/resolve/"):
             content = self.server.files.get(path.split("/", 6)[6])
             self._send(content) if content is not None else self._missing()
-        elif path in ("/api/datasets/ns/name", f"/api/datasets/ns/name/revision/{COMMIT}", "/api/datasets/ns/name/revision/main"):
-            self._send(json.dumps({"id": "ns/name", "sha": COMMIT, "private": False, "tags": [], "siblings": [{"rfilename": name} for name in self.server.files]}).encode())
+        elif path in (
+            "/api/datasets/ns/name",
+            f"/api/datasets/ns/name/revision/{COMMIT}",
+            "/api/datasets/ns/name/revision/main",
+        ):
+            self._send(
+                json.dumps(
+                    {
+                        "id": "ns/name",
+                        "sha": COMMIT,
+                        "private": False,
+                        "tags": [],
+                        "siblings": [{"rfilename": name} for name in self.server.files],
+                    }
+                ).encode()
+            )
         elif path.startswith("/api/datasets/ns/name/tree/"):
             self._send(json.dumps([self._entry(name) for name in self.server.files]).encode())
         else:
             self._missing()
 
     def _entry(self, name: str) -> dict:
-        return {"type": "file", "path": name, "size": len(self.server.files[name]), "oid": f"{hash(name) & 0xFFFFFFFF:040x}"}
+        return {
+            "type": "file",
+            "path": name,
+            "size": len(self.server.files[name]),
+            "oid": f"{hash(name) & 0xFFFFFFFF:040x}",
+        }
 
     def _missing(self) -> None:
         self.send_response(404)
@@ -55,7 +78,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _send(self, content: bytes) -> None:
         self.send_response(200)
-        for name, value in (("X-Repo-Commit", COMMIT), ("ETag", f'"{hash(content) & 0xFFFFFFFF:x}"'), ("Content-Length", len(content)), ("Content-Type", "application/json")):
+        for name, value in (
+            ("X-Repo-Commit", COMMIT),
+            ("ETag", f'"{hash(content) & 0xFFFFFFFF:x}"'),
+            ("Content-Length", len(content)),
+            ("Content-Type", "application/json"),
+        ):
             self.send_header(name, str(value))
         self.end_headers()
         if self.command != "HEAD":

@@ -5,11 +5,11 @@ import subprocess
 
 import pytest
 import torch
-
 from conftest import flags, grid
+from tiny import write_jsonl
+
 from dsft.config import TrainConfig, make_config
 from dsft.preparation import check_run
-from tiny import write_jsonl
 
 
 @pytest.fixture
@@ -38,19 +38,41 @@ def test_a_good_configuration_has_no_problems(problems_of):
         ({"output_dir": None}, ["output_dir: missing"]),
         ({"data": "nowhere.jsonl"}, ["data: nowhere.jsonl does not exist"]),
         ({"data": "no/such/set", "data_split": "train"}, ["data: no/such/set"]),
-        ({"method": "lora", "lora_target_modules": ["q_proj", "wrong_proj"]}, ["'wrong_proj' matches no layer", "down_proj", "q_proj"]),
+        (
+            {"method": "lora", "lora_target_modules": ["q_proj", "wrong_proj"]},
+            ["'wrong_proj' matches no layer", "down_proj", "q_proj"],
+        ),
         ({"method": "lora", "lora_modules_to_save": ["nothing"]}, ["lora_modules_to_save: 'nothing'"]),
-        ({"global_batch_size": 7}, ["global_batch_size=7 is not divisible by per_device_train_batch_size=2 x 2 ranks", "try 4 or 8"]),
-        ({"global_batch_size": 8, "gradient_accumulation_steps": 3}, ["global_batch_size and gradient_accumulation_steps are both set"]),
+        (
+            {"global_batch_size": 7},
+            ["global_batch_size=7 is not divisible by per_device_train_batch_size=2 x 2 ranks", "try 4 or 8"],
+        ),
+        (
+            {"global_batch_size": 8, "gradient_accumulation_steps": 3},
+            ["global_batch_size and gradient_accumulation_steps are both set"],
+        ),
         ({"seq_len": 300}, ["seq_len=300 is beyond the 256 positions"]),
         ({"zero": "4"}, ["zero=4: unknown", "3-offload"]),
-        ({"resume_from_checkpoint": "/nowhere/checkpoint-2"}, ["resume_from_checkpoint=/nowhere/checkpoint-2: holds no trainer_state.json"]),
+        (
+            {"resume_from_checkpoint": "/nowhere/checkpoint-2"},
+            ["resume_from_checkpoint=/nowhere/checkpoint-2: holds no trainer_state.json"],
+        ),
         ({"zero": "nowhere.json"}, ["zero=nowhere.json: cannot be read"]),
         ({"deepspeed": "x.json"}, ["deepspeed: dsft sets up sharding itself; use zero"]),
         ({"bf16": True, "fp16": True}, ["bf16 and fp16 are both true"]),
         ({"bf16": True, "dtype": "float32"}, ["dtype=float32 contradicts bf16=true"]),
         ({"eval_strategy": "epoch"}, ["eval_strategy needs held-out data"]),
-        ({"load_best_model_at_end": True, "eval_fraction": 0.2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 3}, ["round multiple"]),
+        (
+            {
+                "load_best_model_at_end": True,
+                "eval_fraction": 0.2,
+                "eval_strategy": "steps",
+                "eval_steps": 2,
+                "save_strategy": "steps",
+                "save_steps": 3,
+            },
+            ["round multiple"],
+        ),
         ({"report_to": "wandb"}, ["report_to=wandb", "pip install wandb"]),
         ({"adapter": "somewhere"}, ["adapter=somewhere needs method lora"]),
         ({"adapter": "./nowhere", "method": "lora"}, ["adapter=./nowhere"]),
@@ -60,7 +82,10 @@ def test_a_good_configuration_has_no_problems(problems_of):
         ({"optim": "adamw_bnb_8bit"}, ["bitsandbytes"]),
         ({"learning_rate": -1}, ["learning_rate=-1.0: must not be negative"]),
         ({"metric_for_best_model": "accuracy"}, ["metric_for_best_model=accuracy"]),
-        ({"method": "lora", "lora_target_modules": ["self_attn"]}, ["lora_target_modules: 'self_attn' matches no layer", "q_proj"]),
+        (
+            {"method": "lora", "lora_target_modules": ["self_attn"]},
+            ["lora_target_modules: 'self_attn' matches no layer", "q_proj"],
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -80,7 +105,10 @@ def test_quantisation_names_what_it_cannot_be_combined_with(problems_of, tmp_pat
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     for zero in ("3", "3-offload", "2-offload", str(path)):
-        assert any(f"method=qlora cannot be combined with zero={zero}" in problem for problem in problems_of(method="qlora", zero=zero))
+        assert any(
+            f"method=qlora cannot be combined with zero={zero}" in problem
+            for problem in problems_of(method="qlora", zero=zero)
+        )
 
 
 def test_all_problems_come_at_once(problems_of):
@@ -96,7 +124,11 @@ def test_all_problems_come_at_once(problems_of):
         ("bad.jsonl", '{"text": "a"}\n{"text": "b"\n', ["bad.jsonl, line 2", "not valid JSON"]),
         ("list.jsonl", '{"text": "a"}\n[1, 2]\n', ["list.jsonl, line 2", "a JSON object is needed"]),
         ("types.jsonl", '{"text": "a"}\n{"text": {"x": 1}}\n', ["column 'text' must hold text"]),
-        ("gap.jsonl", '{"text": "a"}\n{"other": "b"}\n', ["gap.jsonl, line 2: column 'text' is missing", "bad_rows: drop"]),
+        (
+            "gap.jsonl",
+            '{"text": "a"}\n{"other": "b"}\n',
+            ["gap.jsonl, line 2: column 'text' is missing", "bad_rows: drop"],
+        ),
         ("latin.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', ["latin.jsonl, line 2", "not valid UTF-8"]),
         ("empty.jsonl", "", ["empty.jsonl is empty"]),
         ("columns.jsonl", '{"body": "a", "title": "b"}\n', ["there are body, title", "text_column"]),
@@ -135,10 +167,18 @@ def test_a_tokenizer_without_pad_and_end_token_is_refused(problems_of, tiny, tmp
 @pytest.mark.parametrize(
     ("section", "changes", "expected"),
     [
-        ({"train_micro_batch_size_per_gpu": 4}, {"per_device_train_batch_size": 2}, ["train_micro_batch_size_per_gpu=4", "per_device_train_batch_size=2"]),
+        (
+            {"train_micro_batch_size_per_gpu": 4},
+            {"per_device_train_batch_size": 2},
+            ["train_micro_batch_size_per_gpu=4", "per_device_train_batch_size=2"],
+        ),
         ({"bf16": {"enabled": True}}, {"dtype": "float32"}, ["bf16.enabled=true", "dtype=float32"]),
         ({"gradient_clipping": 0.5}, {"max_grad_norm": 1.0}, ["gradient_clipping=0.5", "max_grad_norm=1.0"]),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, {"learning_rate": 1e-4}, ["optimizer.params.lr=1e-05", "learning_rate=0.0001"]),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}},
+            {"learning_rate": 1e-4},
+            ["optimizer.params.lr=1e-05", "learning_rate=0.0001"],
+        ),
     ],
 )
 def test_a_deepspeed_json_that_contradicts_flags_names_both_values(problems_of, tmp_path, section, changes, expected):
@@ -151,9 +191,13 @@ def test_a_deepspeed_json_that_contradicts_flags_names_both_values(problems_of, 
 
 def test_a_deepspeed_json_sets_what_no_flag_says(options, tmp_path):
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.5}))
+    path.write_text(
+        json.dumps({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.5})
+    )
     problems: list[str] = []
-    config = make_config(TrainConfig, options(tmp_path / "run", zero=str(path), per_device_train_batch_size=None), problems)
+    config = make_config(
+        TrainConfig, options(tmp_path / "run", zero=str(path), per_device_train_batch_size=None), problems
+    )
     check_run(config, 2, problems)
     assert problems == []
     assert config.training["per_device_train_batch_size"] == 3 and config.training["max_grad_norm"] == 0.5
@@ -165,7 +209,11 @@ def test_the_folder_of_another_run_is_refused_and_stays_as_it_was(problems_of, t
     (folder / "run.json").write_text("{}")
     problems = problems_of()
     assert len(problems) == 1 and "holds another run" in problems[0] and "--overwrite" in problems[0]
-    assert problems_of(overwrite=True) == [] and problems_of(resume_from_checkpoint="auto") == [] and problems_of(resume_from_checkpoint=True) == []
+    assert (
+        problems_of(overwrite=True) == []
+        and problems_of(resume_from_checkpoint="auto") == []
+        and problems_of(resume_from_checkpoint=True) == []
+    )
     assert (folder / "run.json").read_text() == "{}"
 
 
@@ -185,7 +233,10 @@ def test_a_disk_too_small_or_full_is_refused(problems_of, small_disk):
     problems = problems_of(output_dir=str(small_disk / "run"))
     assert len(problems) == 1 and "the trained weights need" in problems[0] and "GB free" in problems[0]
     (small_disk / "filler").write_bytes(b"x" * 98 * 1024)
-    assert any("cannot be written (No space left on device)" in problem for problem in problems_of(output_dir=str(small_disk / "run")))
+    assert any(
+        "cannot be written (No space left on device)" in problem
+        for problem in problems_of(output_dir=str(small_disk / "run"))
+    )
 
 
 def test_offload_to_a_missing_nvme_folder_names_it(problems_of):
@@ -221,7 +272,11 @@ def test_an_adapter_over_random_weights_is_refused(problems_of, tiny):
 
 @pytest.mark.parametrize(
     ("section", "expected"),
-    [({"stage": 4}, "zero_optimization.stage"), ({"stage": 2, "reduce_bucket_sise": 1}, "zero_optimization.reduce_bucket_sise"), ({"stage": 2, "overlap_comm": "perhaps"}, "overlap_comm")],
+    [
+        ({"stage": 4}, "zero_optimization.stage"),
+        ({"stage": 2, "reduce_bucket_sise": 1}, "zero_optimization.reduce_bucket_sise"),
+        ({"stage": 2, "overlap_comm": "perhaps"}, "overlap_comm"),
+    ],
 )
 def test_faults_inside_a_deepspeed_json_are_named(problems_of, tmp_path, section, expected):
     path = tmp_path / "ds.json"
@@ -268,7 +323,15 @@ def test_home_is_expanded_in_paths(monkeypatch, tmp_path):
 LAUNCHERS = [
     ["deepspeed", "--num_gpus", "2", "--master_port", "29611", "dsft/train.py"],
     ["torchrun", "--nproc_per_node", "2", "--master_port", "29612", "dsft/train.py"],
-    ["accelerate", "launch", "--config_file", "ds_configs/accelerate/zero3_1x8.yaml", "--num_processes", "2", "dsft/train.py"],
+    [
+        "accelerate",
+        "launch",
+        "--config_file",
+        "ds_configs/accelerate/zero3_1x8.yaml",
+        "--num_processes",
+        "2",
+        "dsft/train.py",
+    ],
     ["dsft", "train"],
     ["python", "dsft/train.py"],
 ]
@@ -277,8 +340,8 @@ LAUNCHERS = [
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "launcher",
-    grid(LAUNCHERS, LAUNCHERS[:2]),  # the two exit codes
-    ids=lambda launcher: launcher[0],
+    grid(LAUNCHERS, LAUNCHERS[:2]),
+    ids=lambda launcher: launcher[0],  # the two exit codes
 )
 def test_on_every_launcher_rank_0_speaks_once_and_ranks_exit_with_2(run, options, tmp_path, launcher):
     result = run([*launcher, *flags(options(tmp_path / "run", bogus=1, data="nowhere.jsonl"))])
@@ -288,7 +351,7 @@ def test_on_every_launcher_rank_0_speaks_once_and_ranks_exit_with_2(run, options
         assert "exitcode  : 2" in result.stderr
     assert result.stderr.count("dsft: error: bogus: unknown key") == 1
     assert result.stderr.count("dsft: error: data: nowhere.jsonl does not exist") == 1
-    assert "dsft/train.py\", line" not in result.stderr  # no traceback of ours
+    assert 'dsft/train.py", line' not in result.stderr  # no traceback of ours
     assert not (tmp_path / "run").exists()
 
 

@@ -9,9 +9,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from conftest import flags, read_json
-from dsft.checkpoints import MANIFEST, TRAINER_STATE, checkpoint_folder, checkpoints, clean_up, faults, files_of, last_good, prune, publish, seal, staging_folder
+
+from dsft.checkpoints import (
+    MANIFEST,
+    TRAINER_STATE,
+    checkpoint_folder,
+    checkpoints,
+    clean_up,
+    faults,
+    files_of,
+    last_good,
+    prune,
+    publish,
+    seal,
+    staging_folder,
+)
 from dsft.data.batches import WholeSteps
 from dsft.data.sequences import sequence
 from dsft.guard.processes import descendants
@@ -30,13 +43,24 @@ def write_staged(output_dir: Path, step: int, content: str = "weights") -> Path:
 
 def save(output_dir: Path, step: int, content: str = "weights") -> Path:
     staged = write_staged(output_dir, step, content)
-    return publish(staged, {"step": step, "world_size": 1, "files": {str(path.relative_to(staged)): seal(path) for path in files_of(staged)}})
+    return publish(
+        staged,
+        {
+            "step": step,
+            "world_size": 1,
+            "files": {str(path.relative_to(staged)): seal(path) for path in files_of(staged)},
+        },
+    )
 
 
 def test_a_published_checkpoint_has_every_file_in_its_manifest_and_leaves_no_staging(tmp_path):
     folder = save(tmp_path, 5)
     assert folder == checkpoint_folder(tmp_path, 5) and faults(folder, hashes=True) == []
-    assert set(json.loads((folder / MANIFEST).read_text())["files"]) == {TRAINER_STATE, "model.safetensors", "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt"}
+    assert set(json.loads((folder / MANIFEST).read_text())["files"]) == {
+        TRAINER_STATE,
+        "model.safetensors",
+        "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    }
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
 
 
@@ -73,10 +97,22 @@ def test_a_save_that_did_not_end_is_removed_and_a_replaced_checkpoint_put_back(t
 def test_a_step_saved_again_replaces_the_earlier_one(tmp_path):
     save(tmp_path, 5, "old")
     folder = save(tmp_path, 5, "new")
-    assert (folder / "model.safetensors").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
+    assert (folder / "model.safetensors").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == [
+        "checkpoint-5"
+    ]
 
 
-@pytest.mark.parametrize(("limit", "best", "left"), [(2, None, [15, 20]), (2, 5, [5, 20]), (1, None, [20]), (1, 5, [5, 20]), (None, None, [5, 10, 15, 20]), (3, 20, [10, 15, 20])])
+@pytest.mark.parametrize(
+    ("limit", "best", "left"),
+    [
+        (2, None, [15, 20]),
+        (2, 5, [5, 20]),
+        (1, None, [20]),
+        (1, 5, [5, 20]),
+        (None, None, [5, 10, 15, 20]),
+        (3, 20, [10, 15, 20]),
+    ],
+)
 def test_the_newest_and_the_best_stay(tmp_path, limit, best, left):
     for step in (5, 10, 15, 20):
         save(tmp_path, step)
@@ -89,7 +125,10 @@ def test_ranks_whose_part_is_missing_are_counted(tmp_path):
     staged = write_staged(tmp_path, 5)
     (staged / "rng_state_0.pth").touch()
     assert missing_shards(staged, 1, sharded=True) == []
-    assert len(missing_shards(staged, 2, sharded=True)) == 2 and "1 of 2 ranks' optimizer states" in missing_shards(staged, 2, sharded=True)[0]
+    assert (
+        len(missing_shards(staged, 2, sharded=True)) == 2
+        and "1 of 2 ranks' optimizer states" in missing_shards(staged, 2, sharded=True)[0]
+    )
 
 
 def test_the_tools_list_and_verify(tmp_path, capsys):
@@ -103,7 +142,11 @@ def test_the_tools_list_and_verify(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["verify", str(broken)])
     seen = capsys.readouterr()
-    assert ended.value.code == 2 and "checkpoint-5 is whole: 3 files" in seen.out and "the content of model.safetensors has changed" in seen.err
+    assert (
+        ended.value.code == 2
+        and "checkpoint-5 is whole: 3 files" in seen.out
+        and "the content of model.safetensors has changed" in seen.err
+    )
     (broken / "model.safetensors").unlink()
     main(["checkpoints", str(tmp_path)])
     out = capsys.readouterr().out
@@ -113,11 +156,23 @@ def test_the_tools_list_and_verify(tmp_path, capsys):
 @pytest.mark.launch
 def test_a_run_killed_while_it_saves_resumes_from_the_last_whole_checkpoint(run, options, tmp_path):
     out = tmp_path / "run"
-    words = flags(options(out, max_steps=40, save_strategy="steps", save_steps=2, save_total_limit=3, zero="3", logging_steps=1))
-    process = subprocess.Popen(["dsft", "train", "--num_gpus", "2", *words], cwd=Path(__file__).parent.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    words = flags(
+        options(out, max_steps=40, save_strategy="steps", save_steps=2, save_total_limit=3, zero="3", logging_steps=1)
+    )
+    process = subprocess.Popen(
+        ["dsft", "train", "--num_gpus", "2", *words],
+        cwd=Path(__file__).parent.parent,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     until = time.monotonic() + 180
     staging = out / ".saving"
-    while not (len(checkpoints(out)) > 1 and staging.is_dir() and any(staging.glob("*/*"))) and process.poll() is None and time.monotonic() < until:
+    while (
+        not (len(checkpoints(out)) > 1 and staging.is_dir() and any(staging.glob("*/*")))
+        and process.poll() is None
+        and time.monotonic() < until
+    ):
         time.sleep(0.001)
     for pid in [*descendants(process.pid), process.pid]:  # the ranks first, at once
         os.kill(pid, signal.SIGKILL)
@@ -164,15 +219,42 @@ def test_what_a_checkpoint_was_made_with_is_compared(tmp_path):
 
 @pytest.mark.launch
 def test_a_checkpoint_of_another_run_is_refused_and_its_weights_alone_are_taken(run, options, tiny, tmp_path):
-    first = ["dsft", "train", "--num_gpus", "2", *flags(options(tmp_path / "first", max_steps=4, save_strategy="steps", save_steps=2, zero="2"))]
+    first = [
+        "dsft",
+        "train",
+        "--num_gpus",
+        "2",
+        *flags(options(tmp_path / "first", max_steps=4, save_strategy="steps", save_steps=2, zero="2")),
+    ]
     assert run(first).returncode == 0
     checkpoint = tmp_path / "first" / "checkpoint-2"
 
     def other(*words: str):
-        return run(["dsft", "train", "--num_gpus", "2", *flags(options(tmp_path / "other", max_steps=6, data=str(tiny / "pairs.jsonl"), zero="2", resume_from_checkpoint=str(checkpoint))), *words])
+        return run(
+            [
+                "dsft",
+                "train",
+                "--num_gpus",
+                "2",
+                *flags(
+                    options(
+                        tmp_path / "other",
+                        max_steps=6,
+                        data=str(tiny / "pairs.jsonl"),
+                        zero="2",
+                        resume_from_checkpoint=str(checkpoint),
+                    )
+                ),
+                *words,
+            ]
+        )
 
     refused = other()
-    assert refused.returncode == 2 and "was made with something else" in refused.stderr and "content of data" in refused.stderr, refused.stderr
+    assert (
+        refused.returncode == 2
+        and "was made with something else" in refused.stderr
+        and "content of data" in refused.stderr
+    ), refused.stderr
     assert not (tmp_path / "other" / "run.json").exists()
     taken = other("--resume_weights_only", "true")
     assert taken.returncode == 0, taken.stdout + taken.stderr
@@ -181,7 +263,19 @@ def test_a_checkpoint_of_another_run_is_refused_and_its_weights_alone_are_taken(
 
 @pytest.mark.launch
 def test_the_clock_saves_beside_the_steps(run, options, tmp_path):
-    result = run(["dsft", "train", "--num_gpus", "2", *flags(options(tmp_path / "run", max_steps=6, save_strategy="no", save_minutes=1e-6, save_total_limit=10, zero="2"))])
+    result = run(
+        [
+            "dsft",
+            "train",
+            "--num_gpus",
+            "2",
+            *flags(
+                options(
+                    tmp_path / "run", max_steps=6, save_strategy="no", save_minutes=1e-6, save_total_limit=10, zero="2"
+                )
+            ),
+        ]
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert [folder.name for folder in checkpoints(tmp_path / "run")] == [f"checkpoint-{step}" for step in range(1, 7)]
     assert read_json(tmp_path / "run" / "run.json")["results"]["saves"]["number"] == 6
@@ -192,10 +286,31 @@ def test_the_clock_saves_beside_the_steps(run, options, tmp_path):
 def test_on_a_full_disk_training_goes_on_the_last_good_checkpoint_stays_and_the_code_tells(run, options, tmp_path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], check=True)
     try:
-        result = run(["dsft", "train", "--num_gpus", "2", *flags(options(tmp_path / "run", max_steps=8, save_strategy="steps", save_steps=2, save_total_limit=10, zero="3"))])
+        result = run(
+            [
+                "dsft",
+                "train",
+                "--num_gpus",
+                "2",
+                *flags(
+                    options(
+                        tmp_path / "run",
+                        max_steps=8,
+                        save_strategy="steps",
+                        save_steps=2,
+                        save_total_limit=10,
+                        zero="3",
+                    )
+                ),
+            ]
+        )
         found = checkpoints(tmp_path / "run")
         assert result.returncode == EXIT_UNSAVED, result.stdout + result.stderr
-        assert "could not be saved" in result.stdout and "training goes on" in result.stdout and "GB are free" in result.stderr
+        assert (
+            "could not be saved" in result.stdout
+            and "training goes on" in result.stdout
+            and "GB are free" in result.stderr
+        )
         assert 0 < len(found) < 4 and all(faults(folder, hashes=True) == [] for folder in found)
         assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
     finally:

@@ -2,16 +2,20 @@ import json
 import subprocess
 
 import pytest
+from tiny import ARCHITECTURES
 
 from dsft.demo_data import HELD_OUT_PERCENT, split_of, standard_library_docs
-from tiny import ARCHITECTURES
 
 
 def test_plan_prints_a_table_and_nothing_else(run, tmp_path):
     cls, values = ARCHITECTURES["llama"]
     cls(**values).save_pretrained(tmp_path)
-    table = run(["dsft", "plan", "--model", tmp_path / "config.json", "--gpus", "8x80GB", "--nodes", "2", "--seq_len", "128"])
-    assert table.returncode == 0 and "3-offload-optimizer" in table.stdout and "is the fastest that fits" in table.stdout
+    table = run(
+        ["dsft", "plan", "--model", tmp_path / "config.json", "--gpus", "8x80GB", "--nodes", "2", "--seq_len", "128"]
+    )
+    assert (
+        table.returncode == 0 and "3-offload-optimizer" in table.stdout and "is the fastest that fits" in table.stdout
+    )
     assert not table.stderr.strip()
 
 
@@ -33,7 +37,11 @@ def test_commands_end_with_one_clear_line_and_2(run, arguments, expected):
 
 def test_help_lists_our_options(run):
     result = run(["dsft", "train", "--help"])
-    assert result.returncode == 0 and "--lora_target_modules" in result.stdout and "--zero (default: auto)" in result.stdout
+    assert (
+        result.returncode == 0
+        and "--lora_target_modules" in result.stdout
+        and "--zero (default: auto)" in result.stdout
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +61,10 @@ def test_demo_data_is_the_same_each_time(demo):
 
 
 def test_no_held_out_module_was_trained_on(demo):
-    rows = {split: [json.loads(line) for line in (demo[0] / "instructions" / f"{split}.jsonl").open()] for split in ("train", "held_out")}
+    rows = {
+        split: [json.loads(line) for line in (demo[0] / "instructions" / f"{split}.jsonl").open()]
+        for split in ("train", "held_out")
+    }
     assert len(rows["train"]) > 2000 and 100 < len(rows["held_out"]) < len(rows["train"])
     modules = {name for name, _ in standard_library_docs()}
     held_out = {name for name in modules if split_of(f"module {name}") == "held_out"}

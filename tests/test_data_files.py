@@ -1,6 +1,7 @@
 """Every format of files gives the same rows, and what is wrong with a file is said with its line."""
 
 import gzip
+import itertools
 import json
 
 import datasets
@@ -14,7 +15,7 @@ from dsft.data.files import BEGUN, GOES_ON, PIECE_BYTES, find_files, read_file
 from dsft.data.sources import find_sources
 from dsft.problems import UserError
 
-ROWS = [{"prompt": "what is ä?", "completion": "a\nline, \"quoted\""}, {"prompt": "", "completion": "b"}]
+ROWS = [{"prompt": "what is ä?", "completion": 'a\nline, "quoted"'}, {"prompt": "", "completion": "b"}]
 
 
 def jsonl(rows: list) -> bytes:
@@ -35,7 +36,9 @@ def write(folder, name: str) -> str:
             with pyarrow.ipc.new_file(str(inner), pyarrow.Table.from_pylist(ROWS).schema) as file:
                 file.write_table(pyarrow.Table.from_pylist(ROWS))
     elif inner.suffix == ".csv":
-        inner.write_text('prompt,completion\r\nwhat is ä?,"a\nline, ""quoted"""\r\n,b\r\n', encoding="utf-8", newline="")
+        inner.write_text(
+            'prompt,completion\r\nwhat is ä?,"a\nline, ""quoted"""\r\n,b\r\n', encoding="utf-8", newline=""
+        )
     elif inner.suffix == ".json":
         inner.write_text(json.dumps(ROWS, indent=1))
     else:
@@ -47,13 +50,34 @@ def write(folder, name: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "lines.json.gz", "a.csv", "a.parquet", "a.arrow", "stream.arrow", "a.jsonl.gz", "a.jsonl.zst", "a.csv.zst"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a.jsonl",
+        "a.json",
+        "lines.json.gz",
+        "a.csv",
+        "a.parquet",
+        "a.arrow",
+        "stream.arrow",
+        "a.jsonl.gz",
+        "a.jsonl.zst",
+        "a.csv.zst",
+    ],
+)
 def test_every_format_gives_the_same_rows(tmp_path, name):
     assert [row for _, row, _ in read_file(write(tmp_path, name))] == ROWS
 
 
 def test_arrow_gives_no_keys_that_a_row_did_not_have(tmp_path):
-    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [{"name": "f"}]}]}]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b", "tool_calls": [{"name": "f"}]},
+            ]
+        }
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert [row for _, row, _ in read_file(str(tmp_path / "a.parquet"))] == rows
 
@@ -67,14 +91,21 @@ def test_a_long_text_comes_in_pieces_that_are_the_text(tmp_path, ending):
     assert "".join(row["text"] for _, row, _ in rows) == text and len(rows) > 4
     assert [row[BEGUN] for _, row, _ in rows] == [False] + [True] * (len(rows) - 1)
     assert [row[GOES_ON] for _, row, _ in rows] == [True] * (len(rows) - 1) + [False]
-    for (_, row, _), (number, following, _) in zip(rows, rows[1:], strict=False):
+    for (_, row, _), (_number, following, _) in itertools.pairwise(rows):
         assert row["text"].endswith("\n") and not following["text"][0].isspace()
         assert len(row["text"]) < 2 * PIECE_BYTES
-    assert [number for number, _, _ in rows] == [1 + text[: text.index(row["text"][:200])].count("\n") for _, row, _ in rows]
+    assert [number for number, _, _ in rows] == [
+        1 + text[: text.index(row["text"][:200])].count("\n") for _, row, _ in rows
+    ]
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
-    for name, content in (("a.txt", "the model"), ("a.jsonl", '{"text": "the model"}'), ("a.csv", "text\nthe model\n"), ("a.json", '[{"text": "the model"}]')):
+    for name, content in (
+        ("a.txt", "the model"),
+        ("a.jsonl", '{"text": "the model"}'),
+        ("a.csv", "text\nthe model\n"),
+        ("a.json", '[{"text": "the model"}]'),
+    ):
         (tmp_path / name).write_text("\ufeff" + content, encoding="utf-8")
         assert [row["text"] for _, row, _ in read_file(str(tmp_path / name))] == ["the model"]
 
@@ -86,7 +117,9 @@ def test_an_empty_compressed_file_has_no_rows(tmp_path):
 
 
 def test_batches_are_bounded_by_their_size_in_every_format(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"messages": [[{"role": "user", "content": "x" * 100_000}]] * 50}), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"messages": [[{"role": "user", "content": "x" * 100_000}]] * 50}), tmp_path / "a.parquet"
+    )
     source = find_sources([str(tmp_path / "a.parquet")], TrainConfig(), key="data", split="train", problems=[])[0]
     assert [len(batch.rows) for batch in source.batches()] == [11, 11, 11, 11, 6]
 
@@ -101,7 +134,7 @@ def test_a_text_of_one_line_is_not_held_whole(tmp_path):
     [
         ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', "a.jsonl, line 3: not valid JSON (Expecting value at column"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "a.jsonl, line 2: not valid UTF-8"),
-        ("a.jsonl", b'[1]\n', "a.jsonl, line 1: a JSON object is needed, found list"),
+        ("a.jsonl", b"[1]\n", "a.jsonl, line 1: a JSON object is needed, found list"),
         ("a.jsonl", b'{"text": "a", "text": "b"}\n', "a.jsonl, line 1: the column 'text' is there twice"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not valid JSON (nested too deeply)"),
         ("a.json", b'[{"a": 1},\n{"a": }]', "a.json, line 2: not valid JSON"),
@@ -129,7 +162,9 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, name, content
 
 
 def test_invalid_text_inside_arrow_names_its_row(tmp_path):
-    bad = pyarrow.StringArray.from_buffers(2, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"a\xff"))
+    bad = pyarrow.StringArray.from_buffers(
+        2, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"a\xff")
+    )
     pyarrow.parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="a.parquet, row 2: not valid UTF-8"):
         list(read_file(str(tmp_path / "a.parquet")))
@@ -142,6 +177,27 @@ def test_folders_globs_and_names_on_the_hub(tmp_path):
     assert find_files(str(tmp_path), "data") == found and find_files(str(tmp_path / "*.jsonl*"), "data") == found
     problems: list[str] = []
     config = TrainConfig(data_name="small")
-    sources = find_sources(["owner/name", "name:config", "owner/name:config:train[:5%]", str(tmp_path / "none.jsonl"), "some/where/else", str(tmp_path / "notes.md")], config, key="data", split="train", problems=problems)
-    assert [source.hub for source in sources] == [("owner/name", "small", "train"), ("name", "config", "train"), ("owner/name", "config", "train[:5%]")]
-    assert [problem.split(": ")[1].split(" ")[1:4] for problem in problems] == [["does", "not", "exist"], ["does", "not", "exist"], ["has", "none", "of"]]
+    sources = find_sources(
+        [
+            "owner/name",
+            "name:config",
+            "owner/name:config:train[:5%]",
+            str(tmp_path / "none.jsonl"),
+            "some/where/else",
+            str(tmp_path / "notes.md"),
+        ],
+        config,
+        key="data",
+        split="train",
+        problems=problems,
+    )
+    assert [source.hub for source in sources] == [
+        ("owner/name", "small", "train"),
+        ("name", "config", "train"),
+        ("owner/name", "config", "train[:5%]"),
+    ]
+    assert [problem.split(": ")[1].split(" ")[1:4] for problem in problems] == [
+        ["does", "not", "exist"],
+        ["does", "not", "exist"],
+        ["has", "none", "of"],
+    ]

@@ -15,7 +15,13 @@ from dsft.data.tokens import Rules, Tokens, _encode, tokenise
 from dsft.model import load_tokenizer
 from dsft.problems import UserError
 
-CHAT = [{"role": "system", "content": "be fast"}, {"role": "user", "content": "big"}, {"role": "assistant", "content": "small"}, {"role": "user", "content": "fast"}, {"role": "assistant", "content": "slow"}]
+CHAT = [
+    {"role": "system", "content": "be fast"},
+    {"role": "user", "content": "big"},
+    {"role": "assistant", "content": "small"},
+    {"role": "user", "content": "fast"},
+    {"role": "assistant", "content": "slow"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +32,11 @@ def tokenizer(tiny):
 def made(rows: list[dict], tokenizer, *, keep_all: bool = False, **options) -> Tokens:
     config = TrainConfig(**({"seq_len": 64} | options))
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    return tokenise(Batch(rows=rows, numbers=[*range(1, len(rows) + 1)], place="rows.jsonl"), Rules.of(config, find_shape(columns, config), first_row=rows[0], keep_all=keep_all), tokenizer)
+    return tokenise(
+        Batch(rows=rows, numbers=[*range(1, len(rows) + 1)], place="rows.jsonl"),
+        Rules.of(config, find_shape(columns, config), first_row=rows[0], keep_all=keep_all),
+        tokenizer,
+    )
 
 
 def trained(tokens: Tokens, tokenizer, index: int = 0) -> str:
@@ -43,7 +53,9 @@ def with_template(tokenizer, template: str):
 def test_text_is_laid_end_to_end_without_losing_a_token(tokenizer):
     texts = ["the model reads and writes", "", "big small " * 20, "loss"]
     tokens = made([{"text": text} for text in texts], tokenizer)
-    assert tokens.ids.tolist() == [token for text in texts if text for token in tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]]
+    assert tokens.ids.tolist() == [
+        token for text in texts if text for token in tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
+    ]
     assert len(tokens.ends) == 3 and tokens.counts == {"rows": 4, "dropped_empty": 1} and tokens.trained.all()
 
 
@@ -52,11 +64,16 @@ def test_ids_are_those_of_the_tokenizer(tokenizer, special):
     from tokenizers.processors import TemplateProcessing
 
     framed = copy.deepcopy(tokenizer)
-    framed.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", framed.convert_tokens_to_ids("<|user|>"))])
+    framed.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|user|> $A", special_tokens=[("<|user|>", framed.convert_tokens_to_ids("<|user|>"))]
+    )
     framed.backend_tokenizer.enable_truncation(3)
     texts = ["the model <|end|> reads", "", "ä\n" * 9]
     assert list(_encode(framed, texts, special=special)) == framed(texts, add_special_tokens=special)["input_ids"]
-    assert next(_encode(framed, ["a"], special=special)) == [framed.convert_tokens_to_ids("<|user|>")] * special + tokenizer("a")["input_ids"]
+    assert (
+        next(_encode(framed, ["a"], special=special))
+        == [framed.convert_tokens_to_ids("<|user|>")] * special + tokenizer("a")["input_ids"]
+    )
 
 
 def test_only_completion_and_end_token_are_trained(tokenizer):
@@ -64,12 +81,22 @@ def test_only_completion_and_end_token_are_trained(tokenizer):
     tokens = made(rows, tokenizer)
     assert trained(tokens, tokenizer) == "reads<|end|>" and tokenizer.decode(tokens.ids) == "the model: reads<|end|>"
     everything = made(rows, tokenizer, train_on="all")
-    assert everything.trained.tolist() == [False] + [True] * (len(everything.ids) - 1)  # nothing stands before the first
+    assert everything.trained.tolist() == [False] + [True] * (
+        len(everything.ids) - 1
+    )  # nothing stands before the first
 
 
 SHAPES = {
     "messages": {"messages": CHAT},
-    "sharegpt": {"system": "be fast", "conversations": [{"from": "human", "value": "big"}, {"from": "gpt", "value": "small"}, {"from": "human", "value": "fast"}, {"from": "gpt", "value": "slow"}]},
+    "sharegpt": {
+        "system": "be fast",
+        "conversations": [
+            {"from": "human", "value": "big"},
+            {"from": "gpt", "value": "small"},
+            {"from": "human", "value": "fast"},
+            {"from": "gpt", "value": "slow"},
+        ],
+    },
     "prompt_completion": {"prompt": CHAT[:4], "completion": CHAT[4:]},
 }
 
@@ -87,10 +114,17 @@ def test_chats_of_every_shape_become_the_same_tokens(tokenizer, shape):
 def test_alpaca_is_a_chat_where_there_is_a_template_and_headed_text_where_not(tokenizer, tiny):
     row = {"instruction": "Sort.", "input": "b a", "output": "a b"}
     chat = made([row], tokenizer)
-    assert tokenizer.decode(chat.ids) == "<|user|>Sort.\nb a<|end|><|assistant|>a b<|end|>" and trained(chat, tokenizer) == "a b<|end|>"
+    assert (
+        tokenizer.decode(chat.ids) == "<|user|>Sort.\nb a<|end|><|assistant|>a b<|end|>"
+        and trained(chat, tokenizer) == "a b<|end|>"
+    )
     plain = load_tokenizer(TrainConfig(model=str(tiny / "model")))
     text = made([row, row | {"input": "", "system": "Be fast."}], plain, seq_len=256)
-    assert plain.decode(text.ids[: text.ends[0]]) == "### Instruction:\nSort.\n\n### Input:\nb a\n\n### Response:\na b<|end|>" and trained(text, plain) == "a b<|end|>"
+    assert (
+        plain.decode(text.ids[: text.ends[0]])
+        == "### Instruction:\nSort.\n\n### Input:\nb a\n\n### Response:\na b<|end|>"
+        and trained(text, plain) == "a b<|end|>"
+    )
     assert plain.decode(text.ids[text.ends[0] :]) == "Be fast.\n\n### Instruction:\nSort.\n\n### Response:\na b<|end|>"
 
 
@@ -100,7 +134,11 @@ def test_the_users_own_templates(tokenizer):
     assert tokenizer.decode(tokens.ids) == "Q: 2+2\nA: 4 {}<|end|>" and trained(tokens, tokenizer) == "4 {}<|end|>"
     text = made(rows, tokenizer, completion_template="{question} = {answer}")
     assert tokenizer.decode(text.ids) == "2+2 = 4<|end|>" and text.trained.all()
-    for template, message in (("{question", "expected '}'"), ("{question.x}", "must be the plain name"), ("{nothing}", "names the column nothing; there are question, answer")):
+    for template, message in (
+        ("{question", "expected '}'"),
+        ("{question.x}", "must be the plain name"),
+        ("{nothing}", "names the column nothing; there are question, answer"),
+    ):
         with pytest.raises(ValueError, match=message):
             made(rows, tokenizer, completion_template=template)
 
@@ -110,41 +148,83 @@ def test_markers_and_prefixes_agree_on_every_preset(tokenizer, preset):
     """What the preset's generation markers say, and what rendering it in prefixes says without them."""
     marked = load_template(preset)
     bare = marked.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
-    chat = [message | {"role": "user"} if preset == "gemma" and message["role"] == "system" else message for message in CHAT][(preset == "gemma") :]
-    first, second = (made([{"messages": chat}], with_template(tokenizer, template), seq_len=512) for template in (marked, bare))
+    chat = [
+        message | {"role": "user"} if preset == "gemma" and message["role"] == "system" else message for message in CHAT
+    ][(preset == "gemma") :]
+    first, second = (
+        made([{"messages": chat}], with_template(tokenizer, template), seq_len=512) for template in (marked, bare)
+    )
     assert first.ids.tolist() == second.ids.tolist()
     # A prefix ends with the next turn's beginning: a line's end after the end of an answer is its own.
     assert trained(first, tokenizer).replace("\n", "") == trained(second, tokenizer).replace("\n", "") != ""
     last = made([{"messages": chat}], with_template(tokenizer, marked), seq_len=512, train_on="last")
-    assert "small" in trained(first, tokenizer) and "small" not in trained(last, tokenizer) and "slow" in trained(last, tokenizer)
+    assert (
+        "small" in trained(first, tokenizer)
+        and "small" not in trained(last, tokenizer)
+        and "slow" in trained(last, tokenizer)
+    )
 
 
 def test_every_trained_token_is_the_assistants_whatever_the_chat_holds(tokenizer):
-    """Against an independent reading: the trained tokens of the tiny template are what stands between <|assistant|> and the end token, and that token."""
+    """Against an independent reading: the trained tokens of the tiny template are what stands between <|assistant|> and
+    the end token, and that token.
+    """
     rng = np.random.default_rng(0)
-    words = "the a model <|odd|> ä\n  \t{{ x }} 12".split(" ")
+    words = ["the", "a", "model", "<|odd|>", "ä\n", "", "\t{{", "x", "}}", "12"]
     for _ in range(50):
-        chat = [{"role": role, "content": "w " + " ".join(rng.choice(words, rng.integers(1, 6)))} for _ in range(rng.integers(1, 4)) for role in ("user", "assistant")]
+        chat = [
+            {"role": role, "content": "w " + " ".join(rng.choice(words, rng.integers(1, 6)))}
+            for _ in range(rng.integers(1, 4))
+            for role in ("user", "assistant")
+        ]
         tokens = made([{"messages": chat}], tokenizer, seq_len=999)
-        assert trained(tokens, tokenizer) == "".join(message["content"] + "<|end|>" for message in chat if message["role"] == "assistant")
+        assert trained(tokens, tokenizer) == "".join(
+            message["content"] + "<|end|>" for message in chat if message["role"] == "assistant"
+        )
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_but_its_last_turn_is_not(tokenizer):
-    forgets = with_template(tokenizer, "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] if loop.last or m['role'] == 'user' else '...' }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
-    with pytest.raises(UserError, match="line 1: message 3: the chat template renders a conversation differently as it grows.*train_on: last"):
+    forgets = with_template(
+        tokenizer,
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] if loop.last or m['role'] == 'user' else '...'"
+        " }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    )
+    with pytest.raises(
+        UserError,
+        match="line 1: message 3: the chat template renders a conversation differently as it grows.*train_on: last",
+    ):
         made([{"messages": CHAT}], forgets)
     assert trained(made([{"messages": CHAT}], forgets, train_on="last"), tokenizer) == "slow<|end|>"
 
 
 def test_a_token_across_the_border_of_an_answer_is_refused(tokenizer):
-    merges = with_template(tokenizer, "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    merges = with_template(
+        tokenizer,
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt"
+        " %}assistant: {% endif %}",
+    )
     with pytest.raises(UserError, match="a token reaches across the border of the answer"):
         made([{"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": "model"}]}], merges)
 
 
-@pytest.mark.parametrize(("template", "message"), [("{{ raise_exception('only one turn') }}", "the chat template raised: only one turn"), ("{{ messages[0].nothing.more }}", "the chat template raised: .*has no attribute"),
-                                                   ("{% generation %}{% endgeneration %}{{ messages[0]['content'] }}", "the chat template marks 1 stretches as generated, for 2 turns of the assistant"),
-                                                   ("{% for m in messages if m.role == 'assistant' %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}", "the chat template marks a stretch of no characters")])
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('only one turn') }}", "the chat template raised: only one turn"),
+        ("{{ messages[0].nothing.more }}", "the chat template raised: .*has no attribute"),
+        (
+            "{% generation %}{% endgeneration %}{{ messages[0]['content'] }}",
+            "the chat template marks 1 stretches as generated, for 2 turns of the assistant",
+        ),
+        (
+            (
+                "{% for m in messages if m.role == 'assistant' %}{% generation %}{% endgeneration %}{{ m.content }}{%"
+                " endfor %}"
+            ),
+            "the chat template marks a stretch of no characters",
+        ),
+    ],
+)
 def test_a_template_that_raises_or_marks_nothing_names_the_row(tokenizer, template, message):
     with pytest.raises(UserError, match=f"rows.jsonl, line 1: {message}"):
         made([{"messages": CHAT}], with_template(tokenizer, template))
@@ -152,11 +232,21 @@ def test_a_template_that_raises_or_marks_nothing_names_the_row(tokenizer, templa
 
 def test_tools_reach_the_template(tokenizer):
     shows = with_template(tokenizer, "{{ tools | length if tools else 0 }}" + tokenizer.chat_template)
-    call = [CHAT[1], {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}]
+    call = [
+        CHAT[1],
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+        },
+    ]
     with pytest.raises(UserError, match="the chat template does not render tool_calls"):
         made([{"messages": call}], tokenizer)
     with pytest.raises(UserError, match="the chat template does not render tools;"):
-        made([{"messages": CHAT, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}], tokenizer)
+        made(
+            [{"messages": CHAT, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}],
+            tokenizer,
+        )
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     for tools in ([tool], json.dumps([tool])):
         assert tokenizer.decode(made([{"messages": CHAT, "tools": tools}], shows).ids).startswith("1<|system|>")
@@ -167,9 +257,22 @@ def test_tools_reach_the_template(tokenizer):
 @pytest.mark.parametrize("template", ["chatml", "bare", "tiny"])
 def test_a_chat_that_begins_with_the_assistant_trains_its_answer_alone(tokenizer, template):
     marked = load_template("chatml")
-    other = tokenizer if template == "tiny" else with_template(tokenizer, marked if template == "chatml" else marked.replace("{%- generation %}", "").replace("{%- endgeneration %}", ""))
+    other = (
+        tokenizer
+        if template == "tiny"
+        else with_template(
+            tokenizer,
+            (
+                marked
+                if template == "chatml"
+                else marked.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+            ),
+        )
+    )
     text = trained(made([{"messages": CHAT[2:]}], other, seq_len=256), tokenizer)
-    assert text.replace("\n", "") == ("small<|end|>slow<|end|>" if template == "tiny" else "small<|im_end|>slow<|im_end|>")
+    assert text.replace("\n", "") == (
+        "small<|end|>slow<|end|>" if template == "tiny" else "small<|im_end|>slow<|im_end|>"
+    )
 
 
 def test_a_tokenizer_with_several_templates_and_one_without_offsets(tokenizer, monkeypatch):
@@ -177,16 +280,33 @@ def test_a_tokenizer_with_several_templates_and_one_without_offsets(tokenizer, m
     assert trained(made([{"messages": CHAT}], several, seq_len=256), tokenizer) == "small<|im_end|>slow<|im_end|>"
     slow = with_template(tokenizer, load_template("chatml"))
     monkeypatch.setattr(type(slow), "is_fast", False)
-    assert trained(made([{"messages": CHAT}], slow, seq_len=256), tokenizer).replace("\n", "") == "small<|im_end|>slow<|im_end|>"
+    assert (
+        trained(made([{"messages": CHAT}], slow, seq_len=256), tokenizer).replace("\n", "")
+        == "small<|im_end|>slow<|im_end|>"
+    )
 
 
 def test_markers_hold_where_a_tokenizer_trims_its_offsets(tokenizer):
-    """transformers' own mask loses all turns after an answer that begins with a blank, and the later bytes of a character at an answer's end."""
+    """transformers' own mask loses all turns after an answer that begins with a blank, and the later bytes of a
+    character at an answer's end.
+    """
     from tokenizers.processors import ByteLevel
 
-    trims = with_template(tokenizer, load_template("chatml").replace("+ '<|im_end|>' }}{%- endgen", "}}{%- endgen").replace("{{- '\\n' }}\n    {%- else", "{{- '<|im_end|>\\n' }}\n    {%- else"))
+    trims = with_template(
+        tokenizer,
+        load_template("chatml")
+        .replace("+ '<|im_end|>' }}{%- endgen", "}}{%- endgen")
+        .replace("{{- '\\n' }}\n    {%- else", "{{- '<|im_end|>\\n' }}\n    {%- else"),
+    )
     trims.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
-    chat = [CHAT[1], {"role": "assistant", "content": "small"}, CHAT[1], {"role": "assistant", "content": " slow"}, CHAT[1], {"role": "assistant", "content": "ok 🙂"}]
+    chat = [
+        CHAT[1],
+        {"role": "assistant", "content": "small"},
+        CHAT[1],
+        {"role": "assistant", "content": " slow"},
+        CHAT[1],
+        {"role": "assistant", "content": "ok 🙂"},
+    ]
     assert trained(made([{"messages": chat}], trims, seq_len=256), trims) == "small slowok 🙂"
 
 
@@ -195,17 +315,32 @@ def test_tokenizers_that_close_or_begin_each_text_do_so_once(tokenizer, tiny):
     from tokenizers.processors import TemplateProcessing
 
     closes = copy.deepcopy(tokenizer)
-    closes.backend_tokenizer.post_processor = TemplateProcessing(single="$A <|end|>", special_tokens=[("<|end|>", closes.eos_token_id)])
+    closes.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <|end|>", special_tokens=[("<|end|>", closes.eos_token_id)]
+    )
     begins = copy.deepcopy(tokenizer)
     begins.backend_tokenizer.normalizer = normalizers.Prepend("_")
     pieces = [{"text": "big ", BEGUN: False, GOES_ON: True}, {"text": "small", BEGUN: True, GOES_ON: False}]
     rows = [{"prompt": "big ", "completion": "small"}, {"prompt": "q<|end|>", "completion": "a"}]
-    assert closes.decode(made(pieces, closes).ids) == "big small<|end|>" and closes.decode(made([{"text": "a"}], closes).ids) == "a<|end|>"
+    assert (
+        closes.decode(made(pieces, closes).ids) == "big small<|end|>"
+        and closes.decode(made([{"text": "a"}], closes).ids) == "a<|end|>"
+    )
     assert closes.decode(made(rows, closes).ids) == "big small<|end|>q<|end|>a<|end|>"
-    assert begins.decode(made(pieces, begins).ids) == "_big small<|end|>" and begins.decode(made(rows[:1], begins).ids) == "_big small<|end|>"
+    assert (
+        begins.decode(made(pieces, begins).ids) == "_big small<|end|>"
+        and begins.decode(made(rows[:1], begins).ids) == "_big small<|end|>"
+    )
 
 
-@pytest.mark.parametrize("row", [{"text": "x \ud83d"}, {"prompt": "a", "completion": "x \ud83d"}, {"messages": [CHAT[1], {"role": "assistant", "content": "x \ud83d"}]}])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "x \ud83d"},
+        {"prompt": "a", "completion": "x \ud83d"},
+        {"messages": [CHAT[1], {"role": "assistant", "content": "x \ud83d"}]},
+    ],
+)
 def test_half_a_surrogate_pair_names_its_row(tokenizer, row):
     with pytest.raises(UserError, match="rows.jsonl, line 1: holds half of a surrogate pair at character 3"):
         made([row], tokenizer)
@@ -214,7 +349,10 @@ def test_half_a_surrogate_pair_names_its_row(tokenizer, row):
 LONG = [{"prompt": "the ", "completion": "model"}, {"prompt": "the ", "completion": "big small " * 30}]
 
 
-@pytest.mark.parametrize(("policy", "sequences", "counted"), [("truncate", 2, "truncated"), ("drop", 1, "dropped_long"), ("split", 5, "split")])
+@pytest.mark.parametrize(
+    ("policy", "sequences", "counted"),
+    [("truncate", 2, "truncated"), ("drop", 1, "dropped_long"), ("split", 5, "split")],
+)
 def test_too_long_pairs_follow_the_policy_and_are_counted(tokenizer, policy, sequences, counted):
     tokens = made(LONG, tokenizer, too_long=policy, seq_len=16)
     assert len(tokens.ends) == sequences and tokens.counts == {"rows": 2, counted: 1}
@@ -223,7 +361,9 @@ def test_too_long_pairs_follow_the_policy_and_are_counted(tokenizer, policy, seq
         whole = made(LONG, tokenizer, seq_len=999)
         assert tokens.ids.tolist() == whole.ids.tolist()
         lost = whole.trained & ~tokens.trained
-        assert np.flatnonzero(lost).tolist() == [end for end in tokens.ends[1:-1]]  # of each piece the first: nothing stands before it
+        assert np.flatnonzero(lost).tolist() == [
+            end for end in tokens.ends[1:-1]
+        ]  # of each piece the first: nothing stands before it
 
 
 def test_too_long_can_be_an_error_and_what_teaches_nothing_is_counted(tokenizer):
@@ -241,19 +381,43 @@ GOOD = {"messages": CHAT}
     [
         ([GOOD, {"messages": None}], "messages must be a list"),
         ([GOOD, {"text": "a"}], "messages must be a list"),
-        ([GOOD, {"messages": [{"role": "user", "content": ["a"]}]}], r"message 1 \(user\) must hold text; it holds list"),
-        ([GOOD, {"messages": [{"role": "user", "content": None}]}], r"message 1 \(user\) must hold text; it holds nothing"),
+        (
+            [GOOD, {"messages": [{"role": "user", "content": ["a"]}]}],
+            r"message 1 \(user\) must hold text; it holds list",
+        ),
+        (
+            [GOOD, {"messages": [{"role": "user", "content": None}]}],
+            r"message 1 \(user\) must hold text; it holds nothing",
+        ),
         ([GOOD, {"messages": [{"role": "robot", "content": "a"}]}], "message 1 has the role 'robot'; there are system"),
-        ([GOOD, {"messages": [CHAT[1], CHAT[1], CHAT[2]]}], "messages 1 and 2 are both of the user: roles are out of order"),
-        ([GOOD, {"messages": [CHAT[1], CHAT[0], CHAT[2]]}], "message 2 is of the system, after a user: roles are out of order"),
+        (
+            [GOOD, {"messages": [CHAT[1], CHAT[1], CHAT[2]]}],
+            "messages 1 and 2 are both of the user: roles are out of order",
+        ),
+        (
+            [GOOD, {"messages": [CHAT[1], CHAT[0], CHAT[2]]}],
+            "message 2 is of the system, after a user: roles are out of order",
+        ),
         ([GOOD, {"messages": [{"role": "tool", "content": "1"}, CHAT[2]]}], "message 1 is of a tool, after nothing"),
-        ([SHAPES["sharegpt"], {"conversations": [{"from": "someone", "value": "a"}]}], "turn 1 is from 'someone'; known are human"),
-        ([SHAPES["sharegpt"], {"conversations": [{"from": ["human"], "value": "a"}]}], r"turn 1 is from \['human'\]; known are human"),
+        (
+            [SHAPES["sharegpt"], {"conversations": [{"from": "someone", "value": "a"}]}],
+            "turn 1 is from 'someone'; known are human",
+        ),
+        (
+            [SHAPES["sharegpt"], {"conversations": [{"from": ["human"], "value": "a"}]}],
+            r"turn 1 is from \['human'\]; known are human",
+        ),
         ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "column 'completion' is missing"),
-        ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 3}], "column 'completion' must hold text; it holds int"),
+        (
+            [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 3}],
+            "column 'completion' must hold text; it holds int",
+        ),
         ([{"text": "a"}, {"text": None}], "column 'text' is missing"),
         ([{"instruction": "a", "output": "b"}, {"instruction": "", "output": "b"}], "column 'instruction' is empty"),
-        ([SHAPES["prompt_completion"], {"prompt": "a", "completion": "b"}], "prompt and completion must be lists of messages, as in the rows before"),
+        (
+            [SHAPES["prompt_completion"], {"prompt": "a", "completion": "b"}],
+            "prompt and completion must be lists of messages, as in the rows before",
+        ),
     ],
 )
 def test_a_bad_row_is_an_error_with_its_line_or_is_counted(tokenizer, rows, message):
@@ -265,11 +429,19 @@ def test_a_bad_row_is_an_error_with_its_line_or_is_counted(tokenizer, rows, mess
 
 def test_empty_answers_are_left_out_and_counted(tokenizer):
     assert made([LONG[0], {"prompt": "a", "completion": " "}], tokenizer).counts == {"rows": 2, "dropped_empty": 1}
-    assert made([GOOD, {"messages": [CHAT[1], {"role": "assistant", "content": ""}]}, {"messages": [CHAT[1]]}], tokenizer).counts == {"rows": 3, "dropped_empty": 2}
+    assert made(
+        [GOOD, {"messages": [CHAT[1], {"role": "assistant", "content": ""}]}, {"messages": [CHAT[1]]}], tokenizer
+    ).counts == {"rows": 3, "dropped_empty": 2}
 
 
 def test_for_evaluation_every_row_stays_in_its_place(tokenizer):
-    tokens = made([LONG[0], {"prompt": "a", "completion": ""}, LONG[1], LONG[0]], tokenizer, keep_all=True, too_long="drop", seq_len=16)
+    tokens = made(
+        [LONG[0], {"prompt": "a", "completion": ""}, LONG[1], LONG[0]],
+        tokenizer,
+        keep_all=True,
+        too_long="drop",
+        seq_len=16,
+    )
     counts = [tokens.trained[start:end].sum() for start, end in zip([0, *tokens.ends], tokens.ends, strict=False)]
     assert len(counts) == 4 and counts[1] == counts[2] == 0 and counts[0] == counts[3] > 0
 

@@ -1,4 +1,6 @@
-"""The doctor's checks: every finding can fire and can stay silent, from facts alone; and one real examination of this machine."""
+"""The doctor's checks: every finding can fire and can stay silent, from facts alone; and one real examination of this
+machine.
+"""
 
 import copy
 import json
@@ -12,11 +14,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
 from conftest import ROOT, flags
+from rank_helper import on_ranks
+
 from dsft import ranks
 from dsft.doctor import paths
-from dsft.doctor.check_between import check_clocks, check_interfaces, check_master, check_names, check_network, check_versions, differences
+from dsft.doctor.check_between import (
+    check_clocks,
+    check_interfaces,
+    check_master,
+    check_names,
+    check_network,
+    check_versions,
+    differences,
+)
 from dsft.doctor.check_links import check_answers, check_assumed, check_measured
 from dsft.doctor.check_node import check_node
 from dsft.doctor.facts import node_facts, usable_gpus
@@ -30,7 +41,6 @@ from dsft.machine import Machine
 from dsft.planner.hardware import speeds_of
 from dsft.planner.links import keep_links, links_file, with_links
 from dsft.problems import UserError
-from rank_helper import on_ranks
 
 GiB = 1024**3
 SMI = "0, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, 0, 31\n1, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, [N/A], 30\n"
@@ -40,13 +50,53 @@ def node(name: str, **changes) -> dict:
     """Facts of a healthy node of two GPUs; keyword arguments replace facts, "a__b" those inside "a"."""
     number = int(name[1:])
     facts = {
-        "host": name, "python_path": "/env/bin/python", "folder": "/work", "slots": 2, "open_port": 40000, "master_port_taken": "",
-        "versions": {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "NCCL": "2.28", "GPU driver": "580.65.06", "GPU type": "H100", "dsft commit": "abc", "dsft code": "123"},
-        "gpus": parse_gpus(SMI), "torch_cuda": "13.0", "cpu_only": False, "visible_gpus": None, "cores": 16, "host_bytes": 100 * GiB, "available_bytes": 90 * GiB, "shm_bytes": 50 * GiB,
-        "limits": {"open files": 65536, "locked memory": None, "processes": None}, "disks": {"/cache": 900 * GiB, "runs/first": 900 * GiB}, "caches": {"hub": "/cache"}, "hub_offline": False,
-        "tools": {"c++": "/usr/bin/c++", "ninja": "/usr/bin/ninja", "Python.h": "/usr/include/Python.h", "libaio": "", "libaio.h": "", "nvcc": "/usr/local/cuda/bin/nvcc"}, "compile_error": "",
-        "network": {"addresses": [f"10.0.0.{number}"], "interfaces": {"lo": {"addresses": ["127.0.0.1"], "mtu": 65536, "mbit": 0}, "eth0": {"addresses": [f"10.0.0.{number}"], "mtu": 9000, "mbit": 100000}},
-                    "own_name": [f"10.0.0.{number}"], "infiniband": ["mlx5_0"], "variables": {}},
+        "host": name,
+        "python_path": "/env/bin/python",
+        "folder": "/work",
+        "slots": 2,
+        "open_port": 40000,
+        "master_port_taken": "",
+        "versions": {
+            "python": "3.11.7",
+            "torch": "2.13.0",
+            "deepspeed": "0.19.8",
+            "NCCL": "2.28",
+            "GPU driver": "580.65.06",
+            "GPU type": "H100",
+            "dsft commit": "abc",
+            "dsft code": "123",
+        },
+        "gpus": parse_gpus(SMI),
+        "torch_cuda": "13.0",
+        "cpu_only": False,
+        "visible_gpus": None,
+        "cores": 16,
+        "host_bytes": 100 * GiB,
+        "available_bytes": 90 * GiB,
+        "shm_bytes": 50 * GiB,
+        "limits": {"open files": 65536, "locked memory": None, "processes": None},
+        "disks": {"/cache": 900 * GiB, "runs/first": 900 * GiB},
+        "caches": {"hub": "/cache"},
+        "hub_offline": False,
+        "tools": {
+            "c++": "/usr/bin/c++",
+            "ninja": "/usr/bin/ninja",
+            "Python.h": "/usr/include/Python.h",
+            "libaio": "",
+            "libaio.h": "",
+            "nvcc": "/usr/local/cuda/bin/nvcc",
+        },
+        "compile_error": "",
+        "network": {
+            "addresses": [f"10.0.0.{number}"],
+            "interfaces": {
+                "lo": {"addresses": ["127.0.0.1"], "mtu": 65536, "mbit": 0},
+                "eth0": {"addresses": [f"10.0.0.{number}"], "mtu": 9000, "mbit": 100000},
+            },
+            "own_name": [f"10.0.0.{number}"],
+            "infiniband": ["mlx5_0"],
+            "variables": {},
+        },
     }
     for path, value in changes.items():
         *outer, last = path.split("__")
@@ -70,15 +120,32 @@ def card(**changes) -> dict:
 
 def reached(**results: str) -> dict[str, dict]:
     """What n2 and n3 say of n1; keyword arguments replace the answers n3 gets from master, open and name."""
+
     def answers(changes: dict) -> dict:
-        targets = [{"kind": kind, "name": "n1", "address": "10.0.0.1", "port": 29500, "result": changes.get(kind, "n1"), "seconds": 1e-5} for kind in ("master", "open", "name")]
+        targets = [
+            {
+                "kind": kind,
+                "name": "n1",
+                "address": "10.0.0.1",
+                "port": 29500,
+                "result": changes.get(kind, "n1"),
+                "seconds": 1e-5,
+            }
+            for kind in ("master", "open", "name")
+        ]
         return {"targets": targets, "names": {"n1": ["10.0.0.1"]}, "outgoing": "10.0.0.9"}
+
     return {"n2": answers({}), "n3": answers(results)}
 
 
 def measured(**changes) -> Measured:
     """Of three nodes of two ranks, all alike."""
-    found = Measured(pairs={pair: {"bytes_per_second": 40e9, "seconds": 2e-5} for pair in ((0, 1), (0, 2), (1, 2))}, inside=dict.fromkeys(range(3), 300e9), flops=dict.fromkeys(range(6), 6e14), collective_seconds=5e-5)
+    found = Measured(
+        pairs={pair: {"bytes_per_second": 40e9, "seconds": 2e-5} for pair in ((0, 1), (0, 2), (1, 2))},
+        inside=dict.fromkeys(range(3), 300e9),
+        flops=dict.fromkeys(range(6), 6e14),
+        collective_seconds=5e-5,
+    )
     for name, values in changes.items():
         setattr(found, name, getattr(found, name) | values if isinstance(values, dict) else values)
     return found
@@ -100,18 +167,41 @@ def links(found: Measured) -> list[Finding]:
 
 
 CASES = {
-    "unknown-host": lambda: [broken_session("n3", "ssh: Could not resolve hostname n3: Name or service not known", 255)],
+    "unknown-host": lambda: [
+        broken_session("n3", "ssh: Could not resolve hostname n3: Name or service not known", 255)
+    ],
     "host-unreachable": lambda: [broken_session("n3", "ssh: connect to host n3 port 22: No route to host", 255)],
     "ssh-refused": lambda: [broken_session("n3", "ssh: connect to host n3 port 22: Connection refused", 255)],
     "ssh-password": lambda: [broken_session("n3", "root@n3: Permission denied (publickey,password).", 255)],
-    "ssh-host-key": lambda: [broken_session("n3", "No ED25519 host key is known for n3\nHost key verification failed.", 255)],
+    "ssh-host-key": lambda: [
+        broken_session("n3", "No ED25519 host key is known for n3\nHost key verification failed.", 255)
+    ],
     "ssh-failed": lambda: [broken_session("n3", "kex_exchange_identification: read: Connection reset by peer", 255)],
     "no-folder": lambda: [broken_session("n3", "bash: line 1: cd: /work: No such file or directory", 1)],
     "no-python": lambda: [broken_session("n3", f"bash: line 1: {sys.executable}: No such file or directory", 127)],
-    "no-dsft": lambda: [broken_session("n3", f"{sys.executable}: Error while finding module specification for 'dsft.doctor.agent' (ModuleNotFoundError: No module named 'dsft')", 1)],
-    "package-missing": lambda: [broken_session("n3", "ModuleNotFoundError: No module named 'psutil'", 1), *look(node("n3", versions__peft="missing"))],
+    "no-dsft": lambda: [
+        broken_session(
+            "n3",
+            f"{sys.executable}: Error while finding module specification for 'dsft.doctor.agent' (ModuleNotFoundError:"
+            " No module named 'dsft')",
+            1,
+        )
+    ],
+    "package-missing": lambda: [
+        broken_session("n3", "ModuleNotFoundError: No module named 'psutil'", 1),
+        *look(node("n3", versions__peft="missing")),
+    ],
     "node-silent": lambda: [broken_session("n3", "no answer to 'hello' in time", None)],
-    "gpu-driver": lambda: look(node("n3", gpus={"driver": "", "list": [], "error": "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"})),
+    "gpu-driver": lambda: look(
+        node(
+            "n3",
+            gpus={
+                "driver": "",
+                "list": [],
+                "error": "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch",
+            },
+        )
+    ),
     "torch-without-cuda": lambda: look(node("n3", torch_cuda="")),
     "driver-too-old": lambda: look(node("n3", gpus__driver="535.1")),
     "slots": lambda: look(node("n3"), slots=3) + look(node("n3", cpu_only=True), slots=17),
@@ -134,10 +224,16 @@ CASES = {
     "clocks": lambda: check_clocks({"n1": 0.1, "n2": 0.2, "n3": -2.1}),
     "own-name": lambda: check_names(nodes(network__own_name=["127.0.1.1"]), {}),
     "name-unresolved": lambda: check_names(nodes(), {"n3": {"names": {"n1": []}}}),
-    "master-port-busy": lambda: check_master("n1", "10.0.0.1", 29500, {"n1": node("n1", master_port_taken="in use by process 7 (python)")}, {}, asked=True),
-    "default-port-busy": lambda: check_master("n1", "10.0.0.1", 29500, {"n1": node("n1", master_port_taken="in use by process 7 (python)")}, {}, asked=False),
+    "master-port-busy": lambda: check_master(
+        "n1", "10.0.0.1", 29500, {"n1": node("n1", master_port_taken="in use by process 7 (python)")}, {}, asked=True
+    ),
+    "default-port-busy": lambda: check_master(
+        "n1", "10.0.0.1", 29500, {"n1": node("n1", master_port_taken="in use by process 7 (python)")}, {}, asked=False
+    ),
     "port-blocked": lambda: check_master("n1", "10.0.0.1", 29500, nodes(), reached(master="!timeout"), asked=True),
-    "master-address": lambda: check_master("n1", "172.17.0.1", 29500, nodes(), reached(master="!timeout", open="!timeout"), asked=True),
+    "master-address": lambda: check_master(
+        "n1", "172.17.0.1", 29500, nodes(), reached(master="!timeout", open="!timeout"), asked=True
+    ),
     "network-blocked": lambda: check_network(nodes(), reached(open="!refused")),
     "wrong-machine": lambda: check_network(nodes(), reached(open="n7")),
     "mtu": lambda: check_interfaces(nodes() | {"n3": card(mtu=1500)}, USED),
@@ -150,15 +246,37 @@ CASES = {
     "model-differs": lambda: check_content("/models/m", {"n1": HERE, "n3": HERE | {"bytes": 9}}, "model"),
     "output-not-writable": lambda: check_output(RUN, "n1", {"n1": "", "n3": "Permission denied"}, {}),
     "output-not-shared": lambda: check_output(RUN, "n1", {"n1": "", "n3": ""}, {"n3": False}),
-    "disk": lambda: check_output(RUN, "n1", {"n3": "No space left on device"}, {}) + check_disk(RUN, {"n3": node("n3")}, 1000 * GiB) + check_disk(RUN, {"n3": node("n3", disks={"runs/first": 2**20})}, None),
+    "disk": lambda: (
+        check_output(RUN, "n1", {"n3": "No space left on device"}, {})
+        + check_disk(RUN, {"n3": node("n3")}, 1000 * GiB)
+        + check_disk(RUN, {"n3": node("n3", disks={"runs/first": 2**20})}, None)
+    ),
     "wrong-sum": lambda: links(measured(wrong=[4])),
-    "slow-link": lambda: links(measured(pairs={(0, 3): measured().pairs[0, 1], (1, 3): measured().pairs[0, 1], (2, 3): measured().pairs[0, 1], (1, 2): SLOW}, again={(1, 2)})),
+    "slow-link": lambda: links(
+        measured(
+            pairs={
+                (0, 3): measured().pairs[0, 1],
+                (1, 3): measured().pairs[0, 1],
+                (2, 3): measured().pairs[0, 1],
+                (1, 2): SLOW,
+            },
+            again={(1, 2)},
+        )
+    ),
     "slow-node": lambda: links(measured(pairs={(0, 2): SLOW, (1, 2): SLOW})),
     "slow-inside": lambda: links(measured(inside={2: 20e9})),
     "slow-rank": lambda: links(measured(flops={5: 3e14})),
     "below-assumed": lambda: check_assumed(measured(pairs={(1, 2): SLOW}), NAMES, GPU_SPEEDS, "data sheet"),
-    "smoke-failed": lambda: check_answers(dict.fromkeys(range(6), "joining the others"), [(5, "RuntimeError: NCCL"), *((rank, "timed out") for rank in range(5))], NAMES, RANKS, {}),
-    "smoke-silent": lambda: check_answers(dict.fromkeys(range(5), "joining the others"), [(rank, "timed out") for rank in range(5)], NAMES, RANKS, {}),
+    "smoke-failed": lambda: check_answers(
+        dict.fromkeys(range(6), "joining the others"),
+        [(5, "RuntimeError: NCCL"), *((rank, "timed out") for rank in range(5))],
+        NAMES,
+        RANKS,
+        {},
+    ),
+    "smoke-silent": lambda: check_answers(
+        dict.fromkeys(range(5), "joining the others"), [(rank, "timed out") for rank in range(5)], NAMES, RANKS, {}
+    ),
 }
 MADE_ELSEWHERE = {"node-failed", "missing-ranks", "configuration", "plan", "plan-unknown", "smoke-skipped"}
 """By the code that talks to nodes, ranks and planner: below, and on real hosts in cluster/test_doctor.py."""
@@ -169,16 +287,33 @@ def test_every_finding_fires_alone_and_names_the_place(code):
     found = CASES[code]()
     assert {one.code for one in found} == {code}
     for one in found:
-        assert ("n1" if code in ("master-port-busy", "default-port-busy") else "n2" if code == "slow-link" else "n3") in one.where
+        assert (
+            "n1" if code in ("master-port-busy", "default-port-busy") else "n2" if code == "slow-link" else "n3"
+        ) in one.where
         assert one.what and one.why == MESSAGES[code][1] and one.mend
 
 
 def test_no_finding_fires_on_healthy_nodes():
     facts = nodes()
     healthy = [one for name, own in facts.items() for one in check_node(name, own, 2, quick=False)]
-    healthy += [*check_versions(facts), *check_clocks({"n1": 0.0, "n2": 1.9}), *check_names(facts, reached()), *check_interfaces(facts, USED), *check_network(facts, reached())]
-    healthy += [*check_master("n1", "10.0.0.1", 29500, facts, reached(), asked=True), *links(measured()), *check_assumed(measured(), NAMES, GPU_SPEEDS, ""), *check_disk(RUN, facts, 10 * GiB)]
-    healthy += [*check_content("/d", {"n1": HERE, "n2": dict(HERE)}, "data"), *check_hub(RUN, {"n1": {"org/set": True}}, facts), *check_output(RUN, "n1", {"n1": "", "n2": ""}, {"n2": True})]
+    healthy += [
+        *check_versions(facts),
+        *check_clocks({"n1": 0.0, "n2": 1.9}),
+        *check_names(facts, reached()),
+        *check_interfaces(facts, USED),
+        *check_network(facts, reached()),
+    ]
+    healthy += [
+        *check_master("n1", "10.0.0.1", 29500, facts, reached(), asked=True),
+        *links(measured()),
+        *check_assumed(measured(), NAMES, GPU_SPEEDS, ""),
+        *check_disk(RUN, facts, 10 * GiB),
+    ]
+    healthy += [
+        *check_content("/d", {"n1": HERE, "n2": dict(HERE)}, "data"),
+        *check_hub(RUN, {"n1": {"org/set": True}}, facts),
+        *check_output(RUN, "n1", {"n1": "", "n2": ""}, {"n2": True}),
+    ]
     healthy += check_answers(dict.fromkeys(range(6), "done"), [], NAMES, RANKS, {})
     assert healthy == []
 
@@ -192,13 +327,23 @@ def test_every_message_is_tested_and_explained_in_the_docs():
 def test_of_a_silent_rank_the_others_time_outs_are_not_reported():
     found = check_answers({0: "joining the others"}, [(0, "timed out")], ["a", "b"], [[0], [1]], {})
     assert [(one.code, one.where) for one in found] == [("smoke-silent", "rank 1 on b")] and "nothing" in found[0].what
-    found = check_answers({0: "joining the others"}, [(0, "timed out")], ["a", "b"], [[0], [1]], {"b": "Traceback\nImportError: libcudart"})
+    found = check_answers(
+        {0: "joining the others"},
+        [(0, "timed out")],
+        ["a", "b"],
+        [[0], [1]],
+        {"b": "Traceback\nImportError: libcudart"},
+    )
     assert [(one.code, one.where) for one in found] == [("smoke-failed", "b")] and "libcudart" in found[0].what
 
 
 def test_gpus_that_ranks_would_use():
-    assert [gpu["index"] for gpu in usable_gpus(node("n1"))] == [0, 1] and usable_gpus(node("n1", cpu_only=True)) == [] == usable_gpus(node("n1", torch_cuda=""))
-    assert [gpu["index"] for gpu in usable_gpus(node("n1", visible_gpus="1"))] == [1] and usable_gpus(node("n1", visible_gpus="")) == []
+    assert [gpu["index"] for gpu in usable_gpus(node("n1"))] == [0, 1] and usable_gpus(
+        node("n1", cpu_only=True)
+    ) == [] == usable_gpus(node("n1", torch_cuda=""))
+    assert [gpu["index"] for gpu in usable_gpus(node("n1", visible_gpus="1"))] == [1] and usable_gpus(
+        node("n1", visible_gpus="")
+    ) == []
     assert len(usable_gpus(node("n1", visible_gpus="GPU-8f1"))) == 1
 
 
@@ -209,7 +354,10 @@ def test_same_files_under_unlike_git_states_are_the_same_code():
 
 @pytest.mark.parametrize("number", range(2, 18))
 def test_rounds_pair_every_node_with_every_other_once_and_nobody_twice_at_a_time(number):
-    for rounds, wanted in ((all_rounds(number), number * (number - 1) // 2), (ring_rounds(number), number if number > 2 else 1)):
+    for rounds, wanted in (
+        (all_rounds(number), number * (number - 1) // 2),
+        (ring_rounds(number), number if number > 2 else 1),
+    ):
         pairs = [pair for one in rounds for pair in one]
         assert len(pairs) == len(set(pairs)) == wanted and all(a < b for a, b in pairs)
         assert all(len({node for pair in one for node in pair}) == 2 * len(one) for one in rounds)
@@ -224,12 +372,30 @@ def test_outliers():
 
 def test_rates_of_ranks_side_by_side_add_up_and_the_slower_direction_counts():
     one = {"inside": 0.0, "flops": 1.0, "wrong": False, "collective_seconds": 1e-4, "again": []}
-    found = combine([one | {"pairs": {1: (5.0, 1e-5)}}, one | {"pairs": {1: (6.0, 3e-5)}}, one | {"pairs": {0: (1.0, 1e-5)}}, one | {"pairs": {0: (2.0, 2e-5)}, "wrong": True}], [0, 0, 1, 1])
-    assert found.pairs == {(0, 1): {"bytes_per_second": 3.0, "seconds": 3e-5}} and found.wrong == [3] and found.network_bytes == 3.0 and not found.again
+    found = combine(
+        [
+            one | {"pairs": {1: (5.0, 1e-5)}},
+            one | {"pairs": {1: (6.0, 3e-5)}},
+            one | {"pairs": {0: (1.0, 1e-5)}},
+            one | {"pairs": {0: (2.0, 2e-5)}, "wrong": True},
+        ],
+        [0, 0, 1, 1],
+    )
+    assert (
+        found.pairs == {(0, 1): {"bytes_per_second": 3.0, "seconds": 3e-5}}
+        and found.wrong == [3]
+        and found.network_bytes == 3.0
+        and not found.again
+    )
 
 
 def test_a_link_is_named_only_after_it_was_measured_alone():
-    slow = {(0, 3): measured().pairs[0, 1], (1, 3): measured().pairs[0, 1], (2, 3): measured().pairs[0, 1], (1, 2): SLOW}
+    slow = {
+        (0, 3): measured().pairs[0, 1],
+        (1, 3): measured().pairs[0, 1],
+        (2, 3): measured().pairs[0, 1],
+        (1, 2): SLOW,
+    }
     assert links(measured(pairs=slow)) == [] and measured(pairs=slow, again={(0, 1)}).network_bytes == 40e9
 
 
@@ -240,8 +406,17 @@ def test_file_contents_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
     (tmp_path / "a/checkpoint-1").mkdir()
     (tmp_path / "a/checkpoint-1/w").write_text("not compared")
     first = paths.contents([str(tmp_path / "a"), str(tmp_path / "nothing"), str(tmp_path / "a/*.bin")])
-    assert first[str(tmp_path / "nothing")] is None and first[str(tmp_path / "a")]["files"] == 1 and first[str(tmp_path / "a/*.bin")]["bytes"] == 3 * paths.END_BYTES
-    for change in (lambda: large.write_bytes(b"1" + b"0" * (3 * paths.END_BYTES - 1)), lambda: large.write_bytes(b"0" * (3 * paths.END_BYTES - 1) + b"1"), lambda: large.write_bytes(b"0"), lambda: large.rename(tmp_path / "a/other.bin")):
+    assert (
+        first[str(tmp_path / "nothing")] is None
+        and first[str(tmp_path / "a")]["files"] == 1
+        and first[str(tmp_path / "a/*.bin")]["bytes"] == 3 * paths.END_BYTES
+    )
+    for change in (
+        lambda: large.write_bytes(b"1" + b"0" * (3 * paths.END_BYTES - 1)),
+        lambda: large.write_bytes(b"0" * (3 * paths.END_BYTES - 1) + b"1"),
+        lambda: large.write_bytes(b"0"),
+        lambda: large.rename(tmp_path / "a/other.bin"),
+    ):
         change()
         changed = paths.contents([str(tmp_path / "a")])[str(tmp_path / "a")]
         assert changed["hash"] != first[str(tmp_path / "a")]["hash"]
@@ -249,9 +424,16 @@ def test_file_contents_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
 
 def test_the_runs_files_are_read_from_yaml_and_flags(tmp_path):
     (tmp_path / "run.yaml").write_text("model: m\ndata: [a.jsonl, b.jsonl]\noutput_dir: runs/x\nzero: 3-nvme\n")
-    files = read_run_files(["--config", str(tmp_path / "run.yaml"), "--output_dir", "runs/y", "--save_strategy", "no", "--adapter", "l"])
-    assert files == RunFiles(data=["a.jsonl", "b.jsonl"], models=["m", "l"], output_dir="runs/y", saves=False, nvme=True) and read_run_files([]) is None
-    assert check_output(files, "n1", {}, {"n2": False})[0].severity == "note", "local disks do where no checkpoint is written"
+    files = read_run_files(
+        ["--config", str(tmp_path / "run.yaml"), "--output_dir", "runs/y", "--save_strategy", "no", "--adapter", "l"]
+    )
+    assert (
+        files == RunFiles(data=["a.jsonl", "b.jsonl"], models=["m", "l"], output_dir="runs/y", saves=False, nvme=True)
+        and read_run_files([]) is None
+    )
+    assert check_output(files, "n1", {}, {"n2": False})[0].severity == "note", (
+        "local disks do where no checkpoint is written"
+    )
 
 
 def test_host_files_are_read_as_deepspeed_reads_them(tmp_path):
@@ -259,12 +441,23 @@ def test_host_files_are_read_as_deepspeed_reads_them(tmp_path):
     file.write_text("# mine\na slots=4\nb slots=2\nc slots=2\n")
     read = lambda **options: [(one.name, one.slots, one.devices) for one in read_hosts(str(file), **options)]  # noqa: E731
     assert read() == [("a", 4, (0, 1, 2, 3)), ("b", 2, (0, 1)), ("c", 2, (0, 1))]
-    assert read(include="c@a:1,3") == [("a", 2, (1, 3)), ("c", 2, (0, 1))] and read(exclude="a@b:0") == [("b", 1, (1,)), ("c", 2, (0, 1))]
+    assert read(include="c@a:1,3") == [("a", 2, (1, 3)), ("c", 2, (0, 1))] and read(exclude="a@b:0") == [
+        ("b", 1, (1,)),
+        ("c", 2, (0, 1)),
+    ]
     assert read(num_nodes=2, num_gpus=1) == [("a", 1, (0,)), ("b", 1, (0,))]
-    for options, words in (({"include": "d"}, "--include d.*'d' not found.*a slots=4"), ({"include": "a:7"}, "No slot '7'"), ({"include": "a", "num_nodes": 1}, "cannot be combined")):
+    for options, words in (
+        ({"include": "d"}, "--include d.*'d' not found.*a slots=4"),
+        ({"include": "a:7"}, "No slot '7'"),
+        ({"include": "a", "num_nodes": 1}, "cannot be combined"),
+    ):
         with pytest.raises(UserError, match=words):
             read(**options)
-    for text, words in (("a slots=x\n", "bad entry: a slots=x"), ("", "empty"), ("a slots=1\na slots=2\n", "multiple entries for a")):
+    for text, words in (
+        ("a slots=x\n", "bad entry: a slots=x"),
+        ("", "empty"),
+        ("a slots=1\na slots=2\n", "multiple entries for a"),
+    ):
         file.write_text(text)
         with pytest.raises(UserError, match=words):
             read()
@@ -274,12 +467,25 @@ def test_host_files_are_read_as_deepspeed_reads_them(tmp_path):
 
 def test_measured_links_feed_plans_of_the_same_hosts_and_no_others(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    machine = Machine(nodes=2, ranks_per_node=2, device_bytes=8 * GiB, host_bytes=16 * GiB, has_gpu=False, measured=True, host_names=("a", "b"))
+    machine = Machine(
+        nodes=2,
+        ranks_per_node=2,
+        device_bytes=8 * GiB,
+        host_bytes=16 * GiB,
+        has_gpu=False,
+        measured=True,
+        host_names=("a", "b"),
+    )
     assumed = speeds_of(machine, half=False)
     assert with_links(assumed, machine) == assumed
     keep_links(["b", "a"], network_bytes=3e8, link_bytes=2e9, collective_seconds=1e-3)
     speeds = with_links(assumed, machine)
-    assert (speeds.network_bytes, speeds.link_bytes, speeds.all_reduce_bytes, speeds.collective_seconds) == (3e8, 2e9, 2e9, 1e-3) and "measured by dsft doctor" in speeds.source
+    assert (speeds.network_bytes, speeds.link_bytes, speeds.all_reduce_bytes, speeds.collective_seconds) == (
+        3e8,
+        2e9,
+        2e9,
+        1e-3,
+    ) and "measured by dsft doctor" in speeds.source
     for other in ({"host_names": ("a", "c")}, {"nodes": 1, "host_names": ("a",)}, {"host_names": ()}):
         assert with_links(assumed, Machine(**vars(machine) | other)) == assumed
     links_file().write_text('{"a,b": {"network_bytes": "?"}}')
@@ -301,11 +507,21 @@ def test_uneven_nodes_are_counted_by_host_on_every_rank():
 
 
 def test_facts_of_this_machine_need_no_torch():
-    code = "import sys, json; from dsft.doctor.facts import node_facts; from dsft.doctor import agent, examine; print(json.dumps(node_facts())); assert not {'torch', 'transformers', 'deepspeed'} & sys.modules.keys()"
+    code = (
+        "import sys, json; from dsft.doctor.facts import node_facts; from dsft.doctor import agent, examine;"
+        " print(json.dumps(node_facts())); assert not {'torch', 'transformers', 'deepspeed'} & sys.modules.keys()"
+    )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     facts = json.loads(result.stdout)
-    assert facts["versions"]["torch"] == __import__("torch").__version__ and facts["cores"] == len(os.sched_getaffinity(0))
-    assert facts.keys() >= node("n1").keys() - {"slots", "open_port", "master_port_taken", "compile_error"}, "the tests' facts have the shape of real ones"
+    assert facts["versions"]["torch"] == __import__("torch").__version__ and facts["cores"] == len(
+        os.sched_getaffinity(0)
+    )
+    assert facts.keys() >= node("n1").keys() - {
+        "slots",
+        "open_port",
+        "master_port_taken",
+        "compile_error",
+    }, "the tests' facts have the shape of real ones"
     assert facts["network"].keys() == node("n1")["network"].keys() and copy.deepcopy(facts) == facts
 
 
@@ -315,36 +531,82 @@ def test_this_machine_is_examined_measured_and_its_run_planned(run, options, tmp
     with socket.socket() as notebook:
         notebook.bind(("", 0))
         notebook.listen()
-        variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(notebook.getsockname()[1])}
-        result = run(["dsft", "doctor", "--num_gpus", "2", "--json", *flags(options(tmp_path / "run"))], XDG_CACHE_HOME=str(tmp_path), **variables)
+        variables = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(notebook.getsockname()[1]),
+        }
+        result = run(
+            ["dsft", "doctor", "--num_gpus", "2", "--json", *flags(options(tmp_path / "run"))],
+            XDG_CACHE_HOME=str(tmp_path),
+            **variables,
+        )
     report = json.loads(result.stdout)
     assert report["ok"] and result.returncode == 0, report["findings"]
     assert report["slots"] == {"localhost": 2} and "is the fastest that fits" in report["plan"]
-    assert report["links"]["inside_bytes_per_second"]["localhost"] > 1e6 and min(report["links"]["flops_of_ranks"]) > 1e8
+    assert (
+        report["links"]["inside_bytes_per_second"]["localhost"] > 1e6 and min(report["links"]["flops_of_ranks"]) > 1e8
+    )
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.launch
 def test_faults_of_a_run_are_found_without_starting_it(run, options, tmp_path):
-    result = run(["dsft", "doctor", "--num_gpus", "99", *flags(options(tmp_path / "run", learning_rate=-1, data="none.jsonl")), "--quick"], XDG_CACHE_HOME=str(tmp_path))
+    result = run(
+        [
+            "dsft",
+            "doctor",
+            "--num_gpus",
+            "99",
+            *flags(options(tmp_path / "run", learning_rate=-1, data="none.jsonl")),
+            "--quick",
+        ],
+        XDG_CACHE_HOME=str(tmp_path),
+    )
     assert result.returncode == 2 and "slots=99" in result.stdout and "[data-missing]" in result.stdout, result.stdout
-    full = run(["dsft", "doctor", "--json", *flags(options(tmp_path / "run", learning_rate=-1, zero="7"))], XDG_CACHE_HOME=str(tmp_path))
+    full = run(
+        ["dsft", "doctor", "--json", *flags(options(tmp_path / "run", learning_rate=-1, zero="7"))],
+        XDG_CACHE_HOME=str(tmp_path),
+    )
     found = {one["code"]: one["what"] for one in json.loads(full.stdout)["findings"]}
     assert full.returncode == 2 and "configuration" in found
 
 
 @pytest.mark.launch
 def test_missing_ranks_are_named(run, tmp_path):
-    environment = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}
-    other = subprocess.Popen([sys.executable, "-m", "dsft.doctor", "--quick"], cwd=ROOT, env=os.environ | environment | {"RANK": "2", "LOCAL_RANK": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environment = {
+        "RANK": "0",
+        "WORLD_SIZE": "3",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(ranks.free_port()),
+    }
+    other = subprocess.Popen(
+        [sys.executable, "-m", "dsft.doctor", "--quick"],
+        cwd=ROOT,
+        env=os.environ | environment | {"RANK": "2", "LOCAL_RANK": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     result = run(["dsft", "doctor", "--quick", "--json"], XDG_CACHE_HOME=str(tmp_path), **environment)
     assert other.wait(timeout=30) == 2 == result.returncode
-    assert [(one["code"], one["where"]) for one in json.loads(result.stdout)["findings"]] == [("missing-ranks", "rank 1")]
+    assert [(one["code"], one["where"]) for one in json.loads(result.stdout)["findings"]] == [
+        ("missing-ranks", "rank 1")
+    ]
 
 
 def test_what_a_finding_tells_to_run_is_one_word_for_the_shell_where_paths_have_spaces(monkeypatch, tmp_path):
     folder = tmp_path / "a b"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    assert str(folder) in shlex.split(broken_session("n3", "cd: x: No such file or directory", 1).mend.partition("copy it: ")[2])[2]
-    assert finding("mtu", "n1", "x", "y", severity="note").severity == "note" and Path.cwd() == folder and node_facts()["folder"] == str(folder)
+    assert (
+        str(folder)
+        in shlex.split(broken_session("n3", "cd: x: No such file or directory", 1).mend.partition("copy it: ")[2])[2]
+    )
+    assert (
+        finding("mtu", "n1", "x", "y", severity="note").severity == "note"
+        and Path.cwd() == folder
+        and node_facts()["folder"] == str(folder)
+    )

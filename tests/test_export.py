@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from tiny import write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.config import TrainConfig
@@ -10,7 +11,6 @@ from dsft.export import check_export, export, find_weights, merge
 from dsft.lora import add_lora
 from dsft.problems import UserError
 from dsft.saving_trainer import differences, expected_shapes, missing_weights
-from tiny import write_model
 
 
 @pytest.fixture
@@ -48,7 +48,11 @@ def test_export_writes_the_asked_dtype_and_the_tokenizer(tiny, tmp_path):
 def test_export_refuses_what_it_would_lose_or_cannot_find(tiny, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious.txt").write_text("x")
-    for source, out, part in ((tiny / "model", tmp_path / "full", "not empty"), (tmp_path / "no", tmp_path / "o", "is no folder"), (tmp_path / "full", tmp_path / "o", "neither safetensors")):
+    for source, out, part in (
+        (tiny / "model", tmp_path / "full", "not empty"),
+        (tmp_path / "no", tmp_path / "o", "is no folder"),
+        (tmp_path / "full", tmp_path / "o", "neither safetensors"),
+    ):
         with pytest.raises(UserError, match=part):
             export(str(source), str(out))
     with pytest.raises(UserError, match="is no adapter"):
@@ -81,11 +85,15 @@ def test_a_save_that_differs_from_memory_is_noticed(tiny, adapter):
     memory = dict(model.state_dict())
     name = sorted(memory)[0]
     assert differences(tiny / "model", memory, sampled=16) == []
-    assert differences(tiny / "model", memory | {name: memory[name] + 1}, sampled=16) == [f"{name} in model.safetensors reads back differently from what was trained"]
+    assert differences(tiny / "model", memory | {name: memory[name] + 1}, sampled=16) == [
+        f"{name} in model.safetensors reads back differently from what was trained"
+    ]
     assert "in memory" in differences(tiny / "model", memory | {name: memory[name][1:]}, sampled=0)[0]
     peft_model, folder = adapter
     changed = {name: tensor + 1 for name, tensor in peft_model.state_dict().items() if "lora_B" in name}
-    assert differences(folder, dict(peft_model.state_dict()), sampled=16) == [] and differences(folder, peft_model.state_dict() | changed, sampled=16)
+    assert differences(folder, dict(peft_model.state_dict()), sampled=16) == [] and differences(
+        folder, peft_model.state_dict() | changed, sampled=16
+    )
 
 
 def test_a_saved_adapter_is_measured_by_its_own_shape(adapter, tiny):
@@ -93,7 +101,11 @@ def test_a_saved_adapter_is_measured_by_its_own_shape(adapter, tiny):
 
     model, folder = adapter
     expected = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert measure_model(TrainConfig(model=str(tiny / "model"), method="lora", adapter=str(folder))).num_trainable == expected > 0
+    assert (
+        measure_model(TrainConfig(model=str(tiny / "model"), method="lora", adapter=str(folder))).num_trainable
+        == expected
+        > 0
+    )
 
 
 def test_the_base_of_an_adapter_is_found_from_any_working_folder(adapter, tiny, tmp_path, monkeypatch):
@@ -106,23 +118,35 @@ def test_the_base_of_an_adapter_is_found_from_any_working_folder(adapter, tiny, 
     assert base == str(tiny / "model")
 
 
-@pytest.mark.parametrize(("architecture", "options"), [
-    ("llama", {"use_dora": True}), ("llama", {"use_rslora": True, "modules_to_save": ["lm_head"]}), ("gpt2", {}), ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
-    ("gemma3", {"target_modules": ["embed_tokens", "q_proj"]}), ("mixtral", {"target_modules": ["q_proj"]}),
-    ("mixtral", {}),
-])
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("llama", {"use_dora": True}),
+        ("llama", {"use_rslora": True, "modules_to_save": ["lm_head"]}),
+        ("gpt2", {}),
+        ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
+        ("gemma3", {"target_modules": ["embed_tokens", "q_proj"]}),
+        ("mixtral", {"target_modules": ["q_proj"]}),
+        ("mixtral", {}),
+    ],
+)
 def test_merging_weight_by_weight_gives_what_peft_gives_with_the_whole_model(tmp_path, architecture, options, capsys):
     write_model(tmp_path / "base", architecture)
     torch.manual_seed(1)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear"} | options))
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
+        LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear"} | options),
+    )
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for _name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) / 10)
     model.save_pretrained(tmp_path / "adapter")
     AutoTokenizer.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "adapter")
     out = export(str(tmp_path / "adapter"), str(tmp_path / "out"), max_shard_size="40KB")
-    expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter").merge_and_unload(safe_merge=True)
+    expected = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
+    ).merge_and_unload(safe_merge=True)
     check_export(expected, out)
     in_memory = "whole model is taken into memory" in capsys.readouterr().out
     tied_or_fused = architecture == "gemma3" or (architecture == "mixtral" and "target_modules" not in options)

@@ -9,9 +9,21 @@ from dsft.fields import check_values, convert, field_types, read_flags, read_yam
 @pytest.mark.parametrize(
     ("value", "hint", "expected"),
     [
-        ("1e-4", float, 1e-4), (3, float, 3.0), ("7", int, 7), ("-7", int, -7), ("true", bool, True), ("no", bool, False),
-        ("none", int | None, None), ("a", list[str], ["a"]), (["a", "b"], list[str], ["a", "b"]), ("x", str | list[str], "x"),
-        ('{"a": 1}', dict | str, {"a": 1}), (4, Literal[4, 8], 4), ("8", Literal[4, 8], 8), ("3", str, "3"), (3, str, "3"),
+        ("1e-4", float, 1e-4),
+        (3, float, 3.0),
+        ("7", int, 7),
+        ("-7", int, -7),
+        ("true", bool, True),
+        ("no", bool, False),
+        ("none", int | None, None),
+        ("a", list[str], ["a"]),
+        (["a", "b"], list[str], ["a", "b"]),
+        ("x", str | list[str], "x"),
+        ('{"a": 1}', dict | str, {"a": 1}),
+        (4, Literal[4, 8], 4),
+        ("8", Literal[4, 8], 8),
+        ("3", str, "3"),
+        (3, str, "3"),
     ],
 )
 def test_values_of_files_and_flags_take_the_field_s_type(value, hint, expected):
@@ -20,7 +32,19 @@ def test_values_of_files_and_flags_take_the_field_s_type(value, hint, expected):
 
 @pytest.mark.parametrize(
     ("value", "hint"),
-    [("1.5", int), (1.5, int), (True, int), ("x", float), (1, bool), ("maybe", bool), ("5", Literal[4, 8]), ({}, str), (None, str), ([1], str), ("{", dict)],
+    [
+        ("1.5", int),
+        (1.5, int),
+        (True, int),
+        ("x", float),
+        (1, bool),
+        ("maybe", bool),
+        ("5", Literal[4, 8]),
+        ({}, str),
+        (None, str),
+        ([1], str),
+        ("{", dict),
+    ],
 )
 def test_wrong_types_are_refused(value, hint):
     with pytest.raises(ValueError):
@@ -30,7 +54,11 @@ def test_wrong_types_are_refused(value, hint):
 def test_every_training_argument_can_be_set_by_its_own_name_and_default():
     types = field_types(TrainingArguments)
     defaults = {name: TrainingArguments.__dataclass_fields__[name].default for name in types}
-    plain = {name: value for name, value in defaults.items() if isinstance(value, (bool, int, float, str)) and not hasattr(value, "value")}
+    plain = {
+        name: value
+        for name, value in defaults.items()
+        if isinstance(value, (bool, int, float, str)) and not hasattr(value, "value")
+    }
     problems: list[str] = []
     checked = check_values(plain, types, problems)
     assert problems == []
@@ -51,7 +79,9 @@ def test_enumerations_name_the_choices_and_the_nearest():
 
 def test_flags_come_as_words_pairs_lists_and_switches():
     problems: list[str] = []
-    found = read_flags(["stray", "--a", "1", "--b=2", "--c", "x", "y", "--d", "--local_rank=0", "--lora-r", "4"], problems)
+    found = read_flags(
+        ["stray", "--a", "1", "--b=2", "--c", "x", "y", "--d", "--local_rank=0", "--lora-r", "4"], problems
+    )
     assert found == {"a": "1", "b": "2", "c": ["x", "y"], "d": True, "lora_r": "4"}
     assert len(problems) == 1 and "'stray'" in problems[0]
 

@@ -1,4 +1,6 @@
-"""The loss is averaged over all trained tokens of the global batch: batch size, accumulation and ranks can be exchanged, whatever the batches are made of."""
+"""The loss is averaged over all trained tokens of the global batch: batch size, accumulation and ranks can be
+exchanged, whatever the batches are made of.
+"""
 
 import json
 import shutil
@@ -6,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import transformers
-
 from conftest import grid, needed_cases, read_json
 from tiny import write_model
 
@@ -32,25 +33,45 @@ def write_own_loss(tiny) -> Path:
     folder = tiny / "own-loss"
     shutil.copytree(tiny / "model", folder)
     (folder / "modeling_own.py").write_text(OWN_LOSS)
-    config = read_json(folder / "config.json") | {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnLoss"}, "architectures": ["OwnLoss"]}
+    config = read_json(folder / "config.json") | {
+        "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnLoss"},
+        "architectures": ["OwnLoss"],
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 @pytest.fixture(scope="module")
 def logs(request, run, options, tiny, tmp_path_factory):
-    """Name of a run -> its log; two launches, of 1 and of 2 ranks, and one more that goes on with the runs of 2 ranks on 1. Only what selected tests need is trained."""
+    """Name of a run -> its log; two launches, of 1 and of 2 ranks, and one more that goes on with the runs of 2 ranks
+    on 1. Only what selected tests need is trained.
+    """
     folder = tmp_path_factory.mktemp("global-batch")
     pairs = {"data": str(tiny / "pairs.jsonl"), "eval_data": str(tiny / "pairs.jsonl")}
     kinds = {
-        "padded": pairs, "packed": pairs | {"packing": True}, "streamed": pairs | {"streaming": True, "packing": True, "shuffle_buffer": 7, "seq_len": 40},
-        "mixed": {"data": [str(tiny / "pairs.jsonl"), str(tiny / "texts.jsonl")], "data_weights": [2, 1], "eval_fraction": 0.1}, "text": {"data": str(tiny / "texts.jsonl")},
+        "padded": pairs,
+        "packed": pairs | {"packing": True},
+        "streamed": pairs | {"streaming": True, "packing": True, "shuffle_buffer": 7, "seq_len": 40},
+        "mixed": {
+            "data": [str(tiny / "pairs.jsonl"), str(tiny / "texts.jsonl")],
+            "data_weights": [2, 1],
+            "eval_fraction": 0.1,
+        },
+        "text": {"data": str(tiny / "texts.jsonl")},
         "own-loss": pairs | {"model": str(write_own_loss(tiny)), "trust_remote_code": True},
     }
 
     def case(name: str, kind: str, micro: int, accumulation: int, **more) -> dict:
         saves = {"save_strategy": "steps", "save_steps": SAVED_AT, "save_total_limit": 9}
-        return options(folder / name, zero="2", max_steps=STEPS, logging_steps=1, per_device_train_batch_size=micro, gradient_accumulation_steps=accumulation, **saves | kinds[kind] | more)
+        return options(
+            folder / name,
+            zero="2",
+            max_steps=STEPS,
+            logging_steps=1,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=accumulation,
+            **saves | kinds[kind] | more,
+        )
 
     def launch(world: int, cases: list[dict]) -> None:
         cases = [case for case in cases if Path(case["output_dir"]).name in needed]
@@ -59,19 +80,46 @@ def logs(request, run, options, tiny, tmp_path_factory):
             return
         path = folder / f"cases-{world}-{len(cases)}.json"
         path.write_text(json.dumps(cases))
-        result = run(["torchrun", "--nproc_per_node", str(world), "--master_port", f"2965{world}", "tests/workers/train_cases.py", path], timeout=900, XDG_CACHE_HOME=str(folder / f"cache-{world}"))
+        result = run(
+            [
+                "torchrun",
+                "--nproc_per_node",
+                str(world),
+                "--master_port",
+                f"2965{world}",
+                "tests/workers/train_cases.py",
+                path,
+            ],
+            timeout=900,
+            XDG_CACHE_HOME=str(folder / f"cache-{world}"),
+        )
         assert result.returncode == 0, result.stderr[-4000:]
         found[f"output of {world}"] = result.stdout
 
     found: dict = {}
     made: set[str] = set()
     needed = needed_cases(request)
-    launch(2, [case(f"{kind}-2-{micro}", kind, micro, accumulation) for kind in DATA for micro, accumulation in SHARED[2]])
-    resumed = [case(f"{kind}-resumed", kind, 2, 4, resume_from_checkpoint=str(folder / f"{kind}-2-4" / f"checkpoint-{SAVED_AT}")) for kind in DATA]
+    launch(
+        2, [case(f"{kind}-2-{micro}", kind, micro, accumulation) for kind in DATA for micro, accumulation in SHARED[2]]
+    )
+    resumed = [
+        case(
+            f"{kind}-resumed", kind, 2, 4, resume_from_checkpoint=str(folder / f"{kind}-2-4" / f"checkpoint-{SAVED_AT}")
+        )
+        for kind in DATA
+    ]
     write_model(tiny / "bloom", "llama")
-    transformers.AutoModelForCausalLM.from_config(transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=384, bos_token_id=None, eos_token_id=0, pad_token_id=None)).save_pretrained(tiny / "bloom")
+    transformers.AutoModelForCausalLM.from_config(
+        transformers.BloomConfig(
+            hidden_size=32, n_layer=2, n_head=4, vocab_size=384, bos_token_id=None, eos_token_id=0, pad_token_id=None
+        )
+    ).save_pretrained(tiny / "bloom")
     resumed.append(case("mixing", "packed", 8, 1, model=str(tiny / "bloom")))
-    launch(1, [case(f"{kind}-1-{micro}", kind, micro, accumulation) for kind in DATA for micro, accumulation in SHARED[1]] + resumed)
+    launch(
+        1,
+        [case(f"{kind}-1-{micro}", kind, micro, accumulation) for kind in DATA for micro, accumulation in SHARED[1]]
+        + resumed,
+    )
     assert made == needed
     if "streamed-1-8" in made:
         found["data of the stream"] = read_json(folder / "streamed-1-8" / "run.json")["data"]
@@ -92,7 +140,10 @@ def test_what_a_stream_left_out_is_counted(logs):
 def test_packing_is_left_out_where_samples_would_mix(logs):
     """Bloom takes no positions: the run says so, pads instead, and trains on."""
     assert len(steps(logs["mixing"], "loss")) == STEPS
-    assert "packing is left out, sequences are padded instead" in logs["output of 1"] and "tokens of one sample change the logits" in logs["output of 1"]
+    assert (
+        "packing is left out, sequences are padded instead" in logs["output of 1"]
+        and "tokens of one sample change the logits" in logs["output of 1"]
+    )
 
 
 def steps(log: list[dict], name: str) -> list[float]:
@@ -113,7 +164,9 @@ def test_ranks_accumulation_and_batch_size_can_be_exchanged(logs, kind):
 @pytest.mark.cases("{kind}-resumed", "{kind}-2-4")
 @pytest.mark.parametrize("kind", grid(DATA, QUICK))
 def test_a_run_goes_on_at_its_sequence_on_another_number_of_ranks(logs, kind):
-    assert steps(logs[f"{kind}-resumed"], "loss")[-(STEPS - SAVED_AT) :] == pytest.approx(steps(logs[f"{kind}-2-4"], "loss")[SAVED_AT:], rel=2e-5)
+    assert steps(logs[f"{kind}-resumed"], "loss")[-(STEPS - SAVED_AT) :] == pytest.approx(
+        steps(logs[f"{kind}-2-4"], "loss")[SAVED_AT:], rel=2e-5
+    )
 
 
 @pytest.mark.cases("padded-1-8")
@@ -127,9 +180,18 @@ def test_the_loss_is_the_sum_of_nats_over_all_trained_tokens(logs, tiny, options
     from dsft.data.training import check_sources, load_training_data
     from dsft.model import load_tokenizer
 
-    config = TrainConfig(model=str(tiny / "model"), data=[str(tiny / "pairs.jsonl")], seq_len=64, data_cache=str(tmp_path))
+    config = TrainConfig(
+        model=str(tiny / "model"), data=[str(tiny / "pairs.jsonl")], seq_len=64, data_cache=str(tmp_path)
+    )
     tokenizer = load_tokenizer(config)
-    data = load_training_data(config, check_sources(config.data, config, tokenizer, key="data", split="train", problems=[]), [], tokenizer, pack=False, flash=False)
+    data = load_training_data(
+        config,
+        check_sources(config.data, config, tokenizer, key="data", split="train", problems=[]),
+        [],
+        tokenizer,
+        pack=False,
+        flash=False,
+    )
     order = EpochOrder(WholeSteps(data.items, 8), seed=42, step=lambda: 0, grouped=data.grouped).order(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(str(tiny / "model"))
     nats = tokens = 0

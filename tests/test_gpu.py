@@ -4,10 +4,12 @@ import importlib.util
 
 import pytest
 import torch
-
 from conftest import flags, read_json
 
-pytestmark = [pytest.mark.launch, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is false here")]
+pytestmark = [
+    pytest.mark.launch,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is false here"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ import sys
 import time
 
 import pytest
-
 from conftest import ROOT
+
 from dsft.guard.lines import Lines
 from dsft.guard.processes import descendants, start_time
 from dsft.guard.reports import Report, first_cause
@@ -25,8 +25,25 @@ def ended(tmp_path_factory):
     start = time.monotonic()
     for number, fault in enumerate(FAULTS):
         folders[fault] = tmp_path_factory.mktemp(fault)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(29651 + number), str(ROOT / "tests/workers/guarded.py"), fault, str(folders[fault])]
-        jobs[fault] = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            "2",
+            "--master_port",
+            str(29651 + number),
+            str(ROOT / "tests/workers/guarded.py"),
+            fault,
+            str(folders[fault]),
+        ]
+        jobs[fault] = subprocess.Popen(
+            command,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
     for fault, job in jobs.items():
         screen, _ = job.communicate(timeout=240)
         pids = [int(path.read_text()) for path in folders[fault].glob("pid_*")]
@@ -110,6 +127,9 @@ def test_processes_are_read_from_proc():
 
 
 def test_a_sidecar_needs_no_library():
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import dsft.guard.sidecar; print([name for name in sys.modules if name in ('torch', 'psutil', 'numpy', 'yaml')])"
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import dsft.guard.sidecar; print([name for name in sys.modules"
+        " if name in ('torch', 'psutil', 'numpy', 'yaml')])"
+    )
     result = subprocess.run([sys.executable, "-S", "-E", "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(result.stdout) == []

@@ -1,4 +1,6 @@
-"""One rank is killed 20 times, at seeded moments and in the middle of saves; the run restarts by itself and ends as if nothing had happened."""
+"""One rank is killed 20 times, at seeded moments and in the middle of saves; the run restarts by itself and ends as if
+nothing had happened.
+"""
 
 import os
 import random
@@ -8,12 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import ROOT, flags, read_json
+from rank_helper import ranks_below
 from safetensors.torch import load_file
 
-from conftest import ROOT, flags, read_json
 from dsft.checkpoints import checkpoints, faults
 from dsft.guard.processes import start_time
-from rank_helper import ranks_below
 
 KILLS = 20
 STEPS = 300
@@ -34,32 +36,64 @@ def wait_for(condition, process: subprocess.Popen, seconds: float = 120) -> bool
 
 
 def test_twenty_kills_change_nothing_but_the_time(run, options, tmp_path):
-    words = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "logging_steps": 1, "zero": "2", "lost_timeout": 10}
+    words = {
+        "max_steps": STEPS,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 2,
+        "logging_steps": 1,
+        "zero": "2",
+        "lost_timeout": 10,
+    }
     whole = run(["dsft", "train", "--num_gpus", "2", *flags(options(tmp_path / "whole", **words))])
     assert whole.returncode == 0, whole.stderr[-3000:]
     shared_memory = deepspeed_buffers()
     out, log = tmp_path / "killed", tmp_path / "log.txt"
-    command = ["dsft", "launch", "--no_preflight", "--max_restarts", str(KILLS), "--num_gpus", "2", "train", *flags(options(out, **words))]
+    command = [
+        "dsft",
+        "launch",
+        "--no_preflight",
+        "--max_restarts",
+        str(KILLS),
+        "--num_gpus",
+        "2",
+        "train",
+        *flags(options(out, **words)),
+    ]
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     chance, seen, in_saves = random.Random(7), set(), 0
     for kill in range(KILLS):
         lives = log.read_text(errors="replace").count("step ")
-        assert wait_for(lambda lives=lives: log.read_text(errors="replace").count("step ") > lives and len(ranks_below(process.pid)) == 2, process), log.read_text(errors="replace")[-3000:]
+        assert wait_for(
+            lambda lives=lives: (
+                log.read_text(errors="replace").count("step ") > lives and len(ranks_below(process.pid)) == 2
+            ),
+            process,
+        ), log.read_text(errors="replace")[-3000:]
         time.sleep(chance.uniform(0, 1))
         if kill % 2:
             in_saves += wait_for(lambda: any((out / ".saving").glob("*/*")), process, seconds=10)
         ranks = ranks_below(process.pid)
         seen |= set(ranks)
         os.kill(chance.choice(ranks), signal.SIGKILL)
-        assert wait_for(lambda kill=kill: f"restart {kill + 1} of {KILLS}" in log.read_text(errors="replace"), process), log.read_text(errors="replace")[-3000:]
+        assert wait_for(
+            lambda kill=kill: f"restart {kill + 1} of {KILLS}" in log.read_text(errors="replace"), process
+        ), log.read_text(errors="replace")[-3000:]
         assert all(faults(folder, hashes=True) == [] for folder in checkpoints(out))
     code = process.wait(300)
     text = log.read_text(errors="replace")
     assert code == 0, text[-3000:]
     print(f"{KILLS} kills, {in_saves} of them while saving")
     assert in_saves >= KILLS // 4
-    losses, expected = ([(entry["step"], entry["loss"]) for entry in read_json(folder / "run.json")["results"]["log"] if "loss" in entry] for folder in (out, tmp_path / "whole"))
+    losses, expected = (
+        [
+            (entry["step"], entry["loss"])
+            for entry in read_json(folder / "run.json")["results"]["log"]
+            if "loss" in entry
+        ]
+        for folder in (out, tmp_path / "whole")
+    )
     assert losses == expected and len(losses) == STEPS
     weights, known = (load_file(folder / "final" / "model.safetensors") for folder in (out, tmp_path / "whole"))
     assert weights.keys() == known.keys() and all(weights[name].equal(known[name]) for name in known)

@@ -8,8 +8,8 @@ import time
 
 import pytest
 import yaml
-
 from conftest import ROOT
+
 from dsft.guard.processes import descendants, start_time
 from dsft.launch.commands import build_command, shown
 from dsft.launch.environment import forwarded, write_env_file
@@ -24,10 +24,29 @@ def command(*argv: str) -> list[str]:
 
 def test_a_host_file_goes_to_deepspeed_with_its_filters_and_everything_else_to_the_script(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    words = command("--hostfile", "hostfiles/2x8", "--exclude=node-1:0", "train", "--config", "run.yaml", "--master_port=1234", "--learning_rate", "1e-4")
-    assert words[:5] == ["deepspeed", "--hostfile", "hostfiles/2x8", "--exclude", "node-1:0"] and "--num_gpus" not in words
+    words = command(
+        "--hostfile",
+        "hostfiles/2x8",
+        "--exclude=node-1:0",
+        "train",
+        "--config",
+        "run.yaml",
+        "--master_port=1234",
+        "--learning_rate",
+        "1e-4",
+    )
+    assert (
+        words[:5] == ["deepspeed", "--hostfile", "hostfiles/2x8", "--exclude", "node-1:0"] and "--num_gpus" not in words
+    )
     assert words[words.index("--master_port") + 1] == "1234"
-    assert words[words.index("--module") :] == ["--module", "dsft.train", "--config", "run.yaml", "--learning_rate", "1e-4"]
+    assert words[words.index("--module") :] == [
+        "--module",
+        "dsft.train",
+        "--config",
+        "run.yaml",
+        "--learning_rate",
+        "1e-4",
+    ]
 
 
 def test_without_options_the_command_takes_this_machine_and_a_free_port():
@@ -38,14 +57,35 @@ def test_without_options_the_command_takes_this_machine_and_a_free_port():
 
 
 def test_nodes_without_ssh_take_their_place_from_the_environment(monkeypatch):
-    for name, value in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "23456", "RANK": "1", "WORLD_SIZE": "2"}.items():  # as Kubernetes' training operator sets them
+    for name, value in {
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "23456",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+    }.items():  # as Kubernetes' training operator sets them
         monkeypatch.setenv(name, value)
     for name in ("LOCAL_RANK", "NODE_RANK"):  # another test of this process may have been a rank
         monkeypatch.delenv(name, raising=False)
     static = ["--node_rank", "1", "--master_addr", "10.0.0.1", "--master_port", "23456"]
-    assert command("--nodes", "2", "--num_gpus", "8", "train") == ["torchrun", "--nnodes", "2", "--nproc_per_node", "8", *static, "--module", "dsft.train"]
+    assert command("--nodes", "2", "--num_gpus", "8", "train") == [
+        "torchrun",
+        "--nnodes",
+        "2",
+        "--nproc_per_node",
+        "8",
+        *static,
+        "--module",
+        "dsft.train",
+    ]
     monkeypatch.delenv("RANK")
-    assert command("--nodes", "2", "train")[5:11] == ["--rdzv_backend", "c10d", "--rdzv_endpoint", "10.0.0.1:23456", "--rdzv_id", "dsft"]
+    assert command("--nodes", "2", "train")[5:11] == [
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        "10.0.0.1:23456",
+        "--rdzv_id",
+        "dsft",
+    ]
     words = command("--hostfile", "hostfiles/2x8", "--no-ssh", "--node_rank", "1", "train")
     assert words[3:8] == ["--no_ssh", "--node_rank", "1", "--master_addr", "10.0.0.1"] and "23456" in words
 
@@ -53,7 +93,19 @@ def test_nodes_without_ssh_take_their_place_from_the_environment(monkeypatch):
 def test_accelerate_gets_the_script_and_this_nodes_number():
     file = "ds_configs/accelerate/zero3_2x8.yaml"
     words = command("--accelerate", file, "--node_rank", "1", "--master_addr", "n0", "eval", "--model", "m")
-    assert words == ["accelerate", "launch", "--config_file", file, "--machine_rank", "1", "--main_process_ip", "n0", str(ROOT / "dsft/eval_ppl.py"), "--model", "m"]
+    assert words == [
+        "accelerate",
+        "launch",
+        "--config_file",
+        file,
+        "--machine_rank",
+        "1",
+        "--main_process_ip",
+        "n0",
+        str(ROOT / "dsft/eval_ppl.py"),
+        "--model",
+        "m",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +117,10 @@ def test_accelerate_gets_the_script_and_this_nodes_number():
         (["--hostfile", "hostfiles/2x8", "--nodes", "2", "train"], "--hostfile and --nodes: one way"),
         (["--nodes", "two", "train"], "--nodes two: needs a number"),
         (["--nodes", "2", "train"], "set --master_addr or MASTER_ADDR"),
-        (["--nodes", "2", "--node_rank", "2", "--master_addr", "n0", "train"], "node rank 2: nodes are numbered from 0 to 1"),
+        (
+            ["--nodes", "2", "--node_rank", "2", "--master_addr", "n0", "train"],
+            "node rank 2: nodes are numbered from 0 to 1",
+        ),
         (["--slurm", "train"], "this is no SLURM job"),
         (["--no_ssh", "train"], "--no_ssh: name the nodes"),
         (["--nodes", "2", "--include", "a", "train"], "--include chooses from a host file"),
@@ -81,7 +136,16 @@ def test_a_wrong_option_is_named(argv, named, monkeypatch):
 
 
 def test_secrets_and_what_a_shell_would_break_stay_here(tmp_path, monkeypatch):
-    environment = {"HF_HOME": "/hf", "HF_TOKEN": "t", "WANDB_API_KEY": "k", "NCCL_DEBUG": "INFO", "HF_X": 'a"b', "EDITOR": "vi", "OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "0"}
+    environment = {
+        "HF_HOME": "/hf",
+        "HF_TOKEN": "t",
+        "WANDB_API_KEY": "k",
+        "NCCL_DEBUG": "INFO",
+        "HF_X": 'a"b',
+        "EDITOR": "vi",
+        "OMP_NUM_THREADS": "3",
+        "CUDA_VISIBLE_DEVICES": "0",
+    }
     assert forwarded(environment) == {"HF_HOME": "/hf", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3"}
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".deepspeed_env").write_text("HF_HOME=/own\n")
@@ -92,16 +156,35 @@ def test_secrets_and_what_a_shell_would_break_stay_here(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def job(tiny, tmp_path_factory):
-    """Starts `dsft train` for long on 2 ranks in the background and waits for its first step; gives (process, log, output_dir)."""
+    """Starts `dsft train` for long on 2 ranks in the background and waits for its first step; gives (process, log,
+    output_dir).
+    """
     started = []
 
     def start(*words: str, steps: int = 100_000):
         folder = tmp_path_factory.mktemp("job")
-        config = {"model": str(tiny / "model"), "data": str(tiny / "texts.jsonl"), "output_dir": str(folder / "run"), "seq_len": 64, "max_steps": steps, "per_device_train_batch_size": 2,
-                  "save_strategy": "steps", "save_steps": 20, "disable_tqdm": True, "logging_steps": 1, "lost_timeout": 10, "zero": "2"}
+        config = {
+            "model": str(tiny / "model"),
+            "data": str(tiny / "texts.jsonl"),
+            "output_dir": str(folder / "run"),
+            "seq_len": 64,
+            "max_steps": steps,
+            "per_device_train_batch_size": 2,
+            "save_strategy": "steps",
+            "save_steps": 20,
+            "disable_tqdm": True,
+            "logging_steps": 1,
+            "lost_timeout": 10,
+            "zero": "2",
+        }
         (folder / "run.yaml").write_text(yaml.safe_dump(config))
         log = folder / "log"
-        process = subprocess.Popen([sys.executable, "-m", "dsft.cli", "launch", *words, "train", "--config", str(folder / "run.yaml")], cwd=ROOT, stdout=log.open("w"), stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dsft.cli", "launch", *words, "train", "--config", str(folder / "run.yaml")],
+            cwd=ROOT,
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
         started.append(process)
         until = time.monotonic() + 120
         while "step      1 " not in log.read_text() and process.poll() is None and time.monotonic() < until:
@@ -118,7 +201,12 @@ def job(tiny, tmp_path_factory):
 def ranks_of(process: subprocess.Popen) -> list[int]:
     from pathlib import Path
 
-    return [pid for pid in descendants(process.pid) if b"--local_rank" in Path(f"/proc/{pid}/cmdline").read_bytes() and b"launcher" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [
+        pid
+        for pid in descendants(process.pid)
+        if b"--local_rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        and b"launcher" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 def all_end(pids: list[int]) -> bool:
@@ -155,7 +243,10 @@ def test_a_run_that_is_asked_to_end_saves_and_ends_with_the_code_to_requeue(job,
     process, log, folder = job()
     process.send_signal(number)
     assert process.wait(60) == 75, log.read_text()
-    assert read_json(folder / "run.json")["status"] == "preempted" and "asked to stop (SIGUSR1, SIGTERM)" in log.read_text()
+    assert (
+        read_json(folder / "run.json")["status"] == "preempted"
+        and "asked to stop (SIGUSR1, SIGTERM)" in log.read_text()
+    )
     assert list(folder.glob("checkpoint-*/trainer_state.json"))
 
 
@@ -170,5 +261,9 @@ def test_a_run_whose_rank_is_killed_starts_again_from_its_last_checkpoint(job):
     os.kill(ranks_of(process)[1], signal.SIGKILL)
     assert process.wait(120) == 0, log.read_text()
     text = log.read_text()
-    assert "was killed from outside" in text and "restart 1 of 1, from the last checkpoint" in text and "resuming from" in text
+    assert (
+        "was killed from outside" in text
+        and "restart 1 of 1, from the last checkpoint" in text
+        and "resuming from" in text
+    )
     assert read_json(folder / "run.json")["results"]["steps"] == 120

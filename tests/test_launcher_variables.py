@@ -8,16 +8,45 @@ import psutil
 import pytest
 
 from dsft.cli import main
-from dsft.launcher_variables import choose_interface, first_host, interface_towards, launcher_variables, map_launcher_variables
+from dsft.launcher_variables import (
+    choose_interface,
+    first_host,
+    interface_towards,
+    launcher_variables,
+    map_launcher_variables,
+)
 from dsft.problems import UserError
 
 # As slurmd of 22.05 sets them for task 3 of `srun -N2 -n3`, the second node holding two.
 SLURM_TASK = {
-    "SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "gpu[07-09]", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[08-09]", "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_STEP_TASKS_PER_NODE": "1,2", "SLURM_PROCID": "2", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.250",
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_JOB_NODELIST": "gpu[07-09]",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[08-09]",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "1,2",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.250",
 }
-SLURM_BATCH = {"SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "gpu[07-09]", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "4(x2)"}
-OPENMPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "3141592"}
+SLURM_BATCH = {
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_JOB_NODELIST": "gpu[07-09]",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "3141592",
+}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
@@ -37,7 +66,14 @@ def test_a_task_that_sees_one_gpu_alone_takes_that_one():
 
 @pytest.mark.parametrize(
     "given",
-    [{}, SLURM_BATCH, SLURM_TASK | {"SLURM_STEP_NUM_TASKS": "1"}, SLURM_TASK | {"RANK": "7"}, OPENMPI | {"RANK": "7"}, OPENMPI | {"OMPI_COMM_WORLD_SIZE": "1"}],
+    [
+        {},
+        SLURM_BATCH,
+        SLURM_TASK | {"SLURM_STEP_NUM_TASKS": "1"},
+        SLURM_TASK | {"RANK": "7"},
+        OPENMPI | {"RANK": "7"},
+        OPENMPI | {"OMPI_COMM_WORLD_SIZE": "1"},
+    ],
     ids=["nothing", "batch script", "interactive shell", "torchrun in a task", "RANK beside MPI", "one MPI process"],
 )
 def test_other_processes_are_left_alone(given):
@@ -46,7 +82,11 @@ def test_other_processes_are_left_alone(given):
 
 def test_openmpi_goes_before_slurm_whose_variables_are_those_of_its_helpers():
     found = launcher_variables(SLURM_TASK | OPENMPI)
-    assert ranks(found) == ("5", "8", "1", "4") and "MASTER_ADDR" not in found and 20000 <= int(found["MASTER_PORT"]) < 30000
+    assert (
+        ranks(found) == ("5", "8", "1", "4")
+        and "MASTER_ADDR" not in found
+        and 20000 <= int(found["MASTER_PORT"]) < 30000
+    )
     assert launcher_variables(OPENMPI | {"PMIX_NAMESPACE": "2718281"})["MASTER_PORT"] != found["MASTER_PORT"]
 
 
@@ -71,7 +111,15 @@ def test_mpi_on_several_nodes_without_an_address_is_one_clear_error(monkeypatch)
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("node-0", "node-0"), ("a,b", "a"), ("node-[0-3,7],login", "node-0"), ("gpu[007,009]", "gpu007"), ("rack[1-2]n[3,5]", "rack1n3"), ("x[5]-ib,y", "x5-ib"), ("login,node-[0-3]", "login")],
+    [
+        ("node-0", "node-0"),
+        ("a,b", "a"),
+        ("node-[0-3,7],login", "node-0"),
+        ("gpu[007,009]", "gpu007"),
+        ("rack[1-2]n[3,5]", "rack1n3"),
+        ("x[5]-ib,y", "x5-ib"),
+        ("login,node-[0-3]", "login"),
+    ],
 )
 def test_first_host_of_a_node_list(nodes, first):
     assert first_host(nodes) == first
@@ -81,7 +129,11 @@ def an_interface() -> tuple[str, str]:
     """Name and IPv4 address of an interface of this machine that is not loopback."""
     for name, addresses in psutil.net_if_addrs().items():
         for one in addresses:
-            if one.family == socket.AF_INET and not one.address.startswith(("127.", "169.254.")) and psutil.net_if_stats()[name].isup:
+            if (
+                one.family == socket.AF_INET
+                and not one.address.startswith(("127.", "169.254."))
+                and psutil.net_if_stats()[name].isup
+            ):
                 return name, one.address
     pytest.skip("this machine has no network")
 

@@ -1,4 +1,6 @@
-"""The shape of the project: names that shadow nothing, configuration files that load, an import that touches nothing."""
+"""The shape of the project: names that shadow nothing, configuration files that load, an import that touches
+nothing.
+"""
 
 import importlib.metadata
 import json
@@ -7,15 +9,17 @@ import sys
 
 import pytest
 import yaml
-
 from conftest import ROOT
+
 from dsft.zero_config import CONFIG_DIR, compose, known_names, read_zero_file
 
 MODULES = sorted(path.stem for path in (ROOT / "dsft").glob("*.py") if path.stem != "__init__")
 
 
 def test_no_module_is_named_like_a_library_or_standard_module():
-    taken = sys.stdlib_module_names | (importlib.metadata.packages_distributions().keys() - {"dsft", "tests", "scripts"})
+    taken = sys.stdlib_module_names | (
+        importlib.metadata.packages_distributions().keys() - {"dsft", "tests", "scripts"}
+    )
     assert [name for name in MODULES if name in taken] == []
 
 
@@ -40,9 +44,16 @@ def test_every_deepspeed_file_is_accepted_by_deepspeed(name):
 
 
 def test_all_configurations_of_the_issue_are_there():
-    assert {"zero1", "zero2", "zero2_offload", "zero3", "zero3_offload_optimizer", "zero3_offload", "zero3_nvme", "zero3_hpz"} <= {
-        path.stem for path in CONFIG_DIR.glob("*.json")
-    }
+    assert {
+        "zero1",
+        "zero2",
+        "zero2_offload",
+        "zero3",
+        "zero3_offload_optimizer",
+        "zero3_offload",
+        "zero3_nvme",
+        "zero3_hpz",
+    } <= {path.stem for path in CONFIG_DIR.glob("*.json")}
 
 
 @pytest.mark.parametrize("path", sorted((CONFIG_DIR / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)

@@ -1,4 +1,6 @@
-"""The notebook from top to bottom on tiny real runs, unchanged but for its environment variables; and the parts of it that are easy to get wrong."""
+"""The notebook from top to bottom on tiny real runs, unchanged but for its environment variables; and the parts of it
+that are easy to get wrong.
+"""
 
 import html
 import json
@@ -8,11 +10,11 @@ import sys
 
 import pytest
 import torch
+from conftest import BIN, ROOT, flags, read_json
+from tiny import sentences, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import BIN, ROOT, flags, read_json
 from dsft import notebook_tools as tools
-from tiny import sentences, write_jsonl
 
 NOTEBOOK = ROOT / "notebooks" / "evaluate_checkpoints.ipynb"
 MARKUP = "<b>&amp;</b> "
@@ -21,17 +23,32 @@ MARKUP = "<b>&amp;</b> "
 
 @pytest.fixture(scope="module")
 def held_out(tmp_path_factory):
-    return write_jsonl(tmp_path_factory.mktemp("held_out") / "texts.jsonl", [{"text": MARKUP + text} for text in sentences(20, seed=1)])
+    return write_jsonl(
+        tmp_path_factory.mktemp("held_out") / "texts.jsonl", [{"text": MARKUP + text} for text in sentences(20, seed=1)]
+    )
 
 
 @pytest.fixture
 def trained(run, options, held_out, tmp_path):
-    """Trains in one process, evaluating and saving every 2 of 4 steps; the run's folder and its held-out perplexity by step."""
+    """Trains in one process, evaluating and saving every 2 of 4 steps; the run's folder and its held-out perplexity by
+    step.
+    """
 
     def train(**changes):
         folder = tmp_path / "run"
-        every = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 5}
-        command = [sys.executable, "dsft/train.py", *flags(options(folder, max_steps=4, eval_data=str(held_out), **every, **changes))]
+        every = {
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "eval_on_start": True,
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "save_total_limit": 5,
+        }
+        command = [
+            sys.executable,
+            "dsft/train.py",
+            *flags(options(folder, max_steps=4, eval_data=str(held_out), **every, **changes)),
+        ]
         result = run(command)
         assert result.returncode == 0, result.stderr[-3000:]
         log = read_json(folder / "run.json")["results"]["log"]
@@ -53,7 +70,9 @@ def execute(monkeypatch, folder, held_out, **environment) -> list[dict]:
     # As `run` has it: another ninja than the training's would compile DeepSpeed's operator again, each time.
     monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+    NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOK.parent)}}
+    ).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
     return outputs
@@ -62,7 +81,14 @@ def execute(monkeypatch, folder, held_out, **environment) -> list[dict]:
 def tables(outputs) -> list[list[list[str]]]:
     """The cells of each HTML table, row by row, as text."""
     pages = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
-    rows = [[re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in re.findall(r"<tr>(.*?)</tr>", page, re.DOTALL)] for page in pages if "<table>" in page]
+    rows = [
+        [
+            re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL)
+            for row in re.findall(r"<tr>(.*?)</tr>", page, re.DOTALL)
+        ]
+        for page in pages
+        if "<table>" in page
+    ]
     return [[[html.unescape(cell) for cell in row] for row in table] for table in rows]
 
 
@@ -74,7 +100,10 @@ def shown_perplexities(outputs) -> dict[str, float]:
 
 def texts_in(page: str) -> list[str]:
     """What a browser would show of each coloured text."""
-    return [html.unescape("".join(re.findall(r'<span style="[^"]*" title="[^"]*">(.*?)</span>', panel, re.DOTALL))) for panel in page.split("monospace")[1:]]
+    return [
+        html.unescape("".join(re.findall(r'<span style="[^"]*" title="[^"]*">(.*?)</span>', panel, re.DOTALL)))
+        for panel in page.split("monospace")[1:]
+    ]
 
 
 @pytest.mark.launch
@@ -84,14 +113,23 @@ def test_the_notebook_shows_what_training_logged_for_every_kind_of_checkpoint(tr
     outputs = execute(monkeypatch, folder, held_out)
 
     listed = next(table for table in tables(outputs) if table[0][:2] == ["name", "kind"])
-    assert [row[:2] for row in listed[1:]] == [["base", "base"], ["checkpoint-2", "shards"], ["checkpoint-4", "model"], ["final", "model"]]
+    assert [row[:2] for row in listed[1:]] == [
+        ["base", "base"],
+        ["checkpoint-2", "shards"],
+        ["checkpoint-4", "model"],
+        ["final", "model"],
+    ]
     expected = {"base": logged[0], "checkpoint-2": logged[2], "checkpoint-4": logged[4], "final": logged[4]}
     assert shown_perplexities(outputs) == pytest.approx(expected, rel=1e-5)
     assert any("Perplexity:" in output.get("text", "") and "token/s" in output["text"] for output in outputs)  # the bar
 
     pictures = [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
     assert len(pictures) == 2 and all(len(picture) > 10_000 for picture in pictures)
-    coloured = next(output["data"]["text/html"] for output in outputs if "nats in all" in output.get("data", {}).get("text/html", ""))
+    coloured = next(
+        output["data"]["text/html"]
+        for output in outputs
+        if "nats in all" in output.get("data", {}).get("text/html", "")
+    )
     base, finetuned = texts_in(coloured)
     assert base == finetuned and base.startswith(MARKUP)
     documents = next(table for table in tables(outputs) if table[0][1] == "document")
@@ -106,7 +144,9 @@ def test_the_notebook_shows_what_training_logged_for_every_kind_of_checkpoint(tr
 def test_the_notebook_starts_the_launcher_for_a_lora_run(trained, held_out, monkeypatch):
     folder, logged = trained(method="lora", lora_r=4)
     outputs = execute(monkeypatch, folder, held_out, RANKS=2, MODELS="base checkpoint-2 final")
-    assert shown_perplexities(outputs) == pytest.approx({"base": logged[0], "checkpoint-2": logged[2], "final": logged[4]}, rel=1e-5)
+    assert shown_perplexities(outputs) == pytest.approx(
+        {"base": logged[0], "checkpoint-2": logged[2], "final": logged[4]}, rel=1e-5
+    )
     assert {report["ranks"] for report in read_json(folder / "perplexity" / "perplexity.json")["results"]} == {2}
     assert {model.kind for model in tools.find_models(str(folder))} == {"base", "adapter"}
 
@@ -119,7 +159,10 @@ def test_the_notebook_is_kept_without_outputs():
 
 @pytest.mark.parametrize("text", ["a model learns\n\n  big & <small> shards ", "naïve 🙂 日本 token", "a"])
 def test_coloured_pieces_are_the_text_and_their_nats_its_loss(tiny, text):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny / "model").eval(), AutoTokenizer.from_pretrained(tiny / "model")
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tiny / "model").eval(),
+        AutoTokenizer.from_pretrained(tiny / "model"),
+    )
     pieces = tools.token_nats(model, tokenizer, text, seq_len=64)
     assert "".join(piece for piece, _ in pieces) == text and all(piece for piece, _ in pieces)
     assert texts_in(tools.coloured(pieces, title="x")) == [text]
@@ -133,13 +176,18 @@ def test_coloured_pieces_are_the_text_and_their_nats_its_loss(tiny, text):
 def test_relative_paths_of_a_run_are_seen_from_where_training_was_started(tmp_path):
     (tmp_path / "runs" / "first").mkdir(parents=True)
     (tmp_path / "base").mkdir()
-    (tmp_path / "runs" / "first" / "run.json").write_text(json.dumps({"config": {"model": "base", "adapter": None, "output_dir": "runs/first"}}))
+    (tmp_path / "runs" / "first" / "run.json").write_text(
+        json.dumps({"config": {"model": "base", "adapter": None, "output_dir": "runs/first"}})
+    )
     (base,) = tools.find_models(str(tmp_path / "runs" / "first"))
     assert base.path == str(tmp_path / "base")
     assert tools.path_of("some/hub-model", str(tmp_path / "runs" / "first")) == "some/hub-model"
 
 
 def test_best_and_worst_documents_leave_out_those_without_enough_tokens():
-    documents = [{"document": index, "nats": nats, "tokens": tokens} for index, (nats, tokens) in enumerate([(0.0, 0), (9.0, 3), (30.0, 10), (10.0, 10), (20.0, 10)])]
+    documents = [
+        {"document": index, "nats": nats, "tokens": tokens}
+        for index, (nats, tokens) in enumerate([(0.0, 0), (9.0, 3), (30.0, 10), (10.0, 10), (20.0, 10)])
+    ]
     rows = tools.best_and_worst(documents, ["a", "b", "c", "d", "e"], number=1, least_tokens=5)
     assert [(row[""], row["document"], row["nats per token"]) for row in rows] == [("best", 3, 1.0), ("worst", 2, 3.0)]

@@ -1,4 +1,6 @@
-"""Samples that share a row: full rows, the loss and gradients of each sample alone, and architectures that cannot keep them apart."""
+"""Samples that share a row: full rows, the loss and gradients of each sample alone, and architectures that cannot keep
+them apart.
+"""
 
 from itertools import product
 
@@ -6,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from conftest import grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import ARCHITECTURES, GATED
 
 from dsft.config import TrainConfig
 from dsft.data.batches import Collator, EpochOrder, PackedCollator, WholeSteps, padding_share, width
 from dsft.data.packing import best_fit, filled, isolation_problem
 from dsft.data.sequences import IGNORED, sequence
 from dsft.data.training import try_packing
-from conftest import grid
-from tiny import ARCHITECTURES, GATED
 
 
 @settings(max_examples=200, deadline=None)
@@ -53,21 +55,29 @@ def loss_and_gradients(model, batches: list[dict], trained: int) -> tuple[float,
         loss = model(**batch, use_cache=False, num_items_in_batch=trained).loss
         loss.backward()
         total += loss.item()
-    return total, {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return total, {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
 
 
 QUICK = ("llama", "gemma3", "gpt2", "mixtral")
 
 
-@pytest.mark.parametrize(("architecture", "form"), grid(product(ARCHITECTURES, ["rows", "flat"]), product(QUICK, ["rows", "flat"])))
+@pytest.mark.parametrize(
+    ("architecture", "form"), grid(product(ARCHITECTURES, ["rows", "flat"]), product(QUICK, ["rows", "flat"]))
+)
 def test_packed_loss_and_gradients_are_those_of_the_samples_alone(architecture, form):
-    """Two rows of samples, among them one longer than the sliding window where there is one; `flat` is the form for flash attention, here with SDPA."""
+    """Two rows of samples, among them one longer than the sliding window where there is one; `flat` is the form for
+    flash attention, here with SDPA.
+    """
     cls, values = ARCHITECTURES[architecture]
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(cls(**values)).train()
     groups = [random_sequences(384, [17, 80, 5, 1]), random_sequences(384, [33, 64], seed=1)]
     trained = sum(int((one["labels"] != IGNORED).sum()) for group in groups for one in group)
-    alone = loss_and_gradients(model, [Collator(0)([one]) for group in groups for one in group if (one["labels"] != IGNORED).any()], trained)
+    alone = loss_and_gradients(
+        model, [Collator(0)([one]) for group in groups for one in group if (one["labels"] != IGNORED).any()], trained
+    )
     packed = PackedCollator(0, flash=form == "flat")(groups)
     assert packed["input_ids"].shape == ((2, 104) if form == "rows" else (1, 208)) and "attention_mask" not in packed
     loss, gradients = loss_and_gradients(model, [packed], trained)
@@ -81,10 +91,22 @@ def test_packed_loss_and_gradients_are_those_of_the_samples_alone(architecture, 
 def test_architectures_that_keep_samples_apart_are_known_as_such(architecture):
     cls, values = ARCHITECTURES[architecture]
     for attention in (None, "eager"):
-        assert isolation_problem(cls(**values), attn_implementation=attention, device=torch.device("cpu"), dtype=torch.float32) is None
+        assert (
+            isolation_problem(
+                cls(**values), attn_implementation=attention, device=torch.device("cpu"), dtype=torch.float32
+            )
+            is None
+        )
 
 
-BIG = GATED | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128_256}
+BIG = GATED | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +115,10 @@ BIG = GATED | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_laye
         (transformers.LlamaConfig(**BIG), None),  # tried out small: the real one takes 280 GB
         (transformers.Gemma3TextConfig(num_hidden_layers=26), None),
         (transformers.DeepseekV3Config(num_hidden_layers=3, first_k_dense_replace=1), None),
-        (transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=384, state_size=4), "tokens of one sample change"),
+        (
+            transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=384, state_size=4),
+            "tokens of one sample change",
+        ),
         (transformers.Lfm2Config(**GATED | {"layer_types": ["conv", "full_attention"]}), "tokens of one sample change"),
         (transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=384), "tokens of one sample change"),
     ],
@@ -123,8 +148,12 @@ class Numbered:
 def test_an_order_by_length_has_everything_once_and_pads_little():
     lengths = np.random.default_rng(0).integers(1, 1000, 1003)
     steps = WholeSteps(Numbered(lengths), 16)
-    random, within, grouped = (EpochOrder(steps, seed=1, step=lambda: 0, grouped=grouped) for grouped in ("no", "within steps", "among steps"))
-    assert [sorted(within.order(0)[start : start + 16]) for start in range(0, 1008, 16)] == [sorted(random.order(0)[start : start + 16]) for start in range(0, 1008, 16)]
+    random, within, grouped = (
+        EpochOrder(steps, seed=1, step=lambda: 0, grouped=grouped) for grouped in ("no", "within steps", "among steps")
+    )
+    assert [sorted(within.order(0)[start : start + 16]) for start in range(0, 1008, 16)] == [
+        sorted(random.order(0)[start : start + 16]) for start in range(0, 1008, 16)
+    ]
     assert sorted(grouped.order(0)) == sorted(random.order(0)) == list(range(1008))
     assert grouped.order(0) != grouped.order(1) and max(lengths) == lengths[grouped.order(0)[0]]
     assert grouped.order(0)[-5:] == list(range(1003, 1008))  # blank ones fill the last step
@@ -133,7 +162,12 @@ def test_an_order_by_length_has_everything_once_and_pads_little():
 
 
 def test_padding_is_masked_and_unlabelled():
-    batch = Collator(pad_token_id=7)([sequence(np.array([1, 2, 3]), np.array([1, 1, 1])), sequence(np.array([4]), np.array([1]))])
+    batch = Collator(pad_token_id=7)(
+        [sequence(np.array([1, 2, 3]), np.array([1, 1, 1])), sequence(np.array([4]), np.array([1]))]
+    )
     assert batch["input_ids"].shape == (2, 8) and batch["attention_mask"].sum(1).tolist() == [3, 1]
     assert batch["input_ids"][1].tolist() == [4] + [7] * 7
-    assert (batch["labels"] != IGNORED).sum(1).tolist() == [2, 0]  # of each sequence the first token has nothing before it
+    assert (batch["labels"] != IGNORED).sum(1).tolist() == [
+        2,
+        0,
+    ]  # of each sequence the first token has nothing before it

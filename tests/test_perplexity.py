@@ -12,10 +12,12 @@ import psutil
 import pytest
 import torch
 import transformers
+from conftest import BIN, ROOT, flags, read_json
 from datasets import load_dataset
+from rank_helper import on_ranks
+from tiny import ARCHITECTURES, GATED, sentences, write_jsonl, write_texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import BIN, ROOT, flags, read_json
 from dsft import perplexity as perplexity_module
 from dsft.api import evaluate_perplexity
 from dsft.config import EvalConfig, TrainConfig, make_config
@@ -28,12 +30,14 @@ from dsft.model import load_tokenizer
 from dsft.perplexity import evaluate_windows, form_batches, width
 from dsft.problems import TrainingStopped, UserError
 from dsft.windows import build_windows, rolling_spans, sliding_spans, windows_of_sequences, words_in
-from rank_helper import on_ranks
-from tiny import ARCHITECTURES, GATED, sentences, write_jsonl, write_texts
 
 MODES = [
-    {"mode": "windows"}, {"mode": "rolling"}, {"mode": "sliding", "stride": 16}, {"mode": "sliding", "stride": 24, "scope": "document"},
-    {"mode": "windows", "separator": "\n\n"}, {"mode": "answers"},
+    {"mode": "windows"},
+    {"mode": "rolling"},
+    {"mode": "sliding", "stride": 16},
+    {"mode": "sliding", "stride": 24, "scope": "document"},
+    {"mode": "windows", "separator": "\n\n"},
+    {"mode": "answers"},
 ]
 NAMES = ["windows", "rolling", "sliding", "sliding-document", "windows-text-separator", "answers"]
 
@@ -46,7 +50,11 @@ def mode_options(tiny, mode: dict) -> dict:
 def windows_for(options: dict):
     config = make_config(EvalConfig, options, [])
     tokenizer = load_tokenizer(TrainConfig(model=options["model"][0]))
-    return build_windows(check_sources(config.data, config, tokenizer, key="data", split="train", problems=[], keep_all=True)[0], config, tokenizer)
+    return build_windows(
+        check_sources(config.data, config, tokenizer, key="data", split="train", problems=[], keep_all=True)[0],
+        config,
+        tokenizer,
+    )
 
 
 def plain_nats(model, windows) -> tuple[float, int]:
@@ -81,17 +89,22 @@ def test_windows_score_every_token_but_the_first_once_with_the_context_promised(
     for stride in {1, length // 2 or 1, length - 1}:
         spans = list(sliding_spans(0, total, length, stride))
         assert [token for start, end, scored in spans for token in range(scored, end)] == list(range(1, total))
-        assert all(end - start <= length and (start == 0 or scored - start >= length - stride) for start, end, scored in spans)
+        assert all(
+            end - start <= length and (start == 0 or scored - start >= length - stride) for start, end, scored in spans
+        )
     spans = list(rolling_spans(0, total, length))
     assert [token for start, end, scored in spans for token in range(scored, end)] == list(range(1, total))
-    assert all(1 <= scored - start and end - start <= length + 1 for start, end, scored in spans)
+    assert all(scored - start >= 1 and end - start <= length + 1 for start, end, scored in spans)
 
 
 def test_rolling_windows_are_those_of_lm_evaluation_harness():
     utils = pytest.importorskip("lm_eval.utils")
     for total in range(1, 40):
         tokens = list(range(100, 100 + total))
-        expected = [utils.make_disjoint_window(pair) for pair in utils.get_rolling_token_windows(tokens, prefix_token=7, max_seq_len=8, context_len=1)]
+        expected = [
+            utils.make_disjoint_window(pair)
+            for pair in utils.get_rolling_token_windows(tokens, prefix_token=7, max_seq_len=8, context_len=1)
+        ]
         flat = [7, *tokens]
         found = [(flat[start:scored], flat[scored:end]) for start, end, scored in rolling_spans(0, len(flat), 8)]
         assert found == [(list(context), list(predicted)) for context, predicted in expected]
@@ -102,13 +115,23 @@ def test_rolling_agrees_with_lm_evaluation_harness(tiny):
     from lm_eval.api.instance import Instance
 
     texts = [row["text"] for row in map(json.loads, (tiny / "held_out.jsonl").open())]
-    harness = lm_eval_models.HFLM(pretrained=AutoModelForCausalLM.from_pretrained(tiny / "model"), tokenizer=AutoTokenizer.from_pretrained(tiny / "model"), max_length=32, batch_size=4)
-    requests = [Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=index) for index, text in enumerate(texts)]
+    harness = lm_eval_models.HFLM(
+        pretrained=AutoModelForCausalLM.from_pretrained(tiny / "model"),
+        tokenizer=AutoTokenizer.from_pretrained(tiny / "model"),
+        max_length=32,
+        batch_size=4,
+    )
+    requests = [
+        Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=index)
+        for index, text in enumerate(texts)
+    ]
     theirs = -np.array(harness.loglikelihood_rolling(requests))
     ours = evaluate_perplexity(**mode_options(tiny, {"mode": "rolling"}), progress=False).perplexity
     np.testing.assert_allclose(ours.document_nats, theirs, rtol=1e-6)
     assert ours.word_perplexity == pytest.approx(math.exp(theirs.sum() / sum(map(words_in, texts))), rel=1e-6)
-    assert ours.byte_perplexity == pytest.approx(math.exp(theirs.sum() / sum(len(text.encode()) for text in texts)), rel=1e-6)
+    assert ours.byte_perplexity == pytest.approx(
+        math.exp(theirs.sum() / sum(len(text.encode()) for text in texts)), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("mode", MODES, ids=NAMES)
@@ -121,7 +144,10 @@ def test_perplexity_is_the_definition(tiny, mode):
     assert result.nats == pytest.approx(nats, rel=1e-6)
     assert result.perplexity == math.exp(result.nats / result.tokens)
     assert result.bits_per_byte == pytest.approx(result.nats / math.log(2) / result.bytes)
-    assert math.fsum(result.document_nats) == pytest.approx(result.nats, rel=1e-12) and result.document_tokens.sum() == tokens
+    assert (
+        math.fsum(result.document_nats) == pytest.approx(result.nats, rel=1e-12)
+        and result.document_tokens.sum() == tokens
+    )
     assert evaluation.largest_difference < 1e-5
 
 
@@ -131,9 +157,13 @@ def test_every_text_token_is_scored_once_and_counts_match_the_text(tiny):
     own = [len(ids) for ids in tokenizer(texts)["input_ids"]]
     rolling = evaluate_perplexity(**mode_options(tiny, {"mode": "rolling"}), progress=False).perplexity
     assert rolling.document_tokens.tolist() == own
-    sliding = evaluate_perplexity(**mode_options(tiny, {"mode": "sliding", "separator": "none"}), progress=False).perplexity
+    sliding = evaluate_perplexity(
+        **mode_options(tiny, {"mode": "sliding", "separator": "none"}), progress=False
+    ).perplexity
     assert sliding.tokens == sum(own) - 1
-    assert rolling.bytes == sum(len(text.encode()) for text in texts) and rolling.words == sum(len(text.split(" ")) for text in texts)
+    assert rolling.bytes == sum(len(text.encode()) for text in texts) and rolling.words == sum(
+        len(text.split(" ")) for text in texts
+    )
 
 
 @pytest.mark.parametrize("worlds", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.exhaustive)], ids=["3", "1,2,4"])
@@ -155,13 +185,22 @@ def test_a_deepspeed_file_can_say_how_to_shard(tiny, tmp_path):
     path.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}))
     plain, offloaded = (evaluate_perplexity(**options, zero=zero, progress=False) for zero in ("0", str(path)))
     assert offloaded.perplexity.nats == plain.perplexity.nats and offloaded.zero == str(path)
-    for zero, part in (("2", "not of stage 2"), ("3-nvme", "nvme_path=/local_nvme is no folder here"), ("4", "zero=4: unknown")):
+    for zero, part in (
+        ("2", "not of stage 2"),
+        ("3-nvme", "nvme_path=/local_nvme is no folder here"),
+        ("4", "zero=4: unknown"),
+    ):
         with pytest.raises(UserError, match=part):
             evaluate_perplexity(**options, zero=zero)
 
 
 def test_batch_size_does_not_move_the_result(tiny):
-    results = [evaluate_perplexity(**mode_options(tiny, {"mode": "sliding"}) | {"batch_tokens": budget}, progress=False).perplexity for budget in (32, 128, 4096)]
+    results = [
+        evaluate_perplexity(
+            **mode_options(tiny, {"mode": "sliding"}) | {"batch_tokens": budget}, progress=False
+        ).perplexity
+        for budget in (32, 128, 4096)
+    ]
     assert len({result.tokens for result in results}) == 1
     assert results[0].nats == pytest.approx(results[1].nats, rel=1e-6) == pytest.approx(results[2].nats, rel=1e-6)
 
@@ -180,7 +219,9 @@ def test_bos_and_max_documents(tiny, tmp_path):
 
 
 def test_a_document_of_one_token_is_counted_as_unscored_and_a_long_one_is_not_cut(tiny, tmp_path):
-    data = write_jsonl(tmp_path / "odd.jsonl", [{"text": "a"}, {"text": sentences(1, longest=400)[0] * 5}, {"text": ""}])
+    data = write_jsonl(
+        tmp_path / "odd.jsonl", [{"text": "a"}, {"text": sentences(1, longest=400)[0] * 5}, {"text": ""}]
+    )
     options = {"model": str(tiny / "model"), "data": str(data), "mode": "sliding", "scope": "document", "seq_len": 32}
     result = evaluate_perplexity(**options, progress=False).perplexity
     assert result.unscored_documents == 2 and result.tokens > 200
@@ -189,7 +230,10 @@ def test_a_document_of_one_token_is_counted_as_unscored_and_a_long_one_is_not_cu
 
 
 def test_truncated_answers_are_counted(tiny, tmp_path):
-    data = write_jsonl(tmp_path / "long.jsonl", [{"prompt": "the ", "completion": "big small " * 40}, {"prompt": "the ", "completion": "loss"}])
+    data = write_jsonl(
+        tmp_path / "long.jsonl",
+        [{"prompt": "the ", "completion": "big small " * 40}, {"prompt": "the ", "completion": "loss"}],
+    )
     evaluation = evaluate_perplexity(model=str(tiny / "model"), data=str(data), seq_len=32, progress=False)
     assert evaluation.truncated_documents == 1 and evaluation.perplexity.documents == 2
 
@@ -198,18 +242,36 @@ def test_nan_weights_stop_the_evaluation_and_name_the_document(tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny / "model")
     with torch.no_grad():
         model.get_input_embeddings().weight[9] = math.nan
-    windows = windows_of_sequences([sequence(np.array(ids), np.ones(3, bool)) for ids in ([5, 6, 7], [5, 9, 7])], mode="training")
+    windows = windows_of_sequences(
+        [sequence(np.array(ids), np.ones(3, bool)) for ids in ([5, 6, 7], [5, 9, 7])], mode="training"
+    )
     with pytest.raises(TrainingStopped, match="document 2 of 2"):
-        evaluate_windows(model, windows, pad_token_id=0, batch_tokens=8, device=torch.device("cpu"), collective_forward=False)
+        evaluate_windows(
+            model, windows, pad_token_id=0, batch_tokens=8, device=torch.device("cpu"), collective_forward=False
+        )
 
 
 HEADS = {
-    "gemma2": (transformers.Gemma2Config, GATED | {"head_dim": 8, "sliding_window": 64, "final_logit_softcapping": 3.0}),
+    "gemma2": (
+        transformers.Gemma2Config,
+        GATED | {"head_dim": 8, "sliding_window": 64, "final_logit_softcapping": 3.0},
+    ),
     "cohere": (transformers.CohereConfig, GATED | {"logit_scale": 0.25}),
     "granite": (transformers.GraniteConfig, GATED | {"logits_scaling": 4.0}),
     "olmo": (transformers.OlmoConfig, GATED),
     "phi": (transformers.PhiConfig, GATED),  # a head with a bias
-    "opt": (transformers.OPTConfig, {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 256}),
+    "opt": (
+        transformers.OPTConfig,
+        {
+            "vocab_size": 384,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "ffn_dim": 64,
+            "word_embed_proj_dim": 32,
+            "max_position_embeddings": 256,
+        },
+    ),
 } | ARCHITECTURES
 
 
@@ -223,9 +285,13 @@ def test_parts_of_the_head_give_plain_full_logits_in_every_architecture(architec
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)  # so that a softcap bends the logits
-    windows = windows_of_sequences([sequence(ids.numpy(), np.ones(20, bool)) for ids in torch.randint(1, 384, (5, 20))], mode="training")
+    windows = windows_of_sequences(
+        [sequence(ids.numpy(), np.ones(20, bool)) for ids in torch.randint(1, 384, (5, 20))], mode="training"
+    )
     nats, tokens = plain_nats(model, windows)
-    result = evaluate_windows(model, windows, pad_token_id=0, batch_tokens=48, device=torch.device("cpu"), collective_forward=False)
+    result = evaluate_windows(
+        model, windows, pad_token_id=0, batch_tokens=48, device=torch.device("cpu"), collective_forward=False
+    )
     assert result.tokens == tokens and result.nats == pytest.approx(nats, rel=1e-5)
     # OPT calls its decoder past its backbone, and falls back to plain logits; all others take the short way.
     assert ChunkedHead(model, words_at_once=100).agrees(torch.ones(1, 8, dtype=torch.long)) == (architecture != "opt")
@@ -252,7 +318,9 @@ def test_problems_of_the_evaluator_come_together(tiny):
     with pytest.raises(UserError) as caught:
         evaluate_perplexity(model="./nowhere", data="nowhere.jsonl", bogus=1, stride=5000)
     text = str(caught.value)
-    assert all(part in text for part in ("bogus: unknown key", "./nowhere", "nowhere.jsonl does not exist", "stride=5000"))
+    assert all(
+        part in text for part in ("bogus: unknown key", "./nowhere", "nowhere.jsonl does not exist", "stride=5000")
+    )
     with pytest.raises(UserError, match="one model and one data set"):
         evaluate_perplexity(model=[str(tiny / "model")] * 2, data=str(tiny / "held_out.jsonl"))
     with pytest.raises(UserError, match="mode=answers does not fit"):
@@ -264,7 +332,12 @@ def test_the_evaluate_library_computes_the_same_from_sums_and_from_texts(tiny):
 
     metric = library.load(str(ROOT / "dsft" / "evaluate_perplexity"))
     result = evaluate_perplexity(**mode_options(tiny, {"mode": "rolling"}), progress=False).perplexity
-    from_sums = metric.compute(nats=result.document_nats.tolist(), tokens=result.document_tokens.tolist(), bytes=result.document_bytes.tolist(), words=result.document_words.tolist())
+    from_sums = metric.compute(
+        nats=result.document_nats.tolist(),
+        tokens=result.document_tokens.tolist(),
+        bytes=result.document_bytes.tolist(),
+        words=result.document_words.tolist(),
+    )
     assert from_sums["perplexity"] == result.perplexity and from_sums["bits_per_byte"] == result.bits_per_byte
     texts = [row["text"] for row in map(json.loads, (tiny / "held_out.jsonl").open())]
     from_texts = metric.compute(predictions=texts, model=str(tiny / "model"), mode="rolling", seq_len=32)
@@ -275,19 +348,34 @@ LAUNCHERS = {
     "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "29621", "dsft/eval_ppl.py"],
     "module": ["deepspeed", "--num_gpus", "2", "--master_port", "29622", "--module", "dsft.eval_ppl"],
     "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", "29623", "dsft/eval_ppl.py"],
-    "accelerate": ["accelerate", "launch", "--config_file", "ds_configs/accelerate/zero3_1x8.yaml", "--num_processes", "2", "dsft/eval_ppl.py"],
+    "accelerate": [
+        "accelerate",
+        "launch",
+        "--config_file",
+        "ds_configs/accelerate/zero3_1x8.yaml",
+        "--num_processes",
+        "2",
+        "dsft/eval_ppl.py",
+    ],
     "python": ["python", "dsft/eval_ppl.py"],
     "dsft": ["dsft", "eval"],
 }
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("names", [("deepspeed", "python"), pytest.param(tuple(LAUNCHERS), marks=pytest.mark.exhaustive)], ids=["two", "all"])
+@pytest.mark.parametrize(
+    "names", [("deepspeed", "python"), pytest.param(tuple(LAUNCHERS), marks=pytest.mark.exhaustive)], ids=["two", "all"]
+)
 def test_every_launcher_gives_the_same_bits(run, tiny, tmp_path, names):
     ranks = {"python": 1, "dsft": default_ranks()}
     nats = {}
     for name in names:
-        options = {"model": tiny / "model", "data": tiny / "held_out.jsonl", "seq_len": 64, "output_dir": tmp_path / name}
+        options = {
+            "model": tiny / "model",
+            "data": tiny / "held_out.jsonl",
+            "seq_len": 64,
+            "output_dir": tmp_path / name,
+        }
         result = run([*LAUNCHERS[name], *flags(options)])
         assert result.returncode == 0, result.stderr
         assert result.stdout.count("nats per token") == 1  # rank 0 alone prints
@@ -302,17 +390,47 @@ def test_several_models_and_data_sets_in_one_launch_and_an_interruption_between(
     """One of 2 ranks is killed in the middle: the job ends with an error and no result from part of the data. The same
     command, on another number of ranks, ends with the bits of an uninterrupted one."""
     long = write_texts(tmp_path / "long.jsonl", 3000, seed=4)
-    options = ["--model", tiny / "model", tiny / "chat", "--data", tiny / "held_out.jsonl", long, "--seq_len", "64", "--batch_tokens", "64"]
+    options = [
+        "--model",
+        tiny / "model",
+        tiny / "chat",
+        "--data",
+        tiny / "held_out.jsonl",
+        long,
+        "--seq_len",
+        "64",
+        "--batch_tokens",
+        "64",
+    ]
     whole = run(["python", "dsft/eval_ppl.py", *options, "--output_dir", tmp_path / "whole"])
     assert whole.returncode == 0, whole.stderr
     out = tmp_path / "out"
-    command = [BIN / "deepspeed", "--num_gpus", "2", "--master_port", "29624", "dsft/eval_ppl.py", *options, "--output_dir", out]
+    command = [
+        BIN / "deepspeed",
+        "--num_gpus",
+        "2",
+        "--master_port",
+        "29624",
+        "dsft/eval_ppl.py",
+        *options,
+        "--output_dir",
+        out,
+    ]
     environment = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}
-    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        list(map(str, command)), cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and sum(len(path.read_text().splitlines()) for path in out.glob("partial/*/rank-1.jsonl")) < 40:
+    while (
+        time.monotonic() < deadline
+        and sum(len(path.read_text().splitlines()) for path in out.glob("partial/*/rank-1.jsonl")) < 40
+    ):
         time.sleep(0.02)
-    (rank_1,) = [child for child in psutil.Process(process.pid).children(recursive=True) if child.environ().get("RANK") == "1" and "dsft/eval_ppl.py" in child.cmdline()]
+    (rank_1,) = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if child.environ().get("RANK") == "1" and "dsft/eval_ppl.py" in child.cmdline()
+    ]
     killed = time.monotonic()
     rank_1.kill()
     process.communicate(timeout=100)
@@ -322,7 +440,9 @@ def test_several_models_and_data_sets_in_one_launch_and_an_interruption_between(
     again = run(["python", "dsft/eval_ppl.py", *options, "--output_dir", out])
     assert again.returncode == 0, again.stderr
     results = [read_json(folder / "perplexity.json")["results"] for folder in (tmp_path / "whole", out)]
-    assert [(one["model"], one["data"], one["nats"]) for one in results[0]] == [(one["model"], one["data"], one["nats"]) for one in results[1]]
+    assert [(one["model"], one["data"], one["nats"]) for one in results[0]] == [
+        (one["model"], one["data"], one["nats"]) for one in results[1]
+    ]
     assert len(results[0]) == 4 and not list(out.glob("partial/*"))
     table = load_dataset("parquet", data_files=str(out / "documents.parquet"), split="train")
     assert set(table.column_names) == {"model", "data", "document", "nats", "tokens", "bytes", "words"}

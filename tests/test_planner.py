@@ -7,10 +7,11 @@ import time
 
 import pytest
 import yaml
+from conftest import ROOT, grid
+from tiny import ARCHITECTURES
 from transformers import AutoConfig, LlamaConfig, LlavaConfig, MixtralConfig
 
 import dsft
-from conftest import ROOT, grid
 from dsft import cli
 from dsft.config import TrainConfig, make_config
 from dsft.machine import GB, GiB, Machine, parse_bytes, parse_gpus, this_machine
@@ -22,12 +23,29 @@ from dsft.planner.step_time import collective_seconds, flops_per_token
 from dsft.preparation import Prepared, plan_run
 from dsft.problems import UserError
 from dsft.zero_config import check_section, read_zero_file
-from tiny import ARCHITECTURES
 
-LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-            "max_position_embeddings": 8192, "tie_word_embeddings": False}
-LLAMA_70B = LLAMA_8B | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
-LLAMA_405B = LLAMA_8B | {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128}
+LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+LLAMA_405B = LLAMA_8B | {
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +59,9 @@ def configs(tmp_path_factory):
 
 
 def gpus(number: int = 8, gigabytes: int = 80, *, nodes: int = 1, host: int = 1000, **others) -> Machine:
-    return Machine(nodes=nodes, ranks_per_node=number, device_bytes=gigabytes * GB, host_bytes=host * GB, has_gpu=True, **others)
+    return Machine(
+        nodes=nodes, ranks_per_node=number, device_bytes=gigabytes * GB, host_bytes=host * GB, has_gpu=True, **others
+    )
 
 
 def plans_of(model: str, machine: Machine, *, method: str = "full", zero: str = "auto", seq_len: int = 2048, **job):
@@ -53,14 +73,19 @@ def plans_of(model: str, machine: Machine, *, method: str = "full", zero: str = 
 def test_parameters_are_counted_exactly_and_by_kind(configs):
     size = measure_model(TrainConfig(model=configs["8b"]))
     assert size.num_params == 8_030_261_248  # as published for Llama 3.1 8B
-    assert size.embedding_params == size.head_params == 128256 * 4096 and size.active_params == size.num_params - size.embedding_params
+    assert (
+        size.embedding_params == size.head_params == 128256 * 4096
+        and size.active_params == size.num_params - size.embedding_params
+    )
     assert sum(numel * count for numel, count in size.numels) == size.num_params
     assert measure_model(TrainConfig(model=configs["70b"])).num_params == 70_553_706_496
     # r x (in + out) of the seven linear layers, times layers
     per_layer = 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
     assert measure_model(TrainConfig(model=configs["8b"], method="lora", lora_r=16)).num_trainable == 32 * per_layer
     experts = measure_model(TrainConfig(model=configs["mixtral"]))
-    assert experts.num_params == 46_702_792_704 and experts.active_params == pytest.approx(12.9e9 - experts.embedding_params, rel=0.01)  # as published: 46.7 B, 12.9 B active
+    assert experts.num_params == 46_702_792_704 and experts.active_params == pytest.approx(
+        12.9e9 - experts.embedding_params, rel=0.01
+    )  # as published: 46.7 B, 12.9 B active
 
 
 def test_a_multimodal_wrapper_is_planned_by_its_text_model(configs):
@@ -76,7 +101,12 @@ def test_a_multimodal_wrapper_is_planned_by_its_text_model(configs):
         ("8b", gpus(1, 80), "lora", {"1"}),
         ("8b", gpus(1, 24), "qlora", {"1"}),
         ("70b", gpus(8, 80), "lora", {"3", "3-offload-param"}),
-        ("70b", gpus(8, 80, nodes=2, host=1600), "full", {"3-offload-param", "3-offload-partial", "3-offload-optimizer"}),
+        (
+            "70b",
+            gpus(8, 80, nodes=2, host=1600),
+            "full",
+            {"3-offload-param", "3-offload-partial", "3-offload-optimizer"},
+        ),
         ("70b", gpus(8, 80, nodes=4), "full", {"3", "3-hpz"}),
     ],
 )
@@ -94,7 +124,9 @@ def test_what_does_not_fit_names_the_resource_that_binds(configs):
     # 2 x 8 x 80 GB: hosts with less than the optimizer's states are killed in practice
     machine = gpus(8, 80, nodes=2, host=400)
     forced, plans = plans_of(configs["70b"], machine, zero="3-offload-optimizer")
-    assert "host memory" in forced.binds and "of memory per host" in reason(forced, plans, machine, zero="3-offload-optimizer")
+    assert "host memory" in forced.binds and "of memory per host" in reason(
+        forced, plans, machine, zero="3-offload-optimizer"
+    )
 
 
 def test_the_reason_says_what_the_next_better_plan_would_need(configs):
@@ -105,12 +137,21 @@ def test_the_reason_says_what_the_next_better_plan_would_need(configs):
 
 
 def test_more_of_anything_never_needs_less(configs):
-    sizes = [plans_of(configs["8b"], gpus(8), zero="3", seq_len=length, micro_batch=1, accumulation=1)[0].device_bytes for length in (1024, 2048, 4096)]
+    sizes = [
+        plans_of(configs["8b"], gpus(8), zero="3", seq_len=length, micro_batch=1, accumulation=1)[0].device_bytes
+        for length in (1024, 2048, 4096)
+    ]
     assert sizes == sorted(sizes)
-    sharded = [plans_of(configs["8b"], gpus(number), zero="3", micro_batch=1, accumulation=1)[0].device_bytes for number in (2, 4, 8)]
+    sharded = [
+        plans_of(configs["8b"], gpus(number), zero="3", micro_batch=1, accumulation=1)[0].device_bytes
+        for number in (2, 4, 8)
+    ]
     assert sharded == sorted(sharded, reverse=True)
     _, (without, with_checkpointing) = plans_of(configs["8b"], gpus(8), zero="2", micro_batch=1, accumulation=1)
-    assert with_checkpointing.device_bytes < without.device_bytes and with_checkpointing.time.step_seconds > without.time.step_seconds
+    assert (
+        with_checkpointing.device_bytes < without.device_bytes
+        and with_checkpointing.time.step_seconds > without.time.step_seconds
+    )
 
 
 def test_batches_make_up_the_step(configs):
@@ -158,15 +199,28 @@ def test_sub_groups_fill_a_power_of_two(configs):
 def test_arithmetic_of_a_step(configs):
     size = measure_model(TrainConfig(model=configs["8b"]))
     short = flops_per_token(size, 1, checkpointing=False)
-    assert short == pytest.approx(6 * size.active_params, rel=1e-3) and flops_per_token(size, 1, checkpointing=True) == pytest.approx(4 / 3 * short)
+    assert short == pytest.approx(6 * size.active_params, rel=1e-3) and flops_per_token(
+        size, 1, checkpointing=True
+    ) == pytest.approx(4 / 3 * short)
     lora = measure_model(TrainConfig(model=configs["8b"], method="lora"))
     assert flops_per_token(lora, 1, checkpointing=False) == pytest.approx(4 * size.active_params, rel=0.01)
     two_nodes = gpus(8, nodes=2, interconnect="nvlink+eth25")
     speeds = speeds_of(two_nodes, half=True)
-    assert collective_seconds(1e9, 0, two_nodes, speeds, speeds.link_bytes) == pytest.approx(0.5 / (0.8 * 25 / 8))  # each node gets the other's half over its card
-    assert collective_seconds(1e9, 0, two_nodes, speeds, speeds.link_bytes, inside_node=True) == pytest.approx(7 / 8 / (0.8 * 300))
+    assert collective_seconds(1e9, 0, two_nodes, speeds, speeds.link_bytes) == pytest.approx(
+        0.5 / (0.8 * 25 / 8)
+    )  # each node gets the other's half over its card
+    assert collective_seconds(1e9, 0, two_nodes, speeds, speeds.link_bytes, inside_node=True) == pytest.approx(
+        7 / 8 / (0.8 * 300)
+    )
     # Across slow Ethernet hpZ gathers half as much; stage 2 reduces once per micro batch, stage 1 once per step.
-    seconds = {name: plans_of(configs["8b"], two_nodes, zero=name, micro_batch=1, accumulation=4)[1][0].time.communication_seconds for name in ("1", "2", "3", "3-hpz")}
+    seconds = {
+        name: (
+            plans_of(configs["8b"], two_nodes, zero=name, micro_batch=1, accumulation=4)[1][
+                0
+            ].time.communication_seconds
+        )
+        for name in ("1", "2", "3", "3-hpz")
+    }
     assert seconds["1"] < seconds["2"] < seconds["3-hpz"] < seconds["3"]
 
 
@@ -176,7 +230,9 @@ def test_every_architecture_can_be_planned(tmp_path, architecture):
     cls(**values).save_pretrained(tmp_path)
     AutoConfig.from_pretrained(tmp_path)
     for method in ("full", "lora"):
-        chosen, _, size = dsft.plan(str(tmp_path / "config.json"), machine=gpus(), method=method, seq_len=128, dtype="bfloat16")
+        chosen, _, size = dsft.plan(
+            str(tmp_path / "config.json"), machine=gpus(), method=method, seq_len=128, dtype="bfloat16"
+        )
         assert chosen.fits and 0 < size.num_trainable <= size.num_params
 
 
@@ -188,8 +244,19 @@ def test_unknown_architectures_are_traced_and_said_to_be(tmp_path):
 
 def test_training_refuses_what_cannot_fit(configs, tmp_path):
     problems: list[str] = []
-    config = make_config(TrainConfig, {"model": configs["8b"], "data": ["d.jsonl"], "output_dir": str(tmp_path / "run"), "zero": "1", "seq_len": 1024, "dtype": "bfloat16",
-                                       "per_device_train_batch_size": 1}, problems)
+    config = make_config(
+        TrainConfig,
+        {
+            "model": configs["8b"],
+            "data": ["d.jsonl"],
+            "output_dir": str(tmp_path / "run"),
+            "zero": "1",
+            "seq_len": 1024,
+            "dtype": "bfloat16",
+            "per_device_train_batch_size": 1,
+        },
+        problems,
+    )
     assert problems == []
     prepared = Prepared(size=measure_model(config), zero_file=read_zero_file("1", problems))
     with pytest.raises(UserError, match=r"GiB per GPU.*offload.* would fit; memory_check=false"):
@@ -202,20 +269,46 @@ def test_training_refuses_what_cannot_fit(configs, tmp_path):
 
 
 def test_a_resumed_run_keeps_its_plan_or_takes_one_that_can_take_it_over(configs, tmp_path):
-    values = {"model": configs["8b"], "data": ["d.jsonl"], "output_dir": str(tmp_path / "run"), "seq_len": 1024, "dtype": "bfloat16", "global_batch_size": 64}
+    values = {
+        "model": configs["8b"],
+        "data": ["d.jsonl"],
+        "output_dir": str(tmp_path / "run"),
+        "seq_len": 1024,
+        "dtype": "bfloat16",
+        "global_batch_size": 64,
+    }
     config = make_config(TrainConfig, values, [])
     prepared = Prepared(size=measure_model(config))
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/run.json").write_text(json.dumps({"world_size": 8, "plan": {"zero": "3", "activation_checkpointing": True, "micro_batch": 2, "accumulation": 4}}))
+    (tmp_path / "run/run.json").write_text(
+        json.dumps(
+            {
+                "world_size": 8,
+                "plan": {"zero": "3", "activation_checkpointing": True, "micro_batch": 2, "accumulation": 4},
+            }
+        )
+    )
     checkpoint = tmp_path / "run" / "checkpoint-5"
     checkpoint.mkdir()
     (checkpoint / "manifest.json").write_text(json.dumps({"zero_stage": 3}))
-    anew, resumed = plan_run(config, prepared, gpus())[0], plan_run(config, prepared, gpus(), checkpoint=str(checkpoint))[0]
-    assert anew.zero != "3" and (resumed.zero, resumed.activation_checkpointing, resumed.micro_batch, resumed.accumulation) == ("3", True, 2, 4)
+    anew, resumed = (
+        plan_run(config, prepared, gpus())[0],
+        plan_run(config, prepared, gpus(), checkpoint=str(checkpoint))[0],
+    )
+    assert anew.zero != "3" and (
+        resumed.zero,
+        resumed.activation_checkpointing,
+        resumed.micro_batch,
+        resumed.accumulation,
+    ) == ("3", True, 2, 4)
     fewer = plan_run(config, prepared, gpus(4), checkpoint=str(checkpoint))[0]
-    assert fewer.zero == plan_run(config, prepared, gpus(4))[0].zero and fewer.micro_batch * fewer.accumulation * 4 == 64
+    assert (
+        fewer.zero == plan_run(config, prepared, gpus(4))[0].zero and fewer.micro_batch * fewer.accumulation * 4 == 64
+    )
     (checkpoint / "manifest.json").write_text(json.dumps({"zero_stage": 0}))
-    assert plan_run(config, prepared, gpus(4, 400), checkpoint=str(checkpoint))[0].zero == "0", "what was not cut into shards goes on so"
+    assert plan_run(config, prepared, gpus(4, 400), checkpoint=str(checkpoint))[0].zero == "0", (
+        "what was not cut into shards goes on so"
+    )
 
 
 def test_offload_to_a_disk_counts_the_disk(configs, tmp_path):
@@ -226,7 +319,18 @@ def test_offload_to_a_disk_counts_the_disk(configs, tmp_path):
     path.write_text(json.dumps(written))
     cls, small = ARCHITECTURES["llama"]
     cls(**small).save_pretrained(tmp_path)
-    config = make_config(TrainConfig, {"model": str(tmp_path), "data": ["d.jsonl"], "output_dir": str(tmp_path / "run"), "zero": str(path), "seq_len": 128, "dtype": "bfloat16"}, [])
+    config = make_config(
+        TrainConfig,
+        {
+            "model": str(tmp_path),
+            "data": ["d.jsonl"],
+            "output_dir": str(tmp_path / "run"),
+            "zero": str(path),
+            "seq_len": 128,
+            "dtype": "bfloat16",
+        },
+        [],
+    )
     plan, _ = plan_run(config, Prepared(size=measure_model(config), zero_file=written), gpus())
     assert plan.zero == str(path) and plan.fits
     chosen, _ = plans_of(configs["8b"], gpus(8, nvme_bytes=10**9), zero="3-nvme")
@@ -257,14 +361,20 @@ def test_interconnects():
     for text in ("nvlik", "ib", "eth0", "pcie9"):
         with pytest.raises(UserError, match="unknown"):
             parse_interconnect(text, gpu)
-    assert gpu_name(gpus(8, 80)) == "A100" and gpu_name(gpus(8, 141, gpu_type="NVIDIA H200", measured=True)) == "H200" and gpu_name(gpus(1, 24, gpu_type="NVIDIA L4")) == "L4"
+    assert (
+        gpu_name(gpus(8, 80)) == "A100"
+        and gpu_name(gpus(8, 141, gpu_type="NVIDIA H200", measured=True)) == "H200"
+        and gpu_name(gpus(1, 24, gpu_type="NVIDIA L4")) == "L4"
+    )
     with pytest.raises(UserError, match="--gpu_type Z80"):
         gpu_name(gpus(1, 24, gpu_type="Z80"))
 
 
 def test_this_machine_is_measured():
     machine = this_machine(ranks_per_node=2)
-    assert machine.measured and machine.cores >= 1 and (0 < machine.device_bytes <= machine.host_bytes or machine.has_gpu)
+    assert (
+        machine.measured and machine.cores >= 1 and (0 < machine.device_bytes <= machine.host_bytes or machine.has_gpu)
+    )
 
 
 def test_measured_speeds_take_the_place_of_assumed_ones(tmp_path, monkeypatch):
@@ -275,7 +385,12 @@ def test_measured_speeds_take_the_place_of_assumed_ones(tmp_path, monkeypatch):
     path = calibration.calibrate(machine, half=False)
     measured = calibration.calibrated(assumed, machine, half=False)
     assert path.is_file() and "measured on this machine" in measured.source
-    assert measured.flops > 1e9 and measured.link_bytes > 1e6 and 0 < measured.collective_seconds < 1 and measured.flops != assumed.flops
+    assert (
+        measured.flops > 1e9
+        and measured.link_bytes > 1e6
+        and 0 < measured.collective_seconds < 1
+        and measured.flops != assumed.flops
+    )
     assert calibration.calibrated(assumed, dataclasses.replace(machine, measured=False), half=False) == assumed
 
 
@@ -286,7 +401,20 @@ def run_plan(capsys, *words: str) -> str:
 
 def test_the_command_prints_table_reason_and_terms(configs, capsys):
     start = time.perf_counter()
-    out = run_plan(capsys, "--model", configs["405b"], "--nodes", "16", "--gpus", "8x80GB", "--host_memory", "2TB", "--seq_len", "4096", "--explain")
+    out = run_plan(
+        capsys,
+        "--model",
+        configs["405b"],
+        "--nodes",
+        "16",
+        "--gpus",
+        "8x80GB",
+        "--host_memory",
+        "2TB",
+        "--seq_len",
+        "4096",
+        "--explain",
+    )
     assert time.perf_counter() - start < 10
     assert "405.853 B parameters" in out and "->" in out and "the fastest that fits" in out and "3-hpz" in out
     assert "optimizer state" in out and "matrix products" in out and "activations: formula of llama" in out
@@ -296,16 +424,25 @@ def test_the_command_as_json_and_as_files(configs, capsys, tmp_path):
     words = ["--model", configs["8b"], "--gpus", "8x80GB", "--gpu_type", "H100", "--tokens_per_step", str(64 * 1024)]
     found = json.loads(run_plan(capsys, *words, "--json"))
     chosen = found["chosen"]
-    assert chosen["fits"] and chosen["reason"] and found["model"]["num_params"] == 8_030_261_248 and len(found["candidates"]) > 15
+    assert (
+        chosen["fits"]
+        and chosen["reason"]
+        and found["model"]["num_params"] == 8_030_261_248
+        and len(found["candidates"]) > 15
+    )
     assert chosen["micro_batch"] * chosen["accumulation"] * 8 * 1024 == 64 * 1024
     run_plan(capsys, *words, "--write", str(tmp_path / "plan"))
     problems: list[str] = []
     written = read_zero_file(str(tmp_path / "plan/deepspeed.json"), problems)
     check_section(written, "written", problems)
-    assert problems == [] and "auto" not in json.dumps({key: value for key, value in written.items() if key != "optimizer"})
+    assert problems == [] and "auto" not in json.dumps(
+        {key: value for key, value in written.items() if key != "optimizer"}
+    )
     assert written["train_batch_size"] == 64 and written["zero_optimization"]["stage"] == int(chosen["zero"][0])
     launcher = yaml.safe_load((tmp_path / "plan/accelerate.yaml").read_text())
-    assert launcher["num_processes"] == 8 and launcher["deepspeed_config"]["deepspeed_config_file"].endswith("deepspeed.json")
+    assert launcher["num_processes"] == 8 and launcher["deepspeed_config"]["deepspeed_config_file"].endswith(
+        "deepspeed.json"
+    )
     with pytest.raises(SystemExit):
         run_plan(capsys, *words, "--write", str(tmp_path / "plan"))
 
@@ -314,7 +451,12 @@ def test_the_view_over_nodes_and_the_plan_of_an_evaluation(configs, capsys):
     rows = json.loads(run_plan(capsys, "--model", configs["8b"], "--gpus", "8x80GB", "--nodes", "1,2,8", "--json"))
     assert [row["nodes"] for row in rows] == [1, 2, 8] and rows[0]["tokens_per_second"] < rows[2]["tokens_per_second"]
     assert rows[0]["gpu_hours_per_1e9_tokens"] == pytest.approx(1e9 / rows[0]["tokens_per_second"] * 8 / 3600)
-    found = {name: json.loads(run_plan(capsys, "--model", configs[name], "--perplexity", "--gpus", "8x80GB", "--json"))["chosen"] for name in ("8b", "70b", "405b")}
+    found = {
+        name: json.loads(run_plan(capsys, "--model", configs[name], "--perplexity", "--gpus", "8x80GB", "--json"))[
+            "chosen"
+        ]
+        for name in ("8b", "70b", "405b")
+    }
     assert found["8b"]["zero"] == "0" and found["70b"]["zero"] == "3" and not found["405b"]["fits"]
     assert found["8b"]["weight_bytes"] == 2 * 8_030_261_248
 
@@ -322,10 +464,16 @@ def test_the_view_over_nodes_and_the_plan_of_an_evaluation(configs, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpus", "0x80GB"], "8x80GB"), (["--gpus", "8x80G"], "80GB"), (["--seq_len", "9000", "--gpus", "8x80GB"], "beyond the 8192 positions"),
-        (["--nodes", "0", "--gpus", "8x80GB"], "at least 1"), (["--gpus", "8x80GB", "--interconnect", "wifi"], "'wifi' is unknown"),
-        (["--hostfile", "nowhere"], "nowhere: no such file"), (["--hostfile", str(ROOT / "hostfiles/2x8"), "--nodes", "3"], "keep one"),
-        (["--hostfile", str(ROOT / "hostfiles/2x8"), "--gpus", "4x80GB"], "says 8 per node"), (["--perplexity", "--nodes", "1,2", "--gpus", "8x80GB"], "one number of nodes"), (["--tokens_per_step", "8"], "less than one sequence"),
+        (["--gpus", "0x80GB"], "8x80GB"),
+        (["--gpus", "8x80G"], "80GB"),
+        (["--seq_len", "9000", "--gpus", "8x80GB"], "beyond the 8192 positions"),
+        (["--nodes", "0", "--gpus", "8x80GB"], "at least 1"),
+        (["--gpus", "8x80GB", "--interconnect", "wifi"], "'wifi' is unknown"),
+        (["--hostfile", "nowhere"], "nowhere: no such file"),
+        (["--hostfile", str(ROOT / "hostfiles/2x8"), "--nodes", "3"], "keep one"),
+        (["--hostfile", str(ROOT / "hostfiles/2x8"), "--gpus", "4x80GB"], "says 8 per node"),
+        (["--perplexity", "--nodes", "1,2", "--gpus", "8x80GB"], "one number of nodes"),
+        (["--tokens_per_step", "8"], "less than one sequence"),
     ],
 )
 def test_bad_requests_are_one_clear_error(configs, capsys, words, message):

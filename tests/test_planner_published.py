@@ -1,6 +1,8 @@
-"""The planner beside published measurements of runs whose settings are all known: within 10 %, and what ran or failed answered right.
+"""The planner beside published measurements of runs whose settings are all known: within 10 %, and what ran or failed
+answered right.
 
-Where an engine differs from dsft's (its own optimizer states, logits kept through the backward), the row says so and the test adds it.
+Where an engine differs from dsft's (its own optimizer states, logits kept through the backward), the row says so and
+the test adds it.
 """
 
 from dataclasses import dataclass, field
@@ -18,17 +20,73 @@ from dsft.planner.plan import CONTEXT_BYTES, FRAGMENTATION, HOST_SHARE, overhead
 from dsft.planner.states import state_terms
 from dsft.planner.terms import Term, peak_bytes
 
-LLAMA2_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000}
-LLAMA3_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
-LLAMA3_70B = LLAMA3_8B | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
-LLAMA32_3B = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
-              "tie_word_embeddings": True}
-LLAMA_33B = {"hidden_size": 6656, "intermediate_size": 17920, "num_hidden_layers": 60, "num_attention_heads": 52, "num_key_value_heads": 52, "vocab_size": 32000}
-QWEN_7B = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064}
-QWEN_14B = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064}
+LLAMA2_7B = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+}
+LLAMA3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+LLAMA3_70B = LLAMA3_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+LLAMA32_3B = {
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "tie_word_embeddings": True,
+}
+LLAMA_33B = {
+    "hidden_size": 6656,
+    "intermediate_size": 17920,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 52,
+    "num_key_value_heads": 52,
+    "vocab_size": 32000,
+}
+QWEN_7B = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+QWEN_14B = {
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+}
 QWEN_32B = QWEN_14B | {"intermediate_size": 27648, "num_hidden_layers": 64}
-AUTO = {"stage": 3, "overlap_comm": False, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
-        "sub_group_size": 10**9, "stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9}
+AUTO = {
+    "stage": 3,
+    "overlap_comm": False,
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+    "sub_group_size": 10**9,
+    "stage3_max_live_parameters": 10**9,
+    "stage3_max_reuse_distance": 10**9,
+}
 QUERY_AND_VALUE = {"lora_target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.05}
 
 
@@ -57,29 +115,109 @@ class Published:
     """What was read: torch's allocated or reserved bytes, or all the GPU's (nvml)."""
 
 
-# Memory of ms-swift's rows is torch's reserved memory in GiB (its log); it and Arctic ran transformers 4, whose loss keeps the bf16 logits.
-# Under accelerate's autocast, without DeepSpeed, outputs become fp32 once more (accelerate/utils/operations.py, convert_outputs_to_fp32).
+# Memory of ms-swift's rows is torch's reserved memory in GiB (its log); it and Arctic ran transformers 4, whose loss
+# keeps the bf16 logits.
+# Under accelerate's autocast, without DeepSpeed, outputs become fp32 once more (accelerate/utils/operations.py,
+# convert_outputs_to_fp32).
 RUNS = {
     "deepspeed-7b-zero3": Published(
         source="deepspeedai/DeepSpeedExamples 6a3d817a, training/bf16_master_weight/README.md",
-        model=GPT2Config(n_embd=4096, n_inner=16384, n_layer=32, n_head=32, vocab_size=50257, n_positions=512, tie_word_embeddings=False, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
-        zero={"stage": 3, "overlap_comm": True, "reduce_bucket_size": 50_000_000, "stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 0,
-              "sub_group_size": 10**9}, gpus=4, seq_len=512, measured=31.38 * GiB),
-    "litgpt-7b-lora": Published(source="Lightning-AI/litgpt 8641822, tutorials/resource-tables.md", model=LlamaConfig(**LLAMA2_7B), lora={"lora_r": 8} | QUERY_AND_VALUE,
-                                seq_len=1304, checkpointing=False, loss="fused", measured=21.3 * GB),
-    "litgpt-8b-lora": Published(source="Lightning-AI/litgpt, config_hub/finetune/README.md", model=LlamaConfig(**LLAMA3_8B), lora={"lora_r": 32} | QUERY_AND_VALUE,
-                                seq_len=512, checkpointing=False, loss="fused", measured=19.73 * GB),
-    "torchtune-3b-full": Published(source="pytorch/torchtune 0.6, single-device full finetuning of Llama 3.2 3B, packed", model=LlamaConfig(**LLAMA32_3B), micro_batch=2,
-                                   seq_len=4096, checkpointing=False, measured=60.0 * GiB),
+        model=GPT2Config(
+            n_embd=4096,
+            n_inner=16384,
+            n_layer=32,
+            n_head=32,
+            vocab_size=50257,
+            n_positions=512,
+            tie_word_embeddings=False,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+        ),
+        zero={
+            "stage": 3,
+            "overlap_comm": True,
+            "reduce_bucket_size": 50_000_000,
+            "stage3_prefetch_bucket_size": 50_000_000,
+            "stage3_param_persistence_threshold": 0,
+            "sub_group_size": 10**9,
+        },
+        gpus=4,
+        seq_len=512,
+        measured=31.38 * GiB,
+    ),
+    "litgpt-7b-lora": Published(
+        source="Lightning-AI/litgpt 8641822, tutorials/resource-tables.md",
+        model=LlamaConfig(**LLAMA2_7B),
+        lora={"lora_r": 8} | QUERY_AND_VALUE,
+        seq_len=1304,
+        checkpointing=False,
+        loss="fused",
+        measured=21.3 * GB,
+    ),
+    "litgpt-8b-lora": Published(
+        source="Lightning-AI/litgpt, config_hub/finetune/README.md",
+        model=LlamaConfig(**LLAMA3_8B),
+        lora={"lora_r": 32} | QUERY_AND_VALUE,
+        seq_len=512,
+        checkpointing=False,
+        loss="fused",
+        measured=19.73 * GB,
+    ),
+    "torchtune-3b-full": Published(
+        source="pytorch/torchtune 0.6, single-device full finetuning of Llama 3.2 3B, packed",
+        model=LlamaConfig(**LLAMA32_3B),
+        micro_batch=2,
+        seq_len=4096,
+        checkpointing=False,
+        measured=60.0 * GiB,
+    ),
     "arctic-8b-offload-65k": Published(
-        source="snowflakedb/ArcticTraining, long sequences on one H200", model=LlamaConfig(**LLAMA3_8B), seq_len=65000, logits_kept=2, measured=137.36 * GiB, counts="nvml",
-        zero={"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}, "offload_param": {"device": "cpu", "pin_memory": False}}),
-    "swift-14b-zero3": Published(source="modelscope/ms-swift, examples of sequence packing on 8 A800", model=Qwen2Config(**QWEN_14B), zero=AUTO, gpus=8, seq_len=8192, accumulation=2,
-                                 fused_optimizer=False, logits_kept=2, measured=58 * GiB, counts="reserved"),
-    "swift-7b-zero3-liger": Published(source="modelscope/ms-swift, examples of sequence packing on 4 A100", model=Qwen2Config(**QWEN_7B), zero=AUTO, gpus=4, seq_len=8192,
-                                      accumulation=2, loss="fused", fused_optimizer=False, measured=42 * GiB, counts="reserved"),
-    "swift-7b-lora": Published(source="modelscope/ms-swift, LoRA on one GPU", model=Qwen2Config(**QWEN_7B), lora={"lora_r": 8, "lora_dropout": 0.05}, seq_len=2048,
-                               logits_kept=6, measured=22 * GiB, counts="reserved"),
+        source="snowflakedb/ArcticTraining, long sequences on one H200",
+        model=LlamaConfig(**LLAMA3_8B),
+        seq_len=65000,
+        logits_kept=2,
+        measured=137.36 * GiB,
+        counts="nvml",
+        zero={
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "pin_memory": False},
+            "offload_param": {"device": "cpu", "pin_memory": False},
+        },
+    ),
+    "swift-14b-zero3": Published(
+        source="modelscope/ms-swift, examples of sequence packing on 8 A800",
+        model=Qwen2Config(**QWEN_14B),
+        zero=AUTO,
+        gpus=8,
+        seq_len=8192,
+        accumulation=2,
+        fused_optimizer=False,
+        logits_kept=2,
+        measured=58 * GiB,
+        counts="reserved",
+    ),
+    "swift-7b-zero3-liger": Published(
+        source="modelscope/ms-swift, examples of sequence packing on 4 A100",
+        model=Qwen2Config(**QWEN_7B),
+        zero=AUTO,
+        gpus=4,
+        seq_len=8192,
+        accumulation=2,
+        loss="fused",
+        fused_optimizer=False,
+        measured=42 * GiB,
+        counts="reserved",
+    ),
+    "swift-7b-lora": Published(
+        source="modelscope/ms-swift, LoRA on one GPU",
+        model=Qwen2Config(**QWEN_7B),
+        lora={"lora_r": 8, "lora_dropout": 0.05},
+        seq_len=2048,
+        logits_kept=6,
+        measured=22 * GiB,
+        counts="reserved",
+    ),
 }
 
 
@@ -87,14 +225,41 @@ def predicted(run: Published) -> list[Term]:
     config = TrainConfig(model="published", method="lora" if run.lora else "full", **run.lora)
     size = measure_model(config, run.model)
     adapters = lora_config(config) if run.lora else None
-    activations = activation_bytes(size, run.model, method=config.method, half=True, attention="flash", loss=run.loss, adapters=adapters, seq_len=run.seq_len)
+    activations = activation_bytes(
+        size,
+        run.model,
+        method=config.method,
+        half=True,
+        attention="flash",
+        loss=run.loss,
+        adapters=adapters,
+        seq_len=run.seq_len,
+    )
     tokens = run.micro_batch * run.seq_len
     if run.zero is None:
-        states = [Term(name="plain torch", num_bytes=2 * size.num_params + 6 * size.num_trainable, formula="2 per weight, 2 gradient, 2 + 2 moments")]
+        states = [
+            Term(
+                name="plain torch",
+                num_bytes=2 * size.num_params + 6 * size.num_trainable,
+                formula="2 per weight, 2 gradient, 2 + 2 moments",
+            )
+        ]
     else:
-        states = state_terms(size, {"zero_optimization": run.zero, "gradient_accumulation_steps": run.accumulation}, world_size=run.gpus, ranks_per_node=run.gpus, half=True,
-                             has_gpu=True, fused_optimizer=run.fused_optimizer)
-    kept = Term(name="logits kept", num_bytes=run.logits_kept * tokens * size.vocab_size, formula="by the trainer", phase="compute")
+        states = state_terms(
+            size,
+            {"zero_optimization": run.zero, "gradient_accumulation_steps": run.accumulation},
+            world_size=run.gpus,
+            ranks_per_node=run.gpus,
+            half=True,
+            has_gpu=True,
+            fused_optimizer=run.fused_optimizer,
+        )
+    kept = Term(
+        name="logits kept",
+        num_bytes=run.logits_kept * tokens * size.vocab_size,
+        formula="by the trainer",
+        phase="compute",
+    )
     return [*states, *activations.terms(tokens, run.seq_len, run.checkpointing), kept]
 
 
@@ -104,17 +269,43 @@ def test_published_peaks_are_met_within_10_percent(name):
     peak = peak_bytes(predicted(run), "device")
     if run.counts != "allocated":
         peak = (1 + FRAGMENTATION) * peak + (CONTEXT_BYTES if run.counts == "nvml" else 0)
-    assert peak == pytest.approx(run.measured, rel=0.1), f"{peak / GiB:.2f} GiB predicted, {run.measured / GiB:.2f} GiB measured; {run.source}"
+    assert peak == pytest.approx(run.measured, rel=0.1), (
+        f"{peak / GiB:.2f} GiB predicted, {run.measured / GiB:.2f} GiB measured; {run.source}"
+    )
 
 
 @pytest.mark.parametrize(
     ("run", "gpu_bytes", "fits"),
     [
         # "8 * 80GiB" in its example: it ran, at the limit (an 80 GB GPU has 79.2 to 79.6 GiB)
-        (Published(source="modelscope/ms-swift, Qwen2.5 32B", model=Qwen2Config(**QWEN_32B), zero=AUTO, gpus=8, seq_len=8192, accumulation=2, loss="fused", fused_optimizer=False,
-                   measured=0), 79.6 * GiB, True),
-        (Published(source="hiyouga/LlamaFactory issue 7282: out of memory on 8 H200", model=LlamaConfig(**LLAMA3_70B), zero=AUTO | {"overlap_comm": True}, gpus=8, seq_len=1024,
-                   fused_optimizer=False, measured=0), 139.8 * GiB, False),
+        (
+            Published(
+                source="modelscope/ms-swift, Qwen2.5 32B",
+                model=Qwen2Config(**QWEN_32B),
+                zero=AUTO,
+                gpus=8,
+                seq_len=8192,
+                accumulation=2,
+                loss="fused",
+                fused_optimizer=False,
+                measured=0,
+            ),
+            79.6 * GiB,
+            True,
+        ),
+        (
+            Published(
+                source="hiyouga/LlamaFactory issue 7282: out of memory on 8 H200",
+                model=LlamaConfig(**LLAMA3_70B),
+                zero=AUTO | {"overlap_comm": True},
+                gpus=8,
+                seq_len=1024,
+                fused_optimizer=False,
+                measured=0,
+            ),
+            139.8 * GiB,
+            False,
+        ),
     ],
 )
 def test_what_ran_is_accepted_and_what_failed_is_refused(run, gpu_bytes, fits):
@@ -127,6 +318,12 @@ def test_what_ran_is_accepted_and_what_failed_is_refused(run, gpu_bytes, fits):
 def test_a_host_that_was_killed_is_refused():
     """LLaMA 33B with both offloads on 8 ranks and 600 GB of host memory: killed (DeepSpeed issue 3448)."""
     offload = {"device": "cpu", "pin_memory": True}
-    run = Published(source="deepspeedai/DeepSpeed issue 3448", model=LlamaConfig(**LLAMA_33B), zero=AUTO | {"offload_optimizer": offload, "offload_param": offload}, gpus=8,
-                    seq_len=512, measured=0)
+    run = Published(
+        source="deepspeedai/DeepSpeed issue 3448",
+        model=LlamaConfig(**LLAMA_33B),
+        zero=AUTO | {"offload_optimizer": offload, "offload_param": offload},
+        gpus=8,
+        seq_len=512,
+        measured=0,
+    )
     assert peak_bytes(predicted(run), "host") > HOST_SHARE * 600 * GB

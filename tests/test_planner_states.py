@@ -4,6 +4,8 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from conftest import grid, needed_cases
+from fake_ranks import RANKS_PER_NODE, WORLD_SIZE, measure
 from transformers import LlamaConfig
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -13,26 +15,54 @@ from dsft.planner.states import load_terms, state_terms
 from dsft.planner.terms import peak_bytes
 from dsft.planner.zero_job import resolve_auto
 from dsft.zero_config import compose, known_names, read_zero_file
-from conftest import grid, needed_cases
-from fake_ranks import RANKS_PER_NODE, WORLD_SIZE, measure
 
-MODEL = {"vocab_size": 2520, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4,
-         "max_position_embeddings": 64, "tie_word_embeddings": False}
-"""7 million parameters. The embedding ends in the second rank's share, which a feed-forward matrix overhangs; head and embedding are larger than a bucket."""
+MODEL = {
+    "vocab_size": 2520,
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+"""7 million parameters. The embedding ends in the second rank's share, which a feed-forward matrix overhangs; head and
+embedding are larger than a bucket.
+"""
 TOLERANCE = 0.05
 Z12 = {"overlap_comm": True, "reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000}
-Z3 = {"stage": 3, "reduce_bucket_size": 500_000, "stage3_prefetch_bucket_size": 300_000, "stage3_param_persistence_threshold": 2560}
+Z3 = {
+    "stage": 3,
+    "reduce_bucket_size": 500_000,
+    "stage3_prefetch_bucket_size": 300_000,
+    "stage3_param_persistence_threshold": 2560,
+}
 CPU = {"device": "cpu", "pin_memory": True}
 SPANNING_RANK = 1
 """The rank that has the end of the embedding and what follows: the most gradients under ZeRO-1 and 2."""
 
 
-def case(*, half: bool = True, lora_r: int = 0, tied: bool = False, micro_batches: int = 1, rank: int = 0, **zero) -> dict:
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches, "gradient_clipping": 1.0, "steps_per_print": 10**9,
-              "bf16": {"enabled": half}, "zero_optimization": zero}
+def case(
+    *, half: bool = True, lora_r: int = 0, tied: bool = False, micro_batches: int = 1, rank: int = 0, **zero
+) -> dict:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": half},
+        "zero_optimization": zero,
+    }
     if "offload_optimizer" in zero:
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-5}}
-    return {"model": MODEL | {"tie_word_embeddings": tied}, "config": config, "half": half, "lora_r": lora_r, "micro_batches": micro_batches, "rank": rank}
+    return {
+        "model": MODEL | {"tie_word_embeddings": tied},
+        "config": config,
+        "half": half,
+        "lora_r": lora_r,
+        "micro_batches": micro_batches,
+        "rank": rank,
+    }
 
 
 CASES = {
@@ -89,12 +119,25 @@ def sizes(tmp_path_factory):
 def predict(name: str, sizes, function=state_terms):
     """Terms of one rank, of both places together: what is offloaded lies in the same memory here."""
     one = CASES[name]
-    terms = function(sizes[one["model"]["tie_word_embeddings"], one["lora_r"]], one["config"], world_size=WORLD_SIZE, ranks_per_node=RANKS_PER_NODE, half=one["half"], has_gpu=False)
-    return [(term, term.num_bytes // (RANKS_PER_NODE if term.place == "host" else 1)) for term in terms if term.name != "processes"]
+    terms = function(
+        sizes[one["model"]["tie_word_embeddings"], one["lora_r"]],
+        one["config"],
+        world_size=WORLD_SIZE,
+        ranks_per_node=RANKS_PER_NODE,
+        half=one["half"],
+        has_gpu=False,
+    )
+    return [
+        (term, term.num_bytes // (RANKS_PER_NODE if term.place == "host" else 1))
+        for term in terms
+        if term.name != "processes"
+    ]
 
 
 def assert_close(measured: int, predicted: int, what: str):
-    assert predicted == pytest.approx(measured, rel=TOLERANCE), f"{what}: predicted {predicted:,}, measured {measured:,}, ratio {predicted / max(measured, 1):.3f}"
+    assert predicted == pytest.approx(measured, rel=TOLERANCE), (
+        f"{what}: predicted {predicted:,}, measured {measured:,}, ratio {predicted / max(measured, 1):.3f}"
+    )
 
 
 GONE_AFTER_STEP = ("gradients", "secondary partition")
@@ -106,7 +149,11 @@ GONE_AFTER_STEP = ("gradients", "secondary partition")
 def test_what_stays_between_steps(name, measured, sizes):
     assert measured[name]["skipped_steps"] == 0
     terms = predict(name, sizes)
-    assert_close(measured[name]["always"]["total"], sum(num_bytes for term, num_bytes in terms if term.phase == "always" and term.name not in GONE_AFTER_STEP), "always")
+    assert_close(
+        measured[name]["always"]["total"],
+        sum(num_bytes for term, num_bytes in terms if term.phase == "always" and term.name not in GONE_AFTER_STEP),
+        "always",
+    )
 
 
 # "ratio": without a GPU, CPUAdam updates what is left to the device as well, and needs nothing for it.
@@ -119,7 +166,9 @@ def test_the_peak_of_a_training_step(name, measured, sizes):
         predicted = sum(num_bytes for term, num_bytes in terms if term.phase in ("always", phase))
         peak = max(peak, predicted)
         # Stage 0 reduces in backward what is counted for the step; stage 1 may free its gradients before the step.
-        if name[0] in "23" and name != "2 tied":  # with its embedding the shares end elsewhere; its step is far from the peak
+        if (
+            name[0] in "23" and name != "2 tied"
+        ):  # with its embedding the shares end elsewhere; its step is far from the peak
             assert_close(measured[name][phase]["total"], predicted, phase)
     assert_close(max(measured[name][phase]["total"] for phase in ("compute", "step")), peak, "peak")
 
@@ -150,7 +199,12 @@ PARTS = [
     ("2 lora", ("weights",), "always", ("model", FLAT)),
     ("2 lora", ("optimizer state",), "always", ("__init__", "torch_optimizer")),
     ("2 lora", ("reduce buckets",), "compute", ("setup_buckets", "allreduce_bucket")),
-    ("2 offload", ("gradient buffer of the offload", "gradient buffer", "fp32 master weights", "copy of updated weights"), "always", ("__init__",)),
+    (
+        "2 offload",
+        ("gradient buffer of the offload", "gradient buffer", "fp32 master weights", "copy of updated weights"),
+        "always",
+        ("__init__",),
+    ),
     ("2 offload", ("fp32 gradients",), "always", ("initialize_optimizer_states",)),
     ("2 offload", ("Adam moments",), "always", ("step",)),
     ("2 offload", ("gradient norm",), "compute", ("set_norm_for_param_grad_in_gpu",)),
@@ -177,23 +231,43 @@ PARTS = [
 
 
 @pytest.mark.cases("{name}")
-@pytest.mark.parametrize(("name", "parts", "phase", "owners"), grid(PARTS, [part for part in PARTS if part[0] in QUICK]), ids=lambda value: "+".join(value) if isinstance(value, tuple) else value)
+@pytest.mark.parametrize(
+    ("name", "parts", "phase", "owners"),
+    grid(PARTS, [part for part in PARTS if part[0] in QUICK]),
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else value,
+)
 def test_each_part(name, parts, phase, owners, measured, sizes):
     predicted = sum(num_bytes for term, num_bytes in predict(name, sizes) if term.name in parts)
-    assert_close(sum(measured[name][phase].get(owner, 0) for owner in owners), predicted, f"{name}, {' + '.join(parts)}")
+    assert_close(
+        sum(measured[name][phase].get(owner, 0) for owner in owners), predicted, f"{name}, {' + '.join(parts)}"
+    )
 
 
 @pytest.mark.cases("{name}")
-@pytest.mark.parametrize("name", grid(["0", "1", "2 fp32", "2 lora", "3", "3 fp32", "3 lora", "3 hpz"], ["0", "1", "2 lora", "3", "3 fp32", "3 lora"]))
+@pytest.mark.parametrize(
+    "name",
+    grid(
+        ["0", "1", "2 fp32", "2 lora", "3", "3 fp32", "3 lora", "3 hpz"], ["0", "1", "2 lora", "3", "3 fp32", "3 lora"]
+    ),
+)
 def test_loading(name, measured, sizes):
-    assert_close(measured[name]["load"]["total"], sum(num_bytes for _, num_bytes in predict(name, sizes, load_terms)), "load")
+    assert_close(
+        measured[name]["load"]["total"], sum(num_bytes for _, num_bytes in predict(name, sizes, load_terms)), "load"
+    )
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_auto_is_filled_as_transformers_fills_it(stage, sizes):
-    section = {"stage": stage, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+    section = {
+        "stage": stage,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    }
     theirs = HfTrainerDeepSpeedConfig({"zero_optimization": dict(section)})
-    theirs.trainer_config_finalize(SimpleNamespace(get_warmup_steps=lambda steps: 1), SimpleNamespace(config=LlamaConfig(**MODEL)), 10)
+    theirs.trainer_config_finalize(
+        SimpleNamespace(get_warmup_steps=lambda steps: 1), SimpleNamespace(config=LlamaConfig(**MODEL)), 10
+    )
     filled = {key: value for key, value in theirs.config["zero_optimization"].items() if value != "auto"}
     ours = resolve_auto(section, sizes[False, 0])
     assert {key: ours[key] for key in filled} == filled
@@ -225,7 +299,13 @@ def test_pinned_memory_is_rounded_up_to_powers_of_two_on_gpu_nodes_only(sizes):
 
 def test_what_ratio_leaves_on_the_device_is_not_in_host_memory(sizes):
     def of(ratio: float, place: str) -> int:
-        config = {"zero_optimization": {"stage": 3, "sub_group_size": 50_000, "offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": ratio}}}
+        config = {
+            "zero_optimization": {
+                "stage": 3,
+                "sub_group_size": 50_000,
+                "offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": ratio},
+            }
+        }
         terms = state_terms(sizes[False, 0], config, world_size=16, ranks_per_node=1, half=True, has_gpu=True)
         return sum(term.num_bytes for term in terms if term.place == place and term.phase == "always")
 
@@ -237,6 +317,14 @@ def test_a_quantised_base_is_refused_by_stage_3(sizes):
     size = dataclasses.replace(sizes[False, 32], quantized_bits=4)
     with pytest.raises(ValueError, match="stage 0, 1 or 2"):
         state_terms(size, {"zero_optimization": {"stage": 3}}, world_size=16, ranks_per_node=8, half=True, has_gpu=True)
-    weights = next(t for t in state_terms(size, {"zero_optimization": {"stage": 2}}, world_size=16, ranks_per_node=8, half=True, has_gpu=True) if t.name == "weights")
+    weights = next(
+        t
+        for t in state_terms(
+            size, {"zero_optimization": {"stage": 2}}, world_size=16, ranks_per_node=8, half=True, has_gpu=True
+        )
+        if t.name == "weights"
+    )
     linear = size.num_params - size.num_trainable - size.embedding_params - size.head_params
-    assert weights.num_bytes == pytest.approx(2 * (size.embedding_params + size.head_params + size.num_trainable) + 0.516 * linear, rel=1e-3)
+    assert weights.num_bytes == pytest.approx(
+        2 * (size.embedding_params + size.head_params + size.num_trainable) + 0.516 * linear, rel=1e-3
+    )

@@ -1,4 +1,6 @@
-"""Tokens prepared once: the same whoever prepares them, kept under a fingerprint, never broken, within little memory; and what is read from them."""
+"""Tokens prepared once: the same whoever prepares them, kept under a fingerprint, never broken, within little memory;
+and what is read from them.
+"""
 
 import itertools
 import json
@@ -16,8 +18,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from conftest import BIN, ROOT, flags
+from rank_helper import on_ranks
+from small_hub import SmallHub
+from tiny import sentences, write_jsonl, write_texts
+
 from dsft.config import TrainConfig
 from dsft.data import prepare as preparing
 from dsft.data.batches import PackedCollator
@@ -30,9 +35,6 @@ from dsft.data.tokens import Rules
 from dsft.data.training import check_sources, load_training_data
 from dsft.model import load_tokenizer
 from dsft.problems import UserError
-from rank_helper import on_ranks
-from small_hub import SmallHub
-from tiny import sentences, write_jsonl, write_texts
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,10 @@ def source_of(path) -> Source:
 
 def loaded(config: TrainConfig, tokenizer, *, pack: bool = False):
     problems: list[str] = []
-    data, held_out = (check_sources(entries, config, tokenizer, key=key, split="train", problems=problems) for key, entries in (("data", config.data), ("eval_data", config.eval_data)))
+    data, held_out = (
+        check_sources(entries, config, tokenizer, key=key, split="train", problems=problems)
+        for key, entries in (("data", config.data), ("eval_data", config.eval_data))
+    )
     if problems:
         raise UserError(problems)
     return load_training_data(config, data, held_out, tokenizer, pack=pack, flash=False)
@@ -74,7 +79,9 @@ def test_many_processes_prepare_what_one_does(tiny, tokenizer, tmp_path, monkeyp
     monkeypatch.setattr(preparing, "ALONE_BYTES", {True: 0, False: 0})
     monkeypatch.setattr(preparing, "cpu_count", lambda: 2)
     two = prepare(source_of(path), rules, tokenizer, tmp_path / "two", show=False)
-    assert content(one.folder) == content(two.folder) and one.counts == two.counts and one.folder.name == two.folder.name
+    assert (
+        content(one.folder) == content(two.folder) and one.counts == two.counts and one.folder.name == two.folder.name
+    )
     assert one.counts["rows"] == 5000 and one.counts["split"] > 0 and one.tokens.dtype == np.uint16
 
 
@@ -83,20 +90,32 @@ def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer,
     rules = Rules.of(TrainConfig(), "messages", first_row={})
     first = fingerprint(source_of(path), rules, None, tokenizer)
     assert fingerprint(source_of(path), rules, None, load_tokenizer(TrainConfig(model=str(tiny / "chat")))) == first
-    others = {fingerprint(source_of(path), Rules.of(TrainConfig(**change), "messages", first_row={}), None, tokenizer) for change in ({"seq_len": 8}, {"train_on": "last"}, {"too_long": "drop"}, {"bad_rows": "drop"})}
+    others = {
+        fingerprint(source_of(path), Rules.of(TrainConfig(**change), "messages", first_row={}), None, tokenizer)
+        for change in ({"seq_len": 8}, {"train_on": "last"}, {"too_long": "drop"}, {"bad_rows": "drop"})
+    }
     others.add(fingerprint(source_of(path), rules, HeldOut(fraction=0.1, seed=1, wanted=True), tokenizer))
-    others.add(fingerprint(source_of(path), rules, None, load_tokenizer(TrainConfig(model=str(tiny / "chat"), chat_template="chatml"))))
+    others.add(
+        fingerprint(
+            source_of(path), rules, None, load_tokenizer(TrainConfig(model=str(tiny / "chat"), chat_template="chatml"))
+        )
+    )
     path.write_text(path.read_text().replace("the", "THE"))
     others.add(fingerprint(source_of(path), rules, None, tokenizer))
     assert len(others | {first}) == 8
-    texts = [fingerprint(source_of(path), Rules.of(TrainConfig(seq_len=length), "text", first_row={}), None, tokenizer) for length in (8, 16)]
+    texts = [
+        fingerprint(source_of(path), Rules.of(TrainConfig(seq_len=length), "text", first_row={}), None, tokenizer)
+        for length in (8, 16)
+    ]
     assert texts[0] == texts[1]  # windows are cut when they are read
 
 
 def _prepare_in_process(path: str, cache: str, model: str, results) -> None:
     tokenizer = load_tokenizer(TrainConfig(model=model))
     try:
-        prepare(source_of(path), Rules.of(TrainConfig(seq_len=32), "text", first_row={}), tokenizer, Path(cache), show=False)
+        prepare(
+            source_of(path), Rules.of(TrainConfig(seq_len=32), "text", first_row={}), tokenizer, Path(cache), show=False
+        )
         results.put(os.getpid())
     except UserError as error:
         results.put(str(error))
@@ -109,7 +128,12 @@ def test_of_many_ranks_one_prepares_and_all_say_what_is_wrong(tiny, tmp_path):
     context = multiprocessing.get_context("spawn")
     for path, expected in ((good, None), (bad, "bad.jsonl, line 20001: not valid JSON")):
         results = context.Queue()
-        ranks = [context.Process(target=_prepare_in_process, args=(str(path), str(tmp_path / "cache"), str(tiny / "model"), results)) for _ in range(3)]
+        ranks = [
+            context.Process(
+                target=_prepare_in_process, args=(str(path), str(tmp_path / "cache"), str(tiny / "model"), results)
+            )
+            for _ in range(3)
+        ]
         for rank in ranks:
             rank.start()
         said = [results.get(timeout=120) for _ in ranks]
@@ -125,15 +149,38 @@ def test_of_many_ranks_one_prepares_and_all_say_what_is_wrong(tiny, tmp_path):
 
 @pytest.mark.launch
 def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_path):
-    """Killed at three moments; the workers end too. Then it is done from the beginning, and a second time it is there already."""
-    path = write_jsonl(tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]} for text in sentences(50_000, longest=50)])
-    command = [BIN / "dsft", "prepare", "--tokenizer", tiny / "chat", "--data", path, "--data_cache", tmp_path / "cache"]
+    """Killed at three moments; the workers end too. Then it is done from the beginning, and a second time it is there
+    already.
+    """
+    path = write_jsonl(
+        tmp_path / "chats.jsonl",
+        [
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]}
+            for text in sentences(50_000, longest=50)
+        ],
+    )
+    command = [
+        BIN / "dsft",
+        "prepare",
+        "--tokenizer",
+        tiny / "chat",
+        "--data",
+        path,
+        "--data_cache",
+        tmp_path / "cache",
+    ]
 
     def written() -> int:
         return max((path.stat().st_size for path in (tmp_path / "cache").glob("*.partial/tokens.bin")), default=-1)
 
     for least in (0, 1 << 18, 1 << 20):
-        process = subprocess.Popen([str(word) for word in command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         until = time.monotonic() + 120
         while written() < least:
             assert process.poll() is None and time.monotonic() < until
@@ -144,9 +191,17 @@ def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_pat
         while _group(process.pid):
             assert time.monotonic() < until, "workers of a killed preparation live on"
             time.sleep(0.1)
-    first, second = (subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, timeout=300) for _ in range(2))
+    first, second = (
+        subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        for _ in range(2)
+    )
     assert first.returncode == second.returncode == 0, first.stderr
-    assert first.stdout == second.stdout and "50,000 rows" in first.stdout and "Preparing" in first.stderr and "Preparing" not in second.stderr
+    assert (
+        first.stdout == second.stdout
+        and "50,000 rows" in first.stdout
+        and "Preparing" in first.stderr
+        and "Preparing" not in second.stderr
+    )
     assert not list((tmp_path / "cache").glob("*.partial"))
 
 
@@ -174,12 +229,28 @@ print(min(held[quarter : 2 * quarter]), min(held[-quarter:]))
 @pytest.mark.launch
 @pytest.mark.parametrize("ending", ["txt", pytest.param("jsonl", marks=pytest.mark.exhaustive)])
 def test_memory_does_not_grow_with_the_file(tiny, tmp_path, ending):
-    """Private memory in the second and the last quarter of one file of 24 MB (a text file is one document). Holding the rows would add 1 byte for each of the file's, holding the tokens 0.6."""
+    """Private memory in the second and the last quarter of one file of 24 MB (a text file is one document). Holding the
+    rows would add 1 byte for each of the file's, holding the tokens 0.6.
+    """
     path = tmp_path / f"a.{ending}"
     block = "".join(f"{text}\n" if ending == "txt" else json.dumps({"text": text}) + "\n" for text in sentences(5000))
     path.write_text(block * (24_000_000 // len(block)))
-    steady = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}  # freed memory goes back, and is not kept for later
-    command = [sys.executable, "-c", MEASURE, "--tokenizer", str(tiny / "model"), "--data", str(path), "--data_cache", str(tmp_path / "cache")]
+    steady = {
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "131072",
+    }  # freed memory goes back, and is not kept for later
+    command = [
+        sys.executable,
+        "-c",
+        MEASURE,
+        "--tokenizer",
+        str(tiny / "model"),
+        "--data",
+        str(path),
+        "--data_cache",
+        str(tmp_path / "cache"),
+    ]
     result = subprocess.run(command, cwd=ROOT, env=os.environ | steady, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     early, late = (float(word) for word in result.stdout.splitlines()[-1].split())
@@ -196,7 +267,9 @@ def test_held_out_rows_are_a_seeded_share_and_none_is_in_both(tokenizer, tmp_pat
     with pytest.raises(UserError, match="eval_fraction=0.0001 of .*rows.jsonl is no row"):
         loaded(config(data=[str(path)], eval_fraction=0.0001, seed=0), tokenizer)
     for fraction in (0.001, 0.5, 0.9):
-        taken = list(itertools.takewhile(lambda row: row < 3000, HeldOut(fraction=fraction, seed=1, wanted=True).rows()))
+        taken = list(
+            itertools.takewhile(lambda row: row < 3000, HeldOut(fraction=fraction, seed=1, wanted=True).rows())
+        )
         assert len(set(taken)) == len(taken) == pytest.approx(3000 * fraction, abs=1) and taken == sorted(taken)
 
 
@@ -209,7 +282,13 @@ def test_windows_of_text_are_those_of_the_evaluator(tokenizer, tmp_path, config)
     data = loaded(config(data=[str(path)]), tokenizer)
     problems: list[str] = []
     evaluated = EvalConfig(data=[str(path)], seq_len=32, model=["unused"])
-    windows = build_windows(check_sources([str(path)], evaluated, tokenizer, key="data", split="train", problems=problems, keep_all=True)[0], evaluated, tokenizer)
+    windows = build_windows(
+        check_sources([str(path)], evaluated, tokenizer, key="data", split="train", problems=problems, keep_all=True)[
+            0
+        ],
+        evaluated,
+        tokenizer,
+    )
     assert len(data.items) == len(windows.spans) and data.items.lengths[:-1].tolist() == [32] * (len(data.items) - 1)
     assert np.array_equal(np.concatenate([one["input_ids"] for one in data.items]), windows.tokens)
     assert data.counts["trained_tokens"] == sum(int((one["labels"] != IGNORED).sum()) for one in data.items)
@@ -225,25 +304,48 @@ def test_sources_are_mixed_by_weight_with_a_seed(tokenizer, tmp_path, config):
     assert (len(own["a"]), len(own["b"])) == (100, 300) and len(set(own["a"])) == 100 and len(set(own["b"])) == 100
     assert data.counts["passes"] == [0.3333, 3.0]
     again, other = (loaded(config(**options, seed=seed), tokenizer).items for seed in (42, 43))
-    assert [tokenizer.decode(one["input_ids"]) for one in again] == texts != [tokenizer.decode(one["input_ids"]) for one in other]
+    assert (
+        [tokenizer.decode(one["input_ids"]) for one in again]
+        == texts
+        != [tokenizer.decode(one["input_ids"]) for one in other]
+    )
 
 
 def test_small_sources_of_a_mix_may_have_nothing_to_hold_out(tokenizer, tmp_path, config):
     paths = [str(write_texts(tmp_path / f"{number}.jsonl", number)) for number in (100, 3)] + [str(tmp_path / "a.txt")]
     (tmp_path / "a.txt").write_text("\ufeff" + "a model reads\n" * 20_000, encoding="utf-8")
     data = loaded(config(data=paths, eval_fraction=0.1), tokenizer)
-    assert data.counts["rows"] + data.held_out_counts["rows"] == 103 + 19 and 11 <= data.held_out_counts["rows"] <= 13  # a text file is held out in pieces
+    assert (
+        data.counts["rows"] + data.held_out_counts["rows"] == 103 + 19 and 11 <= data.held_out_counts["rows"] <= 13
+    )  # a text file is held out in pieces
     with pytest.raises(UserError, match="eval_fraction=0.1 of .*3.jsonl is no row"):
         loaded(config(data=paths[1:2], eval_fraction=0.1, seed=0), tokenizer)
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_a_stream_goes_on_after_a_batch_without_samples_and_ends_where_there_are_none(tokenizer, tmp_path, config, pack):
+def test_a_stream_goes_on_after_a_batch_without_samples_and_ends_where_there_are_none(
+    tokenizer, tmp_path, config, pack
+):
     rows = [{"prompt": f"{i} ", "completion": "x"} for i in range(1000)] + [{"prompt": "a", "completion": ""}]
     problems: list[str] = []
     for content, fine in ((rows, True), (rows[-1:], False), ([{"text": ""}], False)):
-        shaped = check_sources([str(write_jsonl(tmp_path / "rows.jsonl", content))], config(), tokenizer, key="data", split="train", problems=problems)
-        stream = Stream([(one.source, one.rules) for one in shaped], tokenizer, seq_len=32, pack=pack, weights=[], seed=1, shuffle_buffer=5)
+        shaped = check_sources(
+            [str(write_jsonl(tmp_path / "rows.jsonl", content))],
+            config(),
+            tokenizer,
+            key="data",
+            split="train",
+            problems=problems,
+        )
+        stream = Stream(
+            [(one.source, one.rules) for one in shaped],
+            tokenizer,
+            seq_len=32,
+            pack=pack,
+            weights=[],
+            seed=1,
+            shuffle_buffer=5,
+        )
         if fine:
             assert len(list(islice(iter(stream), 2100))) == 2100 and stream.counts["dropped_empty"] > 1
         else:
@@ -277,9 +379,13 @@ def test_sources_may_have_different_shapes_and_rows_of_one_may_not(tokenizer, tm
 
 
 def test_a_template_with_markers_that_are_no_tokens_is_noted(tiny, tmp_path, config):
-    write_jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}])
+    write_jsonl(
+        tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    )
     for template, expected in (("chatml", ["has no token for <|im_start|>, <|im_end|>"]), ("plain", [])):
-        options = config(data=[str(tmp_path / "a.jsonl")], chat_template=template, model=str(tiny / "model"), seq_len=128)
+        options = config(
+            data=[str(tmp_path / "a.jsonl")], chat_template=template, model=str(tiny / "model"), seq_len=128
+        )
         notes = loaded(options, load_tokenizer(options)).notes
         assert len(notes) == len(expected) and all(part in note for part, note in zip(expected, notes, strict=True))
 
@@ -312,7 +418,9 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tokenizer, tmp_path, 
 
 
 def test_packed_rows_hold_the_tokens_of_all_samples(tokenizer, tmp_path, config):
-    write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"{text} ", "completion": text} for text in sentences(300, longest=6)])
+    write_jsonl(
+        tmp_path / "a.jsonl", [{"prompt": f"{text} ", "completion": text} for text in sentences(300, longest=6)]
+    )
     data = loaded(config(data=[str(tmp_path / "a.jsonl")], seq_len=64), tokenizer, pack=True)
     assert data.counts["fill_rate"] > 0.9 and isinstance(data.collator, PackedCollator)
     assert sum(len(one["input_ids"]) for row in data.items for one in row) == data.counts["tokens"]
@@ -329,17 +437,31 @@ def test_cut_pieces_cover_every_document():
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("shape", ["text", "pairs"])
 def test_a_stream_gives_what_preparation_gives_and_then_begins_again(tokenizer, tmp_path, config, shape, pack):
-    rows = [{"text": text} for text in sentences(400)] if shape == "text" else [{"prompt": f"{text} ", "completion": "x"} for text in sentences(400, longest=9)]
+    rows = (
+        [{"text": text} for text in sentences(400)]
+        if shape == "text"
+        else [{"prompt": f"{text} ", "completion": "x"} for text in sentences(400, longest=9)]
+    )
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
     stored = loaded(config(data=[path]), tokenizer, pack=pack).items
     problems: list[str] = []
     shaped = check_sources([path], config(), tokenizer, key="data", split="train", problems=problems)
-    stream = Stream([(one.source, one.rules) for one in shaped], tokenizer, seq_len=32, pack=pack, weights=[], seed=1, shuffle_buffer=1)
+    stream = Stream(
+        [(one.source, one.rules) for one in shaped],
+        tokenizer,
+        seq_len=32,
+        pack=pack,
+        weights=[],
+        seed=1,
+        shuffle_buffer=1,
+    )
     flat = (one for item in stream for one in (item if isinstance(item, list) else [item]))
     if shape == "text" and not pack:  # windows run on over the end into the next pass
         passes = [one["input_ids"] for one in islice(flat, 3 * len(stored))]
         tokens = np.concatenate(passes)
-        assert np.array_equal(tokens[: stored.stores[0].counts["tokens"]], stored.stores[0].tokens) and {len(one) for one in passes} == {32}
+        assert np.array_equal(tokens[: stored.stores[0].counts["tokens"]], stored.stores[0].tokens) and {
+            len(one) for one in passes
+        } == {32}
         return
     number = sum(len(item) if isinstance(item, list) else 1 for item in stored)
     wanted = sorted(one["labels"].tobytes() for item in stored for one in (item if isinstance(item, list) else [item]))
@@ -355,35 +477,106 @@ def test_a_stream_gives_what_preparation_gives_and_then_begins_again(tokenizer, 
 def test_a_stream_is_shuffled_with_a_seed(tokenizer, tmp_path, config):
     path = str(write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i} ", "completion": "x"} for i in range(300)]))
     problems: list[str] = []
-    shaped = [(one.source, one.rules) for one in check_sources([path, path], config(), tokenizer, key="data", split="train", problems=problems)]
-    orders = [[one["input_ids"].tobytes() for one in islice(iter(Stream(shaped, tokenizer, seq_len=32, pack=False, weights=[1, 2], seed=seed, shuffle_buffer=50)), 200)] for seed in (1, 1, 2)]
+    shaped = [
+        (one.source, one.rules)
+        for one in check_sources([path, path], config(), tokenizer, key="data", split="train", problems=problems)
+    ]
+    orders = [
+        [
+            one["input_ids"].tobytes()
+            for one in islice(
+                iter(Stream(shaped, tokenizer, seq_len=32, pack=False, weights=[1, 2], seed=seed, shuffle_buffer=50)),
+                200,
+            )
+        ]
+        for seed in (1, 1, 2)
+    ]
     assert orders[0] == orders[1] != orders[2]
 
 
 @pytest.mark.launch
 def test_data_sets_of_the_hub(run, tiny, options, tmp_path):
-    """By name, configuration and slice, from a hub on this machine: prepared, held out, streamed; and one that is not there."""
-    card = "---\nconfigs:\n- config_name: small\n  data_files:\n  - {split: train, path: rows.jsonl}\n  - {split: validation, path: held_out.jsonl}\n---\n"
-    rows = {f"{name}.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in sentences(number, seed=number)).encode() for name, number in (("rows", 40), ("held_out", 7))}
+    """By name, configuration and slice, from a hub on this machine: prepared, held out, streamed; and one that is not
+    there.
+    """
+    card = (
+        "---\nconfigs:\n- config_name: small\n  data_files:\n  - {split: train, path: rows.jsonl}\n  - {split:"
+        " validation, path: held_out.jsonl}\n---\n"
+    )
+    rows = {
+        f"{name}.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in sentences(number, seed=number)).encode()
+        for name, number in (("rows", 40), ("held_out", 7))
+    }
     hub = SmallHub({"README.md": card.encode()} | rows)
-    environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    sliced = run(["dsft", "prepare", "--tokenizer", tiny / "model", "--data", "ns/name:small:train[:50%]", "--eval_data", "ns/name:small"], **environment)
-    assert "ns/name:small:train[:50%] (text): 20 rows" in sliced.stdout and "held out: 7 rows" in sliced.stdout, sliced.stderr
-    streamed = run(["python", "-m", "dsft.train", *flags(options(tmp_path / "run", data="ns/name", data_name="small", streaming=True, shuffle_buffer=4))], **environment)
+    environment = {
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "hf"),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    sliced = run(
+        [
+            "dsft",
+            "prepare",
+            "--tokenizer",
+            tiny / "model",
+            "--data",
+            "ns/name:small:train[:50%]",
+            "--eval_data",
+            "ns/name:small",
+        ],
+        **environment,
+    )
+    assert "ns/name:small:train[:50%] (text): 20 rows" in sliced.stdout and "held out: 7 rows" in sliced.stdout, (
+        sliced.stderr
+    )
+    streamed = run(
+        [
+            "python",
+            "-m",
+            "dsft.train",
+            *flags(options(tmp_path / "run", data="ns/name", data_name="small", streaming=True, shuffle_buffer=4)),
+        ],
+        **environment,
+    )
     assert streamed.returncode == 0 and (tmp_path / "run" / "final" / "model.safetensors").is_file(), streamed.stderr
     missing = run(["dsft", "prepare", "--tokenizer", tiny / "model", "--data", "ns/nothing"], **environment)
-    assert missing.returncode == 2 and "ns/nothing is neither a file here" in missing.stderr and "Traceback" not in missing.stderr
+    assert (
+        missing.returncode == 2
+        and "ns/nothing is neither a file here" in missing.stderr
+        and "Traceback" not in missing.stderr
+    )
     hub.shutdown()
 
 
 def test_preview_shows_what_is_trained_and_figures(tiny, tmp_path, capsys):
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "the ", "completion": "model"}] * 2 + [{"prompt": "a ", "completion": ""}])
-    options = ["--model", str(tiny / "model"), "--data", str(path), "--seq_len", "32", "--data_cache", str(tmp_path / "cache")]
+    path = write_jsonl(
+        tmp_path / "rows.jsonl", [{"prompt": "the ", "completion": "model"}] * 2 + [{"prompt": "a ", "completion": ""}]
+    )
+    options = [
+        "--model",
+        str(tiny / "model"),
+        "--data",
+        str(path),
+        "--seq_len",
+        "32",
+        "--data_cache",
+        str(tmp_path / "cache"),
+    ]
     preview_command(options, samples=1)
     shown = capsys.readouterr().out
     assert "the ⟦model<|end|>⟧" in shown and "rows.jsonl (prompt_completion)" in shown
-    lines = {line.strip("│ ").split("│")[0].strip(): line.strip("│ ").split("│")[1].strip() for line in shown.splitlines() if line.count("│") == 3}
-    assert lines["rows"] == "3" and lines["dropped empty"] == "1" and lines["duplicates"] == "1" and lines["truncated"] == "0"
+    lines = {
+        line.strip("│ ").split("│")[0].strip(): line.strip("│ ").split("│")[1].strip()
+        for line in shown.splitlines()
+        if line.count("│") == 3
+    }
+    assert (
+        lines["rows"] == "3"
+        and lines["dropped empty"] == "1"
+        and lines["duplicates"] == "1"
+        and lines["truncated"] == "0"
+    )
     preview_command([*options, "--packing"], samples=1)
     assert "tokens of 2 samples" in capsys.readouterr().out
     preview_command([*options, "--streaming", "--max_steps", "9", "--shuffle_buffer", "1"], samples=1)
@@ -391,7 +584,9 @@ def test_preview_shows_what_is_trained_and_figures(tiny, tmp_path, capsys):
     with pytest.raises(UserError, match="streaming keeps nothing"):
         prepare_command([*options, "--streaming", "--max_steps", "9"])
     with pytest.raises(UserError) as raised:
-        prepare_command(["--model", str(tiny / "model"), "--data", str(path), "--too_long", "cut", "--sequence_len", "9"])
+        prepare_command(
+            ["--model", str(tiny / "model"), "--data", str(path), "--too_long", "cut", "--sequence_len", "9"]
+        )
     assert len(raised.value.problems) == 2
 
 
@@ -399,12 +594,16 @@ def test_processes_of_the_loader_get_the_folder_and_not_the_tokens(tokenizer, tm
     items = loaded(config(data=[str(write_texts(tmp_path / "a.jsonl", 3000))]), tokenizer).items
     first = items[0]["input_ids"]
     packed = pickle.dumps(items.stores)
-    assert len(packed) < 1000 < items.stores[0].counts["tokens"] and np.array_equal(pickle.loads(packed)[0].tokens[:32], first)
+    assert len(packed) < 1000 < items.stores[0].counts["tokens"] and np.array_equal(
+        pickle.loads(packed)[0].tokens[:32], first
+    )
 
 
 def test_mixing_takes_every_source_even_with_small_weights(tokenizer, tmp_path, config):
     path = write_texts(tmp_path / "a.jsonl", 50)
-    store = prepare(source_of(path), Rules.of(TrainConfig(), "text", first_row={}), tokenizer, tmp_path / "cache", show=False)
+    store = prepare(
+        source_of(path), Rules.of(TrainConfig(), "text", first_row={}), tokenizer, tmp_path / "cache", show=False
+    )
     both = sequences_of([store, store], seq_len=16, whole_documents=False)
     mixed, passes = mix(both, [1, 9], seed=0)
     assert len(mixed) == len(both) and passes == pytest.approx([0.2, 1.8], rel=0.02)

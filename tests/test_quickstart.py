@@ -3,9 +3,8 @@
 import struct
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from conftest import read_json
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.launch
 
@@ -19,7 +18,11 @@ def test_quickstart_does_the_whole_job(run, tmp_path):
         assert content["status"] == "done"
         before = next(entry["eval_perplexity"] for entry in content["results"]["log"] if "eval_perplexity" in entry)
         assert content["results"]["eval_perplexity"] < 0.98 * before
-    assert runs["full"]["plan"]["zero"] == "3" and runs["lora"]["plan"]["zero"] in ("0", "1", "2") and "is the fastest that fits" in runs["lora"]["plan"]["reason"]
+    assert (
+        runs["full"]["plan"]["zero"] == "3"
+        and runs["lora"]["plan"]["zero"] in ("0", "1", "2")
+        and "is the fastest that fits" in runs["lora"]["plan"]["reason"]
+    )
     assert runs["full"]["results"]["eval_perplexity"] < 1000  # of 4,096 words
     (merged,) = read_json(folder / "perplexity" / "perplexity.json")["results"]
     assert merged["perplexity"] == pytest.approx(runs["lora"]["results"]["eval_perplexity"], rel=1e-4)

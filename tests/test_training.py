@@ -6,19 +6,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-
 from conftest import ROOT, flags, grid, needed_cases, read_json
-from dsft.export import export
-from dsft.problems import EXIT_STOPPED
-from dsft.checkpoints import checkpoints
+from peft import PeftModel
 from tiny import ARCHITECTURES, write_model
+from transformers import AutoModelForCausalLM
 from workers.probe import PROBE
 
+from dsft.checkpoints import checkpoints
+from dsft.export import export
+from dsft.problems import EXIT_STOPPED
+
 pytestmark = pytest.mark.launch
-KINDS = [(architecture, method, zero) for architecture in ARCHITECTURES for method in ("full", "lora") for zero in ("2", "3")]
-QUICK = [(architecture, *(("full", "3"), ("lora", "2"), ("full", "2"), ("lora", "3"))[number % 4]) for number, architecture in enumerate(ARCHITECTURES)]
+KINDS = [
+    (architecture, method, zero) for architecture in ARCHITECTURES for method in ("full", "lora") for zero in ("2", "3")
+]
+QUICK = [
+    (architecture, *(("full", "3"), ("lora", "2"), ("full", "2"), ("lora", "3"))[number % 4])
+    for number, architecture in enumerate(ARCHITECTURES)
+]
 """Every architecture once, both methods in both stages."""
 CONTINUES = {"resumed": "whole", "lora-resumed": "lora-whole", "adapter-continued": "lora-whole"}
 """Cases that begin with what another one has left."""
@@ -33,22 +38,93 @@ def runs(request, run, tiny, options, tmp_path_factory):
         write_model(folder / f"model-{architecture}", architecture)
     for architecture, method, zero in KINDS:
         lora = {"lora_r": 4} if method == "lora" else {}
-        cases.append(options(folder / f"{architecture}-{method}-{zero}", model=str(folder / f"model-{architecture}"), method=method, zero=zero, **lora))
+        cases.append(
+            options(
+                folder / f"{architecture}-{method}-{zero}",
+                model=str(folder / f"model-{architecture}"),
+                method=method,
+                zero=zero,
+                **lora,
+            )
+        )
     held_out = {"eval_data": str(tiny / "held_out.jsonl"), "eval_on_start": True}
     cases += [
         options(folder / "eval-small-batches", zero="3", per_device_eval_batch_size=1, **held_out),
         options(folder / "eval-large-batches", zero="2", per_device_eval_batch_size=16, **held_out),
-        options(folder / "accumulate-1", zero="2", per_device_train_batch_size=4, data=str(tiny / "pairs.jsonl"), logging_steps=1),
-        options(folder / "accumulate-4", zero="2", per_device_train_batch_size=1, global_batch_size=8, data=str(tiny / "pairs.jsonl"), logging_steps=1),
-        options(folder / "whole", zero="3", max_steps=6, save_strategy="steps", save_steps=3, save_total_limit=5, logging_steps=1),
-        options(folder / "resumed", zero="3", max_steps=6, save_strategy="steps", save_steps=3, logging_steps=1,
-                resume_from_checkpoint=str(folder / "whole" / "checkpoint-3")),
-        options(folder / "lora-whole", zero="2", method="lora", max_steps=6, save_strategy="steps", save_steps=3, save_total_limit=5, logging_steps=1),
-        options(folder / "lora-resumed", zero="2", method="lora", max_steps=6, logging_steps=1,
-                resume_from_checkpoint=str(folder / "lora-whole" / "checkpoint-3")),
-        options(folder / "best", zero="2", max_steps=6, learning_rate=0.3, lr_scheduler_type="constant", load_best_model_at_end=True, eval_strategy="steps", eval_steps=1,
-                save_strategy="steps", save_steps=1, report_to="tensorboard", eval_data=str(tiny / "held_out.jsonl")),
-        options(folder / "dora", zero="3", method="lora", use_dora=True, use_rslora=True, lora_target_modules=["q_proj", "down_proj"], lora_modules_to_save=["lm_head"]),
+        options(
+            folder / "accumulate-1",
+            zero="2",
+            per_device_train_batch_size=4,
+            data=str(tiny / "pairs.jsonl"),
+            logging_steps=1,
+        ),
+        options(
+            folder / "accumulate-4",
+            zero="2",
+            per_device_train_batch_size=1,
+            global_batch_size=8,
+            data=str(tiny / "pairs.jsonl"),
+            logging_steps=1,
+        ),
+        options(
+            folder / "whole",
+            zero="3",
+            max_steps=6,
+            save_strategy="steps",
+            save_steps=3,
+            save_total_limit=5,
+            logging_steps=1,
+        ),
+        options(
+            folder / "resumed",
+            zero="3",
+            max_steps=6,
+            save_strategy="steps",
+            save_steps=3,
+            logging_steps=1,
+            resume_from_checkpoint=str(folder / "whole" / "checkpoint-3"),
+        ),
+        options(
+            folder / "lora-whole",
+            zero="2",
+            method="lora",
+            max_steps=6,
+            save_strategy="steps",
+            save_steps=3,
+            save_total_limit=5,
+            logging_steps=1,
+        ),
+        options(
+            folder / "lora-resumed",
+            zero="2",
+            method="lora",
+            max_steps=6,
+            logging_steps=1,
+            resume_from_checkpoint=str(folder / "lora-whole" / "checkpoint-3"),
+        ),
+        options(
+            folder / "best",
+            zero="2",
+            max_steps=6,
+            learning_rate=0.3,
+            lr_scheduler_type="constant",
+            load_best_model_at_end=True,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            report_to="tensorboard",
+            eval_data=str(tiny / "held_out.jsonl"),
+        ),
+        options(
+            folder / "dora",
+            zero="3",
+            method="lora",
+            use_dora=True,
+            use_rslora=True,
+            lora_target_modules=["q_proj", "down_proj"],
+            lora_modules_to_save=["lm_head"],
+        ),
         options(folder / "adapter-continued", zero="3", method="lora", adapter=str(folder / "lora-whole" / "final")),
         options(folder / "checkpointing", zero="3", activation_checkpointing=True, method="lora"),
         options(folder / "bf16", zero="3", bf16=True, gradient_accumulation_steps=2),
@@ -66,7 +142,11 @@ def runs(request, run, tiny, options, tmp_path_factory):
     assert {Path(case["output_dir"]).name for case in cases} == needed
     path = folder / "cases.json"
     path.write_text(json.dumps(cases))
-    result = run(["deepspeed", "--num_gpus", "2", "--master_port", "29631", "tests/workers/train_cases.py", path], timeout=900, DS_ACCELERATOR="cpu")
+    result = run(
+        ["deepspeed", "--num_gpus", "2", "--master_port", "29631", "tests/workers/train_cases.py", path],
+        timeout=900,
+        DS_ACCELERATOR="cpu",
+    )
     (folder / "log.txt").write_text(result.stdout + result.stderr)
     assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
     return folder
@@ -75,7 +155,13 @@ def runs(request, run, tiny, options, tmp_path_factory):
 def _chats(path):
     from tiny import sentences, write_jsonl
 
-    return write_jsonl(path, [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]} for text in sentences(20, longest=8)])
+    return write_jsonl(
+        path,
+        [
+            {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]}
+            for text in sentences(20, longest=8)
+        ],
+    )
 
 
 def trained_logits(folder):
@@ -101,11 +187,16 @@ def test_every_architecture_trains_saves_and_loads_in_plain_transformers(runs, a
     if method == "lora":
         model = PeftModel.from_pretrained(model, folder / "final")
     torch.testing.assert_close(logits_of(model), expected, rtol=1e-5, atol=1e-6)
-    assert (logits_of(AutoModelForCausalLM.from_pretrained(base)) - expected).abs().max() > 1e-2  # it has learnt something
+    assert (
+        logits_of(AutoModelForCausalLM.from_pretrained(base)) - expected
+    ).abs().max() > 1e-2  # it has learnt something
 
 
 @pytest.mark.cases("{architecture}-{method}-2", "{architecture}-{method}-3")
-@pytest.mark.parametrize(("architecture", "method"), grid([(a, m) for a, m, zero in KINDS if zero == "2"], [("llama", "full"), ("qwen2_moe", "lora")]))
+@pytest.mark.parametrize(
+    ("architecture", "method"),
+    grid([(a, m) for a, m, zero in KINDS if zero == "2"], [("llama", "full"), ("qwen2_moe", "lora")]),
+)
 def test_stage_2_and_3_train_the_same_model(runs, architecture, method):
     two, three = (trained_logits(runs / f"{architecture}-{method}-{zero}") for zero in "23")
     torch.testing.assert_close(two, three, rtol=1e-3, atol=1e-4)
@@ -115,7 +206,9 @@ def test_stage_2_and_3_train_the_same_model(runs, architecture, method):
 def test_evaluation_in_training_does_not_move_with_batch_size_or_stage(runs, tiny):
     from dsft.api import evaluate_perplexity
 
-    alone = evaluate_perplexity(model=str(tiny / "model"), data=str(tiny / "held_out.jsonl"), seq_len=64, progress=False).perplexity
+    alone = evaluate_perplexity(
+        model=str(tiny / "model"), data=str(tiny / "held_out.jsonl"), seq_len=64, progress=False
+    ).perplexity
     for name in ("eval-small-batches", "eval-large-batches"):
         first = next(entry for entry in read_json(runs / name / "run.json")["results"]["log"] if "eval_loss" in entry)
         assert first["eval_tokens"] == alone.tokens
@@ -138,14 +231,23 @@ def test_accumulation_can_be_exchanged_for_batch_size(runs):
     one, four = (weights(runs / f"accumulate-{n}" / "final") for n in (1, 4))
     for name in one:
         torch.testing.assert_close(one[name], four[name], rtol=1e-4, atol=1e-5)
-    losses = [[entry["loss"] for entry in read_json(runs / f"accumulate-{n}" / "run.json")["results"]["log"] if "loss" in entry] for n in (1, 4)]
+    losses = [
+        [
+            entry["loss"]
+            for entry in read_json(runs / f"accumulate-{n}" / "run.json")["results"]["log"]
+            if "loss" in entry
+        ]
+        for n in (1, 4)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 @pytest.mark.cases("{prefix}whole", "{prefix}resumed")
 @pytest.mark.parametrize("prefix", ["", "lora-"])
 def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(runs, prefix):
-    whole, resumed = (read_json(runs / f"{prefix}{name}" / "run.json")["results"]["log"] for name in ("whole", "resumed"))
+    whole, resumed = (
+        read_json(runs / f"{prefix}{name}" / "run.json")["results"]["log"] for name in ("whole", "resumed")
+    )
     losses = [{entry["step"]: entry["loss"] for entry in log if "loss" in entry} for log in (whole, resumed)]
     assert losses[0] == losses[1] and set(losses[0]) == {1, 2, 3, 4, 5, 6}
     assert torch.equal(trained_logits(runs / f"{prefix}whole"), trained_logits(runs / f"{prefix}resumed"))
@@ -155,7 +257,9 @@ def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(runs, prefix):
 def test_the_best_model_is_kept(runs):
     results = read_json(runs / "best" / "run.json")["results"]
     evaluations = [entry["eval_loss"] for entry in results["log"] if "eval_loss" in entry]
-    assert results["eval_loss"] == min(evaluations) < evaluations[-2]  # the last entry is the best model, evaluated again
+    assert (
+        results["eval_loss"] == min(evaluations) < evaluations[-2]
+    )  # the last entry is the best model, evaluated again
     assert str(checkpoints(str(runs / "best"))[0]) == results["best_checkpoint"]
 
 
@@ -165,8 +269,14 @@ def test_tensorboard_gets_the_loss(runs):
 
     files = list((runs / "best").rglob("events.out.tfevents.*"))
     events = [event for file in files for event in _scalars(EventAccumulator(str(file)).Reload(), "eval/loss")]
-    logged = [(entry["step"], pytest.approx(entry["eval_loss"], rel=1e-5)) for entry in read_json(runs / "best" / "run.json")["results"]["log"] if "eval_loss" in entry]
-    assert sorted((event.step, event.value) for event in events if event.step < 6) == [pair for pair in logged if pair[0] < 6]
+    logged = [
+        (entry["step"], pytest.approx(entry["eval_loss"], rel=1e-5))
+        for entry in read_json(runs / "best" / "run.json")["results"]["log"]
+        if "eval_loss" in entry
+    ]
+    assert sorted((event.step, event.value) for event in events if event.step < 6) == [
+        pair for pair in logged if pair[0] < 6
+    ]
 
 
 def _scalars(accumulator, tag: str) -> list:
@@ -188,7 +298,22 @@ def test_an_adapter_can_be_trained_on(runs):
 
 
 @pytest.mark.cases("{name}")
-@pytest.mark.parametrize("name", ["dora", "adapter-continued", "checkpointing", "bf16", "stage-0", "stage-1", "own-file", "offload", "offload-param", "offload-partial", "chat"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dora",
+        "adapter-continued",
+        "checkpointing",
+        "bf16",
+        "stage-0",
+        "stage-1",
+        "own-file",
+        "offload",
+        "offload-param",
+        "offload-partial",
+        "chat",
+    ],
+)
 def test_each_variant_exports_to_a_plain_folder_with_the_trained_logits(runs, tmp_path, name):
     out = export(str(runs / name), str(tmp_path / "out"))
     loaded = logits_of(AutoModelForCausalLM.from_pretrained(out)).float()
@@ -200,19 +325,25 @@ def test_each_variant_exports_to_a_plain_folder_with_the_trained_logits(runs, tm
 def test_stages_and_files_agree(runs):
     expected = trained_logits(runs / "llama-full-3")
     for name in ("stage-0", "stage-1", "own-file", "offload", "offload-param", "offload-partial"):
-        torch.testing.assert_close(trained_logits(runs / name), expected, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            trained_logits(runs / name), expected, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.cases("{name}")
 @pytest.mark.parametrize("name", ["whole", "lora-whole"])
 @pytest.mark.parametrize("zero", ["0", "3"])
 def test_perplexity_reads_shards_directly(runs, tiny, name, zero):
-    """The folder of DeepSpeed's own shards, of 2 ranks under ZeRO-3 and ZeRO-2, read in one process, gives what the saved model gives."""
+    """The folder of DeepSpeed's own shards, of 2 ranks under ZeRO-3 and ZeRO-2, read in one process, gives what the
+    saved model gives.
+    """
     from dsft.api import evaluate_perplexity
 
     options = {"data": str(tiny / "held_out.jsonl"), "seq_len": 64, "zero": zero, "progress": False}
     shards = evaluate_perplexity(model=str(runs / name / "checkpoint-6" / "global_step6"), **options).perplexity
-    assert shards.nats == pytest.approx(evaluate_perplexity(model=str(runs / name / "final"), **options).perplexity.nats, rel=1e-6)
+    assert shards.nats == pytest.approx(
+        evaluate_perplexity(model=str(runs / name / "final"), **options).perplexity.nats, rel=1e-6
+    )
 
 
 @pytest.mark.cases("whole")
@@ -251,16 +382,29 @@ def test_a_model_of_nan_weights_stops_at_the_first_step(run, options, tiny, tmp_
 
 def test_a_loss_that_overflows_stops_and_leaves_the_checkpoint_as_it_was(run, options, tiny, tmp_path):
     # The warm-up's first step has learning rate 0, the second overflows the weights, the third sees it.
-    changes = {"max_steps": 9, "learning_rate": 1e30, "warmup_steps": 4, "max_grad_norm": 0, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 5}
+    changes = {
+        "max_steps": 9,
+        "learning_rate": 1e30,
+        "warmup_steps": 4,
+        "max_grad_norm": 0,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 5,
+    }
     result = run(["dsft", "train", *flags(options(tmp_path / "run", **changes))])
     assert result.returncode == EXIT_STOPPED, result.stdout + result.stderr
-    assert result.stderr.count("is NaN or infinite at step 3; the last checkpoint") == 1 and "is untouched" in result.stderr
+    assert (
+        result.stderr.count("is NaN or infinite at step 3; the last checkpoint") == 1
+        and "is untouched" in result.stderr
+    )
     before, kept = weights(tiny / "model"), weights(tmp_path / "run" / "checkpoint-1")
     assert all(torch.equal(before[name], kept[name]) for name in before)
 
 
 def test_a_stopped_run_says_so_in_its_report(run, options, tmp_path):
-    result = run(["python", "dsft/train.py", *flags(options(tmp_path / "run", learning_rate=1e30, max_grad_norm=0, max_steps=4))])
+    result = run(
+        ["python", "dsft/train.py", *flags(options(tmp_path / "run", learning_rate=1e30, max_grad_norm=0, max_steps=4))]
+    )
     assert result.returncode == EXIT_STOPPED
     content = read_json(tmp_path / "run" / "run.json")
     assert content["status"] == "stopped" and "NaN or infinite" in content["error"] and content["results"]["steps"] >= 1
@@ -285,7 +429,15 @@ def test_overwrite_replaces_a_run_and_auto_continues_one(run, options, tmp_path)
 
 LAUNCHERS = [
     ["torchrun", "--nproc_per_node", "2", "--master_port", "29641", "dsft/train.py"],
-    ["accelerate", "launch", "--config_file", "ds_configs/accelerate/zero3_1x8.yaml", "--num_processes", "2", "dsft/train.py"],
+    [
+        "accelerate",
+        "launch",
+        "--config_file",
+        "ds_configs/accelerate/zero3_1x8.yaml",
+        "--num_processes",
+        "2",
+        "dsft/train.py",
+    ],
     ["deepspeed", "--num_gpus", "2", "--master_port", "29642", "--module", "dsft.train"],
     ["deepspeed", "--num_gpus", "2", "--master_port", "29643", "dsft/train.py"],
 ]

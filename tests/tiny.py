@@ -9,9 +9,35 @@ import transformers
 
 from dsft.demo_data import END
 
-WORDS = "the a model token loss rank node shard gather reduce step batch learns reads writes big small fast slow and of to in".split()
+WORDS = [
+    "the",
+    "a",
+    "model",
+    "token",
+    "loss",
+    "rank",
+    "node",
+    "shard",
+    "gather",
+    "reduce",
+    "step",
+    "batch",
+    "learns",
+    "reads",
+    "writes",
+    "big",
+    "small",
+    "fast",
+    "slow",
+    "and",
+    "of",
+    "to",
+    "in",
+]
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}" + END + "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+    + END
+    + "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
@@ -29,7 +55,12 @@ def write_tokenizer(folder: Path, *, chat: bool = False) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = [END, "<|user|>", "<|assistant|>", "<|system|>"]
-    trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(sentences(200), trainer)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
     if chat:
@@ -38,21 +69,51 @@ def write_tokenizer(folder: Path, *, chat: bool = False) -> Path:
     return folder
 
 
-COMMON = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256,
-          "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
+COMMON = {
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
 GATED = COMMON | {"intermediate_size": 48, "num_key_value_heads": 2}
 ARCHITECTURES = {
     "llama": (transformers.LlamaConfig, GATED),
     "qwen3": (transformers.Qwen3Config, GATED | {"head_dim": 8}),
     "gemma3": (transformers.Gemma3TextConfig, GATED | {"head_dim": 8, "sliding_window": 64}),
     "mistral": (transformers.MistralConfig, GATED | {"sliding_window": 64}),
-    "gpt2": (transformers.GPT2Config, {"vocab_size": 384, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "bos_token_id": None, "eos_token_id": 0,
-                                        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "gpt2": (
+        transformers.GPT2Config,
+        {
+            "vocab_size": 384,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 256,
+            "bos_token_id": None,
+            "eos_token_id": 0,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+    ),
     "gpt_neox": (transformers.GPTNeoXConfig, COMMON | {"intermediate_size": 48}),
     "phi3": (transformers.Phi3Config, GATED),
     "olmo2": (transformers.Olmo2Config, GATED),
     "mixtral": (transformers.MixtralConfig, GATED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2_moe": (transformers.Qwen2MoeConfig, GATED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48}),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        GATED
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
 }
 
 

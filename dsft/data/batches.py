@@ -1,6 +1,7 @@
 """The order of an epoch, the same on any number of ranks, and the tensors of a batch.
 
-Epochs are whole optimizer steps: where the last one has too few items, accelerate would repeat some from the epoch's beginning, and which ones depends on
+Epochs are whole optimizer steps: where the last one has too few items, accelerate would repeat some from the epoch's
+beginning, and which ones depends on
 the number of ranks. Here blank items, which train nothing, fill it instead.
 """
 
@@ -17,7 +18,9 @@ BLANK: Sequence = {"input_ids": np.zeros(1, np.int64), "labels": np.full(1, IGNO
 MULTIPLE = 8
 """Rows are padded to a multiple of this: what matrix units like."""
 GROUPED_STEPS = 50
-"""Sequences of like length are looked for among those of so many steps, as transformers' own LengthGroupedSampler does (trainer_pt_utils.py)."""
+"""Sequences of like length are looked for among those of so many steps, as transformers' own LengthGroupedSampler does
+(trainer_pt_utils.py).
+"""
 
 
 class WholeSteps(torch.utils.data.Dataset):
@@ -42,13 +45,23 @@ class EpochOrder(torch.utils.data.Sampler):
     """A permutation of the items for each epoch, then the blank ones.
 
     Args:
-        step: the optimizer steps already done; asked at the beginning of each epoch, also of one that is gone on with in its middle.
+        step: the optimizer steps already done; asked at the beginning of each epoch, also of one that is gone on with
+            in its middle.
         drop_last: leave out what does not fill a step.
-        grouped: not; within a step, whose batches then are of like length while it holds the same items as without; or among many steps, each of
+        grouped: not; within a step, whose batches then are of like length while it holds the same items as without; or
+            among many steps, each of
             like length, beginning with the longest, which pads least but makes steps that differ.
     """
 
-    def __init__(self, data: WholeSteps, *, seed: int, step: Callable[[], int], drop_last: bool = False, grouped: Literal["no", "within steps", "among steps"] = "no"):
+    def __init__(
+        self,
+        data: WholeSteps,
+        *,
+        seed: int,
+        step: Callable[[], int],
+        drop_last: bool = False,
+        grouped: Literal["no", "within steps", "among steps"] = "no",
+    ):
         self.data, self.seed, self.step, self.grouped = data, seed, step, grouped
         self.number = len(data.items) // data.per_step * data.per_step if drop_last else len(data)
 
@@ -71,7 +84,9 @@ class EpochOrder(torch.utils.data.Sampler):
 
     def _by_length(self, order: np.ndarray, generator: torch.Generator) -> np.ndarray:
         lengths, per_step = self.data.items.lengths, self.data.per_step
-        chunks = [order[start : start + GROUPED_STEPS * per_step] for start in range(0, len(order), GROUPED_STEPS * per_step)]
+        chunks = [
+            order[start : start + GROUPED_STEPS * per_step] for start in range(0, len(order), GROUPED_STEPS * per_step)
+        ]
         chunks = [chunk[np.argsort(-lengths[chunk], kind="stable")] for chunk in chunks]
         by_length = np.concatenate(chunks) if chunks else order
         whole = len(by_length) // per_step * per_step
@@ -83,8 +98,12 @@ class EpochOrder(torch.utils.data.Sampler):
 
 
 def padding_share(order: list[int], lengths: np.ndarray, batch: int) -> float:
-    """Of the positions that the model computes, those that hold no token, where `batch` items follow each other in `order`."""
-    held = np.append(lengths, np.zeros(max(order) + 1 - len(lengths), lengths.dtype))[order].reshape(-1, batch)  # blank items have none
+    """Of the positions that the model computes, those that hold no token, where `batch` items follow each other in
+    `order`.
+    """
+    held = np.append(lengths, np.zeros(max(order) + 1 - len(lengths), lengths.dtype))[order].reshape(
+        -1, batch
+    )  # blank items have none
     return float(1 - held.sum() / (width(np.maximum(held.max(1), 1)) * batch).sum())
 
 
@@ -94,7 +113,8 @@ def width(length: Any) -> Any:
 
 
 class Collator:
-    """Pads sequences on the right to the longest, rounded up to a multiple of 8. Groups are taken apart into their sequences.
+    """Pads sequences on the right to the longest, rounded up to a multiple of 8. Groups are taken apart into their
+    sequences.
 
     Returns input_ids, attention_mask and labels of shape [batch, time]; padding has attention 0 and label -100, so the
     choice of the pad token changes no loss.
@@ -118,10 +138,13 @@ class Collator:
 
 
 class PackedCollator:
-    """Each group becomes one row, its sequences end to end with positions that begin anew; the rest of a row is a sequence of its own.
+    """Each group becomes one row, its sequences end to end with positions that begin anew; the rest of a row is a
+    sequence of its own.
 
-    Returns input_ids, labels and position_ids, of shape [batch, time], and no attention_mask: transformers makes its block mask from the positions only where
-    none is given. With flash attention the rows too are laid end to end, [1, batch * time], with the bounds of all sequences beside them.
+    Returns input_ids, labels and position_ids, of shape [batch, time], and no attention_mask: transformers makes its
+    block mask from the positions only where
+    none is given. With flash attention the rows too are laid end to end, [1, batch * time], with the bounds of all
+    sequences beside them.
     """
 
     def __init__(self, pad_token_id: int, *, flash: bool):
@@ -132,9 +155,14 @@ class PackedCollator:
         rows = [self._row(group, longest) for group in groups]
         if self.flash:
             lengths = [length for _, _, row_lengths in rows for length in row_lengths]
-            return {"input_ids": torch.cat([ids for ids, _, _ in rows])[None], "labels": torch.cat([labels for _, labels, _ in rows])[None], **positions(lengths, flash=True)}
+            return {
+                "input_ids": torch.cat([ids for ids, _, _ in rows])[None],
+                "labels": torch.cat([labels for _, labels, _ in rows])[None],
+                **positions(lengths, flash=True),
+            }
         return {
-            "input_ids": torch.stack([ids for ids, _, _ in rows]), "labels": torch.stack([labels for _, labels, _ in rows]),
+            "input_ids": torch.stack([ids for ids, _, _ in rows]),
+            "labels": torch.stack([labels for _, labels, _ in rows]),
             "position_ids": torch.cat([positions(lengths)["position_ids"] for _, _, lengths in rows]),
         }
 

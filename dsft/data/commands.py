@@ -1,9 +1,11 @@
-"""`dsft prepare` and `dsft preview`: the data of a training, made ready ahead of it, and looked at. No GPU and no weights are needed.
+"""`dsft prepare` and `dsft preview`: the data of a training, made ready ahead of it, and looked at. No GPU and no
+weights are needed.
 
-    dsft prepare --config run.yaml
-    dsft preview --config run.yaml --samples 5
+dsft prepare --config run.yaml
+dsft preview --config run.yaml --samples 5
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,14 +59,21 @@ def preview_command(argv: Sequence[str], *, samples: int = PREVIEWED) -> None:
     data = _load(config, sources, tokenizer)
     console = Console(soft_wrap=True, highlight=False)
     items: list[Any] = list(_taken(data.items, STREAMED)) if isinstance(data.items, Stream) else data.items
-    for number, index in enumerate(np.linspace(0, len(items) - 1, min(samples, len(items))).astype(int).tolist(), start=1):
+    for _number, index in enumerate(
+        np.linspace(0, len(items) - 1, min(samples, len(items))).astype(int).tolist(), start=1
+    ):
         item = items[index] if isinstance(items[index], list) else [items[index]]
         tokens = sum(len(one["input_ids"]) for one in item)
-        console.print(f"[bold]{'row' if isinstance(items, Groups) else 'sequence'} {index + 1}[/bold]: {tokens} tokens{f' of {len(item)} samples' if len(item) > 1 else ''}")
+        console.print(
+            f"[bold]{'row' if isinstance(items, Groups) else 'sequence'} {index + 1}[/bold]: {tokens}"
+            f" tokens{f' of {len(item)} samples' if len(item) > 1 else ''}"
+        )
         for one in item:
             console.print(in_colour(one, tokenizer, marks=not console.is_terminal))
             console.print()
-    console.print("trained tokens are [green]green[/green]" if console.is_terminal else "trained tokens stand between ⟦ and ⟧")
+    console.print(
+        "trained tokens are [green]green[/green]" if console.is_terminal else "trained tokens stand between ⟦ and ⟧"
+    )
     for name, entries in sources.items():
         if entries:
             console.print(f"{name}: {', '.join(map(str, entries))}", markup=False)
@@ -78,7 +87,7 @@ def in_colour(sequence: TokenSequence, tokenizer: PreTrainedTokenizerBase, *, ma
     text = Text()
     trained = sequence["labels"] != IGNORED
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1), len(trained)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         piece = tokenizer.decode(sequence["input_ids"][start:end])
         if not trained[start]:
             text.append(piece, style="dim")
@@ -95,14 +104,18 @@ def _read(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, list[Shaped]], Pr
     tokenizer = check_tokenizer(config, problems) if config.model or config.tokenizer else None
     sources = {
         "data": check_sources(config.data, config, tokenizer, key="data", split=config.data_split, problems=problems),
-        "eval_data": check_sources(config.eval_data, config, tokenizer, key="eval_data", split=config.eval_split, problems=problems),
+        "eval_data": check_sources(
+            config.eval_data, config, tokenizer, key="eval_data", split=config.eval_split, problems=problems
+        ),
     }
     raise_if_any(problems)
     return config, sources, tokenizer
 
 
 def _load(config: TrainConfig, sources: dict[str, list[Shaped]], tokenizer: PreTrainedTokenizerBase) -> TrainingData:
-    return load_training_data(config, sources["data"], sources["eval_data"], tokenizer, pack=config.packing, flash=False)
+    return load_training_data(
+        config, sources["data"], sources["eval_data"], tokenizer, pack=config.packing, flash=False
+    )
 
 
 def _taken(stream: Stream, number: int):
@@ -112,13 +125,27 @@ def _taken(stream: Stream, number: int):
 
 def _figures(items: Any, data: TrainingData) -> Table:
     sequences = items.sequences if isinstance(items, Groups) else items
-    lengths = sequences.lengths if isinstance(sequences, Sequences) else np.array([len(one["input_ids"]) for item in sequences for one in (item if isinstance(item, list) else [item])])
+    lengths = (
+        sequences.lengths
+        if isinstance(sequences, Sequences)
+        else np.array(
+            [len(one["input_ids"]) for item in sequences for one in (item if isinstance(item, list) else [item])]
+        )
+    )
     table = Table("", "", show_header=False)
-    table.add_row("lengths", f"{lengths.min()} shortest, {np.median(lengths):.0f} median, {np.quantile(lengths, 0.95):.0f} for 95 %, {lengths.max()} longest")
+    table.add_row(
+        "lengths",
+        f"{lengths.min()} shortest, {np.median(lengths):.0f} median, {np.quantile(lengths, 0.95):.0f} for 95 %,"
+        f" {lengths.max()} longest",
+    )
     if "tokens" in data.counts:
         table.add_row("trained fraction", f"{data.counts['trained_tokens'] / data.counts['tokens']:.1%}")
     for name, value in data.counts.items():
-        table.add_row(name.replace("_", " "), shown({name: value}).removesuffix(f" {name.replace('_', ' ')}").removeprefix(f"{name.replace('_', ' ')} ") or "0")
+        table.add_row(
+            name.replace("_", " "),
+            shown({name: value}).removesuffix(f" {name.replace('_', ' ')}").removeprefix(f"{name.replace('_', ' ')} ")
+            or "0",
+        )
     for name, value in (data.held_out_counts or {}).items():
         table.add_row(f"held out: {name.replace('_', ' ')}", f"{value:,}")
     return table

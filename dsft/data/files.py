@@ -1,6 +1,7 @@
 """Rows of local files, one after the other, each with its number in the file; what is wrong is said with file and line.
 
-Nothing is read whole but a .json file that is one list, so memory stays flat. `datasets` is not used here: it guesses column types over all rows,
+Nothing is read whole but a .json file that is one list, so memory stays flat. `datasets` is not used here: it guesses
+column types over all rows,
 fills the keys that other rows have with None, and loses line numbers.
 """
 
@@ -31,7 +32,9 @@ BEGUN, GOES_ON = "dsft begun", "dsft goes on"
 """Keys of a row that is a piece of a document: another one came before, another one follows."""
 
 Row = tuple[int, dict[str, Any], int]
-"""(number in the file from 1, values by column, bytes of the file read so far). The number is the line where the format has lines."""
+"""(number in the file from 1, values by column, bytes of the file read so far). The number is the line where the format
+has lines.
+"""
 
 
 def ending(path: str | Path) -> str:
@@ -52,7 +55,11 @@ def find_files(entry: str, key: str) -> list[str]:
     if path.is_file():
         found = [str(path)]
     elif path.is_dir():
-        found = sorted(str(file) for file in path.iterdir() if file.is_file() and ending(file) and not file.name.startswith(".") and file.name not in ABOUT_DATA)
+        found = sorted(
+            str(file)
+            for file in path.iterdir()
+            if file.is_file() and ending(file) and not file.name.startswith(".") and file.name not in ABOUT_DATA
+        )
         if not found:
             raise UserError([f"{key}: the folder {entry} holds no {kinds} file"])
     else:
@@ -66,7 +73,12 @@ def find_files(entry: str, key: str) -> list[str]:
 
 def is_path(entry: str) -> bool:
     """Whether `entry`, where no file is, must be a path, not a name on the hub."""
-    return bool(ending(entry)) or entry.startswith((".", "~", "/")) or entry.partition(":")[0].count("/") > 1 or "*" in entry
+    return (
+        bool(ending(entry))
+        or entry.startswith((".", "~", "/"))
+        or entry.partition(":")[0].count("/") > 1
+        or "*" in entry
+    )
 
 
 def read_file(path: str) -> Iterator[Row]:
@@ -82,12 +94,14 @@ def read_file(path: str) -> Iterator[Row]:
     except PermissionError as error:
         raise UserError([f"{path} cannot be read ({error.strerror})"]) from None
     except (EOFError, OSError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException) as error:
-        raise UserError([f"{path} cannot be read as {ending(path)[1:]}: {' '.join(str(error).split())[:300]}"]) from None
+        raise UserError(
+            [f"{path} cannot be read as {ending(path)[1:]}: {' '.join(str(error).split())[:300]}"]
+        ) from None
 
 
 def _open(path: str) -> tuple[BinaryIO, BinaryIO]:
     """(content, the file itself, whose position says how much is read)."""
-    raw = open(path, "rb")  # closed with the content, or by the garbage collector
+    raw = open(path, "rb")  # noqa: SIM115 - closed with the content, or by the garbage collector
     if path.endswith(".gz"):
         return gzip.open(raw), raw
     if path.endswith(".zst"):
@@ -102,7 +116,9 @@ def _lines(path: str) -> Iterator[tuple[int, str, int]]:
             try:
                 yield number, line.decode(), raw.tell()
             except UnicodeDecodeError as error:
-                raise UserError([f"{path}, line {number}: not valid UTF-8 ({error.reason} at byte {error.start} of the line)"]) from None
+                raise UserError(
+                    [f"{path}, line {number}: not valid UTF-8 ({error.reason} at byte {error.start} of the line)"]
+                ) from None
 
 
 def _read_jsonl(path: str) -> Iterator[Row]:
@@ -114,7 +130,11 @@ def _read_jsonl(path: str) -> Iterator[Row]:
         except _Duplicate as error:
             raise UserError([f"{path}, line {number}: the column {error} is there twice"]) from None
         except (json.JSONDecodeError, RecursionError) as error:
-            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+            reason = (
+                f"{error.msg} at column {error.colno}"
+                if isinstance(error, json.JSONDecodeError)
+                else "nested too deeply"
+            )
             raise UserError([f"{path}, line {number}: not valid JSON ({reason}): {line.strip()[:80]}"]) from None
         yield number, _mapping(row, f"{path}, line {number}"), position
 
@@ -136,7 +156,9 @@ def _read_json(path: str) -> Iterator[Row]:
         except UnicodeDecodeError as error:
             raise UserError([f"{path}: not valid UTF-8 ({error.reason} at byte {error.start})"]) from None
         except json.JSONDecodeError as error:
-            raise UserError([f"{path}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno})"]) from None
+            raise UserError(
+                [f"{path}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno})"]
+            ) from None
         except RecursionError:
             raise UserError([f"{path}: not valid JSON (nested too deeply)"]) from None
     size = raw_size(path)
@@ -179,7 +201,9 @@ def _read_csv(path: str) -> Iterator[Row]:
         line = reader.line_num + 1
         for values in reader:
             if values and len(values) != len(header):
-                raise UserError([f"{path}, line {line}: {len(values)} values for {len(header)} columns ({', '.join(header)})"])
+                raise UserError(
+                    [f"{path}, line {line}: {len(values)} values for {len(header)} columns ({', '.join(header)})"]
+                )
             if values:
                 yield line, dict(zip(header, values, strict=True)), position
             line = reader.line_num + 1
@@ -212,7 +236,9 @@ def _slices(batch: pyarrow.RecordBatch) -> Iterator[pyarrow.RecordBatch]:
         yield batch.slice(start, 256)
 
 
-def _arrow_rows(path: str, schema: pyarrow.Schema, batches: Iterator[pyarrow.RecordBatch], number_of_rows: int | None) -> Iterator[Row]:
+def _arrow_rows(
+    path: str, schema: pyarrow.Schema, batches: Iterator[pyarrow.RecordBatch], number_of_rows: int | None
+) -> Iterator[Row]:
     if twice := [name for name in schema.names if schema.names.count(name) > 1]:
         raise UserError([f"{path}: the column {twice[0]!r} is there twice"])
     size, number = raw_size(path), 0
@@ -222,7 +248,9 @@ def _arrow_rows(path: str, schema: pyarrow.Schema, batches: Iterator[pyarrow.Rec
             try:
                 row = {name: batch.column(name)[index].as_py() for name in schema.names}
             except UnicodeDecodeError as error:
-                raise UserError([f"{path}, row {number}: not valid UTF-8 ({error.reason} at byte {error.start})"]) from None
+                raise UserError(
+                    [f"{path}, row {number}: not valid UTF-8 ({error.reason} at byte {error.start})"]
+                ) from None
             yield number, without_filler(row), size * number // number_of_rows if number_of_rows else 0
 
 
@@ -234,7 +262,9 @@ def without_filler(value: Any) -> Any:
 
 
 def _read_text(path: str) -> Iterator[Row]:
-    """The file as one document, in pieces that end with a line before one that does not begin with white space: there tokenizers begin a new word anyhow."""
+    """The file as one document, in pieces that end with a line before one that does not begin with white space: there
+    tokenizers begin a new word anyhow.
+    """
     pieces = _pieces(path)
     piece = next(pieces, None)
     begun = False
@@ -268,7 +298,9 @@ def _pieces(path: str) -> Iterator[tuple[int, str, int]]:
 
 
 def _cut_of(text: str) -> int:
-    """Where `text` can be cut: after its last line that is followed by no white space; 0 where that is nowhere and it is not yet long."""
+    """Where `text` can be cut: after its last line that is followed by no white space; 0 where that is nowhere and it
+    is not yet long.
+    """
     cut = text.rfind("\n", 0, len(text) - 1) + 1
     while cut and text[cut].isspace():
         cut = text.rfind("\n", 0, cut - 1) + 1
@@ -279,4 +311,11 @@ def raw_size(path: str) -> int:
     return Path(path).stat().st_size
 
 
-READERS = {".txt": _read_text, ".json": _read_json, ".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet, ".arrow": _read_arrow}
+READERS = {
+    ".txt": _read_text,
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}

@@ -1,6 +1,7 @@
 """Tokenises a source once, on all cores, for every rank that sees the same cache folder and for every later run.
 
-The first process to come holds a lock and works; the others wait for it outside of any collective, and tell their guards that it goes on.
+The first process to come holds a lock and works; the others wait for it outside of any collective, and tell their
+guards that it goes on.
 """
 
 import hashlib
@@ -38,7 +39,9 @@ from dsft.problems import UserError, one_line
 FORM = 1
 """Of the folders; a change of code that changes tokens raises it."""
 ALONE_BYTES = {True: 64 << 20, False: 8 << 20}
-"""Whether rows are tokenised many at once, by the tokenizer's own threads (chats are not) -> sources smaller than this are left to this process: workers take seconds to start."""
+"""Whether rows are tokenised many at once, by the tokenizer's own threads (chats are not) -> sources smaller than this
+are left to this process: workers take seconds to start.
+"""
 WORKER_BYTES = 400 << 20
 """What a worker takes with its imports; together they take at most a quarter of the memory that is free."""
 
@@ -70,12 +73,31 @@ def fingerprint(source: Source, rules: Rules, held_out: HeldOut | None, tokenize
     """Of everything that decides the tokens."""
     if rules.is_text:
         rules = replace(rules, seq_len=0, too_long="")  # windows are cut when they are read
-    backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(sorted(tokenizer.get_vocab().items()))
-    made_from = [FORM, source.identity, asdict(rules), held_out and asdict(held_out), type(tokenizer).__name__, backend, str(tokenizer.special_tokens_map), str(tokenizer.chat_template)]
+    backend = (
+        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(sorted(tokenizer.get_vocab().items()))
+    )
+    made_from = [
+        FORM,
+        source.identity,
+        asdict(rules),
+        held_out and asdict(held_out),
+        type(tokenizer).__name__,
+        backend,
+        str(tokenizer.special_tokens_map),
+        str(tokenizer.chat_template),
+    ]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
 
 
-def prepare(source: Source, rules: Rules, tokenizer: PreTrainedTokenizerBase, cache: Path, *, held_out: HeldOut | None = None, show: bool = True) -> Store:
+def prepare(
+    source: Source,
+    rules: Rules,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Path,
+    *,
+    held_out: HeldOut | None = None,
+    show: bool = True,
+) -> Store:
     """The tokens of `source`, made now or earlier.
 
     Raises:
@@ -115,32 +137,63 @@ def _lock(path: Path) -> Iterator[None]:
         except Timeout:
             watch.tick()
         except (OSError, NotImplementedError) as error:
-            raise UserError([f"data_cache: {path.parent}: no file can be locked there ({one_line(error)}); name another folder"]) from None
+            raise UserError(
+                [f"data_cache: {path.parent}: no file can be locked there ({one_line(error)}); name another folder"]
+            ) from None
     try:
         yield
     finally:
         lock.release()
 
 
-def _write(source: Source, rules: Rules, tokenizer: PreTrainedTokenizerBase, place: Path, held_out: HeldOut | None, *, show: bool) -> None:
+def _write(
+    source: Source,
+    rules: Rules,
+    tokenizer: PreTrainedTokenizerBase,
+    place: Path,
+    held_out: HeldOut | None,
+    *,
+    show: bool,
+) -> None:
     writer = None
     start = time.perf_counter()
     name = source.key if held_out is None or not held_out.wanted else "held-out rows"
     try:
         writer = StoreWriter(place, largest_id=max(tokenizer.get_vocab().values()))
-        with tqdm(total=source.total_bytes, desc=f"Preparing {name}", unit="B", unit_scale=True, disable=not show, dynamic_ncols=True, mininterval=0.5) as bar:
-            for batch, made in _tokenised(_batches(source, held_out), rules, tokenizer, workers=_workers(source, rules)):
+        with tqdm(
+            total=source.total_bytes,
+            desc=f"Preparing {name}",
+            unit="B",
+            unit_scale=True,
+            disable=not show,
+            dynamic_ncols=True,
+            mininterval=0.5,
+        ) as bar:
+            for batch, made in _tokenised(
+                _batches(source, held_out), rules, tokenizer, workers=_workers(source, rules)
+            ):
                 writer.append(made)
                 watch.tick()
                 bar.update(batch.position - bar.n if batch.position else 0)
                 bar.set_postfix_str(f"{writer.size / 1e6:.1f}M tokens", refresh=False)
         seconds = time.perf_counter() - start
         if not writer.counts["trained_tokens"] and (writer.counts["rows"] or held_out is None):
-            left_out = {name: number for name, number in writer.counts.items() if number and name not in ("rows", "trained_tokens")}
-            raise UserError([f"{source.key}: {source.name}: {writer.counts['rows']} rows give no token to train on (of {writer.size} tokens; {left_out or 'nothing left out'})"])
+            left_out = {
+                name: number
+                for name, number in writer.counts.items()
+                if number and name not in ("rows", "trained_tokens")
+            }
+            raise UserError(
+                [
+                    f"{source.key}: {source.name}: {writer.counts['rows']} rows give no token to train on (of"
+                    f" {writer.size} tokens; {left_out or 'nothing left out'})"
+                ]
+            )
         writer.finish(shape=rules.shape, is_text=rules.is_text, source=source.name, seconds=seconds)
     except OSError as error:
-        raise UserError([f"data_cache: {place.parent}: {one_line(error)}; free some space or name another folder"]) from None
+        raise UserError(
+            [f"data_cache: {place.parent}: {one_line(error)}; free some space or name another folder"]
+        ) from None
     finally:
         if writer is not None:
             writer.clean_up()
@@ -180,14 +233,18 @@ def _batches(source: Source, held_out: HeldOut | None) -> Iterator[Batch]:
         yield batch
 
 
-def _tokenised(batches: Iterator[Batch], rules: Rules, tokenizer: PreTrainedTokenizerBase, *, workers: int) -> Iterator[tuple[Batch, Tokens]]:
+def _tokenised(
+    batches: Iterator[Batch], rules: Rules, tokenizer: PreTrainedTokenizerBase, *, workers: int
+) -> Iterator[tuple[Batch, Tokens]]:
     """In the order of the batches, with at most a few of them in memory."""
     if workers == 1:
         with _threads_of_tokenizers():
             yield from ((batch, tokenise(batch, rules, tokenizer)) for batch in batches)
         return
     # "spawn": this process has threads (of the process group, of tokenizers), which a fork would copy half.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(rules, tokenizer)) as pool:
+    with ProcessPoolExecutor(
+        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(rules, tokenizer)
+    ) as pool:
         waiting: list[tuple[Batch, Future]] = []
         try:
             started = pool.submit(int)
@@ -201,7 +258,9 @@ def _tokenised(batches: Iterator[Batch], rules: Rules, tokenizer: PreTrainedToke
             while waiting:
                 yield waiting[0][0], waiting.pop(0)[1].result()
         except BrokenProcessPool:
-            raise UserError(["a process that tokenised was killed (out of memory?); what was prepared so far is removed"]) from None
+            raise UserError(
+                ["a process that tokenised was killed (out of memory?); what was prepared so far is removed"]
+            ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -80,7 +80,8 @@ def cut(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mix(sequences: Sequences, weights: list[float], *, seed: int) -> tuple[Sequences, list[float]]:
-    """(as many sequences as there are, of each source its share by weight; how often each source is gone through in that).
+    """(as many sequences as there are, of each source its share by weight; how often each source is gone through in
+    that).
 
     Drawn without repetition until a source is used up, then from its beginning again.
     """
@@ -116,7 +117,9 @@ def count(sequences: Sequences, stores: list[Store], *, passes: list[float] | No
     counts: dict[str, Any] = {name: sum(store.counts[name] for store in stores) for name in names}
     counts["sequences"] = len(sequences)
     if passes is None:  # the first token of each window of text is context only
-        counts["trained_tokens"] -= sum(int((sequences.places == place).sum()) for place, store in enumerate(stores) if store.is_text)
+        counts["trained_tokens"] -= sum(
+            int((sequences.places == place).sum()) for place, store in enumerate(stores) if store.is_text
+        )
     if passes is not None:
         counts["passes"] = [round(one, 4) for one in passes]
     return counts

@@ -1,10 +1,13 @@
-"""What a row is, by its columns or as the user says, and its one form for tokenising: text, prompt with completion, or a chat.
+"""What a row is, by its columns or as the user says, and its one form for tokenising: text, prompt with completion, or
+a chat.
 
 - text: the text column.
 - prompt_completion: `prompt` and `completion`; both texts, or both lists of messages.
-- messages: `messages`, a list of {role, content} (system, user, assistant, tool), with `tools` beside it where there are any.
+- messages: `messages`, a list of {role, content} (system, user, assistant, tool), with `tools` beside it where there
+  are any.
 - sharegpt: `conversations`, a list of {from, value}.
-- alpaca: `instruction`, `output`, and `input` and `system` where there are any. A chat where the tokenizer has a template, else headed paragraphs.
+- alpaca: `instruction`, `output`, and `input` and `system` where there are any. A chat where the tokenizer has a
+  template, else headed paragraphs.
 - template: the user's own `prompt_template` and `completion_template`.
 """
 
@@ -15,11 +18,26 @@ from typing import Any
 
 from dsft.data.files import BEGUN, GOES_ON
 
-SHAPES = {"messages": {"messages"}, "sharegpt": {"conversations"}, "alpaca": {"instruction", "output"}, "prompt_completion": {"prompt", "completion"}}
+SHAPES = {
+    "messages": {"messages"},
+    "sharegpt": {"conversations"},
+    "alpaca": {"instruction", "output"},
+    "prompt_completion": {"prompt", "completion"},
+}
 """Shape -> the columns that show it, in the order of trying; the text column comes last."""
 SHAREGPT_ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant", "assistant": "assistant",
-    "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
 }
 """Speakers in ShareGPT's form, as vicuna's data, OpenChat, Hermes and LLaMA-Factory name them."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -57,19 +75,33 @@ def find_shape(columns: list[str], config: Any) -> str:
         ValueError: listing the columns there are.
     """
     if config.data_format != "auto":
-        needed = template_columns(config) if config.data_format == "template" else {config.text_column} if config.data_format == "text" else SHAPES[config.data_format]
+        needed = (
+            template_columns(config)
+            if config.data_format == "template"
+            else {config.text_column}
+            if config.data_format == "text"
+            else SHAPES[config.data_format]
+        )
         if missing := needed - set(columns):
-            raise ValueError(f"data_format={config.data_format} needs the column {', '.join(sorted(missing))}; there are {', '.join(columns)}")
+            raise ValueError(
+                f"data_format={config.data_format} needs the column {', '.join(sorted(missing))}; there are"
+                f" {', '.join(columns)}"
+            )
         return config.data_format
     if config.completion_template:
         if missing := template_columns(config) - set(columns):
-            raise ValueError(f"the template names the column {', '.join(sorted(missing))}; there are {', '.join(columns)}")
+            raise ValueError(
+                f"the template names the column {', '.join(sorted(missing))}; there are {', '.join(columns)}"
+            )
         return "template"
     for shape, wanted in [*SHAPES.items(), ("text", {config.text_column})]:
         if wanted <= set(columns):
             return shape
     known = "; ".join(", ".join(sorted(wanted)) for wanted in SHAPES.values())
-    raise ValueError(f"columns of no known shape ({known}; {config.text_column}); there are {', '.join(columns)}. Name the text with text_column, or write a completion_template")
+    raise ValueError(
+        f"columns of no known shape ({known}; {config.text_column}); there are {', '.join(columns)}. Name the text with"
+        " text_column, or write a completion_template"
+    )
 
 
 def template_columns(config: Any) -> set[str]:
@@ -84,7 +116,9 @@ def template_columns(config: Any) -> set[str]:
         try:
             parts = list(string.Formatter().parse(template))
         except ValueError as error:
-            raise ValueError(f"{key}={template!r}: {error}; write columns as {{name}}, and braces themselves as {{{{ and }}}}") from None
+            raise ValueError(
+                f"{key}={template!r}: {error}; write columns as {{name}}, and braces themselves as {{{{ and }}}}"
+            ) from None
         for _, name, form, conversion in parts:
             if name is not None and (not name.isidentifier() or form or conversion):
                 raise ValueError(f"{key}={template!r}: {{{name}}} must be the plain name of a column")
@@ -101,18 +135,32 @@ def canonical(row: dict[str, Any], shape: str, config: Any, *, has_template: boo
         EmptyAnswer, ValueError: what is wrong with the row.
     """
     sample = _canonical(row, shape, config, has_template=has_template)
-    texts = [sample.text] if isinstance(sample, Text) else [sample.prompt, sample.completion] if isinstance(sample, Pair) else [message["content"] or "" for message in sample.messages]
+    texts = (
+        [sample.text]
+        if isinstance(sample, Text)
+        else (
+            [sample.prompt, sample.completion]
+            if isinstance(sample, Pair)
+            else [message["content"] or "" for message in sample.messages]
+        )
+    )
     for text in texts:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"holds half of a surrogate pair at character {error.start + 1}, which is no text in UTF-8") from None
+            raise ValueError(
+                f"holds half of a surrogate pair at character {error.start + 1}, which is no text in UTF-8"
+            ) from None
     return sample
 
 
 def _canonical(row: dict[str, Any], shape: str, config: Any, *, has_template: bool) -> Text | Pair | Chat:
     if shape == "text":
-        return Text(text=_text(row, config.text_column, empty=True), begun=row.get(BEGUN, False), goes_on=row.get(GOES_ON, False))
+        return Text(
+            text=_text(row, config.text_column, empty=True),
+            begun=row.get(BEGUN, False),
+            goes_on=row.get(GOES_ON, False),
+        )
     if shape == "template":
         return _from_template(row, config)
     if shape == "prompt_completion":
@@ -131,7 +179,11 @@ def _canonical(row: dict[str, Any], shape: str, config: Any, *, has_template: bo
 def _text(row: dict[str, Any], column: str, *, empty: bool = False) -> str:
     value = row.get(column)
     if not isinstance(value, str):
-        raise ValueError(f"column {column!r} is missing" if value is None else f"column {column!r} must hold text; it holds {type(value).__name__}")
+        raise ValueError(
+            f"column {column!r} is missing"
+            if value is None
+            else f"column {column!r} must hold text; it holds {type(value).__name__}"
+        )
     if not value and not empty:
         raise ValueError(f"column {column!r} is empty")
     return value
@@ -144,9 +196,14 @@ def _pair(prompt: str, completion: str) -> Pair:
 
 
 def _from_template(row: dict[str, Any], config: Any) -> Text | Pair:
-    values = {name: row[name] if isinstance(row.get(name), (str, int, float)) else _text(row, name) for name in template_columns(config)}
+    values = {
+        name: row[name] if isinstance(row.get(name), (str, int, float)) else _text(row, name)
+        for name in template_columns(config)
+    }
     completion = config.completion_template.format(**values)
-    return _pair(config.prompt_template.format(**values), completion) if config.prompt_template else Text(text=completion)
+    return (
+        _pair(config.prompt_template.format(**values), completion) if config.prompt_template else Text(text=completion)
+    )
 
 
 def _from_alpaca(row: dict[str, Any], has_template: bool) -> Pair | Chat:
@@ -187,14 +244,27 @@ def _chat(messages: Any, row: dict[str, Any], *, answers_from: int = 0) -> Chat:
         if role not in ROLES:
             raise ValueError(f"message {number} has the role {role!r}; there are {', '.join(ROLES)}")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise ValueError(f"message {number} ({role}) must hold text; it holds {'nothing' if content is None else type(content).__name__}")
+            raise ValueError(
+                f"message {number} ({role}) must hold text; it holds"
+                f" {'nothing' if content is None else type(content).__name__}"
+            )
         if role in ("system", "developer") and before not in (None, "system", "developer"):
             raise ValueError(f"message {number} is of the {role}, after a {before}: roles are out of order")
         if role == before and role in ("user", "assistant"):
-            raise ValueError(f"messages {number - 1} and {number} are both of the {role}: roles are out of order; join them")
+            raise ValueError(
+                f"messages {number - 1} and {number} are both of the {role}: roles are out of order; join them"
+            )
         if role == "tool" and before not in ("assistant", "tool"):
-            raise ValueError(f"message {number} is of a tool, after {'nothing' if before is None else f'a {before}'}: roles are out of order")
-        if role == "assistant" and number > answers_from and not (content or "").strip() and not message.get("tool_calls"):
+            raise ValueError(
+                f"message {number} is of a tool, after {'nothing' if before is None else f'a {before}'}: roles are out"
+                " of order"
+            )
+        if (
+            role == "assistant"
+            and number > answers_from
+            and not (content or "").strip()
+            and not message.get("tool_calls")
+        ):
             raise EmptyAnswer(f"message {number}, an assistant's, is empty")
         before = role
     if not any(message["role"] == "assistant" for message in messages[answers_from:]):
@@ -222,4 +292,6 @@ def text_of(sample: Text | Pair | Chat) -> str:
         return sample.text
     if isinstance(sample, Pair):
         return sample.completion
-    return "".join(message["content"] or "" for message in sample.messages[sample.answers_from :] if message["role"] == "assistant")
+    return "".join(
+        message["content"] or "" for message in sample.messages[sample.answers_from :] if message["role"] == "assistant"
+    )

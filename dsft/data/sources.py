@@ -1,4 +1,6 @@
-"""The entries of `data`: files, or a hub data set as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT (a slice such as train[:5%] included)."""
+"""The entries of `data`: files, or a hub data set as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT (a slice such as train[:5%]
+included).
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +26,10 @@ class Batch:
     """Bytes of the source read up to here; 0 where that is not known."""
 
     def where(self, index: int) -> str:
-        return f"{self.place}, {'line' if ending(self.place) in ('.txt', '.jsonl', '.csv') else 'row'} {self.numbers[index]}"
+        return (
+            f"{self.place}, {'line' if ending(self.place) in ('.txt', '.jsonl', '.csv') else 'row'}"
+            f" {self.numbers[index]}"
+        )
 
     def select(self, indices: Iterable[int]) -> "Batch":
         indices = list(indices)
@@ -52,7 +57,9 @@ class Source:
 
     @property
     def identity(self) -> list[Any]:
-        """What changes when the content does: path, size and time of change of each file; name and split, and the revision that is cached, on the hub."""
+        """What changes when the content does: path, size and time of change of each file; name and split, and the
+        revision that is cached, on the hub.
+        """
         if self.files:
             return [[str(Path(file).resolve()), raw_size(file), Path(file).stat().st_mtime_ns] for file in self.files]
         return [*self.hub, getattr(self._load(), "_fingerprint", "")]
@@ -101,7 +108,12 @@ class Source:
         try:
             return datasets.load_dataset(name, config, split=split, streaming=self.streaming)
         except Exception as error:  # the hub client raises dozens of kinds; each is the user's to see in one line
-            raise UserError([f"{name} is neither a file here (seen from {Path.cwd()}) nor a hub data set that can be read: {type(error).__name__}: {one_line(error)[:300]}"]) from None
+            raise UserError(
+                [
+                    f"{name} is neither a file here (seen from {Path.cwd()}) nor a hub data set that can be read:"
+                    f" {type(error).__name__}: {one_line(error)[:300]}"
+                ]
+            ) from None
 
 
 def _characters(value: Any) -> int:
@@ -130,5 +142,7 @@ def find_sources(entries: list[str], config: Any, *, key: str, split: str, probl
         name, _, rest = entry.partition(":")
         hub_config, _, hub_split = rest.partition(":")
         hub = None if files else (name, hub_config or config.data_name, hub_split or split)
-        found.append(Source(name=entry, key=key, files=tuple(files), hub=hub, streaming=getattr(config, "streaming", False)))
+        found.append(
+            Source(name=entry, key=key, files=tuple(files), hub=hub, streaming=getattr(config, "streaming", False))
+        )
     return found

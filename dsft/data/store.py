@@ -1,10 +1,10 @@
 """Tokens on disk, read without loading them: a folder that is complete or not there.
 
-    tokens.bin    [F] uint16 or int32: all sequences (documents, where the data is text) end to end
-    trained.bin   [F] bool
-    ends.bin      [S] int64
-    hashes.bin    [S] uint64
-    facts.json    shape, counts, and what the tokens were made from
+tokens.bin    [F] uint16 or int32: all sequences (documents, where the data is text) end to end
+trained.bin   [F] bool
+ends.bin      [S] int64
+hashes.bin    [S] uint64
+facts.json    shape, counts, and what the tokens were made from
 """
 
 import json
@@ -70,14 +70,19 @@ def _duplicates(hashes: np.ndarray) -> int:
 
 
 class StoreWriter:
-    """Writes a folder beside its place and puts it there when all is on disk; a killed one leaves only `PLACE.partial`."""
+    """Writes a folder beside its place and puts it there when all is on disk; a killed one leaves only
+    `PLACE.partial`.
+    """
 
     def __init__(self, place: Path, *, largest_id: int):
         self.place, self.partial = place, place.with_name(f"{place.name}.partial")
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
         self.dtype = "uint16" if largest_id < 1 << 16 else "int32"
-        self.files = {name: open(self.partial / f"{name}.bin", "wb") for name in ("tokens", "trained", "ends", "hashes")}
+        self.files = {
+            name: open(self.partial / f"{name}.bin", "wb")  # noqa: SIM115
+            for name in ("tokens", "trained", "ends", "hashes")
+        }
         self.counts: Counter = Counter()
         self.size = 0
         self.first_bad = ""
@@ -97,7 +102,19 @@ class StoreWriter:
             file.flush()
             os.fsync(file.fileno())
             file.close()
-        counts = {name: int(self.counts[name]) for name in ("rows", "truncated", "split", "dropped_long", "dropped_untrained", "dropped_empty", "dropped_bad", "trained_tokens")}
+        counts = {
+            name: int(self.counts[name])
+            for name in (
+                "rows",
+                "truncated",
+                "split",
+                "dropped_long",
+                "dropped_untrained",
+                "dropped_empty",
+                "dropped_bad",
+                "trained_tokens",
+            )
+        }
         counts |= {"tokens": self.size, "duplicates": _duplicates(_mapped(self.partial / "hashes.bin", "uint64"))}
         with open(self.partial / FACTS, "w", encoding="utf-8") as file:
             json.dump(facts | {"dtype": self.dtype, "counts": counts, "first_bad": self.first_bad}, file, indent=1)

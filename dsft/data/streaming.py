@@ -1,6 +1,8 @@
-"""Sequences, or packed rows of them, from sources that are read and tokenised while training, without end and with nothing kept.
+"""Sequences, or packed rows of them, from sources that are read and tokenised while training, without end and with
+nothing kept.
 
-Every rank reads the whole stream and takes its own part (accelerate's IterableDatasetShard), so that the order is the same on any number of ranks; a resumed
+Every rank reads the whole stream and takes its own part (accelerate's IterableDatasetShard), so that the order is the
+same on any number of ranks; a resumed
 run reads on from the beginning up to its place, which the Trainer does.
 """
 
@@ -27,7 +29,17 @@ PACKED_AT_ONCE = 1000
 class Stream(torch.utils.data.IterableDataset):
     """Sources drawn from by weight (by default as often as each other), each begun again at its end."""
 
-    def __init__(self, sources: list[tuple[Source, Rules]], tokenizer: PreTrainedTokenizerBase, *, seq_len: int, pack: bool, weights: list[float], seed: int, shuffle_buffer: int):
+    def __init__(
+        self,
+        sources: list[tuple[Source, Rules]],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seq_len: int,
+        pack: bool,
+        weights: list[float],
+        seed: int,
+        shuffle_buffer: int,
+    ):
         self.sources, self.tokenizer, self.seq_len, self.pack = sources, tokenizer, seq_len, pack
         self.weights, self.seed, self.shuffle_buffer = weights, seed, shuffle_buffer
         self.counts: Counter = Counter()
@@ -36,7 +48,11 @@ class Stream(torch.utils.data.IterableDataset):
     @property
     def identity(self) -> str:
         """What the order depends on, for resuming."""
-        return json.dumps([[source.name, [raw_size(file) for file in source.files], asdict(rules)] for source, rules in self.sources] + [self.weights, self.pack, self.shuffle_buffer], sort_keys=True)
+        return json.dumps(
+            [[source.name, [raw_size(file) for file in source.files], asdict(rules)] for source, rules in self.sources]
+            + [self.weights, self.pack, self.shuffle_buffer],
+            sort_keys=True,
+        )
 
     def __iter__(self) -> Iterator[Sequence | list[Sequence]]:
         sequences = _shuffled(self._mixed(), self.shuffle_buffer, np.random.default_rng(self.seed))
@@ -57,15 +73,23 @@ class Stream(torch.utils.data.IterableDataset):
                 self.counts += made.counts + Counter(tokens=len(made.ids), trained_tokens=int(made.trained.sum()))
                 if not rules.is_text:
                     starts = [0, *made.ends][: len(made.ends)]
-                    yield from (sequence(made.ids[start:end], made.trained[start:end]) for start, end in zip(starts, made.ends, strict=True))
+                    yield from (
+                        sequence(made.ids[start:end], made.trained[start:end])
+                        for start, end in zip(starts, made.ends, strict=True)
+                    )
                     continue
                 tokens = np.concatenate([left, made.ids])
-                whole = made.ends + len(left) if self.pack else np.zeros(0, np.int64)  # documents that may share a row; else all is laid end to end
+                whole = (
+                    made.ends + len(left) if self.pack else np.zeros(0, np.int64)
+                )  # documents that may share a row; else all is laid end to end
                 rest = int(whole[-1]) if len(whole) else 0
                 starts, ends = cut(whole, self.seq_len)
                 more = np.arange(rest, len(tokens) - self.seq_len + 1, self.seq_len)
                 starts, ends = np.concatenate([starts, more]), np.concatenate([ends, more + self.seq_len])
-                yield from (sequence(tokens[start:end], np.ones(end - start, bool)) for start, end in zip(starts, ends, strict=True))
+                yield from (
+                    sequence(tokens[start:end], np.ones(end - start, bool))
+                    for start, end in zip(starts, ends, strict=True)
+                )
                 left = tokens[ends[-1] if len(ends) else 0 :]
             if self.counts["tokens"] == before:
                 raise UserError([f"{source.key}: {source.name} gives no token to train on ({shown(self.counts)})"])

@@ -1,4 +1,6 @@
-"""Rows become token sequences: what is learnt of each, and what happens to those that are too long or teach nothing. Everything cut or left out is counted."""
+"""Rows become token sequences: what is learnt of each, and what happens to those that are too long or teach nothing.
+Everything cut or left out is counted.
+"""
 
 import hashlib
 from collections import Counter
@@ -31,7 +33,9 @@ class Rules:
     of_chats: bool = False
     """Whether prompts and completions are lists of messages."""
     keep_all: bool = False
-    """One sequence for each row, in order, whatever it holds (evaluation): what must be left out stays with no trained token."""
+    """One sequence for each row, in order, whatever it holds (evaluation): what must be left out stays with no trained
+    token.
+    """
 
     @property
     def is_text(self) -> bool:
@@ -41,7 +45,12 @@ class Rules:
     @classmethod
     def of(cls, config: Any, shape: str, *, first_row: dict[str, Any], keep_all: bool = False) -> "Rules":
         names = ("text_column", "prompt_template", "completion_template", "train_on", "seq_len", "too_long", "bad_rows")
-        return cls(shape=shape, of_chats=isinstance(first_row.get("completion"), list), keep_all=keep_all, **{name: getattr(config, name) for name in names})
+        return cls(
+            shape=shape,
+            of_chats=isinstance(first_row.get("completion"), list),
+            keep_all=keep_all,
+            **{name: getattr(config, name) for name in names},
+        )
 
 
 @dataclass(kw_only=True)
@@ -90,7 +99,10 @@ def tokenise(batch: Batch, rules: Rules, tokenizer: PreTrainedTokenizerBase) -> 
                 made.blank()
                 continue
             try:
-                made.add(*chat_tokens(sample, tokenizer, train_on="answers" if rules.train_on == "auto" else rules.train_on), lambda index=index: batch.where(index))
+                made.add(
+                    *chat_tokens(sample, tokenizer, train_on="answers" if rules.train_on == "auto" else rules.train_on),
+                    lambda index=index: batch.where(index),
+                )
             except (ValueError, TypeError, KeyError, AttributeError, TemplateError) as error:
                 kind = "the chat template raised: " if isinstance(error, TemplateError) else ""
                 made.bad(f"{batch.where(index)}: {kind}{one_line(error)[:500]}")
@@ -116,7 +128,12 @@ def _add_texts(made: "_Made", texts: list[Text], tokenizer: PreTrainedTokenizerB
             made.counts["dropped_empty"] += 1
 
 
-def _add_pairs(made: "_Made", samples: list[tuple[int, Pair | None]], where: Callable[[int], str], tokenizer: PreTrainedTokenizerBase) -> None:
+def _add_pairs(
+    made: "_Made",
+    samples: list[tuple[int, Pair | None]],
+    where: Callable[[int], str],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     """Prompt and completion as they stand, then the end token."""
     prompts = _encode(tokenizer, [pair.prompt for _, pair in samples if pair])
     completions = _continued(tokenizer, [pair.completion for _, pair in samples if pair])
@@ -130,7 +147,9 @@ def _add_pairs(made: "_Made", samples: list[tuple[int, Pair | None]], where: Cal
         if closes:
             prompt = prompt[:-1]
         ids = prompt + completion + end
-        made.add(ids, [(0 if made.rules.train_on == "all" else len(prompt), len(ids))], lambda index=index: where(index))
+        made.add(
+            ids, [(0 if made.rules.train_on == "all" else len(prompt), len(ids))], lambda index=index: where(index)
+        )
 
 
 def _closes(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -139,13 +158,18 @@ def _closes(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:
-    """The ids of texts that go on from another one: without the blank that some tokenizers put before each text (SentencePiece's dummy prefix)."""
+    """The ids of texts that go on from another one: without the blank that some tokenizers put before each text
+    (SentencePiece's dummy prefix).
+    """
     before = next(_encode(tokenizer, ["\n"], special=False))
     probe = next(_encode(tokenizer, ["\na"], special=False))
     if probe[: len(before)] != before or probe[len(before) :] == next(_encode(tokenizer, ["a"], special=False)):
         return _encode(tokenizer, texts, special=False)
     joined = _encode(tokenizer, [f"\n{text}" for text in texts], special=False)
-    return (ids[len(before) :] if ids[: len(before)] == before else next(_encode(tokenizer, [text], special=False)) for ids, text in zip(joined, texts, strict=True))
+    return (
+        ids[len(before) :] if ids[: len(before)] == before else next(_encode(tokenizer, [text], special=False))
+        for ids, text in zip(joined, texts, strict=True)
+    )
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool = True) -> Iterator[list[int]]:
@@ -160,7 +184,9 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bo
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = tokenizer.split_special_tokens
-    return (encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special))  # without the offsets, which take a fifth of the time
+    return (
+        encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)
+    )  # without the offsets, which take a fifth of the time
 
 
 class _Made:
@@ -180,7 +206,9 @@ class _Made:
             UserError: unless bad rows are left out.
         """
         if self.rules.bad_rows == "error" or self.rules.keep_all:
-            raise UserError([what + ("" if self.rules.keep_all else "; bad_rows: drop leaves such rows out, and counts them")])
+            raise UserError(
+                [what + ("" if self.rules.keep_all else "; bad_rows: drop leaves such rows out, and counts them")]
+            )
         self.first_bad = self.first_bad or what
         self.counts["dropped_bad"] += 1
 
@@ -210,7 +238,12 @@ class _Made:
     def _too_long(self, ids: np.ndarray, trained: np.ndarray, where: Callable[[], str]) -> None:
         length, policy = self.rules.seq_len, self.rules.too_long
         if policy == "error":
-            raise UserError([f"{where()}: {len(ids)} tokens are longer than seq_len={length}; raise it, or set too_long to truncate, split or drop"])
+            raise UserError(
+                [
+                    f"{where()}: {len(ids)} tokens are longer than seq_len={length}; raise it, or set too_long to"
+                    " truncate, split or drop"
+                ]
+            )
         if policy == "drop":
             self.counts["dropped_long"] += 1
             if self.rules.keep_all:
@@ -241,6 +274,10 @@ class _Made:
 
     def tokens(self) -> Tokens:
         return Tokens(
-            ids=np.concatenate([np.zeros(0, np.int32), *self.ids]), trained=np.concatenate([np.zeros(0, bool), *self.trained]),
-            ends=np.array(self.ends, np.int64), hashes=np.array(self.hashes, np.uint64), counts=self.counts, first_bad=self.first_bad,
+            ids=np.concatenate([np.zeros(0, np.int32), *self.ids]),
+            trained=np.concatenate([np.zeros(0, bool), *self.trained]),
+            ends=np.array(self.ends, np.int64),
+            hashes=np.array(self.hashes, np.uint64),
+            counts=self.counts,
+            first_bad=self.first_bad,
         )

@@ -1,4 +1,6 @@
-"""From the options to what the Trainer is given: items, their collator, and what is said of them in the log and in run.json."""
+"""From the options to what the Trainer is given: items, their collator, and what is said of them in the log and in
+run.json.
+"""
 
 import hashlib
 import os
@@ -45,13 +47,24 @@ class Shaped:
         return f"{self.source.name} ({self.rules.shape})"
 
 
-def check_sources(entries: list[str], config: Any, tokenizer: PreTrainedTokenizerBase | None, *, key: str, split: str, problems: list[str], keep_all: bool = False) -> list[Shaped]:
+def check_sources(
+    entries: list[str],
+    config: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    key: str,
+    split: str,
+    problems: list[str],
+    keep_all: bool = False,
+) -> list[Shaped]:
     """The sources with their shapes; what their first rows show already goes to `problems`."""
     found = []
     for source in find_sources(entries, config, key=key, split=split, problems=problems):
         try:
             batch = source.first_batch()
-            columns = dict.fromkeys(name for row in batch.rows[:CHECKED_ROWS] for name in row if name not in (BEGUN, GOES_ON))
+            columns = dict.fromkeys(
+                name for row in batch.rows[:CHECKED_ROWS] for name in row if name not in (BEGUN, GOES_ON)
+            )
             rules = Rules.of(config, find_shape(list(columns), config), first_row=batch.rows[0], keep_all=keep_all)
             if tokenizer is not None:
                 _check_template(rules, tokenizer)
@@ -66,7 +79,10 @@ def check_sources(entries: list[str], config: Any, tokenizer: PreTrainedTokenize
 
 def _check_template(rules: Rules, tokenizer: PreTrainedTokenizerBase) -> None:
     if (rules.shape in ("messages", "sharegpt") or rules.of_chats) and not tokenizer.chat_template:
-        raise ValueError(f"the rows are chats, but the tokenizer {tokenizer.name_or_path} has no chat template; name one with chat_template, use a tokenizer of a chat model, or prompt and completion columns")
+        raise ValueError(
+            f"the rows are chats, but the tokenizer {tokenizer.name_or_path} has no chat template; name one with"
+            " chat_template, use a tokenizer of a chat model, or prompt and completion columns"
+        )
 
 
 @dataclass(kw_only=True)
@@ -89,9 +105,13 @@ class TrainingData:
             args: TrainingArguments.
         """
         if isinstance(self.items, Sequences):
-            steps = WholeSteps(self.items, args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size)
+            steps = WholeSteps(
+                self.items, args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
+            )
             order = EpochOrder(steps, seed=args.data_seed or args.seed, step=lambda: 0, grouped=self.grouped).order(0)
-            self.counts["padding_share"] = round(padding_share(order, self.items.lengths, args.per_device_train_batch_size), 4)
+            self.counts["padding_share"] = round(
+                padding_share(order, self.items.lengths, args.per_device_train_batch_size), 4
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,14 +135,27 @@ def try_packing(config: Any) -> Packing:
     flash = ["flash_attention_2"] if asked is None and has_gpu() and half and is_flash_attn_2_available() else []
     for implementation in [*flash, asked]:
         on_gpu = "flash" in (implementation or "")
-        problem = isolation_problem(model_config, attn_implementation=implementation, device=ranks.device() if on_gpu else torch.device("cpu"),
-                                    dtype=DTYPES[config.dtype] if on_gpu else torch.float32, trust_remote_code=config.trust_remote_code)
+        problem = isolation_problem(
+            model_config,
+            attn_implementation=implementation,
+            device=ranks.device() if on_gpu else torch.device("cpu"),
+            dtype=DTYPES[config.dtype] if on_gpu else torch.float32,
+            trust_remote_code=config.trust_remote_code,
+        )
         if problem is None:
             break
     return Packing(problem=problem, attn_implementation=implementation)
 
 
-def load_training_data(config: Any, data: list[Shaped], held_out: list[Shaped], tokenizer: PreTrainedTokenizerBase, *, pack: bool, flash: bool) -> TrainingData:
+def load_training_data(
+    config: Any,
+    data: list[Shaped],
+    held_out: list[Shaped],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    pack: bool,
+    flash: bool,
+) -> TrainingData:
     """Prepared tokens as the Trainer's items. Every rank calls it; who comes first prepares.
 
     Args:
@@ -135,51 +168,117 @@ def load_training_data(config: Any, data: list[Shaped], held_out: list[Shaped], 
     seed = config.training.get("data_seed") or config.training.get("seed", 42)
     held_out_stores = _stores(held_out, config, tokenizer)
     if config.eval_fraction and not config.eval_data:
-        held_out_stores = _stores(data, config, tokenizer, HeldOut(fraction=config.eval_fraction, seed=seed, wanted=True))
+        held_out_stores = _stores(
+            data, config, tokenizer, HeldOut(fraction=config.eval_fraction, seed=seed, wanted=True)
+        )
         if not any(store.counts["rows"] for store in held_out_stores):
-            raise UserError([f"eval_fraction={config.eval_fraction} of {', '.join(one.source.name for one in data)} is no row; raise it or give eval_data"])
-    held_out_sequences = sequences_of(held_out_stores, seq_len=config.seq_len, whole_documents=False) if held_out_stores else None
-    of_held_out = {"held_out": held_out_sequences, "held_out_counts": held_out_stores and count(held_out_sequences, held_out_stores)}
+            raise UserError(
+                [
+                    f"eval_fraction={config.eval_fraction} of {', '.join(one.source.name for one in data)} is no row;"
+                    " raise it or give eval_data"
+                ]
+            )
+    held_out_sequences = (
+        sequences_of(held_out_stores, seq_len=config.seq_len, whole_documents=False) if held_out_stores else None
+    )
+    of_held_out = {
+        "held_out": held_out_sequences,
+        "held_out_counts": held_out_stores and count(held_out_sequences, held_out_stores),
+    }
     pad = tokenizer.pad_token_id
     notes = []
     if config.chat_template and (cut := split_tokens(tokenizer, tokenizer.chat_template)):
-        notes.append(f"chat_template={config.chat_template}: the tokenizer {tokenizer.name_or_path} has no token for {', '.join(cut)} and cuts {'it' if len(cut) == 1 else 'them'} into several; a template that fits it, or plain, is learnt faster")
+        notes.append(
+            f"chat_template={config.chat_template}: the tokenizer {tokenizer.name_or_path} has no token for"
+            f" {', '.join(cut)} and cuts {'it' if len(cut) == 1 else 'them'} into several; a template that fits it, or"
+            " plain, is learnt faster"
+        )
     if config.streaming:
         ranks.wait_long("prepared")
-        stream = Stream([(one.source, one.rules) for one in data], tokenizer, seq_len=config.seq_len, pack=pack, weights=config.data_weights, seed=seed, shuffle_buffer=config.shuffle_buffer)
-        return TrainingData(items=stream, collator=PackedCollator(pad, flash=flash) if pack else Collator(pad), counts=stream.counts, grouped="no", notes=notes, **of_held_out)
+        stream = Stream(
+            [(one.source, one.rules) for one in data],
+            tokenizer,
+            seq_len=config.seq_len,
+            pack=pack,
+            weights=config.data_weights,
+            seed=seed,
+            shuffle_buffer=config.shuffle_buffer,
+        )
+        return TrainingData(
+            items=stream,
+            collator=PackedCollator(pad, flash=flash) if pack else Collator(pad),
+            counts=stream.counts,
+            grouped="no",
+            notes=notes,
+            **of_held_out,
+        )
 
-    rest = HeldOut(fraction=config.eval_fraction, seed=seed, wanted=False) if config.eval_fraction and not config.eval_data else None
+    rest = (
+        HeldOut(fraction=config.eval_fraction, seed=seed, wanted=False)
+        if config.eval_fraction and not config.eval_data
+        else None
+    )
     stores = _stores(data, config, tokenizer, rest)
     if empty := [store.facts["source"] for store in stores if not len(store.ends)]:
-        raise UserError([f"eval_fraction={config.eval_fraction} leaves no row of {', '.join(empty)} to train on; lower it or give eval_data"])
+        raise UserError(
+            [
+                f"eval_fraction={config.eval_fraction} leaves no row of {', '.join(empty)} to train on; lower it or"
+                " give eval_data"
+            ]
+        )
     sequences = sequences_of(stores, seq_len=config.seq_len, whole_documents=pack)
     passes = None
     if config.data_weights:
         sequences, passes = mix(sequences, config.data_weights, seed=seed)
     counts = count(sequences, stores, passes=passes)
-    notes += [f"{store.counts['dropped_bad']} rows of {store.facts['source']} are left out as bad; the first: {store.facts['first_bad']}" for store in stores if store.counts["dropped_bad"]]
+    notes += [
+        f"{store.counts['dropped_bad']} rows of {store.facts['source']} are left out as bad; the first:"
+        f" {store.facts['first_bad']}"
+        for store in stores
+        if store.counts["dropped_bad"]
+    ]
     _same_everywhere([sequences, *([held_out_sequences] if held_out_sequences else [])])
     if pack:
         rows = Groups(sequences, best_fit(sequences.lengths, config.seq_len))
-        counts |= {"packed_rows": len(rows), "fill_rate": round(float(sequences.lengths.sum() / (len(rows) * config.seq_len)), 4)}
-        return TrainingData(items=rows, collator=PackedCollator(pad, flash=flash), counts=counts, grouped="no", notes=notes, **of_held_out)
+        counts |= {
+            "packed_rows": len(rows),
+            "fill_rate": round(float(sequences.lengths.sum() / (len(rows) * config.seq_len)), 4),
+        }
+        return TrainingData(
+            items=rows,
+            collator=PackedCollator(pad, flash=flash),
+            counts=counts,
+            grouped="no",
+            notes=notes,
+            **of_held_out,
+        )
     if config.batch_tokens:
         batches = Groups(sequences, filled(sequences.lengths, config.batch_tokens))
         widths = np.array([-(-sequences.lengths[group].max() // 8) * 8 * len(group) for group in batches.groups])
-        counts |= {"filled_batches": len(batches), "padding_share": round(float(1 - sequences.lengths.sum() / widths.sum()), 4)}
-        return TrainingData(items=batches, collator=Collator(pad), counts=counts, grouped="no", notes=notes, **of_held_out)
+        counts |= {
+            "filled_batches": len(batches),
+            "padding_share": round(float(1 - sequences.lengths.sum() / widths.sum()), 4),
+        }
+        return TrainingData(
+            items=batches, collator=Collator(pad), counts=counts, grouped="no", notes=notes, **of_held_out
+        )
     strategy = config.training.get("train_sampling_strategy")
     grouped = {None: "within steps", "group_by_length": "among steps"}.get(strategy, "no")
-    return TrainingData(items=sequences, collator=Collator(pad), counts=counts, grouped=grouped, notes=notes, **of_held_out)
+    return TrainingData(
+        items=sequences, collator=Collator(pad), counts=counts, grouped=grouped, notes=notes, **of_held_out
+    )
 
 
-def _stores(data: list[Shaped], config: Any, tokenizer: PreTrainedTokenizerBase, held_out: HeldOut | None = None) -> list[Store]:
+def _stores(
+    data: list[Shaped], config: Any, tokenizer: PreTrainedTokenizerBase, held_out: HeldOut | None = None
+) -> list[Store]:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank:
         time.sleep(0.2)  # so that on each node the rank comes first that shows its progress
     shows = local_rank == 0 and not config.training.get("disable_tqdm")
-    return [prepare(one.source, one.rules, tokenizer, cache_folder(config), held_out=held_out, show=shows) for one in data]
+    return [
+        prepare(one.source, one.rules, tokenizer, cache_folder(config), held_out=held_out, show=shows) for one in data
+    ]
 
 
 def _same_everywhere(parts: list[Sequences]) -> None:
@@ -194,7 +293,13 @@ def _same_everywhere(parts: list[Sequences]) -> None:
     for host, theirs in ranks.from_all([(socket.gethostname(), mine)]):
         hosts.setdefault(theirs, []).append(host)
     if len(hosts) > 1:
-        raise UserError([f"data: the hosts read different rows: {'; '.join(', '.join(sorted(set(names))) for names in hosts.values())}; copy the same files to all of them"])
+        raise UserError(
+            [
+                "data: the hosts read different rows:"
+                f" {'; '.join(', '.join(sorted(set(names))) for names in hosts.values())}; copy the same files to all"
+                " of them"
+            ]
+        )
 
 
 def digest(items: Sequences | Groups) -> str:

@@ -1,4 +1,6 @@
-"""`python -m dsft.doctor`: for launchers that start a module (`accelerate launch --module dsft.doctor`, `deepspeed --module dsft.doctor`)."""
+"""`python -m dsft.doctor`: for launchers that start a module (`accelerate launch --module dsft.doctor`, `deepspeed
+--module dsft.doctor`).
+"""
 
 import sys
 

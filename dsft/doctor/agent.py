@@ -1,7 +1,10 @@
-"""The doctor's part on a node: `python -m dsft.doctor.agent`, started through ssh, answers the head over its standard input and output.
+"""The doctor's part on a node: `python -m dsft.doctor.agent`, started through ssh, answers the head over its standard
+input and output.
 
-Each line in is a JSON command {"do": ...}, each line out begins with MARK (login scripts may print too). It ends when its input ends, that is
-when the head or the connection is gone, and takes its children along. Never imports torch; the smoke test's process does, in the background.
+Each line in is a JSON command {"do": ...}, each line out begins with MARK (login scripts may print too). It ends when
+its input ends, that is
+when the head or the connection is gone, and takes its children along. Never imports torch; the smoke test's process
+does, in the background.
 """
 
 import json
@@ -25,12 +28,14 @@ LIFE_SECONDS = 180
 
 
 class Agent:
-    """What this node can be asked to do: one method per command, each takes the command's values and returns the answer."""
+    """What this node can be asked to do: one method per command, each takes the command's values and returns the
+    answer.
+    """
 
     def __init__(self):
         self.listeners: list[Listener] = []
         self.smoke_process: subprocess.Popen | None = None
-        self.smoke_errors = tempfile.TemporaryFile("w+", errors="replace")
+        self.smoke_errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
 
     def hello(self, *, slots: int | None, master_port: int | None, folders: list[str]) -> dict[str, Any]:
         """Facts, and two open ports: the master's where one is asked for, and another."""
@@ -70,7 +75,9 @@ class Agent:
         os.unlink(path)
 
     def compiles(self) -> str:
-        """Why a small program with Python's headers cannot be compiled; empty where it can. DeepSpeed compiles so at first use."""
+        """Why a small program with Python's headers cannot be compiled; empty where it can. DeepSpeed compiles so at
+        first use.
+        """
         from dsft.doctor.compiling import compile_error
 
         return compile_error()
@@ -78,8 +85,15 @@ class Agent:
     def warm_up(self, *, devices: list[int]) -> None:
         """Start the smoke test's process, which imports torch while other things are asked."""
         chosen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
-        self.smoke_process = subprocess.Popen([sys.executable, "-m", "dsft.doctor.smoke"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.smoke_errors, text=True,
-                                              env=os.environ | chosen, start_new_session=True)
+        self.smoke_process = subprocess.Popen(
+            [sys.executable, "-m", "dsft.doctor.smoke"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.smoke_errors,
+            text=True,
+            env=os.environ | chosen,
+            start_new_session=True,
+        )
 
     def ready(self) -> str | None:
         """Wait until torch is imported there; else the process's last words."""
@@ -102,7 +116,7 @@ class Agent:
             pass  # its exit code and last words say why
         for line in process.stdout:
             if line.startswith(MARK):
-                _say({"event": json.loads(line[len(MARK):])})
+                _say({"event": json.loads(line[len(MARK) :])})
         return {"code": process.wait(), "last_words": self._last_words()}
 
     def stop(self) -> None:

@@ -1,4 +1,6 @@
-"""Whether DeepSpeed's operators can be compiled here: a program of one line, with the compiler and the headers they need."""
+"""Whether DeepSpeed's operators can be compiled here: a program of one line, with the compiler and the headers they
+need.
+"""
 
 import os
 import shutil
@@ -9,7 +11,9 @@ PROGRAM = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_ma
 
 
 def compile_error() -> str:
-    """The compiler's first complaint; empty where it compiles, or where there is no compiler (which is said elsewhere)."""
+    """The compiler's first complaint; empty where it compiles, or where there is no compiler (which is said
+    elsewhere).
+    """
     compiler = shutil.which(os.environ.get("CXX") or "c++")
     if not compiler:
         return ""
@@ -19,4 +23,6 @@ def compile_error() -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return " ".join(str(error).split())[:200]
     lines = [line for line in result.stderr.splitlines() if "error" in line]
-    return "" if not result.returncode else (lines or [result.stderr.strip() or f"exit code {result.returncode}"])[0][:200]
+    return (
+        "" if not result.returncode else (lines or [result.stderr.strip() or f"exit code {result.returncode}"])[0][:200]
+    )

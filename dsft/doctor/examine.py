@@ -9,7 +9,15 @@ Nothing is started that outlives this call, and nothing is left on the nodes.
 import time
 from typing import Any
 
-from dsft.doctor.check_between import check_clocks, check_interfaces, check_master, check_names, check_network, check_versions, interface_of
+from dsft.doctor.check_between import (
+    check_clocks,
+    check_interfaces,
+    check_master,
+    check_names,
+    check_network,
+    check_versions,
+    interface_of,
+)
 from dsft.doctor.check_links import check_assumed, check_measured
 from dsft.doctor.check_node import check_node
 from dsft.doctor.facts import usable_gpus
@@ -23,11 +31,20 @@ from dsft.hosts import DEFAULT_PORT, Node
 from dsft.planner.links import keep_links
 
 
-def examine(nodes: list[Node], *, argv: list[str] = (), quick: bool = False, master_port: int | None = None, master_addr: str = "", ssh: bool = True) -> Report:
+def examine(
+    nodes: list[Node],
+    *,
+    argv: list[str] = (),
+    quick: bool = False,
+    master_port: int | None = None,
+    master_addr: str = "",
+    ssh: bool = True,
+) -> Report:
     """Examine `nodes` and measure the links between them.
 
     Args:
-        argv: options of the run as `dsft train` takes them; its files are compared, and in the full examination it is planned. Empty: no run.
+        argv: options of the run as `dsft train` takes them; its files are compared, and in the full examination it is
+            planned. Empty: no run.
         quick: for every launch: without plan, compiling and the links of every pair (a ring of neighbours instead).
         master_port: the port rank 0 will listen on; None: DeepSpeed's default, and that it is busy is only a warning.
         master_addr: as `--master_addr` of DeepSpeed; empty: the first address of the first node.
@@ -35,12 +52,29 @@ def examine(nodes: list[Node], *, argv: list[str] = (), quick: bool = False, mas
     """
     report = Report(nodes=[node.name for node in nodes], quick=quick)
     with Sessions(nodes, ssh=ssh) as sessions:
-        examine_through(sessions, report, nodes, argv=list(argv), port=master_port or DEFAULT_PORT, port_asked=master_port is not None, master=master_addr if ssh else "127.0.0.1")
+        examine_through(
+            sessions,
+            report,
+            nodes,
+            argv=list(argv),
+            port=master_port or DEFAULT_PORT,
+            port_asked=master_port is not None,
+            master=master_addr if ssh else "127.0.0.1",
+        )
         report.findings = [*_broken(sessions), *report.findings]
     return report
 
 
-def examine_through(sessions: Sessions, report: Report, nodes: list[Node], *, argv: list[str], port: int | None, port_asked: bool, master: str) -> None:
+def examine_through(
+    sessions: Sessions,
+    report: Report,
+    nodes: list[Node],
+    *,
+    argv: list[str],
+    port: int | None,
+    port_asked: bool,
+    master: str,
+) -> None:
     """The examination, whoever carries questions and answers (`Sessions`, or `launched.LaunchedNodes`). Fills `report`.
 
     Args:
@@ -50,28 +84,59 @@ def examine_through(sessions: Sessions, report: Report, nodes: list[Node], *, ar
     start = time.monotonic()
     files, imports = read_run_files(argv), None if report.quick else start_imports()
     folders = [files.output_dir] if files and files.output_dir else []
-    report.facts = sessions.ask("hello", each={node.name: {"slots": node.slots} for node in nodes}, master_port=port, folders=folders)
+    report.facts = sessions.ask(
+        "hello", each={node.name: {"slots": node.slots} for node in nodes}, master_port=port, folders=folders
+    )
     report.slots = {node: facts["slots"] for node, facts in report.facts.items()}
     if report.facts:
-        sessions.ask("warm_up", each={node.name: {"devices": list(node.devices) if usable_gpus(report.facts[node.name]) else []} for node in nodes if node.name in report.facts})
+        sessions.ask(
+            "warm_up",
+            each={
+                node.name: {"devices": list(node.devices) if usable_gpus(report.facts[node.name]) else []}
+                for node in nodes
+                if node.name in report.facts
+            },
+        )
         first = next(node.name for node in nodes if node.name in report.facts)
         master = master or next(iter(report.facts[first]["network"]["addresses"]), "127.0.0.1")
         reached = _reach(report, sessions, first, master, port)
-        used = {node: interface_of(report.facts[node], master if node == first else answer["outgoing"]) for node, answer in reached.items()}
+        used = {
+            node: interface_of(report.facts[node], master if node == first else answer["outgoing"])
+            for node, answer in reached.items()
+        }
         _check_nodes(report, sessions, reached, used, nvme=bool(files and files.nvme))
-        network = [*(check_master(first, master, port, report.facts, reached, asked=port_asked) if port else []), *check_network(report.facts, reached)]
+        network = [
+            *(check_master(first, master, port, report.facts, reached, asked=port_asked) if port else []),
+            *check_network(report.facts, reached),
+        ]
         report.findings += network
         if files:
             report.findings += examine_files(sessions, files, report.facts)
         if why_not := _why_not_measured(report, network):
-            report.findings.append(finding("smoke-skipped", "all nodes", f"the smoke test was left out: {why_not}", "mend the errors about this first"))
+            report.findings.append(
+                finding(
+                    "smoke-skipped",
+                    "all nodes",
+                    f"the smoke test was left out: {why_not}",
+                    "mend the errors about this first",
+                )
+            )
         else:
-            _measure(report, sessions, master, report.facts[first]["open_port"] if report.facts[first]["master_port_taken"] or not port else port, used, reached)
+            _measure(
+                report,
+                sessions,
+                master,
+                report.facts[first]["open_port"] if report.facts[first]["master_port_taken"] or not port else port,
+                used,
+                reached,
+            )
         _plan(report, argv, files, imports)
     report.seconds = time.monotonic() - start
 
 
-def _check_nodes(report: Report, sessions: Sessions, reached: dict[str, dict[str, Any]], used: dict[str, str], *, nvme: bool) -> None:
+def _check_nodes(
+    report: Report, sessions: Sessions, reached: dict[str, dict[str, Any]], used: dict[str, str], *, nvme: bool
+) -> None:
     """What the facts show, of each node and between them."""
     facts = report.facts
     if not report.quick:
@@ -79,7 +144,12 @@ def _check_nodes(report: Report, sessions: Sessions, reached: dict[str, dict[str
             facts[node]["compile_error"] = error
     for node in report.slots:
         report.findings += check_node(node, facts[node], report.slots[node], quick=report.quick, nvme=nvme)
-    report.findings += [*check_versions(facts), *check_clocks(_clocks(sessions)), *check_names(facts, reached), *check_interfaces(facts, used)]
+    report.findings += [
+        *check_versions(facts),
+        *check_clocks(_clocks(sessions)),
+        *check_names(facts, reached),
+        *check_interfaces(facts, used),
+    ]
 
 
 def _why_not_measured(report: Report, network: list[Finding]) -> str:
@@ -93,7 +163,9 @@ def _why_not_measured(report: Report, network: list[Finding]) -> str:
     return ""
 
 
-def _measure(report: Report, sessions: Sessions, master: str, port: int, used: dict[str, str], reached: dict[str, dict[str, Any]]) -> None:
+def _measure(
+    report: Report, sessions: Sessions, master: str, port: int, used: dict[str, str], reached: dict[str, dict[str, Any]]
+) -> None:
     """The smoke test, what it shows, and its rates kept for plans."""
     own_name = any(one.code == "own-name" for one in report.findings)
     sessions.ask("close_ports")
@@ -111,14 +183,23 @@ def _take_round_trips(report: Report, reached: dict[str, dict[str, Any]]) -> Non
     names = list(report.slots)
     for pair, found in report.links.pairs.items():
         ends = {names[node] for node in pair}
-        found["seconds"] = min(target["seconds"] for node in ends for target in reached[node]["targets"] if target["kind"] == "open" and {node, target["name"]} == ends)
+        found["seconds"] = min(
+            target["seconds"]
+            for node in ends
+            for target in reached[node]["targets"]
+            if target["kind"] == "open" and {node, target["name"]} == ends
+        )
 
 
 def _reach(report: Report, sessions: Sessions, first: str, master: str, port: int | None) -> dict[str, dict[str, Any]]:
     """Let every node connect to every other, and to the master's port."""
     facts, each = report.facts, {}
     for node in facts:
-        targets = [{"kind": "master", "name": first, "address": master, "port": port}] if port and node != first and not facts[first]["master_port_taken"] else []
+        targets = (
+            [{"kind": "master", "name": first, "address": master, "port": port}]
+            if port and node != first and not facts[first]["master_port_taken"]
+            else []
+        )
         for other in facts:
             if other != node:
                 address = master if other == first else next(iter(facts[other]["network"]["addresses"]), other)
@@ -155,14 +236,23 @@ def _keep(report: Report) -> None:
     if not report.links.pairs:
         return
     for names in {tuple(one["host"] for one in report.facts.values()), tuple(report.facts)}:
-        keep_links(names, network_bytes=report.links.network_bytes, link_bytes=min(report.links.inside.values(), default=0.0), collective_seconds=report.links.collective_seconds)
+        keep_links(
+            names,
+            network_bytes=report.links.network_bytes,
+            link_bytes=min(report.links.inside.values(), default=0.0),
+            collective_seconds=report.links.collective_seconds,
+        )
 
 
 def _broken(sessions: Sessions) -> list[Finding]:
     """Conversations that ended early."""
     found = []
     for name, session in sessions.all.items():
-        if session.lost and not session.lost.startswith(("no answer to 'ready'", "no answer to 'smoke'")):  # that test names its ranks itself
+        if session.lost and not session.lost.startswith(
+            ("no answer to 'ready'", "no answer to 'smoke'")
+        ):  # that test names its ranks itself
             found.append(broken_session(name, session.lost, session.exit_code))
-        found += [finding("node-failed", name, words[:300], f"ssh {name}: try it by hand") for words in session.failures]
+        found += [
+            finding("node-failed", name, words[:300], f"ssh {name}: try it by hand") for words in session.failures
+        ]
     return found

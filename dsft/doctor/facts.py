@@ -36,33 +36,56 @@ def node_facts(*, folders: list[str] = ()) -> dict[str, Any]:
     gpus = gpu_facts()
     torch_version = _torch_version()
     return {
-        "host": socket.gethostname(), "python_path": sys.executable, "folder": os.getcwd(), "versions": _versions() | _gpu_versions(gpus, torch_version),
-        "gpus": gpus, "torch_cuda": torch_version.get("cuda", ""), "cpu_only": os.environ.get("DS_ACCELERATOR") == "cpu", "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "cores": len(os.sched_getaffinity(0)), "host_bytes": _host_bytes(), "available_bytes": min(psutil.virtual_memory().available, _host_bytes()),
-        "shm_bytes": _free("/dev/shm"), "limits": _limits(), "tools": _tools(), "disks": {folder: _free(folder) for folder in {*folders, *cache_folders().values()}},
-        "caches": cache_folders(), "hub_offline": os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"), "network": network_facts(),
+        "host": socket.gethostname(),
+        "python_path": sys.executable,
+        "folder": os.getcwd(),
+        "versions": _versions() | _gpu_versions(gpus, torch_version),
+        "gpus": gpus,
+        "torch_cuda": torch_version.get("cuda", ""),
+        "cpu_only": os.environ.get("DS_ACCELERATOR") == "cpu",
+        "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "cores": len(os.sched_getaffinity(0)),
+        "host_bytes": _host_bytes(),
+        "available_bytes": min(psutil.virtual_memory().available, _host_bytes()),
+        "shm_bytes": _free("/dev/shm"),
+        "limits": _limits(),
+        "tools": _tools(),
+        "disks": {folder: _free(folder) for folder in {*folders, *cache_folders().values()}},
+        "caches": cache_folders(),
+        "hub_offline": os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
+        "network": network_facts(),
     }
 
 
 def slots_here(facts: dict[str, Any]) -> int:
-    """Ranks that a launch starts on a node of its own accord: one per GPU, else up to 2 CPU processes (as `dsft.machine.default_ranks`)."""
+    """Ranks that a launch starts on a node of its own accord: one per GPU, else up to 2 CPU processes (as
+    `dsft.machine.default_ranks`).
+    """
     return len(usable_gpus(facts)) or min(2, facts["cores"])
 
 
 def usable_gpus(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """The GPUs that ranks would use: none with DS_ACCELERATOR=cpu or a torch without CUDA, those of CUDA_VISIBLE_DEVICES where that is set."""
+    """The GPUs that ranks would use: none with DS_ACCELERATOR=cpu or a torch without CUDA, those of
+    CUDA_VISIBLE_DEVICES where that is set.
+    """
     if facts["cpu_only"] or not facts["torch_cuda"]:
         return []
     gpus, chosen = facts["gpus"]["list"], facts["visible_gpus"]
     if chosen is None:
         return gpus
     words = [word for word in chosen.split(",") if word.strip()]
-    return [gpu for gpu in gpus if str(gpu["index"]) in words] if all(word.isdigit() for word in words) else gpus[:len(words)]
+    return (
+        [gpu for gpu in gpus if str(gpu["index"]) in words]
+        if all(word.isdigit() for word in words)
+        else gpus[: len(words)]
+    )
 
 
 def cache_folders() -> dict[str, str]:
     """Where models and data sets of the hub, and compiled operators, are kept."""
-    home = os.path.expanduser(os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"))
+    home = os.path.expanduser(
+        os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    )
     return {
         "hub": os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")),
         "data sets": os.path.expanduser(os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets")),
@@ -71,7 +94,9 @@ def cache_folders() -> dict[str, str]:
 
 
 def network_facts() -> dict[str, Any]:
-    """Addresses as `hostname -I` orders them (DeepSpeed takes the first host's first as master address), interfaces, and what the own name resolves to."""
+    """Addresses as `hostname -I` orders them (DeepSpeed takes the first host's first as master address), interfaces,
+    and what the own name resolves to.
+    """
     interfaces = {}
     stats = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
@@ -82,9 +107,18 @@ def network_facts() -> dict[str, Any]:
         own = sorted({info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)})
     except OSError:
         own = []
-    infiniband = sorted(str(path.parents[2].name) for path in Path("/sys/class/infiniband").glob("*/ports/1/state") if "ACTIVE" in path.read_text())
-    return {"addresses": _hostname_addresses(interfaces), "interfaces": interfaces, "own_name": own, "infiniband": infiniband,
-            "variables": {name: os.environ[name] for name in SOCKET_VARIABLES if name in os.environ}}
+    infiniband = sorted(
+        str(path.parents[2].name)
+        for path in Path("/sys/class/infiniband").glob("*/ports/1/state")
+        if "ACTIVE" in path.read_text()
+    )
+    return {
+        "addresses": _hostname_addresses(interfaces),
+        "interfaces": interfaces,
+        "own_name": own,
+        "infiniband": infiniband,
+        "variables": {name: os.environ[name] for name in SOCKET_VARIABLES if name in os.environ},
+    }
 
 
 def _hostname_addresses(interfaces: dict[str, Any]) -> list[str]:
@@ -92,7 +126,9 @@ def _hostname_addresses(interfaces: dict[str, Any]) -> list[str]:
         words = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=5).stdout.split()
     except (OSError, subprocess.TimeoutExpired):
         words = []
-    return words or [address for one in interfaces.values() for address in one["addresses"] if not address.startswith("127.")]
+    return words or [
+        address for one in interfaces.values() for address in one["addresses"] if not address.startswith("127.")
+    ]
 
 
 def _versions() -> dict[str, str]:
@@ -113,7 +149,12 @@ def _gpu_versions(gpus: dict[str, Any], torch_version: dict[str, str]) -> dict[s
             nccl = nccl or importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             pass
-    named = {"NCCL": nccl, "torch's CUDA": torch_version.get("cuda", ""), "GPU driver": gpus["driver"], "GPU type": ", ".join(sorted({gpu["name"] for gpu in gpus["list"]}))}
+    named = {
+        "NCCL": nccl,
+        "torch's CUDA": torch_version.get("cuda", ""),
+        "GPU driver": gpus["driver"],
+        "GPU type": ", ".join(sorted({gpu["name"] for gpu in gpus["list"]})),
+    }
     return {name: value or "none" for name, value in named.items()}
 
 
@@ -138,7 +179,11 @@ def _host_bytes() -> int:
 
 def _limits() -> dict[str, int | None]:
     """Soft limits of this process; None without one."""
-    names = {"open files": resource.RLIMIT_NOFILE, "locked memory": resource.RLIMIT_MEMLOCK, "processes": resource.RLIMIT_NPROC}
+    names = {
+        "open files": resource.RLIMIT_NOFILE,
+        "locked memory": resource.RLIMIT_MEMLOCK,
+        "processes": resource.RLIMIT_NPROC,
+    }
     soft = {name: resource.getrlimit(number)[0] for name, number in names.items()}
     return {name: None if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
 
@@ -147,10 +192,29 @@ def _tools() -> dict[str, str]:
     """What DeepSpeed compiles its operators with at first use; empty where it is missing."""
     ninja = shutil.which("ninja") or (importlib.util.find_spec("ninja") and "package") or ""
     cuda = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or ""
-    nvcc = next((path for path in (os.path.join(cuda, "bin", "nvcc") if cuda else "", shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc") if path and os.path.exists(path)), "")
+    nvcc = next(
+        (
+            path
+            for path in (
+                os.path.join(cuda, "bin", "nvcc") if cuda else "",
+                shutil.which("nvcc") or "",
+                "/usr/local/cuda/bin/nvcc",
+            )
+            if path and os.path.exists(path)
+        ),
+        "",
+    )
     include = Path(sysconfig.get_paths()["include"], "Python.h")
-    return {"c++": shutil.which(os.environ.get("CXX") or "c++") or "", "ninja": ninja, "Python.h": str(include) if include.is_file() else "",
-            "libaio": ctypes.util.find_library("aio") or "", "libaio.h": next((path for path in ("/usr/include/libaio.h", "/usr/local/include/libaio.h") if os.path.exists(path)), ""), "nvcc": nvcc}
+    return {
+        "c++": shutil.which(os.environ.get("CXX") or "c++") or "",
+        "ninja": ninja,
+        "Python.h": str(include) if include.is_file() else "",
+        "libaio": ctypes.util.find_library("aio") or "",
+        "libaio.h": next(
+            (path for path in ("/usr/include/libaio.h", "/usr/local/include/libaio.h") if os.path.exists(path)), ""
+        ),
+        "nvcc": nvcc,
+    }
 
 
 def _free(folder: str) -> int | None:

@@ -1,4 +1,6 @@
-"""What the doctor reports. Each kind of finding has one entry in MESSAGES, with its severity and why it matters; docs/doctor.md lists the same."""
+"""What the doctor reports. Each kind of finding has one entry in MESSAGES, with its severity and why it matters;
+docs/doctor.md lists the same.
+"""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -32,29 +34,56 @@ MESSAGES: dict[str, tuple[Severity, str]] = {
     "gpu-busy": ("warning", "the plan counts on that memory, and the slowest GPU sets everyone's pace"),
     "gpu-errors": ("warning", "a GPU with memory errors corrupts results or falls out of the run"),
     "memory-low": ("warning", "loading and offload need host memory; without it the kernel kills a rank"),
-    "shared-memory": ("warning", "NCCL, gloo and data loaders exchange through /dev/shm; too little ends in a bus error"),
+    "shared-memory": (
+        "warning",
+        "NCCL, gloo and data loaders exchange through /dev/shm; too little ends in a bus error",
+    ),
     "open-files": ("warning", "each rank holds a connection to every other, and its data files"),
     "locked-memory": ("warning", "InfiniBand, NCCL and NVMe offload lock their buffers"),
     "compiler": ("warning", "DeepSpeed compiles its operators at first use (CPU ranks' collectives, offload, NVMe)"),
-    "nvcc": ("note", "DeepSpeed's CUDA operators are compiled with the toolkit of torch's CUDA; plain training needs none"),
+    "nvcc": (
+        "note",
+        "DeepSpeed's CUDA operators are compiled with the toolkit of torch's CUDA; plain training needs none",
+    ),
     "libaio": ("note", "offload to NVMe needs it; nothing else does"),
     "cache-disk": ("warning", "models, data sets and compiled operators are written there"),
     "hub-offline": ("error", "nothing is downloaded with HF_HUB_OFFLINE, and the ranks of this node need the files"),
     "hub-download": ("note", "each node downloads by itself, at the same time"),
     # Between nodes.
-    "versions": ("error", "ranks of different code compute differently, or wait for collectives that the others do not call"),
-    "driver-versions": ("warning", "different drivers and GPU types work together, but not always, and at the slowest one's pace"),
-    "code": ("error", "ranks of different code compute differently, or wait for collectives that the others do not call"),
+    "versions": (
+        "error",
+        "ranks of different code compute differently, or wait for collectives that the others do not call",
+    ),
+    "driver-versions": (
+        "warning",
+        "different drivers and GPU types work together, but not always, and at the slowest one's pace",
+    ),
+    "code": (
+        "error",
+        "ranks of different code compute differently, or wait for collectives that the others do not call",
+    ),
     "clocks": ("warning", "logs of nodes cannot be compared, file times on shared folders lie, and time-outs misjudge"),
-    "own-name": ("warning", "gloo tells the others the address of the node's own name, where they do not reach it; dsft names an interface itself, other programs do not"),
+    "own-name": (
+        "warning",
+        (
+            "gloo tells the others the address of the node's own name, where they do not reach it; dsft names an"
+            " interface itself, other programs do not"
+        ),
+    ),
     "name-unresolved": ("warning", "accelerate, mpirun and your own ssh from there go by names"),
     "master-port-busy": ("error", "rank 0 listens there for all others; the launch fails at once"),
-    "default-port-busy": ("warning", "`deepspeed` takes this port by default and would fail; dsft train takes a free one"),
+    "default-port-busy": (
+        "warning",
+        "`deepspeed` takes this port by default and would fail; dsft train takes a free one",
+    ),
     "port-blocked": ("error", "ranks connect to that port; where a firewall drops them they wait until they time out"),
     "network-blocked": ("error", "NCCL and gloo connect every node with every other on ports of their choice"),
     "master-address": ("error", "all ranks connect to that address first"),
     "wrong-machine": ("error", "two machines share an address or name: ranks would talk to the wrong one"),
-    "mtu": ("warning", "larger packets get lost on the way to the node that takes smaller ones: connections that stand, then hang"),
+    "mtu": (
+        "warning",
+        "larger packets get lost on the way to the node that takes smaller ones: connections that stand, then hang",
+    ),
     "interface": ("error", "NCCL or gloo cannot start on an interface that is not there"),
     "interface-speed": ("warning", "the slowest card sets the pace of every collective"),
     "infiniband": ("warning", "NCCL falls back to plain sockets on all nodes, or fails to connect"),
@@ -64,7 +93,10 @@ MESSAGES: dict[str, tuple[Severity, str]] = {
     "model-missing": ("error", "every node reads the model and tokenizer itself"),
     "model-differs": ("error", "ranks would start from different weights or tokens"),
     "output-not-writable": ("error", "checkpoints are written there from every node: each rank saves its own shard"),
-    "output-not-shared": ("error", "a checkpoint's shards would lie scattered over the nodes, and no run could resume from it"),
+    "output-not-shared": (
+        "error",
+        "a checkpoint's shards would lie scattered over the nodes, and no run could resume from it",
+    ),
     "disk": ("error", "a checkpoint that does not fit ends the run while it is written"),
     # The plan.
     "configuration": ("error", "training would refuse it in the same words"),
@@ -79,7 +111,10 @@ MESSAGES: dict[str, tuple[Severity, str]] = {
     "slow-node": ("warning", "every collective waits for the slowest link, and all of this node's are slow"),
     "slow-inside": ("warning", "every collective waits for the slowest node"),
     "slow-rank": ("warning", "every step waits for the slowest rank"),
-    "below-assumed": ("warning", "the planner's data sheets assume more; what was measured is kept, and plans for these nodes use it"),
+    "below-assumed": (
+        "warning",
+        "the planner's data sheets assume more; what was measured is kept, and plans for these nodes use it",
+    ),
 }
 
 
@@ -135,11 +170,21 @@ class Report:
         if self.links:
             links = {
                 "pairs": [{"nodes": [names[a], names[b]]} | pair for (a, b), pair in sorted(self.links.pairs.items())],
-                "inside_bytes_per_second": {names[node]: rate for node, rate in self.links.inside.items()}, "flops_of_ranks": list(self.links.flops.values()),
+                "inside_bytes_per_second": {names[node]: rate for node, rate in self.links.inside.items()},
+                "flops_of_ranks": list(self.links.flops.values()),
                 "collective_seconds": self.links.collective_seconds,
             }
-        return {"ok": not self.has_errors, "nodes": self.nodes, "slots": self.slots, "findings": [dataclasses.asdict(one) for one in self.sorted_findings()], "facts": self.facts,
-                "links": links, "quick": self.quick, "plan": self.plan, "seconds": round(self.seconds, 2)}
+        return {
+            "ok": not self.has_errors,
+            "nodes": self.nodes,
+            "slots": self.slots,
+            "findings": [dataclasses.asdict(one) for one in self.sorted_findings()],
+            "facts": self.facts,
+            "links": links,
+            "quick": self.quick,
+            "plan": self.plan,
+            "seconds": round(self.seconds, 2),
+        }
 
 
 def join(names: list[str]) -> str:

@@ -8,11 +8,18 @@ QUERY = "index,name,memory.total,memory.used,driver_version,ecc.errors.uncorrect
 
 
 def gpu_facts() -> dict[str, Any]:
-    """{"driver", "list": [{index, name, memory_bytes, used_bytes, ecc_errors, celsius}], "error"}; the error is empty where there is none, or no GPU."""
+    """{"driver", "list": [{index, name, memory_bytes, used_bytes, ecc_errors, celsius}], "error"}; the error is empty
+    where there is none, or no GPU.
+    """
     if not shutil.which("nvidia-smi"):
         return {"driver": "", "list": [], "error": ""}
     try:
-        result = subprocess.run(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=15)
+        result = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=15,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"driver": "", "list": [], "error": f"nvidia-smi: {' '.join(str(error).split())[:200]}"}
     if result.returncode:
@@ -26,8 +33,16 @@ def parse_gpus(text: str) -> dict[str, Any]:
     gpus, driver = [], ""
     for line in filter(None, text.splitlines()):
         index, name, total, used, driver, errors, celsius = (part.strip() for part in line.split(","))
-        gpus.append({"index": _number(index), "name": name, "memory_bytes": _number(total) * 2**20, "used_bytes": _number(used) * 2**20,
-                     "ecc_errors": _number(errors), "celsius": _number(celsius)})
+        gpus.append(
+            {
+                "index": _number(index),
+                "name": name,
+                "memory_bytes": _number(total) * 2**20,
+                "used_bytes": _number(used) * 2**20,
+                "ecc_errors": _number(errors),
+                "celsius": _number(celsius),
+            }
+        )
     return {"driver": driver, "list": gpus, "error": ""}
 
 

@@ -1,6 +1,8 @@
-"""`dsft doctor` as ranks that srun, mpirun, torchrun, accelerate or deepspeed started: the same examination without ssh.
+"""`dsft doctor` as ranks that srun, mpirun, torchrun, accelerate or deepspeed started: the same examination without
+ssh.
 
-Rank 0 asks and prints; of each host the first rank answers, and in the smoke test all. Questions and answers go through torch's TCPStore at
+Rank 0 asks and prints; of each host the first rank answers, and in the smoke test all. Questions and answers go through
+torch's TCPStore at
 MASTER_ADDR, not through a process group: that the ranks cannot form one is what may have to be found out.
 """
 
@@ -46,10 +48,22 @@ class LaunchedNodes:
     def standing(self) -> list[str]:
         return [host for host in self.ranks if host not in self.silent]
 
-    def ask(self, do: str, *, timeout_seconds: float = 20.0, grace_seconds: float = 0.0, each: dict[str, dict[str, Any]] | None = None, on_event: Callable[[dict[str, Any]], None] | None = None, **values: Any) -> dict[str, Any]:
+    def ask(
+        self,
+        do: str,
+        *,
+        timeout_seconds: float = 20.0,
+        grace_seconds: float = 0.0,
+        each: dict[str, dict[str, Any]] | None = None,
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+        **values: Any,
+    ) -> dict[str, Any]:
         """On rank 0: answers by host."""
         hosts = [host for host in self.standing if each is None or host in each]
-        self.store.set(f"question {self.number}", json.dumps({"do": do, "each": {host: values | (each or {}).get(host, {}) for host in hosts}}))
+        self.store.set(
+            f"question {self.number}",
+            json.dumps({"do": do, "each": {host: values | (each or {}).get(host, {}) for host in hosts}}),
+        )
         self.answer()
         question, deadline, answers = self.number - 1, time.monotonic() + timeout_seconds, {}
         for host in hosts:
@@ -109,13 +123,17 @@ class LaunchedNodes:
             self.store.set(f"events {self.number - 1} {self.rank}", json.dumps(events))
 
         try:
-            take_part(int(os.environ["LOCAL_RANK"]), self.rank, options, tell, store=dist.PrefixStore("smoke", self.store))
+            take_part(
+                int(os.environ["LOCAL_RANK"]), self.rank, options, tell, store=dist.PrefixStore("smoke", self.store)
+            )
         except (RuntimeError, ValueError, OSError) as error:
             tell(failed=" ".join(f"{type(error).__name__}: {error}".split())[:600])
 
 
 def examine_launched(*, argv: list[str], quick: bool, deliver: Callable[[Report], None]) -> NoReturn:
-    """Examine the nodes of this launch; rank 0 hands the report to `deliver`. Every rank's process ends here, with the same exit code."""
+    """Examine the nodes of this launch; rank 0 hands the report to `deliver`. Every rank's process ends here, with the
+    same exit code.
+    """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     argv = [word for word in argv if not word.startswith("--local_rank")]  # deepspeed's launcher adds it
     store = _meet(rank)
@@ -127,14 +145,39 @@ def examine_launched(*, argv: list[str], quick: bool, deliver: Callable[[Report]
     report = Report(nodes=list(hosts), quick=quick)
     if missing:
         came = "; ".join(f"{host}: {_numbers(ranks)}" for host, ranks in hosts.items())
-        report.findings.append(finding("missing-ranks", f"rank{'s' * (len(missing) > 1)} {_numbers(missing)}", f"did not come to {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {JOIN_SECONDS} s; there are {came}",
-                                       "does MASTER_ADDR lead to rank 0's host from every node, and no firewall drop MASTER_PORT? dsft doctor --hostfile examines that through ssh"))
+        report.findings.append(
+            finding(
+                "missing-ranks",
+                f"rank{'s' * (len(missing) > 1)} {_numbers(missing)}",
+                f"did not come to {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {JOIN_SECONDS} s;"
+                f" there are {came}",
+                "does MASTER_ADDR lead to rank 0's host from every node, and no firewall drop MASTER_PORT? dsft doctor"
+                " --hostfile examines that through ssh",
+            )
+        )
     else:
         nodes = LaunchedNodes(store, hosts)
         with contextlib.redirect_stdout(sys.stderr):
-            examine_through(nodes, report, [Node(name=host, slots=len(ranks)) for host, ranks in hosts.items()], argv=argv, port=None, port_asked=False, master=os.environ["MASTER_ADDR"])
-        report.findings = [*(finding("node-silent", host, f"no answer to {do!r}", f"look for its rank {hosts[host][0]} there: ps aux") for host, do in nodes.silent.items() if do != "smoke"),
-                           *(finding("node-failed", host, words[:300], "try it by hand there") for host, words in nodes.failures), *report.findings]
+            examine_through(
+                nodes,
+                report,
+                [Node(name=host, slots=len(ranks)) for host, ranks in hosts.items()],
+                argv=argv,
+                port=None,
+                port_asked=False,
+                master=os.environ["MASTER_ADDR"],
+            )
+        report.findings = [
+            *(
+                finding(
+                    "node-silent", host, f"no answer to {do!r}", f"look for its rank {hosts[host][0]} there: ps aux"
+                )
+                for host, do in nodes.silent.items()
+                if do != "smoke"
+            ),
+            *(finding("node-failed", host, words[:300], "try it by hand there") for host, words in nodes.failures),
+            *report.findings,
+        ]
         store.set(f"question {nodes.number}", json.dumps(STOP))
     deliver(report)
     code = EXIT_USER_ERROR if report.has_errors else 0
@@ -162,13 +205,21 @@ def _follow(store: dist.Store) -> NoReturn:
 
 
 def _meet(rank: int) -> dist.Store:
-    """The store at MASTER_ADDR; under torchrun its agent holds it. A rank that does not get there says so itself: rank 0 only sees that it is missing."""
+    """The store at MASTER_ADDR; under torchrun its agent holds it. A rank that does not get there says so itself: rank
+    0 only sees that it is missing.
+    """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = dist.TCPStore(host, port, is_master=holds, timeout=timedelta(seconds=JOIN_SECONDS), wait_for_workers=False)
+        store = dist.TCPStore(
+            host, port, is_master=holds, timeout=timedelta(seconds=JOIN_SECONDS), wait_for_workers=False
+        )
     except (RuntimeError, OSError) as error:
-        why = f"cannot listen on port {port} ({' '.join(str(error).split())[:200]}); set another MASTER_PORT" if holds else f"does not reach rank 0 at {host}:{port}: is MASTER_ADDR right, is the port open?"
+        why = (
+            f"cannot listen on port {port} ({' '.join(str(error).split())[:200]}); set another MASTER_PORT"
+            if holds
+            else f"does not reach rank 0 at {host}:{port}: is MASTER_ADDR right, is the port open?"
+        )
         print(f"dsft: error: rank {rank} on {socket.gethostname()} {why}", file=sys.stderr, flush=True)
         _leave(EXIT_USER_ERROR)
     return dist.PrefixStore("dsft-doctor", store)

@@ -1,4 +1,6 @@
-"""Measured rates between nodes, inside them and of each rank, and which of them stand out. Plain data and arithmetic, no torch."""
+"""Measured rates between nodes, inside them and of each rank, and which of them stand out. Plain data and arithmetic,
+no torch.
+"""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -14,11 +16,15 @@ class Measured:
     """What the smoke test found. Nodes and ranks by number, in the order of the host file."""
 
     pairs: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
-    """(lower node, higher node) -> {"bytes_per_second": what one node gets from the other while it sends as much, over all ranks, in the slower direction; "seconds": of the smallest message}."""
+    """(lower node, higher node) -> {"bytes_per_second": what one node gets from the other while it sends as much, over
+    all ranks, in the slower direction; "seconds": of the smallest message}.
+    """
     again: set[tuple[int, int]] = field(default_factory=set)
     """Of these, the slowest, which were measured once more, alone."""
     inside: dict[int, float] = field(default_factory=dict)
-    """Node with several ranks -> bytes per second that one of them gets in an all-reduce (everything twice, as `Speeds.all_reduce_bytes`)."""
+    """Node with several ranks -> bytes per second that one of them gets in an all-reduce (everything twice, as
+    `Speeds.all_reduce_bytes`).
+    """
     flops: dict[int, float] = field(default_factory=dict)
     """Rank -> floating-point operations per second of a matrix product."""
     wrong: list[int] = field(default_factory=list)
@@ -33,7 +39,9 @@ class Measured:
 
 
 def combine(of_ranks: list[dict[str, Any]], node_of: list[int]) -> Measured:
-    """The measurements of all ranks (`measuring.measure_all`), ordered by rank, as one; rates of a node's ranks side by side add up."""
+    """The measurements of all ranks (`measuring.measure_all`), ordered by rank, as one; rates of a node's ranks side by
+    side add up.
+    """
     found = Measured()
     received: dict[tuple[int, int], float] = {}  # (from, to): one direction may be slow alone
     for rank, one in enumerate(of_ranks):
@@ -55,7 +63,9 @@ def combine(of_ranks: list[dict[str, Any]], node_of: list[int]) -> Measured:
 
 
 def slow_keys(rates: dict[Any, float], *, reference: float | None = None) -> list[Any]:
-    """Keys whose rate is below SLOW of the median (of `reference`, where given), slowest first; with one alone there is no telling."""
+    """Keys whose rate is below SLOW of the median (of `reference`, where given), slowest first; with one alone there is
+    no telling.
+    """
     if len(rates) < 2:
         return []
     # The upper of two middles: with two rates the slower one is held against the faster.
@@ -68,11 +78,14 @@ def pair_rates(found: Measured) -> dict[tuple[int, int], float]:
 
 
 def slow_nodes(rates: dict[tuple[int, int], float]) -> list[int]:
-    """Nodes all of whose links are slow while links without them are not: the fault is the node's, not a link's. Needs three nodes or more."""
+    """Nodes all of whose links are slow while links without them are not: the fault is the node's, not a link's. Needs
+    three nodes or more.
+    """
     nodes = {node for key in rates for node in key}
     if len(nodes) < 3:
         return []
-    # With few nodes the slow links of one are half of all, or more, and make the median: then the fastest link is the measure.
+    # With few nodes the slow links of one are half of all, or more, and make the median: then the fastest link is the
+    # measure.
     for reference in (None, max(rates.values())):
         slow = slow_keys(rates, reference=reference)
         found = [node for node in sorted(nodes) if slow and all((key in slow) == (node in key) for key in rates)]

@@ -1,4 +1,5 @@
-"""What the ranks of a smoke test do together, in a process group that stands: a sum that must be right, then rates of links and ranks.
+"""What the ranks of a smoke test do together, in a process group that stands: a sum that must be right, then rates of
+links and ranks.
 
 Called by smoke.py (ranks the doctor started) and launched.py (ranks a launcher started). Every function is collective.
 """
@@ -94,7 +95,9 @@ def _wrong_sum(place: Place) -> bool:
 
 
 def _measure_pair(place: Place, other: int, mine: dict[str, Any]) -> None:
-    """Exchange with the rank of the same number on the other node, if it has one; keeps the better of this and an earlier time."""
+    """Exchange with the rank of the same number on the other node, if it has one; keeps the better of this and an
+    earlier time.
+    """
     local = place.nodes[place.node].index(place.rank)
     if local < len(place.nodes[other]):
         rate, seconds = exchange_rate(place.nodes[other][local], place.device)
@@ -103,7 +106,8 @@ def _measure_pair(place: Place, other: int, mine: dict[str, Any]) -> None:
 
 
 def exchange_rate(peer: int, device: torch.device) -> tuple[float, float]:
-    """(bytes per second received while as much is sent, seconds of the smallest message) with one other rank. With gloo, whose sends
+    """(bytes per second received while as much is sent, seconds of the smallest message) with one other rank. With
+    gloo, whose sends
     torch waits for in steps of milliseconds, the latter says nothing of the network."""
     small = (torch.zeros(16, device=device), torch.zeros(16, device=device))
     _exchange(peer, *small)  # connects, and waits until the other is there
@@ -111,7 +115,10 @@ def exchange_rate(peer: int, device: torch.device) -> tuple[float, float]:
     most = MOST_GPU_BYTES if device.type == "cuda" else MOST_BYTES
     out, into = torch.ones(most // 4, device=device), torch.zeros(most // 4, device=device)
     first = _seconds(lambda: _exchange(peer, out[: FEWEST_BYTES // 4], into[: FEWEST_BYTES // 4]), device)
-    wanted, other_wants = torch.tensor([EXCHANGE_SECONDS * FEWEST_BYTES / first], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    wanted, other_wants = (
+        torch.tensor([EXCHANGE_SECONDS * FEWEST_BYTES / first], dtype=torch.float64),
+        torch.zeros(1, dtype=torch.float64),
+    )
     _exchange(peer, wanted, other_wants)
     numbers = int(min(most, max(FEWEST_BYTES, min(wanted.item(), other_wants.item())))) // 4
     best = min(_seconds(lambda: _exchange(peer, out[:numbers], into[:numbers]), device) for _ in range(3))
@@ -128,7 +135,8 @@ def _inside_rate(place: Place) -> float:
     ranks = place.nodes[place.node]
     if len(ranks) == 1:
         return 0.0
-    # The only groups that are made: torch names such a group by how many a rank has, which must be the same for all its members.
+    # The only groups that are made: torch names such a group by how many a rank has, which must be the same for all its
+    # members.
     group = dist.new_group(ranks, use_local_synchronization=True)
     many = torch.ones((MOST_GPU_BYTES if place.device.type == "cuda" else MOST_BYTES) // 4, device=place.device)
     dist.all_reduce(many[:16], group=group)
@@ -137,7 +145,9 @@ def _inside_rate(place: Place) -> float:
 
 
 def _flops(device: torch.device) -> float:
-    """Best of some matrix products, short ones on a CPU: that its cores are taken away for a moment is no fault of this rank."""
+    """Best of some matrix products, short ones on a CPU: that its cores are taken away for a moment is no fault of this
+    rank.
+    """
     size, dtype, times = (8192, torch.bfloat16, 5) if device.type == "cuda" else (512, torch.float32, 20)
     left = torch.ones(size, size, device=device, dtype=dtype)
     _seconds(lambda: left @ left, device)

@@ -1,4 +1,6 @@
-"""Files of a run as one node sees them: whether they are there and with which content, and whether a folder is writable and shared."""
+"""Files of a run as one node sees them: whether they are there and with which content, and whether a folder is writable
+and shared.
+"""
 
 import glob
 import hashlib
@@ -13,20 +15,33 @@ from dsft.doctor.facts import cache_folders
 END_BYTES = 1024**2
 """Hashed of each end of a file: whole files of hundreds of GB would take minutes."""
 SEEN_SECONDS = 4.0
-"""How long a file made on another node may take to show: network file systems keep what they know of a folder for seconds."""
+"""How long a file made on another node may take to show: network file systems keep what they know of a folder for
+seconds.
+"""
 
 
 def contents(sources: list[str]) -> dict[str, dict[str, Any] | None]:
-    """For each file, folder or glob: number of files, their bytes and a hash over names, sizes and both ends; None where nothing is there."""
+    """For each file, folder or glob: number of files, their bytes and a hash over names, sizes and both ends; None
+    where nothing is there.
+    """
     return {source: _content(source) for source in sources}
 
 
 def _content(source: str) -> dict[str, Any] | None:
     path = Path(source).expanduser()
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file() and not any(part.startswith((".", "checkpoint-")) for part in file.relative_to(path).parts))
+        files = sorted(
+            file
+            for file in path.rglob("*")
+            if file.is_file()
+            and not any(part.startswith((".", "checkpoint-")) for part in file.relative_to(path).parts)
+        )
     else:
-        files = [path] if path.is_file() else sorted(Path(found) for found in glob.glob(str(path), recursive=True) if os.path.isfile(found))
+        files = (
+            [path]
+            if path.is_file()
+            else sorted(Path(found) for found in glob.glob(str(path), recursive=True) if os.path.isfile(found))
+        )
     if not files:
         return None
     total, num_bytes = hashlib.sha256(), 0
@@ -88,4 +103,9 @@ def sees(path: str) -> bool:
 def cached(names: list[str]) -> dict[str, bool]:
     """Whether each hub repository (model or data set) is in this node's cache, in whichever revision."""
     folder = Path(cache_folders()["hub"])
-    return {name: any(any(folder.glob(f"{kind}--{name.replace('/', '--')}/snapshots/*/*")) for kind in ("models", "datasets")) for name in names}
+    return {
+        name: any(
+            any(folder.glob(f"{kind}--{name.replace('/', '--')}/snapshots/*/*")) for kind in ("models", "datasets")
+        )
+        for name in names
+    }

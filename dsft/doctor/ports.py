@@ -1,4 +1,6 @@
-"""Listening and connecting, on a node: who reaches whom on which port. A listener answers with its host's name, so that a wrong machine is noticed."""
+"""Listening and connecting, on a node: who reaches whom on which port. A listener answers with its host's name, so that
+a wrong machine is noticed.
+"""
 
 import contextlib
 import errno
@@ -21,7 +23,9 @@ class Listener:
     def __init__(self, port: int = 0):
         """Raises OSError: EADDRINUSE where something else listens there."""
         if socket.has_dualstack_ipv6():
-            self._socket = socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=64)  # as torch's TCPStore listens
+            self._socket = socket.create_server(
+                ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=64
+            )  # as torch's TCPStore listens
         else:
             self._socket = socket.create_server(("", port), backlog=64)
         self.port: int = self._socket.getsockname()[1]
@@ -67,18 +71,29 @@ def listen(port: int) -> tuple[Listener | None, str]:
 def _owner(port: int) -> str:
     """The process that listens there, as far as this user may know."""
     try:
-        found = [one.pid for one in psutil.net_connections("inet") if one.status == psutil.CONN_LISTEN and one.laddr.port == port]
+        found = [
+            one.pid
+            for one in psutil.net_connections("inet")
+            if one.status == psutil.CONN_LISTEN and one.laddr.port == port
+        ]
         process = psutil.Process(found[0]) if found and found[0] else None
-        return f"process {process.pid} ({' '.join(process.cmdline())[:120]})" if process else "a process of another user"
+        return (
+            f"process {process.pid} ({' '.join(process.cmdline())[:120]})" if process else "a process of another user"
+        )
     except (psutil.Error, OSError):
         return "another process"
 
 
 def connect_all(targets: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Try each target {"name", "address", "port"}, all at once. Adds "result": the host's name that answered, or "!" and why none did, and "seconds" of a message one way."""
+    """Try each target {"name", "address", "port"}, all at once. Adds "result": the host's name that answered, or "!"
+    and why none did, and "seconds" of a message one way.
+    """
     with ThreadPoolExecutor(max_workers=max(1, len(targets))) as pool:
         results = list(pool.map(_connect, targets))
-    return [target | {"result": result, "seconds": seconds} for target, (result, seconds) in zip(targets, results, strict=True)]
+    return [
+        target | {"result": result, "seconds": seconds}
+        for target, (result, seconds) in zip(targets, results, strict=True)
+    ]
 
 
 def _connect(target: dict[str, Any]) -> tuple[str, float]:

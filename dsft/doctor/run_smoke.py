@@ -36,8 +36,11 @@ class Progress:
                 self.measured[rank] = event["measured"]
 
 
-def run_smoke(report: Report, sessions: Sessions, *, master: str, port: int, interfaces: dict[str, str]) -> tuple[list[Finding], list[list[int]]]:
-    """Sets `report.links` where all ranks came to the end. Returns findings and the ranks of each standing node, in order.
+def run_smoke(
+    report: Report, sessions: Sessions, *, master: str, port: int, interfaces: dict[str, str]
+) -> tuple[list[Finding], list[list[int]]]:
+    """Sets `report.links` where all ranks came to the end. Returns findings and the ranks of each standing node, in
+    order.
 
     Args:
         interfaces: where gloo has to be told which one to use, because a node's own name leads elsewhere.
@@ -49,17 +52,39 @@ def run_smoke(report: Report, sessions: Sessions, *, master: str, port: int, int
         ranks.append(report.facts[name].get("ranks") or list(range(world, world + report.slots[name])))
         world += report.slots[name]
     rounds = (ring_rounds if report.quick else all_rounds)(len(names)) if len(names) > 1 else []
-    each = {name: {"node": number, "gpu": bool(usable_gpus(report.facts[name])), "interface": interfaces.get(name, "")} for number, name in enumerate(names)}
+    each = {
+        name: {"node": number, "gpu": bool(usable_gpus(report.facts[name])), "interface": interfaces.get(name, "")}
+        for number, name in enumerate(names)
+    }
     progress = Progress()
-    ready = sessions.ask("ready", timeout_seconds=IMPORT_SECONDS, grace_seconds=GRACE_SECONDS, each={name: {} for name in names})
+    ready = sessions.ask(
+        "ready", timeout_seconds=IMPORT_SECONDS, grace_seconds=GRACE_SECONDS, each={name: {} for name in names}
+    )
     never_started = {name: words for name, words in ready.items() if words}
     if never_started or len(ready) < len(names):
-        others = {rank: "done" for number, name in enumerate(names) if name in ready for rank in ranks[number]}  # were ready, and were not started
+        others = {
+            rank: "done" for number, name in enumerate(names) if name in ready for rank in ranks[number]
+        }  # were ready, and were not started
         return check_answers(others, [], names, ranks, never_started), ranks
-    answers = sessions.ask("smoke", timeout_seconds=LIMIT_SECONDS, grace_seconds=GRACE_SECONDS, each=each, nodes=ranks, rounds=rounds, master=master, port=port, group_seconds=GROUP_SECONDS, on_event=progress.hear)
+    answers = sessions.ask(
+        "smoke",
+        timeout_seconds=LIMIT_SECONDS,
+        grace_seconds=GRACE_SECONDS,
+        each=each,
+        nodes=ranks,
+        rounds=rounds,
+        master=master,
+        port=port,
+        group_seconds=GROUP_SECONDS,
+        on_event=progress.hear,
+    )
     if len(progress.measured) == world:
         node_of = [node for _, node in sorted((rank, node) for node, of_node in enumerate(ranks) for rank in of_node)]
         report.links = combine([progress.measured[rank] for rank in range(world)], node_of)
         return [], ranks
-    never_started = {name: answers[name]["last_words"] for number, name in enumerate(names) if name in answers and answers[name]["code"] and not any(rank in progress.stages for rank in ranks[number])}
+    never_started = {
+        name: answers[name]["last_words"]
+        for number, name in enumerate(names)
+        if name in answers and answers[name]["code"] and not any(rank in progress.stages for rank in ranks[number])
+    }
     return check_answers(progress.stages, progress.failures, names, ranks, never_started), ranks

@@ -1,4 +1,5 @@
-"""Conversations with the agents of all nodes, side by side: one ssh connection per host, a plain process for this machine.
+"""Conversations with the agents of all nodes, side by side: one ssh connection per host, a plain process for this
+machine.
 
 A conversation that breaks says why in `Session.lost`; `trouble.py` turns that into a finding.
 """
@@ -19,13 +20,27 @@ from typing import Any
 from dsft.doctor.agent import MARK
 from dsft.hosts import Node
 
-SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
+SSH = [
+    "ssh",
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "ConnectTimeout=5",
+    "-o",
+    "ServerAliveInterval=3",
+    "-o",
+    "ServerAliveCountMax=3",
+]
 EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-"""Variables that DeepSpeed's launcher hands to the nodes, by how their names begin (deepspeed/launcher/runner.py, EXPORT_ENVS and the accelerator's)."""
+"""Variables that DeepSpeed's launcher hands to the nodes, by how their names begin (deepspeed/launcher/runner.py,
+EXPORT_ENVS and the accelerator's).
+"""
 
 
 def exported_variables() -> dict[str, str]:
-    """What `deepspeed --hostfile` sets on the nodes: variables of this shell by name, PYTHONPATH, and the lines of `.deepspeed_env`."""
+    """What `deepspeed --hostfile` sets on the nodes: variables of this shell by name, PYTHONPATH, and the lines of
+    `.deepspeed_env`.
+    """
     found = {name: value for name, value in os.environ.items() if name.startswith(EXPORTED)}
     found["PYTHONPATH"] = os.getcwd() + (f":{os.environ['PYTHONPATH']}" if os.environ.get("PYTHONPATH") else "")
     for folder in (Path.home(), Path()):
@@ -40,7 +55,11 @@ def agent_command(node: Node, *, ssh: bool) -> list[str]:
     if not ssh:
         return [sys.executable, "-m", "dsft.doctor.agent"]
     exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in exported_variables().items())
-    return [*SSH, node.name, f"{exports}cd {shlex.quote(os.getcwd())} && exec {shlex.quote(sys.executable)} -m dsft.doctor.agent"]
+    return [
+        *SSH,
+        node.name,
+        f"{exports}cd {shlex.quote(os.getcwd())} && exec {shlex.quote(sys.executable)} -m dsft.doctor.agent",
+    ]
 
 
 class Patience:
@@ -66,7 +85,16 @@ class Session:
         self.exit_code: int | None = None
         self.failures: list[str] = []
         environment = os.environ if ssh else os.environ | {"PYTHONPATH": exported_variables()["PYTHONPATH"]}
-        self._process = subprocess.Popen(agent_command(node, ssh=ssh), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", env=environment, start_new_session=True)
+        self._process = subprocess.Popen(
+            agent_command(node, ssh=ssh),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,
+        )
         self._errors: list[str] = []
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._error_reader = threading.Thread(target=lambda: self._errors.extend(self._process.stderr), daemon=True)
@@ -76,10 +104,18 @@ class Session:
     def _read(self) -> None:
         for line in self._process.stdout:
             if line.startswith(MARK):
-                self._lines.put(json.loads(line[len(MARK):]))
+                self._lines.put(json.loads(line[len(MARK) :]))
         self._lines.put(None)
 
-    def request(self, do: str, *, timeout_seconds: float, patience: "Patience", on_event: Callable[[dict[str, Any]], None] | None = None, **values: Any) -> Any:
+    def request(
+        self,
+        do: str,
+        *,
+        timeout_seconds: float,
+        patience: "Patience",
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+        **values: Any,
+    ) -> Any:
         """The agent's answer; None, with `lost` set, where the connection broke or no answer came in time.
 
         Where the agent could not do it the answer is None too, and its words go to `failures`.
@@ -150,7 +186,16 @@ class Sessions:
     def standing(self) -> list[str]:
         return [name for name, session in self.all.items() if not session.lost]
 
-    def ask(self, do: str, *, timeout_seconds: float = 20.0, grace_seconds: float = float("inf"), each: dict[str, dict[str, Any]] | None = None, on_event: Callable[[dict[str, Any]], None] | None = None, **values: Any) -> dict[str, Any]:
+    def ask(
+        self,
+        do: str,
+        *,
+        timeout_seconds: float = 20.0,
+        grace_seconds: float = float("inf"),
+        each: dict[str, dict[str, Any]] | None = None,
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+        **values: Any,
+    ) -> dict[str, Any]:
         """Answers by node name, of those that answered.
 
         Args:
@@ -162,6 +207,20 @@ class Sessions:
         if not names:
             return {}
         with ThreadPoolExecutor(max_workers=len(names)) as pool:
-            futures = {name: pool.submit(self.all[name].request, do, timeout_seconds=timeout_seconds, patience=patience, on_event=on_event, **values | (each or {}).get(name, {})) for name in names}
+            futures = {
+                name: pool.submit(
+                    self.all[name].request,
+                    do,
+                    timeout_seconds=timeout_seconds,
+                    patience=patience,
+                    on_event=on_event,
+                    **values | (each or {}).get(name, {}),
+                )
+                for name in names
+            }
             answers = {name: future.result() for name, future in futures.items()}
-        return {name: answer for name, answer in answers.items() if not (self.all[name].lost or (answer is None and self.all[name].failures))}
+        return {
+            name: answer
+            for name, answer in answers.items()
+            if not (self.all[name].lost or (answer is None and self.all[name].failures))
+        }

@@ -1,6 +1,7 @@
 """The smoke test's ranks on one node: `python -m dsft.doctor.smoke`, started by the agent, one process per slot.
 
-Imports torch, then waits for a line of JSON with the ranks, the master's address and the pairs; forks a process per slot (torch is imported
+Imports torch, then waits for a line of JSON with the ranks, the master's address and the pairs; forks a process per
+slot (torch is imported
 once, CUDA not yet touched) and writes a line for each stage of each rank, so that whoever does not answer can be named.
 """
 
@@ -49,11 +50,19 @@ def _fork(local: int, rank: int, options: dict[str, Any]) -> int:
 def _run(local: int, rank: int, options: dict[str, Any]) -> None:
     signal.alarm(LIFE_SECONDS)
     world = sum(len(ranks) for ranks in options["nodes"])
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local), "MASTER_ADDR": options["master"], "MASTER_PORT": str(options["port"])}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(local),
+        "MASTER_ADDR": options["master"],
+        "MASTER_PORT": str(options["port"]),
+    }
     take_part(local, rank, options, lambda **content: _tell(rank, **content))
 
 
-def take_part(local: int, rank: int, options: dict[str, Any], tell: Callable[..., None], *, store: dist.Store | None = None) -> None:
+def take_part(
+    local: int, rank: int, options: dict[str, Any], tell: Callable[..., None], *, store: dist.Store | None = None
+) -> None:
     """Join the process group as one rank and measure with the others.
 
     Args:
@@ -68,10 +77,22 @@ def take_part(local: int, rank: int, options: dict[str, Any], tell: Callable[...
         torch.cuda.set_device(local)
     torch.set_num_threads(1)  # cores are compared, not how many of them the slots leave to each rank
     tell(stage="joining the others")
-    meeting = {} if store is None else {"store": store, "rank": rank, "world_size": sum(len(ranks) for ranks in options["nodes"])}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if options["gpu"] else "gloo", timeout=timedelta(seconds=options["group_seconds"]), **meeting)
-    place = Place(rank=rank, nodes=options["nodes"], rounds=[[tuple(pair) for pair in pairs] for pairs in options["rounds"]],
-                  device=torch.device("cuda", local) if options["gpu"] else torch.device("cpu"))
+    meeting = (
+        {}
+        if store is None
+        else {"store": store, "rank": rank, "world_size": sum(len(ranks) for ranks in options["nodes"])}
+    )
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if options["gpu"] else "gloo",
+        timeout=timedelta(seconds=options["group_seconds"]),
+        **meeting,
+    )
+    place = Place(
+        rank=rank,
+        nodes=options["nodes"],
+        rounds=[[tuple(pair) for pair in pairs] for pairs in options["rounds"]],
+        device=torch.device("cuda", local) if options["gpu"] else torch.device("cpu"),
+    )
     everyone = measure_all(place, lambda stage: tell(stage=stage))
     tell(stage="done", measured=everyone[rank])
     dist.barrier()

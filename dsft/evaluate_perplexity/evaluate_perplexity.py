@@ -1,8 +1,8 @@
 """Perplexity for the `evaluate` library: from texts and a model, or from sums that an evaluation left.
 
-    metric = evaluate.load(str(Path(dsft.__file__).parent / "evaluate_perplexity"))
-    metric.compute(nats=[...], tokens=[...], bytes=[...], words=[...])       # rows of documents.parquet
-    metric.compute(predictions=texts, model="runs/first", mode="rolling")    # options of `dsft eval`
+metric = evaluate.load(str(Path(dsft.__file__).parent / "evaluate_perplexity"))
+metric.compute(nats=[...], tokens=[...], bytes=[...], words=[...])       # rows of documents.parquet
+metric.compute(predictions=texts, model="runs/first", mode="rolling")    # options of `dsft eval`
 """
 
 import math
@@ -18,12 +18,17 @@ DESCRIPTION = "exp(nats / tokens) over all scored tokens of all documents, as ds
 class EvaluatePerplexity(evaluate.Measurement):
     def _info(self) -> evaluate.MeasurementInfo:
         return evaluate.MeasurementInfo(
-            description=DESCRIPTION, citation="", inputs_description=__doc__, module_type="measurement",
+            description=DESCRIPTION,
+            citation="",
+            inputs_description=__doc__,
+            module_type="measurement",
             features=datasets.Features({"predictions": datasets.Value("string")}),
         )
 
     def compute(self, *, nats=None, tokens=None, bytes=None, words=None, predictions=None, **options):
-        """perplexity, nats and tokens; with `bytes` and `words` also word_perplexity, byte_perplexity and bits_per_byte."""
+        """perplexity, nats and tokens; with `bytes` and `words` also word_perplexity, byte_perplexity and
+        bits_per_byte.
+        """
         if nats is not None:
             return self._of_sums(math.fsum(nats), sum(tokens), sum(bytes or []), sum(words or []))
         return self._compute(predictions, **options)

@@ -41,7 +41,13 @@ class Hub:
 
     def __init__(self, listener: socket.socket, token: str, world_size: int, lost_after: float, *, speak):
         listener.setblocking(False)
-        self.listener, self.token, self.world_size, self.lost_after, self.speak = listener, token, world_size, lost_after, speak
+        self.listener, self.token, self.world_size, self.lost_after, self.speak = (
+            listener,
+            token,
+            world_size,
+            lost_after,
+            speak,
+        )
         self.members: list[Member] = []
         self.reports: list[Report] = []
         self.decide_at: float | None = None
@@ -61,7 +67,10 @@ class Hub:
 
     def is_over(self) -> bool:
         """Whether nobody needs the hub any more."""
-        return self._everyone_left() or self.over_at is not None and (time.monotonic() > self.over_at or all(member.lines.closed for member in self.members))
+        return self._everyone_left() or (
+            self.over_at is not None
+            and (time.monotonic() > self.over_at or all(member.lines.closed for member in self.members))
+        )
 
     def finish(self) -> None:
         """Say what is still unsaid, and tell `dsft launch` the exit code, where the ranks themselves had one."""
@@ -113,10 +122,27 @@ class Hub:
         if member.rank < 0 or member.has_left or self.over_at is not None:
             return
         if member.lines.closed:
-            self._failed(Report(member.rank, member.host, "lost", "is gone with its guard: the node went down, or something there kills all processes"), now)
+            self._failed(
+                Report(
+                    member.rank,
+                    member.host,
+                    "lost",
+                    "is gone with its guard: the node went down, or something there kills all processes",
+                ),
+                now,
+            )
         elif now - member.heard > self.lost_after:
             member.lines.close()
-            self._failed(Report(member.rank, member.host, "lost", f"gave no sign of life for {self.lost_after:.0f} s: the node is down, frozen or cut off from {socket.gethostname()}"), now)
+            self._failed(
+                Report(
+                    member.rank,
+                    member.host,
+                    "lost",
+                    f"gave no sign of life for {self.lost_after:.0f} s: the node is down, frozen or cut off from"
+                    f" {socket.gethostname()}",
+                ),
+                now,
+            )
 
     def _left(self, member: Member, message: dict) -> None:
         self.codes.append(message["leaves"])
@@ -153,7 +179,9 @@ class Hub:
         frozen = [member for member in self.members if member.stacks and member.stacks["stopped"]]
         cause = first_cause(self.reports)
         if cause.is_consequence and frozen:
-            cause = Report(frozen[0].rank, frozen[0].host, "stopped", f"is stopped (SIGSTOP), in phase {frozen[0].stacks['phase']}")
+            cause = Report(
+                frozen[0].rank, frozen[0].host, "stopped", f"is stopped (SIGSTOP), in phase {frozen[0].stacks['phase']}"
+            )
         sentence = cause.sentence()
         self.speak(f"error: {sentence}")
         if cause.kind == "error":
@@ -162,7 +190,11 @@ class Hub:
             self._show_stacks()
         others = sorted({report.rank for report in self.reports} - {cause.rank})
         logs = [member.log for member in self.members if member.rank == cause.rank and member.log]
-        self.speak(f"all {self.world_size} ranks are being ended" + (f"; {len(others)} more failed after it" if others else "") + (f"; its log: {logs[0]} on {cause.host}" if logs else ""))
+        self.speak(
+            f"all {self.world_size} ranks are being ended"
+            + (f"; {len(others)} more failed after it" if others else "")
+            + (f"; its log: {logs[0]} on {cause.host}" if logs else "")
+        )
         if self.front:
             self.front.send(failed=sentence)
         self._tell(end=sentence)
@@ -174,11 +206,20 @@ class Hub:
         for member in sorted(self.members, key=lambda member: member.rank):
             if not member.stacks:
                 continue
-            title = f"rank {member.rank} on {member.host}, {member.stacks['phase']}, no progress for {member.stacks['since']:.0f} s"
+            title = (
+                f"rank {member.rank} on {member.host}, {member.stacks['phase']}, no progress for"
+                f" {member.stacks['since']:.0f} s"
+            )
             whole.append(f"{title}\n{member.stacks['stacks']}")
             main_thread = member.stacks["stacks"].rpartition("Current thread")[2] or member.stacks["stacks"]
             frames = [line for line in main_thread.splitlines() if line.startswith("  File")][:5]
-            self.speak(title + ("".join(f"\n{line}" for line in frames) or "\n  (no stack: " + ("stopped)" if member.stacks["stopped"] else "it does not answer)")))
+            self.speak(
+                title
+                + (
+                    "".join(f"\n{line}" for line in frames)
+                    or "\n  (no stack: " + ("stopped)" if member.stacks["stopped"] else "it does not answer)")
+                )
+            )
         if self.folder and os.path.isdir(self.folder):
             path = Path(self.folder) / "stacks.txt"
             path.write_text("\n\n".join(whole))

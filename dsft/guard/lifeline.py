@@ -1,4 +1,6 @@
-"""The connection between `dsft launch` and the hub: either end's death ends the job, and the launch learns how it went."""
+"""The connection between `dsft launch` and the hub: either end's death ends the job, and the launch learns how it
+went.
+"""
 
 import os
 import secrets
@@ -10,7 +12,9 @@ REACH_SECONDS = 5.0
 
 
 def reach_front() -> Lines | None:
-    """In the hub: the connection to the `dsft launch` that started this job; None without one, or where it cannot be reached."""
+    """In the hub: the connection to the `dsft launch` that started this job; None without one, or where it cannot be
+    reached.
+    """
     value = os.environ.get(VARIABLE)
     if not value:
         return None

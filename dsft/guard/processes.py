@@ -4,11 +4,15 @@ import os
 import re
 from pathlib import Path
 
-LAUNCHERS = re.compile(r"deepspeed|torchrun|torch[./]distributed|accelerate|mpirun|mpiexec|orted|prted|hydra|srun|slurmstepd|dsft")
+LAUNCHERS = re.compile(
+    r"deepspeed|torchrun|torch[./]distributed|accelerate|mpirun|mpiexec|orted|prted|hydra|srun|slurmstepd|dsft"
+)
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the third (state) on; None where there is no such process, or only its remains (a zombie)."""
+    """Fields of /proc/PID/stat from the third (state) on; None where there is no such process, or only its remains (a
+    zombie).
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -34,7 +38,9 @@ def parent(pid: int) -> int:
 
 
 def launchers_of(pid: int) -> list[int]:
-    """The unbroken line of launchers above a rank, nearest first; a shell or session above them may end without harm."""
+    """The unbroken line of launchers above a rank, nearest first; a shell or session above them may end without
+    harm.
+    """
     found = []
     while (pid := parent(pid)) > 1:
         try:

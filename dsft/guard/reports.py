@@ -4,8 +4,10 @@ import re
 from dataclasses import dataclass
 
 CONSEQUENCES = re.compile(
-    r"connection (closed|reset|refused)|closed by peer|broken pipe|timed out waiting|socket ?timeout|nccl|DistBackendError|DistNetworkError|gloo|"
-    r"remote process exited|unhandled system error", re.IGNORECASE,
+    r"connection (closed|reset|refused)|closed by peer|broken pipe|timed out waiting|socket"
+    r" ?timeout|nccl|DistBackendError|DistNetworkError|gloo|"
+    r"remote process exited|unhandled system error",
+    re.IGNORECASE,
 )
 """In the last line of a traceback: how a rank notices that another one is gone."""
 
@@ -17,17 +19,23 @@ class Report:
     rank: int
     host: str
     kind: str
-    """error (a Python exception), died, stopped (SIGSTOP), launcher (it is gone), lost (no sign of life), stalled, interrupted."""
+    """error (a Python exception), died, stopped (SIGSTOP), launcher (it is gone), lost (no sign of life), stalled,
+    interrupted.
+    """
     text: str
     """One sentence, or a traceback."""
 
     @property
     def is_consequence(self) -> bool:
         """Whether another rank's end may well have caused this."""
-        return self.kind == "stalled" or self.kind == "error" and bool(CONSEQUENCES.search(last_line(self.text)))
+        return self.kind == "stalled" or (self.kind == "error" and bool(CONSEQUENCES.search(last_line(self.text))))
 
     def sentence(self) -> str:
-        return f"rank {self.rank} on {self.host} {self.text}" if self.kind != "error" else f"rank {self.rank} on {self.host}: {last_line(self.text)}"
+        return (
+            f"rank {self.rank} on {self.host} {self.text}"
+            if self.kind != "error"
+            else f"rank {self.rank} on {self.host}: {last_line(self.text)}"
+        )
 
 
 def last_line(text: str) -> str:

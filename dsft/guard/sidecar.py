@@ -1,6 +1,7 @@
 """The process beside one rank: sees it die, freeze or stall, tells the hub, and ends it when the job ends.
 
-Started by `watch.py`; standard library only, so that 128 of them cost little. It reads its rank's messages from standard input,
+Started by `watch.py`; standard library only, so that 128 of them cost little. It reads its rank's messages from
+standard input,
 whose end means that the rank is gone, however it died.
 """
 
@@ -38,7 +39,12 @@ class Sidecar:
         self.stacks_file = Path(options["stacks_file"])
         self.started = start_time(self.pid)
         self.launchers = {pid: start_time(pid) for pid in launchers_of(self.pid)}
-        self.phase, self.step, self.limit, self.last_tick = "starting", -1, float(options["start_seconds"]), time.monotonic()
+        self.phase, self.step, self.limit, self.last_tick = (
+            "starting",
+            -1,
+            float(options["start_seconds"]),
+            time.monotonic(),
+        )
         self.rank_lines = Lines(socket.socket(fileno=os.dup(0)))
         self.hub: Hub | None = None
         self.to_hub: Lines | None = None
@@ -78,7 +84,9 @@ class Sidecar:
     def _read_rank(self) -> None:
         if self.left:
             return
-        is_gone = start_time(self.pid) != self.started  # asked first: its last words are read below. Its children may hold the connection open.
+        is_gone = (
+            start_time(self.pid) != self.started
+        )  # asked first: its last words are read below. Its children may hold the connection open.
         for message in self.rank_lines.read():
             self.last_tick = time.monotonic()
             if "phase" in message:
@@ -96,14 +104,21 @@ class Sidecar:
             if "leaves" in message:
                 self._leave(message)
         if not (self.left or self.ended) and (self.rank_lines.closed or is_gone):
-            self._report("died", f"was killed from outside (out of memory, kill -9 or its launcher) or crashed in native code, in phase {self._where()}")
+            self._report(
+                "died",
+                "was killed from outside (out of memory, kill -9 or its launcher) or crashed in native code, in phase"
+                f" {self._where()}",
+            )
 
     def _join(self, address: str, port: int, token: str) -> None:
         if self.listener is not None:
             self.hub = Hub(self.listener, token, self.world_size, self.lost_after, speak=say)
         self.to_hub = connect(address, port, seconds=min(20.0, self.lost_after))
         if self.to_hub is None:
-            say(f"note: rank {self.rank} on {self.host} cannot reach {address}:{port}, where faults are reported; a fault of another node ends this one only by time-outs")
+            say(
+                f"note: rank {self.rank} on {self.host} cannot reach {address}:{port}, where faults are reported; a"
+                " fault of another node ends this one only by time-outs"
+            )
             return
         self.heard = time.monotonic()
         self.to_hub.send(hello=self.rank, host=self.host, token=token)
@@ -114,7 +129,12 @@ class Sidecar:
         for message in self.to_hub.read():
             self.heard = time.monotonic()
             if "dump" in message:
-                self.to_hub.send(stacks=self._stacks(), stopped=self.stopped_since is not None, phase=self._where(), since=time.monotonic() - self.last_tick)
+                self.to_hub.send(
+                    stacks=self._stacks(),
+                    stopped=self.stopped_since is not None,
+                    phase=self._where(),
+                    since=time.monotonic() - self.last_tick,
+                )
             if "signal" in message:
                 self._signal_rank(message["signal"])
             if "end" in message:
@@ -138,7 +158,10 @@ class Sidecar:
             self.to_hub.send(beat=self.step)
         if self.to_hub.closed or now - self.heard > self.lost_after:
             if self.speaks and not self.reported:
-                say(f"error: {self.host} has lost rank 0's node (its machine, its link or its guard is gone); the ranks here are ended")
+                say(
+                    f"error: {self.host} has lost rank 0's node (its machine, its link or its guard is gone); the ranks"
+                    " here are ended"
+                )
             self._end_rank()
 
     def _report(self, kind: str, text: str) -> None:
@@ -151,7 +174,10 @@ class Sidecar:
             return
         if kind != "died" or self.speaks:  # before the ranks have met, a launcher kills those that did nothing wrong
             report = Report(self.rank, self.host, kind, text)
-            say(f"error: {report.sentence()}" + (f"\n{text.rstrip()}" if kind == "error" and not report.is_consequence else ""))
+            say(
+                f"error: {report.sentence()}"
+                + (f"\n{text.rstrip()}" if kind == "error" and not report.is_consequence else "")
+            )
         self._end_rank()
 
     def _leave(self, message: dict[str, Any]) -> None:
@@ -171,7 +197,9 @@ class Sidecar:
                 if started is not None and start_time(pid) == started:
                     send_signal(pid, number)
             until = time.monotonic() + seconds
-            while time.monotonic() < until and any(started is not None and start_time(pid) == started for pid, started in family.items()):
+            while time.monotonic() < until and any(
+                started is not None and start_time(pid) == started for pid, started in family.items()
+            ):
                 if self.hub:
                     self.hub.step(time.monotonic())
                 time.sleep(0.1)
@@ -179,7 +207,9 @@ class Sidecar:
             self.to_hub.close()
 
     def _see_launcher_off(self) -> None:
-        """End the nearest launcher where it stays behind its ranks: torchrun's waits for minutes for nodes that are cut off."""
+        """End the nearest launcher where it stays behind its ranks: torchrun's waits for minutes for nodes that are cut
+        off.
+        """
         if not self.launchers or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             return  # it may be starting the ranks anew
         pid, started = next(iter(self.launchers.items()))
@@ -195,7 +225,9 @@ class Sidecar:
             send_signal(self.pid, number)
 
     def _stacks(self) -> str:
-        """Of all threads of the rank, written by its faulthandler also while it is inside a library's call; nothing of a stopped one."""
+        """Of all threads of the rank, written by its faulthandler also while it is inside a library's call; nothing of
+        a stopped one.
+        """
         self.stacks_file.write_bytes(b"")
         if not self.rank_lines.closed:
             send_signal(self.pid, signal.SIGUSR2)

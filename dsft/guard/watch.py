@@ -33,7 +33,13 @@ VERDICT_SECONDS = 20
 """A rank with an error waits so long to be ended, so that what failed first is said first."""
 
 
-LIMITS = {"starting": "start_timeout", "loading": "load_timeout", "training": "step_timeout", "evaluating": "step_timeout", "saving": "save_timeout"}
+LIMITS = {
+    "starting": "start_timeout",
+    "loading": "load_timeout",
+    "training": "step_timeout",
+    "evaluating": "step_timeout",
+    "saving": "save_timeout",
+}
 """Phase -> the field of `config.TimeoutFields` that limits it, in seconds without progress."""
 
 
@@ -70,12 +76,23 @@ def start(timeouts: Any) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
     options = {
-        "rank": rank, "local_rank": int(os.environ.get("LOCAL_RANK", "0")), "world_size": int(os.environ.get("WORLD_SIZE", "1")), "pid": os.getpid(),
-        "lost_after_seconds": timeouts.lost_timeout, "start_seconds": 2 * timeouts.start_timeout, "listener": listener and listener.fileno(), "stacks_file": stacks_file,
+        "rank": rank,
+        "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "pid": os.getpid(),
+        "lost_after_seconds": timeouts.lost_timeout,
+        "start_seconds": 2 * timeouts.start_timeout,
+        "listener": listener and listener.fileno(),
+        "stacks_file": stacks_file,
     }
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from dsft.guard.sidecar import main; main()"
-    subprocess.Popen([sys.executable, "-S", "-E", "-c", code, json.dumps(options)], stdin=theirs, stdout=subprocess.DEVNULL,
-                     pass_fds=[listener.fileno()] if listener else [], start_new_session=True)
+    subprocess.Popen(
+        [sys.executable, "-S", "-E", "-c", code, json.dumps(options)],
+        stdin=theirs,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[listener.fileno()] if listener else [],
+        start_new_session=True,
+    )
     theirs.close()
     ours.settimeout(1.0)
     _watch = _Watch(timeouts, ours, listener)
@@ -143,6 +160,12 @@ def _report_error(kind: type[BaseException], error: BaseException, trace) -> Non
         if _watch.log:
             with _watch.log.open("a", encoding="utf-8") as file:
                 file.write(text)
-        _watch.send(**({"failed": "interrupted", "text": "was interrupted (Ctrl-C)"} if issubclass(kind, KeyboardInterrupt) else {"failed": "error", "text": text[-20_000:]}))
+        _watch.send(
+            **(
+                {"failed": "interrupted", "text": "was interrupted (Ctrl-C)"}
+                if issubclass(kind, KeyboardInterrupt)
+                else {"failed": "error", "text": text[-20_000:]}
+            )
+        )
         time.sleep(VERDICT_SECONDS)
     sys.stderr.write(text)  # nobody has ended this rank: then it speaks for itself

@@ -6,7 +6,9 @@ import socket
 import tempfile
 from pathlib import Path
 
-FORWARDED = re.compile(r"(HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|NCCL|GLOO|UCX|FI|TORCH|TORCHINDUCTOR|TRITON|PYTORCH|OMP|MKL|DS|DSFT|DEEPSPEED|WANDB|MLFLOW|TRACKIO)_\w+|XDG_CACHE_HOME|LD_LIBRARY_PATH|CUDA_HOME")
+FORWARDED = re.compile(
+    r"(HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|NCCL|GLOO|UCX|FI|TORCH|TORCHINDUCTOR|TRITON|PYTORCH|OMP|MKL|DS|DSFT|DEEPSPEED|WANDB|MLFLOW|TRACKIO)_\w+|XDG_CACHE_HOME|LD_LIBRARY_PATH|CUDA_HOME"
+)
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL")
 """Never forwarded: every user of a node can read another's command lines."""
 SSH_OPTIONS = "-o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
@@ -16,13 +18,19 @@ SSH_OPTIONS = "-o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax
 def forwarded(environment: dict[str, str]) -> dict[str, str]:
     """The variables that a remote shell gets; those that DeepSpeed's quoting would break are left out."""
     return {
-        name: value for name, value in environment.items()
-        if FORWARDED.fullmatch(name) and not (SECRET.search(name) and name != "TOKENIZERS_PARALLELISM") and value and not re.search(r"[\"'$`\\\n]", value)
+        name: value
+        for name, value in environment.items()
+        if FORWARDED.fullmatch(name)
+        and not (SECRET.search(name) and name != "TOKENIZERS_PARALLELISM")
+        and value
+        and not re.search(r"[\"'$`\\\n]", value)
     }
 
 
 def write_env_file(variables: dict[str, str]) -> Path:
-    """A temporary file for DeepSpeed's DS_ENV_FILE: `variables`, and over them those of the user's own .deepspeed_env files."""
+    """A temporary file for DeepSpeed's DS_ENV_FILE: `variables`, and over them those of the user's own .deepspeed_env
+    files.
+    """
     lines = [f"{name}={value}" for name, value in variables.items()]
     name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     for folder in (Path.home(), Path.cwd()):  # the order in which DeepSpeed reads them; the later one wins
@@ -35,7 +43,9 @@ def write_env_file(variables: dict[str, str]) -> Path:
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on the way to `host`; the loopback's where that is this machine itself under a loopback name."""
+    """This machine's address on the way to `host`; the loopback's where that is this machine itself under a loopback
+    name.
+    """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing: only the route is looked up

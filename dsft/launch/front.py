@@ -1,6 +1,8 @@
-"""Runs the launcher below, stays with it until nothing of the job is left, and returns an exit code that tells the truth.
+"""Runs the launcher below, stays with it until nothing of the job is left, and returns an exit code that tells the
+truth.
 
-The launchers' own codes do not always: DeepSpeed's is 0 when its child is killed by a signal, torchrun's is 1 for every failure.
+The launchers' own codes do not always: DeepSpeed's is 0 when its child is killed by a signal, torchrun's is 1 for every
+failure.
 The job itself says how it ended, over the lifeline (`dsft/guard/lifeline.py`).
 """
 
@@ -29,7 +31,9 @@ KILL_SECONDS = 5
 
 
 class Front:
-    """One start of the job. After `run`, `interrupted` tells whether a signal ended it. `saves`: the ranks save and end where they are asked to."""
+    """One start of the job. After `run`, `interrupted` tells whether a signal ended it. `saves`: the ranks save and end
+    where they are asked to.
+    """
 
     def __init__(self, options: LaunchOptions, command: list[str], *, saves: bool):
         self.options, self.command, self.saves = options, command, saves
@@ -40,10 +44,15 @@ class Front:
         self._is_asked = False
 
     def run(self) -> int:
-        """Returns the exit code. SIGUSR1 and a first SIGTERM ask the ranks to save and end; Ctrl-C, SIGHUP and a second SIGTERM end them on all nodes."""
+        """Returns the exit code. SIGUSR1 and a first SIGTERM ask the ranks to save and end; Ctrl-C, SIGHUP and a second
+        SIGTERM end them on all nodes.
+        """
         environment, env_file = self._environment()
         process = subprocess.Popen(self.command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-        handlers = {number: signal.signal(number, lambda received, _: self._signalled(received, process)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        handlers = {
+            number: signal.signal(number, lambda received, _: self._signalled(received, process))
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
         handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: self._for_ranks.append(signal.SIGUSR1))
         try:
             while process.poll() is None:
@@ -75,7 +84,10 @@ class Front:
         return environment | {"DS_ENV_FILE": str(env_file), "PDSH_SSH_ARGS_APPEND": ssh}, env_file
 
     def _listen(self) -> None:
-        sources = [self.lifeline.listener, *([self.lifeline.hub] if self.lifeline.hub and not self.lifeline.hub.closed else [])]
+        sources = [
+            self.lifeline.listener,
+            *([self.lifeline.hub] if self.lifeline.hub and not self.lifeline.hub.closed else []),
+        ]
         try:
             select.select(sources, [], [], 0.2)
         except OSError:
@@ -132,27 +144,40 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 def launch(argv: list[str]) -> int:
-    """Print and run the command for `[options] train|eval [words]`, again after a failure up to `max_restarts` times; returns the exit code.
+    """Print and run the command for `[options] train|eval [words]`, again after a failure up to `max_restarts` times;
+    returns the exit code.
 
     Raises:
         UserError: where an option is wrong, or the nodes cannot be found out.
     """
     options, name, script = read_launch(argv)
-    if options.way == "local" and launcher_variables(os.environ):  # one of several tasks of srun or mpirun: this process becomes that rank
+    if options.way == "local" and launcher_variables(
+        os.environ
+    ):  # one of several tasks of srun or mpirun: this process becomes that rank
         os.execv(sys.executable, [sys.executable, "-m", MODULES[name], *script])
     if options.hostfile and options.master_port is None and not options.no_ssh:
         options.master_port = free_port()  # chosen here, so that the preflight looks at the one that is used
     if not (options.no_preflight or options.dry_run):
         examine_first(options, script)
     for attempt in range(options.max_restarts + 1):
-        again = ["--resume_from_checkpoint", "auto"] if attempt and name == "train" else []  # an evaluation goes on by itself
+        again = (
+            ["--resume_from_checkpoint", "auto"] if attempt and name == "train" else []
+        )  # an evaluation goes on by itself
         command = build_command(options, name, script + again)
         print("dsft: " + shlex.join(shown(command)), flush=True)
         if options.dry_run:
             return 0
         front = Front(options, command, saves=name == "train")
         code = front.run()
-        if code in (0, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_REQUEUE) or front.interrupted or attempt == options.max_restarts:
+        if (
+            code in (0, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_REQUEUE)
+            or front.interrupted
+            or attempt == options.max_restarts
+        ):
             return code
-        print(f"dsft: exit code {code}: restart {attempt + 1} of {options.max_restarts}, from the last checkpoint", file=sys.stderr, flush=True)
+        print(
+            f"dsft: exit code {code}: restart {attempt + 1} of {options.max_restarts}, from the last checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
     raise AssertionError("the loop returns")

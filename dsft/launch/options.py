@@ -26,9 +26,13 @@ class LaunchOptions:
     no_ssh: bool = False
     """With a host file: the same command is given on every node, and nothing goes through ssh."""
     nodes: int | None = None
-    """So many nodes without a host file: the same command is given on every node, `torchrun` starts the ranks (Kubernetes)."""
+    """So many nodes without a host file: the same command is given on every node, `torchrun` starts the ranks
+    (Kubernetes).
+    """
     node_rank: int | None = None
-    """Number of this node, from 0; by default from NODE_RANK or RANK, else by its place in the host file, else as torchrun decides."""
+    """Number of this node, from 0; by default from NODE_RANK or RANK, else by its place in the host file, else as
+    torchrun decides.
+    """
     slurm: bool = False
     """Inside sbatch or salloc: one srun task on each node of the allocation, `torchrun` in each."""
     accelerate: str | None = None
@@ -42,7 +46,9 @@ class LaunchOptions:
     no_preflight: bool = False
     """Start without looking at the nodes first (see `dsft doctor`)."""
     max_restarts: int = 0
-    """So often a training that failed is started again from its last checkpoint; not after an error of the options, nor after Ctrl-C."""
+    """So often a training that failed is started again from its last checkpoint; not after an error of the options, nor
+    after Ctrl-C.
+    """
 
     @property
     def way(self) -> str:
@@ -54,7 +60,8 @@ _FIELDS = {field.name: field for field in dataclasses.fields(LaunchOptions)}
 
 
 def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
-    """(options, "train" or "eval", words of the script) from `[options] train|eval [words]`; options may also stand among the words.
+    """(options, "train" or "eval", words of the script) from `[options] train|eval [words]`; options may also stand
+    among the words.
 
     Raises:
         UserError: for an unknown word before train or eval, a value that is none, or two ways at once.
@@ -63,7 +70,10 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
     options, words = _take(argv, problems)
     if not words or words[0] not in MODULES:
         unknown = words[0] if words else "nothing"
-        problems.append(f"dsft launch: {unknown!r} stands where train or eval is expected; before them stand only {', '.join('--' + name for name in _FIELDS)}")
+        problems.append(
+            f"dsft launch: {unknown!r} stands where train or eval is expected; before them stand only"
+            f" {', '.join('--' + name for name in _FIELDS)}"
+        )
     _check(options, problems)
     if problems:
         raise UserError(problems)
@@ -83,7 +93,7 @@ def _take(argv: list[str], problems: list[str]) -> tuple[LaunchOptions, list[str
         else:
             value = value if sign else next(words, "")
             is_number = "int" in str(_FIELDS[key].type)
-            if not value or is_number and not value.isdigit():
+            if not value or (is_number and not value.isdigit()):
                 problems.append(f"--{key} {value}: needs {'a number of 0 or more' if is_number else 'a value'}")
                 continue
             setattr(options, key, int(value) if is_number else value)
@@ -106,7 +116,9 @@ def _check(options: LaunchOptions, problems: list[str]) -> None:
 
 
 def given_node_rank(options: LaunchOptions, environment: Mapping[str, str]) -> int | None:
-    """This node's number, as the user or the cluster says: Kubernetes' training operator sets RANK (of the pod) and PET_NODE_RANK."""
+    """This node's number, as the user or the cluster says: Kubernetes' training operator sets RANK (of the pod) and
+    PET_NODE_RANK.
+    """
     if options.node_rank is not None:
         return options.node_rank
     names = ("NODE_RANK", "PET_NODE_RANK") + (("RANK",) if "LOCAL_RANK" not in environment else ())

@@ -1,4 +1,6 @@
-"""A quick look at the nodes before `dsft launch` starts ranks on them: `dsft doctor --quick`, by the same way as the launch."""
+"""A quick look at the nodes before `dsft launch` starts ranks on them: `dsft doctor --quick`, by the same way as the
+launch.
+"""
 
 import dataclasses
 import os
@@ -19,7 +21,8 @@ QUICK = ["--quick", "--only_findings"]
 
 
 def examine_first(options: LaunchOptions, script: list[str]) -> None:
-    """Examine the nodes of this launch and print what is found; with `--hostfile` through ssh, else by ranks that the same launcher starts.
+    """Examine the nodes of this launch and print what is found; with `--hostfile` through ssh, else by ranks that the
+    same launcher starts.
 
     Raises:
         UserError: where an error was found; nothing has been started then.
@@ -27,27 +30,44 @@ def examine_first(options: LaunchOptions, script: list[str]) -> None:
     hostfile = options.hostfile or _accelerate_hostfile(options)
     if hostfile and not options.no_ssh:
         code = _through_ssh(options, hostfile, script)
-    elif options.way in ("local", "accelerate"):  # accelerate's file may be given on each machine: then each examines itself
+    elif options.way in (
+        "local",
+        "accelerate",
+    ):  # accelerate's file may be given on each machine: then each examines itself
         number = ["--num_gpus", str(options.num_gpus)] if options.num_gpus else []
         code = subprocess.run([sys.executable, "-m", DOCTOR, *QUICK, *number, *script]).returncode
     else:
         code = _by_launcher(options, script)
     if code:
-        raise UserError(["the preflight found errors (above; docs/doctor.md explains each); --no_preflight starts all the same"])
+        raise UserError(
+            ["the preflight found errors (above; docs/doctor.md explains each); --no_preflight starts all the same"]
+        )
 
 
 def _through_ssh(options: LaunchOptions, hostfile: str, script: list[str]) -> int:
     from dsft.doctor.examine import examine
     from dsft.doctor.show import show
 
-    report = examine(hosts_of(options, hostfile), argv=script, quick=True, master_port=options.master_port, master_addr=options.master_addr or "")
+    report = examine(
+        hosts_of(options, hostfile),
+        argv=script,
+        quick=True,
+        master_port=options.master_port,
+        master_addr=options.master_addr or "",
+    )
     show(report, only_findings=True)
     return int(report.has_errors)
 
 
 def _by_launcher(options: LaunchOptions, script: list[str]) -> int:
-    """One rank of the doctor on each node, given on every node like the launch itself; on the port beside it, which the launch must find free."""
-    port = None if options.way == "slurm" else (options.master_port or int(os.environ.get("MASTER_PORT", DEFAULT_PORT))) + 1
+    """One rank of the doctor on each node, given on every node like the launch itself; on the port beside it, which the
+    launch must find free.
+    """
+    port = (
+        None
+        if options.way == "slurm"
+        else (options.master_port or int(os.environ.get("MASTER_PORT", DEFAULT_PORT))) + 1
+    )
     command = build_command(dataclasses.replace(options, num_gpus=1, master_port=port), DOCTOR, [*QUICK, *script])
     print("dsft: preflight: " + shlex.join(shown(command)), flush=True)
     return subprocess.run(command, stdin=subprocess.DEVNULL).returncode

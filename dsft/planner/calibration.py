@@ -1,8 +1,10 @@
-"""Measures how fast this machine's CPU ranks or GPU really are, for the time model alone; memory predictions are never fitted.
+"""Measures how fast this machine's CPU ranks or GPU really are, for the time model alone; memory predictions are never
+fitted.
 
     dsft plan --model X --calibrate
 
-writes `~/.cache/dsft/speeds.json` (XDG_CACHE_HOME is followed), which later plans for this machine read. Remove the file to go back to data sheets.
+writes `~/.cache/dsft/speeds.json` (XDG_CACHE_HOME is followed), which later plans for this machine read. Remove the
+file to go back to data sheets.
 """
 
 import dataclasses
@@ -12,7 +14,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -34,7 +36,9 @@ def calibration_file() -> Path:
 
 
 def calibrated(speeds: Speeds, machine: Machine, *, half: bool) -> Speeds:
-    """`speeds` with what was measured on this machine for so many ranks in this precision, and between its nodes by `dsft doctor`, where something was."""
+    """`speeds` with what was measured on this machine for so many ranks in this precision, and between its nodes by
+    `dsft doctor`, where something was.
+    """
     return with_links(_calibrated(speeds, machine, half=half), machine)
 
 
@@ -48,12 +52,16 @@ def _calibrated(speeds: Speeds, machine: Machine, *, half: bool) -> Speeds:
             return speeds
         date = measured.pop("date")
     except (ValueError, KeyError, AttributeError):
-        return dataclasses.replace(speeds, source=f"{speeds.source} ({path} cannot be read; remove it, or measure anew with --calibrate)")
+        return dataclasses.replace(
+            speeds, source=f"{speeds.source} ({path} cannot be read; remove it, or measure anew with --calibrate)"
+        )
     return dataclasses.replace(speeds, **measured, source=f"measured on this machine on {date}")
 
 
 def calibrate(machine: Machine, *, half: bool) -> Path:
-    """Measure with one rank and with as many as the machine has, and keep the results; takes up to a minute. Returns the file."""
+    """Measure with one rank and with as many as the machine has, and keep the results; takes up to a minute. Returns
+    the file.
+    """
     path = calibration_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -64,7 +72,7 @@ def calibrate(machine: Machine, *, half: bool) -> Path:
         results = multiprocessing.get_context("spawn").SimpleQueue()
         of_ranks = dataclasses.replace(machine, ranks_per_node=ranks)
         multiprocessing.spawn(_measure, args=(ranks, free_port(), of_ranks, half, results), nprocs=ranks, join=True)
-        known[_key(of_ranks, half)] = results.get() | {"date": datetime.now(timezone.utc).date().isoformat()}
+        known[_key(of_ranks, half)] = results.get() | {"date": datetime.now(UTC).date().isoformat()}
     write_json(path, known)
     return path
 
@@ -75,7 +83,14 @@ def _key(machine: Machine, half: bool) -> str:
 
 def _measure(rank: int, ranks: int, port: int, machine: Machine, half: bool, results) -> None:
     """All ranks at once, since they share cores, memory and links; rank 0 reports the slowest of them."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch about names that DeepSpeed calls
     start_ranks()  # as training: DeepSpeed's collectives are not torch's
     import deepspeed.comm as comm
@@ -83,7 +98,11 @@ def _measure(rank: int, ranks: int, port: int, machine: Machine, half: bool, res
     place = device()
     tokens, model, labels_BT = _small_model(place, torch.bfloat16 if half else torch.float32)
     many = 64 * MiB // 4 if machine.has_gpu else 16 * MiB // 4
-    x, out, scattered = torch.randn(many, device=place), torch.zeros(many * ranks, device=place), torch.zeros(many // ranks, device=place)
+    x, out, scattered = (
+        torch.randn(many, device=place),
+        torch.zeros(many * ranks, device=place),
+        torch.zeros(many // ranks, device=place),
+    )
     tiny, tiny_out = torch.zeros(8, device=place), torch.zeros(8 * ranks, device=place)
     weights = torch.nn.Parameter(torch.randn(many, device=place))
     weights.grad = torch.randn_like(weights)
@@ -95,7 +114,10 @@ def _measure(rank: int, ranks: int, port: int, machine: Machine, half: bool, res
     config = model.config
     active = sum(p.numel() for p in model.parameters()) - config.vocab_size * config.hidden_size
     flops = 3 * tokens * (2 * active + 2 * labels_BT.shape[1] * config.hidden_size * config.num_hidden_layers)
-    found = {"flops": flops / seconds(lambda: model(input_ids=labels_BT, labels=labels_BT).loss.backward()), "device_bytes": many * ADAM_BYTES / seconds(adam.step)}
+    found = {
+        "flops": flops / seconds(lambda: model(input_ids=labels_BT, labels=labels_BT).loss.backward()),
+        "device_bytes": many * ADAM_BYTES / seconds(adam.step),
+    }
     if ranks > 1:
         others = (ranks - 1) / ranks
         found |= {
@@ -111,8 +133,14 @@ def _measure(rank: int, ranks: int, port: int, machine: Machine, half: bool, res
 
 
 def _small_model(place: torch.device, dtype: torch.dtype) -> tuple[int, LlamaForCausalLM, torch.Tensor]:
-    """(tokens of a batch, a model of a few layers, the batch): what products of matrices reach between norms, attention and loss."""
-    wide = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32} if place.type == "cuda" else {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12}
+    """(tokens of a batch, a model of a few layers, the batch): what products of matrices reach between norms, attention
+    and loss.
+    """
+    wide = (
+        {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
+        if place.type == "cuda"
+        else {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12}
+    )
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**wide, num_hidden_layers=2, vocab_size=8192)).to(place, dtype)
     shape = (2, 2048) if place.type == "cuda" else (1, 256)

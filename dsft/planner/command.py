@@ -28,35 +28,75 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", choices=["full", "lora", "qlora"], default="full")
     parser.add_argument("--lora_r", type=int, default=16)
     parser.add_argument("--seq_len", type=int, default=1024, help="tokens per sequence (default: %(default)s)")
-    parser.add_argument("--tokens_per_step", type=int, help="of one optimizer step over all ranks (default: 64 sequences, at least one per rank)")
-    parser.add_argument("--per_device_train_batch_size", type=int, help="sequences of one forward on one GPU (default: the plan chooses)")
-    parser.add_argument("--attention", choices=["flash", "sdpa", "eager"], default="flash", help="flash: flash_attention_2, or sdpa on sequences without padding (default); sdpa: with a mask")
-    parser.add_argument("--use_liger_kernel", action="store_true", help="the loss without whole logits, as transformers' option of that name")
+    parser.add_argument(
+        "--tokens_per_step",
+        type=int,
+        help="of one optimizer step over all ranks (default: 64 sequences, at least one per rank)",
+    )
+    parser.add_argument(
+        "--per_device_train_batch_size",
+        type=int,
+        help="sequences of one forward on one GPU (default: the plan chooses)",
+    )
+    parser.add_argument(
+        "--attention",
+        choices=["flash", "sdpa", "eager"],
+        default="flash",
+        help="flash: flash_attention_2, or sdpa on sequences without padding (default); sdpa: with a mask",
+    )
+    parser.add_argument(
+        "--use_liger_kernel",
+        action="store_true",
+        help="the loss without whole logits, as transformers' option of that name",
+    )
     hardware = parser.add_argument_group("hardware (default: this machine, measured)")
     hardware.add_argument("--hostfile", help="DeepSpeed's: one line per node, `name slots=N`")
     hardware.add_argument("--nodes", help="number of nodes; several, such as 1,2,4,8, show how speed and memory scale")
     hardware.add_argument("--gpus", help="GPUs of one node and the memory of one, for example 8x80GB")
     hardware.add_argument("--gpu_type", help=f"for the time of a step: {', '.join(GPUS)} (default: by memory)")
-    hardware.add_argument("--host_memory", help="memory of one node, for example 768GB (default with --gpus or --hostfile: 1TB)")
+    hardware.add_argument(
+        "--host_memory", help="memory of one node, for example 768GB (default with --gpus or --hostfile: 1TB)"
+    )
     hardware.add_argument("--nvme", help="folder on a fast local disk, or its free size on paper, for example 4TB")
-    hardware.add_argument("--interconnect", default="", help="for example nvlink+ib400, nvlink+8xib400, pcie, pcie4+eth25, eth10 (Gbit/s of a card, cards per node)")
-    hardware.add_argument("--calibrate", action="store_true", help="first measure the speeds of this machine, for the time of a step")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 on GPUs, else float32")
+    hardware.add_argument(
+        "--interconnect",
+        default="",
+        help="for example nvlink+ib400, nvlink+8xib400, pcie, pcie4+eth25, eth10 (Gbit/s of a card, cards per node)",
+    )
+    hardware.add_argument(
+        "--calibrate", action="store_true", help="first measure the speeds of this machine, for the time of a step"
+    )
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 on GPUs, else float32"
+    )
     parser.add_argument("--perplexity", action="store_true", help="plan evaluation instead of training")
-    parser.add_argument("--batch_tokens", type=int, help="with --perplexity: tokens of one forward on one rank (default: 16384 on a GPU, 4096 on a CPU)")
+    parser.add_argument(
+        "--batch_tokens",
+        type=int,
+        help="with --perplexity: tokens of one forward on one rank (default: 16384 on a GPU, 4096 on a CPU)",
+    )
     parser.add_argument("--trust_remote_code", action="store_true")
     parser.add_argument("--json", action="store_true", help="machine-readable")
     parser.add_argument("--explain", action="store_true", help="every term of the chosen plan with its formula")
-    parser.add_argument("--write", metavar="FOLDER", help="write the chosen plan there: deepspeed.json and accelerate.yaml")
+    parser.add_argument(
+        "--write", metavar="FOLDER", help="write the chosen plan there: deepspeed.json and accelerate.yaml"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     problems: list[str] = []
     numbers = ("lora_r", "seq_len", "tokens_per_step", "per_device_train_batch_size", "batch_tokens")
-    problems += [f"--{name} {getattr(options, name)}: must be at least 1" for name in numbers if getattr(options, name) is not None and getattr(options, name) < 1]
+    problems += [
+        f"--{name} {getattr(options, name)}: must be at least 1"
+        for name in numbers
+        if getattr(options, name) is not None and getattr(options, name) < 1
+    ]
     if options.tokens_per_step and options.tokens_per_step < options.seq_len:
-        problems.append(f"--tokens_per_step {options.tokens_per_step} is less than one sequence of --seq_len {options.seq_len}; raise it")
+        problems.append(
+            f"--tokens_per_step {options.tokens_per_step} is less than one sequence of --seq_len {options.seq_len};"
+            " raise it"
+        )
     raise_if_any(problems)
     if not has_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that there is no GPU
@@ -67,9 +107,21 @@ def run(options: argparse.Namespace) -> None:
         if not machines[0].measured:
             raise UserError(["--calibrate measures this machine; leave out --gpus, --hostfile and --gpu_type"])
         print(f"dsft: speeds measured and kept in {calibrate(machines[0], half=half)}", file=sys.stderr)
-    config = TrainConfig(model=options.model, method=options.method, lora_r=options.lora_r, seq_len=options.seq_len, trust_remote_code=options.trust_remote_code)
-    job = make_job(config, half=half, attention=options.attention, loss="fused" if options.use_liger_kernel else "hf", micro_batch=options.per_device_train_batch_size,
-                   sequences_per_step=options.tokens_per_step and options.tokens_per_step // options.seq_len)
+    config = TrainConfig(
+        model=options.model,
+        method=options.method,
+        lora_r=options.lora_r,
+        seq_len=options.seq_len,
+        trust_remote_code=options.trust_remote_code,
+    )
+    job = make_job(
+        config,
+        half=half,
+        attention=options.attention,
+        loss="fused" if options.use_liger_kernel else "hf",
+        micro_batch=options.per_device_train_batch_size,
+        sequences_per_step=options.tokens_per_step and options.tokens_per_step // options.seq_len,
+    )
     if options.perplexity and (len(machines) > 1 or options.write or options.explain):
         raise UserError(["--perplexity takes one number of nodes, and neither --write nor --explain"])
     if options.perplexity:
@@ -87,8 +139,19 @@ def _training(options: argparse.Namespace, job: Job, machine: Machine, dtype: st
     why = reason(chosen, plans, machine)
     written = write_plan(Path(options.write), chosen, job.size, machine, dtype=dtype) if options.write else []
     if options.json:
-        print(json.dumps({"chosen": as_dict(chosen) | {"reason": why}, "candidates": [as_dict(plan) for plan in plans], "model": dataclasses.asdict(job.size),
-                          "machine": dataclasses.asdict(machine), "speeds": dataclasses.asdict(speeds), "activations": job.activations.source}, indent=2))
+        print(
+            json.dumps(
+                {
+                    "chosen": as_dict(chosen) | {"reason": why},
+                    "candidates": [as_dict(plan) for plan in plans],
+                    "model": dataclasses.asdict(job.size),
+                    "machine": dataclasses.asdict(machine),
+                    "speeds": dataclasses.asdict(speeds),
+                    "activations": job.activations.source,
+                },
+                indent=2,
+            )
+        )
         return
     show_plans(chosen, plans, job.size, machine)
     if options.explain:
@@ -106,7 +169,15 @@ def _scale(options: argparse.Namespace, job: Job, machines: list[Machine]) -> No
     for machine in machines:
         rows.append((machine, choose(all_plans(job, machine, _speeds(machine, job.half)), machine)))
     if options.json:
-        print(json.dumps([{"nodes": machine.nodes, "gpu_hours_per_1e9_tokens": gpu_hours(plan, machine)} | as_dict(plan) for machine, plan in rows], indent=2))
+        print(
+            json.dumps(
+                [
+                    {"nodes": machine.nodes, "gpu_hours_per_1e9_tokens": gpu_hours(plan, machine)} | as_dict(plan)
+                    for machine, plan in rows
+                ],
+                indent=2,
+            )
+        )
     else:
         show_scale(rows)
 
@@ -115,7 +186,15 @@ def _perplexity(options: argparse.Namespace, job: Job, machine: Machine) -> None
     plans = all_evaluation_plans(job, machine, _speeds(machine, job.half), batch_tokens=options.batch_tokens)
     chosen, why = choose_evaluation(plans, machine)
     if options.json:
-        print(json.dumps({"chosen": dataclasses.asdict(chosen) | {"reason": why}, "candidates": [dataclasses.asdict(plan) for plan in plans]}, indent=2))
+        print(
+            json.dumps(
+                {
+                    "chosen": dataclasses.asdict(chosen) | {"reason": why},
+                    "candidates": [dataclasses.asdict(plan) for plan in plans],
+                },
+                indent=2,
+            )
+        )
     else:
         show_evaluation_plans(chosen, plans, job.size, machine)
         print(why)
@@ -142,7 +221,11 @@ def read_machines(options: argparse.Namespace) -> list[Machine]:
         machine = dataclasses.replace(this_machine(), ranks_per_node=slots)
     else:
         if not (options.gpus or options.gpu_type):
-            print(f"dsft: no GPU here to take as a sample: {ASSUMED_GPU} assumed; --gpus 8x80GB or --gpu_type says otherwise", file=sys.stderr)
+            print(
+                f"dsft: no GPU here to take as a sample: {ASSUMED_GPU} assumed; --gpus 8x80GB or --gpu_type says"
+                " otherwise",
+                file=sys.stderr,
+            )
         machine = _on_paper(options, slots)
     if options.host_memory:
         machine = dataclasses.replace(machine, host_bytes=parse_bytes(options.host_memory))
@@ -158,8 +241,17 @@ def read_machines(options: argparse.Namespace) -> list[Machine]:
 def _on_paper(options: argparse.Namespace, slots: int | None) -> Machine:
     gpus, gpu_bytes = parse_gpus(options.gpus) if options.gpus else (slots or 8, 0)
     if slots and gpus != slots:
-        raise UserError([f"--gpus {options.gpus}: --hostfile {options.hostfile} says {slots} per node; make them the same"])
-    machine = Machine(nodes=1, ranks_per_node=gpus, device_bytes=gpu_bytes, host_bytes=1000 * GB, has_gpu=True, gpu_type=options.gpu_type or ("" if options.gpus else ASSUMED_GPU))
+        raise UserError(
+            [f"--gpus {options.gpus}: --hostfile {options.hostfile} says {slots} per node; make them the same"]
+        )
+    machine = Machine(
+        nodes=1,
+        ranks_per_node=gpus,
+        device_bytes=gpu_bytes,
+        host_bytes=1000 * GB,
+        has_gpu=True,
+        gpu_type=options.gpu_type or ("" if options.gpus else ASSUMED_GPU),
+    )
     if not gpu_bytes:
         machine = dataclasses.replace(machine, device_bytes=GPUS[gpu_name(machine)].memory_gb * GB)
     return machine

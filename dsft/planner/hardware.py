@@ -1,4 +1,5 @@
-"""How fast the hardware of a plan is: from data sheets by the GPU's name, from `--interconnect`, or measured (`calibration.py`).
+"""How fast the hardware of a plan is: from data sheets by the GPU's name, from `--interconnect`, or measured
+(`calibration.py`).
 
 Speeds are for ranking configurations; the memory predictions do not depend on them.
 """
@@ -10,7 +11,9 @@ from dsft.machine import GB, Machine
 from dsft.problems import UserError
 
 MATMUL_EFFICIENCY = 0.6
-"""Share of the data sheet's rate that training's matrix products reach: 0.67 is what a published ZeRO-3 run of 14B on 8 A800 works out to (ms-swift, 1,552 tokens/s per GPU)."""
+"""Share of the data sheet's rate that training's matrix products reach: 0.67 is what a published ZeRO-3 run of 14B on 8
+A800 works out to (ms-swift, 1,552 tokens/s per GPU).
+"""
 PCIE_EFFICIENCY = 0.8
 NETWORK_EFFICIENCY = 0.8
 
@@ -83,17 +86,28 @@ class Speeds:
 
 
 def speeds_of(machine: Machine, *, half: bool) -> Speeds:
-    """Speeds of `machine` by its GPU type and interconnect; CPU ranks by a rule of thumb (`dsft plan --calibrate` measures them).
+    """Speeds of `machine` by its GPU type and interconnect; CPU ranks by a rule of thumb (`dsft plan --calibrate`
+    measures them).
 
     Raises:
         UserError: for a GPU type or interconnect that is not known.
     """
     if not machine.has_gpu:
-        # A core of a server, AVX-512: about 100 GFLOP/s in fp32; ranks share cores and memory (measured ranges vary fourfold).
+        # A core of a server, AVX-512: about 100 GFLOP/s in fp32; ranks share cores and memory (measured ranges vary
+        # fourfold).
         cores = max(1.0, machine.cores / machine.ranks_per_node)
         return Speeds(
-            flops=1e11 * cores, device_bytes=5e9 * cores, link_bytes=5e8, reduce_bytes=5e8, all_reduce_bytes=2e9, network_bytes=1e9, host_link_bytes=5e9,
-            adam_params=2e8 * machine.cores, nvme_bytes=1e9, collective_seconds=5e-4, overlaps=False,
+            flops=1e11 * cores,
+            device_bytes=5e9 * cores,
+            link_bytes=5e8,
+            reduce_bytes=5e8,
+            all_reduce_bytes=2e9,
+            network_bytes=1e9,
+            host_link_bytes=5e9,
+            adam_params=2e8 * machine.cores,
+            nvme_bytes=1e9,
+            collective_seconds=5e-4,
+            overlaps=False,
             source="rules of thumb for CPU ranks; dsft plan --calibrate measures this machine",
         )
     name = gpu_name(machine)
@@ -101,11 +115,18 @@ def speeds_of(machine: Machine, *, half: bool) -> Speeds:
     link, network = parse_interconnect(machine.interconnect, gpu)
     return Speeds(
         # fp32 without tensor cores is an eighth to a sixteenth of bf16 on these GPUs.
-        flops=MATMUL_EFFICIENCY * gpu.tflops * 1e12 / (1 if half else 8), device_bytes=0.8 * gpu.memory_gbps * GB,
-        link_bytes=link, reduce_bytes=link, all_reduce_bytes=link, network_bytes=network,
+        flops=MATMUL_EFFICIENCY * gpu.tflops * 1e12 / (1 if half else 8),
+        device_bytes=0.8 * gpu.memory_gbps * GB,
+        link_bytes=link,
+        reduce_bytes=link,
+        all_reduce_bytes=link,
+        network_bytes=network,
         host_link_bytes=PCIE_EFFICIENCY * PCIE_GBPS[gpu.pcie_gen] * GB,
         adam_params=2e9,  # 1.7e9 to 3e9 are reported for nodes of 8 GPUs
-        nvme_bytes=5e9, collective_seconds=3e-5, overlaps=True, source=f"data sheet of {name}, {machine.interconnect or 'interconnect assumed'}",
+        nvme_bytes=5e9,
+        collective_seconds=3e-5,
+        overlaps=True,
+        source=f"data sheet of {name}, {machine.interconnect or 'interconnect assumed'}",
     )
 
 
@@ -126,9 +147,11 @@ def gpu_name(machine: Machine) -> str:
 
 
 def parse_interconnect(text: str, gpu: Gpu) -> tuple[float, float]:
-    """(bytes/s of a rank within the node, bytes/s of a node's network) for "nvlink+ib400", "pcie", "pcie4+eth25", "nvlink+8xib400" ...
+    """(bytes/s of a rank within the node, bytes/s of a node's network) for "nvlink+ib400", "pcie", "pcie4+eth25",
+    "nvlink+8xib400" ...
 
-    The number after ib, roce or eth is Gbit/s of one card; one card per node unless "8x" stands before it. Without a part for the
+    The number after ib, roce or eth is Gbit/s of one card; one card per node unless "8x" stands before it. Without a
+    part for the
     node, NVLink where the GPU has it, else PCIe; without a network, ib400.
 
     Raises:
@@ -145,6 +168,11 @@ def parse_interconnect(text: str, gpu: Gpu) -> tuple[float, float]:
         elif card and int(card[3]) and int(card[1] or 1):
             network = NETWORK_EFFICIENCY * int(card[1] or 1) * int(card[3]) / 8 * GB
         else:
-            raise UserError([f"--interconnect {text}: {part!r} is unknown; join nvlink or pcie (pcie3, pcie4, pcie5) and a network such as ib400, 8xib400 or eth10 with +"])
+            raise UserError(
+                [
+                    f"--interconnect {text}: {part!r} is unknown; join nvlink or pcie (pcie3, pcie4, pcie5) and a"
+                    " network such as ib400, 8xib400 or eth10 with +"
+                ]
+            )
     default_link = 0.8 * gpu.nvlink_gbps if gpu.nvlink_gbps else PCIE_EFFICIENCY * PCIE_GBPS[gpu.pcie_gen]
     return link or default_link * GB, network or NETWORK_EFFICIENCY * 50 * GB

@@ -1,4 +1,5 @@
-"""Rates between nodes as `dsft doctor` measured them, kept in `~/.cache/dsft/links.json` by the set of hosts, for the time model of later plans.
+"""Rates between nodes as `dsft doctor` measured them, kept in `~/.cache/dsft/links.json` by the set of hosts, for the
+time model of later plans.
 
 Remove the file to go back to data sheets. Imports no torch: the doctor's quick part writes here too.
 """
@@ -7,7 +8,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,9 @@ def links_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsft" / "links.json"
 
 
-def keep_links(host_names: Iterable[str], *, network_bytes: float, link_bytes: float, collective_seconds: float) -> None:
+def keep_links(
+    host_names: Iterable[str], *, network_bytes: float, link_bytes: float, collective_seconds: float
+) -> None:
     """Keep what was measured between these hosts.
 
     Args:
@@ -28,8 +31,14 @@ def keep_links(host_names: Iterable[str], *, network_bytes: float, link_bytes: f
         link_bytes: bytes per second that a rank gets inside its node, in the slowest node; 0 with one rank per node.
     """
     path = links_file()
-    known = _read(path) | {_key(host_names): {"network_bytes": network_bytes, "link_bytes": link_bytes, "collective_seconds": collective_seconds,
-                                              "date": datetime.now(timezone.utc).date().isoformat()}}
+    known = _read(path) | {
+        _key(host_names): {
+            "network_bytes": network_bytes,
+            "link_bytes": link_bytes,
+            "collective_seconds": collective_seconds,
+            "date": datetime.now(UTC).date().isoformat(),
+        }
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(f".{os.getpid()}.tmp")
     beside.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
@@ -37,13 +46,22 @@ def keep_links(host_names: Iterable[str], *, network_bytes: float, link_bytes: f
 
 
 def with_links(speeds: "Speeds", machine: "Machine") -> "Speeds":
-    """`speeds` with the rates measured between the nodes of `machine`, where they were; a single node keeps its own calibration."""
+    """`speeds` with the rates measured between the nodes of `machine`, where they were; a single node keeps its own
+    calibration.
+    """
     measured = _read(links_file()).get(_key(machine.host_names)) if machine.nodes > 1 and machine.host_names else None
     try:
-        values = {"network_bytes": float(measured["network_bytes"]), "collective_seconds": float(measured["collective_seconds"])}
+        values = {
+            "network_bytes": float(measured["network_bytes"]),
+            "collective_seconds": float(measured["collective_seconds"]),
+        }
         if measured["link_bytes"] > 0 and machine.ranks_per_node > 1:
             values |= dict.fromkeys(("link_bytes", "reduce_bytes", "all_reduce_bytes"), float(measured["link_bytes"]))
-        return dataclasses.replace(speeds, **values, source=f"{speeds.source}; links between these nodes measured by dsft doctor on {measured['date']}")
+        return dataclasses.replace(
+            speeds,
+            **values,
+            source=f"{speeds.source}; links between these nodes measured by dsft doctor on {measured['date']}",
+        )
     except (KeyError, TypeError, ValueError):  # nothing measured, or a damaged file
         return speeds
 

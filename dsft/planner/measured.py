@@ -1,7 +1,9 @@
 """Holds a plan's predictions against what training really took: memory of GPUs and hosts, time of a step.
 
-Peaks are those of training, without loading, which maps checkpoint files into memory that the kernel takes back when it needs it.
-Host memory is resident memory (RSS) of all ranks of a node and their child processes; pages that processes share count once for each.
+Peaks are those of training, without loading, which maps checkpoint files into memory that the kernel takes back when it
+needs it.
+Host memory is resident memory (RSS) of all ranks of a node and their child processes; pages that processes share count
+once for each.
 Held-out evaluation and checkpoints on the way are part of the peak over the whole training, but not of the plan.
 """
 
@@ -41,11 +43,16 @@ class Comparison:
 
     def __str__(self) -> str:
         scale = GiB if self.unit == "GiB" else 1
-        return f"{self.name} {self.measured / scale:.3g} {self.unit} (predicted {self.predicted / scale:.3g}, {self.error:+.0%})"
+        return (
+            f"{self.name} {self.measured / scale:.3g} {self.unit} (predicted {self.predicted / scale:.3g},"
+            f" {self.error:+.0%})"
+        )
 
 
 class PlanCheck(TrainerCallback):
-    """Compares after the first steps and at the end; `comparisons` holds the newest, for run.json. Collective at those steps."""
+    """Compares after the first steps and at the end; `comparisons` holds the newest, for run.json. Collective at those
+    steps.
+    """
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -72,7 +79,9 @@ class PlanCheck(TrainerCallback):
 
     def _compare(self, when: str) -> None:
         found = compare(self.plan, self.step_seconds)
-        self.comparisons[when] = {one.name: {"predicted": one.predicted, "measured": one.measured, "error": one.error} for one in found}
+        self.comparisons[when] = {
+            one.name: {"predicted": one.predicted, "measured": one.measured, "error": one.error} for one in found
+        }
         say(f"measured {when}: " + "; ".join(map(str, found)))
         off = [one.name for one in found if abs(one.error) > TOLERANCE]
         if off:
@@ -82,7 +91,11 @@ class PlanCheck(TrainerCallback):
 def compare(plan: Plan, step_seconds: list[float]) -> list[Comparison]:
     """Every figure that this machine can measure. Collective: the fullest GPU, the fullest node, the slowest rank."""
     children = sum(child.memory_info().rss for child in psutil.Process().children(recursive=True))
-    facts = {"node": socket.gethostname(), "host": peak_resident_bytes() + children, "seconds": statistics.median(step_seconds[1:] or step_seconds)}
+    facts = {
+        "node": socket.gethostname(),
+        "host": peak_resident_bytes() + children,
+        "seconds": statistics.median(step_seconds[1:] or step_seconds),
+    }
     if has_gpu():
         facts |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     everyone = [facts]
@@ -92,9 +105,34 @@ def compare(plan: Plan, step_seconds: list[float]) -> list[Comparison]:
     nodes: dict[str, int] = {}
     for one in everyone:
         nodes[one["node"]] = nodes.get(one["node"], 0) + one["host"]
-    found = [Comparison(name="host memory of a node", predicted=plan.training_host_bytes, measured=max(nodes.values()), unit="GiB")]
+    found = [
+        Comparison(
+            name="host memory of a node", predicted=plan.training_host_bytes, measured=max(nodes.values()), unit="GiB"
+        )
+    ]
     if has_gpu():
-        found.append(Comparison(name="GPU memory allocated", predicted=plan.allocated_bytes, measured=max(one["allocated"] for one in everyone), unit="GiB"))
-        found.append(Comparison(name="GPU memory reserved", predicted=plan.reserved_bytes, measured=max(one["reserved"] for one in everyone), unit="GiB"))
-    found.append(Comparison(name="time of a step", predicted=plan.time.step_seconds, measured=max(one["seconds"] for one in everyone), unit="s"))
+        found.append(
+            Comparison(
+                name="GPU memory allocated",
+                predicted=plan.allocated_bytes,
+                measured=max(one["allocated"] for one in everyone),
+                unit="GiB",
+            )
+        )
+        found.append(
+            Comparison(
+                name="GPU memory reserved",
+                predicted=plan.reserved_bytes,
+                measured=max(one["reserved"] for one in everyone),
+                unit="GiB",
+            )
+        )
+    found.append(
+        Comparison(
+            name="time of a step",
+            predicted=plan.time.step_seconds,
+            measured=max(one["seconds"] for one in everyone),
+            unit="s",
+        )
+    )
     return found

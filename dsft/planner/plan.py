@@ -1,4 +1,5 @@
-"""Chooses a DeepSpeed configuration: predicts memory and time of every candidate and takes the fastest that fits. Pure arithmetic.
+"""Chooses a DeepSpeed configuration: predicts memory and time of every candidate and takes the fastest that fits. Pure
+arithmetic.
 
     job = Job(size=measure_model(config), model_config=..., method="full", half=True, seq_len=4096)
     plans = all_plans(job, machine, speeds_of(machine, half=True))
@@ -34,7 +35,9 @@ SEQUENCES_PER_STEP = 64
 """Sequences of one optimizer step over all ranks where nothing is said; at least one per rank."""
 LARGEST_MICRO_BATCH = 64
 SMALL_LIVE_PARAMS = 50_000_000
-"""stage3_max_live_parameters and stage3_max_reuse_distance, lowered together (one alone changes nothing), where 1e9 would not fit."""
+"""stage3_max_live_parameters and stage3_max_reuse_distance, lowered together (one alone changes nothing), where 1e9
+would not fit.
+"""
 HOST_SHARE = 0.95
 """Of a node's memory; the rest is the system's."""
 CONTEXT_BYTES = 2**29
@@ -44,7 +47,19 @@ COMMUNICATION_BYTES = 2**29
 FRAGMENTATION = 0.03
 """What the allocator holds beyond what is used, with expandable segments."""
 OVERHEAD = "context, NCCL and fragmentation"
-NAMES = ("0", "1", "2", "3", "3-hpz", "2-offload", "3-offload-partial", "3-offload-optimizer", "3-offload-param", "3-offload", "3-nvme")
+NAMES = (
+    "0",
+    "1",
+    "2",
+    "3",
+    "3-hpz",
+    "2-offload",
+    "3-offload-partial",
+    "3-offload-optimizer",
+    "3-offload-param",
+    "3-offload",
+    "3-nvme",
+)
 """Candidates, simplest first: of two that are equally fast, the first is taken."""
 
 
@@ -73,39 +88,76 @@ class Job:
 
     @cached_property
     def activations(self) -> ActivationBytes:
-        options = {"method": self.method, "half": self.half, "attention": self.attention, "loss": self.loss, "seq_len": self.seq_len}
+        options = {
+            "method": self.method,
+            "half": self.half,
+            "attention": self.attention,
+            "loss": self.loss,
+            "seq_len": self.seq_len,
+        }
         try:
             return activation_bytes(self.size, self.model_config, adapters=self.adapters, **options)
-        except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:  # code that does not run over fake tensors
+        except (
+            AttributeError,
+            IndexError,
+            KeyError,
+            NotImplementedError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:  # code that does not run over fake tensors
             size = self.size
-            alike = LlamaConfig(hidden_size=size.hidden_size, intermediate_size=size.ffn_size, num_hidden_layers=size.num_layers, num_attention_heads=size.num_heads,
-                                num_key_value_heads=max(1, size.kv_size // size.head_dim), head_dim=size.head_dim, vocab_size=size.vocab_size)
+            alike = LlamaConfig(
+                hidden_size=size.hidden_size,
+                intermediate_size=size.ffn_size,
+                num_hidden_layers=size.num_layers,
+                num_attention_heads=size.num_heads,
+                num_key_value_heads=max(1, size.kv_size // size.head_dim),
+                head_dim=size.head_dim,
+                vocab_size=size.vocab_size,
+            )
             activations = activation_bytes(size, alike, **options | {"attention": "flash"})
-            return dataclasses.replace(activations, source=f"formula of llama, since {size.model_type} could not be traced ({one_line(error)[:100]})")
+            return dataclasses.replace(
+                activations,
+                source=f"formula of llama, since {size.model_type} could not be traced ({one_line(error)[:100]})",
+            )
 
 
 def make_job(config: TrainConfig, **options: Any) -> Job:
     """The job of a model and method; `options` are fields of `Job`.
 
     Raises:
-        UserError: where no model can be built from its config, a LoRA target matches nothing, or seq_len is beyond its positions.
+        UserError: where no model can be built from its config, a LoRA target matches nothing, or seq_len is beyond its
+            positions.
     """
     try:
         model_config, other_params = split_multimodal(
-            load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code), trust_remote_code=config.trust_remote_code
+            load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code),
+            trust_remote_code=config.trust_remote_code,
         )
     except CONFIG_ERRORS as error:
-        raise UserError([f"model={config.model}: no language model's config can be read there ({one_line(error)})"]) from error
+        raise UserError(
+            [f"model={config.model}: no language model's config can be read there ({one_line(error)})"]
+        ) from error
     problems: list[str] = []
     size = check_model(config, problems, model_config, other_params=other_params, needs_weights=False)
     raise_if_any(problems)
     adapters = None if config.method == "full" else lora_config(config)
-    return Job(size=size, model_config=model_config, method=config.method, seq_len=config.seq_len, adapters=adapters, **options)
+    return Job(
+        size=size, model_config=model_config, method=config.method, seq_len=config.seq_len, adapters=adapters, **options
+    )
 
 
 def attention_of(config: Any, model_config: PreTrainedConfig, *, padded: bool) -> Attention:
-    """What attention holds with the options of `config`. transformers leaves sdpa's mask out only where a batch has no padding and no sliding window is reached."""
-    implementation = config.attn_implementation or empty_model(model_config, trust_remote_code=config.trust_remote_code).config.get_text_config()._attn_implementation
+    """What attention holds with the options of `config`. transformers leaves sdpa's mask out only where a batch has no
+    padding and no sliding window is reached.
+    """
+    implementation = (
+        config.attn_implementation
+        or empty_model(model_config, trust_remote_code=config.trust_remote_code)
+        .config.get_text_config()
+        ._attn_implementation
+    )
     if implementation != "sdpa":
         return "eager" if implementation == "eager" else "flash"
     window = getattr(model_config.get_text_config(), "sliding_window", None)
@@ -138,7 +190,9 @@ class Plan:
     has_gpu: bool
     fits: bool
     binds: str
-    """Of "GPU memory", "host memory", "NVMe" and "locked memory" what is too small, joined by " and "; empty where it fits."""
+    """Of "GPU memory", "host memory", "NVMe" and "locked memory" what is too small, joined by " and "; empty where it
+    fits.
+    """
 
     @property
     def allocated_bytes(self) -> int:
@@ -165,8 +219,11 @@ class Plan:
         return sum(term.num_bytes for term in self.terms if term.place == "device" and term.phase == phase)
 
 
-def all_plans(job: Job, machine: Machine, speeds: Speeds, *, zero: str = "auto", zero_file: dict[str, Any] | None = None) -> list[Plan]:
-    """The best plan of each candidate (configuration, activation checkpointing): over its micro batches, the fastest that fits, else the smallest.
+def all_plans(
+    job: Job, machine: Machine, speeds: Speeds, *, zero: str = "auto", zero_file: dict[str, Any] | None = None
+) -> list[Plan]:
+    """The best plan of each candidate (configuration, activation checkpointing): over its micro batches, the fastest
+    that fits, else the smallest.
 
     Args:
         zero: "auto" for all candidates, else the one of that name.
@@ -177,13 +234,18 @@ def all_plans(job: Job, machine: Machine, speeds: Speeds, *, zero: str = "auto",
     plans = []
     for name in names:
         for checkpointing in choices:
-            found = [_fitted(name, zero_file, checkpointing, micro, steps, job, machine, speeds) for micro, steps in batches(job, machine.world_size)]
+            found = [
+                _fitted(name, zero_file, checkpointing, micro, steps, job, machine, speeds)
+                for micro, steps in batches(job, machine.world_size)
+            ]
             plans.append(_best_batch(found, machine))
     return plans
 
 
 def _best_batch(found: list[Plan], machine: Machine) -> Plan:
-    """The fastest that fits, else the smallest. The time model sees no launch overhead, so of equally fast ones the largest micro batch that leaves a fifth of the memory free."""
+    """The fastest that fits, else the smallest. The time model sees no launch overhead, so of equally fast ones the
+    largest micro batch that leaves a fifth of the memory free.
+    """
     fitting = [plan for plan in found if plan.fits]
     if not fitting:
         return found[0]
@@ -194,7 +256,9 @@ def _best_batch(found: list[Plan], machine: Machine) -> Plan:
 
 
 def choose(plans: list[Plan], machine: Machine) -> Plan:
-    """The fastest that fits; where nothing fits, the one that lacks least. A gain below 1 % is no reason to leave a simpler one."""
+    """The fastest that fits; where nothing fits, the one that lacks least. A gain below 1 % is no reason to leave a
+    simpler one.
+    """
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
         return min(plans, key=lambda plan: shortage(plan, machine))
@@ -213,13 +277,17 @@ def candidate_names(size: ModelSize, machine: Machine) -> list[str]:
         left_out |= {name for name in NAMES if "offload" in name}  # device and host are the same memory
     if not machine.nvme_bytes:
         left_out.add("3-nvme")
-    if size.quantized_bits:  # a quantised base is neither sharded by ZeRO-3 nor offloaded: transformers skips zero.Init for it
+    if (
+        size.quantized_bits
+    ):  # a quantised base is neither sharded by ZeRO-3 nor offloaded: transformers skips zero.Init for it
         left_out |= {name for name in NAMES if name not in ("0", "1", "2")}
     return [name for name in NAMES if name not in left_out]
 
 
 def batches(job: Job, world_size: int) -> Iterator[tuple[int, int]]:
-    """(micro batch, accumulation) to try, smallest micro batch first; each makes up the sequences of a step on all ranks."""
+    """(micro batch, accumulation) to try, smallest micro batch first; each makes up the sequences of a step on all
+    ranks.
+    """
     if job.micro_batch:
         per_step = job.sequences_per_step or job.micro_batch * world_size
         yield job.micro_batch, job.accumulation or max(1, per_step // (job.micro_batch * world_size))
@@ -230,7 +298,16 @@ def batches(job: Job, world_size: int) -> Iterator[tuple[int, int]]:
             yield micro, per_rank // micro
 
 
-def _fitted(name: str, zero_file: dict[str, Any] | None, checkpointing: bool, micro: int, accumulation: int, job: Job, machine: Machine, speeds: Speeds) -> Plan:
+def _fitted(
+    name: str,
+    zero_file: dict[str, Any] | None,
+    checkpointing: bool,
+    micro: int,
+    accumulation: int,
+    job: Job,
+    machine: Machine,
+    speeds: Speeds,
+) -> Plan:
     """The plan of one candidate, with the first of its settings that fits, else the last and leanest."""
     for deepspeed_config in _settings(name, zero_file, job, machine):
         plan = _plan(name, deepspeed_config, checkpointing, micro, accumulation, job, machine, speeds)
@@ -258,7 +335,9 @@ def _settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Ma
     shares = [1.0]
     if "ratio" in (zero.get("offload_optimizer") or {}):
         shares = [0.2, 0.4, 0.6, 0.8]
-        zero["sub_group_size"] = min(zero["sub_group_size"], max(1, job.size.num_trainable // machine.world_size // 10))  # whole sub-groups go to one side
+        zero["sub_group_size"] = min(
+            zero["sub_group_size"], max(1, job.size.num_trainable // machine.world_size // 10)
+        )  # whole sub-groups go to one side
     for share in shares:
         if "ratio" in (zero.get("offload_optimizer") or {}):
             zero = zero | {"offload_optimizer": zero["offload_optimizer"] | {"ratio": share}}
@@ -272,7 +351,8 @@ def _settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Ma
 
 
 def sub_group_size(size: ModelSize, world_size: int) -> int:
-    """Elements of the pieces in which a rank's shard is updated: they fill a power of two just about, which pinned memory is rounded up to.
+    """Elements of the pieces in which a rank's shard is updated: they fill a power of two just about, which pinned
+    memory is rounded up to.
 
     DeepSpeed closes a group once it has reached the number, so the largest shard of one parameter is left as margin.
     """
@@ -283,10 +363,26 @@ def sub_group_size(size: ModelSize, world_size: int) -> int:
     return whole - margin
 
 
-def _plan(name: str, deepspeed_config: dict[str, Any], checkpointing: bool, micro: int, accumulation: int, job: Job, machine: Machine, speeds: Speeds) -> Plan:
-    on = {"world_size": machine.world_size, "ranks_per_node": machine.ranks_per_node, "half": job.half, "has_gpu": machine.has_gpu}
+def _plan(
+    name: str,
+    deepspeed_config: dict[str, Any],
+    checkpointing: bool,
+    micro: int,
+    accumulation: int,
+    job: Job,
+    machine: Machine,
+    speeds: Speeds,
+) -> Plan:
+    on = {
+        "world_size": machine.world_size,
+        "ranks_per_node": machine.ranks_per_node,
+        "half": job.half,
+        "has_gpu": machine.has_gpu,
+    }
     with_steps = deepspeed_config | {"gradient_accumulation_steps": accumulation}
-    terms = state_terms(job.size, with_steps, fused_optimizer=job.fused_optimizer, **on) + load_terms(job.size, with_steps, **on)
+    terms = state_terms(job.size, with_steps, fused_optimizer=job.fused_optimizer, **on) + load_terms(
+        job.size, with_steps, **on
+    )
     activations = job.activations.terms(micro * job.seq_len, job.seq_len, checkpointing)
     terms += activations
     if machine.has_gpu:
@@ -294,25 +390,55 @@ def _plan(name: str, deepspeed_config: dict[str, Any], checkpointing: bool, micr
     device, host, nvme = peak_bytes(terms, "device"), peak_bytes(terms, "host"), peak_bytes(terms, "nvme")
     if not machine.has_gpu:
         host += machine.ranks_per_node * device  # CPU ranks hold everything in host memory
-    lacking = {"GPU memory": machine.has_gpu and device > machine.device_bytes, "host memory": host > HOST_SHARE * machine.host_bytes, "NVMe": nvme > machine.nvme_bytes,
-               "locked memory": bool(nvme) and machine.memlock_bytes is not None and _locked_bytes(terms, machine) > machine.memlock_bytes}
+    lacking = {
+        "GPU memory": machine.has_gpu and device > machine.device_bytes,
+        "host memory": host > HOST_SHARE * machine.host_bytes,
+        "NVMe": nvme > machine.nvme_bytes,
+        "locked memory": (
+            bool(nvme) and machine.memlock_bytes is not None and _locked_bytes(terms, machine) > machine.memlock_bytes
+        ),
+    }
     binds = " and ".join(name for name, lacks in lacking.items() if lacks)
     time = step_time(
-        job.size, resolve_auto(deepspeed_config["zero_optimization"], job.size), machine, speeds, micro_batch=micro, accumulation=accumulation, seq_len=job.seq_len,
-        checkpointing=checkpointing, half=job.half,
+        job.size,
+        resolve_auto(deepspeed_config["zero_optimization"], job.size),
+        machine,
+        speeds,
+        micro_batch=micro,
+        accumulation=accumulation,
+        seq_len=job.seq_len,
+        checkpointing=checkpointing,
+        half=job.half,
     )
     return Plan(
-        zero=name, activation_checkpointing=checkpointing, micro_batch=micro, accumulation=accumulation, deepspeed_config=deepspeed_config, terms=tuple(terms),
-        activation_bytes=sum(term.num_bytes for term in activations), time=time, device_bytes=device, host_bytes=host, ranks_per_node=machine.ranks_per_node,
-        has_gpu=machine.has_gpu, fits=not binds, binds=binds,
+        zero=name,
+        activation_checkpointing=checkpointing,
+        micro_batch=micro,
+        accumulation=accumulation,
+        deepspeed_config=deepspeed_config,
+        terms=tuple(terms),
+        activation_bytes=sum(term.num_bytes for term in activations),
+        time=time,
+        device_bytes=device,
+        host_bytes=host,
+        ranks_per_node=machine.ranks_per_node,
+        has_gpu=machine.has_gpu,
+        fits=not binds,
+        binds=binds,
     )
 
 
 def overhead(allocated_bytes: int, machine: Machine) -> Term:
     """What one GPU holds beyond torch's allocations."""
     communication = COMMUNICATION_BYTES if machine.world_size > 1 else 0
-    return Term(name=OVERHEAD, num_bytes=CONTEXT_BYTES + communication + int(FRAGMENTATION * allocated_bytes),
-                formula=f"{CONTEXT_BYTES / GiB:.1f} GiB context + {communication / GiB:.1f} GiB NCCL + {FRAGMENTATION:.0%} of what is allocated")
+    return Term(
+        name=OVERHEAD,
+        num_bytes=CONTEXT_BYTES + communication + int(FRAGMENTATION * allocated_bytes),
+        formula=(
+            f"{CONTEXT_BYTES / GiB:.1f} GiB context + {communication / GiB:.1f} GiB NCCL + {FRAGMENTATION:.0%} of what"
+            " is allocated"
+        ),
+    )
 
 
 def _locked_bytes(terms: list[Term], machine: Machine) -> int:
@@ -329,7 +455,10 @@ def shortage(plan: Plan, machine: Machine) -> float:
 
 def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "auto", resumes: bool = False) -> str:
     """One sentence why, and one what the next better configuration would need."""
-    have = f"{in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'} and {in_gib(machine.host_bytes)} per host are there"
+    have = (
+        f"{in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'} and {in_gib(machine.host_bytes)}"
+        " per host are there"
+    )
     if not chosen.fits:
         if zero != "auto":
             return f"zero={zero} cannot fit: {chosen.label} needs {need(chosen)}; {have}."
@@ -337,8 +466,13 @@ def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "au
     speed = f"{chosen.time.step_seconds:.3g} s per step, {chosen.time.tokens_per_second:,.0f} tokens/s predicted"
     why = f"{chosen.label} is the fastest that fits ({speed})"
     if zero != "auto":
-        why = f"zero={zero} {'is what the resumed run began with' if resumes else 'was asked for'}, and {chosen.label} fits ({speed})"
-    better = [plan for plan in plans if not plan.fits and plan.time.tokens_per_second > 1.01 * chosen.time.tokens_per_second]
+        why = (
+            f"zero={zero} {'is what the resumed run began with' if resumes else 'was asked for'}, and {chosen.label}"
+            f" fits ({speed})"
+        )
+    better = [
+        plan for plan in plans if not plan.fits and plan.time.tokens_per_second > 1.01 * chosen.time.tokens_per_second
+    ]
     if not better:
         return f"{why}; {have}."
     nearest = min(better, key=lambda plan: shortage(plan, machine))

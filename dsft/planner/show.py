@@ -13,7 +13,11 @@ PHASES = {"always": "always", "compute": "forward and backward", "step": "optimi
 
 def describe_model(size: ModelSize) -> str:
     """One line: parameters by kind."""
-    parts = [f"{size.num_params / 1e9:,.3f} B parameters", f"{size.num_trainable / 1e9:,.3f} B trained", f"embedding {size.embedding_params / 1e9:,.3f} B"]
+    parts = [
+        f"{size.num_params / 1e9:,.3f} B parameters",
+        f"{size.num_trainable / 1e9:,.3f} B trained",
+        f"embedding {size.embedding_params / 1e9:,.3f} B",
+    ]
     parts.append(f"head {size.head_params / 1e9:,.3f} B" if size.head_params else "head tied")
     if size.expert_params:
         parts.append(f"experts {size.expert_params / 1e9:,.3f} B, {size.active_params / 1e9:,.3f} B active per token")
@@ -25,15 +29,47 @@ def describe_model(size: ModelSize) -> str:
 def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machine) -> None:
     """The table of all candidates, the chosen one marked."""
     device = "GPU" if machine.has_gpu else "rank"
-    table = Table(caption=f"GiB per {device}; host: GiB per node; batch: sequences of a micro batch x accumulation", caption_justify="left")
-    for name in ("", "ZeRO", "ckpt", "batch", "states", "buffers", "activations", "step", "peak", "host", "s/step", "tokens/s", "fits"):
-        table.add_column(name, no_wrap=True, justify="left" if name in ("", "ZeRO", "ckpt", "batch", "fits") else "right")
+    table = Table(
+        caption=f"GiB per {device}; host: GiB per node; batch: sequences of a micro batch x accumulation",
+        caption_justify="left",
+    )
+    for name in (
+        "",
+        "ZeRO",
+        "ckpt",
+        "batch",
+        "states",
+        "buffers",
+        "activations",
+        "step",
+        "peak",
+        "host",
+        "s/step",
+        "tokens/s",
+        "fits",
+    ):
+        table.add_column(
+            name, no_wrap=True, justify="left" if name in ("", "ZeRO", "ckpt", "batch", "fits") else "right"
+        )
     for plan in plans:
         states, compute, step = (plan.part_bytes(phase) for phase in ("always", "compute", "step"))
-        numbers = (states, compute - plan.activation_bytes, plan.activation_bytes, step, plan.device_bytes, plan.host_bytes)
+        numbers = (
+            states,
+            compute - plan.activation_bytes,
+            plan.activation_bytes,
+            step,
+            plan.device_bytes,
+            plan.host_bytes,
+        )
         table.add_row(
-            "->" if plan is chosen else "", plan.zero, "on" if plan.activation_checkpointing else "off", f"{plan.micro_batch} x {plan.accumulation}",
-            *(f"{number / GiB:,.1f}" for number in numbers), f"{plan.time.step_seconds:,.2f}", f"{plan.time.tokens_per_second:,.0f}", "yes" if plan.fits else f"no: {plan.binds}",
+            "->" if plan is chosen else "",
+            plan.zero,
+            "on" if plan.activation_checkpointing else "off",
+            f"{plan.micro_batch} x {plan.accumulation}",
+            *(f"{number / GiB:,.1f}" for number in numbers),
+            f"{plan.time.step_seconds:,.2f}",
+            f"{plan.time.tokens_per_second:,.0f}",
+            "yes" if plan.fits else f"no: {plan.binds}",
         )
     console = _console()
     console.print(f"{describe_model(size)}\n{machine}", soft_wrap=True)
@@ -46,13 +82,24 @@ def explain(plan: Plan) -> None:
     for name in ("term", "held", "where", "GiB", "formula"):
         table.add_column(name, overflow="fold", justify="right" if name == "GiB" else "left")
     for term in sorted(plan.terms, key=lambda term: (term.place, list(PHASES).index(term.phase))):
-        table.add_row(term.name, PHASES[term.phase], "one GPU or rank" if term.place == "device" else "one node", f"{term.num_bytes / GiB:,.3f}", term.formula)
+        table.add_row(
+            term.name,
+            PHASES[term.phase],
+            "one GPU or rank" if term.place == "device" else "one node",
+            f"{term.num_bytes / GiB:,.3f}",
+            term.formula,
+        )
     times = Table(title="one optimizer step", title_justify="left")
     for name in ("part", "seconds"):
         times.add_column(name, justify="right" if name == "seconds" else "left")
     time = plan.time
-    for name, seconds in (("matrix products and attention", time.compute_seconds), ("communication, if nothing hid it", time.communication_seconds),
-                          ("offload transfers, if nothing hid them", time.offload_seconds), ("optimizer", time.optimizer_seconds), ("together", time.step_seconds)):
+    for name, seconds in (
+        ("matrix products and attention", time.compute_seconds),
+        ("communication, if nothing hid it", time.communication_seconds),
+        ("offload transfers, if nothing hid them", time.offload_seconds),
+        ("optimizer", time.optimizer_seconds),
+        ("together", time.step_seconds),
+    ):
         times.add_row(name, f"{seconds:,.4f}")
     console = _console()
     console.print(table)
@@ -67,8 +114,15 @@ def show_scale(rows: list[tuple[Machine, Plan]]) -> None:
         table.add_column(name, no_wrap=name != "plan", justify="left" if name in ("plan", "fits") else "right")
     for machine, plan in rows:
         table.add_row(
-            str(machine.nodes), str(machine.world_size), plan.label, f"{plan.device_bytes / GiB:,.1f}", f"{plan.host_bytes / GiB:,.0f}", f"{plan.time.step_seconds:,.2f}",
-            f"{plan.time.tokens_per_second:,.0f}", f"{gpu_hours(plan, machine):,.1f}", "yes" if plan.fits else f"no: {plan.binds}",
+            str(machine.nodes),
+            str(machine.world_size),
+            plan.label,
+            f"{plan.device_bytes / GiB:,.1f}",
+            f"{plan.host_bytes / GiB:,.0f}",
+            f"{plan.time.step_seconds:,.2f}",
+            f"{plan.time.tokens_per_second:,.0f}",
+            f"{gpu_hours(plan, machine):,.1f}",
+            "yes" if plan.fits else f"no: {plan.binds}",
         )
     _console().print(table)
 
@@ -78,14 +132,22 @@ def gpu_hours(plan: Plan, machine: Machine) -> float:
     return 1e9 / plan.time.tokens_per_second * machine.world_size / 3600
 
 
-def show_evaluation_plans(chosen: EvaluationPlan, plans: list[EvaluationPlan], size: ModelSize, machine: Machine) -> None:
+def show_evaluation_plans(
+    chosen: EvaluationPlan, plans: list[EvaluationPlan], size: ModelSize, machine: Machine
+) -> None:
     table = Table(caption=f"GiB per {'GPU' if machine.has_gpu else 'rank'}; host: GiB per node", caption_justify="left")
     for name in ("", "zero", "batch_tokens", "weights", "activations and logits", "peak", "host", "tokens/s", "fits"):
         table.add_column(name, no_wrap=True, justify="left" if name in ("", "zero", "fits") else "right")
     for plan in plans:
         numbers = (plan.weight_bytes, plan.activation_bytes, plan.device_bytes, plan.host_bytes)
-        table.add_row("->" if plan is chosen else "", plan.zero, f"{plan.batch_tokens:,}", *(f"{number / GiB:,.1f}" for number in numbers), f"{plan.tokens_per_second:,.0f}",
-                      "yes" if plan.fits else f"no: {plan.binds}")
+        table.add_row(
+            "->" if plan is chosen else "",
+            plan.zero,
+            f"{plan.batch_tokens:,}",
+            *(f"{number / GiB:,.1f}" for number in numbers),
+            f"{plan.tokens_per_second:,.0f}",
+            "yes" if plan.fits else f"no: {plan.binds}",
+        )
     console = _console()
     console.print(f"{describe_model(size)}\n{machine}", soft_wrap=True)
     console.print(table)

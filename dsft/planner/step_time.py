@@ -1,9 +1,13 @@
 """Predicts the time of one optimizer step, to rank configurations. Pure arithmetic.
 
-Products of matrices per token: 2 x active parameters forward, twice that backward (once with LoRA, whose base needs no weight gradients),
-once more forward with activation checkpointing. Traffic of ZeRO: stage 0, 1: gradients reduced and weights gathered once per step;
-stage 2: gradients in each micro step; stage 3: weights gathered for forward and backward of each micro step, gradients scattered
-(ZeRO paper, section 7; with LoRA the gradients are the adapters'). Left out: data loading, logging, stragglers, an uneven network.
+Products of matrices per token: 2 x active parameters forward, twice that backward (once with LoRA, whose base needs no
+weight gradients),
+once more forward with activation checkpointing. Traffic of ZeRO: stage 0, 1: gradients reduced and weights gathered
+once per step;
+stage 2: gradients in each micro step; stage 3: weights gathered for forward and backward of each micro step, gradients
+scattered
+(ZeRO paper, section 7; with LoRA the gradients are the adapters'). Left out: data loading, logging, stragglers, an
+uneven network.
 """
 
 from dataclasses import dataclass
@@ -14,9 +18,13 @@ from dsft.planner.hardware import Speeds
 from dsft.zero_config import get_value
 
 ADAM_BYTES = 30
-"""Memory traffic of AdamW per parameter: read gradient 4 and master 4, m 4, v 4; write master 4, m 4, v 4, bf16 weight 2."""
+"""Memory traffic of AdamW per parameter: read gradient 4 and master 4, m 4, v 4; write master 4, m 4, v 4, bf16 weight
+2.
+"""
 GATHERS_PER_LAYER = 8
-"""Modules with weights of their own in a transformer layer, each a collective of ZeRO-3: q, k, v, o, gate, up, down and the norms."""
+"""Modules with weights of their own in a transformer layer, each a collective of ZeRO-3: q, k, v, o, gate, up, down and
+the norms.
+"""
 OVERLAP_LOSS = 0.1
 """Share of the shorter of computing and communicating that overlap does not hide."""
 
@@ -43,7 +51,9 @@ class StepTime:
 
 def forward_flops_per_token(size: ModelSize, seq_len: int) -> float:
     """Floating-point operations of one forward on one token, attention of a causal sequence included."""
-    return 2 * size.active_params + 2 * seq_len * size.num_heads * size.head_dim * size.num_layers  # causal: half of 4 s h L
+    return (
+        2 * size.active_params + 2 * seq_len * size.num_heads * size.head_dim * size.num_layers
+    )  # causal: half of 4 s h L
 
 
 def flops_per_token(size: ModelSize, seq_len: int, *, checkpointing: bool) -> float:
@@ -52,7 +62,18 @@ def flops_per_token(size: ModelSize, seq_len: int, *, checkpointing: bool) -> fl
     return passes * forward_flops_per_token(size, seq_len)
 
 
-def step_time(size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, *, micro_batch: int, accumulation: int, seq_len: int, checkpointing: bool, half: bool) -> StepTime:
+def step_time(
+    size: ModelSize,
+    zero: dict,
+    machine: Machine,
+    speeds: Speeds,
+    *,
+    micro_batch: int,
+    accumulation: int,
+    seq_len: int,
+    checkpointing: bool,
+    half: bool,
+) -> StepTime:
     """Time of one optimizer step of `accumulation` micro steps of `micro_batch` sequences on every rank.
 
     Args:
@@ -68,12 +89,21 @@ def step_time(size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, *, 
         busy = max(compute, moving) + OVERLAP_LOSS * min(compute, moving)
     else:
         busy = compute + communication + offload
-    return StepTime(compute_seconds=compute, communication_seconds=communication, offload_seconds=offload, optimizer_seconds=optimizer,
-                    step_seconds=busy + optimizer, tokens_per_step=accumulation * tokens * machine.world_size)
+    return StepTime(
+        compute_seconds=compute,
+        communication_seconds=communication,
+        offload_seconds=offload,
+        optimizer_seconds=optimizer,
+        step_seconds=busy + optimizer,
+        tokens_per_step=accumulation * tokens * machine.world_size,
+    )
 
 
-def collective_seconds(num_bytes: float, calls: float, machine: Machine, speeds: Speeds, link_bytes: float, *, inside_node: bool = False) -> float:
-    """A collective over `num_bytes` in total: each rank gets all but its own share over its links, each node all but its own over its cards.
+def collective_seconds(
+    num_bytes: float, calls: float, machine: Machine, speeds: Speeds, link_bytes: float, *, inside_node: bool = False
+) -> float:
+    """A collective over `num_bytes` in total: each rank gets all but its own share over its links, each node all but
+    its own over its cards.
 
     Args:
         link_bytes: of `speeds`, the rate of this kind of collective within a node.
@@ -87,7 +117,9 @@ def collective_seconds(num_bytes: float, calls: float, machine: Machine, speeds:
     return max(inside, across) + calls * speeds.collective_seconds
 
 
-def _communication_seconds(size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, accumulation: int, half: bool) -> float:
+def _communication_seconds(
+    size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, accumulation: int, half: bool
+) -> float:
     width, stage = 2 if half else 4, zero["stage"]
     weights, gradients = width * size.num_params, width * size.num_trainable
     buckets = size.num_trainable // zero["reduce_bucket_size"] + 1
@@ -100,12 +132,18 @@ def _communication_seconds(size: ModelSize, zero: dict, machine: Machine, speeds
     calls = GATHERS_PER_LAYER * size.num_layers
     forward = collective_seconds(weights, calls, machine, speeds, speeds.link_bytes)
     # With hpZ the forward's gather fills a second partition within the node, which the backward gathers from.
-    backward = collective_seconds(weights, calls, machine, speeds, speeds.link_bytes, inside_node=zero["zero_hpz_partition_size"] > 1)
+    backward = collective_seconds(
+        weights, calls, machine, speeds, speeds.link_bytes, inside_node=zero["zero_hpz_partition_size"] > 1
+    )
     return accumulation * (forward + backward + reduce)
 
 
-def _update_seconds(size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, accumulation: int, half: bool) -> tuple[float, float]:
-    """(transfers, optimizer) of one step. A rank moves only its own shard; stages 0 updates everything on every rank."""
+def _update_seconds(
+    size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, accumulation: int, half: bool
+) -> tuple[float, float]:
+    """(transfers, optimizer) of one step. A rank moves only its own shard; stages 0 updates everything on every
+    rank.
+    """
     width = 2 if half else 4
     shards = machine.world_size if zero["stage"] else 1
     own = size.num_trainable / shards
@@ -116,13 +154,17 @@ def _update_seconds(size: ModelSize, zero: dict, machine: Machine, speeds: Speed
     if ratio:
         on_host = ratio * own
         if machine.has_gpu:
-            offload += (accumulation + 1) * width * on_host / speeds.host_link_bytes  # gradients down each micro step, weights up once
+            offload += (
+                (accumulation + 1) * width * on_host / speeds.host_link_bytes
+            )  # gradients down each micro step, weights up once
         optimizer = max(optimizer, on_host * machine.ranks_per_node / speeds.adam_params)
     if where == "nvme":
         offload += 2 * 12 * own * machine.ranks_per_node / speeds.nvme_bytes  # master, m and v read and written
     params = get_value(zero, "offload_param.device") or "none"
     if params != "none":
-        moved = 2 * accumulation * width * size.num_params / machine.world_size  # this rank's shard, for forward and backward
+        moved = (
+            2 * accumulation * width * size.num_params / machine.world_size
+        )  # this rank's shard, for forward and backward
         if machine.has_gpu:
             offload += moved / speeds.host_link_bytes
         if params == "nvme":

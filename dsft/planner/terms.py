@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Phase = Literal["always", "compute", "step", "load"]
-"""always: from the first step to the last. compute: forward and backward of a micro batch. step: the optimizer's. load: before training."""
+"""always: from the first step to the last. compute: forward and backward of a micro batch. step: the optimizer's. load:
+before training.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +17,9 @@ class Term:
     name: str
     """What it holds: "bf16 weights", "gathered parameters", "logits and loss" ..."""
     num_bytes: int
-    """place device: on one GPU (one rank, where ranks run on CPU). place host, nvme: on one node, all its ranks together."""
+    """place device: on one GPU (one rank, where ranks run on CPU). place host, nvme: on one node, all its ranks
+    together.
+    """
     formula: str
     """The arithmetic with its numbers, for `dsft plan --explain`."""
     phase: Phase = "always"

@@ -1,8 +1,12 @@
-"""Activation bytes of a model that transformers builds, from one forward and backward over fake tensors: shapes only, no memory, no GPU.
+"""Activation bytes of a model that transformers builds, from one forward and backward over fake tensors: shapes only,
+no memory, no GPU.
 
-Few layers are traced and the rest is extrapolated (every layer of a kind keeps the same bytes), so a model of any size takes seconds.
-Storages are counted as autograd and the Python code hold and free them. Weights, their gradients and the token ids are left out. What a
-CUDA kernel needs inside (workspace of a matrix product, a rounded-up length) is left out too, but for attention, whose kernels are
+Few layers are traced and the rest is extrapolated (every layer of a kind keeps the same bytes), so a model of any size
+takes seconds.
+Storages are counted as autograd and the Python code hold and free them. Weights, their gradients and the token ids are
+left out. What a
+CUDA kernel needs inside (workspace of a matrix product, a rounded-up length) is left out too, but for attention, whose
+kernels are
 stood in for by `FusedAttention`, since a CPU build of torch has none of them.
 
 Shape suffixes: B batch, N heads, T time, D head dim.
@@ -24,13 +28,21 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations import moe
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 Attention = Literal["flash", "sdpa", "eager"]
-"""flash: flash_attention_2, or sdpa where no mask is given. sdpa: sdpa with a mask (padding, sliding window). eager: plain products."""
+"""flash: flash_attention_2, or sdpa where no mask is given. sdpa: sdpa with a mask (padding, sliding window). eager:
+plain products.
+"""
 
 
 class StorageLog(TorchDispatchMode):
@@ -38,7 +50,8 @@ class StorageLog(TorchDispatchMode):
 
     Args:
         known: tensors that are not counted (weights, buffers, inputs).
-        gradient_shape: a tensor of this shape made after `mark("loss")` is a gradient of the (tied) embedding, and is not counted.
+        gradient_shape: a tensor of this shape made after `mark("loss")` is a gradient of the (tied) embedding, and is
+            not counted.
     """
 
     def __init__(self, known: list[torch.Tensor], gradient_shape: torch.Size):
@@ -99,8 +112,10 @@ class StorageLog(TorchDispatchMode):
 class FusedAttention(torch.autograd.Function):
     """Allocates what the CUDA kernels behind scaled_dot_product_attention allocate, and computes nothing.
 
-    flash: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd: dq_accum in fp32, dk and dv for all query heads where
-    heads share keys). With a mask, and in fp32, the memory-efficient kernel, which has no such buffers (attention_backward.cu).
+    flash: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd: dq_accum in fp32, dk and dv for all
+        query heads where
+    heads share keys). With a mask, and in fp32, the memory-efficient kernel, which has no such buffers
+    (attention_backward.cu).
     """
 
     @staticmethod
@@ -113,13 +128,13 @@ class FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient_BTND):
-        query, key, value, bias, output, log_sums = ctx.saved_tensors
+        query, key, value, bias, _output, log_sums = ctx.saved_tensors
         gradients = [torch.zeros_like(tensor) for tensor in (query, key, value)]
         workspace = [torch.zeros_like(log_sums)]
         if bias is None and query.dtype != torch.float32:
             workspace.append(torch.zeros_like(query, dtype=torch.float32))
             if key.shape[1] != query.shape[1]:
-                workspace += [query.new_zeros(query.shape[:-1] + (tensor.shape[-1],)) for tensor in (key, value)]
+                workspace += [query.new_zeros((*query.shape[:-1], tensor.shape[-1])) for tensor in (key, value)]
         del workspace
         return *gradients, None
 
@@ -129,10 +144,15 @@ def _flash_attention(module, query, key, value, attention_mask, **_):
 
 
 def _masked_attention(module, query, key, value, attention_mask, **_):
-    """transformers/integrations/sdpa_attention.py repeats keys and values where there is a mask; torch turns a bool mask into one of the query's dtype, in every layer."""
+    """transformers/integrations/sdpa_attention.py repeats keys and values where there is a mask; torch turns a bool
+    mask into one of the query's dtype, in every layer.
+    """
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and attention_mask is not None:
-        key, value = (tensor[:, :, None].expand(-1, -1, groups, -1, -1).reshape(tensor.shape[0], -1, *tensor.shape[2:]) for tensor in (key, value))
+        key, value = (
+            tensor[:, :, None].expand(-1, -1, groups, -1, -1).reshape(tensor.shape[0], -1, *tensor.shape[2:])
+            for tensor in (key, value)
+        )
     bias = None
     if attention_mask is not None:
         bias = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill_(attention_mask.logical_not(), -math.inf)
@@ -157,9 +177,13 @@ class StepTrace:
     """Bytes of one forward and backward of a micro batch, above weights, gradients and token ids."""
 
     kept: int
-    """What embedding and layers made and autograd still holds when the loss is known, without the last layer's output (that is `head`'s)."""
+    """What embedding and layers made and autograd still holds when the loss is known, without the last layer's output
+    (that is `head`'s).
+    """
     head: int
-    """The most above `kept` from the last layer's output until its gradient is there: final norm, logits, loss and their backward."""
+    """The most above `kept` from the last layer's output until its gradient is there: final norm, logits, loss and
+    their backward.
+    """
     layers: int
     """The most above `kept` before and after that: the forward of a layer, or its (recompute and) backward."""
 
@@ -172,7 +196,9 @@ def trace_step(model: PreTrainedModel, *, batch: int, seq_len: int, attention: A
     ids_BT = torch.zeros(batch, seq_len, dtype=torch.long)
     mask_BT = None if attention == "flash" else torch.ones_like(ids_BT)
     embedding = model.get_input_embeddings().weight
-    log = StorageLog([*model.parameters(), *model.buffers(), ids_BT, *([] if mask_BT is None else [mask_BT])], embedding.shape)
+    log = StorageLog(
+        [*model.parameters(), *model.buffers(), ids_BT, *([] if mask_BT is None else [mask_BT])], embedding.shape
+    )
     last_layer = _layers(model)[-1]
     last_output = []
 
@@ -194,14 +220,18 @@ def trace_step(model: PreTrainedModel, *, batch: int, seq_len: int, attention: A
     live = log.live_bytes()
     head, layers = log.marks["head"], log.marks["layers"]
     kept = log.bytes_of(range(head), alive_at="loss") - log.bytes_of(last_output, alive_at="loss")
-    return StepTrace(kept=kept, head=max(live[head : layers + 1]) - kept, layers=max(live[:head] + live[layers:]) - kept)
+    return StepTrace(
+        kept=kept, head=max(live[head : layers + 1]) - kept, layers=max(live[:head] + live[layers:]) - kept
+    )
 
 
 def trace_forward(model: PreTrainedModel, *, batch: int, seq_len: int, attention: Attention) -> int:
     """Peak bytes of the backbone without gradients, as `perplexity.score` calls it (the head on one position only)."""
     ids_BT = torch.zeros(batch, seq_len, dtype=torch.long)
     mask_BT = None if attention == "flash" else torch.ones_like(ids_BT)
-    log = StorageLog([*model.parameters(), *model.buffers(), ids_BT, *([] if mask_BT is None else [mask_BT])], torch.Size())
+    log = StorageLog(
+        [*model.parameters(), *model.buffers(), ids_BT, *([] if mask_BT is None else [mask_BT])], torch.Size()
+    )
     model.eval()
     with torch.no_grad(), log:
         model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, logits_to_keep=1)
@@ -215,15 +245,24 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def fake_model(model_config: PreTrainedConfig, *, dtype: torch.dtype, attention: Attention, adapters: LoraConfig | None = None, checkpointing: bool = False,
-               layers: list[int] | None = None) -> Iterator[PreTrainedModel]:
+def fake_model(
+    model_config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    attention: Attention,
+    adapters: LoraConfig | None = None,
+    checkpointing: bool = False,
+    layers: list[int] | None = None,
+) -> Iterator[PreTrainedModel]:
     """The model over fake tensors, set up as dsft/model.py and the Trainer do, within the mode that it runs in.
 
     Args:
         layers: only these, a number twice being two layers alike; by default all.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config.get_text_config()), dtype=dtype, attn_implementation=_IMPLEMENTATIONS[attention])
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(model_config.get_text_config()), dtype=dtype, attn_implementation=_IMPLEMENTATIONS[attention]
+        )
         if layers is not None:
             _keep_layers(model, layers)
         if adapters is not None:
@@ -234,14 +273,16 @@ def fake_model(model_config: PreTrainedConfig, *, dtype: torch.dtype, attention:
     with contextlib.ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
         if dtype != torch.bfloat16:
-            # torch knows the shapes of grouped products in bf16 only; transformers' own operator for where there are none keeps the same tensors.
+            # torch knows the shapes of grouped products in bf16 only; transformers' own operator for where there are
+            # none keeps the same tensors.
             stack.enter_context(mock.patch.object(moe, "_can_use_grouped_mm", lambda *_: False))
         _leave_meta(model, dtype)
         yield model.train()
 
 
 def _leave_meta(model: nn.Module, dtype: torch.dtype) -> None:
-    """Meta tensors become fake ones "on a CPU", tied weights staying tied: transformers asks meta tensors for values, and peft cannot move fake parameters.
+    """Meta tensors become fake ones "on a CPU", tied weights staying tied: transformers asks meta tensors for values,
+    and peft cannot move fake parameters.
 
     Parameters get `dtype`, as DeepSpeed gives it to all of them, adapters included.
     """
@@ -251,7 +292,10 @@ def _leave_meta(model: nn.Module, dtype: torch.dtype) -> None:
             module.forward = functools.partial(_dropout_of_cuda, module)
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                fake = made.setdefault(id(parameter), nn.Parameter(torch.empty(parameter.shape, dtype=dtype), requires_grad=parameter.requires_grad))
+                fake = made.setdefault(
+                    id(parameter),
+                    nn.Parameter(torch.empty(parameter.shape, dtype=dtype), requires_grad=parameter.requires_grad),
+                )
                 module._parameters[name] = fake
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -259,7 +303,9 @@ def _leave_meta(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def layer_kinds(model_config: PreTrainedConfig) -> list[list[int]]:
-    """The layers, those together that have the same parameters and of which the config's lists (layer_types ...) say the same."""
+    """The layers, those together that have the same parameters and of which the config's lists (layer_types ...) say
+    the same.
+    """
     text = copy.deepcopy(model_config.get_text_config())
     with torch.device("meta"):
         layers = _layers(AutoModelForCausalLM.from_config(text))
@@ -285,7 +331,11 @@ def _keep_layers(model: PreTrainedModel, layers: list[int]) -> None:
 
 
 def _per_layer_lists(text: PreTrainedConfig) -> dict[str, list]:
-    return {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == text.num_hidden_layers}
+    return {
+        name: value
+        for name, value in vars(text).items()
+        if isinstance(value, list) and len(value) == text.num_hidden_layers
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,13 +357,23 @@ class ModelTrace:
     """Peak of the backbone without gradients."""
 
     def peak_bytes(self, checkpointing: bool) -> int:
-        """The head's peak and that of a layer's backward come at different moments, both while all layers hold theirs."""
+        """The head's peak and that of a layer's backward come at different moments, both while all layers hold
+        theirs.
+        """
         if checkpointing:
             return self.once + self.layers_input + max(self.head, self.layer_transient)
         return self.once + self.layers_saved + max(self.head, self.layer_backward)
 
 
-def trace_model(model_config: PreTrainedConfig, *, batch: int, seq_len: int, dtype: torch.dtype, attention: Attention, adapters: LoraConfig | None = None) -> ModelTrace:
+def trace_model(
+    model_config: PreTrainedConfig,
+    *,
+    batch: int,
+    seq_len: int,
+    dtype: torch.dtype,
+    attention: Attention,
+    adapters: LoraConfig | None = None,
+) -> ModelTrace:
     """Traces two and three layers of each kind and adds up as many as there are."""
     saved = kept_inputs = transient = backward = head = once = forward = 0
     options = {"dtype": dtype, "attention": attention, "adapters": adapters}
@@ -322,7 +382,9 @@ def trace_model(model_config: PreTrainedConfig, *, batch: int, seq_len: int, dty
         steps = {}
         for number in (2, 3):
             for checkpointing in (False, True):
-                with fake_model(model_config, layers=layers[:1] * number, checkpointing=checkpointing, **options) as model:
+                with fake_model(
+                    model_config, layers=layers[:1] * number, checkpointing=checkpointing, **options
+                ) as model:
                     steps[number, checkpointing] = trace_step(model, **shape)
                     if number == 3 and not checkpointing:
                         forward = max(forward, trace_forward(model, **shape))
@@ -333,4 +395,12 @@ def trace_model(model_config: PreTrainedConfig, *, batch: int, seq_len: int, dty
         transient = max(transient, steps[2, True].layers)
         backward = max(backward, steps[2, False].layers)
         head = max(head, steps[2, True].head)
-    return ModelTrace(once=once, layers_saved=saved, layers_input=kept_inputs, layer_transient=transient, layer_backward=backward, head=head, forward=forward)
+    return ModelTrace(
+        once=once,
+        layers_saved=saved,
+        layers_input=kept_inputs,
+        layer_transient=transient,
+        layer_backward=backward,
+        head=head,
+        forward=forward,
+    )

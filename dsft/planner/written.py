@@ -14,7 +14,9 @@ from dsft.problems import UserError
 
 
 def complete_config(plan: Plan, size: ModelSize, machine: Machine, *, dtype: str) -> dict[str, Any]:
-    """The plan's DeepSpeed configuration without "auto", but for what only the training's options say (learning rate and the like)."""
+    """The plan's DeepSpeed configuration without "auto", but for what only the training's options say (learning rate
+    and the like).
+    """
     config = plan.deepspeed_config
     return config | {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
@@ -23,7 +25,11 @@ def complete_config(plan: Plan, size: ModelSize, machine: Machine, *, dtype: str
         "gradient_clipping": 1.0,  # max_grad_norm of transformers.TrainingArguments
         "bf16": {"enabled": dtype == "bfloat16"},
         "fp16": {"enabled": dtype == "float16"},
-        "zero_optimization": {key: value for key, value in resolve_auto(config["zero_optimization"], size).items() if key in config["zero_optimization"]},
+        "zero_optimization": {
+            key: value
+            for key, value in resolve_auto(config["zero_optimization"], size).items()
+            if key in config["zero_optimization"]
+        },
     }
 
 
@@ -40,8 +46,11 @@ def write_plan(folder: Path, plan: Plan, size: ModelSize, machine: Machine, *, d
     launcher = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
-        "deepspeed_config": {"deepspeed_config_file": str(paths[0].resolve()), "zero3_init_flag": plan.deepspeed_config["zero_optimization"].get("stage") == 3,
-                             "deepspeed_multinode_launcher": "standard"},
+        "deepspeed_config": {
+            "deepspeed_config_file": str(paths[0].resolve()),
+            "zero3_init_flag": plan.deepspeed_config["zero_optimization"].get("stage") == 3,
+            "deepspeed_multinode_launcher": "standard",
+        },
         "num_machines": machine.nodes,
         "num_processes": machine.world_size,
         "machine_rank": 0,
@@ -50,12 +59,17 @@ def write_plan(folder: Path, plan: Plan, size: ModelSize, machine: Machine, *, d
         "main_training_function": "main",
         "use_cpu": not machine.has_gpu,
     }
-    head = "# accelerate launch --config_file {} dsft/train.py --config run.yaml --activation_checkpointing {}\n".format(paths[1].resolve(), str(plan.activation_checkpointing).lower())
+    head = (
+        f"# accelerate launch --config_file {paths[1].resolve()} dsft/train.py --config run.yaml"
+        f" --activation_checkpointing {str(plan.activation_checkpointing).lower()}\n"
+    )
     if machine.nodes > 1:
         head += "# Set main_process_ip to the first machine's address, and machine_rank to 1, 2 ... on the others.\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        paths[0].write_text(json.dumps(complete_config(plan, size, machine, dtype=dtype), indent=2) + "\n", encoding="utf-8")
+        paths[0].write_text(
+            json.dumps(complete_config(plan, size, machine, dtype=dtype), indent=2) + "\n", encoding="utf-8"
+        )
         paths[1].write_text(head + yaml.safe_dump(launcher, sort_keys=False), encoding="utf-8")
     except OSError as error:
         raise UserError([f"--write {folder}: cannot be written ({error.strerror})"]) from error

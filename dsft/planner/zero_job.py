@@ -11,18 +11,26 @@ from typing import Any
 from dsft.model_size import ModelSize
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Of a weight in nf4 with double quantisation: 4 bits, one 8-bit scale per 64 weights, one fp32 scale per 256 of those (QLoRA paper, section 3)."""
+"""Of a weight in nf4 with double quantisation: 4 bits, one 8-bit scale per 64 weights, one fp32 scale per 256 of those
+(QLoRA paper, section 3).
+"""
 
 
 def resolve_auto(zero_section: dict[str, Any], size: ModelSize) -> dict[str, Any]:
-    """The section zero_optimization as DeepSpeed will read it: "auto" filled from the hidden size, defaults for what is missing.
+    """The section zero_optimization as DeepSpeed will read it: "auto" filled from the hidden size, defaults for what is
+    missing.
 
-    Source: HfTrainerDeepSpeedConfig.trainer_config_finalize (transformers/integrations/deepspeed.py) and DeepSpeedZeroConfig.
+    Source: HfTrainerDeepSpeedConfig.trainer_config_finalize (transformers/integrations/deepspeed.py) and
+        DeepSpeedZeroConfig.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     h = size.hidden_size
-    filled = {"reduce_bucket_size": h * h, "stage3_prefetch_bucket_size": int(0.9 * h * h), "stage3_param_persistence_threshold": 10 * h}
+    filled = {
+        "reduce_bucket_size": h * h,
+        "stage3_prefetch_bucket_size": int(0.9 * h * h),
+        "stage3_param_persistence_threshold": 10 * h,
+    }
     section = {key: filled.get(key) if value == "auto" else value for key, value in zero_section.items()}
     given = DeepSpeedZeroConfig(**{key: value for key, value in section.items() if value is not None})
     return given.model_dump(mode="json", by_alias=True)
@@ -46,7 +54,9 @@ class ZeroJob:
 
     @property
     def weight_bytes(self) -> int:
-        """w: of a base weight, a gradient and a bucket's element. DeepSpeed accumulates and communicates in the model's dtype."""
+        """w: of a base weight, a gradient and a bucket's element. DeepSpeed accumulates and communicates in the model's
+        dtype.
+        """
         return 2 if self.half else 4
 
     @property
@@ -56,7 +66,9 @@ class ZeroJob:
 
     @property
     def trained_bytes(self) -> int:
-        """Of a trained weight. peft makes adapters in fp32; engine.py casts them to the model's dtype, but not where zero.Init made the base (`_cast_module_mixed_precision`)."""
+        """Of a trained weight. peft makes adapters in fp32; engine.py casts them to the model's dtype, but not where
+        zero.Init made the base (`_cast_module_mixed_precision`).
+        """
         return 4 if self.stage == 3 and self.size.lora_r else self.weight_bytes
 
     @property
@@ -96,7 +108,9 @@ class ZeroJob:
 
     @property
     def sub_groups(self) -> list[int]:
-        """Elements of each of this rank's sub-groups under ZeRO-3; each is closed by the parameter that fills it (`_create_fp16_sub_groups`)."""
+        """Elements of each of this rank's sub-groups under ZeRO-3; each is closed by the parameter that fills it
+        (`_create_fp16_sub_groups`).
+        """
         full = self.zero["sub_group_size"]
         if full >= self.share or full == 0:
             return [self.share]
@@ -109,30 +123,58 @@ class ZeroJob:
         return self.world_size > 1 or self.param_device != "none"
 
 
-def describe_job(size: ModelSize, deepspeed_config: dict[str, Any], *, world_size: int, ranks_per_node: int, half: bool, has_gpu: bool,
-                 fused_optimizer: bool = True) -> ZeroJob:
-    """Raises ValueError where ZeRO-3 or offload of parameters is asked for with a quantised base, which transformers does not shard."""
+def describe_job(
+    size: ModelSize,
+    deepspeed_config: dict[str, Any],
+    *,
+    world_size: int,
+    ranks_per_node: int,
+    half: bool,
+    has_gpu: bool,
+    fused_optimizer: bool = True,
+) -> ZeroJob:
+    """Raises ValueError where ZeRO-3 or offload of parameters is asked for with a quantised base, which transformers
+    does not shard.
+    """
     zero = resolve_auto(deepspeed_config.get("zero_optimization", {}), size)
     if size.quantized_bits and zero["stage"] == 3:
-        raise ValueError("a quantised base is not sharded by ZeRO-3 (transformers skips zero.Init for it); use stage 0, 1 or 2")
-    return ZeroJob(size=size, zero=zero, stage=zero["stage"], world_size=world_size, ranks_per_node=ranks_per_node, half=half, has_gpu=has_gpu,
-               accumulates=deepspeed_config.get("gradient_accumulation_steps", 1) != 1, fused_optimizer=fused_optimizer)
+        raise ValueError(
+            "a quantised base is not sharded by ZeRO-3 (transformers skips zero.Init for it); use stage 0, 1 or 2"
+        )
+    return ZeroJob(
+        size=size,
+        zero=zero,
+        stage=zero["stage"],
+        world_size=world_size,
+        ranks_per_node=ranks_per_node,
+        half=half,
+        has_gpu=has_gpu,
+        accumulates=deepspeed_config.get("gradient_accumulation_steps", 1) != 1,
+        fused_optimizer=fused_optimizer,
+    )
 
 
 def frozen_bytes(job: ZeroJob) -> tuple[int, str]:
-    """The base that adapters stand on, whole, and its arithmetic. Quantised, only linear layers are; bitsandbytes leaves embedding and head."""
+    """The base that adapters stand on, whole, and its arithmetic. Quantised, only linear layers are; bitsandbytes
+    leaves embedding and head.
+    """
     w, bits = job.weight_bytes, job.size.quantized_bits
     if not bits:
         return w * job.frozen, f"{w} x {job.frozen:,} frozen"
     plain = job.size.embedding_params + job.size.head_params
     per_weight = NF4_BYTES if bits == 4 else bits / 8
-    return int(w * plain + per_weight * (job.frozen - plain)), f"{w} x {plain:,} embedding and head + {per_weight:.3f} x {job.frozen - plain:,} quantised"
+    return (
+        int(w * plain + per_weight * (job.frozen - plain)),
+        f"{w} x {plain:,} embedding and head + {per_weight:.3f} x {job.frozen - plain:,} quantised",
+    )
 
 
 def partition_gradients(job: ZeroJob) -> int:
-    """Elements of the parameters that lie in one rank's share, each whole, on the rank that has most (`copy_grads_in_partition`).
+    """Elements of the parameters that lie in one rank's share, each whole, on the rank that has most
+    (`copy_grads_in_partition`).
 
-    The embedding comes first: a rank that ends it holds all of it, and what follows. Any other parameter may lie across the share's border.
+    The embedding comes first: a rank that ends it holds all of it, and what follows. Any other parameter may lie across
+    the share's border.
     """
     first = 0 if job.size.lora_r else job.size.embedding_params
     beyond = first - first % job.share if first > job.share else 0  # of the embedding, in the shares before

@@ -1,4 +1,6 @@
-"""Four real hosts for the tests of this folder, started once; skipped with the reason where they cannot stand, but in CI that fails."""
+"""Four real hosts for the tests of this folder, started once; skipped with the reason where they cannot stand, but in
+CI that fails.
+"""
 
 import os
 

@@ -1,13 +1,18 @@
-"""Real hosts for tests, on one machine: namespaces of the Linux kernel, each with its own address, host name, processes and sshd.
+"""Real hosts for tests, on one machine: namespaces of the Linux kernel, each with its own address, host name, processes
+and sshd.
 
     with TestHosts(4) as hosts:
         hosts[0].run(["pdsh", "-w", ",".join(host.name for host in hosts), "hostname"])
         hosts[1].cut()   # its cable is pulled; hosts[1].heal() puts it back
 
-A host is a network, UTS, mount, PID and IPC namespace: own /etc/hosts, /dev/shm, /tmp, /run, home folder with ssh keys. The rest of the
-file system is shared, like one mounted on every node of a cluster; what a test shares below /tmp it names (`shared`). The bridge that joins
-the hosts lives in a namespace of its own, so nothing of this machine's network, ~/.ssh or /etc/ssh is touched or needed, and several
-`TestHosts` stand side by side with the same names and addresses. Up in about a second. Needs root and the Debian packages `PACKAGES`.
+A host is a network, UTS, mount, PID and IPC namespace: own /etc/hosts, /dev/shm, /tmp, /run, home folder with ssh keys.
+The rest of the
+file system is shared, like one mounted on every node of a cluster; what a test shares below /tmp it names (`shared`).
+The bridge that joins
+the hosts lives in a namespace of its own, so nothing of this machine's network, ~/.ssh or /etc/ssh is touched or
+needed, and several
+`TestHosts` stand side by side with the same names and addresses. Up in about a second. Needs root and the Debian
+packages `PACKAGES`.
 
 What it is not: separate kernels, clocks or disks.
 """
@@ -28,10 +33,31 @@ import psutil
 import torch.utils.cpp_extension
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"ip": "iproute2", "sshd": "openssh-server", "ssh-keygen": "openssh-client", "pdsh": "pdsh", "mpirun": "openmpi-bin", "slurmctld": "slurm-wlm", "munged": "munge", "unshare": "util-linux", "iptables": "iptables", "faketime": "faketime"}
+PACKAGES = {
+    "ip": "iproute2",
+    "sshd": "openssh-server",
+    "ssh-keygen": "openssh-client",
+    "pdsh": "pdsh",
+    "mpirun": "openmpi-bin",
+    "slurmctld": "slurm-wlm",
+    "munged": "munge",
+    "unshare": "util-linux",
+    "iptables": "iptables",
+    "faketime": "faketime",
+}
 """Program -> Debian package."""
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-OWN_COMMANDS = ("sshd:", "/usr/sbin/sshd", "nsenter --target", "setpriv --pdeathsig", "munged ", "slurmctld ", "slurmd ", "slurmstepd:", ": slurmscriptd")
+OWN_COMMANDS = (
+    "sshd:",
+    "/usr/sbin/sshd",
+    "nsenter --target",
+    "setpriv --pdeathsig",
+    "munged ",
+    "slurmctld ",
+    "slurmd ",
+    "slurmstepd:",
+    ": slurmscriptd",
+)
 """Services of a host, and what is on its way into it."""
 LISTENING = "0A"
 """State of a listening socket in /proc/net/tcp."""
@@ -54,7 +80,9 @@ def compiled_ops() -> str:
 
 
 class Started(subprocess.Popen):
-    """A command in a host. A signal goes to the command itself, which nsenter, the process in between, would not pass on."""
+    """A command in a host. A signal goes to the command itself, which nsenter, the process in between, would not pass
+    on.
+    """
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -72,25 +100,68 @@ class Host:
         """The host's /etc/hosts: written here, seen there at once."""
         self.init_pid = 0
         self.environment = {
-            "HOME": str(self.home), "USER": "root", "LOGNAME": "root", "SHELL": "/bin/bash", "LANG": "C.UTF-8", "PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}",
-            "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(folder.parent / "torch_extensions"), "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "PYTHONDONTWRITEBYTECODE": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "HOME": str(self.home),
+            "USER": "root",
+            "LOGNAME": "root",
+            "SHELL": "/bin/bash",
+            "LANG": "C.UTF-8",
+            "PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_EXTENSIONS_DIR": str(folder.parent / "torch_extensions"),
+            "HF_HUB_OFFLINE": "1",
+            "DS_ACCELERATOR": "cpu",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }
         """What a login shell there has, through ssh as well."""
 
-    def start(self, command: list, *, cwd: Path = ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environment: str) -> Started:
-        """Start a command there, as from a fresh login shell with `environment` added. Ends with the host, at the latest."""
-        enter = ["nsenter", "--target", str(self.init_pid), "--net", "--uts", "--mount", "--pid", "--ipc", f"--wd={cwd}", "--", "setpriv", "--pdeathsig", "KILL", "--"]
-        return Started([*enter, *map(str, command)], env=self.environment | environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True, start_new_session=True)
+    def start(
+        self, command: list, *, cwd: Path = ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environment: str
+    ) -> Started:
+        """Start a command there, as from a fresh login shell with `environment` added. Ends with the host, at the
+        latest.
+        """
+        enter = [
+            "nsenter",
+            "--target",
+            str(self.init_pid),
+            "--net",
+            "--uts",
+            "--mount",
+            "--pid",
+            "--ipc",
+            f"--wd={cwd}",
+            "--",
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "--",
+        ]
+        return Started(
+            [*enter, *map(str, command)],
+            env=self.environment | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
 
-    def run(self, command: list, *, cwd: Path = ROOT, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess:
+    def run(
+        self, command: list, *, cwd: Path = ROOT, timeout: float = 120, **environment: str
+    ) -> subprocess.CompletedProcess:
         """Run a command there and return its exit code and output.
 
         Raises:
-            subprocess.TimeoutExpired: after `timeout` seconds, with the output so far; the command is killed, what it started goes on.
+            subprocess.TimeoutExpired: after `timeout` seconds, with the output so far; the command is killed, what it
+            started goes on.
         """
         # To files: what the command left running in the background may keep a pipe open for ever.
-        with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
+        with (
+            tempfile.TemporaryFile("w+", errors="replace") as out,
+            tempfile.TemporaryFile("w+", errors="replace") as err,
+        ):
             process = self.start(command, cwd=cwd, stdout=out, stderr=err, **environment)
             try:
                 process.wait(timeout)
@@ -100,7 +171,9 @@ class Host:
                 if isinstance(error, subprocess.TimeoutExpired):
                     error.output, error.stderr = _content(out), _content(err)
                 raise
-            return subprocess.CompletedProcess(list(map(str, command)), process.returncode, _content(out), _content(err))
+            return subprocess.CompletedProcess(
+                list(map(str, command)), process.returncode, _content(out), _content(err)
+            )
 
     def all_processes(self) -> list[psutil.Process]:
         """Every process of this host."""
@@ -111,12 +184,19 @@ class Host:
         return [process for process in psutil.process_iter() if _pid_namespace(process.pid) == mine]
 
     def processes(self) -> list[tuple[int, str]]:
-        """(pid, command line) of what runs there besides init, sshd and SLURM's daemons; pids as seen from outside, for `kill`."""
+        """(pid, command line) of what runs there besides init, sshd and SLURM's daemons; pids as seen from outside, for
+        `kill`.
+        """
         found = []
         for process in self.all_processes():
             try:
                 command = " ".join(process.cmdline())
-                if process.pid != self.init_pid and process.status() != psutil.STATUS_ZOMBIE and command and not command.startswith(OWN_COMMANDS):
+                if (
+                    process.pid != self.init_pid
+                    and process.status() != psutil.STATUS_ZOMBIE
+                    and command
+                    and not command.startswith(OWN_COMMANDS)
+                ):
                     found.append((process.pid, command))
             except psutil.NoSuchProcess:
                 pass
@@ -182,12 +262,23 @@ class Host:
 
 
 class TestHosts:
-    """`number` hosts named node-0, node-1 ... on one bridge. `shared`: folders below /tmp that all of them see, besides the checkout and its environment."""
+    """`number` hosts named node-0, node-1 ... on one bridge. `shared`: folders below /tmp that all of them see, besides
+    the checkout and its environment.
+    """
 
     __test__ = False  # no test class, whatever its name
 
     def __init__(self, number: int, *, shared: list[Path] = ()):
-        self.number, self.shared = number, [ROOT, Path(sys.prefix), Path(sys.base_prefix), *(Path(path) for path in sys.path if Path(path).is_dir()), *map(Path, shared)]
+        self.number, self.shared = (
+            number,
+            [
+                ROOT,
+                Path(sys.prefix),
+                Path(sys.base_prefix),
+                *(Path(path) for path in sys.path if Path(path).is_dir()),
+                *map(Path, shared),
+            ],
+        )
         self.hosts: list[Host] = []
         self._started: list[subprocess.Popen] = []
 
@@ -213,11 +304,15 @@ class TestHosts:
 
     def hostfile(self, path: Path, slots: list[int], first: int = 0) -> Path:
         """Write a DeepSpeed host file of as many hosts as `slots`, from host number `first` on."""
-        Path(path).write_text("".join(f"{host.name} slots={n}\n" for host, n in zip(self.hosts[first:], slots, strict=False)))
+        Path(path).write_text(
+            "".join(f"{host.name} slots={n}\n" for host, n in zip(self.hosts[first:], slots, strict=False))
+        )
         return Path(path)
 
     def clean_up(self) -> None:
-        """For the end of a test: all cables in, nobody frozen, everything killed that the test left running, and no lock of a killed process on the compiled operators."""
+        """For the end of a test: all cables in, nobody frozen, everything killed that the test left running, and no
+        lock of a killed process on the compiled operators.
+        """
         for host in self.hosts:
             host.heal()
             host.thaw()
@@ -226,7 +321,9 @@ class TestHosts:
             lock.unlink()
 
     def stop(self) -> None:
-        """End everything that was started, by its id: a namespace's process 1 takes all others of it along. Safe to call again."""
+        """End everything that was started, by its id: a namespace's process 1 takes all others of it along. Safe to
+        call again.
+        """
         atexit.unregister(self.stop)
         for process in reversed(self._started):
             process.kill()
@@ -237,14 +334,28 @@ class TestHosts:
         deadline = time.monotonic() + 10
         while any(host.all_processes() for host in self.hosts) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert str(self.folder) not in Path("/proc/self/mountinfo").read_text(), f"{self.folder} holds a mount point; not removed"
+        assert str(self.folder) not in Path("/proc/self/mountinfo").read_text(), (
+            f"{self.folder} holds a mount point; not removed"
+        )
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
-        switch = self._launch(["unshare", "--net", "--", "bash", "-ec", "ip link add bridge type bridge; ip link set bridge up; echo ready; exec sleep infinity"])
-        self.hosts = [Host(f"node-{i}", f"10.77.0.{i + 1}", self.folder / f"node-{i}", switch.pid) for i in range(self.number)]
+        switch = self._launch(
+            [
+                "unshare",
+                "--net",
+                "--",
+                "bash",
+                "-ec",
+                "ip link add bridge type bridge; ip link set bridge up; echo ready; exec sleep infinity",
+            ]
+        )
+        self.hosts = [
+            Host(f"node-{i}", f"10.77.0.{i + 1}", self.folder / f"node-{i}", switch.pid) for i in range(self.number)
+        ]
         _write_files(self.folder, self.hosts)
-        # A copy: a process killed while it loads an operator leaves a lock that would stop every later one on this machine.
+        # A copy: a process killed while it loads an operator leaves a lock that would stop every later one on this
+        # machine.
         if Path(compiled_ops()).is_dir():
             shutil.copytree(compiled_ops(), self.folder / "torch_extensions", ignore=shutil.ignore_patterns("lock"))
         starting = [(host, self._launch_host(host)) for host in self.hosts]
@@ -259,43 +370,95 @@ class TestHosts:
 
     def _launch(self, command: list[str], *, wait: bool = True, **options) -> subprocess.Popen:
         """A process that ends with this one, even after kill -9."""
-        process = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", "--", *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True, **options)
+        process = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", "--", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            **options,
+        )
         self._started.append(process)
         if wait:
             _wait_ready(process)
         return process
 
     def _launch_host(self, host: Host) -> subprocess.Popen:
-        unshare = ["unshare", "--net", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc", "--"]
-        return self._launch([*unshare, "bash", "-ec", _set_up(host, [self.folder, *self.shared])], wait=False, env=host.environment, cwd="/")
+        unshare = [
+            "unshare",
+            "--net",
+            "--uts",
+            "--mount",
+            "--pid",
+            "--ipc",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "--",
+        ]
+        return self._launch(
+            [*unshare, "bash", "-ec", _set_up(host, [self.folder, *self.shared])],
+            wait=False,
+            env=host.environment,
+            cwd="/",
+        )
 
     def _connect(self, host: Host) -> None:
         """A cable from the host's eth0 to the switch."""
         port = f"port-{host.name}"
-        _run(["ip", "link", "add", "eth0", "netns", str(host.init_pid), "type", "veth", "peer", "name", port, "netns", str(host.switch_pid)])
-        _run(["nsenter", "--target", str(host.switch_pid), "--net", "ip", "link", "set", port, "master", "bridge", "up"])
+        _run(
+            [
+                "ip",
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                str(host.init_pid),
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                str(host.switch_pid),
+            ]
+        )
+        _run(
+            ["nsenter", "--target", str(host.switch_pid), "--net", "ip", "link", "set", port, "master", "bridge", "up"]
+        )
         script = f"ip link set lo up; ip address add {host.address}/24 dev eth0; ip link set eth0 up"
         _run(["nsenter", "--target", str(host.init_pid), "--net", "bash", "-ec", script])
 
 
 def _set_up(host: Host, shared: list[Path]) -> str:
-    """The script of a host's process 1, in its namespaces: own folders and files over the machine's, then sshd, which also reaps orphans."""
+    """The script of a host's process 1, in its namespaces: own folders and files over the machine's, then sshd, which
+    also reaps orphans.
+    """
     own_tmp = host.folder / "tmp"
-    below_tmp = sorted(path for path in {path.resolve() for path in shared} if path.is_relative_to("/tmp"))  # a folder before what lies in it
+    below_tmp = sorted(
+        path for path in {path.resolve() for path in shared} if path.is_relative_to("/tmp")
+    )  # a folder before what lies in it
     lines = [f"hostname {host.name}"]
     for path in below_tmp:
         there = own_tmp / path.relative_to("/tmp")
         lines.append(f"mkdir -p '{there}' && mount --bind '{path}' '{there}'")
     lines += [
-        f"mount --rbind '{own_tmp}' /tmp", "mount -t tmpfs -o size=2g tmpfs /dev/shm", "mount -t tmpfs tmpfs /run", "mkdir /run/sshd",
-        f"mount --bind '{host.folder}/passwd' /etc/passwd", f"mount --bind '{host.etc_hosts}' /etc/hosts",
-        "echo ready", f"exec /usr/sbin/sshd -D -e -f '{host.folder}/sshd_config' 2>'{host.folder}/sshd.log'",
+        f"mount --rbind '{own_tmp}' /tmp",
+        "mount -t tmpfs -o size=2g tmpfs /dev/shm",
+        "mount -t tmpfs tmpfs /run",
+        "mkdir /run/sshd",
+        f"mount --bind '{host.folder}/passwd' /etc/passwd",
+        f"mount --bind '{host.etc_hosts}' /etc/hosts",
+        "echo ready",
+        f"exec /usr/sbin/sshd -D -e -f '{host.folder}/sshd_config' 2>'{host.folder}/sshd.log'",
     ]
     return "\n".join(lines)
 
 
 def _write_files(folder: Path, hosts: list[Host]) -> None:
-    """Keys, known_hosts, sshd's settings, /etc/hosts and /etc/passwd of all hosts. One key for all: each reaches each without a prompt."""
+    """Keys, known_hosts, sshd's settings, /etc/hosts and /etc/passwd of all hosts. One key for all: each reaches each
+    without a prompt.
+    """
     for name in ("user_key", "host_key"):
         _run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "dsft-test", "-f", str(folder / name)])
     host_key = (folder / "host_key.pub").read_text()
@@ -315,7 +478,8 @@ def _write_files(folder: Path, hosts: list[Host]) -> None:
         (host.folder / "passwd").write_text(f"root:x:0:0:root:{host.home}:{shell}\n" + "".join(users))
         variables = " ".join(f'"{name}={value}"' for name, value in host.environment.items())
         (host.folder / "sshd_config").write_text(
-            f"HostKey {folder}/host_key\nAuthorizedKeysFile .ssh/authorized_keys\nPidFile none\nUsePAM no\nStrictModes no\nPermitRootLogin prohibit-password\nMaxStartups 100\nSetEnv {variables}\n"
+            f"HostKey {folder}/host_key\nAuthorizedKeysFile .ssh/authorized_keys\nPidFile none\nUsePAM no\nStrictModes"
+            f" no\nPermitRootLogin prohibit-password\nMaxStartups 100\nSetEnv {variables}\n"
         )
 
 

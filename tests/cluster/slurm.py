@@ -1,4 +1,5 @@
-"""A SLURM on test hosts: munged everywhere, slurmctld on the first, slurmd on each. All its files lie in one folder; nothing of /etc/slurm is read.
+"""A SLURM on test hosts: munged everywhere, slurmctld on the first, slurmd on each. All its files lie in one folder;
+nothing of /etc/slurm is read.
 
     with Slurm(hosts[:2], folder) as slurm:
         job = slurm.submit(["scripts/slurm/torchrun.sbatch", "--config", "run.yaml"])
@@ -48,7 +49,9 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 
 
 class Slurm:
-    """SLURM of two CPUs per host. Whatever runs on the hosts ends with them; leaving the context ends SLURM's own processes."""
+    """SLURM of two CPUs per host. Whatever runs on the hosts ends with them; leaving the context ends SLURM's own
+    processes.
+    """
 
     def __init__(self, hosts: list[Host], folder: Path):
         self.hosts, self.folder = hosts, Path(folder)
@@ -60,14 +63,29 @@ class Slurm:
         (self.folder / "munge.key").write_bytes(os.urandom(1024))
         (self.folder / "munge.key").chmod(0o400)
         (self.folder / "cgroup.conf").write_text(f"CgroupPlugin={_cgroup_plugin()}\n")
-        nodes = "\n".join(f"NodeName={host.name} NodeAddr={host.address} CPUs=2 RealMemory=2000 State=UNKNOWN" for host in self.hosts)
-        (self.folder / "slurm.conf").write_text(CONFIG.format(controller=self.hosts[0].name, address=self.hosts[0].address, folder=self.folder, nodes=nodes))
+        nodes = "\n".join(
+            f"NodeName={host.name} NodeAddr={host.address} CPUs=2 RealMemory=2000 State=UNKNOWN" for host in self.hosts
+        )
+        (self.folder / "slurm.conf").write_text(
+            CONFIG.format(controller=self.hosts[0].name, address=self.hosts[0].address, folder=self.folder, nodes=nodes)
+        )
         try:
             for host in self.hosts:
                 host.environment |= self.variables
                 (self.folder / f"spool-{host.name}").mkdir()
-                self._start(host, ["munged", "--foreground", "--force", f"--key-file={self.folder}/munge.key", "--socket=/run/munge.socket", "--pid-file=/run/munged.pid",
-                                   "--seed-file=/run/munge.seed", f"--log-file={self.folder}/munged-{host.name}.log"])
+                self._start(
+                    host,
+                    [
+                        "munged",
+                        "--foreground",
+                        "--force",
+                        f"--key-file={self.folder}/munge.key",
+                        "--socket=/run/munge.socket",
+                        "--pid-file=/run/munged.pid",
+                        "--seed-file=/run/munge.seed",
+                        f"--log-file={self.folder}/munged-{host.name}.log",
+                    ],
+                )
             self._start(self.hosts[0], ["slurmctld", "-D"])
             for host in self.hosts:
                 self._start(host, ["slurmd", "-D", "-N", host.name])
@@ -105,12 +123,15 @@ class Slurm:
         return job
 
     def _start(self, host: Host, command: list[str]) -> None:
-        log = open(self.folder / f"{command[0]}-{host.name}.out", "w")
+        log = open(self.folder / f"{command[0]}-{host.name}.out", "w")  # noqa: SIM115
         self._daemons.append(host.start(command, stdout=log, stderr=log))
 
     def _wait_idle(self) -> None:
         deadline = time.monotonic() + 30
-        while self.hosts[0].run(["sinfo", "--noheader", "--format=%T %D"]).stdout.split() != ["idle", str(len(self.hosts))]:
+        while self.hosts[0].run(["sinfo", "--noheader", "--format=%T %D"]).stdout.split() != [
+            "idle",
+            str(len(self.hosts)),
+        ]:
             logs = "\n".join(path.read_text()[-1000:] for path in self.folder.glob("*.out"))
             assert time.monotonic() < deadline, f"SLURM did not come up: {logs}"
             time.sleep(0.2)

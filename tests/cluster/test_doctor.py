@@ -8,16 +8,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
 from tiny import write_model, write_texts
 
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 
 
 def doctor(hosts, slots: list[int], folder: Path, *options, first=0) -> tuple[dict, set[tuple[str, str]]]:
-    """(report, {(code, where)} of its errors and warnings) of `dsft doctor --hostfile` on the first host; nothing may be left running anywhere."""
+    """(report, {(code, where)} of its errors and warnings) of `dsft doctor --hostfile` on the first host; nothing may
+    be left running anywhere.
+    """
     hostfile = hosts.hostfile(folder / "hostfile", slots, first)
-    result = hosts[0].run(["dsft", "doctor", "--hostfile", hostfile, "--json", *options], XDG_CACHE_HOME=str(folder / "cache"))
+    result = hosts[0].run(
+        ["dsft", "doctor", "--hostfile", hostfile, "--json", *options], XDG_CACHE_HOME=str(folder / "cache")
+    )
     report = json.loads(result.stdout)
     assert result.returncode == (0 if report["ok"] else 2), result.stderr
     assert not any(host.processes() for host in hosts)
@@ -30,7 +33,20 @@ def errors(report: dict) -> set[tuple[str, str]]:
 
 def inside(host, script: str) -> None:
     """Run a script in a host's namespaces."""
-    command = ["nsenter", "--target", str(host.init_pid), "--net", "--uts", "--mount", "--pid", "--ipc", "--", "bash", "-ec", script]
+    command = [
+        "nsenter",
+        "--target",
+        str(host.init_pid),
+        "--net",
+        "--uts",
+        "--mount",
+        "--pid",
+        "--ipc",
+        "--",
+        "bash",
+        "-ec",
+        script,
+    ]
     subprocess.run(command, check=True, capture_output=True, text=True)
 
 
@@ -63,7 +79,16 @@ def run_files(tmp_path_factory) -> Path:
 
 
 def options_of(folder: Path) -> list[str]:
-    return ["--model", str(folder / "model"), "--data", str(folder / "data/texts.jsonl"), "--output_dir", str(folder / "runs/first"), "--seq_len", "64"]
+    return [
+        "--model",
+        str(folder / "model"),
+        "--data",
+        str(folder / "data/texts.jsonl"),
+        "--output_dir",
+        str(folder / "runs/first"),
+        "--seq_len",
+        "64",
+    ]
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
@@ -90,13 +115,20 @@ def test_the_quick_part_measures_a_ring(hosts, tmp_path):
     start = time.monotonic()
     report, _ = doctor(hosts, [1, 1, 1, 1], tmp_path, "--quick")
     print(f"quick, 4 hosts: {time.monotonic() - start:.1f} s")
-    assert report["ok"] and [pair["nodes"] for pair in report["links"]["pairs"]] == [["node-0", "node-1"], ["node-0", "node-3"], ["node-1", "node-2"], ["node-2", "node-3"]]
+    assert report["ok"] and [pair["nodes"] for pair in report["links"]["pairs"]] == [
+        ["node-0", "node-1"],
+        ["node-0", "node-3"],
+        ["node-1", "node-2"],
+        ["node-2", "node-3"],
+    ]
 
 
 @pytest.mark.exhaustive
 def test_uneven_slots_are_measured_inside_the_node_too(hosts, tmp_path):
     report, _ = doctor(hosts, [1, 2], tmp_path, "--quick")
-    assert report["ok"] and report["slots"] == {"node-0": 1, "node-1": 2} and len(report["links"]["flops_of_ranks"]) == 3
+    assert (
+        report["ok"] and report["slots"] == {"node-0": 1, "node-1": 2} and len(report["links"]["flops_of_ranks"]) == 3
+    )
     assert list(report["links"]["inside_bytes_per_second"]) == ["node-1"]
 
 
@@ -109,15 +141,25 @@ def test_hosts_that_ssh_does_not_reach_are_named_each_with_its_reason(hosts, tmp
     known.write_text("".join(line for line in before.splitlines(keepends=True) if "node-3" not in line))
     try:
         hostfile = tmp_path / "hostfile"
-        hostfile.write_text("".join(f"{name} slots=1\n" for name in ("node-0", "node-1", "node-2", "node-3", "node-8", "node-9")))
-        result = hosts[0].run(["dsft", "doctor", "--hostfile", hostfile, "--quick", "--json"], XDG_CACHE_HOME=str(tmp_path))
+        hostfile.write_text(
+            "".join(f"{name} slots=1\n" for name in ("node-0", "node-1", "node-2", "node-3", "node-8", "node-9"))
+        )
+        result = hosts[0].run(
+            ["dsft", "doctor", "--hostfile", hostfile, "--quick", "--json"], XDG_CACHE_HOME=str(tmp_path)
+        )
     finally:
         keys.write_text(trusted)
         known.write_text(before)
         (hosts[0].home / ".ssh/config").unlink()
         hosts[0].etc_hosts.write_text(hosts[0].etc_hosts.read_text().replace("10.77.0.99 node-8\n", ""))
     report = json.loads(result.stdout)
-    assert errors(report) == {("ssh-refused", "node-1"), ("ssh-password", "node-2"), ("ssh-host-key", "node-3"), ("host-unreachable", "node-8"), ("unknown-host", "node-9")}
+    assert errors(report) == {
+        ("ssh-refused", "node-1"),
+        ("ssh-password", "node-2"),
+        ("ssh-host-key", "node-3"),
+        ("host-unreachable", "node-8"),
+        ("unknown-host", "node-9"),
+    }
     mends = {one["where"]: one["mend"] for one in report["findings"]}
     assert "ssh-copy-id node-2" in mends["node-2"] and "ssh-keyscan -H node-3" in mends["node-3"]
     assert result.returncode == 2 and report["slots"] == {"node-0": 1}
@@ -128,21 +170,32 @@ def test_a_missing_checkout_or_python_is_told_from_a_broken_ssh(hosts, tmp_path)
     empty = tmp_path / "empty"
     empty.mkdir()
     root = Path(__file__).resolve().parents[2]
-    with in_place_of(hosts[1], root / "dsft", empty), in_place_of(hosts[2], Path(hosts[0].run(["bash", "-c", "dirname $(which python)"]).stdout.strip()), empty):
+    with (
+        in_place_of(hosts[1], root / "dsft", empty),
+        in_place_of(hosts[2], Path(hosts[0].run(["bash", "-c", "dirname $(which python)"]).stdout.strip()), empty),
+    ):
         report, found = doctor(hosts, [1, 1, 1], tmp_path, "--quick")
     assert {("no-dsft", "node-1"), ("no-python", "node-2")} <= found, report["findings"]
 
 
 @pytest.mark.exhaustive
 def test_a_busy_port_is_told_from_a_blocked_one(hosts, tmp_path):
-    listening = hosts[0].start(["python", "-uc", "import socket, time; s = socket.create_server(('', 23456)); print('up'); time.sleep(60)"])
+    listening = hosts[0].start(
+        ["python", "-uc", "import socket, time; s = socket.create_server(('', 23456)); print('up'); time.sleep(60)"]
+    )
     assert listening.stdout.readline() == "up\n"
     hostfile = hosts.hostfile(tmp_path / "hostfile", [1, 1])
-    result = hosts[0].run(["dsft", "doctor", "--hostfile", hostfile, "--quick", "--json", "--master_port", "23456"], XDG_CACHE_HOME=str(tmp_path))
+    result = hosts[0].run(
+        ["dsft", "doctor", "--hostfile", hostfile, "--quick", "--json", "--master_port", "23456"],
+        XDG_CACHE_HOME=str(tmp_path),
+    )
     listening.kill()
     listening.wait()
     report = json.loads(result.stdout)
-    assert errors(report) == {("master-port-busy", "node-0")} and "s = socket.create_server" in report["findings"][0]["what"]
+    assert (
+        errors(report) == {("master-port-busy", "node-0")}
+        and "s = socket.create_server" in report["findings"][0]["what"]
+    )
     assert report["links"], "the rest is measured all the same, through another port"
     rule = "INPUT -p tcp --dport 23456 -j DROP"
     with changed(hosts[0], f"iptables -A {rule}", f"iptables -D {rule}"):
@@ -161,7 +214,11 @@ def test_other_versions_and_other_code_are_shown_as_a_table(hosts, tmp_path):
 
     metadata = next(Path(peft.__file__).parents[1].glob("peft-*.dist-info")) / "METADATA"
     other, code = tmp_path / "METADATA", tmp_path / "api.py"
-    other.write_text("\n".join("Version: 0.1.2" if line.startswith("Version:") else line for line in metadata.read_text().splitlines()))
+    other.write_text(
+        "\n".join(
+            "Version: 0.1.2" if line.startswith("Version:") else line for line in metadata.read_text().splitlines()
+        )
+    )
     source = Path(__file__).resolve().parents[2] / "dsft/api.py"
     code.write_text(source.read_text() + "\n# another state of the checkout\n")
     with in_place_of(hosts[1], metadata, other), in_place_of(hosts[2], source, code):
@@ -175,17 +232,30 @@ def test_other_versions_and_other_code_are_shown_as_a_table(hosts, tmp_path):
 @pytest.mark.exhaustive
 def test_more_slots_than_cores_are_wrong(hosts, tmp_path):
     report, _ = doctor(hosts, [1, 99], tmp_path, "--quick", "--exclude", "node-1:" + ",".join(map(str, range(40, 99))))
-    assert {("slots", "node-1")} == errors(report) and not report["links"] and "slots=40" in next(one["what"] for one in report["findings"] if one["code"] == "slots")
+    assert (
+        {("slots", "node-1")} == errors(report)
+        and not report["links"]
+        and "slots=40" in next(one["what"] for one in report["findings"] if one["code"] == "slots")
+    )
 
 
 def test_missing_and_other_files_a_private_and_a_full_folder_are_named(hosts, run_files, tmp_path):
     model, data, runs = run_files / "model", run_files / "data", run_files / "runs"
     other = tmp_path / "config.json"
     other.write_text((model / "config.json").read_text() + " ")
-    with in_place_of(hosts[1], data, run_files / "elsewhere"), in_place_of(hosts[2], model / "config.json", other), changed(hosts[3], f"mount -t tmpfs -o size=64k tmpfs {runs}", f"umount {runs}"):
+    with (
+        in_place_of(hosts[1], data, run_files / "elsewhere"),
+        in_place_of(hosts[2], model / "config.json", other),
+        changed(hosts[3], f"mount -t tmpfs -o size=64k tmpfs {runs}", f"umount {runs}"),
+    ):
         inside(hosts[3], f"head -c 60000 /dev/zero > {runs}/full")
         report, _ = doctor(hosts, [1, 1, 1, 1], tmp_path, "--quick", *options_of(run_files))
-    assert {("data-missing", "node-1"), ("model-differs", "node-2"), ("disk", "node-3"), ("output-not-shared", "node-3")} == errors(report), report["findings"]
+    assert {
+        ("data-missing", "node-1"),
+        ("model-differs", "node-2"),
+        ("disk", "node-3"),
+        ("output-not-shared", "node-3"),
+    } == errors(report), report["findings"]
 
 
 @pytest.mark.exhaustive
@@ -211,11 +281,18 @@ def test_a_clock_that_is_ahead_is_named(hosts, tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_slow_card_and_a_slow_link_are_named(hosts, tmp_path):
-    with changed(hosts[2], "tc qdisc add dev eth0 root tbf rate 200mbit burst 64k latency 50ms", "tc qdisc del dev eth0 root"):
+    with changed(
+        hosts[2], "tc qdisc add dev eth0 root tbf rate 200mbit burst 64k latency 50ms", "tc qdisc del dev eth0 root"
+    ):
         report, found = doctor(hosts, [1, 1, 1, 1], tmp_path)
-    assert ("slow-node", "node-2") in found and not any(code == "slow-link" and "node-2" in where for code, where in found), report["findings"]
+    assert ("slow-node", "node-2") in found and not any(
+        code == "slow-link" and "node-2" in where for code, where in found
+    ), report["findings"]
     rule = "-t mangle {} POSTROUTING -d 10.77.0.4 -j CLASSIFY --set-class 1:3"
-    one_way = f"tc qdisc add dev eth0 root handle 1: htb; tc class add dev eth0 parent 1: classid 1:3 htb rate 200mbit; iptables {rule.format('-A')}"
+    one_way = (
+        "tc qdisc add dev eth0 root handle 1: htb; tc class add dev eth0 parent 1: classid 1:3 htb rate 200mbit;"
+        f" iptables {rule.format('-A')}"
+    )
     with changed(hosts[1], one_way, f"tc qdisc del dev eth0 root; iptables {rule.format('-D')}"):
         report, found = doctor(hosts, [1, 1, 1, 1], tmp_path)
     assert ("slow-link", "node-1 - node-3") in found, report["links"]
@@ -233,15 +310,22 @@ def test_a_name_on_loopback_and_another_mtu_are_warned_about_and_measured_around
 def test_a_frozen_rank_is_named_and_not_waited_for(hosts, tmp_path):
     """Frozen while the test runs: the connection stands, ssh answers, the ranks do not."""
     hostfile = hosts.hostfile(tmp_path / "hostfile", [1, 1, 1])
-    examining = hosts[0].start(["dsft", "doctor", "--hostfile", hostfile, "--quick", "--json"], XDG_CACHE_HOME=str(tmp_path))
+    examining = hosts[0].start(
+        ["dsft", "doctor", "--hostfile", hostfile, "--quick", "--json"], XDG_CACHE_HOME=str(tmp_path)
+    )
     deadline = time.monotonic() + 30
-    while not (smoke := [pid for pid, command in hosts[1].processes() if "dsft.doctor.smoke" in command]) and time.monotonic() < deadline:
+    while (
+        not (smoke := [pid for pid, command in hosts[1].processes() if "dsft.doctor.smoke" in command])
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
     subprocess.run(["kill", "-STOP", str(smoke[0])], check=True)
     start = time.monotonic()
     report = json.loads(examining.communicate(timeout=120)[0])
     assert examining.returncode == 2 and time.monotonic() - start < 45
-    assert {(one["code"], one["where"]) for one in report["findings"] if one["code"].startswith("smoke")} == {("smoke-silent", "rank 1 on node-1")}, report["findings"]
+    assert {(one["code"], one["where"]) for one in report["findings"] if one["code"].startswith("smoke")} == {
+        ("smoke-silent", "rank 1 on node-1")
+    }, report["findings"]
     deadline = time.monotonic() + 10
     while any(host.processes() for host in hosts) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -255,13 +339,48 @@ def test_under_a_launcher_the_same_examination_runs_without_ssh(launcher, hosts,
     other.write_text("{}\n")
     with in_place_of(hosts[1], run_files / "data/texts.jsonl", other):
         if launcher == "torchrun":
-            command = ["torchrun", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint", "node-0:23457", "--rdzv_id", "7", "-m", "dsft.doctor", "--json", *options_of(run_files)]
+            command = [
+                "torchrun",
+                "--nnodes",
+                "2",
+                "--nproc_per_node",
+                "1",
+                "--rdzv_backend",
+                "c10d",
+                "--rdzv_endpoint",
+                "node-0:23457",
+                "--rdzv_id",
+                "7",
+                "-m",
+                "dsft.doctor",
+                "--json",
+                *options_of(run_files),
+            ]
             second = hosts[1].start(command)
             first = hosts[0].run(command)
             second.communicate(timeout=60)
         else:
             hosts.hostfile(tmp_path / "hostfile", [1, 1])
-            first = hosts[0].run(["mpirun", "-n", "2", "-hostfile", tmp_path / "hostfile", "--mca", "btl_tcp_if_include", "10.77.0.0/24", "-x", "MASTER_ADDR=node-0", "-x", "PATH", "dsft", "doctor", "--json", *options_of(run_files)])
-    report = json.loads(first.stdout[first.stdout.index("{"):first.stdout.rindex("}") + 1])
+            first = hosts[0].run(
+                [
+                    "mpirun",
+                    "-n",
+                    "2",
+                    "-hostfile",
+                    tmp_path / "hostfile",
+                    "--mca",
+                    "btl_tcp_if_include",
+                    "10.77.0.0/24",
+                    "-x",
+                    "MASTER_ADDR=node-0",
+                    "-x",
+                    "PATH",
+                    "dsft",
+                    "doctor",
+                    "--json",
+                    *options_of(run_files),
+                ]
+            )
+    report = json.loads(first.stdout[first.stdout.index("{") : first.stdout.rindex("}") + 1])
     assert first.returncode != 0 and errors(report) == {("data-differs", "node-1")}, first.stderr
     assert len(report["links"]["pairs"]) == 1 and report["slots"] == {"node-0": 1, "node-1": 1}

@@ -1,4 +1,6 @@
-"""Faults of a running training on two hosts: every process of it ends on both, with a code, one message and a free port."""
+"""Faults of a running training on two hosts: every process of it ends on both, with a code, one message and a free
+port.
+"""
 
 import re
 import signal
@@ -8,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from conftest import read_json
 from tiny import write_model, write_texts
 
@@ -16,10 +17,23 @@ pytestmark = [pytest.mark.launch, pytest.mark.cluster]
 LOST_SECONDS = 10
 STEP_SECONDS = 20
 CLEAN_SECONDS = 60
-"""From the fault to the end of everything, at most: a lost node is noticed after 10 s, and the launcher gets 20 s to end by itself."""
+"""From the fault to the end of everything, at most: a lost node is noticed after 10 s, and the launcher gets 20 s to
+end by itself.
+"""
 PORT = 29533
 DEEPSPEED = ["deepspeed", "--hostfile", "HOSTFILE", "--master_port", str(PORT), "dsft/train.py"]
-LAUNCH = ["python", "-m", "dsft.cli", "launch", "--no_preflight", "--hostfile", "HOSTFILE", "--master_port", str(PORT), "train"]
+LAUNCH = [
+    "python",
+    "-m",
+    "dsft.cli",
+    "launch",
+    "--no_preflight",
+    "--hostfile",
+    "HOSTFILE",
+    "--master_port",
+    str(PORT),
+    "train",
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +42,20 @@ def folder(tmp_path_factory) -> Path:
     write_model(folder / "model")
     write_texts(folder / "texts.jsonl", 60)
     options = {
-        "model": str(folder / "model"), "data": str(folder / "texts.jsonl"), "seq_len": 64, "max_steps": 100_000, "per_device_train_batch_size": 2, "logging_steps": 1, "overwrite": True,
-        "save_strategy": "steps", "save_steps": 20, "save_total_limit": 2, "disable_tqdm": True, "zero": "3", "lost_timeout": LOST_SECONDS, "step_timeout": STEP_SECONDS,
+        "model": str(folder / "model"),
+        "data": str(folder / "texts.jsonl"),
+        "seq_len": 64,
+        "max_steps": 100_000,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "overwrite": True,
+        "save_strategy": "steps",
+        "save_steps": 20,
+        "save_total_limit": 2,
+        "disable_tqdm": True,
+        "zero": "3",
+        "lost_timeout": LOST_SECONDS,
+        "step_timeout": STEP_SECONDS,
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(options))
     return folder
@@ -43,9 +69,17 @@ class Job:
         hostfile = hosts.hostfile(folder / "hostfile", [1, 1])
         command = [str(hostfile) if word == "HOSTFILE" else word for word in launcher]
         self.before = {pid for host in self.hosts for pid, _ in host.processes()}
-        self.process = hosts[0].start([*command, "--config", folder / "run.yaml", "--output_dir", self.output_dir], stdout=self.log.open("w"), stderr=subprocess.STDOUT)
+        self.process = hosts[0].start(
+            [*command, "--config", folder / "run.yaml", "--output_dir", self.output_dir],
+            stdout=self.log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
         until = time.monotonic() + 120
-        while not re.search(r"^(node-0: )?step +1 ", self.screen(), re.M) and self.process.poll() is None and time.monotonic() < until:
+        while (
+            not re.search(r"^(node-0: )?step +1 ", self.screen(), re.M)
+            and self.process.poll() is None
+            and time.monotonic() < until
+        ):
             time.sleep(0.2)
         assert self.process.poll() is None, self.screen()
 
@@ -54,7 +88,11 @@ class Job:
 
     def rank(self, number: int) -> int:
         """Process id of a rank; one rank per host."""
-        return next(pid for pid, command in self.hosts[number].processes() if "--local_rank" in command and "launcher" not in command and "python" in command)
+        return next(
+            pid
+            for pid, command in self.hosts[number].processes()
+            if "--local_rank" in command and "launcher" not in command and "python" in command
+        )
 
     def left(self, hosts=None) -> list[str]:
         return [command for host in hosts or self.hosts for pid, command in host.processes() if pid not in self.before]
@@ -91,12 +129,25 @@ def test_a_cut_link_ends_both_sides(hosts, folder):
     hosts[1].cut()
     code, _ = job.ended()
     assert code == 1 and "rank 1 on node-1 gave no sign of life for 10 s" in job.only_error()
-    assert "has lost rank 0's node" not in job.screen()  # that is said where it is, and nothing comes from there any more
+    assert (
+        "has lost rank 0's node" not in job.screen()
+    )  # that is said where it is, and nothing comes from there any more
 
 
 @pytest.mark.exhaustive
 def test_a_cut_link_ends_torchrun_on_both_sides_as_well(hosts, folder):
-    torchrun = ["torchrun", "--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "node-0", "--master_port", str(PORT), "--node_rank"]
+    torchrun = [
+        "torchrun",
+        "--nnodes",
+        "2",
+        "--nproc_per_node",
+        "1",
+        "--master_addr",
+        "node-0",
+        "--master_port",
+        str(PORT),
+        "--node_rank",
+    ]
     words = ["dsft/train.py", "--config", folder / "run.yaml", "--output_dir", folder / "torchrun"]
     before = {pid for host in (hosts[0], hosts[1]) for pid, _ in host.processes()}
     other = hosts[1].start([*torchrun, "1", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -12,9 +12,17 @@ from cluster.hosts import TestHosts
 
 
 def test_hosts_have_own_names_addresses_and_files(hosts):
-    command = "hostname; hostname -I; pwd; ls -d /dev/shm/mine* /tmp/mine 2>/dev/null; touch /dev/shm/mine-$(hostname) /tmp/mine"
+    command = (
+        "hostname; hostname -I; pwd; ls -d /dev/shm/mine* /tmp/mine 2>/dev/null; touch /dev/shm/mine-$(hostname)"
+        " /tmp/mine"
+    )
     seen = [host.run(["bash", "-c", command]).stdout.split() for host in hosts]
-    assert [words[:2] for words in seen] == [["node-0", "10.77.0.1"], ["node-1", "10.77.0.2"], ["node-2", "10.77.0.3"], ["node-3", "10.77.0.4"]]
+    assert [words[:2] for words in seen] == [
+        ["node-0", "10.77.0.1"],
+        ["node-1", "10.77.0.2"],
+        ["node-2", "10.77.0.3"],
+        ["node-3", "10.77.0.4"],
+    ]
     assert all(len(words) == 3 for words in seen), seen  # nobody saw another's files
     assert not list(Path("/dev/shm").glob("mine-*"))
 
@@ -23,15 +31,29 @@ def test_every_host_reaches_every_other_through_ssh_and_pdsh_without_a_prompt(ho
     names = [host.name for host in hosts]
     for host in hosts:
         result = host.run(["pdsh", "-S", "-R", "ssh", "-w", ",".join(names), "hostname; which python deepspeed"])
-        assert result.returncode == 0 and result.stdout.count("/deepspeed") == result.stdout.count("/python") == 4, result
+        assert result.returncode == 0 and result.stdout.count("/deepspeed") == result.stdout.count("/python") == 4, (
+            result
+        )
     assert not any(host.processes() for host in hosts)
 
 
 def test_a_cut_host_is_lost_silently_and_comes_back(hosts):
-    listening = hosts[1].start(["python", "-uc", "import socket; s = socket.create_server(('', 5000)); print('up'); c, _ = s.accept(); print(c.recv(9)); print(c.recv(9))"])
+    listening = hosts[1].start(
+        [
+            "python",
+            "-uc",
+            (
+                "import socket; s = socket.create_server(('', 5000)); print('up'); c, _ = s.accept(); print(c.recv(9));"
+                " print(c.recv(9))"
+            ),
+        ]
+    )
     assert listening.stdout.readline() == "up\n"
     assert not hosts[1].port_is_free(5000) and hosts[0].port_is_free(5000)
-    sender = "import socket, time; c = socket.create_connection(('node-1', 5000)); c.send(b'a'); print('sent', flush=True); time.sleep(1); c.send(b'b'); time.sleep(5)"
+    sender = (
+        "import socket, time; c = socket.create_connection(('node-1', 5000)); c.send(b'a'); print('sent', flush=True);"
+        " time.sleep(1); c.send(b'b'); time.sleep(5)"
+    )
     sending = hosts[0].start(["python", "-c", sender])
     assert sending.stdout.readline() == "sent\n" and listening.stdout.readline() == "b'a'\n"
     hosts[1].cut()
@@ -80,8 +102,17 @@ def test_hosts_stand_side_by_side_and_leave_nothing(hosts):
 
 @pytest.mark.exhaustive
 def test_hosts_end_with_the_process_that_started_them_even_after_kill_9(hosts, tmp_path):
-    script = "import sys, time; sys.path.insert(0, 'tests')\nfrom cluster.hosts import TestHosts\nhosts = TestHosts(2).__enter__(); print(*(host.init_pid for host in hosts), flush=True); time.sleep(60)"
-    process = subprocess.Popen(["python", "-c", script], stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}, cwd=Path(__file__).parents[2])
+    script = (
+        "import sys, time; sys.path.insert(0, 'tests')\nfrom cluster.hosts import TestHosts\nhosts ="
+        " TestHosts(2).__enter__(); print(*(host.init_pid for host in hosts), flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        ["python", "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        cwd=Path(__file__).parents[2],
+    )
     pids = process.stdout.readline().split()
     assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
     process.kill()

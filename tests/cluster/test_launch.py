@@ -1,13 +1,15 @@
-"""`dsft launch` on real hosts, in each of its ways: it looks at the nodes first, prints the launcher's command, and trains."""
+"""`dsft launch` on real hosts, in each of its ways: it looks at the nodes first, prints the launcher's command, and
+trains.
+"""
 
 from pathlib import Path
 
 import pytest
 import yaml
-
-from cluster.slurm import Slurm
 from conftest import ROOT, read_json
 from tiny import write_model, write_texts
+
+from cluster.slurm import Slurm
 
 pytestmark = [pytest.mark.launch, pytest.mark.cluster]
 LAUNCH = ["python", "-m", "dsft.cli", "launch"]
@@ -19,7 +21,16 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("launch")
     write_model(folder / "model")
     write_texts(folder / "texts.jsonl", 40)
-    options = {"model": str(folder / "model"), "data": str(folder / "texts.jsonl"), "seq_len": 64, "max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True}
+    options = {
+        "model": str(folder / "model"),
+        "data": str(folder / "texts.jsonl"),
+        "seq_len": 64,
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
     (folder / "run.yaml").write_text(yaml.safe_dump(options))
     return folder
 
@@ -35,37 +46,81 @@ def trained(output_dir: Path) -> list[float]:
 def through_ssh(four_hosts, folder):
     """The first way, which the others must agree with: (result, losses)."""
     hostfile = four_hosts.hostfile(folder / "hostfile", [1, 1])
-    result = four_hosts[0].run([*LAUNCH, "--hostfile", hostfile, "train", "--config", folder / "run.yaml", "--output_dir", folder / "ssh", "--zero", "3"], timeout=SECONDS, HF_HOME="/tmp/elsewhere")
+    result = four_hosts[0].run(
+        [
+            *LAUNCH,
+            "--hostfile",
+            hostfile,
+            "train",
+            "--config",
+            folder / "run.yaml",
+            "--output_dir",
+            folder / "ssh",
+            "--zero",
+            "3",
+        ],
+        timeout=SECONDS,
+        HF_HOME="/tmp/elsewhere",
+    )
     assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
     return result, trained(folder / "ssh")
 
 
 def test_a_host_file_is_examined_then_deepspeed_starts_the_ranks(through_ssh, folder):
     result, losses = through_ssh
-    assert "dsft doctor: 2 nodes, 2 ranks, nothing found" in result.stdout and "dsft: deepspeed --hostfile" in result.stdout
+    assert (
+        "dsft doctor: 2 nodes, 2 ranks, nothing found" in result.stdout
+        and "dsft: deepspeed --hostfile" in result.stdout
+    )
     assert len(losses) == 2
     plan = read_json(folder / "ssh" / "run.json")["plan"]
     assert plan["zero"] == "3"
-    assert all((folder / "ssh" / "logs" / f"rank_{rank}.log").read_text().startswith(f"# rank {rank} on node-{rank}") for rank in (0, 1))
+    assert all(
+        (folder / "ssh" / "logs" / f"rank_{rank}.log").read_text().startswith(f"# rank {rank} on node-{rank}")
+        for rank in (0, 1)
+    )
 
 
 def test_what_the_preflight_finds_stops_the_launch(hosts, folder):
     hostfile = folder / "unknown"
     hostfile.write_text("node-0 slots=1\nnowhere slots=1\n")
-    result = hosts[0].run([*LAUNCH, "--hostfile", hostfile, "train", "--config", folder / "run.yaml", "--output_dir", folder / "never"], timeout=SECONDS)
-    assert result.returncode == 2 and "[unknown-host]" in result.stdout and "--no_preflight starts all the same" in result.stderr
+    result = hosts[0].run(
+        [*LAUNCH, "--hostfile", hostfile, "train", "--config", folder / "run.yaml", "--output_dir", folder / "never"],
+        timeout=SECONDS,
+    )
+    assert (
+        result.returncode == 2
+        and "[unknown-host]" in result.stdout
+        and "--no_preflight starts all the same" in result.stderr
+    )
     assert not (folder / "never").exists()
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", [["--nodes", "2", "--num_gpus", "1"], ["--hostfile", "HOSTFILE", "--no_ssh"], ["--accelerate", "FILE"]], ids=["torchrun", "deepspeed", "accelerate"])
+@pytest.mark.parametrize(
+    "way",
+    [["--nodes", "2", "--num_gpus", "1"], ["--hostfile", "HOSTFILE", "--no_ssh"], ["--accelerate", "FILE"]],
+    ids=["torchrun", "deepspeed", "accelerate"],
+)
 def test_the_same_command_on_every_node_needs_no_ssh(hosts, folder, through_ssh, way):
-    settings = yaml.safe_load((ROOT / "ds_configs/accelerate/zero3_2x8.yaml").read_text()) | {"num_processes": 2, "main_process_ip": hosts[0].name}
+    settings = yaml.safe_load((ROOT / "ds_configs/accelerate/zero3_2x8.yaml").read_text()) | {
+        "num_processes": 2,
+        "main_process_ip": hosts[0].name,
+    }
     (folder / "accelerate.yaml").write_text(yaml.safe_dump(settings))
     paths = {"HOSTFILE": str(hosts.hostfile(folder / "no-ssh", [1, 1])), "FILE": str(folder / "accelerate.yaml")}
     output_dir = folder / f"{way[0].strip('-')}-run"
     zero = [] if way[0] == "--accelerate" else ["--zero", "3"]  # accelerate's file says the stage
-    words = [*LAUNCH, *(paths.get(word, word) for word in way), "train", "--config", folder / "run.yaml", "--output_dir", output_dir, *zero]
+    words = [
+        *LAUNCH,
+        *(paths.get(word, word) for word in way),
+        "train",
+        "--config",
+        folder / "run.yaml",
+        "--output_dir",
+        output_dir,
+        *zero,
+    ]
     other = hosts[1].start(words, stdout=None, stderr=None, NODE_RANK="1", MASTER_ADDR="node-0")
     result = hosts[0].run(words, timeout=SECONDS, NODE_RANK="0", MASTER_ADDR="node-0")
     assert (result.returncode, other.wait(60)) == (0, 0), (result.stdout + result.stderr)[-5000:]
@@ -78,8 +133,15 @@ def test_slurm(hosts, folder, through_ssh, tmp_path_factory):
     files = tmp_path_factory.mktemp("slurm-launch") / "files"
     with Slurm([hosts[0], hosts[1]], files) as slurm:
         script = folder / "job.sh"
-        script.write_text(f"#!/bin/bash\ncd {ROOT}\npython -m dsft.cli launch --slurm --num_gpus 1 train --config {folder}/run.yaml --output_dir {folder}/slurm --zero 3\n")
+        script.write_text(
+            f"#!/bin/bash\ncd {ROOT}\npython -m dsft.cli launch --slurm --num_gpus 1 train --config {folder}/run.yaml"
+            f" --output_dir {folder}/slurm --zero 3\n"
+        )
         ended = slurm.wait(slurm.submit(["--nodes=2", f"--output={folder}/slurm.txt", script]), timeout=SECONDS)
     log = (folder / "slurm.txt").read_text()
     assert ended["JobState"] == "COMPLETED", log[-5000:]
-    assert trained(folder / "slurm") == through_ssh[1] and "dsft doctor: 2 nodes, 2 ranks" in log and "dsft: srun --nodes 2" in log
+    assert (
+        trained(folder / "slurm") == through_ssh[1]
+        and "dsft doctor: 2 nodes, 2 ranks" in log
+        and "dsft: srun --nodes 2" in log
+    )

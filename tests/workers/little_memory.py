@@ -1,4 +1,6 @@
-"""A training whose process may take only so many MB more than it has at its start: argument 1, then the options of dsft train."""
+"""A training whose process may take only so many MB more than it has at its start: argument 1, then the options of dsft
+train.
+"""
 
 import re
 import resource

@@ -1,6 +1,8 @@
-"""Sequences of {train some steps, save, kill, resume, change ranks}, drawn by hypothesis, each held against the uninterrupted training.
+"""Sequences of {train some steps, save, kill, resume, change ranks}, drawn by hypothesis, each held against the
+uninterrupted training.
 
-A process of its own: what forks must not have run any torch operation before. Arguments: a folder, JSON of the options of the training.
+A process of its own: what forks must not have run any torch operation before. Arguments: a folder, JSON of the options
+of the training.
 """
 
 import json
@@ -13,11 +15,11 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import deepspeed  # noqa: E402, F401  what every rank needs, imported once
+import deepspeed  # noqa: F401
+from forked_ranks import train
 
-import dsft.train  # noqa: E402, F401
-from dsft.checkpoints import checkpoints, faults  # noqa: E402
-from forked_ranks import train  # noqa: E402
+import dsft.train  # noqa: F401
+from dsft.checkpoints import checkpoints, faults
 
 FOLDER, OPTIONS = Path(sys.argv[1]), json.loads(sys.argv[2])
 counts = {"examples": 0, "segments": 0, "kills": 0, "kills in saves": 0, "changes of ranks": 0, "steps lost at most": 0}
@@ -26,7 +28,11 @@ segment = st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 3]), st.booleans()
 
 
 def losses(out: Path) -> dict[int, float]:
-    return {entry["step"]: entry["loss"] for entry in json.loads((out / "run.json").read_text())["results"]["log"] if "loss" in entry}
+    return {
+        entry["step"]: entry["loss"]
+        for entry in json.loads((out / "run.json").read_text())["results"]["log"]
+        if "loss" in entry
+    }
 
 
 def steps_in(log: Path) -> int:
@@ -55,12 +61,20 @@ def check(segments: list, last: int) -> None:
             return steps_in(log) >= began + steps and (not in_save or any((out / ".saving").glob("*/*")))
 
         saved = newest(out)
-        ended = train(world, OPTIONS | {"output_dir": str(out), "zero": zero, "resume_from_checkpoint": "auto"}, log, kill_when=is_time, seed=number)
+        ended = train(
+            world,
+            OPTIONS | {"output_dir": str(out), "zero": zero, "resume_from_checkpoint": "auto"},
+            log,
+            kill_when=is_time,
+            seed=number,
+        )
         counts["segments"] += 1
         counts["changes of ranks"] += before not in (0, world)
         counts["kills"] += not ended
         counts["kills in saves"] += not ended and in_save
-        counts["steps lost at most"] = max(counts["steps lost at most"], 0 if ended else steps_in(log) - began - (newest(out) - saved))
+        counts["steps lost at most"] = max(
+            counts["steps lost at most"], 0 if ended else steps_in(log) - began - (newest(out) - saved)
+        )
         before = world
         assert all(faults(folder, hashes=True) == [] for folder in checkpoints(out))
     train(last, OPTIONS | {"output_dir": str(out), "zero": "2", "resume_from_checkpoint": "auto"}, log)
