@@ -131,9 +131,9 @@ def summary(rounds: list[dict]) -> dict:
 def of_dsft(folder: Path, tokenizer: str) -> dict:
     sys.path[0] = str(ROOT)
     from dsft import __version__
-    from dsft.config import TrainConfig
-    from dsft.data.training import check_sources, load_training_data
-    from dsft.model import load_tokenizer
+    from dsft.config.options import TrainConfig
+    from dsft.data.training_data import check_sources, load_training_data
+    from dsft.models.build import load_tokenizer
 
     config = TrainConfig(tokenizer=tokenizer, data=[str(folder / "data.jsonl")], seq_len=SEQ_LEN, packing=True)
     loaded = load_tokenizer(config)
@@ -239,10 +239,10 @@ TOOLS = {"dsft": of_dsft, "trl": of_trl, "llamafactory": of_llamafactory}
 def fullness(options: argparse.Namespace) -> list[dict]:
     """Fill rate of packed rows and padding share of the instruction sets, by file and length of a row."""
     sys.path[0] = str(ROOT)
-    from dsft.config import TrainConfig
-    from dsft.data.batches import EpochOrder, WholeSteps, padding_share
-    from dsft.data.training import check_sources, load_training_data
-    from dsft.model import load_tokenizer
+    from dsft.config.options import TrainConfig
+    from dsft.data.batches import EpochSampler, PaddedToFullSteps, padding_share
+    from dsft.data.training_data import check_sources, load_training_data
+    from dsft.models.build import load_tokenizer
 
     found = []
     for path in sorted(options.instructions.glob("*.jsonl")):
@@ -269,11 +269,11 @@ def fullness(options: argparse.Namespace) -> list[dict]:
                         flash=False,
                     )
                 items = made["padded"].items
-                steps = WholeSteps(items, 64)
+                steps = PaddedToFullSteps(items, 64)
                 shares = {
                     name: round(
                         padding_share(
-                            EpochOrder(steps, seed=42, step=lambda: 0, grouped=grouped).order(0), items.lengths, 8
+                            EpochSampler(steps, seed=42, step=lambda: 0, grouped=grouped).order(0), items.lengths, 8
                         ),
                         4,
                     )

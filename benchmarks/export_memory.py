@@ -18,7 +18,7 @@ from pathlib import Path
 
 MEASURED = """
 import json, sys, threading, time
-import dsft.export
+import dsft.checkpoints.export
 def own():
     lines = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
     return 1024 * sum(int(lines[name].split()[0]) for name in ("RssAnon", "RssShmem"))
@@ -31,7 +31,7 @@ def watch():
 thread = threading.Thread(target=watch)
 thread.start()
 began = time.perf_counter()
-dsft.export.export(sys.argv[1], sys.argv[2], dtype=sys.argv[3], max_shard_size=sys.argv[4])
+dsft.checkpoints.export.export(sys.argv[1], sys.argv[2], dtype=sys.argv[3], max_shard_size=sys.argv[4])
 seconds = time.perf_counter() - began
 stop = True
 thread.join()

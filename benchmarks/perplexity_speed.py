@@ -73,8 +73,8 @@ from transformers import (
 
 from dsft.data.sequences import IGNORED
 from dsft.demo_data import write_demo_data
-from dsft.perplexity import evaluate_windows
-from dsft.windows import Windows, rolling_spans
+from dsft.perplexity.scoring import evaluate_windows
+from dsft.perplexity.windows import Windows, rolling_spans
 
 WINDOW = 512
 MIB = 1024**2

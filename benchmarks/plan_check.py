@@ -38,7 +38,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config
 
 from dsft.demo_data import write_demo_data
-from dsft.machine import GiB
+from dsft.runtime.hardware import GiB
 
 STEPS = 5
 # Published shapes of Qwen3 (config.json of the models); the 1b is Llama 3.2 1B's widths. Vocabulary as the demo
@@ -182,7 +182,7 @@ def train(folder: Path, case: tuple, tokenizer: Path, vocab_size: int, *, verbos
     command = [
         sys.executable,
         "-m",
-        "dsft.cli",
+        "dsft.cli.main",
         "train",
         "--model",
         str(model),
@@ -310,7 +310,7 @@ def main() -> None:
                 [
                     sys.executable,
                     "-m",
-                    "dsft.cli",
+                    "dsft.cli.main",
                     "plan",
                     "--model",
                     str(first),

@@ -63,7 +63,7 @@ def measure(folder: Path, model: Path, zero: str) -> dict:
     command = [
         sys.executable,
         "-m",
-        "dsft.cli",
+        "dsft.cli.main",
         "train",
         "--num_gpus",
         "2",
@@ -119,7 +119,7 @@ def measure(folder: Path, model: Path, zero: str) -> dict:
 
 
 def written_elements(folder: Path) -> int:
-    from dsft.weight_sources import SafetensorsSource
+    from dsft.checkpoints.tensor_sources import SafetensorsSource
 
     return sum(math.prod(shape) for shape in SafetensorsSource(folder).shapes.values())
 

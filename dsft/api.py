@@ -9,17 +9,17 @@ result = dsft.evaluate_perplexity(model="runs/first", data="held_out.jsonl", seq
 
 from typing import Any
 
-from dsft import ranks
-from dsft.config import EvalConfig, TrainConfig, make_config
-from dsft.evaluation import Evaluation, evaluate
-from dsft.fields import read_yaml
-from dsft.machine import Machine, this_machine
-from dsft.model import build_model, resolve_dtype
-from dsft.model_size import ModelSize
-from dsft.planner.calibration import calibrated
-from dsft.planner.hardware import speeds_of
+from dsft.config.options import EvalConfig, TrainConfig, make_config
+from dsft.config.reader import read_yaml
+from dsft.errors import raise_if_any
+from dsft.models.build import build_model, resolve_dtype
+from dsft.models.size import ModelSize
+from dsft.perplexity.evaluation import Evaluation, evaluate
+from dsft.planner.measured_speeds import calibrated
 from dsft.planner.plan import Plan, all_plans, choose, make_job
-from dsft.problems import raise_if_any
+from dsft.planner.speeds import speeds_of
+from dsft.runtime import distributed
+from dsft.runtime.hardware import Machine, this_machine
 
 __all__ = ["build_model", "evaluate_perplexity", "load_config", "plan"]
 
@@ -82,5 +82,5 @@ def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:
     config = make_config(EvalConfig, options, problems)
     if len(config.model) > 1 or len(config.data) > 1:
         problems.append("evaluate_perplexity takes one model and one data set; call it for each, or use dsft eval")
-    ranks.start_ranks()
+    distributed.start_ranks()
     return next(evaluate(config, problems, progress=progress))

@@ -16,14 +16,14 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from dsft import ranks
-from dsft.config import EvalConfig, read_config
-from dsft.evaluation import evaluate
-from dsft.guard import watch
-from dsft.launcher_variables import map_launcher_variables
-from dsft.problems import ends_with_clear_errors
-from dsft.result_files import print_evaluation, write_results
-from dsft.screen import set_up_screen
+from dsft.config.options import EvalConfig, read_config
+from dsft.errors import ends_with_clear_errors
+from dsft.perplexity.evaluation import evaluate
+from dsft.perplexity.report import print_evaluation, write_results
+from dsft.runtime import distributed
+from dsft.runtime.console import set_up_screen
+from dsft.runtime.launcher_env import map_launcher_variables
+from dsft.watchdog import client as watchdog
 
 
 @ends_with_clear_errors
@@ -32,17 +32,17 @@ def main(argv: list[str] | None = None) -> None:
     problems: list[str] = []
     config = read_config(EvalConfig, sys.argv[1:] if argv is None else argv, problems)
     set_up_screen()
-    watch.start(config)
-    ranks.start_ranks(meet_seconds=config.start_timeout, timeout_seconds=max(1800, config.load_timeout))
-    watch.meet()
+    watchdog.start(config)
+    distributed.start_ranks(meet_seconds=config.start_timeout, timeout_seconds=max(1800, config.load_timeout))
+    watchdog.connect()
     results = []
     for evaluation in evaluate(config, problems, progress=True):
         results.append(evaluation)
-        if ranks.rank() == 0:
+        if distributed.rank() == 0:
             if config.output_dir:
                 write_results(Path(config.output_dir), results)
             print_evaluation(evaluation)
-    ranks.stop_ranks()
+    distributed.stop_ranks()
 
 
 if __name__ == "__main__":

@@ -19,27 +19,34 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 import functools
 import time
 
-from dsft import ranks, stop_request
-from dsft.checkpoints import checkpoints
-from dsft.config import TrainConfig, as_dict, read_config
+from dsft.checkpoints.identity import check_identity
+from dsft.checkpoints.manifest import checkpoints
+from dsft.checkpoints.model_card import CARD, model_card
+from dsft.checkpoints.reshard import topology_change
+from dsft.checkpoints.run_folder import clear_run, is_finished, last_checkpoint, read_run, start_from_weights, write_run
+from dsft.config.options import TrainConfig, as_dict, read_config
 from dsft.data.sequences import shown
-from dsft.data.training import load_training_data, try_packing
-from dsft.guard import watch
-from dsft.launcher_variables import map_launcher_variables
-from dsft.machine import GiB
-from dsft.made_with import check_made_with
-from dsft.model import build_model
-from dsft.model_card import CARD, model_card
-from dsft.out_of_memory import out_of_memory_explained
+from dsft.data.training_data import load_training_data, try_packing
+from dsft.errors import Requeue, TrainingStopped, Unsaved, ends_with_clear_errors
+from dsft.models.build import build_model
 from dsft.planner.plan import as_dict as plan_as_dict
-from dsft.preparation import check_run, ignored_options, keep_global_batch, plan_run, smaller_plan, training_arguments
-from dsft.problems import Requeue, TrainingStopped, Unsaved, ends_with_clear_errors
-from dsft.rank_logs import log_to_files
-from dsft.resharding import topology_change
-from dsft.run_folder import clear_run, is_finished, last_checkpoint, read_run, start_from_weights, write_run
-from dsft.screen import say, set_up_screen
-from dsft.trainer import PerplexityTrainer
-from dsft.versions import git_commit, versions
+from dsft.run_setup.preparation import (
+    check_run,
+    ignored_options,
+    keep_global_batch,
+    plan_run,
+    smaller_plan,
+    training_arguments,
+)
+from dsft.runtime import distributed, preemption
+from dsft.runtime.console import say, set_up_screen
+from dsft.runtime.hardware import GiB
+from dsft.runtime.launcher_env import map_launcher_variables
+from dsft.runtime.rank_logs import log_to_files
+from dsft.runtime.versions import git_commit, versions
+from dsft.training.out_of_memory import out_of_memory_explained
+from dsft.training.trainer import PerplexityTrainer
+from dsft.watchdog import client as watchdog
 
 
 @ends_with_clear_errors
@@ -49,45 +56,45 @@ def main(argv: list[str] | None = None) -> None:
     config = read_config(TrainConfig, sys.argv[1:] if argv is None else argv, problems)
     set_up_screen()
     # Before any TrainingArguments: transformers would make a process group that DeepSpeed does not know of.
-    stop_request.listen()
-    watch.start(config)
-    ranks.start_ranks(
+    preemption.listen()
+    watchdog.start(config)
+    distributed.start_ranks(
         meet_seconds=config.start_timeout,
         timeout_seconds=config.training.get("ddp_timeout", max(1800, config.load_timeout, config.save_timeout)),
     )
-    watch.meet()
+    watchdog.connect()
     finetune(config, problems)
-    ranks.stop_ranks()
+    distributed.stop_ranks()
 
 
 def finetune(config: TrainConfig, problems: list[str] | None = None) -> PerplexityTrainer | None:  # noqa: C901
     """The whole run, from checks to the saved model and run.json; None where nothing was left to train. Collective:
-    every rank calls it, after `ranks.start_ranks()`.
+    every rank calls it, after `distributed.start_ranks()`.
 
     Raises:
         UserError: with `problems` and all others that can be found before weights load, on every rank.
         TrainingStopped: where the loss is NaN or infinite.
     """
     problems = [] if problems is None else problems
-    prepared = check_run(config, ranks.world_size(), problems)
-    ranks.raise_together(problems)
-    checkpoint = ranks.on_rank_0(lambda: last_checkpoint(config))
+    prepared = check_run(config, distributed.world_size(), problems)
+    distributed.raise_together(problems)
+    checkpoint = distributed.on_rank_0(lambda: last_checkpoint(config))
     if checkpoint and config.resume_weights_only:
         start_from_weights(config, checkpoint)
         checkpoint = None
     if checkpoint:
-        keep_global_batch(config, checkpoint, ranks.world_size())
+        keep_global_batch(config, checkpoint, distributed.world_size())
     output_dir = config.training["output_dir"]
     if checkpoint and is_finished(checkpoint, config.training):
         say(f"nothing left to train: {checkpoint} is the end of this run; raise max_steps or num_train_epochs to go on")
         return None
 
     log_to_files(output_dir, append=checkpoint is not None)
-    packing = ranks.on_rank_0(lambda: try_packing(config)) if config.packing else None
+    packing = distributed.on_rank_0(lambda: try_packing(config)) if config.packing else None
     if packing:
         config.packing, config.attn_implementation = packing.problem is None, packing.attn_implementation
-    machine = ranks.smallest_machine()
-    plan, why = ranks.on_rank_0(lambda: plan_run(config, prepared, machine, checkpoint=checkpoint))
+    machine = distributed.smallest_machine()
+    plan, why = distributed.on_rank_0(lambda: plan_run(config, prepared, machine, checkpoint=checkpoint))
     say(
         f"plan: {machine}; {prepared.size.num_params:,} parameters, {prepared.size.num_trainable:,} trained,"
         f" {config.dtype}"
@@ -114,7 +121,7 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
         flash=config.packing and packing.flash,
     )
     args = training_arguments(config, plan, has_held_out=data.held_out is not None)
-    data.count_padding(args, ranks.world_size())
+    data.count_padding(args, distributed.world_size())
     say(
         f"data: {', '.join(map(str, prepared.data))}: {shown(data.counts)}"
         + (f"; held out: {shown(data.held_out_counts)}" if data.held_out else "")
@@ -132,9 +139,9 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
     )
 
     if checkpoint:
-        ranks.on_rank_0(lambda: check_made_with(checkpoint, trainer.made_with))
+        distributed.on_rank_0(lambda: check_identity(checkpoint, trainer.run_identity))
     # Only now, when nothing of the set-up can fail any more, is an earlier run replaced.
-    if ranks.rank() == 0:
+    if distributed.rank() == 0:
         if config.overwrite and checkpoint is None:
             clear_run(output_dir)
         write_run(
@@ -145,12 +152,12 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
             deepspeed=plan.deepspeed_config,
             versions=versions(),
             git_commit=git_commit(),
-            world_size=ranks.world_size(),
+            world_size=distributed.world_size(),
             data=data.counts,
             held_out=data.held_out_counts,
             status="running",
         )
-    ranks.wait_for_all()
+    distributed.wait_for_all()
     if checkpoint:
         change = topology_change(checkpoint, trainer.topology)
         say(
@@ -165,16 +172,16 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
         say(f"no complete checkpoint in {output_dir}; starting anew")
     start = time.perf_counter()
     try:
-        with stop_request.sigterm_saves(), memory_explained("in training"):
+        with preemption.sigterm_saves(), memory_explained("in training"):
             output = trainer.train(resume_from_checkpoint=checkpoint)
     except TrainingStopped as error:
-        if ranks.rank() == 0:
+        if distributed.rank() == 0:
             write_run(output_dir, status="stopped", error=str(error), results=trainer.results())
         raise
     if trainer.is_stopping:
-        if ranks.rank() == 0:
+        if distributed.rank() == 0:
             write_run(output_dir, status="preempted", results=trainer.results())
-        ranks.wait_for_all()  # the first rank that ends has the others killed
+        distributed.wait_for_all()  # the first rank that ends has the others killed
         saved = checkpoints(output_dir)
         kept = (
             f"{saved[-1]} is saved; the same command goes on from there with --resume_from_checkpoint auto"
@@ -194,7 +201,7 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
             f" s, {trainer.saves.seconds / seconds:.1%} of the run; the largest is"
             f" {trainer.saves.largest_bytes / 1e9:.3g} GB"
         )
-    if ranks.rank() == 0:
+    if distributed.rank() == 0:
         results = {
             "train_loss": output.training_loss,
             "seconds": seconds,

@@ -130,7 +130,7 @@ def _build(case: dict[str, Any]):
     model = AutoModelForCausalLM.from_config(LlamaConfig(**case["model"]), dtype=dtype)
     if case.get("lora_r"):
         model = get_peft_model(model, LoraConfig(r=case["lora_r"], target_modules="all-linear"))
-        model.enable_input_require_grads()  # as dsft.model does
+        model.enable_input_require_grads()  # as dsft.models.build does
     return model, keep
 
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dsft import ranks
+from dsft.runtime import distributed
 
 
 def _one_rank(rank: int, world: int, port: int, log: str, options: dict) -> None:
-    from dsft.config import TrainConfig, make_config
+    from dsft.config.options import TrainConfig, make_config
     from dsft.train import finetune
 
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -29,12 +29,12 @@ def _one_rank(rank: int, world: int, port: int, log: str, options: dict) -> None
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
-    ranks.start_ranks(timeout_seconds=60)
+    distributed.start_ranks(timeout_seconds=60)
     problems: list[str] = []
     finetune(make_config(TrainConfig, options, problems), problems)
     if world == 1:
         os._exit(0)
-    ranks.stop_ranks()
+    distributed.stop_ranks()
 
 
 def train(
@@ -52,7 +52,7 @@ def train(
     Raises:
         AssertionError: where it ended otherwise.
     """
-    context, port = multiprocessing.get_context("fork"), ranks.free_port()
+    context, port = multiprocessing.get_context("fork"), distributed.free_port()
     processes = [
         context.Process(target=_one_rank, args=(rank, world, port, str(log), options)) for rank in range(world)
     ]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-from dsft import ranks
-from dsft.guard.processes import descendants
+from dsft.runtime import distributed
+from dsft.watchdog.processes import descendants
 
 
 def _one_rank(rank: int, function, world: int, port: int, folder: str, arguments: tuple) -> None:
@@ -22,15 +22,15 @@ def _one_rank(rank: int, function, world: int, port: int, folder: str, arguments
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
-    ranks.start_ranks(timeout_seconds=120)
+    distributed.start_ranks(timeout_seconds=120)
     Path(folder, str(rank)).write_bytes(pickle.dumps(function(*arguments)))
-    ranks.stop_ranks()
+    distributed.stop_ranks()
 
 
 def on_ranks(world: int, function, *arguments) -> list[Any]:
     """What `function(*arguments)` returns on each of `world` ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_one_rank, args=(function, world, ranks.free_port(), folder, arguments), nprocs=world)
+        mp.spawn(_one_rank, args=(function, world, distributed.free_port(), folder, arguments), nprocs=world)
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world)]
 
 

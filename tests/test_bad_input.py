@@ -8,8 +8,8 @@ import torch
 from conftest import flags, grid
 from tiny import write_jsonl
 
-from dsft.config import TrainConfig, make_config
-from dsft.preparation import check_run
+from dsft.config.options import TrainConfig, make_config
+from dsft.run_setup.preparation import check_run
 
 
 @pytest.fixture

@@ -11,25 +11,25 @@ import numpy as np
 import pytest
 from conftest import flags, read_json
 
-from dsft.checkpoints import (
+from dsft.checkpoints.manifest import (
     MANIFEST,
     TRAINER_STATE,
     checkpoint_folder,
     checkpoints,
     clean_up,
-    faults,
     files_of,
+    hash_and_sync,
+    integrity_errors,
     last_good,
     prune,
     publish,
-    seal,
     staging_folder,
 )
-from dsft.data.batches import WholeSteps
+from dsft.checkpoints.save import missing_shards
+from dsft.data.batches import PaddedToFullSteps
 from dsft.data.sequences import sequence
-from dsft.guard.processes import descendants
-from dsft.problems import EXIT_UNSAVED
-from dsft.saving import missing_shards
+from dsft.errors import EXIT_UNSAVED
+from dsft.watchdog.processes import descendants
 
 
 def write_staged(output_dir: Path, step: int, content: str = "weights") -> Path:
@@ -48,14 +48,14 @@ def save(output_dir: Path, step: int, content: str = "weights") -> Path:
         {
             "step": step,
             "world_size": 1,
-            "files": {str(path.relative_to(staged)): seal(path) for path in files_of(staged)},
+            "files": {str(path.relative_to(staged)): hash_and_sync(path) for path in files_of(staged)},
         },
     )
 
 
 def test_a_published_checkpoint_has_every_file_in_its_manifest_and_leaves_no_staging(tmp_path):
     folder = save(tmp_path, 5)
-    assert folder == checkpoint_folder(tmp_path, 5) and faults(folder, hashes=True) == []
+    assert folder == checkpoint_folder(tmp_path, 5) and integrity_errors(folder, hashes=True) == []
     assert set(json.loads((folder / MANIFEST).read_text())["files"]) == {
         TRAINER_STATE,
         "model.safetensors",
@@ -67,13 +67,15 @@ def test_a_published_checkpoint_has_every_file_in_its_manifest_and_leaves_no_sta
 def test_what_is_missing_shorter_or_changed_is_named(tmp_path):
     folder = save(tmp_path, 5)
     (folder / "model.safetensors").write_text("WEIGHTS")
-    assert faults(folder) == [] and faults(folder, hashes=True) == ["the content of model.safetensors has changed"]
+    assert integrity_errors(folder) == [] and integrity_errors(folder, hashes=True) == [
+        "the content of model.safetensors has changed"
+    ]
     (folder / "model.safetensors").write_text("w")
-    assert faults(folder) == ["model.safetensors has 1 bytes, 7 were written"]
+    assert integrity_errors(folder) == ["model.safetensors has 1 bytes, 7 were written"]
     (folder / "model.safetensors").unlink()
-    assert faults(folder) == ["model.safetensors is missing"]
+    assert integrity_errors(folder) == ["model.safetensors is missing"]
     (folder / MANIFEST).write_text("{")
-    assert faults(folder) == [f"{MANIFEST} cannot be read"]
+    assert integrity_errors(folder) == [f"{MANIFEST} cannot be read"]
 
 
 def test_the_newest_whole_checkpoint_is_the_last_good_one(tmp_path):
@@ -90,7 +92,7 @@ def test_a_save_that_did_not_end_is_removed_and_a_replaced_checkpoint_put_back(t
     kept.rename(tmp_path / ".replaced" / kept.name)  # killed between the two renames of publish
     assert checkpoints(tmp_path) == []
     assert half in clean_up(tmp_path)
-    assert checkpoints(tmp_path) == [kept] and faults(kept, hashes=True) == []
+    assert checkpoints(tmp_path) == [kept] and integrity_errors(kept, hashes=True) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-5"]
 
 
@@ -132,7 +134,7 @@ def test_ranks_whose_part_is_missing_are_counted(tmp_path):
 
 
 def test_the_tools_list_and_verify(tmp_path, capsys):
-    from dsft.cli import main
+    from dsft.cli.main import main
 
     save(tmp_path, 5)
     broken = save(tmp_path, 10)
@@ -179,7 +181,7 @@ def test_a_run_killed_while_it_saves_resumes_from_the_last_whole_checkpoint(run,
     process.wait()
     assert process.returncode < 0, "it was never seen saving"
     for folder in checkpoints(out):
-        assert faults(folder, hashes=True) == []
+        assert integrity_errors(folder, hashes=True) == []
     result = run(["dsft", "train", "--num_gpus", "2", *words, "--resume_from_checkpoint", "auto"])
     assert result.returncode == 0 and "resuming from" in result.stdout, result.stdout + result.stderr
     assert "a save that did not end" in result.stdout and not staging.exists()
@@ -196,25 +198,27 @@ class Rows(list):
 
 
 def test_what_a_checkpoint_was_made_with_is_compared(tmp_path):
-    from dsft.made_with import check_made_with, made_with
-    from dsft.problems import UserError
+    from dsft.checkpoints.identity import check_identity, run_identity
+    from dsft.errors import UserError
 
-    shapes, rows = {"a": (4, 2), "b": (3,)}, WholeSteps(Rows([[1, 2], [3]]), 8)
-    now = made_with(shapes, rows, seed=42, sequences_per_step=8)
+    shapes, rows = {"a": (4, 2), "b": (3,)}, PaddedToFullSteps(Rows([[1, 2], [3]]), 8)
+    now = run_identity(shapes, rows, seed=42, sequences_per_step=8)
     assert now["trained elements"] == 11
     staged = write_staged(tmp_path, 5)
-    folder = str(publish(staged, {"files": {}, "made_with": now}))
-    check_made_with(folder, now)
+    folder = str(publish(staged, {"files": {}, "run_identity": now}))
+    check_identity(folder, now)
     others = {
-        "trained elements: 11 then, 15 now": made_with(shapes | {"b": (7,)}, rows, seed=42, sequences_per_step=8),
-        "names and shapes": made_with({"a": (2, 4), "b": (3,)}, rows, seed=42, sequences_per_step=8),
-        "content of data": made_with(shapes, WholeSteps(Rows([[1, 2], [4]]), 8), seed=42, sequences_per_step=8),
-        "seed of the order: 42 then, 43 now": made_with(shapes, rows, seed=43, sequences_per_step=8),
-        "sequences per step: 8 then, 16 now": made_with(shapes, rows, seed=42, sequences_per_step=16),
+        "trained elements: 11 then, 15 now": run_identity(shapes | {"b": (7,)}, rows, seed=42, sequences_per_step=8),
+        "names and shapes": run_identity({"a": (2, 4), "b": (3,)}, rows, seed=42, sequences_per_step=8),
+        "content of data": run_identity(
+            shapes, PaddedToFullSteps(Rows([[1, 2], [4]]), 8), seed=42, sequences_per_step=8
+        ),
+        "seed of the order: 42 then, 43 now": run_identity(shapes, rows, seed=43, sequences_per_step=8),
+        "sequences per step: 8 then, 16 now": run_identity(shapes, rows, seed=42, sequences_per_step=16),
     }
     for named, other in others.items():
         with pytest.raises(UserError, match=named):
-            check_made_with(folder, other)
+            check_identity(folder, other)
 
 
 @pytest.mark.launch
@@ -311,7 +315,7 @@ def test_on_a_full_disk_training_goes_on_the_last_good_checkpoint_stays_and_the_
             and "training goes on" in result.stdout
             and "GB are free" in result.stderr
         )
-        assert 0 < len(found) < 4 and all(faults(folder, hashes=True) == [] for folder in found)
+        assert 0 < len(found) < 4 and all(integrity_errors(folder, hashes=True) == [] for folder in found)
         assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
     finally:
         subprocess.run(["umount", tmp_path], check=True)

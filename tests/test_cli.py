@@ -77,7 +77,7 @@ def test_no_held_out_module_was_trained_on(demo):
 
 
 def test_the_demo_model_has_5_to_10_million_parameters(demo):
-    from dsft.config import TrainConfig
-    from dsft.model_size import measure_model
+    from dsft.config.options import TrainConfig
+    from dsft.models.size import measure_model
 
     assert 5e6 < measure_model(TrainConfig(model=str(demo[0] / "model" / "config.json"))).num_params < 10e6

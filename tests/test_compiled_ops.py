@@ -1,7 +1,7 @@
 import os
 import time
 
-from dsft.compiled_ops import OLD_SECONDS, remove_old_locks
+from dsft.runtime.op_locks import OLD_SECONDS, remove_old_locks
 
 
 def test_only_locks_that_are_old_and_held_by_nobody_are_removed(tmp_path, monkeypatch):

@@ -10,10 +10,10 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from dsft.config import TrainConfig
-from dsft.data.files import BEGUN, GOES_ON, PIECE_BYTES, find_files, read_file
+from dsft.config.options import TrainConfig
+from dsft.data.readers import BEGUN, GOES_ON, PIECE_BYTES, find_files, read_file
 from dsft.data.sources import find_sources
-from dsft.problems import UserError
+from dsft.errors import UserError
 
 ROWS = [{"prompt": "what is ä?", "completion": 'a\nline, "quoted"'}, {"prompt": "", "completion": "b"}]
 

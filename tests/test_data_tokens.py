@@ -6,14 +6,14 @@ import json
 import numpy as np
 import pytest
 
-from dsft.config import TrainConfig, check_config
-from dsft.data.chat import PRESETS, load_template
-from dsft.data.files import BEGUN, GOES_ON
-from dsft.data.shapes import find_shape
+from dsft.config.options import TrainConfig, check_config
+from dsft.data.chat_masks import PRESETS, load_template
+from dsft.data.formats import find_format
+from dsft.data.readers import BEGUN, GOES_ON
 from dsft.data.sources import Batch
-from dsft.data.tokens import Rules, Tokens, _encode, tokenise
-from dsft.model import load_tokenizer
-from dsft.problems import UserError
+from dsft.data.tokenization import FormatRules, Tokens, _encode, tokenise
+from dsft.errors import UserError
+from dsft.models.build import load_tokenizer
 
 CHAT = [
     {"role": "system", "content": "be fast"},
@@ -34,7 +34,7 @@ def made(rows: list[dict], tokenizer, *, keep_all: bool = False, **options) -> T
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return tokenise(
         Batch(rows=rows, numbers=[*range(1, len(rows) + 1)], place="rows.jsonl"),
-        Rules.of(config, find_shape(columns, config), first_row=rows[0], keep_all=keep_all),
+        FormatRules.of(config, find_format(columns, config), first_row=rows[0], keep_all=keep_all),
         tokenizer,
     )
 
@@ -104,7 +104,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_chats_of_every_shape_become_the_same_tokens(tokenizer, shape):
     tokens = made([SHAPES[shape]], tokenizer)
-    assert find_shape(list(SHAPES[shape]), TrainConfig()) == shape
+    assert find_format(list(SHAPES[shape]), TrainConfig()) == shape
     assert tokens.ids.tolist() == tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]
     assert trained(tokens, tokenizer) == ("slow<|end|>" if shape == "prompt_completion" else "small<|end|>slow<|end|>")
     assert trained(made([SHAPES[shape]], tokenizer, train_on="last"), tokenizer) == "slow<|end|>"
@@ -448,10 +448,10 @@ def test_for_evaluation_every_row_stays_in_its_place(tokenizer):
 
 def test_missing_columns_list_those_present():
     with pytest.raises(ValueError, match="there are body, title"):
-        find_shape(["body", "title"], TrainConfig())
+        find_format(["body", "title"], TrainConfig())
     with pytest.raises(ValueError, match="completion, prompt; there are body, title"):
-        find_shape(["body", "title"], TrainConfig(data_format="prompt_completion"))
-    assert find_shape(["body", "title"], TrainConfig(text_column="body")) == "text"
+        find_format(["body", "title"], TrainConfig(data_format="prompt_completion"))
+    assert find_format(["body", "title"], TrainConfig(text_column="body")) == "text"
 
 
 @pytest.mark.parametrize(

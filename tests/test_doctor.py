@@ -17,9 +17,8 @@ import pytest
 from conftest import ROOT, flags
 from rank_helper import on_ranks
 
-from dsft import ranks
-from dsft.doctor import paths
-from dsft.doctor.check_between import (
+from dsft.cluster.doctor import paths
+from dsft.cluster.doctor.check_between import (
     check_clocks,
     check_interfaces,
     check_master,
@@ -28,19 +27,20 @@ from dsft.doctor.check_between import (
     check_versions,
     differences,
 )
-from dsft.doctor.check_links import check_answers, check_assumed, check_measured
-from dsft.doctor.check_node import check_node
-from dsft.doctor.facts import node_facts, usable_gpus
-from dsft.doctor.findings import MESSAGES, Finding, finding
-from dsft.doctor.gpus import parse_gpus
-from dsft.doctor.links import Measured, all_rounds, combine, ring_rounds, slow_keys, slow_nodes
-from dsft.doctor.run_files import RunFiles, check_content, check_disk, check_hub, check_output, read_run_files
-from dsft.doctor.trouble import broken_session
-from dsft.hosts import read_hosts
-from dsft.machine import Machine
-from dsft.planner.hardware import speeds_of
-from dsft.planner.links import keep_links, links_file, with_links
-from dsft.problems import UserError
+from dsft.cluster.doctor.check_links import check_answers, check_assumed, check_measured
+from dsft.cluster.doctor.check_node import check_node
+from dsft.cluster.doctor.facts import node_facts, usable_gpus
+from dsft.cluster.doctor.findings import MESSAGES, Finding, finding
+from dsft.cluster.doctor.gpus import parse_gpus
+from dsft.cluster.doctor.links import Measured, all_rounds, combine, ring_rounds, slow_keys, slow_nodes
+from dsft.cluster.doctor.run_files import RunFiles, check_content, check_disk, check_hub, check_output, read_run_files
+from dsft.cluster.doctor.trouble import broken_session
+from dsft.errors import UserError
+from dsft.planner.measured_links import keep_links, links_file, with_links
+from dsft.planner.speeds import speeds_of
+from dsft.runtime import distributed
+from dsft.runtime.hardware import Machine
+from dsft.runtime.hostfile import read_hosts
 
 GiB = 1024**3
 SMI = "0, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, 0, 31\n1, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, [N/A], 30\n"
@@ -182,8 +182,8 @@ CASES = {
     "no-dsft": lambda: [
         broken_session(
             "n3",
-            f"{sys.executable}: Error while finding module specification for 'dsft.doctor.agent' (ModuleNotFoundError:"
-            " No module named 'dsft')",
+            f"{sys.executable}: Error while finding module specification for 'dsft.cluster.doctor.agent'"
+            " (ModuleNotFoundError: No module named 'dsft')",
             1,
         )
     ],
@@ -495,10 +495,10 @@ def test_measured_links_feed_plans_of_the_same_hosts_and_no_others(tmp_path, mon
 def _machine_of_uneven_nodes() -> tuple[int, int, tuple[str, ...]]:
     import socket
 
-    host = "a" if ranks.rank() == 0 else "b"
+    host = "a" if distributed.rank() == 0 else "b"
     socket.gethostname = lambda: host  # the only thing about a node that one machine has once
     os.environ["LOCAL_WORLD_SIZE"] = "1" if host == "a" else "2"
-    machine = ranks.smallest_machine()
+    machine = distributed.smallest_machine()
     return machine.nodes, machine.ranks_per_node, machine.host_names
 
 
@@ -508,8 +508,9 @@ def test_uneven_nodes_are_counted_by_host_on_every_rank():
 
 def test_facts_of_this_machine_need_no_torch():
     code = (
-        "import sys, json; from dsft.doctor.facts import node_facts; from dsft.doctor import agent, examine;"
-        " print(json.dumps(node_facts())); assert not {'torch', 'transformers', 'deepspeed'} & sys.modules.keys()"
+        "import sys, json; from dsft.cluster.doctor.facts import node_facts; from dsft.cluster.doctor import agent,"
+        " examine; print(json.dumps(node_facts())); assert not {'torch', 'transformers', 'deepspeed'} &"
+        " sys.modules.keys()"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     facts = json.loads(result.stdout)
@@ -581,10 +582,10 @@ def test_missing_ranks_are_named(run, tmp_path):
         "WORLD_SIZE": "3",
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(ranks.free_port()),
+        "MASTER_PORT": str(distributed.free_port()),
     }
     other = subprocess.Popen(
-        [sys.executable, "-m", "dsft.doctor", "--quick"],
+        [sys.executable, "-m", "dsft.cluster.doctor", "--quick"],
         cwd=ROOT,
         env=os.environ | environment | {"RANK": "2", "LOCAL_RANK": "1"},
         stdout=subprocess.DEVNULL,

@@ -6,11 +6,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsft.config import TrainConfig
-from dsft.export import check_export, export, find_weights, merge
-from dsft.lora import add_lora
-from dsft.problems import UserError
-from dsft.saving_trainer import differences, expected_shapes, missing_weights
+from dsft.checkpoints.export import check_export, export, find_weights, merge
+from dsft.config.options import TrainConfig
+from dsft.errors import UserError
+from dsft.models.lora import add_lora
+from dsft.training.saving_trainer import differences, expected_shapes, missing_weights
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def adapter(tiny, tmp_path):
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
     model.save_pretrained(tmp_path / "adapter")
-    from dsft.model import load_tokenizer
+    from dsft.models.build import load_tokenizer
 
     load_tokenizer(TrainConfig(model=str(tiny / "model"))).save_pretrained(tmp_path / "adapter")
     return model, tmp_path / "adapter"
@@ -97,7 +97,7 @@ def test_a_save_that_differs_from_memory_is_noticed(tiny, adapter):
 
 
 def test_a_saved_adapter_is_measured_by_its_own_shape(adapter, tiny):
-    from dsft.model_size import measure_model
+    from dsft.models.size import measure_model
 
     model, folder = adapter
     expected = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -109,7 +109,7 @@ def test_a_saved_adapter_is_measured_by_its_own_shape(adapter, tiny):
 
 
 def test_the_base_of_an_adapter_is_found_from_any_working_folder(adapter, tiny, tmp_path, monkeypatch):
-    from dsft.model import build_model
+    from dsft.models.build import build_model
 
     monkeypatch.chdir(tiny)
     model = build_model(TrainConfig(model="model", method="lora"), dtype="float32")

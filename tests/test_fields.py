@@ -3,7 +3,7 @@ from typing import Literal
 import pytest
 from transformers import TrainingArguments
 
-from dsft.fields import check_values, convert, field_types, read_flags, read_yaml
+from dsft.config.reader import check_values, convert, field_types, read_flags, read_yaml
 
 
 @pytest.mark.parametrize(

@@ -175,10 +175,10 @@ def test_the_loss_is_the_sum_of_nats_over_all_trained_tokens(logs, tiny, options
     import torch
     import transformers
 
-    from dsft.config import TrainConfig
-    from dsft.data.batches import EpochOrder, WholeSteps
-    from dsft.data.training import check_sources, load_training_data
-    from dsft.model import load_tokenizer
+    from dsft.config.options import TrainConfig
+    from dsft.data.batches import EpochSampler, PaddedToFullSteps
+    from dsft.data.training_data import check_sources, load_training_data
+    from dsft.models.build import load_tokenizer
 
     config = TrainConfig(
         model=str(tiny / "model"), data=[str(tiny / "pairs.jsonl")], seq_len=64, data_cache=str(tmp_path)
@@ -192,7 +192,7 @@ def test_the_loss_is_the_sum_of_nats_over_all_trained_tokens(logs, tiny, options
         pack=False,
         flash=False,
     )
-    order = EpochOrder(WholeSteps(data.items, 8), seed=42, step=lambda: 0, grouped=data.grouped).order(0)
+    order = EpochSampler(PaddedToFullSteps(data.items, 8), seed=42, step=lambda: 0, grouped=data.grouped).order(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(str(tiny / "model"))
     nats = tokens = 0
     for index in order[:8]:

@@ -10,9 +10,9 @@ import time
 import pytest
 from conftest import ROOT
 
-from dsft.guard.lines import Lines
-from dsft.guard.processes import descendants, start_time
-from dsft.guard.reports import Report, first_cause
+from dsft.watchdog.messages import Lines
+from dsft.watchdog.processes import descendants, start_time
+from dsft.watchdog.root_cause import Report, first_cause
 
 FAULTS = ("none", "exception", "user-error", "same-error", "killed", "frozen", "stalled", "launcher")
 CLOSED = "Traceback ...\nRuntimeError: [../gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:37"
@@ -128,8 +128,8 @@ def test_processes_are_read_from_proc():
 
 def test_a_sidecar_needs_no_library():
     code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import dsft.guard.sidecar; print([name for name in sys.modules"
-        " if name in ('torch', 'psutil', 'numpy', 'yaml')])"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import dsft.watchdog.sidecar; print([name for name in"
+        " sys.modules if name in ('torch', 'psutil', 'numpy', 'yaml')])"
     )
     result = subprocess.run([sys.executable, "-S", "-E", "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(result.stdout) == []

@@ -10,11 +10,11 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from dsft.guard.processes import descendants, start_time
-from dsft.launch.commands import build_command, shown
-from dsft.launch.environment import forwarded, write_env_file
-from dsft.launch.options import read_launch
-from dsft.problems import UserError
+from dsft.cluster.launch.commands import build_command, shown
+from dsft.cluster.launch.environment import forwarded, write_env_file
+from dsft.cluster.launch.options import read_launch
+from dsft.errors import UserError
+from dsft.watchdog.processes import descendants, start_time
 
 
 def command(*argv: str) -> list[str]:
@@ -180,7 +180,7 @@ def job(tiny, tmp_path_factory):
         (folder / "run.yaml").write_text(yaml.safe_dump(config))
         log = folder / "log"
         process = subprocess.Popen(
-            [sys.executable, "-m", "dsft.cli", "launch", *words, "train", "--config", str(folder / "run.yaml")],
+            [sys.executable, "-m", "dsft.cli.main", "launch", *words, "train", "--config", str(folder / "run.yaml")],
             cwd=ROOT,
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,

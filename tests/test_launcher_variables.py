@@ -7,15 +7,15 @@ import sys
 import psutil
 import pytest
 
-from dsft.cli import main
-from dsft.launcher_variables import (
+from dsft.cli.main import main
+from dsft.errors import UserError
+from dsft.runtime.launcher_env import (
     choose_interface,
     first_host,
     interface_towards,
     launcher_variables,
     map_launcher_variables,
 )
-from dsft.problems import UserError
 
 # As slurmd of 22.05 sets them for task 3 of `srun -N2 -n3`, the second node holding two.
 SLURM_TASK = {

@@ -14,7 +14,7 @@ from conftest import BIN, ROOT, flags, read_json
 from tiny import sentences, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsft import notebook_tools as tools
+from dsft import notebook as tools
 
 NOTEBOOK = ROOT / "notebooks" / "evaluate_checkpoints.ipynb"
 MARKUP = "<b>&amp;</b> "

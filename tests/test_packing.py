@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import ARCHITECTURES, GATED
 
-from dsft.config import TrainConfig
-from dsft.data.batches import Collator, EpochOrder, PackedCollator, WholeSteps, padding_share, width
-from dsft.data.packing import best_fit, filled, isolation_problem
+from dsft.config.options import TrainConfig
+from dsft.data.batches import Collator, EpochSampler, PackedCollator, PaddedToFullSteps, padding_share, width
+from dsft.data.packing import batches_by_token_budget, best_fit, isolation_problem
 from dsft.data.sequences import IGNORED, sequence
-from dsft.data.training import try_packing
+from dsft.data.training_data import try_packing
 
 
 @settings(max_examples=200, deadline=None)
@@ -36,7 +36,7 @@ def test_best_fit_places_every_sequence_once_and_within_the_room(lengths):
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=100))
 def test_batches_filled_by_tokens_hold_every_sequence_once_and_at_most_so_many_tokens(lengths):
     lengths = np.array(lengths)
-    batches = filled(lengths, 128)
+    batches = batches_by_token_budget(lengths, 128)
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     assert all(len(batch) * width(lengths[batch].max()) <= 128 for batch in batches)
 
@@ -147,9 +147,10 @@ class Numbered:
 
 def test_an_order_by_length_has_everything_once_and_pads_little():
     lengths = np.random.default_rng(0).integers(1, 1000, 1003)
-    steps = WholeSteps(Numbered(lengths), 16)
+    steps = PaddedToFullSteps(Numbered(lengths), 16)
     random, within, grouped = (
-        EpochOrder(steps, seed=1, step=lambda: 0, grouped=grouped) for grouped in ("no", "within steps", "among steps")
+        EpochSampler(steps, seed=1, step=lambda: 0, grouped=grouped)
+        for grouped in ("no", "within steps", "among steps")
     )
     assert [sorted(within.order(0)[start : start + 16]) for start in range(0, 1008, 16)] == [
         sorted(random.order(0)[start : start + 16]) for start in range(0, 1008, 16)

@@ -18,18 +18,18 @@ from rank_helper import on_ranks
 from tiny import ARCHITECTURES, GATED, sentences, write_jsonl, write_texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsft import perplexity as perplexity_module
 from dsft.api import evaluate_perplexity
-from dsft.config import EvalConfig, TrainConfig, make_config
+from dsft.config.options import EvalConfig, TrainConfig, make_config
 from dsft.data.sequences import IGNORED, sequence
-from dsft.data.training import check_sources
-from dsft.evaluation import evaluate
-from dsft.head import ChunkedHead
-from dsft.machine import default_ranks
-from dsft.model import load_tokenizer
-from dsft.perplexity import evaluate_windows, form_batches, width
-from dsft.problems import TrainingStopped, UserError
-from dsft.windows import build_windows, rolling_spans, sliding_spans, windows_of_sequences, words_in
+from dsft.data.training_data import check_sources
+from dsft.errors import TrainingStopped, UserError
+from dsft.models.build import load_tokenizer
+from dsft.models.chunked_head import ChunkedHead
+from dsft.perplexity.evaluation import evaluate
+from dsft.perplexity.scoring import evaluate_windows, form_batches, width
+from dsft.perplexity.scoring import scoring as perplexity_module
+from dsft.perplexity.windows import build_windows, rolling_spans, sliding_spans, windows_of_sequences, words_in
+from dsft.runtime.hardware import default_ranks
 
 MODES = [
     {"mode": "windows"},

@@ -12,17 +12,17 @@ from tiny import ARCHITECTURES
 from transformers import AutoConfig, LlamaConfig, LlavaConfig, MixtralConfig
 
 import dsft
-from dsft import cli
-from dsft.config import TrainConfig, make_config
-from dsft.machine import GB, GiB, Machine, parse_bytes, parse_gpus, this_machine
-from dsft.model_size import measure_model
-from dsft.planner import calibration
-from dsft.planner.hardware import GPUS, gpu_name, parse_interconnect, speeds_of
+from dsft.cli.main import main
+from dsft.config.deepspeed_json import check_section, read_zero_file
+from dsft.config.options import TrainConfig, make_config
+from dsft.errors import UserError
+from dsft.models.size import measure_model
+from dsft.planner import measured_speeds
 from dsft.planner.plan import NAMES, all_plans, candidate_names, choose, make_job, reason, sub_group_size
+from dsft.planner.speeds import GPUS, gpu_name, parse_interconnect, speeds_of
 from dsft.planner.step_time import collective_seconds, flops_per_token
-from dsft.preparation import Prepared, plan_run
-from dsft.problems import UserError
-from dsft.zero_config import check_section, read_zero_file
+from dsft.run_setup.preparation import Prepared, plan_run
+from dsft.runtime.hardware import GB, GiB, Machine, parse_bytes, parse_gpus, this_machine
 
 LLAMA_8B = {
     "vocab_size": 128256,
@@ -381,9 +381,9 @@ def test_measured_speeds_take_the_place_of_assumed_ones(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = dataclasses.replace(this_machine(ranks_per_node=2), has_gpu=False, gpu_type="")
     assumed = speeds_of(machine, half=False)
-    assert calibration.calibrated(assumed, machine, half=False) == assumed
-    path = calibration.calibrate(machine, half=False)
-    measured = calibration.calibrated(assumed, machine, half=False)
+    assert measured_speeds.calibrated(assumed, machine, half=False) == assumed
+    path = measured_speeds.calibrate(machine, half=False)
+    measured = measured_speeds.calibrated(assumed, machine, half=False)
     assert path.is_file() and "measured on this machine" in measured.source
     assert (
         measured.flops > 1e9
@@ -391,11 +391,11 @@ def test_measured_speeds_take_the_place_of_assumed_ones(tmp_path, monkeypatch):
         and 0 < measured.collective_seconds < 1
         and measured.flops != assumed.flops
     )
-    assert calibration.calibrated(assumed, dataclasses.replace(machine, measured=False), half=False) == assumed
+    assert measured_speeds.calibrated(assumed, dataclasses.replace(machine, measured=False), half=False) == assumed
 
 
 def run_plan(capsys, *words: str) -> str:
-    cli.main(["plan", *words])
+    main.main(["plan", *words])
     return capsys.readouterr().out
 
 

@@ -10,13 +10,13 @@ from peft import LoraConfig
 from tiny import ARCHITECTURES
 from torch.profiler import ProfilerActivity, profile
 
-from dsft.config import TrainConfig
+from dsft.config.options import TrainConfig
 from dsft.data.batches import Collator
-from dsft.head import ChunkedHead
-from dsft.model_size import ModelSize, measure_model
-from dsft.perplexity import WORDS, score
+from dsft.models.chunked_head import ChunkedHead
+from dsft.models.size import ModelSize, measure_model
+from dsft.perplexity.scoring import WORDS, score
+from dsft.planner.activation_trace import fake_model, trace_model, trace_step
 from dsft.planner.activations import activation_bytes
-from dsft.planner.trace import fake_model, trace_model, trace_step
 
 GQA = {"num_key_value_heads": 8, "max_position_embeddings": 8192}
 MODELS = {  # as in their published config.json

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
 
-from dsft.config import TrainConfig
-from dsft.lora import lora_config
-from dsft.machine import GB, GiB, Machine
-from dsft.model_size import measure_model
+from dsft.config.options import TrainConfig
+from dsft.models.lora import lora_config
+from dsft.models.size import measure_model
 from dsft.planner.activations import activation_bytes
+from dsft.planner.model_states import state_terms
 from dsft.planner.plan import CONTEXT_BYTES, FRAGMENTATION, HOST_SHARE, overhead
-from dsft.planner.states import state_terms
 from dsft.planner.terms import Term, peak_bytes
+from dsft.runtime.hardware import GB, GiB, Machine
 
 LLAMA2_7B = {
     "hidden_size": 4096,

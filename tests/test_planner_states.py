@@ -9,12 +9,12 @@ from fake_ranks import RANKS_PER_NODE, WORLD_SIZE, measure
 from transformers import LlamaConfig
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from dsft.config import TrainConfig
-from dsft.model_size import measure_model
-from dsft.planner.states import load_terms, state_terms
+from dsft.config.deepspeed_json import compose, known_names, read_zero_file
+from dsft.config.options import TrainConfig
+from dsft.models.size import measure_model
+from dsft.planner.model_states import load_terms, state_terms
 from dsft.planner.terms import peak_bytes
-from dsft.planner.zero_job import resolve_auto
-from dsft.zero_config import compose, known_names, read_zero_file
+from dsft.planner.zero_layout import resolve_auto
 
 MODEL = {
     "vocab_size": 2520,

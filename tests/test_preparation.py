@@ -23,18 +23,18 @@ from rank_helper import on_ranks
 from small_hub import SmallHub
 from tiny import sentences, write_jsonl, write_texts
 
-from dsft.config import TrainConfig
+from dsft.cli.data import prepare_command, preview_command
+from dsft.config.options import TrainConfig
 from dsft.data import prepare as preparing
 from dsft.data.batches import PackedCollator
-from dsft.data.commands import prepare_command, preview_command
 from dsft.data.prepare import HeldOut, fingerprint, prepare
 from dsft.data.sequences import IGNORED, cut, mix, sequences_of
 from dsft.data.sources import Source, find_sources
 from dsft.data.streaming import Stream
-from dsft.data.tokens import Rules
-from dsft.data.training import check_sources, load_training_data
-from dsft.model import load_tokenizer
-from dsft.problems import UserError
+from dsft.data.tokenization import FormatRules
+from dsft.data.training_data import check_sources, load_training_data
+from dsft.errors import UserError
+from dsft.models.build import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_many_processes_prepare_what_one_does(tiny, tokenizer, tmp_path, monkeypatch):
-    rules = Rules.of(TrainConfig(seq_len=32, too_long="split"), "prompt_completion", first_row={})
+    rules = FormatRules.of(TrainConfig(seq_len=32, too_long="split"), "prompt_completion", first_row={})
     path = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": text, "completion": text * 3} for text in sentences(5000)])
     one = prepare(source_of(path), rules, tokenizer, tmp_path / "one", show=False)
     monkeypatch.setattr(preparing, "ALONE_BYTES", {True: 0, False: 0})
@@ -87,11 +87,11 @@ def test_many_processes_prepare_what_one_does(tiny, tokenizer, tmp_path, monkeyp
 
 def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer, tmp_path):
     path = write_texts(tmp_path / "texts.jsonl", 5)
-    rules = Rules.of(TrainConfig(), "messages", first_row={})
+    rules = FormatRules.of(TrainConfig(), "messages", first_row={})
     first = fingerprint(source_of(path), rules, None, tokenizer)
     assert fingerprint(source_of(path), rules, None, load_tokenizer(TrainConfig(model=str(tiny / "chat")))) == first
     others = {
-        fingerprint(source_of(path), Rules.of(TrainConfig(**change), "messages", first_row={}), None, tokenizer)
+        fingerprint(source_of(path), FormatRules.of(TrainConfig(**change), "messages", first_row={}), None, tokenizer)
         for change in ({"seq_len": 8}, {"train_on": "last"}, {"too_long": "drop"}, {"bad_rows": "drop"})
     }
     others.add(fingerprint(source_of(path), rules, HeldOut(fraction=0.1, seed=1, wanted=True), tokenizer))
@@ -104,7 +104,7 @@ def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer,
     others.add(fingerprint(source_of(path), rules, None, tokenizer))
     assert len(others | {first}) == 8
     texts = [
-        fingerprint(source_of(path), Rules.of(TrainConfig(seq_len=length), "text", first_row={}), None, tokenizer)
+        fingerprint(source_of(path), FormatRules.of(TrainConfig(seq_len=length), "text", first_row={}), None, tokenizer)
         for length in (8, 16)
     ]
     assert texts[0] == texts[1]  # windows are cut when they are read
@@ -114,7 +114,11 @@ def _prepare_in_process(path: str, cache: str, model: str, results) -> None:
     tokenizer = load_tokenizer(TrainConfig(model=model))
     try:
         prepare(
-            source_of(path), Rules.of(TrainConfig(seq_len=32), "text", first_row={}), tokenizer, Path(cache), show=False
+            source_of(path),
+            FormatRules.of(TrainConfig(seq_len=32), "text", first_row={}),
+            tokenizer,
+            Path(cache),
+            show=False,
         )
         results.put(os.getpid())
     except UserError as error:
@@ -213,7 +217,7 @@ def _group(leader: int) -> list[str]:
 MEASURE = """
 import sys
 from dsft.data import prepare as preparing
-from dsft.data.commands import prepare_command
+from dsft.cli.data import prepare_command
 preparing.cpu_count = lambda: 1
 held, append = [], preparing.StoreWriter.append
 def watched(self, made):
@@ -275,8 +279,8 @@ def test_held_out_rows_are_a_seeded_share_and_none_is_in_both(tokenizer, tmp_pat
 
 def test_windows_of_text_are_those_of_the_evaluator(tokenizer, tmp_path, config):
     """Over the whole corpus, not over batches of documents."""
-    from dsft.config import EvalConfig
-    from dsft.windows import build_windows
+    from dsft.config.options import EvalConfig
+    from dsft.perplexity.windows import build_windows
 
     path = write_texts(tmp_path / "texts.jsonl", 2500)
     data = loaded(config(data=[str(path)]), tokenizer)
@@ -602,7 +606,7 @@ def test_processes_of_the_loader_get_the_folder_and_not_the_tokens(tokenizer, tm
 def test_mixing_takes_every_source_even_with_small_weights(tokenizer, tmp_path, config):
     path = write_texts(tmp_path / "a.jsonl", 50)
     store = prepare(
-        source_of(path), Rules.of(TrainConfig(), "text", first_row={}), tokenizer, tmp_path / "cache", show=False
+        source_of(path), FormatRules.of(TrainConfig(), "text", first_row={}), tokenizer, tmp_path / "cache", show=False
     )
     both = sequences_of([store, store], seq_len=16, whole_documents=False)
     mixed, passes = mix(both, [1, 9], seed=0)

@@ -12,9 +12,9 @@ from tiny import ARCHITECTURES, write_model
 from transformers import AutoModelForCausalLM
 from workers.probe import PROBE
 
-from dsft.checkpoints import checkpoints
-from dsft.export import export
-from dsft.problems import EXIT_STOPPED
+from dsft.checkpoints.export import export
+from dsft.checkpoints.manifest import checkpoints
+from dsft.errors import EXIT_STOPPED
 
 pytestmark = pytest.mark.launch
 KINDS = [

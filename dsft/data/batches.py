@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from dsft.data.packing import Groups, positions
+from dsft.data.packing import PackedRows, positions
 from dsft.data.sequences import IGNORED, Sequence, Sequences
 
 BLANK: Sequence = {"input_ids": np.zeros(1, np.int64), "labels": np.full(1, IGNORED)}
@@ -23,12 +23,12 @@ GROUPED_STEPS = 50
 """
 
 
-class WholeSteps(torch.utils.data.Dataset):
+class PaddedToFullSteps(torch.utils.data.Dataset):
     """`items` (sequences, or groups of them) and after them blank ones up to a multiple of `per_step`."""
 
-    def __init__(self, items: Sequences | Groups, per_step: int):
+    def __init__(self, items: Sequences | PackedRows, per_step: int):
         self.items, self.per_step = items, per_step
-        self.blank = [BLANK] if isinstance(items, Groups) else BLANK
+        self.blank = [BLANK] if isinstance(items, PackedRows) else BLANK
 
     def __len__(self) -> int:
         return -(-len(self.items) // self.per_step) * self.per_step
@@ -41,7 +41,7 @@ class WholeSteps(torch.utils.data.Dataset):
         return [self[index] for index in indices]
 
 
-class EpochOrder(torch.utils.data.Sampler):
+class EpochSampler(torch.utils.data.Sampler):
     """A permutation of the items for each epoch, then the blank ones.
 
     Args:
@@ -55,7 +55,7 @@ class EpochOrder(torch.utils.data.Sampler):
 
     def __init__(
         self,
-        data: WholeSteps,
+        data: PaddedToFullSteps,
         *,
         seed: int,
         step: Callable[[], int],
@@ -113,7 +113,7 @@ def width(length: Any) -> Any:
 
 
 class Collator:
-    """Pads sequences on the right to the longest, rounded up to a multiple of 8. Groups are taken apart into their
+    """Pads sequences on the right to the longest, rounded up to a multiple of 8. PackedRows are taken apart into their
     sequences.
 
     Returns input_ids, attention_mask and labels of shape [batch, time]; padding has attention 0 and label -100, so the

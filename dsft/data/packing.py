@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from dsft.data.sequences import Sequence, Sequences
-from dsft.model_size import empty_model
-from dsft.problems import one_line
+from dsft.errors import one_line
+from dsft.models.size import empty_model
 
 
 def best_fit(lengths: np.ndarray, room: int) -> list[np.ndarray]:
@@ -62,7 +62,7 @@ def _fullest_row(sizes: np.ndarray, left: np.ndarray, room: int) -> np.ndarray:
     return row
 
 
-def filled(lengths: np.ndarray, tokens: int) -> list[np.ndarray]:
+def batches_by_token_budget(lengths: np.ndarray, tokens: int) -> list[np.ndarray]:
     """Batches of sequences of like length that take, padded to a multiple of 8, at most `tokens`; a longer sequence is
     a batch of its own.
     """
@@ -76,7 +76,7 @@ def filled(lengths: np.ndarray, tokens: int) -> list[np.ndarray]:
     return [np.array(batch) for batch in batches]
 
 
-class Groups(torch.utils.data.Dataset):
+class PackedRows(torch.utils.data.Dataset):
     """Items that are lists of sequences: those of a packed row, or of a batch filled by tokens."""
 
     def __init__(self, sequences: Sequences, groups: list[np.ndarray]):

@@ -28,13 +28,13 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from dsft.data.files import BEGUN, GOES_ON
+from dsft.data.readers import BEGUN, GOES_ON
 from dsft.data.sources import Batch, Source
-from dsft.data.store import FACTS, Store, StoreWriter
-from dsft.data.tokens import Rules, Tokens, tokenise
-from dsft.guard import watch
-from dsft.machine import cpu_count
-from dsft.problems import UserError, one_line
+from dsft.data.token_store import FACTS, Store, StoreWriter
+from dsft.data.tokenization import FormatRules, Tokens, tokenise
+from dsft.errors import UserError, one_line
+from dsft.runtime.hardware import cpu_count
+from dsft.watchdog import client as watchdog
 
 FORM = 1
 """Of the folders; a change of code that changes tokens raises it."""
@@ -69,7 +69,9 @@ def cache_folder(config: Any) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsft" / "data"
 
 
-def fingerprint(source: Source, rules: Rules, held_out: HeldOut | None, tokenizer: PreTrainedTokenizerBase) -> str:
+def fingerprint(
+    source: Source, rules: FormatRules, held_out: HeldOut | None, tokenizer: PreTrainedTokenizerBase
+) -> str:
     """Of everything that decides the tokens."""
     if rules.is_text:
         rules = replace(rules, seq_len=0, too_long="")  # windows are cut when they are read
@@ -91,7 +93,7 @@ def fingerprint(source: Source, rules: Rules, held_out: HeldOut | None, tokenize
 
 def prepare(
     source: Source,
-    rules: Rules,
+    rules: FormatRules,
     tokenizer: PreTrainedTokenizerBase,
     cache: Path,
     *,
@@ -135,7 +137,7 @@ def _lock(path: Path) -> Iterator[None]:
             lock.acquire(timeout=1)
             break
         except Timeout:
-            watch.tick()
+            watchdog.heartbeat()
         except (OSError, NotImplementedError) as error:
             raise UserError(
                 [f"data_cache: {path.parent}: no file can be locked there ({one_line(error)}); name another folder"]
@@ -148,7 +150,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _write(
     source: Source,
-    rules: Rules,
+    rules: FormatRules,
     tokenizer: PreTrainedTokenizerBase,
     place: Path,
     held_out: HeldOut | None,
@@ -173,7 +175,7 @@ def _write(
                 _batches(source, held_out), rules, tokenizer, workers=_workers(source, rules)
             ):
                 writer.append(made)
-                watch.tick()
+                watchdog.heartbeat()
                 bar.update(batch.position - bar.n if batch.position else 0)
                 bar.set_postfix_str(f"{writer.size / 1e6:.1f}M tokens", refresh=False)
         seconds = time.perf_counter() - start
@@ -199,7 +201,7 @@ def _write(
             writer.clean_up()
 
 
-def _workers(source: Source, rules: Rules) -> int:
+def _workers(source: Source, rules: FormatRules) -> int:
     at_once = rules.shape in ("text", "template", "prompt_completion")
     if source.total_bytes is not None and source.total_bytes < ALONE_BYTES[at_once]:
         return 1
@@ -234,7 +236,7 @@ def _batches(source: Source, held_out: HeldOut | None) -> Iterator[Batch]:
 
 
 def _tokenised(
-    batches: Iterator[Batch], rules: Rules, tokenizer: PreTrainedTokenizerBase, *, workers: int
+    batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase, *, workers: int
 ) -> Iterator[tuple[Batch, Tokens]]:
     """In the order of the batches, with at most a few of them in memory."""
     if workers == 1:
@@ -265,10 +267,10 @@ def _tokenised(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-_worker: tuple[Rules, PreTrainedTokenizerBase] | None = None
+_worker: tuple[FormatRules, PreTrainedTokenizerBase] | None = None
 
 
-def _start_worker(rules: Rules, tokenizer: PreTrainedTokenizerBase) -> None:
+def _start_worker(rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker for each core
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the workers

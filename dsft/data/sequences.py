@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsft.data.store import Store
+from dsft.data.token_store import Store
 
 IGNORED = -100
 """Label of a token that is not scored (torch.nn.functional.cross_entropy's ignore_index)."""

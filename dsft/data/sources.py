@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsft.data.files import ending, find_files, raw_size, read_file, without_filler
-from dsft.problems import UserError, one_line
+from dsft.data.readers import ending, find_files, raw_size, read_file, without_filler
+from dsft.errors import UserError, one_line
 
 BATCH_ROWS, BATCH_CHARACTERS = 1000, 1 << 20
 

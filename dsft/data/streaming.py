@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from dsft.data.files import raw_size
 from dsft.data.packing import best_fit
+from dsft.data.readers import raw_size
 from dsft.data.sequences import Sequence, cut, sequence, shown
 from dsft.data.sources import Source
-from dsft.data.tokens import Rules, tokenise
-from dsft.problems import UserError
+from dsft.data.tokenization import FormatRules, tokenise
+from dsft.errors import UserError
 
 PACKED_AT_ONCE = 1000
 """Sequences among which those that share rows are looked for."""
@@ -31,7 +31,7 @@ class Stream(torch.utils.data.IterableDataset):
 
     def __init__(
         self,
-        sources: list[tuple[Source, Rules]],
+        sources: list[tuple[Source, FormatRules]],
         tokenizer: PreTrainedTokenizerBase,
         *,
         seq_len: int,
@@ -64,7 +64,7 @@ class Stream(torch.utils.data.IterableDataset):
         while True:
             yield next(parts[generator.choice(len(parts), p=share / share.sum())])
 
-    def _sequences(self, source: Source, rules: Rules) -> Iterator[Sequence]:
+    def _sequences(self, source: Source, rules: FormatRules) -> Iterator[Sequence]:
         left = np.zeros(0, np.int32)
         while True:
             before = self.counts["tokens"]

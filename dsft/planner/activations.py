@@ -17,10 +17,10 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedConfig
 
-from dsft.model_size import ModelSize
-from dsft.perplexity import ROWS, WORDS
+from dsft.models.size import ModelSize
+from dsft.perplexity.scoring import ROWS, WORDS
+from dsft.planner.activation_trace import Attention, trace_model
 from dsft.planner.terms import Term
-from dsft.planner.trace import Attention, trace_model
 
 Loss = Literal["hf", "fused"]
 """hf: transformers' ForCausalLMLoss, over all logits in fp32. fused: logits in stretches that are never whole (Liger's
@@ -79,7 +79,7 @@ class ActivationBytes:
     eval_hidden: Cost
     """Hidden states of all positions, and of the scored ones once more."""
     eval_logit_bytes: int
-    """Of one row and word of the logits that evaluation makes at once (dsft/perplexity.py: ROWS by WORDS)."""
+    """Of one row and word of the logits that evaluation makes at once (dsft/perplexity/scoring.py: ROWS by WORDS)."""
     vocab_size: int
     source: str
     """"formula of <family>" or "fake-tensor trace"."""

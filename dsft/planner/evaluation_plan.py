@@ -6,16 +6,16 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.machine import Machine
-from dsft.planner.hardware import Speeds
-from dsft.planner.host_states import host_terms
+from dsft.config.deepspeed_json import get_value, read_zero_file
+from dsft.errors import UserError
+from dsft.planner.host_memory import host_terms
+from dsft.planner.model_states import live_params, persistent_params
 from dsft.planner.plan import HOST_SHARE, Job, in_gib, overhead
-from dsft.planner.states import live_params, persistent_params
+from dsft.planner.speeds import Speeds
 from dsft.planner.step_time import GATHERS_PER_LAYER, collective_seconds, forward_flops_per_token
 from dsft.planner.terms import Term, peak_bytes
-from dsft.planner.zero_job import describe_job, frozen_bytes
-from dsft.problems import UserError
-from dsft.zero_config import get_value, read_zero_file
+from dsft.planner.zero_layout import describe_job, frozen_bytes
+from dsft.runtime.hardware import Machine
 
 NAMES = ("0", "3", "3-offload", "3-nvme")
 DEFAULT_BATCH_TOKENS = {True: 16384, False: 4096}
@@ -167,7 +167,7 @@ def _weight_terms(section: dict[str, Any], job: Job, machine: Machine) -> list[T
 
 def _activation_terms(job: Job, batch_tokens: int, machine: Machine) -> list[Term]:
     """The backbone without gradients, or, after it, hidden states and some rows and words of the logits: whichever is
-    more (dsft/perplexity.py).
+    more (dsft/perplexity/scoring.py).
     """
     needed = job.activations.eval_peak_bytes(batch_tokens, job.seq_len, "cuda" if machine.has_gpu else "cpu")
     return [

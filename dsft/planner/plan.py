@@ -17,19 +17,19 @@ from typing import Any
 from peft import LoraConfig
 from transformers import LlamaConfig, PreTrainedConfig
 
-from dsft.config import TrainConfig
-from dsft.lora import lora_config
-from dsft.machine import GiB, Machine
-from dsft.model_size import CONFIG_ERRORS, ModelSize, check_model, empty_model, load_model_config, split_multimodal
+from dsft.config.deepspeed_json import compose, get_value, read_zero_file
+from dsft.config.options import TrainConfig
+from dsft.errors import UserError, one_line, raise_if_any
+from dsft.models.lora import lora_config
+from dsft.models.size import CONFIG_ERRORS, ModelSize, check_model, empty_model, load_model_config, split_multimodal
+from dsft.planner.activation_trace import Attention
 from dsft.planner.activations import ActivationBytes, Loss, activation_bytes
-from dsft.planner.hardware import Speeds
-from dsft.planner.states import load_terms, state_terms
+from dsft.planner.model_states import load_terms, state_terms
+from dsft.planner.speeds import Speeds
 from dsft.planner.step_time import StepTime, step_time
 from dsft.planner.terms import Term, peak_bytes
-from dsft.planner.trace import Attention
-from dsft.planner.zero_job import resolve_auto
-from dsft.problems import UserError, one_line, raise_if_any
-from dsft.zero_config import compose, get_value, read_zero_file
+from dsft.planner.zero_layout import resolve_auto
+from dsft.runtime.hardware import GiB, Machine
 
 SEQUENCES_PER_STEP = 64
 """Sequences of one optimizer step over all ranks where nothing is said; at least one per rank."""

@@ -12,10 +12,10 @@ uneven network.
 
 from dataclasses import dataclass
 
-from dsft.machine import Machine
-from dsft.model_size import ModelSize
-from dsft.planner.hardware import Speeds
-from dsft.zero_config import get_value
+from dsft.config.deepspeed_json import get_value
+from dsft.models.size import ModelSize
+from dsft.planner.speeds import Speeds
+from dsft.runtime.hardware import Machine
 
 ADAM_BYTES = 30
 """Memory traffic of AdamW per parameter: read gradient 4 and master 4, m 4, v 4; write master 4, m 4, v 4, bf16 weight

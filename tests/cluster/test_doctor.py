@@ -315,7 +315,7 @@ def test_a_frozen_rank_is_named_and_not_waited_for(hosts, tmp_path):
     )
     deadline = time.monotonic() + 30
     while (
-        not (smoke := [pid for pid, command in hosts[1].processes() if "dsft.doctor.smoke" in command])
+        not (smoke := [pid for pid, command in hosts[1].processes() if "dsft.cluster.doctor.smoke" in command])
         and time.monotonic() < deadline
     ):
         time.sleep(0.02)
@@ -352,7 +352,7 @@ def test_under_a_launcher_the_same_examination_runs_without_ssh(launcher, hosts,
                 "--rdzv_id",
                 "7",
                 "-m",
-                "dsft.doctor",
+                "dsft.cluster.doctor",
                 "--json",
                 *options_of(run_files),
             ]

@@ -25,7 +25,7 @@ DEEPSPEED = ["deepspeed", "--hostfile", "HOSTFILE", "--master_port", str(PORT), 
 LAUNCH = [
     "python",
     "-m",
-    "dsft.cli",
+    "dsft.cli.main",
     "launch",
     "--no_preflight",
     "--hostfile",

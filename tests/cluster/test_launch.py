@@ -12,7 +12,7 @@ from tiny import write_model, write_texts
 from cluster.slurm import Slurm
 
 pytestmark = [pytest.mark.launch, pytest.mark.cluster]
-LAUNCH = ["python", "-m", "dsft.cli", "launch"]
+LAUNCH = ["python", "-m", "dsft.cli.main", "launch"]
 SECONDS = 180
 
 
@@ -134,8 +134,8 @@ def test_slurm(hosts, folder, through_ssh, tmp_path_factory):
     with Slurm([hosts[0], hosts[1]], files) as slurm:
         script = folder / "job.sh"
         script.write_text(
-            f"#!/bin/bash\ncd {ROOT}\npython -m dsft.cli launch --slurm --num_gpus 1 train --config {folder}/run.yaml"
-            f" --output_dir {folder}/slurm --zero 3\n"
+            f"#!/bin/bash\ncd {ROOT}\npython -m dsft.cli.main launch --slurm --num_gpus 1 train --config"
+            f" {folder}/run.yaml --output_dir {folder}/slurm --zero 3\n"
         )
         ended = slurm.wait(slurm.submit(["--nodes=2", f"--output={folder}/slurm.txt", script]), timeout=SECONDS)
     log = (folder / "slurm.txt").read_text()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from dsft.config import TimeoutFields
-from dsft.guard import watch
-from dsft.problems import UserError, ends_with_clear_errors
+from dsft.config.options import TimeoutFields
+from dsft.errors import UserError, ends_with_clear_errors
+from dsft.watchdog import client as watchdog
 
 TIMEOUTS = TimeoutFields(start_timeout=60, load_timeout=60, step_timeout=4, save_timeout=60, lost_timeout=5)
 
@@ -19,19 +19,19 @@ TIMEOUTS = TimeoutFields(start_timeout=60, load_timeout=60, step_timeout=4, save
 @ends_with_clear_errors
 def main() -> None:
     fault, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
-    watch.start(TIMEOUTS)
+    watchdog.start(TIMEOUTS)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    watch.meet()
-    watch.set_log(folder / f"rank_{rank}.log")
+    watchdog.connect()
+    watchdog.set_log(folder / f"rank_{rank}.log")
     (folder / f"pid_{rank}").write_text(str(os.getpid()))
     for step in range(40 if fault == "none" else 400):
         dist.barrier()
-        watch.enter("training")
-        watch.tick(step)
+        watchdog.set_phase("training")
+        watchdog.heartbeat(step)
         time.sleep(0.05)
         if step == 10:
             fail(fault, rank)
-    watch.leave()
+    watchdog.close()
     os._exit(0)
 
 

@@ -7,14 +7,14 @@ import resource
 import sys
 from pathlib import Path
 
-from dsft import ranks
-from dsft.problems import ends_with_clear_errors
+from dsft.errors import ends_with_clear_errors
+from dsft.runtime import distributed
 from dsft.train import main
 
 
 @ends_with_clear_errors
 def limited() -> None:
-    ranks.start_ranks()
+    distributed.start_ranks()
     taken = 1024 * int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1])
     resource.setrlimit(resource.RLIMIT_AS, (taken + int(sys.argv[1]) * 10**6,) * 2)
     main(sys.argv[2:])

@@ -19,7 +19,7 @@ import deepspeed  # noqa: F401
 from forked_ranks import train
 
 import dsft.train  # noqa: F401
-from dsft.checkpoints import checkpoints, faults
+from dsft.checkpoints.manifest import checkpoints, integrity_errors
 
 FOLDER, OPTIONS = Path(sys.argv[1]), json.loads(sys.argv[2])
 counts = {"examples": 0, "segments": 0, "kills": 0, "kills in saves": 0, "changes of ranks": 0, "steps lost at most": 0}
@@ -76,7 +76,7 @@ def check(segments: list, last: int) -> None:
             counts["steps lost at most"], 0 if ended else steps_in(log) - began - (newest(out) - saved)
         )
         before = world
-        assert all(faults(folder, hashes=True) == [] for folder in checkpoints(out))
+        assert all(integrity_errors(folder, hashes=True) == [] for folder in checkpoints(out))
     train(last, OPTIONS | {"output_dir": str(out), "zero": "2", "resume_from_checkpoint": "auto"}, log)
     found = losses(out)
     assert found.keys() == expected.keys()

@@ -13,27 +13,27 @@ from pathlib import Path
 import torch
 from probe import PROBE
 
-from dsft import ranks
-from dsft.config import TrainConfig, make_config
+from dsft.config.options import TrainConfig, make_config
+from dsft.runtime import distributed
 from dsft.train import finetune
 
 
 def main() -> None:
-    ranks.start_ranks()
+    distributed.start_ranks()
     for options in json.loads(Path(sys.argv[-1]).read_text()):
         problems: list[str] = []
         try:
             trainer = finetune(make_config(TrainConfig, options, problems), problems)
             with torch.no_grad():
                 logits = trainer.model.eval()(input_ids=PROBE.to(trainer.args.device), use_cache=False).logits
-            if ranks.rank() == 0:
+            if distributed.rank() == 0:
                 torch.save(logits.cpu(), Path(options["output_dir"]) / "logits.pt")
             del trainer, logits
         except Exception:
             # One broken architecture must not hide the others; the test fails for want of logits.pt.
             traceback.print_exc()
         gc.collect()
-    ranks.stop_ranks()
+    distributed.stop_ranks()
 
 
 main()

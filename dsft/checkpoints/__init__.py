@@ -1,0 +1,1 @@
+"""Files of a run: complete or not there. Saving, reading back, resharding and exporting."""

@@ -1,0 +1,187 @@
+"""Turns a run, a checkpoint or an adapter into a plain Hugging Face folder, and reads back what was written.
+
+Weights pass through memory one file of the result at a time (weight_sources.py), not as a whole model, wherever their
+names on disk are those in memory.
+
+    dsft export runs/first exported          # final model of a run, or any checkpoint-N; adapters are merged
+    dsft merge runs/lora/final merged        # an adapter into its base
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from peft import PeftModel
+from safetensors.torch import save_file
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from dsft.checkpoints.manifest import checkpoints
+from dsft.checkpoints.run_folder import FINAL
+from dsft.checkpoints.tensor_sources import MergedSource, NotStreamable, SafetensorsSource, ShardsSource, local_folder
+from dsft.errors import UserError
+from dsft.models.build import DTYPES, adapter_base, described_in, load_weights
+from dsft.models.size import is_step_folder, load_model_config
+from dsft.models.zero_shards import step_folder
+
+
+def find_weights(source: str) -> Path:
+    """The folder with weights that `source` means: a run's `final/` (else its last checkpoint), or the folder itself.
+
+    Raises:
+        UserError: where no weights are found.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        raise UserError([f"{source}: is no folder"])
+    if (folder / "run.json").is_file():
+        found = [folder / FINAL] if (folder / FINAL).is_dir() else checkpoints(source)
+        if not found:
+            raise UserError([f"{source}: the run has neither a final model nor a complete checkpoint yet"])
+        return found[-1]
+    if not is_step_folder(source) and not any(folder.glob("*.safetensors")) and not any(folder.glob("global_step*")):
+        raise UserError([f"{source}: holds neither safetensors nor a DeepSpeed global_step folder"])
+    return folder
+
+
+def export(source: str, out: str, *, dtype: str = "auto", max_shard_size: str = "5GB") -> Path:
+    """Write `source` as safetensors, config and tokenizer to the new folder `out`; an adapter is merged into its base.
+
+    Args:
+        dtype: of the written weights; "auto" keeps the source's.
+        max_shard_size: of a file of the result, which is about what is in memory at a time.
+
+    Raises:
+        UserError: where `source` holds no weights or `out` holds files already.
+    """
+    folder, target = find_weights(source), Path(out)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError([f"{out}: exists and is not empty; choose a new folder"])
+    beside = target.absolute().with_name(f"{target.name}.unfinished")
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(described_in(str(folder)))
+        try:
+            weights = _weights_of(folder)
+        except NotStreamable as why:
+            print(f"dsft: the whole model is taken into memory: {why}")
+            model = _load(folder, dtype)
+        else:
+            model = None
+            beside.mkdir(parents=True)
+            _write(weights, beside, DTYPES.get(dtype, weights.dtype), max_shard_size=max_shard_size)
+            _write_config(folder, beside, DTYPES.get(dtype, weights.dtype))
+    except (OSError, ValueError) as error:
+        raise UserError([f"{source}: cannot be exported ({' '.join(str(error).split())[:300]})"]) from None
+    if model is not None:
+        model.save_pretrained(beside, max_shard_size=max_shard_size)
+        check_export(model, beside)
+    tokenizer.save_pretrained(beside)
+    if target.is_dir():
+        target.rmdir()  # it is empty
+    beside.rename(target)
+    return target
+
+
+def merge(adapter: str, out: str, *, dtype: str = "auto") -> Path:
+    """`export` of something that must be an adapter (or a run that trained one).
+
+    Raises:
+        UserError: where it is none.
+    """
+    folder = find_weights(adapter)
+    if adapter_base(str(folder)) is None:
+        raise UserError([f"{folder}: is no adapter, it has no adapter_config.json; use dsft export"])
+    return export(str(folder), out, dtype=dtype)
+
+
+def _weights_of(folder: Path) -> SafetensorsSource | ShardsSource | MergedSource:
+    if adapter_base(str(folder)) is not None:
+        return MergedSource(folder)
+    if any(folder.glob("*.safetensors")):
+        return SafetensorsSource(folder)
+    return ShardsSource(step_folder(folder) or folder, load_model_config(described_in(str(folder))))
+
+
+def _write(
+    weights: SafetensorsSource | ShardsSource | MergedSource, out: Path, dtype: torch.dtype, *, max_shard_size: str
+) -> None:
+    """Write files of up to `max_shard_size`, each read back and compared before the next one begins.
+
+    Raises:
+        RuntimeError: naming the first weight that differs.
+    """
+    on_meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in weights.shapes.items()}
+    split = split_torch_state_dict_into_shards(on_meta, max_shard_size=max_shard_size)
+    with tqdm(
+        total=sum(tensor.nbytes for tensor in on_meta.values()),
+        unit="B",
+        unit_scale=True,
+        desc="Writing weights",
+        dynamic_ncols=True,
+    ) as bar:
+        for file, names in split.filename_to_tensors.items():
+            tensors = {
+                name: torch.empty(weights.shapes[name], dtype=dtype) for name in names
+            }  # all at first: among the temporary ones of a merge they would leave gaps
+            for name, tensor in tensors.items():
+                tensor.copy_(weights.read(name))
+            save_file(tensors, out / file, metadata={"format": "pt"})
+            written = SafetensorsSource(out / file)
+            for name, tensor in tensors.items():
+                if not torch.equal(written.read(name), tensor):
+                    raise RuntimeError(f"{out / file}: {name} reads back differently from what was written")
+                bar.update(tensor.nbytes)
+            del tensors, tensor
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (out / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
+
+
+def _write_config(folder: Path, out: Path, dtype: torch.dtype) -> None:
+    """config.json and generation_config.json, and whether transformers finds every weight of the model they describe.
+
+    Raises:
+        RuntimeError: where it does not.
+    """
+    base = adapter_base(str(folder))
+    described = local_folder(base) if base else Path(described_in(str(folder)))
+    config = load_model_config(str(described))
+    config.dtype = dtype
+    config.save_pretrained(out)
+    if (described / "generation_config.json").is_file():
+        shutil.copy(described / "generation_config.json", out)
+    _, info = AutoModelForCausalLM.from_pretrained(out, device_map="meta", output_loading_info=True)
+    if missing := sorted(info["missing_keys"]):
+        raise RuntimeError(
+            f"{out}: {len(missing)} weights are missing from what was written, the first is {missing[0]}"
+        )
+
+
+def _load(folder: Path, dtype: str) -> PreTrainedModel:
+    options = {"dtype": "auto" if dtype == "auto" else DTYPES[dtype]}
+    model = load_weights(str(folder), **options)
+    return model.merge_and_unload(safe_merge=True) if isinstance(model, PeftModel) else model  # safe_merge refuses NaN
+
+
+@torch.no_grad()
+def check_export(model: PreTrainedModel, folder: Path) -> None:
+    """Load `folder` as its user will and compare every weight with `model`.
+
+    Raises:
+        RuntimeError: naming the first weight that differs.
+    """
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise RuntimeError(
+            f"{folder}: {len(missing)} weights are missing from what was written, the first is {missing[0]}"
+        )
+    written = dict(loaded.named_parameters())
+    for name, parameter in model.named_parameters():
+        if not torch.equal(parameter, written[name]):
+            raise RuntimeError(f"{folder}: {name} reads back differently from what was written")

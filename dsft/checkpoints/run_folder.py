@@ -1,0 +1,172 @@
+"""A run's folder: `run.json` beside the checkpoints, the final model in `final/`.
+
+run.json holds the configuration, the plan, versions, the git commit and the results; it is written at start and at the
+end.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from dsft.checkpoints.manifest import MANIFEST, checkpoints, clean_up, integrity_errors, last_good
+from dsft.errors import UserError, raise_if_any
+
+FINAL = "final"
+
+
+def check_output_dir(config, problems: list[str]) -> None:
+    """The folder must be writable and must not hold another run, unless `overwrite` or a resume is asked for."""
+    path = Path(config.training["output_dir"])
+    resume = config.training.get("resume_from_checkpoint")
+    check_writable(str(path), problems)
+    if resume and resume != "auto" and not (Path(resume) / "trainer_state.json").is_file():
+        problems.append(
+            f"resume_from_checkpoint={resume}: holds no trainer_state.json, so it is no complete checkpoint; use auto"
+            " or a checkpoint-N folder"
+        )
+    if not path.is_dir():
+        return
+    for key in ("model", "tokenizer", "adapter"):
+        if (
+            config.overwrite
+            and getattr(config, key)
+            and path.resolve() in (Path(getattr(config, key)).resolve(), *Path(getattr(config, key)).resolve().parents)
+        ):
+            problems.append(
+                f"overwrite: {key}={getattr(config, key)} lies inside output_dir={path} and would be lost; choose"
+                " another output_dir"
+            )
+    if resume == "auto" and not config.overwrite and not checkpoints(str(path)) and (path / FINAL).is_dir():
+        problems.append(
+            f"resume_from_checkpoint=auto: {path} holds a finished run without checkpoints; choose a new output_dir, or"
+            " replace the run with --overwrite"
+        )
+    if any(path.iterdir()) and not config.overwrite and not resume:
+        what = "another run" if (path / "run.json").is_file() else "other files"
+        problems.append(
+            f"output_dir={path}: holds {what}; choose a new folder, continue it with --resume_from_checkpoint auto, or"
+            " replace it with --overwrite"
+        )
+
+
+def check_writable(output_dir: str, problems: list[str]) -> None:
+    """`output_dir` must be a folder, or one that can be made, on a disk that takes a few bytes."""
+    path = Path(output_dir)
+    if path.exists() and not path.is_dir():
+        problems.append(f"output_dir={path}: is a file, not a folder")
+        return
+    try:
+        with tempfile.TemporaryFile(dir=existing_parent(path)) as probe:
+            probe.write(b"\0" * 4096)
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        problems.append(f"output_dir={path}: cannot be written ({error.strerror})")
+
+
+def check_free_space(output_dir: str, needed_bytes: int, problems: list[str]) -> None:
+    """The disk must have room for what the run writes at its end."""
+    free_bytes = shutil.disk_usage(existing_parent(Path(output_dir))).free
+    if free_bytes < needed_bytes:
+        problems.append(
+            f"output_dir={output_dir}: the trained weights need {needed_bytes / 1e9:.3g} GB, but the disk has"
+            f" {free_bytes / 1e9:.3g} GB free; choose another disk"
+        )
+
+
+def existing_parent(path: Path) -> Path:
+    """`path`, or the nearest folder above it that exists."""
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+
+
+def clear_run(output_dir: str) -> None:
+    """Remove what an earlier run left: checkpoints, the final model, run.json. Other files stay."""
+    path = Path(output_dir)
+    for folder in (*path.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), path / FINAL):
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    (path / "run.json").unlink(missing_ok=True)
+
+
+def last_checkpoint(config) -> str | None:
+    """The checkpoint to resume from, after what killed saves left has been removed; None starts anew (also where `auto`
+    finds none).
+
+    Raises:
+        UserError: where the checkpoint that was named is not whole.
+    """
+    output_dir, resume = config.training["output_dir"], config.training.get("resume_from_checkpoint")
+    for path in clean_up(output_dir):
+        print(f"dsft: removed {path}: a save that did not end", flush=True)
+    if resume and resume != "auto":
+        found = integrity_errors(Path(resume)) if (Path(resume) / MANIFEST).is_file() else []
+        raise_if_any(
+            [f"resume_from_checkpoint={resume}: {fault}; it is not whole, use another or auto" for fault in found]
+        )
+        return resume
+    if not resume:
+        return None
+    good, passed = last_good(output_dir)
+    for path, found in passed:
+        print(f"dsft: {path} is not whole and is passed over: {'; '.join(found[:3])}", flush=True)
+    return str(good) if good else None
+
+
+def start_from_weights(config, checkpoint: str) -> None:
+    """Let the model, or with LoRA the adapter, be the checkpoint's; optimizer, order of data and step counter begin
+    anew.
+
+    Raises:
+        UserError: where the run would write into the folder that holds the checkpoint.
+    """
+    output_dir = Path(config.training["output_dir"]).resolve()
+    if output_dir in Path(checkpoint).resolve().parents:
+        raise UserError(
+            [
+                f"resume_weights_only: {checkpoint} lies in output_dir={output_dir}, whose steps would mix with new"
+                " ones; name another output_dir and the checkpoint with resume_from_checkpoint"
+            ]
+        )
+    setattr(config, "model" if config.method == "full" else "adapter", checkpoint)
+    config.training.pop("resume_from_checkpoint")
+
+
+def is_finished(checkpoint: str, training: dict[str, Any]) -> bool:
+    """Whether nothing is left to train after `checkpoint`, by max_steps or else num_train_epochs."""
+    state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
+    if training.get("max_steps", -1) > 0:
+        return state["global_step"] >= training["max_steps"]
+    return (state["epoch"] or 0) >= training.get("num_train_epochs", 3.0)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write beside and rename, so that a reader or a crash never sees half a file."""
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+def write_run(output_dir: str, **sections: Any) -> None:
+    """Add or replace sections of run.json."""
+    path = Path(output_dir) / "run.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = read_run(output_dir) if path.is_file() else {"created": datetime.now(UTC).isoformat(timespec="seconds")}
+    write_json(path, content | sections)
+
+
+def read_run(output_dir: str) -> dict[str, Any]:
+    """run.json of a run.
+
+    Raises:
+        UserError: where the folder is no run.
+    """
+    path = Path(output_dir) / "run.json"
+    if not path.is_file():
+        raise UserError([f"{output_dir}: is no run folder, it has no run.json"])
+    return json.loads(path.read_text(encoding="utf-8"))

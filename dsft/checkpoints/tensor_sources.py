@@ -1,0 +1,149 @@
+"""Where an export takes its weights from, one tensor at a time: safetensors, DeepSpeed's shards, an adapter over its
+base.
+
+A source has `shapes` (name on disk -> shape), `dtype` (of the weights as they are) and `read(name)`. Nothing holds the
+whole model.
+"""
+
+import copy
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from peft import get_peft_model, load_peft_weights
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import ModulesToSaveWrapper
+from safetensors import safe_open
+from transformers import PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from dsft.models.build import adapter_base
+from dsft.models.lora import saved_lora_config
+from dsft.models.size import empty_model, load_model_config
+from dsft.models.zero_shards import ZeroShards
+
+DTYPES_ON_DISK = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class NotStreamable(Exception):
+    """Why these weights cannot be taken one by one."""
+
+
+class SafetensorsSource:
+    """The `*.safetensors` of a folder, or one of them."""
+
+    def __init__(self, folder: Path):
+        self.files: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        dtypes: dict[str, int] = {}
+        for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():
+                    piece = tensors.get_slice(name)
+                    self.files[name], self.shapes[name] = file, tuple(piece.get_shape())
+                    dtypes[piece.get_dtype()] = dtypes.get(piece.get_dtype(), 0) + 1
+        if not dtypes or dtypes.keys() - DTYPES_ON_DISK.keys():
+            raise NotStreamable(f"{folder} holds {', '.join(sorted(dtypes)) or 'no safetensors'}")
+        self.dtype = DTYPES_ON_DISK[max(dtypes, key=dtypes.get)]
+
+    def read(self, name: str) -> torch.Tensor:
+        with safe_open(self.files[name], framework="pt") as tensors:
+            return tensors.get_tensor(name)
+
+
+class ShardsSource:
+    """The trained weights of a fully finetuned model out of ZeRO's shards, in float32."""
+
+    def __init__(self, checkpoint: Path, config: PreTrainedConfig):
+        self.shards = ZeroShards(checkpoint)
+        model = empty_model(config)
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        if self.shapes != self.shards.shapes:
+            raise NotStreamable("some weights are not in the optimizer's shards, or have other names on disk")
+        check_names_on_disk(config, self.shapes)
+        self.dtype = config.dtype or torch.float32
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.shards.read(name).view(self.shapes[name])
+
+
+class MergedSource:
+    """An adapter merged into its base by peft, layer by layer."""
+
+    def __init__(self, adapter: Path):
+        base = local_folder(adapter_base(str(adapter)))
+        self.base, self.weights = SafetensorsSource(base), load_peft_weights(str(adapter), device="cpu")
+        self.shapes, self.dtype = self.base.shapes, self.base.dtype
+        config = load_model_config(str(base))
+        peft_config = saved_lora_config(str(adapter))
+        with torch.device("meta"):
+            adapted = get_peft_model(empty_model(config), peft_config, low_cpu_mem_usage=True)
+        self.layers = {
+            name.removeprefix("base_model.model."): module
+            for name, module in adapted.named_modules()
+            if isinstance(module, LoraLayer | ModulesToSaveWrapper)
+        }
+        if any(isinstance(module, ParamWrapper) for module in self.layers.values()) or peft_config.bias != "none":
+            raise NotStreamable("the adapter changes single parameters or biases")
+        tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
+        if absent := sorted(
+            name for name in self.layers if f"{name}.weight" not in self.shapes or (tied and "embed" in name)
+        ):
+            raise NotStreamable(f"the adapter changes {absent[0]}, which has no weight of its own on disk")
+        check_names_on_disk(config, [f"{name}.weight" for name in self.layers])
+        for name, tensor in self.weights.items():
+            if tensor.dtype in (torch.float16, torch.bfloat16):
+                self.weights[name] = tensor.float()  # as peft does when it loads them over a base
+
+    def read(self, name: str) -> torch.Tensor:
+        layer_name, _, part = name.rpartition(".")
+        layer = self.layers.get(layer_name)
+        if layer is None:
+            return self.base.read(name)
+        if isinstance(layer, ModulesToSaveWrapper):
+            return self.weights[f"base_model.model.{name}"].to(self.dtype)
+        own = {
+            key: (
+                self.base.read(f"{layer_name}.{key.removeprefix('base_layer.')}")
+                if key.startswith("base_layer.")
+                else self._adapter_weight(layer_name, key)
+            )
+            for key in layer.state_dict()
+        }
+        real = copy.deepcopy(layer)  # on meta: it costs nothing, and merging marks a layer
+        real.load_state_dict({key: tensor.clone() for key, tensor in own.items()}, assign=True)
+        real.merge(safe_merge=True)  # refuses NaN
+        return getattr(real.get_base_layer(), part).data
+
+    def _adapter_weight(self, layer_name: str, key: str) -> torch.Tensor:
+        """`lora_A.default.weight` is `lora_A.weight` on disk, and DoRA's `lora_magnitude_vector.default.weight` has no
+        suffix there.
+        """
+        name = f"base_model.model.{layer_name}.{key}".replace(".default", "")
+        return self.weights[name] if name in self.weights else self.weights[name.removesuffix(".weight")]
+
+
+def local_folder(model: str) -> Path:
+    """The folder of a hub id's files on this machine, or the folder itself."""
+    return (
+        Path(model)
+        if Path(model).is_dir()
+        else Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]))
+    )
+
+
+def check_names_on_disk(config: PreTrainedConfig, names: Iterable[str]) -> None:
+    """These parameters must be called on disk as in memory and be the same there, which transformers' conversions
+    (experts fused in memory) undo.
+
+    Raises:
+        NotStreamable: where they are not.
+    """
+    for conversion in get_checkpoint_conversion_mapping(config.model_type) or []:
+        for pattern in (*conversion.source_patterns, *conversion.target_patterns):
+            expression = re.compile(re.escape(pattern).replace(r"\*", ".*").replace(r"\^", "^"))
+            if changed := next((name for name in names if expression.search(name)), None):
+                raise NotStreamable(f"{config.model_type} keeps {changed} otherwise in memory than on disk")

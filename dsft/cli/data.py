@@ -1,0 +1,153 @@
+"""`dsft prepare` and `dsft preview`: the data of a training, made ready ahead of it, and looked at. No GPU and no
+weights are needed.
+
+dsft prepare --config run.yaml
+dsft preview --config run.yaml --samples 5
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from dsft.config.options import TrainConfig, read_config
+from dsft.data.packing import PackedRows
+from dsft.data.prepare import cache_folder
+from dsft.data.sequences import IGNORED, Sequences, shown
+from dsft.data.sequences import Sequence as TokenSequence
+from dsft.data.streaming import Stream
+from dsft.data.training_data import FormattedSource, TrainingData, check_sources, load_training_data
+from dsft.errors import raise_if_any
+from dsft.run_setup.preparation import check_tokenizer
+
+PREVIEWED = 3
+STREAMED = 1000
+"""Sequences that the figures of a stream are of."""
+
+
+def prepare_command(argv: Sequence[str]) -> None:
+    """
+    Raises:
+        UserError: with every problem of the options and the data.
+    """
+    config, sources, tokenizer = _read(argv)
+    if config.streaming:
+        raise_if_any(["streaming keeps nothing, so there is nothing to prepare; leave streaming out"])
+    data = _load(config, sources, tokenizer)
+    print(f"dsft: {', '.join(map(str, sources['data']))}: {shown(data.counts)}")
+    if data.held_out_counts:
+        print(f"dsft: held out: {shown(data.held_out_counts)}")
+    for note in data.notes:
+        print(f"dsft: note: {note}")
+    print(f"dsft: ready in {cache_folder(config)}; training with the same options and files takes it from there")
+
+
+def preview_command(argv: Sequence[str], *, samples: int = PREVIEWED) -> None:
+    """
+    Args:
+        samples: to print, evenly spread over the data.
+
+    Raises:
+        UserError: with every problem of the options and the data.
+    """
+    config, sources, tokenizer = _read(argv)
+    data = _load(config, sources, tokenizer)
+    console = Console(soft_wrap=True, highlight=False)
+    items: list[Any] = list(_taken(data.items, STREAMED)) if isinstance(data.items, Stream) else data.items
+    for _number, index in enumerate(
+        np.linspace(0, len(items) - 1, min(samples, len(items))).astype(int).tolist(), start=1
+    ):
+        item = items[index] if isinstance(items[index], list) else [items[index]]
+        tokens = sum(len(one["input_ids"]) for one in item)
+        console.print(
+            f"[bold]{'row' if isinstance(items, PackedRows) else 'sequence'} {index + 1}[/bold]: {tokens}"
+            f" tokens{f' of {len(item)} samples' if len(item) > 1 else ''}"
+        )
+        for one in item:
+            console.print(in_colour(one, tokenizer, marks=not console.is_terminal))
+            console.print()
+    console.print(
+        "trained tokens are [green]green[/green]" if console.is_terminal else "trained tokens stand between ⟦ and ⟧"
+    )
+    for name, entries in sources.items():
+        if entries:
+            console.print(f"{name}: {', '.join(map(str, entries))}", markup=False)
+    console.print(_figures(items, data))
+    for note in data.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def in_colour(sequence: TokenSequence, tokenizer: PreTrainedTokenizerBase, *, marks: bool) -> Text:
+    """The tokens as text, special ones included, with the trained ones green, or between ⟦ and ⟧ with `marks`."""
+    text = Text()
+    trained = sequence["labels"] != IGNORED
+    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1), len(trained)]
+    for start, end in itertools.pairwise(edges):
+        piece = tokenizer.decode(sequence["input_ids"][start:end])
+        if not trained[start]:
+            text.append(piece, style="dim")
+        else:
+            text.append(f"⟦{piece}⟧" if marks else piece, style="green")
+    return text
+
+
+def _read(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, list[FormattedSource]], PreTrainedTokenizerBase]:
+    problems: list[str] = []
+    config = read_config(TrainConfig, argv, problems)
+    needless = ("output_dir: missing", *(["model: missing"] if config.tokenizer else []))
+    problems = [problem for problem in problems if not problem.startswith(needless)]
+    tokenizer = check_tokenizer(config, problems) if config.model or config.tokenizer else None
+    sources = {
+        "data": check_sources(config.data, config, tokenizer, key="data", split=config.data_split, problems=problems),
+        "eval_data": check_sources(
+            config.eval_data, config, tokenizer, key="eval_data", split=config.eval_split, problems=problems
+        ),
+    }
+    raise_if_any(problems)
+    return config, sources, tokenizer
+
+
+def _load(
+    config: TrainConfig, sources: dict[str, list[FormattedSource]], tokenizer: PreTrainedTokenizerBase
+) -> TrainingData:
+    return load_training_data(
+        config, sources["data"], sources["eval_data"], tokenizer, pack=config.packing, flash=False
+    )
+
+
+def _taken(stream: Stream, number: int):
+    items = iter(stream)
+    return (next(items) for _ in range(number))
+
+
+def _figures(items: Any, data: TrainingData) -> Table:
+    sequences = items.sequences if isinstance(items, PackedRows) else items
+    lengths = (
+        sequences.lengths
+        if isinstance(sequences, Sequences)
+        else np.array(
+            [len(one["input_ids"]) for item in sequences for one in (item if isinstance(item, list) else [item])]
+        )
+    )
+    table = Table("", "", show_header=False)
+    table.add_row(
+        "lengths",
+        f"{lengths.min()} shortest, {np.median(lengths):.0f} median, {np.quantile(lengths, 0.95):.0f} for 95 %,"
+        f" {lengths.max()} longest",
+    )
+    if "tokens" in data.counts:
+        table.add_row("trained fraction", f"{data.counts['trained_tokens'] / data.counts['tokens']:.1%}")
+    for name, value in data.counts.items():
+        table.add_row(
+            name.replace("_", " "),
+            shown({name: value}).removesuffix(f" {name.replace('_', ' ')}").removeprefix(f"{name.replace('_', ' ')} ")
+            or "0",
+        )
+    for name, value in (data.held_out_counts or {}).items():
+        table.add_row(f"held out: {name.replace('_', ' ')}", f"{value:,}")
+    return table

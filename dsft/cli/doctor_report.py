@@ -1,0 +1,155 @@
+"""A report on the screen: nodes, versions where they differ, links, findings with what mends them."""
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dsft.cluster.doctor.check_between import differences
+from dsft.cluster.doctor.check_links import in_rate
+from dsft.cluster.doctor.facts import usable_gpus
+from dsft.cluster.doctor.findings import Finding, Report
+
+GiB = 1024**3
+COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+
+
+def show(report: Report, *, only_findings: bool = False) -> None:
+    """Print it; `only_findings` leaves the tables out where nothing is wrong, for a launch."""
+    # In a file or a pipe nothing is broken over lines, so that commands stay whole.
+    console = Console(width=None if sys.stdout.isatty() else 240, highlight=False)
+    if report.facts and not only_findings:
+        console.print(_nodes(report))
+    rows = differences(report.facts)
+    if rows:
+        console.print(_versions(rows, list(report.facts)))
+    if report.links and not only_findings:
+        for line in link_lines(report):
+            console.print(line, soft_wrap=True)
+    if report.plan and not only_findings:
+        console.print(f"plan: {report.plan}", soft_wrap=True)
+    for one in report.sorted_findings():
+        if not (only_findings and one.severity == "note"):
+            _print_finding(console, one)
+    console.print(summary(report), soft_wrap=True)
+
+
+def summary(report: Report) -> str:
+    """One line."""
+    counts = {severity: sum(one.severity == severity for one in report.findings) for severity in COLOURS}
+    words = (
+        ", ".join(f"{count} {severity}{'s' * (count > 1)}" for severity, count in counts.items() if count)
+        or "nothing found"
+    )
+    ranks = sum(report.slots.values())
+    return (
+        f"dsft doctor: {len(report.nodes)} node{'s' * (len(report.nodes) > 1)}, {ranks} rank{'s' * (ranks != 1)},"
+        f" {words}; {report.seconds:.1f} s{', quick part' if report.quick else ''}"
+    )
+
+
+def link_lines(report: Report) -> list[str]:
+    """Measured rates in a few lines; with many nodes the slowest and the fastest pair."""
+    links, names, lines = report.links, list(report.slots), []
+    ordered = sorted(links.pairs.items(), key=lambda item: item[1]["bytes_per_second"])
+    shown = ordered if len(ordered) <= 6 else [ordered[0], ordered[-1]]
+    for (a, b), pair in shown:
+        lines.append(
+            f"link {names[a]} - {names[b]}: {in_rate(pair['bytes_per_second'])} each way,"
+            f" {pair['seconds'] * 1e6:,.0f} µs"
+        )
+    if len(shown) < len(ordered):
+        lines.append(f"({len(ordered)} links measured; the slowest and the fastest are shown)")
+    if links.inside:
+        node = min(links.inside, key=lambda one: links.inside[one])
+        lines.append(
+            f"inside the nodes: {in_rate(links.inside[node])} per rank in an"
+            f" all-reduce{f' in the slowest, {names[node]}' if len(links.inside) > 1 else ''}"
+        )
+    lines.append(
+        f"all-reduce over all {len(links.flops)} ranks: right, {links.collective_seconds * 1e6:,.0f} µs for the"
+        f" smallest; slowest rank {min(links.flops.values()) / 1e12:.3g} TFLOP/s, fastest"
+        f" {max(links.flops.values()) / 1e12:.3g}"
+        if not links.wrong
+        else f"all-reduce over all {len(links.flops)} ranks: wrong"
+    )
+    return lines
+
+
+def _nodes(report: Report) -> Table:
+    table = Table(caption="GiB free; shm: /dev/shm; MTU of the first address's interface", caption_justify="left")
+    for name in (
+        "node",
+        "host",
+        "slots",
+        "devices",
+        "memory",
+        "shm",
+        "disk",
+        "address",
+        "MTU",
+        "Python",
+        "torch",
+        "deepspeed",
+        "dsft",
+    ):
+        table.add_column(
+            name, no_wrap=True, justify="right" if name in ("slots", "memory", "shm", "disk", "MTU") else "left"
+        )
+    for node in report.nodes:
+        table.add_row(
+            *(
+                _row(node, report.facts[node], report.slots[node])
+                if node in report.facts
+                else (node, "no answer", *[""] * 11)
+            )
+        )
+    return table
+
+
+def _row(node: str, facts: dict[str, Any], slots: int) -> tuple[str, ...]:
+    gpus, network, versions = usable_gpus(facts), facts["network"], facts["versions"]
+    address = next(iter(network["addresses"]), "")
+    mtu = next((str(one["mtu"]) for one in network["interfaces"].values() if address in one["addresses"]), "")
+    devices = (
+        f"{len(gpus)} x {gpus[0]['name']} {gpus[0]['memory_bytes'] / GiB:.0f} GiB"
+        if gpus
+        else f"{facts['cores']} cores"
+    )
+    free = [one for one in facts["disks"].values() if one is not None]
+    return (
+        node,
+        facts["host"],
+        str(slots),
+        devices,
+        f"{facts['available_bytes'] / GiB:.0f}",
+        f"{(facts['shm_bytes'] or 0) / GiB:.1f}",
+        f"{min(free, default=0) / GiB:.0f}",
+        address,
+        mtu,
+        versions["python"],
+        versions["torch"],
+        versions["deepspeed"],
+        versions["dsft commit"][:8] + "+" * versions["dsft commit"].endswith("+changes"),
+    )
+
+
+def _versions(rows: dict[str, dict[str, str]], nodes: list[str]) -> Table:
+    table = Table(title="Versions that differ", title_justify="left")
+    table.add_column("")
+    for node in nodes:
+        table.add_column(node, overflow="fold")
+    for row, versions in rows.items():
+        table.add_row(row, *(versions[node] for node in nodes))
+    return table
+
+
+def _print_finding(console: Console, one: Finding) -> None:
+    for text, style in (
+        (f"{one.severity}: {one.where}: {one.what}  [{one.code}]", COLOURS[one.severity]),
+        (f"    why: {one.why}", ""),
+        (f"    mend: {one.mend}", ""),
+    ):
+        console.print(Text(text, style=style), soft_wrap=True)

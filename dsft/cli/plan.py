@@ -1,0 +1,267 @@
+"""`dsft plan`: options -> machine and job -> plans -> table, JSON or files."""
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from dsft.cli.plan_tables import explain, gpu_hours, show_evaluation_plans, show_plans, show_scale
+from dsft.config.options import TrainConfig
+from dsft.errors import UserError, raise_if_any
+from dsft.models.build import resolve_dtype
+from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation
+from dsft.planner.export import write_plan
+from dsft.planner.measured_speeds import calibrate, calibrated
+from dsft.planner.plan import Job, all_plans, as_dict, choose, make_job, reason
+from dsft.planner.speeds import GPUS, Speeds, gpu_name, speeds_of
+from dsft.runtime.hardware import GB, Machine, has_gpu, parse_bytes, parse_gpus, this_machine
+from dsft.runtime.hostfile import read_hosts
+
+ASSUMED_GPU = "A100"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="hub id, local folder or config.json; no weights are read")
+    parser.add_argument("--method", choices=["full", "lora", "qlora"], default="full")
+    parser.add_argument("--lora_r", type=int, default=16)
+    parser.add_argument("--seq_len", type=int, default=1024, help="tokens per sequence (default: %(default)s)")
+    parser.add_argument(
+        "--tokens_per_step",
+        type=int,
+        help="of one optimizer step over all ranks (default: 64 sequences, at least one per rank)",
+    )
+    parser.add_argument(
+        "--per_device_train_batch_size",
+        type=int,
+        help="sequences of one forward on one GPU (default: the plan chooses)",
+    )
+    parser.add_argument(
+        "--attention",
+        choices=["flash", "sdpa", "eager"],
+        default="flash",
+        help="flash: flash_attention_2, or sdpa on sequences without padding (default); sdpa: with a mask",
+    )
+    parser.add_argument(
+        "--use_liger_kernel",
+        action="store_true",
+        help="the loss without whole logits, as transformers' option of that name",
+    )
+    hardware = parser.add_argument_group("hardware (default: this machine, measured)")
+    hardware.add_argument("--hostfile", help="DeepSpeed's: one line per node, `name slots=N`")
+    hardware.add_argument("--nodes", help="number of nodes; several, such as 1,2,4,8, show how speed and memory scale")
+    hardware.add_argument("--gpus", help="GPUs of one node and the memory of one, for example 8x80GB")
+    hardware.add_argument("--gpu_type", help=f"for the time of a step: {', '.join(GPUS)} (default: by memory)")
+    hardware.add_argument(
+        "--host_memory", help="memory of one node, for example 768GB (default with --gpus or --hostfile: 1TB)"
+    )
+    hardware.add_argument("--nvme", help="folder on a fast local disk, or its free size on paper, for example 4TB")
+    hardware.add_argument(
+        "--interconnect",
+        default="",
+        help="for example nvlink+ib400, nvlink+8xib400, pcie, pcie4+eth25, eth10 (Gbit/s of a card, cards per node)",
+    )
+    hardware.add_argument(
+        "--calibrate", action="store_true", help="first measure the speeds of this machine, for the time of a step"
+    )
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 on GPUs, else float32"
+    )
+    parser.add_argument("--perplexity", action="store_true", help="plan evaluation instead of training")
+    parser.add_argument(
+        "--batch_tokens",
+        type=int,
+        help="with --perplexity: tokens of one forward on one rank (default: 16384 on a GPU, 4096 on a CPU)",
+    )
+    parser.add_argument("--trust_remote_code", action="store_true")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument("--explain", action="store_true", help="every term of the chosen plan with its formula")
+    parser.add_argument(
+        "--write", metavar="FOLDER", help="write the chosen plan there: deepspeed.json and accelerate.yaml"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    problems: list[str] = []
+    numbers = ("lora_r", "seq_len", "tokens_per_step", "per_device_train_batch_size", "batch_tokens")
+    problems += [
+        f"--{name} {getattr(options, name)}: must be at least 1"
+        for name in numbers
+        if getattr(options, name) is not None and getattr(options, name) < 1
+    ]
+    if options.tokens_per_step and options.tokens_per_step < options.seq_len:
+        problems.append(
+            f"--tokens_per_step {options.tokens_per_step} is less than one sequence of --seq_len {options.seq_len};"
+            " raise it"
+        )
+    raise_if_any(problems)
+    if not has_gpu():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that there is no GPU
+    machines = read_machines(options)
+    dtype = options.dtype or ("bfloat16" if machines[0].has_gpu else resolve_dtype("auto"))
+    half = dtype != "float32"
+    if options.calibrate:
+        if not machines[0].measured:
+            raise UserError(["--calibrate measures this machine; leave out --gpus, --hostfile and --gpu_type"])
+        print(f"dsft: speeds measured and kept in {calibrate(machines[0], half=half)}", file=sys.stderr)
+    config = TrainConfig(
+        model=options.model,
+        method=options.method,
+        lora_r=options.lora_r,
+        seq_len=options.seq_len,
+        trust_remote_code=options.trust_remote_code,
+    )
+    job = make_job(
+        config,
+        half=half,
+        attention=options.attention,
+        loss="fused" if options.use_liger_kernel else "hf",
+        micro_batch=options.per_device_train_batch_size,
+        sequences_per_step=options.tokens_per_step and options.tokens_per_step // options.seq_len,
+    )
+    if options.perplexity and (len(machines) > 1 or options.write or options.explain):
+        raise UserError(["--perplexity takes one number of nodes, and neither --write nor --explain"])
+    if options.perplexity:
+        _perplexity(options, job, machines[0])
+    elif len(machines) > 1:
+        _scale(options, job, machines)
+    else:
+        _training(options, job, machines[0], dtype)
+
+
+def _training(options: argparse.Namespace, job: Job, machine: Machine, dtype: str) -> None:
+    speeds = _speeds(machine, job.half)
+    plans = all_plans(job, machine, speeds)
+    chosen = choose(plans, machine)
+    why = reason(chosen, plans, machine)
+    written = write_plan(Path(options.write), chosen, job.size, machine, dtype=dtype) if options.write else []
+    if options.json:
+        print(
+            json.dumps(
+                {
+                    "chosen": as_dict(chosen) | {"reason": why},
+                    "candidates": [as_dict(plan) for plan in plans],
+                    "model": dataclasses.asdict(job.size),
+                    "machine": dataclasses.asdict(machine),
+                    "speeds": dataclasses.asdict(speeds),
+                    "activations": job.activations.source,
+                },
+                indent=2,
+            )
+        )
+        return
+    show_plans(chosen, plans, job.size, machine)
+    if options.explain:
+        explain(chosen)
+    print(f"speeds: {speeds.source}; activations: {job.activations.source}")
+    print(why)
+    for path in written:
+        print(f"dsft: written: {path}")
+
+
+def _scale(options: argparse.Namespace, job: Job, machines: list[Machine]) -> None:
+    if options.write or options.explain:
+        raise UserError(["--write and --explain take one number of nodes"])
+    rows = []
+    for machine in machines:
+        rows.append((machine, choose(all_plans(job, machine, _speeds(machine, job.half)), machine)))
+    if options.json:
+        print(
+            json.dumps(
+                [
+                    {"nodes": machine.nodes, "gpu_hours_per_1e9_tokens": gpu_hours(plan, machine)} | as_dict(plan)
+                    for machine, plan in rows
+                ],
+                indent=2,
+            )
+        )
+    else:
+        show_scale(rows)
+
+
+def _perplexity(options: argparse.Namespace, job: Job, machine: Machine) -> None:
+    plans = all_evaluation_plans(job, machine, _speeds(machine, job.half), batch_tokens=options.batch_tokens)
+    chosen, why = choose_evaluation(plans, machine)
+    if options.json:
+        print(
+            json.dumps(
+                {
+                    "chosen": dataclasses.asdict(chosen) | {"reason": why},
+                    "candidates": [dataclasses.asdict(plan) for plan in plans],
+                },
+                indent=2,
+            )
+        )
+    else:
+        show_evaluation_plans(chosen, plans, job.size, machine)
+        print(why)
+
+
+def _speeds(machine: Machine, half: bool) -> Speeds:
+    return calibrated(speeds_of(machine, half=half), machine, half=half)
+
+
+def read_machines(options: argparse.Namespace) -> list[Machine]:
+    """The machine that the hardware options describe, once for each number of nodes.
+
+    Raises:
+        UserError: for an impossible number or a text that cannot be read.
+    """
+    hosts = {node.name: node.slots for node in read_hosts(options.hostfile)} if options.hostfile else None
+    if hosts and options.nodes:
+        raise UserError([f"--nodes {options.nodes}: --hostfile {options.hostfile} says {len(hosts)}; keep one"])
+    nodes = [len(hosts)] if hosts else _read_nodes(options.nodes or "1")
+    slots = min(hosts.values()) if hosts else None
+    if not (options.gpus or options.gpu_type or hosts):
+        machine = this_machine()
+    elif hosts and not (options.gpus or options.gpu_type) and has_gpu():
+        machine = dataclasses.replace(this_machine(), ranks_per_node=slots)
+    else:
+        if not (options.gpus or options.gpu_type):
+            print(
+                f"dsft: no GPU here to take as a sample: {ASSUMED_GPU} assumed; --gpus 8x80GB or --gpu_type says"
+                " otherwise",
+                file=sys.stderr,
+            )
+        machine = _on_paper(options, slots)
+    if options.host_memory:
+        machine = dataclasses.replace(machine, host_bytes=parse_bytes(options.host_memory))
+    if options.nvme and Path(options.nvme).is_dir():
+        machine = dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(options.nvme).free, nvme_path=options.nvme)
+    elif options.nvme:
+        machine = dataclasses.replace(machine, nvme_bytes=parse_bytes(options.nvme))
+    if options.interconnect:
+        machine = dataclasses.replace(machine, interconnect=options.interconnect)
+    return [dataclasses.replace(machine, nodes=number, host_names=tuple(sorted(hosts or ()))) for number in nodes]
+
+
+def _on_paper(options: argparse.Namespace, slots: int | None) -> Machine:
+    gpus, gpu_bytes = parse_gpus(options.gpus) if options.gpus else (slots or 8, 0)
+    if slots and gpus != slots:
+        raise UserError(
+            [f"--gpus {options.gpus}: --hostfile {options.hostfile} says {slots} per node; make them the same"]
+        )
+    machine = Machine(
+        nodes=1,
+        ranks_per_node=gpus,
+        device_bytes=gpu_bytes,
+        host_bytes=1000 * GB,
+        has_gpu=True,
+        gpu_type=options.gpu_type or ("" if options.gpus else ASSUMED_GPU),
+    )
+    if not gpu_bytes:
+        machine = dataclasses.replace(machine, device_bytes=GPUS[gpu_name(machine)].memory_gb * GB)
+    return machine
+
+
+def _read_nodes(text: str) -> list[int]:
+    try:
+        nodes = [int(word) for word in text.split(",")]
+    except ValueError:
+        nodes = [0]
+    if min(nodes) < 1:
+        raise UserError([f"--nodes {text}: write a number of at least 1, or several with commas, for example 1,2,4,8"])
+    return nodes

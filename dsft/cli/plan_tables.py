@@ -1,0 +1,159 @@
+"""Plans on the screen: the table of candidates, every term with its formula, and the view over numbers of nodes."""
+
+from rich.console import Console
+from rich.table import Table
+
+from dsft.models.size import ModelSize
+from dsft.planner.evaluation_plan import EvaluationPlan
+from dsft.planner.plan import Plan
+from dsft.runtime.hardware import GiB, Machine
+
+PHASES = {"always": "always", "compute": "forward and backward", "step": "optimizer step", "load": "loading"}
+
+
+def describe_model(size: ModelSize) -> str:
+    """One line: parameters by kind."""
+    parts = [
+        f"{size.num_params / 1e9:,.3f} B parameters",
+        f"{size.num_trainable / 1e9:,.3f} B trained",
+        f"embedding {size.embedding_params / 1e9:,.3f} B",
+    ]
+    parts.append(f"head {size.head_params / 1e9:,.3f} B" if size.head_params else "head tied")
+    if size.expert_params:
+        parts.append(f"experts {size.expert_params / 1e9:,.3f} B, {size.active_params / 1e9:,.3f} B active per token")
+    if size.other_params:
+        parts.append(f"{size.other_params / 1e9:,.3f} B beside the text model, counted but not planned in detail")
+    return ", ".join(parts)
+
+
+def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machine) -> None:
+    """The table of all candidates, the chosen one marked."""
+    device = "GPU" if machine.has_gpu else "rank"
+    table = Table(
+        caption=f"GiB per {device}; host: GiB per node; batch: sequences of a micro batch x accumulation",
+        caption_justify="left",
+    )
+    for name in (
+        "",
+        "ZeRO",
+        "ckpt",
+        "batch",
+        "states",
+        "buffers",
+        "activations",
+        "step",
+        "peak",
+        "host",
+        "s/step",
+        "tokens/s",
+        "fits",
+    ):
+        table.add_column(
+            name, no_wrap=True, justify="left" if name in ("", "ZeRO", "ckpt", "batch", "fits") else "right"
+        )
+    for plan in plans:
+        states, compute, step = (plan.part_bytes(phase) for phase in ("always", "compute", "step"))
+        numbers = (
+            states,
+            compute - plan.activation_bytes,
+            plan.activation_bytes,
+            step,
+            plan.device_bytes,
+            plan.host_bytes,
+        )
+        table.add_row(
+            "->" if plan is chosen else "",
+            plan.zero,
+            "on" if plan.activation_checkpointing else "off",
+            f"{plan.micro_batch} x {plan.accumulation}",
+            *(f"{number / GiB:,.1f}" for number in numbers),
+            f"{plan.time.step_seconds:,.2f}",
+            f"{plan.time.tokens_per_second:,.0f}",
+            "yes" if plan.fits else f"no: {plan.binds}",
+        )
+    console = _console()
+    console.print(f"{describe_model(size)}\n{machine}", soft_wrap=True)
+    console.print(table)
+
+
+def explain(plan: Plan) -> None:
+    """Every term of one plan with its formula, and the parts of its time."""
+    table = Table(title=plan.label, title_justify="left")
+    for name in ("term", "held", "where", "GiB", "formula"):
+        table.add_column(name, overflow="fold", justify="right" if name == "GiB" else "left")
+    for term in sorted(plan.terms, key=lambda term: (term.place, list(PHASES).index(term.phase))):
+        table.add_row(
+            term.name,
+            PHASES[term.phase],
+            "one GPU or rank" if term.place == "device" else "one node",
+            f"{term.num_bytes / GiB:,.3f}",
+            term.formula,
+        )
+    times = Table(title="one optimizer step", title_justify="left")
+    for name in ("part", "seconds"):
+        times.add_column(name, justify="right" if name == "seconds" else "left")
+    time = plan.time
+    for name, seconds in (
+        ("matrix products and attention", time.compute_seconds),
+        ("communication, if nothing hid it", time.communication_seconds),
+        ("offload transfers, if nothing hid them", time.offload_seconds),
+        ("optimizer", time.optimizer_seconds),
+        ("together", time.step_seconds),
+    ):
+        times.add_row(name, f"{seconds:,.4f}")
+    console = _console()
+    console.print(table)
+    console.print(times)
+    console.print("peak = always + the larger of (forward and backward) and (optimizer step)")
+
+
+def show_scale(rows: list[tuple[Machine, Plan]]) -> None:
+    """How speed, memory and cost move with the number of nodes."""
+    table = Table(caption="GiB per GPU; host: GiB per node; GPU hours for 1e9 tokens", caption_justify="left")
+    for name in ("nodes", "GPUs", "plan", "peak", "host", "s/step", "tokens/s", "GPU hours", "fits"):
+        table.add_column(name, no_wrap=name != "plan", justify="left" if name in ("plan", "fits") else "right")
+    for machine, plan in rows:
+        table.add_row(
+            str(machine.nodes),
+            str(machine.world_size),
+            plan.label,
+            f"{plan.device_bytes / GiB:,.1f}",
+            f"{plan.host_bytes / GiB:,.0f}",
+            f"{plan.time.step_seconds:,.2f}",
+            f"{plan.time.tokens_per_second:,.0f}",
+            f"{gpu_hours(plan, machine):,.1f}",
+            "yes" if plan.fits else f"no: {plan.binds}",
+        )
+    _console().print(table)
+
+
+def gpu_hours(plan: Plan, machine: Machine) -> float:
+    """GPU hours for 1e9 tokens."""
+    return 1e9 / plan.time.tokens_per_second * machine.world_size / 3600
+
+
+def show_evaluation_plans(
+    chosen: EvaluationPlan, plans: list[EvaluationPlan], size: ModelSize, machine: Machine
+) -> None:
+    table = Table(caption=f"GiB per {'GPU' if machine.has_gpu else 'rank'}; host: GiB per node", caption_justify="left")
+    for name in ("", "zero", "batch_tokens", "weights", "activations and logits", "peak", "host", "tokens/s", "fits"):
+        table.add_column(name, no_wrap=True, justify="left" if name in ("", "zero", "fits") else "right")
+    for plan in plans:
+        numbers = (plan.weight_bytes, plan.activation_bytes, plan.device_bytes, plan.host_bytes)
+        table.add_row(
+            "->" if plan is chosen else "",
+            plan.zero,
+            f"{plan.batch_tokens:,}",
+            *(f"{number / GiB:,.1f}" for number in numbers),
+            f"{plan.tokens_per_second:,.0f}",
+            "yes" if plan.fits else f"no: {plan.binds}",
+        )
+    console = _console()
+    console.print(f"{describe_model(size)}\n{machine}", soft_wrap=True)
+    console.print(table)
+
+
+def _console() -> Console:
+    """As wide as the terminal; in a file or a pipe nothing is cut off."""
+    console = Console()
+    return console if console.is_terminal else Console(width=200)

@@ -1,0 +1,1 @@
+"""Many nodes: launching ranks and examining machines before a run."""

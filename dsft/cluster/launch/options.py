@@ -1,0 +1,125 @@
+"""The options of `dsft launch`; all other words belong to the training or evaluation."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dsft.errors import UserError
+
+MODULES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
+
+
+@dataclass(kw_only=True)
+class LaunchOptions:
+    """Without a way to other nodes (hostfile, nodes, slurm, accelerate): all GPUs of this machine."""
+
+    hostfile: str | None = None
+    """DeepSpeed's host file; `deepspeed` starts the ranks through pdsh and ssh from here."""
+    include: str | None = None
+    """Hosts and GPUs of the host file to use, as DeepSpeed writes it: node-0@node-1:0,2"""
+    exclude: str | None = None
+    num_nodes: int | None = None
+    """Only the first so many hosts of the host file."""
+    num_gpus: int | None = None
+    """Ranks on each node; by default its GPUs, without GPUs 2."""
+    no_ssh: bool = False
+    """With a host file: the same command is given on every node, and nothing goes through ssh."""
+    nodes: int | None = None
+    """So many nodes without a host file: the same command is given on every node, `torchrun` starts the ranks
+    (Kubernetes).
+    """
+    node_rank: int | None = None
+    """Number of this node, from 0; by default from NODE_RANK or RANK, else by its place in the host file, else as
+    torchrun decides.
+    """
+    slurm: bool = False
+    """Inside sbatch or salloc: one srun task on each node of the allocation, `torchrun` in each."""
+    accelerate: str | None = None
+    """A config file of `accelerate launch`."""
+    master_addr: str | None = None
+    """Address of the first node; by default MASTER_ADDR, the first host of the host file or of the allocation."""
+    master_port: int | None = None
+    """By default MASTER_PORT, a free port where this machine starts all ranks, else 29500."""
+    dry_run: bool = False
+    """Print the command and stop."""
+    no_preflight: bool = False
+    """Start without looking at the nodes first (see `dsft doctor`)."""
+    max_restarts: int = 0
+    """So often a training that failed is started again from its last checkpoint; not after an error of the options, nor
+    after Ctrl-C.
+    """
+
+    @property
+    def way(self) -> str:
+        """local, hostfile, nodes, slurm or accelerate."""
+        return next((name for name in ("hostfile", "nodes", "slurm", "accelerate") if getattr(self, name)), "local")
+
+
+_FIELDS = {field.name: field for field in dataclasses.fields(LaunchOptions)}
+
+
+def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
+    """(options, "train" or "eval", words of the script) from `[options] train|eval [words]`; options may also stand
+    among the words.
+
+    Raises:
+        UserError: for an unknown word before train or eval, a value that is none, or two ways at once.
+    """
+    problems: list[str] = []
+    options, words = _take(argv, problems)
+    if not words or words[0] not in MODULES:
+        unknown = words[0] if words else "nothing"
+        problems.append(
+            f"dsft launch: {unknown!r} stands where train or eval is expected; before them stand only"
+            f" {', '.join('--' + name for name in _FIELDS)}"
+        )
+    _check(options, problems)
+    if problems:
+        raise UserError(problems)
+    return options, words[0], words[1:]
+
+
+def _take(argv: list[str], problems: list[str]) -> tuple[LaunchOptions, list[str]]:
+    """The launcher's options out of `argv`, and the words that are left."""
+    options, left, words = LaunchOptions(), [], iter(argv)
+    for word in words:
+        name, sign, value = word.partition("=")
+        key = name.removeprefix("--").replace("-", "_")
+        if not name.startswith("--") or key not in _FIELDS:
+            left.append(word)
+        elif _FIELDS[key].type is bool:
+            setattr(options, key, value.lower() not in ("false", "0", "no") if sign else True)
+        else:
+            value = value if sign else next(words, "")
+            is_number = "int" in str(_FIELDS[key].type)
+            if not value or (is_number and not value.isdigit()):
+                problems.append(f"--{key} {value}: needs {'a number of 0 or more' if is_number else 'a value'}")
+                continue
+            setattr(options, key, int(value) if is_number else value)
+    return options, left
+
+
+def _check(options: LaunchOptions, problems: list[str]) -> None:
+    ways = [name for name in ("hostfile", "nodes", "slurm", "accelerate") if getattr(options, name)]
+    if len(ways) > 1:
+        problems.append(f"--{' and --'.join(ways)}: one way to start the nodes at a time")
+    for name in ("include", "exclude", "num_nodes"):
+        if getattr(options, name) is not None and options.way not in ("hostfile", "local"):
+            problems.append(f"--{name} chooses from a host file; --{options.way} takes its nodes from elsewhere")
+    if options.no_ssh and not (options.hostfile or options.nodes):
+        problems.append("--no_ssh: name the nodes, with --hostfile, or --nodes N and MASTER_ADDR")
+    for key in ("hostfile", "accelerate"):
+        path = getattr(options, key)
+        if path and not os.path.isfile(path):
+            problems.append(f"--{key} {path}: there is no such file")
+
+
+def given_node_rank(options: LaunchOptions, environment: Mapping[str, str]) -> int | None:
+    """This node's number, as the user or the cluster says: Kubernetes' training operator sets RANK (of the pod) and
+    PET_NODE_RANK.
+    """
+    if options.node_rank is not None:
+        return options.node_rank
+    names = ("NODE_RANK", "PET_NODE_RANK") + (("RANK",) if "LOCAL_RANK" not in environment else ())
+    return next((int(environment[name]) for name in names if environment.get(name, "").isdigit()), None)

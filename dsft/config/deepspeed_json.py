@@ -1,0 +1,169 @@
+"""Composes the DeepSpeed configuration from the files in `ds_configs/`, and holds it against the flags.
+
+"auto" values in these files are filled by transformers from TrainingArguments.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dsft.errors import nearest
+
+_HERE = Path(__file__).resolve().parent.parent
+CONFIG_DIR = _HERE / "ds_configs" if (_HERE / "ds_configs").is_dir() else _HERE.parent / "ds_configs"
+"""Inside an installed wheel, else in the checkout."""
+
+SAME_THING = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "train_batch_size": "global_batch_size",
+    "gradient_clipping": "max_grad_norm",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+}
+"""DeepSpeed key -> the option of ours that says the same."""
+
+
+def known_names() -> list[str]:
+    """The named configurations, as `zero` takes them: "0", "2-offload", "3-hpz" ..."""
+    return sorted(path.stem.removeprefix("zero").replace("_", "-") for path in CONFIG_DIR.glob("zero*.json"))
+
+
+def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
+    """The DeepSpeed configuration called `zero` (a name or a path), as it stands in its file."""
+    named = CONFIG_DIR / f"zero{zero.replace('-', '_')}.json"
+    path = named if named.is_file() else Path(zero).expanduser()
+    if path.suffix != ".json":
+        problems.append(
+            f"zero={zero}: unknown; use auto, {', '.join(known_names())}, or the path of a DeepSpeed"
+            f" JSON{nearest(zero, known_names())}"
+        )
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        problems.append(f"zero={zero}: cannot be read ({error.strerror})")
+        return {}
+    except ValueError as error:
+        problems.append(f"zero={zero}: not valid JSON ({error})")
+        return {}
+    if not isinstance(content, dict):
+        problems.append(f"zero={zero}: must hold a JSON object")
+        return {}
+    return content
+
+
+def get_value(deepspeed_config: dict[str, Any], key: str) -> Any:
+    """Value of a dotted key, or None where it, or a section on the way, is missing."""
+    for part in key.split("."):
+        if not isinstance(deepspeed_config, dict) or part not in deepspeed_config:
+            return None
+        deepspeed_config = deepspeed_config[part]
+    return deepspeed_config
+
+
+def adopt_zero_file(deepspeed_config: dict[str, Any], config, problems: list[str]) -> None:
+    """Take fixed numbers of a DeepSpeed JSON over into `config`; where a flag says something else, name both."""
+    for key, option in SAME_THING.items():
+        theirs = get_value(deepspeed_config, key)
+        if theirs is None or theirs == "auto":
+            continue
+        own = hasattr(config, option)
+        ours = getattr(config, option) if own else config.training.get(option)
+        if ours is not None and ours != theirs:
+            problems.append(
+                f'{config.zero} says {key}={theirs}, but {option}={ours}; keep one, or write "auto" in the JSON'
+            )
+        elif own:
+            setattr(config, option, theirs)
+        else:
+            config.training[option] = theirs
+    betas = get_value(deepspeed_config, "optimizer.params.betas")
+    if isinstance(betas, list) and len(betas) == 2:
+        for option, theirs in zip(("adam_beta1", "adam_beta2"), betas, strict=True):
+            if config.training.setdefault(option, theirs) != theirs:
+                problems.append(
+                    f"{config.zero} says optimizer.params.betas={betas}, but {option}={config.training[option]};"
+                    " keep one"
+                )
+    half = {"bf16": "bfloat16", "fp16": "float16"}
+    for section, dtype in half.items():
+        enabled = get_value(deepspeed_config, f"{section}.enabled")
+        if enabled is True and config.dtype not in ("auto", dtype):
+            problems.append(
+                f'{config.zero} says {section}.enabled=true, but dtype={config.dtype}; keep one, or write "auto" in the'
+                " JSON"
+            )
+
+
+def check_section(deepspeed_config: dict[str, Any], zero: str, problems: list[str]) -> None:
+    """DeepSpeed's own rules for the section zero_optimization: unknown keys, wrong types, stages that do not exist."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    section = deepspeed_config.get("zero_optimization", {})
+    try:
+        DeepSpeedZeroConfig(**{key: value for key, value in section.items() if value != "auto"})
+    except ValidationError as error:
+        problems += [
+            f"zero={zero}: zero_optimization.{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+            for fault in error.errors()
+        ]
+
+
+def check_nvme(deepspeed_config: dict[str, Any], zero: str, problems: list[str]) -> None:
+    """The folder that offload to NVMe writes to must exist on this node."""
+    path = nvme_path(deepspeed_config)
+    if path and not Path(path).is_dir():
+        problems.append(
+            f"zero={zero}: nvme_path={path} is no folder here; copy {CONFIG_DIR / 'zero3_nvme.json'}, name a folder on"
+            " a fast local disk, and give that file as zero"
+        )
+
+
+def nvme_path(deepspeed_config: dict[str, Any]) -> str | None:
+    """The folder that offload to NVMe writes to; None without such offload."""
+    paths = [
+        get_value(deepspeed_config, f"zero_optimization.{part}.nvme_path")
+        for part in ("offload_optimizer", "offload_param")
+    ]
+    return next(filter(None, paths), None)
+
+
+def compose(deepspeed_config: dict[str, Any], *, ranks_per_node: int) -> dict[str, Any]:
+    """A copy completed for this job: precision sections that follow the flags, and hpZ groups of one node's ranks."""
+    composed = json.loads(json.dumps(deepspeed_config))
+    for section in ("bf16", "fp16"):
+        composed.setdefault(section, {"enabled": "auto"})
+    for key in (
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "train_batch_size",
+        "gradient_clipping",
+    ):
+        composed.setdefault(key, "auto")
+    zero = composed.setdefault("zero_optimization", {"stage": 0})
+    if zero.get("zero_hpz_partition_size", 1) > 1:
+        zero["zero_hpz_partition_size"] = ranks_per_node
+    if zero.get("stage") == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True  # else the Trainer writes no model at the end
+    return composed
+
+
+def stage(deepspeed_config: dict[str, Any]) -> int:
+    """ZeRO stage of a configuration; DeepSpeed's default is 0."""
+    return get_value(deepspeed_config, "zero_optimization.stage") or 0
+
+
+def offloads(deepspeed_config: dict[str, Any]) -> bool:
+    """Whether optimizer or parameters leave the device."""
+    devices = [
+        get_value(deepspeed_config, f"zero_optimization.{part}.device")
+        for part in ("offload_optimizer", "offload_param")
+    ]
+    return any(device not in (None, "none") for device in devices)

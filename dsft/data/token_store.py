@@ -1,0 +1,130 @@
+"""Tokens on disk, read without loading them: a folder that is complete or not there.
+
+tokens.bin    [F] uint16 or int32: all sequences (documents, where the data is text) end to end
+trained.bin   [F] bool
+ends.bin      [S] int64
+hashes.bin    [S] uint64
+facts.json    shape, counts, and what the tokens were made from
+"""
+
+import json
+import os
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dsft.data.tokenization import Tokens
+
+FACTS = "facts.json"
+
+
+@dataclass(frozen=True)
+class Store:
+    """A finished folder."""
+
+    folder: Path
+
+    def __reduce__(self):
+        """Processes of torch's loader open the files themselves."""
+        return Store, (self.folder,)
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """shape, is_text, source, seconds, dtype, counts, first_bad."""
+        return json.loads((self.folder / FACTS).read_text(encoding="utf-8"))
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        return _mapped(self.folder / "tokens.bin", self.facts["dtype"])
+
+    @cached_property
+    def trained(self) -> np.ndarray:
+        return _mapped(self.folder / "trained.bin", "bool")
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        return _mapped(self.folder / "ends.bin", "int64")
+
+    @property
+    def is_text(self) -> bool:
+        """Documents, to be cut into windows; else samples that are sequences as they are."""
+        return self.facts["is_text"]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return self.facts["counts"]
+
+
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+
+
+def _duplicates(hashes: np.ndarray) -> int:
+    """How many are there already; a sixteenth at a time, so that memory stays small."""
+    return len(hashes) - sum(len(np.unique(hashes[hashes >> np.uint64(60) == part])) for part in range(16))
+
+
+class StoreWriter:
+    """Writes a folder beside its place and puts it there when all is on disk; a killed one leaves only
+    `PLACE.partial`.
+    """
+
+    def __init__(self, place: Path, *, largest_id: int):
+        self.place, self.partial = place, place.with_name(f"{place.name}.partial")
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
+        self.dtype = "uint16" if largest_id < 1 << 16 else "int32"
+        self.files = {
+            name: open(self.partial / f"{name}.bin", "wb")  # noqa: SIM115
+            for name in ("tokens", "trained", "ends", "hashes")
+        }
+        self.counts: Counter = Counter()
+        self.size = 0
+        self.first_bad = ""
+
+    def append(self, made: Tokens) -> None:
+        made.ids.astype(self.dtype).tofile(self.files["tokens"])
+        made.trained.tofile(self.files["trained"])
+        (made.ends + self.size).tofile(self.files["ends"])
+        made.hashes.tofile(self.files["hashes"])
+        self.size += len(made.ids)
+        self.counts += made.counts
+        self.counts["trained_tokens"] += int(made.trained.sum())
+        self.first_bad = self.first_bad or made.first_bad
+
+    def finish(self, **facts: Any) -> Store:
+        for file in self.files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        counts = {
+            name: int(self.counts[name])
+            for name in (
+                "rows",
+                "truncated",
+                "split",
+                "dropped_long",
+                "dropped_untrained",
+                "dropped_empty",
+                "dropped_bad",
+                "trained_tokens",
+            )
+        }
+        counts |= {"tokens": self.size, "duplicates": _duplicates(_mapped(self.partial / "hashes.bin", "uint64"))}
+        with open(self.partial / FACTS, "w", encoding="utf-8") as file:
+            json.dump(facts | {"dtype": self.dtype, "counts": counts, "first_bad": self.first_bad}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        self.partial.rename(self.place)
+        return Store(self.place)
+
+    def clean_up(self) -> None:
+        """Removes what was not finished."""
+        for file in self.files.values():
+            file.close()
+        shutil.rmtree(self.partial, ignore_errors=True)

@@ -1,0 +1,103 @@
+"""User errors: collected, reported once, exit code 2.
+
+A check never raises at the first fault: it appends to a list, and `raise_if_any` raises them together.
+`ends_with_clear_errors`
+wraps an entry point: rank 0 prints the problems without a traceback and every rank ends with exit code 2.
+It does not catch our own bugs: those keep their traceback and Python's exit code 1.
+"""
+
+import difflib
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+
+from dsft.watchdog import client as watchdog
+
+EXIT_USER_ERROR = 2
+EXIT_STOPPED = 3
+"""Training stopped itself, for example at a NaN loss; what was saved before is intact."""
+EXIT_UNSAVED = 4
+"""Training went to its end, but a checkpoint on the way could not be saved."""
+EXIT_REQUEUE = 75
+"""Training saved and ended because it was asked to (SIGUSR1); the same command goes on with it. EX_TEMPFAIL of
+sysexits.h.
+"""
+
+
+class UserError(ValueError):
+    """One or more problems of the user's input, each a full sentence that names the key or file and the way out."""
+
+    def __init__(self, problems: Iterable[str]):
+        self.problems = list(dict.fromkeys(problems))
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self):
+        """So that it can travel between ranks."""
+        return UserError, (self.problems,)
+
+
+class TrainingStopped(RuntimeError):
+    """Training cannot go on (NaN loss); the message says at which step and what is left on disk."""
+
+
+class Requeue(TrainingStopped):
+    """Training was asked to stop and has saved; the message says how to go on."""
+
+
+class Unsaved(TrainingStopped):
+    """Training is done, its final model is written, but a checkpoint could not be saved."""
+
+
+EXIT_CODES = {UserError: EXIT_USER_ERROR, Requeue: EXIT_REQUEUE, Unsaved: EXIT_UNSAVED, TrainingStopped: EXIT_STOPPED}
+
+
+def raise_if_any(problems: list[str]) -> None:
+    """Raise `UserError` with all of `problems`, or do nothing when there are none."""
+    if problems:
+        raise UserError(problems)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" for the known name most like `name`, or an empty string."""
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
+    """Decorate an entry point, so that a `UserError` or `TrainingStopped` is one message on rank 0 and one exit code
+    everywhere.
+
+    A launcher kills all ranks as soon as one has ended. The other ranks therefore give rank 0 a few seconds to speak
+    first.
+    """
+
+    @functools.wraps(main)
+    def wrapped(*args, **kwargs):
+        try:
+            return main(*args, **kwargs)
+        except (UserError, TrainingStopped) as error:
+            code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
+            lines = error.problems if isinstance(error, UserError) else [str(error)]
+            watchdog.close(code, lines)
+            if int(os.environ.get("RANK", "0")) == 0:
+                print(
+                    "\n".join(f"dsft: {'error: ' * (code != EXIT_REQUEUE)}{line}" for line in lines),
+                    file=sys.stderr,
+                    flush=True,
+                )
+            else:
+                time.sleep(5)
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                # Skip interpreter shutdown: a process group with a dead peer would hang or add noise to the message.
+                sys.stdout.flush()
+                os._exit(code)
+            sys.exit(code)
+
+    return wrapped
+
+
+def one_line(error: BaseException) -> str:
+    """A library's message, cut to fit into one of ours."""
+    return " ".join(str(error).split())[:300]

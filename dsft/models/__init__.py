@@ -1,0 +1,1 @@
+"""Builds models and tokenizers, measures them, adds adapters, and reads sharded weights."""

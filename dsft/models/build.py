@@ -1,0 +1,176 @@
+"""Builds the tokenizer and the model, with adapters or a quantised base where asked.
+
+Under ZeRO-3 the DeepSpeed configuration must be registered (by `TrainingArguments` or `HfDeepSpeedConfig`) before
+`build_model`: only then are the weights sharded while they load, instead of filling every rank's memory.
+"""
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from peft import PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from dsft.data.chat_masks import load_template
+from dsft.models.lora import add_lora, saved_lora_config
+from dsft.models.size import is_step_folder, load_model_config
+from dsft.runtime.hardware import has_gpu
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_dtype(dtype: str) -> str:
+    """float32, bfloat16 or float16; "auto" is bfloat16 on a GPU that computes in it, float32 elsewhere."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if has_gpu() and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+
+
+def adapter_base(folder: str) -> str | None:
+    """The base model that an adapter folder names, or None where the folder holds no adapter."""
+    file = Path(folder) / "adapter_config.json"
+    return json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"] if file.is_file() else None
+
+
+def is_bare_config(model: str) -> bool:
+    """Whether `model` is the path of a config file, which means random weights."""
+    return model.endswith(".json") and Path(model).is_file()
+
+
+def described_in(model: str) -> str:
+    """Where config and tokenizer of `model` lie: beside a config file or a DeepSpeed `global_step` folder, else in
+    itself.
+    """
+    return str(Path(model).parent) if is_bare_config(model) or is_step_folder(model) else model
+
+
+def load_tokenizer(config) -> PreTrainedTokenizerBase:
+    """The tokenizer of `config` (a `TrainConfig` or `EvalConfig`), with its chat template and a pad token.
+
+    Where there is none, the end token pads; that changes no loss, since padding is masked and carries no label.
+
+    Raises:
+        OSError, ValueError: as transformers does, where there is no tokenizer.
+    """
+    name = config.tokenizer or described_in(config.model)
+    tokenizer = AutoTokenizer.from_pretrained(
+        name, revision=config.revision if not config.tokenizer else None, trust_remote_code=config.trust_remote_code
+    )
+    if config.chat_template:
+        tokenizer.chat_template = load_template(config.chat_template)
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def build_model(config, *, dtype: str, seed: int = 42) -> PreTrainedModel:
+    """The causal language model of `config`, with trainable adapters where the method has them.
+
+    Args:
+        dtype: of the weights: "float32", "bfloat16", "float16" or "auto".
+        seed: of the random weights where the model is a config.json alone, and of new adapters.
+    """
+    dtype = resolve_dtype(dtype)
+    options = {"dtype": DTYPES[dtype], "trust_remote_code": config.trust_remote_code}
+    if config.attn_implementation:
+        options["attn_implementation"] = config.attn_implementation
+    method = getattr(config, "method", "full")
+    set_seed(seed)
+    if is_bare_config(config.model):
+        model = AutoModelForCausalLM.from_config(
+            load_model_config(config.model, trust_remote_code=config.trust_remote_code), **options
+        )
+    else:
+        if method == "qlora":
+            options["quantization_config"] = _quantization(config, DTYPES[dtype])
+        model = load_weights(config.model, revision=config.revision, **options)
+    if method == "qlora":
+        from peft import prepare_model_for_kbit_training
+
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    if method != "full":
+        set_seed(seed)
+        model = add_lora(model, config, adapter=config.adapter)
+        # activation checkpointing over a frozen embedding needs an input with a gradient
+        model.enable_input_require_grads()
+    return model
+
+
+def load_weights(name: str, **options) -> PreTrainedModel:
+    """The model of a hub id or folder; of an adapter folder, its base with the adapter over it (not merged).
+
+    A checkpoint that holds only DeepSpeed's shards (of any ZeRO stage and number of ranks), or such a `global_step`
+    folder, is read from these.
+    """
+    folder = Path(name)
+    if is_step_folder(name) or (
+        folder.is_dir() and not any(folder.glob("*.safetensors*")) and any(folder.glob("global_step*"))
+    ):
+        return _load_zero_shards(folder, **options)
+    base = adapter_base(name)
+    if base:
+        return PeftModel.from_pretrained(load_weights(base, **options), name)
+    # Adapters remember this name: absolute, it stays right when they are loaded from another working folder.
+    return AutoModelForCausalLM.from_pretrained(str(folder.resolve()) if folder.is_dir() else name, **options)
+
+
+def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    checkpoint, tag = (folder.parent, folder.name) if is_step_folder(str(folder)) else (folder, None)
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints a dozen lines on every rank
+        state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=tag)
+    base = adapter_base(str(checkpoint))
+    if base is None:
+        config = load_model_config(str(checkpoint), trust_remote_code=options.get("trust_remote_code", False))
+        if options["dtype"] == "auto":
+            options["dtype"] = config.dtype or torch.float32
+        model = AutoModelForCausalLM.from_config(
+            config, **{name: value for name, value in options.items() if name != "revision"}
+        )
+        wanted = dict(model.named_parameters()) | {
+            name: buffer for name, buffer in model.named_buffers() if name in state
+        }
+    else:
+        model = get_peft_model(load_weights(base, **options), saved_lora_config(str(checkpoint)))
+        wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    missing = sorted(wanted.keys() - state.keys())
+    if missing:
+        raise ValueError(f"{folder} lacks {len(missing)} weights of the model, the first is {missing[0]}")
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            with gathered([tensor]):
+                tensor.copy_(state[name])
+    return model
+
+
+@contextlib.contextmanager
+def gathered(parameters: list[torch.Tensor]) -> Iterator[None]:
+    """Parameters at their full size on every rank, and sharded again afterwards with what rank 0 made of them; a no-op
+    without ZeRO-3.
+    """
+    if not is_deepspeed_zero3_enabled():
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+        yield
+
+
+def _quantization(config, compute_dtype: torch.dtype):
+    from transformers import BitsAndBytesConfig
+
+    if config.quantization_bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+        bnb_4bit_quant_storage=compute_dtype,  # so that DeepSpeed can shard the storage like any other weight
+    )

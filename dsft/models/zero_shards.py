@@ -1,0 +1,159 @@
+"""The files that DeepSpeed's ZeRO leaves in a checkpoint, read parameter by parameter whatever ranks and stage wrote
+them.
+
+    shards = ZeroShards("run/checkpoint-500")
+    shards.read("lm_head.weight", "exp_avg")      the whole, flat, in float32
+    shards.read("lm_head.weight", FP32, 0, 1000)  a piece
+
+Files are mapped, not loaded: only what is asked for comes into memory. The layout is that of DeepSpeed 0.19.8
+(checkpoint/ds_to_universal.py reads
+the same): stages 1 and 2 cut the concatenation of all parameters into equal parts, stage 3 cuts every parameter.
+"""
+
+import math
+import pickle
+import re
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsft.errors import UserError, one_line
+
+FP32 = "fp32"
+"""Name of the trained weights themselves among the states."""
+OPTIMIZER_FILES = "*_optim_states.pt"
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """`numel` elements of a parameter at `start` in each of the flat tensors of one file, by state."""
+
+    flats: dict[str, torch.Tensor]
+    start: int
+    numel: int
+
+
+def step_folder(checkpoint: str | Path) -> Path | None:
+    """The folder of DeepSpeed's files: `checkpoint` itself, or the `global_step*` in it that `latest` names, else its
+    newest; None without any.
+    """
+    folder = Path(checkpoint)
+    if any(folder.glob(OPTIMIZER_FILES)):
+        return folder
+    if (folder / "latest").is_file() and (named := folder / (folder / "latest").read_text().strip()).is_dir():
+        return named
+    return max((path for path in folder.glob("global_step*") if path.is_dir()), key=_number, default=None)
+
+
+class ZeroShards:
+    """Trained parameters and optimizer states of a checkpoint of ZeRO stage 1, 2 or 3.
+
+    Raises:
+        UserError: where the files are no such checkpoint, cannot be read, or have a layout that is not supported.
+    """
+
+    def __init__(self, checkpoint: str | Path):
+        self.folder = step_folder(checkpoint) or Path(checkpoint)
+        files = sorted(self.folder.glob(OPTIMIZER_FILES), key=_number)
+        if not files:
+            raise UserError(
+                [
+                    f"{checkpoint}: holds no optimizer states of ZeRO ({OPTIMIZER_FILES}), as checkpoints of stage 0 or"
+                    " saved with save_only_model do not"
+                ]
+            )
+        if len({_mp_rank(file) for file in files}) > 1:
+            raise UserError(
+                [f"{self.folder}: was saved with tensor parallelism; convert it with DeepSpeed's ds_to_universal.py"]
+            )
+        self.world_size = len(files)
+        self.model_state = _load(min(self.folder.glob("*_model_states.pt"), key=_number))
+        """Counters of the engine and, under "lr_scheduler", the state of a scheduler that DeepSpeed ran."""
+        self.shapes: dict[str, tuple[int, ...]] = {
+            name: tuple(shape) for group in self.model_state["param_shapes"] for name, shape in group.items()
+        }
+        """Of each trained parameter, whole."""
+        self.step: int | None = None
+        """Of the optimizer; None where it does not count."""
+        self._pieces: dict[str, list[_Piece]] = {}
+        for rank, file in enumerate(files):
+            states = _load(file)["optimizer_state_dict"]
+            if rank == 0:
+                self.loss_scaler = states.get("loss_scaler")
+            self._add_stage_3(states, rank) if states.get("zero_stage", 1) == 3 else self._add_stage_1_and_2(states)
+        absent = [
+            name
+            for name, shape in self.shapes.items()
+            if sum(piece.numel for piece in self._pieces.get(name, [])) != math.prod(shape)
+        ]
+        if absent:
+            raise UserError(
+                [
+                    f"{self.folder}: {len(absent)} parameters are not whole, the first is {absent[0]}; are the files of"
+                    " all ranks there?"
+                ]
+            )
+
+    @property
+    def states(self) -> set[str]:
+        """Names of the optimizer's states, such as exp_avg; FP32 is not among them."""
+        return {key for pieces in self._pieces.values() for piece in pieces for key in piece.flats} - {FP32}
+
+    def read(self, name: str, state: str = FP32, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements `start` to `stop` (default: all) of a parameter, flat, in float32, on the CPU."""
+        stop = math.prod(self.shapes[name]) if stop is None else stop
+        out, offset = torch.empty(max(0, stop - start), dtype=torch.float32), 0
+        for piece in self._pieces[name]:
+            first, last = max(start, offset), min(stop, offset + piece.numel)
+            if first < last:
+                out[first - start : last - start] = piece.flats[state].narrow(
+                    0, piece.start + first - offset, last - first
+                )
+            offset += piece.numel
+        return out
+
+    def _add_stage_1_and_2(self, states: dict[str, Any]) -> None:
+        for group, flat in enumerate(states["single_partition_of_fp32_groups"]):
+            flats = self._flats(flat, states["base_optimizer_state"], group)
+            for name, place in states["param_slice_mappings"][group].items():
+                self._pieces.setdefault(name, []).append(_Piece(flats, place.start, place.numel))
+
+    def _add_stage_3(self, states: dict[str, Any], rank: int) -> None:
+        for group, shapes in enumerate(self.model_state["param_shapes"]):
+            flats = self._flats(states["fp32_flat_groups"][group], states["optimizer_state_dict"], group)
+            offset = 0
+            for name, shape in shapes.items():
+                part = -(-math.prod(shape) // self.world_size)
+                held = min(part, max(0, math.prod(shape) - rank * part))
+                self._pieces.setdefault(name, []).append(_Piece(flats, offset, held))
+                offset += part
+
+    def _flats(self, weights: torch.Tensor, optimizer: dict[str, Any], group: int) -> dict[str, torch.Tensor]:
+        """The flat tensors of one group by state; notes the optimizer's step."""
+        state = optimizer["state"].get(group, {})
+        step = state.get("step", next((one["step"] for one in optimizer["param_groups"] if "step" in one), None))
+        self.step = int(step) if step is not None else self.step
+        # Of the last rank's weights the padding is cut off, of its states not: their shapes may differ.
+        return {FP32: weights} | {
+            key: value for key, value in state.items() if torch.is_tensor(value) and value.dim() == weights.dim()
+        }
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        return torch.load(
+            file, map_location="cpu", mmap=True, weights_only=False
+        )  # as DeepSpeed: it pickles objects of its own
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        raise UserError([f"{file}: cannot be read ({one_line(error)})"]) from error
+
+
+def _number(path: Path) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", path.name)]
+
+
+def _mp_rank(file: Path) -> str:
+    return re.search(r"mp_rank_(\d+)", file.name)[1]

@@ -1,0 +1,415 @@
+"""What `notebooks/evaluate_checkpoints.ipynb` needs beside the Python API, so that its cells stay short.
+
+Finds the models of a run's folder, reads results back, scores a text token by token, generates, and draws: tables and
+coloured
+texts are HTML strings (everything in them escaped), plots are matplotlib figures. It computes no perplexity of its own
+(`evaluation.py` does), changes no file of a run, and loads models whole, on one device.
+
+Shape suffixes: T time, V vocabulary.
+"""
+
+import contextlib
+import html
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow.parquet
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dsft.checkpoints.manifest import checkpoints
+from dsft.checkpoints.run_folder import FINAL, read_run
+from dsft.cluster.launch.run import launch
+from dsft.config.options import EvalConfig, make_config
+from dsft.data.formats import Chat, Pair
+from dsft.data.training_data import check_sources
+from dsft.errors import raise_if_any
+from dsft.models.build import load_tokenizer, resolve_dtype
+from dsft.perplexity.evaluation import loaded_for_scoring
+from dsft.perplexity.scoring import negative_log_likelihood
+from dsft.perplexity.windows import read_samples, read_texts
+
+DARKEST_NATS = 8.0
+"""Tokens of this loss or more have the full colour: a probability of 1 in 3,000 or less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Something of a run that can be evaluated."""
+
+    name: str
+    kind: Literal["base", "model", "adapter", "shards"]
+    """shards: DeepSpeed's files alone, as a checkpoint of which the 16-bit weights were not kept."""
+    path: str
+    step: int | None
+    tokens_seen: int | None
+    """Tokens trained on when it was saved, over all ranks, without padding; None where that is not known."""
+
+
+def find_models(run_folder: str) -> list[Model]:
+    """The base model that the run started from, its complete checkpoints in order of steps, exports in its folder, and
+    the final model.
+
+    Raises:
+        UserError: where the folder is no run.
+    """
+    folder, run = Path(run_folder), read_run(run_folder)
+    config, results = run["config"], run.get("results", {})
+    found = [
+        Model(
+            name="base",
+            kind="base",
+            path=path_of(config["adapter"] or config["model"], run_folder),
+            step=0,
+            tokens_seen=0,
+        )
+    ]
+    for path in checkpoints(run_folder):
+        if kind_of(path):
+            state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+            found.append(
+                Model(
+                    name=path.name,
+                    kind=kind_of(path),
+                    path=str(path),
+                    step=state["global_step"],
+                    tokens_seen=state["num_input_tokens_seen"],
+                )
+            )
+    taken = {model.name for model in found} | {FINAL}
+    for path in sorted(folder.iterdir()):
+        if path.name not in taken and not path.name.startswith("checkpoint-") and path.is_dir() and kind_of(path):
+            found.append(Model(name=path.name, kind=kind_of(path), path=str(path), step=None, tokens_seen=None))
+    if kind_of(folder / FINAL):
+        final = Model(
+            name=FINAL,
+            kind=kind_of(folder / FINAL),
+            path=str(folder / FINAL),
+            step=results.get("steps"),
+            tokens_seen=results.get("tokens_seen"),
+        )
+        if config.get("load_best_model_at_end") and results.get("best_checkpoint"):
+            best = [model for model in found if model.name == Path(results["best_checkpoint"]).name]
+            final = replace(
+                final, step=best[0].step if best else None, tokens_seen=best[0].tokens_seen if best else None
+            )
+        found.append(final)
+    return found
+
+
+def kind_of(folder: Path) -> str | None:
+    """ "adapter", "model", "shards", or None where a folder holds no weights."""
+    if (folder / "adapter_config.json").is_file():
+        return "adapter"
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        return "model"
+    return "shards" if any(folder.glob("global_step*")) else None
+
+
+def path_of(name: str, run_folder: str) -> str:
+    """A model or tokenizer as run.json names it. A relative path there is seen from the folder that training was
+    started in.
+    """
+    output_dir = Path(read_run(run_folder)["config"]["output_dir"])
+    started_in = Path(run_folder).resolve()
+    for part in reversed(output_dir.parts):
+        if started_in.name != part:
+            return name  # an absolute output_dir, or a run that was moved
+        started_in = started_in.parent
+    return str(started_in / name) if (started_in / name).exists() else name
+
+
+def evaluation_options(run_folder: str) -> dict[str, Any]:
+    """The options of the run that its evaluation must share: type of computation, tokenizer, columns, seed of random
+    weights.
+    """
+    config = read_run(run_folder)["config"]
+    names = (
+        "dtype",
+        "tokenizer",
+        "revision",
+        "trust_remote_code",
+        "attn_implementation",
+        "data_format",
+        "text_column",
+        "seed",
+    )
+    options = {name: config[name] for name in names if config.get(name)}
+    if "tokenizer" in options:
+        options["tokenizer"] = path_of(options["tokenizer"], run_folder)
+    return options
+
+
+def evaluate_on_ranks(num_ranks: int, models: Iterable[str], data: str, **options: Any) -> None:
+    """`dsft eval` on so many ranks of this machine; the results go to the option `output_dir`.
+
+    Raises:
+        RuntimeError: where it fails; its own messages stand above.
+    """
+    words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+    code = launch(["--no_preflight", "eval", "--num_gpus", str(num_ranks), "--model", *models, "--data", data, *words])
+    if code:
+        raise RuntimeError(
+            f"dsft eval ended with exit code {code}; its messages stand above, or in the terminal that Jupyter was"
+            " started in"
+        )
+
+
+def read_results(folder: str, paths: dict[str, str]) -> tuple[dict[str, dict], dict[str, list[dict]]]:
+    """(reports, documents) of the models of `paths` (name -> path) from perplexity.json and documents.parquet, both by
+    name.
+    """
+    reports = json.loads((Path(folder) / "perplexity.json").read_text(encoding="utf-8"))["results"]
+    by_path = {report["model"]: report for report in reports}
+    rows = pyarrow.parquet.read_table(Path(folder) / "documents.parquet").to_pylist()
+    documents = {name: [row for row in rows if row["model"] == path] for name, path in paths.items()}
+    return {name: by_path[path] for name, path in paths.items()}, documents
+
+
+@contextlib.contextmanager
+def loaded(path: str, **options: Any) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
+    """(model, tokenizer) on this process's device inside a `with`; the memory is given back at its end.
+
+    Args:
+        options: those of `dsft eval`.
+    """
+    config = replace(_eval_config({"data": "unused"} | options), model=path)
+    with loaded_for_scoring(config, "0", resolve_dtype(config.dtype)) as model:
+        yield model, load_tokenizer(config)
+
+
+def _eval_config(options: dict[str, Any]) -> EvalConfig:
+    problems: list[str] = []
+    config = make_config(EvalConfig, {"model": "unused"} | options, problems)
+    raise_if_any(problems)
+    return config
+
+
+def read_documents(data: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> tuple[list[str], list[str]]:
+    """(texts, prompts) of the documents of `data`, in the order of documents.parquet.
+
+    A prompt is the first eight words of a text, the prompt of a completion, or a chat up to the first answer.
+    """
+    config = _eval_config(options | {"data": data})
+    problems: list[str] = []
+    found = check_sources(
+        [data], config, tokenizer, key="data", split=config.data_split, problems=problems, keep_all=True
+    )
+    raise_if_any(problems)
+    if found[0].rules.is_text:
+        texts = read_texts(found[0], config, tokenizer)
+        return texts, [re.match(r"(?:\s*\S+){0,8}", text)[0] for text in texts]
+    both = [_text_and_prompt(sample, tokenizer) for sample in read_samples(found[0], config, tokenizer)]
+    return [text for text, _ in both], [prompt for _, prompt in both]
+
+
+def _text_and_prompt(sample: Pair | Chat | None, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    if sample is None:
+        return "", ""
+    if isinstance(sample, Pair):
+        return sample.prompt + sample.completion, sample.prompt
+    first = [message["role"] for message in sample.messages].index("assistant", sample.answers_from)
+    return _render(tokenizer, sample.messages), _render(tokenizer, sample.messages[:first], add_generation_prompt=True)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, chat: list[dict], **options: Any) -> str:
+    """Without the BOS token: tokenising the text adds it again."""
+    return tokenizer.apply_chat_template(chat, tokenize=False, **options).removeprefix(tokenizer.bos_token or "")
+
+
+@torch.no_grad()
+def token_nats(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, *, seq_len: int
+) -> list[tuple[str, float | None]]:
+    """(piece of the text, its loss in nats) for the first `seq_len` tokens of `text`, seen alone; None where no token
+    stands before.
+
+    The pieces laid end to end are the text again. Tokens that share a character are one piece, with the sum of their
+    losses.
+    """
+    encoded = tokenizer(
+        text, return_offsets_mapping=True, return_special_tokens_mask=True, truncation=True, max_length=seq_len
+    )
+    ids_T = torch.tensor(encoded["input_ids"], device=model.device)
+    if not len(ids_T):
+        return []
+    logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0]
+    nats: list[float | None] = [None, *negative_log_likelihood([logits_TV[:-1]], ids_T[1:]).tolist()]
+    pieces: list[tuple[str, float | None]] = []
+    shown = 0
+    for (_, end), special, value in zip(encoded["offset_mapping"], encoded["special_tokens_mask"], nats, strict=True):
+        if special:
+            continue  # BOS, for example: context, but no part of the text
+        if end > shown or not pieces:
+            pieces.append((text[shown:end], value))
+        elif value is not None:
+            pieces[-1] = (pieces[-1][0], (pieces[-1][1] or 0.0) + value)
+        shown = max(shown, end)
+    return pieces
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, *, max_new_tokens: int = 40
+) -> str:
+    """What the model writes after `prompt`, always taking the likeliest token."""
+    ids = tokenizer(prompt)["input_ids"]
+    if ids and ids[-1] == tokenizer.eos_token_id:
+        ids = ids[:-1]  # a tokenizer that closes each text must not close the prompt
+    prompt_BT = torch.tensor([ids], device=model.device)
+    output_BT = model.generate(
+        input_ids=prompt_BT,
+        attention_mask=torch.ones_like(prompt_BT),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return tokenizer.decode(output_BT[0, len(ids) :], skip_special_tokens=True)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """HTML table with the keys of the first row as its head; floats with seven digits."""
+
+    def cell(value: Any) -> str:
+        return html.escape(
+            f"{value:.7g}"
+            if isinstance(value, float)
+            else f"{value:,}"
+            if isinstance(value, int)
+            else str("" if value is None else value)
+        )
+
+    style = "text-align:left;vertical-align:top;white-space:pre-wrap;max-width:40em;overflow-wrap:anywhere"
+    head = "".join(f'<th style="{style}">{html.escape(name)}</th>' for name in rows[0])
+    body = "".join(
+        "<tr>" + "".join(f'<td style="{style}">{cell(value)}</td>' for value in row.values()) + "</tr>" for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def best_and_worst(
+    documents: list[dict], texts: list[str], *, number: int = 3, least_tokens: int = 1, longest: int = 300
+) -> list[dict]:
+    """Rows for `table`: the documents with the least and the most nats per token, of those with at least `least_tokens`
+    scored tokens.
+    """
+    scored = [row for row in documents if row["tokens"] >= max(1, least_tokens)]
+    scored.sort(key=lambda row: row["nats"] / row["tokens"])
+    number = min(number, len(scored) // 2)
+    chosen = [("best", row) for row in scored[:number]] + [("worst", row) for row in scored[len(scored) - number :]]
+    return [
+        {
+            "": end,
+            "document": row["document"],
+            "nats per token": round(row["nats"] / row["tokens"], 3),
+            "tokens": row["tokens"],
+            "text": texts[row["document"]][:longest] + ("..." if len(texts[row["document"]]) > longest else ""),
+        }
+        for end, row in chosen
+    ]
+
+
+def coloured(pieces: list[tuple[str, float | None]], *, title: str) -> str:
+    """HTML of a text, each piece on a background that is the redder the more nats it cost; the number shows under the
+    mouse.
+    """
+    spans = []
+    for text, nats in pieces:
+        about = "nothing stands before it" if nats is None else f"{nats:.2f} nats"
+        spans.append(f'<span style="background:{_colour(nats or 0.0)}" title="{about}">{html.escape(text)}</span>')
+    known = [nats for _, nats in pieces if nats is not None]
+    return (
+        f'<div style="flex:1;min-width:20em;color:black;background:white;padding:0.5em"><b>{html.escape(title)}</b>,'
+        f" {sum(known):.1f} nats in all"
+        "<div"
+        ' style="white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace;line-height:1.6">'
+        f"{''.join(spans)}</div></div>"
+    )
+
+
+def side_by_side(*panels: str) -> str:
+    """HTML panels next to each other, above them the scale of colours."""
+    scale = "".join(
+        f'<span style="background:{_colour(nats)};padding:0 0.6em">{nats:g}</span>'
+        for nats in (0.0, 2.0, 4.0, 6.0, DARKEST_NATS)
+    )
+    return (
+        f'<div style="color:black;background:white;padding:0.5em">nats: {scale} and more</div><div'
+        f' style="display:flex;flex-wrap:wrap">{"".join(panels)}</div>'
+    )
+
+
+def _colour(nats: float) -> str:
+    return f"rgba(220,50,30,{0.75 * min(nats / DARKEST_NATS, 1.0):.3f})"
+
+
+def plot_perplexity(models: list[Model], perplexities: dict[str, float], log: list[dict]):
+    """Figure: perplexity against tokens seen, with the held-out perplexity that training itself logged.
+
+    Args:
+        perplexities: by the name of the model.
+        log: `results.log` of run.json.
+    """
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    logged = [(entry["num_input_tokens_seen"], entry["eval_perplexity"]) for entry in log if "eval_perplexity" in entry]
+    if logged:
+        axis.plot(*zip(*logged, strict=True), "-", color="0.6", label="logged in training, on its own held-out data")
+    known = [model for model in models if model.tokens_seen is not None and model.name in perplexities]
+    for kind, marker in {"base": "s", "model": "o", "adapter": "o", "shards": "^"}.items():
+        points = [(model.tokens_seen, perplexities[model.name]) for model in known if model.kind == kind]
+        if points:
+            axis.plot(*zip(*points, strict=True), marker, label=f"measured here: {kind}")
+    for tokens in sorted({model.tokens_seen for model in known}):
+        here = [model for model in known if model.tokens_seen == tokens]
+        top = max(perplexities[model.name] for model in here)
+        axis.annotate(
+            "\n".join(model.name for model in here),
+            (tokens, top),
+            textcoords="offset points",
+            xytext=(0, 7),
+            ha="center",
+            fontsize=8,
+        )
+    if known and max(perplexities[model.name] for model in known) > 20 * min(
+        perplexities[model.name] for model in known
+    ):
+        axis.set_yscale("log")  # a model with random weights would flatten all others
+    axis.margins(x=0.1, y=0.2)
+    axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
+    axis.set(xlabel="tokens seen in training", ylabel="perplexity")
+    axis.legend()
+    axis.grid(alpha=0.3)
+    pyplot.close(figure)  # shown where a cell returns it, and not a second time
+    return figure
+
+
+def plot_documents(before: list[dict], after: list[dict], *, names: tuple[str, str]):
+    """Figure: nats per token of each document before and after; below the line it got better."""
+    from matplotlib import pyplot
+
+    points = [
+        (a["nats"] / a["tokens"], b["nats"] / b["tokens"]) for a, b in zip(before, after, strict=True) if a["tokens"]
+    ]
+    figure, axis = pyplot.subplots(figsize=(4.5, 4.5), layout="constrained")
+    axis.plot(*zip(*points, strict=True), "o", alpha=0.5)
+    ends = [min(min(point) for point in points), max(max(point) for point in points)]
+    axis.plot(ends, ends, "-", color="0.6")
+    better = sum(y < x for x, y in points)
+    axis.set(
+        title=f"{better:,} of {len(points):,} documents got better",
+        xlabel=f"nats per token, {names[0]}",
+        ylabel=f"nats per token, {names[1]}",
+    )
+    axis.set_aspect("equal")
+    axis.grid(alpha=0.3)
+    pyplot.close(figure)
+    return figure

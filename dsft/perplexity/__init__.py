@@ -1,0 +1,1 @@
+"""Perplexity over windows of text: the same bits on any number of ranks."""

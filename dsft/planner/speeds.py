@@ -1,0 +1,178 @@
+"""How fast the hardware of a plan is: from data sheets by the GPU's name, from `--interconnect`, or measured
+(`calibration.py`).
+
+Speeds are for ranking configurations; the memory predictions do not depend on them.
+"""
+
+import re
+from dataclasses import dataclass
+
+from dsft.errors import UserError
+from dsft.runtime.hardware import GB, Machine
+
+MATMUL_EFFICIENCY = 0.6
+"""Share of the data sheet's rate that training's matrix products reach: 0.67 is what a published ZeRO-3 run of 14B on 8
+A800 works out to (ms-swift, 1,552 tokens/s per GPU).
+"""
+PCIE_EFFICIENCY = 0.8
+NETWORK_EFFICIENCY = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU's data sheet."""
+
+    memory_gb: int
+    tflops: float
+    """Dense bf16 (fp16 where there is no bf16) matrix products."""
+    memory_gbps: float
+    """GB/s of its own memory."""
+    nvlink_gbps: float
+    """GB/s to the other GPUs of the node, one direction; 0 without NVLink."""
+    pcie_gen: int
+
+
+# NVIDIA's and AMD's data sheets of these products; the form with most links where there are several.
+GPUS = {
+    "B200": Gpu(memory_gb=180, tflops=2250, memory_gbps=8000, nvlink_gbps=900, pcie_gen=5),
+    "H200": Gpu(memory_gb=141, tflops=989, memory_gbps=4800, nvlink_gbps=450, pcie_gen=5),
+    "MI300X": Gpu(memory_gb=192, tflops=1307, memory_gbps=5300, nvlink_gbps=448, pcie_gen=5),
+    "H100": Gpu(memory_gb=80, tflops=989, memory_gbps=3350, nvlink_gbps=450, pcie_gen=5),
+    "H800": Gpu(memory_gb=80, tflops=989, memory_gbps=3350, nvlink_gbps=200, pcie_gen=5),
+    "A100": Gpu(memory_gb=80, tflops=312, memory_gbps=2039, nvlink_gbps=300, pcie_gen=4),
+    "A800": Gpu(memory_gb=80, tflops=312, memory_gbps=2039, nvlink_gbps=200, pcie_gen=4),
+    "L40S": Gpu(memory_gb=48, tflops=362, memory_gbps=864, nvlink_gbps=0, pcie_gen=4),
+    "A6000": Gpu(memory_gb=48, tflops=155, memory_gbps=768, nvlink_gbps=56, pcie_gen=4),
+    "V100": Gpu(memory_gb=32, tflops=125, memory_gbps=900, nvlink_gbps=150, pcie_gen=3),
+    "4090": Gpu(memory_gb=24, tflops=165, memory_gbps=1008, nvlink_gbps=0, pcie_gen=4),
+    "3090": Gpu(memory_gb=24, tflops=71, memory_gbps=936, nvlink_gbps=0, pcie_gen=4),
+    "A10": Gpu(memory_gb=24, tflops=125, memory_gbps=600, nvlink_gbps=0, pcie_gen=4),
+    "L4": Gpu(memory_gb=24, tflops=121, memory_gbps=300, nvlink_gbps=0, pcie_gen=4),
+    "T4": Gpu(memory_gb=16, tflops=65, memory_gbps=320, nvlink_gbps=0, pcie_gen=3),
+}
+TYPICAL = {16: "T4", 24: "A10", 32: "V100", 48: "L40S", 80: "A100", 141: "H200", 180: "B200"}
+"""The GPU assumed where only memory is given: the smallest of these that has as much."""
+PCIE_GBPS = {3: 16, 4: 32, 5: 64}
+"""GB/s of 16 lanes in one direction, by generation (PCI-SIG)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """Of one rank, its links and its node, in what is reached, not in what data sheets say."""
+
+    flops: float
+    """Floating-point operations of matrix products per second on one rank."""
+    device_bytes: float
+    """Bytes per second of one rank's own memory."""
+    link_bytes: float
+    """Bytes per second that one rank gets from the others of its node in an all-gather."""
+    reduce_bytes: float
+    """The same in a reduce-scatter."""
+    all_reduce_bytes: float
+    """The same in an all-reduce, which moves everything twice."""
+    network_bytes: float
+    """Bytes per second that one node gets from the others, all its cards together."""
+    host_link_bytes: float
+    """Bytes per second between one rank's device and host memory."""
+    adam_params: float
+    """Parameters per second that DeepSpeed's CPUAdam updates on one node."""
+    nvme_bytes: float
+    """Bytes per second of one node's NVMe."""
+    collective_seconds: float
+    """What a collective costs however small it is."""
+    overlaps: bool
+    """Whether communication runs while computing: not on CPU ranks, whose cores do both."""
+    source: str
+
+
+def speeds_of(machine: Machine, *, half: bool) -> Speeds:
+    """Speeds of `machine` by its GPU type and interconnect; CPU ranks by a rule of thumb (`dsft plan --calibrate`
+    measures them).
+
+    Raises:
+        UserError: for a GPU type or interconnect that is not known.
+    """
+    if not machine.has_gpu:
+        # A core of a server, AVX-512: about 100 GFLOP/s in fp32; ranks share cores and memory (measured ranges vary
+        # fourfold).
+        cores = max(1.0, machine.cores / machine.ranks_per_node)
+        return Speeds(
+            flops=1e11 * cores,
+            device_bytes=5e9 * cores,
+            link_bytes=5e8,
+            reduce_bytes=5e8,
+            all_reduce_bytes=2e9,
+            network_bytes=1e9,
+            host_link_bytes=5e9,
+            adam_params=2e8 * machine.cores,
+            nvme_bytes=1e9,
+            collective_seconds=5e-4,
+            overlaps=False,
+            source="rules of thumb for CPU ranks; dsft plan --calibrate measures this machine",
+        )
+    name = gpu_name(machine)
+    gpu = GPUS[name]
+    link, network = parse_interconnect(machine.interconnect, gpu)
+    return Speeds(
+        # fp32 without tensor cores is an eighth to a sixteenth of bf16 on these GPUs.
+        flops=MATMUL_EFFICIENCY * gpu.tflops * 1e12 / (1 if half else 8),
+        device_bytes=0.8 * gpu.memory_gbps * GB,
+        link_bytes=link,
+        reduce_bytes=link,
+        all_reduce_bytes=link,
+        network_bytes=network,
+        host_link_bytes=PCIE_EFFICIENCY * PCIE_GBPS[gpu.pcie_gen] * GB,
+        adam_params=2e9,  # 1.7e9 to 3e9 are reported for nodes of 8 GPUs
+        nvme_bytes=5e9,
+        collective_seconds=3e-5,
+        overlaps=True,
+        source=f"data sheet of {name}, {machine.interconnect or 'interconnect assumed'}",
+    )
+
+
+def gpu_name(machine: Machine) -> str:
+    """Key of GPUS for the machine's GPU type, or, where none is known, for its memory.
+
+    Raises:
+        UserError: where a type is given that is not in the table.
+    """
+    if machine.gpu_type:
+        found = [name for name in GPUS if re.search(rf"(?<![A-Z0-9]){name}(?![0-9])", machine.gpu_type.upper())]
+        if found:
+            return found[0]
+        if not machine.measured:
+            raise UserError([f"--gpu_type {machine.gpu_type}: unknown; there are {', '.join(GPUS)}"])
+    enough = [memory for memory in TYPICAL if memory >= machine.device_bytes / GB * 0.98]
+    return TYPICAL[min(enough)] if enough else TYPICAL[max(TYPICAL)]
+
+
+def parse_interconnect(text: str, gpu: Gpu) -> tuple[float, float]:
+    """(bytes/s of a rank within the node, bytes/s of a node's network) for "nvlink+ib400", "pcie", "pcie4+eth25",
+    "nvlink+8xib400" ...
+
+    The number after ib, roce or eth is Gbit/s of one card; one card per node unless "8x" stands before it. Without a
+    part for the
+    node, NVLink where the GPU has it, else PCIe; without a network, ib400.
+
+    Raises:
+        UserError: for a part that is none of these.
+    """
+    link = network = None
+    for part in filter(None, text.lower().split("+")):
+        pcie = re.fullmatch(r"pcie([345])?", part)
+        card = re.fullmatch(r"(?:(\d+)x)?(ib|roce|eth)(\d+)", part)
+        if part == "nvlink":
+            link = 0.8 * (gpu.nvlink_gbps or 300) * GB
+        elif pcie:
+            link = PCIE_EFFICIENCY * PCIE_GBPS[int(pcie[1] or gpu.pcie_gen)] * GB
+        elif card and int(card[3]) and int(card[1] or 1):
+            network = NETWORK_EFFICIENCY * int(card[1] or 1) * int(card[3]) / 8 * GB
+        else:
+            raise UserError(
+                [
+                    f"--interconnect {text}: {part!r} is unknown; join nvlink or pcie (pcie3, pcie4, pcie5) and a"
+                    " network such as ib400, 8xib400 or eth10 with +"
+                ]
+            )
+    default_link = 0.8 * gpu.nvlink_gbps if gpu.nvlink_gbps else PCIE_EFFICIENCY * PCIE_GBPS[gpu.pcie_gen]
+    return link or default_link * GB, network or NETWORK_EFFICIENCY * 50 * GB

@@ -1,0 +1,1 @@
+"""From options and a machine to everything a run needs before weights load."""

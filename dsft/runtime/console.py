@@ -1,0 +1,42 @@
+"""What the user sees: lines of rank 0 only, and libraries kept quiet elsewhere."""
+
+import logging
+import os
+import sys
+import warnings
+
+import datasets
+import transformers
+
+from dsft.runtime.distributed import rank
+
+
+def say(line: str) -> None:
+    """Print on rank 0."""
+    if rank() == 0:
+        print(f"dsft: {line}", flush=True)
+
+
+def set_up_screen() -> None:
+    """Called by entry points, never on import: rank 0 shows warnings and progress bars, the other ranks only errors."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn after a fork otherwise
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING if rank() == 0 else logging.ERROR)
+    transformers.logging.set_verbosity_warning() if rank() == 0 else transformers.logging.set_verbosity_error()
+    if rank():
+        datasets.disable_progress_bars()
+        transformers.logging.disable_progress_bar()
+
+
+def print_table(title: str, rows: dict[str, str]) -> None:
+    """Two columns on the screen: name and value."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "", title=title, show_header=False, title_justify="left", title_style="bold")
+    table.columns[1].overflow = "fold"
+    for name, value in rows.items():
+        table.add_row(name, value)
+    # In a file or a pipe nothing is broken over lines, so that paths stay whole.
+    Console(width=None if sys.stdout.isatty() else 240).print(table)

@@ -1,0 +1,237 @@
+"""This process among the others: start-up of the process group, and the few collectives dsft itself needs.
+
+Everything runs also as one process without a launcher. DeepSpeed makes the process group (it knows NCCL, gloo and the
+CPU's
+shared-memory collectives); a group made before `TrainingArguments` is what lets ZeRO-3 start on CPU ranks.
+"""
+
+import atexit
+import dataclasses
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dsft.errors import UserError, raise_if_any
+from dsft.runtime.hardware import Machine, cpu_count, has_gpu, this_machine
+from dsft.runtime.launcher_env import choose_interface, map_launcher_variables
+from dsft.runtime.op_locks import remove_old_locks
+from dsft.watchdog import client as watchdog
+
+LAUNCHER_VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+
+
+def world_size() -> int:
+    """Number of ranks over all nodes, as the launcher said; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """This process's number over all nodes, from 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def ranks_per_node() -> int:
+    """Ranks on this node. The deepspeed launcher sets LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE.
+
+    LOCAL_SIZE first: accelerate leaves a LOCAL_WORLD_SIZE of 1 in a notebook, which a launcher started there inherits.
+    """
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size())
+
+
+def free_port() -> int:
+    """A TCP port that nothing on this machine listens to now."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+def start_ranks(*, meet_seconds: float = 300, timeout_seconds: float = 1800) -> None:
+    """Join the process group of all ranks; without a launcher, be the only one.
+
+    Args:
+        meet_seconds: until all ranks must have come.
+        timeout_seconds: of a collective.
+
+    Raises:
+        UserError: where a launcher set only some of its variables, and others cannot be derived
+            (launcher_variables.py).
+    """
+    if dist.is_initialized():
+        return
+    map_launcher_variables()
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    if world_size() > 1 and missing:
+        raise UserError(
+            [f"WORLD_SIZE={world_size()} is set but {', '.join(missing)} is not: start dsft through a launcher"]
+        )
+    for name, value in LAUNCHER_VARIABLES.items():
+        os.environ.setdefault(name, value)
+    if (
+        world_size() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    ):  # torchrun holds the port itself, and waits there
+        os.environ["MASTER_PORT"] = str(free_port())
+    choose_interface()
+    if has_gpu():
+        # Read at the first allocation. Without it the pieces left between gathered layers and activations cannot be
+        # used together.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    else:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        if world_size() > 1:
+            # The ranks of a node share its cores; left alone, each would take all of them.
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks_per_node())))
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if (own := str(Path(sys.executable).parent)) not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = (  # ssh's shells know nothing of an environment; DeepSpeed looks for its ninja
+            f"{own}{os.pathsep}{os.environ.get('PATH', '')}"
+        )
+    for lock in remove_old_locks():
+        print(
+            f"dsft: removed {lock}, left behind by a process that was killed while it loaded a compiled operator",
+            file=sys.stderr,
+        )
+    import deepspeed  # here, so that `import dsft` stays light and DS_ACCELERATOR is read after it is set
+
+    if has_gpu():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=meet_seconds))
+    # The ranks have met; the guards' limits are shorter, so that it is they who say what happened.
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds))
+    if not has_gpu() and world_size() > 1:
+        dist.barrier()
+        _shared_buffer().unlink(missing_ok=True)
+
+
+def _shared_buffer() -> Path:
+    """This rank's buffer of DeepSpeed's collectives on CPU (deepspeed/ops/csrc/cpu/comm/shm.cpp), in memory as large as
+    it is: 66 MiB.
+
+    Once every rank has mapped it nobody needs its name, but DeepSpeed never removes it, so that each launch would leave
+    one per rank.
+    """
+    return Path(
+        f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{rank()}"
+    )
+
+
+def stop_ranks() -> None:
+    """Leave the process group in order; a rank of several then ends its process here, with exit code 0.
+
+    DeepSpeed keeps the group's threads alive into the interpreter's shutdown, where one that wants the interpreter's
+    lock
+    aborts the process now and then ("terminate called without an active exception"), after all work is done.
+    """
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    watchdog.close()
+    if world_size() > 1:
+        atexit._run_exitfuncs()  # loggers and workers finish as at any exit
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def raise_together(problems: list[str]) -> None:
+    """Raise the union of all ranks' problems on every rank, so that none waits for one that stopped. Collective."""
+    raise_if_any(from_all(problems))
+
+
+def from_all(values: list[Any]) -> list[Any]:
+    """All ranks' lists laid end to end, the same on every rank. Collective."""
+    everyone = [values]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, values)
+    return [value for one_rank in everyone for value in one_rank]
+
+
+def wait_for_all() -> None:
+    """Go on when every rank is here. Collective."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def wait_long(name: str) -> None:
+    """Go on when every rank is here, however long the others take: outside of any collective, whose timeout would end
+    the job, and with signs of life to the guard.
+
+    Every rank calls it as often as the others with the same `name`.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    here = store.add(f"dsft/{name}", 1)
+    everyone = -(-here // dist.get_world_size()) * dist.get_world_size()  # of this call, after those before it
+    while store.add(f"dsft/{name}", 0) < everyone:
+        watchdog.heartbeat()
+        time.sleep(0.2)
+
+
+def on_rank_0(function: Callable[[], Any]) -> Any:
+    """What `function()` returns on rank 0, on every rank: for decisions that must not differ. Its UserError is raised
+    on every rank. Collective.
+    """
+    outcome: list[Any] = [None]
+    if rank() == 0:
+        try:
+            outcome = [function()]
+        except UserError as error:
+            outcome = [error]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], UserError):
+        raise outcome[0]
+    return outcome[0]
+
+
+def smallest_machine() -> Machine:
+    """The machine of this job: its hosts and their ranks, with the least memory that any rank sees. Uneven nodes count
+    as the one with most ranks. Collective.
+    """
+    mine = this_machine(nodes=1, ranks_per_node=ranks_per_node())
+    everyone = [(socket.gethostname(), mine)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone *= dist.get_world_size()
+        dist.all_gather_object(everyone, (socket.gethostname(), mine))
+    hosts = Counter(host for host, _ in everyone)  # a launcher's variables tell of this node alone
+    return dataclasses.replace(
+        everyone[0][1],
+        nodes=len(hosts),
+        ranks_per_node=max(hosts.values()),
+        host_names=tuple(sorted(hosts)),
+        device_bytes=min(one.device_bytes for _, one in everyone),
+        host_bytes=min(one.host_bytes for _, one in everyone),
+    )
+
+
+def device() -> torch.device:
+    """The device of this rank."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Element-wise sum over all ranks, on the CPU. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return values.cpu()
+    values = values.to(device())
+    dist.all_reduce(values)
+    return values.cpu()
+
+
+def max_over_ranks(value: float) -> float:
+    """The largest of all ranks' values. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    tensor = torch.tensor(value, dtype=torch.float64, device=device())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.item()

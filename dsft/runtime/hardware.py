@@ -1,0 +1,201 @@
+"""What the hardware offers: measured on this machine, or as the user writes it (`8x80GB`, two nodes).
+
+Reads only. To ask a GPU for its free memory makes a context on it.
+"""
+
+import os
+import re
+import resource
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from dsft.errors import UserError
+
+GB = 1000**3
+MiB = 1024**2
+GiB = 1024**3
+_UNITS = {"MB": 1000**2, "GB": GB, "TB": 1000**4, "MiB": 1024**2, "GiB": GiB, "TiB": 1024**4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The hardware a plan is made for; all nodes alike."""
+
+    nodes: int
+    ranks_per_node: int
+    """One rank per GPU; without GPUs, CPU processes."""
+    device_bytes: int
+    """Memory of one GPU; without GPUs, one rank's share of the host's."""
+    host_bytes: int
+    """Host memory of one node that processes may use (the cgroup's limit where there is one)."""
+    has_gpu: bool
+    gpu_type: str = ""
+    """Name of the GPU, as its driver or the user says; empty where only its memory is known."""
+    interconnect: str = ""
+    """As `--interconnect` takes it: "nvlink+ib400" ...; empty where it is not known."""
+    cores: int = 1
+    """CPU cores of one node."""
+    nvme_bytes: int = 0
+    """Free bytes for offload on a local disk of each node; 0 where none is named."""
+    nvme_path: str = ""
+    """The folder there; empty on paper."""
+    memlock_bytes: int | None = None
+    """How much memory one process may lock (ulimit -l); None without a limit. DeepSpeed's NVMe buffers are locked."""
+    host_names: tuple[str, ...] = ()
+    """Of the nodes, sorted, where they are known: rates measured between them are found by these."""
+    measured: bool = False
+    """Whether this is the machine dsft runs on, not one on paper."""
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def __str__(self) -> str:
+        device = "GPU" if self.has_gpu else "CPU rank"
+        return (
+            f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.ranks_per_node}"
+            f" {device}{'s' * (self.ranks_per_node > 1)} of {self.device_bytes / GiB:.0f} GiB,"
+            f" {self.host_bytes / GiB:.0f} GiB host memory per node"
+            + (f", {self.nvme_bytes / GiB:,.0f} GiB NVMe" if self.nvme_bytes else "")
+            + (f", {self.memlock_bytes / GiB:.3g} GiB may be locked" if self.memlock_bytes is not None else "")
+        )
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in "80GB", "80GiB", "1.5TB".
+
+    Raises:
+        UserError: for anything else; a unit is required.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
+    if not match or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise UserError([f"{text!r} is not a size; write a number and one of {', '.join(_UNITS)}, for example 80GB"])
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_gpus(text: str) -> tuple[int, int]:
+    """("8x80GB") -> (8, bytes of one).
+
+    Raises:
+        UserError: where the text has another form or names no GPU.
+    """
+    match = re.fullmatch(r"(\d+)\s*x\s*(.+)", text.strip())
+    if not match or int(match[1]) < 1:
+        raise UserError(
+            [f"--gpus {text!r}: write the number of GPUs of one node and the memory of one, for example 8x80GB"]
+        )
+    return int(match[1]), parse_bytes(match[2])
+
+
+def host_memory_bytes() -> int:
+    """Memory this process's host may use: physical, or the cgroup's limit (v2, then v1) where that is smaller."""
+    limits = [psutil.virtual_memory().total]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        if Path(path).is_file() and (text := Path(path).read_text().strip()).isdigit():
+            limits.append(int(text))
+    return min(limits)
+
+
+def has_gpu() -> bool:
+    """Whether ranks run on GPUs: where torch sees one, unless DS_ACCELERATOR=cpu asks for CPU ranks."""
+    return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+
+
+def cpu_count() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def default_ranks() -> int:
+    """Ranks to start on this machine: one per GPU, else up to 2 CPU processes."""
+    return torch.cuda.device_count() if has_gpu() else min(2, cpu_count())
+
+
+def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None) -> Machine:
+    """The machine as found, without a disk for offload. Without GPUs each rank's device memory is its share of 85 % of
+    the host's.
+    """
+    ranks = ranks_per_node or default_ranks()
+    host = host_memory_bytes()
+    if has_gpu():
+        # A rank of a launch asks its own GPU alone: to ask makes a context there, which takes memory.
+        own = os.environ.get("LOCAL_RANK")
+        device = min(_free_gpu_bytes(i) for i in ([int(own)] if own else range(torch.cuda.device_count())))
+    else:
+        device = int(0.85 * host / ranks)  # the rest is for the system and the launcher
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return Machine(
+        nodes=nodes,
+        ranks_per_node=ranks,
+        device_bytes=device,
+        host_bytes=host,
+        has_gpu=has_gpu(),
+        measured=True,
+        cores=cpu_count(),
+        gpu_type=torch.cuda.get_device_name(0) if has_gpu() else "",
+        interconnect=read_interconnect() if has_gpu() else "",
+        memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
+    )
+
+
+def _free_gpu_bytes(index: int) -> int:
+    """Memory of a GPU that other programs leave, the context of this one not counted against it."""
+    free, total = torch.cuda.mem_get_info(index)
+    return min(total, free + GiB)
+
+
+def read_interconnect() -> str:
+    """As `--interconnect` takes it, from nvidia-smi (NVLink) and the kernel's InfiniBand ports; what cannot be read is
+    left out.
+    """
+    try:
+        links = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        links = ""
+    parts = ["nvlink" if re.search(r"\bNV\d+\b", links) else "pcie"] if links else []
+    rates = [
+        re.match(r"(\d+) Gb/sec", path.read_text()) for path in Path("/sys/class/infiniband").glob("*/ports/1/rate")
+    ]
+    fastest = max((int(rate[1]) for rate in rates if rate), default=0)
+    if fastest:
+        parts.append(f"{sum(1 for rate in rates if rate and int(rate[1]) == fastest)}xib{fastest}")
+    return "+".join(parts)
+
+
+def peak_resident_bytes() -> int:
+    """This process's peak of resident memory since it was last set back, else since its start (Linux VmHWM)."""
+    try:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(line.split()[1]) * 1024
+
+
+_earlier_peaks: dict[str, int] = {}
+
+
+def set_back_peaks() -> None:
+    """Peaks of this process count from now on, for `peak_resident_bytes` and torch; `peak_memory_bytes` keeps the whole
+    run's.
+    """
+    _earlier_peaks.update(peak_memory_bytes())
+    try:
+        Path("/proc/self/clear_refs").write_text(
+            "5"
+        )  # sets the peak of resident memory to what is resident now (man 5 proc)
+    except OSError:
+        pass  # a container that forbids it: the peak goes on from before
+    if has_gpu():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_memory_bytes() -> dict[str, int]:
+    """This rank's peak so far: device bytes allocated by torch (GPU only) and resident host bytes."""
+    peak = {"host": peak_resident_bytes()}
+    if has_gpu():
+        peak["gpu"] = torch.cuda.max_memory_allocated()
+    return {name: max(value, _earlier_peaks.get(name, 0)) for name, value in peak.items()}

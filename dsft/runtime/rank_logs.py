@@ -1,0 +1,58 @@
+"""One log file per rank, on each node: `logs/rank_3.log` in the run's folder. The screen is rank 0's alone.
+
+Rank 0 writes to both. Of the others everything goes to the file, also what libraries write without Python.
+"""
+
+import os
+import socket
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TextIO
+
+from dsft.runtime.distributed import rank, world_size
+from dsft.watchdog import client as watchdog
+
+FOLDER = "logs"
+
+
+class _Both:
+    """A text stream that also writes to a file; everything else is the screen's."""
+
+    def __init__(self, screen: TextIO, file: TextIO):
+        self.screen, self.file = screen, file
+
+    def write(self, text: str) -> int:
+        self.file.write(text)
+        return self.screen.write(text)
+
+    def flush(self) -> None:
+        self.file.flush()
+        self.screen.flush()
+
+    def __getattr__(self, name: str):
+        return getattr(self.screen, name)
+
+
+def log_to_files(output_dir: str, *, append: bool) -> None:
+    """From now on this rank has its file. Without other ranks the screen is enough."""
+    if world_size() == 1:
+        return
+    path = Path(output_dir) / FOLDER / f"rank_{rank()}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a" if append else "w", encoding="utf-8", buffering=1)
+    file.write(
+        f"# rank {rank()} on {socket.gethostname()}, process {os.getpid()},"
+        f" {datetime.now(UTC).isoformat(timespec='seconds')}\n"
+    )
+    watchdog.set_log(path)
+    if rank() == 0:
+        # Anew where an earlier run of this process had its file.
+        sys.stdout, sys.stderr = (
+            _Both(stream.screen if isinstance(stream, _Both) else stream, file) for stream in (sys.stdout, sys.stderr)
+        )
+        return
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(file.fileno(), stream.fileno())
+        stream.reconfigure(line_buffering=True)

@@ -1,0 +1,62 @@
+"""What a user needs to know when memory runs out: the plan, what was measured, and the next smaller plan."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from dsft.errors import UserError, one_line
+from dsft.planner.plan import Plan
+from dsft.runtime.hardware import GiB, Machine, peak_memory_bytes
+
+
+@contextlib.contextmanager
+def out_of_memory_explained(
+    plan: Plan, machine: Machine, smaller: Callable[[], Plan | None], when: str
+) -> Iterator[None]:
+    """Inside a `with`: a failed allocation, on a GPU or the host, becomes one clear error on this rank.
+
+    Args:
+        when: in words, for the message.
+
+    Raises:
+        UserError: so that a restart, which would fail again, is not tried.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        gpu = machine.has_gpu and isinstance(error, torch.OutOfMemoryError)
+        measured = peak_memory_bytes()["gpu" if gpu else "host"]
+        predicted, there = (
+            (plan.device_bytes, machine.device_bytes)
+            if gpu
+            else (plan.host_bytes / plan.ranks_per_node, machine.host_bytes / machine.ranks_per_node)
+        )
+        message = (
+            f"out of memory {when} ({one_line(error)}): the plan is {plan.label}, {predicted / GiB:.3g} GiB were"
+            f" predicted for this {'GPU' if gpu else 'rank'}, {measured / GiB:.3g} GiB were taken at most,"
+            f" {there / GiB:.3g} GiB are its share"
+        )
+        next_plan = smaller()
+        way_out = (
+            f"the next smaller plan is {next_plan.label}, by prediction {next_plan.device_bytes / GiB:.3g} GiB:"
+            f" {flags_of(next_plan)}"
+            if next_plan
+            else "no smaller plan is known: use more GPUs or nodes, method lora, or a smaller seq_len"
+        )
+        raise UserError([f"{message}; {way_out}"]) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch says it in words on the host: c10/core/CPUAllocator.cpp."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def flags_of(plan: Plan) -> str:
+    """The options that ask for a plan."""
+    return (
+        f"--zero {plan.zero} --per_device_train_batch_size {plan.micro_batch} --gradient_accumulation_steps"
+        f" {plan.accumulation} --activation_checkpointing {plan.activation_checkpointing}"
+    )
