@@ -25,9 +25,9 @@ from dsft.data.training_data import check_sources
 from dsft.errors import TrainingStopped, UserError
 from dsft.models.build import load_tokenizer
 from dsft.models.chunked_head import ChunkedHead
+from dsft.perplexity import scoring as perplexity_module
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.scoring import evaluate_windows, form_batches, width
-from dsft.perplexity.scoring import scoring as perplexity_module
 from dsft.perplexity.windows import build_windows, rolling_spans, sliding_spans, windows_of_sequences, words_in
 from dsft.runtime.hardware import default_ranks
 
