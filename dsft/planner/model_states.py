@@ -1,8 +1,8 @@
 """Memory of model states by DeepSpeed's ZeRO configuration, and of loading; what offload takes of the host is in
 `host_states`.
 
-Formulas hold for DeepSpeed 0.19.8; tests/test_planner_states.py holds each against unmodified DeepSpeed on one rank of
-16.
+Formulas hold for DeepSpeed 0.19.8; tests/planner/test_model_states.py holds each against unmodified DeepSpeed on one
+rank of 16.
 Worst rank, worst moment: a parameter that lies across two ranks' shares counts whole, and gradient accumulation is
 assumed
 unless the configuration says 1. Not counted: activations (elsewhere), alignment paddings, tensor parallelism, MoE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import flags, read_json
+from conftest import ROOT, flags, read_json
 
 from dsft.checkpoints.manifest import (
     MANIFEST,
@@ -163,7 +163,7 @@ def test_a_run_killed_while_it_saves_resumes_from_the_last_whole_checkpoint(run,
     )
     process = subprocess.Popen(
         ["dsft", "train", "--num_gpus", "2", *words],
-        cwd=Path(__file__).parent.parent,
+        cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
