@@ -133,7 +133,7 @@ def of_dsft(folder: Path, tokenizer: str) -> dict:
     from dsft import __version__
     from dsft.config.options import TrainConfig
     from dsft.data.training_data import check_sources, load_training_data
-    from dsft.models.build import load_tokenizer
+    from dsft.models.tokenizer import load_tokenizer
 
     config = TrainConfig(tokenizer=tokenizer, data=[str(folder / "data.jsonl")], seq_len=SEQ_LEN, packing=True)
     loaded = load_tokenizer(config)
@@ -242,7 +242,7 @@ def fullness(options: argparse.Namespace) -> list[dict]:
     from dsft.config.options import TrainConfig
     from dsft.data.batches import EpochSampler, PaddedToFullSteps, padding_share
     from dsft.data.training_data import check_sources, load_training_data
-    from dsft.models.build import load_tokenizer
+    from dsft.models.tokenizer import load_tokenizer
 
     found = []
     for path in sorted(options.instructions.glob("*.jsonl")):

@@ -1,9 +1,8 @@
 """What `notebooks/evaluate_checkpoints.ipynb` needs beside the Python API, so that its cells stay short.
 
 Finds the models of a run's folder, reads results back, scores a text token by token, generates, and draws: tables and
-coloured
-texts are HTML strings (everything in them escaped), plots are matplotlib figures. It computes no perplexity of its own
-(`evaluation.py` does), changes no file of a run, and loads models whole, on one device.
+coloured texts are HTML strings (everything in them escaped), plots are matplotlib figures. It computes no perplexity
+of its own (`evaluation.py` does), changes no file of a run, and loads models whole, on one device.
 
 Shape suffixes: T time, V vocabulary.
 """
@@ -28,7 +27,8 @@ from dsft.config.options import EvalConfig, make_config
 from dsft.data.formats import Chat, Pair
 from dsft.data.training_data import check_sources
 from dsft.errors import raise_if_any
-from dsft.models.build import load_tokenizer, resolve_dtype
+from dsft.models.build import resolve_dtype
+from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity.evaluation import loaded_for_scoring
 from dsft.perplexity.scoring import negative_log_likelihood
 from dsft.perplexity.windows import read_samples, read_texts

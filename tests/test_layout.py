@@ -101,23 +101,20 @@ UPWARD_IMPORTS = {
     ("checkpoints/model_card.py", "data"),
     ("cluster/doctor/__main__.py", "cli"),
     ("cluster/launch/preflight.py", "cli"),
-    ("config/options.py", "data"),
     ("errors.py", "watchdog"),
     ("evaluate_perplexity/evaluate_perplexity.py", "__init__"),
-    ("models/build.py", "data"),
-    ("perplexity/evaluation.py", "run_setup"),
     ("planner/activations.py", "perplexity"),
     ("planner/measured_speeds.py", "checkpoints"),
 }
 """(module, the room on its own or a higher floor that it imports). This list may only shrink."""
 LONG_FILES = {
-    "config/options.py": 375,
+    "config/options.py": 368,
     "notebook.py": 415,
     "planner/activation_trace.py": 406,
     "planner/activations.py": 422,
     "planner/model_states.py": 443,
     "planner/plan.py": 501,
-    "run_setup/preparation.py": 474,
+    "run_setup/preparation.py": 449,
 }
 """File -> its lines, above LONGEST_FILE. This list may only shrink, and so may its numbers."""
 LONG_FUNCTIONS = {

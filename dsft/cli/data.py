@@ -23,7 +23,7 @@ from dsft.data.sequences import Sequence as TokenSequence
 from dsft.data.streaming import Stream
 from dsft.data.training_data import FormattedSource, TrainingData, check_sources, load_training_data
 from dsft.errors import raise_if_any
-from dsft.run_setup.preparation import check_tokenizer
+from dsft.models.tokenizer import check_tokenizer
 
 PREVIEWED = 3
 STREAMED = 1000

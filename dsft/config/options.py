@@ -13,7 +13,6 @@ from typing import Any, Literal
 from transformers import TrainingArguments
 
 from dsft.config.reader import check_values, field_types, read_flags, read_yaml
-from dsft.data.chat_masks import load_template
 
 
 @dataclass(kw_only=True)
@@ -260,12 +259,6 @@ def check_config(config, problems: list[str]) -> None:
         )
     if config.prompt_template and not config.completion_template:
         problems.append("prompt_template needs completion_template: what is trained on")
-    if config.chat_template:
-        try:
-            load_template(config.chat_template)
-        except ValueError as error:
-            problems.append(f"chat_template: {error}")
-            config.chat_template = None
     if config.data_format == "template" and not config.completion_template:
         problems.append("data_format=template needs completion_template")
     if config.completion_template and config.data_format not in ("auto", "template"):

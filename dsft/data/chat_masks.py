@@ -8,7 +8,6 @@ and including it, and the tokens of each must begin the tokens of the next; wher
 import re
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +15,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from dsft.data.formats import Chat
 
-PRESETS = {path.stem: path for path in (Path(__file__).parent / "templates").glob("*.jinja")}
 _ACROSS = (
     "in the chat template's text a token reaches across the border of the answer, so it is neither the prompt's nor the"
     " answer's; let the prompt end with a special token or a line's end"
@@ -24,27 +22,6 @@ _ACROSS = (
 _MARKER = re.compile(r"\{%-?\s*generation\b")
 
 Spans = list[tuple[int, int]]
-
-
-def load_template(name: str) -> str:
-    """The text of a preset or a file.
-
-    Raises:
-        ValueError: where it is neither.
-    """
-    path = PRESETS.get(name, Path(name).expanduser())
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{name} is neither a file that can be read ({error}) nor one of the presets {', '.join(sorted(PRESETS))}"
-        ) from None
-
-
-def split_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:
-    """The template's markers of the form <|...|> or <..._of_turn> that the tokenizer cuts into several tokens."""
-    markers = dict.fromkeys(re.findall(r"<\|\w+\|>|<\w+_of_\w+>", template))
-    return [marker for marker in markers if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) > 1]
 
 
 def chat_tokens(chat: Chat, tokenizer: PreTrainedTokenizerBase, *, train_on: str) -> tuple[list[int], Spans]:

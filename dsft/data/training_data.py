@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import is_flash_attn_2_available
 
 from dsft.data.batches import Collator, EpochSampler, PackedCollator, PaddedToFullSteps, padding_share
-from dsft.data.chat_masks import split_tokens
 from dsft.data.formats import find_format
 from dsft.data.packing import PackedRows, batches_by_token_budget, best_fit, isolation_problem
 from dsft.data.prepare import HeldOut, cache_folder, prepare
@@ -29,6 +28,7 @@ from dsft.data.tokenization import FormatRules, tokenise
 from dsft.errors import UserError
 from dsft.models.build import DTYPES
 from dsft.models.size import load_model_config
+from dsft.models.tokenizer import split_tokens
 from dsft.runtime import distributed
 from dsft.runtime.hardware import has_gpu
 

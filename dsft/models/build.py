@@ -1,4 +1,4 @@
-"""Builds the tokenizer and the model, with adapters or a quantised base where asked.
+"""Builds the model, with adapters or a quantised base where asked.
 
 Under ZeRO-3 the DeepSpeed configuration must be registered (by `TrainingArguments` or `HfDeepSpeedConfig`) before
 `build_model`: only then are the weights sharded while they load, instead of filling every rank's memory.
@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from dsft.data.chat_masks import load_template
 from dsft.models.lora import add_lora, saved_lora_config
 from dsft.models.size import is_step_folder, load_model_config
 from dsft.runtime.hardware import has_gpu
@@ -46,25 +45,6 @@ def described_in(model: str) -> str:
     itself.
     """
     return str(Path(model).parent) if is_bare_config(model) or is_step_folder(model) else model
-
-
-def load_tokenizer(config) -> PreTrainedTokenizerBase:
-    """The tokenizer of `config` (a `TrainConfig` or `EvalConfig`), with its chat template and a pad token.
-
-    Where there is none, the end token pads; that changes no loss, since padding is masked and carries no label.
-
-    Raises:
-        OSError, ValueError: as transformers does, where there is no tokenizer.
-    """
-    name = config.tokenizer or described_in(config.model)
-    tokenizer = AutoTokenizer.from_pretrained(
-        name, revision=config.revision if not config.tokenizer else None, trust_remote_code=config.trust_remote_code
-    )
-    if config.chat_template:
-        tokenizer.chat_template = load_template(config.chat_template)
-    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def build_model(config, *, dtype: str, seed: int = 42) -> PreTrainedModel:

@@ -25,6 +25,7 @@ from dsft.data.training_data import FormattedSource, check_sources
 from dsft.errors import UserError, one_line
 from dsft.models.build import adapter_base, build_model, described_in, is_bare_config, resolve_dtype
 from dsft.models.size import ModelSize, load_model_config, measure_model
+from dsft.models.tokenizer import check_tokenizer
 from dsft.perplexity.resume import PartialResults, fingerprint, model_hash
 from dsft.perplexity.scoring import Perplexity, evaluate_windows, width
 from dsft.perplexity.windows import Windows, build_windows
@@ -36,7 +37,6 @@ from dsft.planner.evaluation_plan import (
 )
 from dsft.planner.plan import Job, attention_of
 from dsft.planner.speeds import speeds_of
-from dsft.run_setup.preparation import check_tokenizer
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine, has_gpu, peak_memory_bytes
 from dsft.runtime.versions import versions

@@ -28,12 +28,13 @@ from dsft.config.deepspeed_json import (
     read_zero_file,
     stage,
 )
-from dsft.config.options import EvalConfig, LoraFields, TrainConfig
+from dsft.config.options import LoraFields, TrainConfig
 from dsft.data.training_data import FormattedSource, check_sources
 from dsft.errors import UserError, nearest, one_line, raise_if_any
-from dsft.models.build import is_bare_config, load_tokenizer, resolve_dtype
+from dsft.models.build import is_bare_config, resolve_dtype
 from dsft.models.lora import lora_config, saved_lora_config
 from dsft.models.size import ModelSize, check_model, load_model_config
+from dsft.models.tokenizer import check_tokenizer
 from dsft.planner.measured_speeds import calibrated
 from dsft.planner.plan import Job, Plan, all_plans, attention_of, choose, reason
 from dsft.planner.speeds import Speeds, speeds_of
@@ -106,32 +107,6 @@ def check_run(config: TrainConfig, world_size: int, problems: list[str]) -> Prep
         )
     check_data(config, prepared, problems)
     return prepared
-
-
-def check_tokenizer(
-    config: TrainConfig | EvalConfig, problems: list[str], *, vocab_size: int | None = None
-) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, or a problem that says what is missing, or that it has ids beyond the model's `vocab_size`."""
-    try:
-        tokenizer = load_tokenizer(config)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        problems.append(
-            f"tokenizer: none found for {config.tokenizer or config.model}; set tokenizer to a hub id or a folder that"
-            f" has one ({one_line(error)})"
-        )
-        return None
-    if tokenizer.pad_token_id is None:
-        problems.append(
-            f"tokenizer {tokenizer.name_or_path}: has neither a pad token nor an end token to pad with; add one to its"
-            " files (tokenizer.pad_token = ..., save_pretrained)"
-        )
-    largest = max(tokenizer.get_vocab().values(), default=0)
-    if vocab_size and largest >= vocab_size:
-        problems.append(
-            f"tokenizer {tokenizer.name_or_path}: has ids up to {largest}, but the model has embeddings for"
-            f" {vocab_size}; use the model's own tokenizer"
-        )
-    return tokenizer
 
 
 def check_data(config: TrainConfig, prepared: Prepared, problems: list[str]) -> None:

@@ -23,7 +23,7 @@ def adapter(tiny, tmp_path):
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
     model.save_pretrained(tmp_path / "adapter")
-    from dsft.models.build import load_tokenizer
+    from dsft.models.tokenizer import load_tokenizer
 
     load_tokenizer(TrainConfig(model=str(tiny / "model"))).save_pretrained(tmp_path / "adapter")
     return model, tmp_path / "adapter"

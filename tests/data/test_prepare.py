@@ -34,7 +34,7 @@ from dsft.data.streaming import Stream
 from dsft.data.tokenization import FormatRules
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError
-from dsft.models.build import load_tokenizer
+from dsft.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

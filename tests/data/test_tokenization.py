@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from dsft.config.options import TrainConfig, check_config
-from dsft.data.chat_masks import PRESETS, load_template
 from dsft.data.formats import find_format
 from dsft.data.readers import BEGUN, GOES_ON
 from dsft.data.sources import Batch
 from dsft.data.tokenization import FormatRules, Tokens, _encode, tokenise
 from dsft.errors import UserError
-from dsft.models.build import load_tokenizer
+from dsft.models.tokenizer import PRESETS, check_tokenizer, load_template, load_tokenizer
 
 CHAT = [
     {"role": "system", "content": "be fast"},
@@ -446,6 +445,14 @@ def test_for_evaluation_every_row_stays_in_its_place(tokenizer):
     assert len(counts) == 4 and counts[1] == counts[2] == 0 and counts[0] == counts[3] > 0
 
 
+def test_an_unknown_chat_template_lists_the_presets(tiny):
+    problems: list[str] = []
+    check_tokenizer(TrainConfig(model=str(tiny / "chat"), chat_template="chatlm"), problems)
+    (problem,) = problems
+    assert problem.startswith("chat_template: chatlm is neither a file")
+    assert problem.endswith("presets chatml, gemma, llama3, plain")
+
+
 def test_missing_columns_list_those_present():
     with pytest.raises(ValueError, match="there are body, title"):
         find_format(["body", "title"], TrainConfig())
@@ -457,7 +464,6 @@ def test_missing_columns_list_those_present():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chat_template": "chatlm"}, "chat_template: chatlm is neither a file .* presets chatml, gemma"),
         ({"prompt_template": "{a}"}, "prompt_template needs completion_template"),
         ({"data_weights": [1.0]}, "data_weights: 1 weights for 2 entries"),
         ({"data_weights": [1.0, -1.0]}, "each must be more than 0"),

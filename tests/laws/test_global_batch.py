@@ -178,7 +178,7 @@ def test_the_loss_is_the_sum_of_nats_over_all_trained_tokens(logs, tiny, options
     from dsft.config.options import TrainConfig
     from dsft.data.batches import EpochSampler, PaddedToFullSteps
     from dsft.data.training_data import check_sources, load_training_data
-    from dsft.models.build import load_tokenizer
+    from dsft.models.tokenizer import load_tokenizer
 
     config = TrainConfig(
         model=str(tiny / "model"), data=[str(tiny / "pairs.jsonl")], seq_len=64, data_cache=str(tmp_path)

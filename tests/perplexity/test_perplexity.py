@@ -23,8 +23,8 @@ from dsft.config.options import EvalConfig, TrainConfig, make_config
 from dsft.data.sequences import IGNORED, sequence
 from dsft.data.training_data import check_sources
 from dsft.errors import TrainingStopped, UserError
-from dsft.models.build import load_tokenizer
 from dsft.models.chunked_head import ChunkedHead
+from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity import scoring as perplexity_module
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.scoring import evaluate_windows, form_batches, width

@@ -1,0 +1,92 @@
+"""Loads the tokenizer of a model, with its pad token and its chat template.
+
+A preset of `chat_template` is a file of `templates/`, by its name without the ending; nothing else lists the presets.
+"""
+
+import re
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from dsft.config.options import EvalConfig, TrainConfig
+from dsft.errors import one_line
+from dsft.models.build import described_in
+
+PRESETS = {path.stem: path for path in (Path(__file__).parent / "templates").glob("*.jinja")}
+
+
+def load_tokenizer(config: TrainConfig | EvalConfig) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of `config`, with its chat template and a pad token.
+
+    Where there is none, the end token pads; that changes no loss, since padding is masked and carries no label.
+
+    Raises:
+        OSError, ValueError: as transformers does, where there is no tokenizer; or where there is no such template.
+    """
+    tokenizer = _load_without_template(config)
+    if config.chat_template:
+        tokenizer.chat_template = load_template(config.chat_template)
+    return tokenizer
+
+
+def check_tokenizer(
+    config: TrainConfig | EvalConfig, problems: list[str], *, vocab_size: int | None = None
+) -> PreTrainedTokenizerBase | None:
+    """Loads the tokenizer, and adds to `problems` what is missing or unreadable, or beyond the model's `vocab_size`."""
+    try:
+        tokenizer = _load_without_template(config)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        problems.append(
+            f"tokenizer: none found for {config.tokenizer or config.model}; set tokenizer to a hub id or a folder that"
+            f" has one ({one_line(error)})"
+        )
+        return None
+    if config.chat_template:
+        try:
+            tokenizer.chat_template = load_template(config.chat_template)
+        except ValueError as error:
+            problems.append(f"chat_template: {error}")
+    if tokenizer.pad_token_id is None:
+        problems.append(
+            f"tokenizer {tokenizer.name_or_path}: has neither a pad token nor an end token to pad with; add one to its"
+            " files (tokenizer.pad_token = ..., save_pretrained)"
+        )
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if vocab_size and largest >= vocab_size:
+        problems.append(
+            f"tokenizer {tokenizer.name_or_path}: has ids up to {largest}, but the model has embeddings for"
+            f" {vocab_size}; use the model's own tokenizer"
+        )
+    return tokenizer
+
+
+def load_template(name: str) -> str:
+    """Returns the text of a preset or a file.
+
+    Raises:
+        ValueError: where it is neither.
+    """
+    path = PRESETS.get(name, Path(name).expanduser())
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{name} is neither a file that can be read ({error}) nor one of the presets {', '.join(sorted(PRESETS))}"
+        ) from None
+
+
+def split_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:
+    """Finds the template's markers of the form <|...|> or <..._of_turn> that the tokenizer splits into several."""
+    markers = dict.fromkeys(re.findall(r"<\|\w+\|>|<\w+_of_\w+>", template))
+    return [marker for marker in markers if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) > 1]
+
+
+def _load_without_template(config: TrainConfig | EvalConfig) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(
+        config.tokenizer or described_in(config.model),
+        revision=config.revision if not config.tokenizer else None,
+        trust_remote_code=config.trust_remote_code,
+    )
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
