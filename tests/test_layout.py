@@ -99,8 +99,6 @@ LONGEST_FILE, LONGEST_FUNCTION = 350, 50
 UPWARD_IMPORTS = {
     ("checkpoints/identity.py", "data"),
     ("checkpoints/model_card.py", "data"),
-    ("cluster/doctor/__main__.py", "cli"),
-    ("cluster/launch/preflight.py", "cli"),
     ("errors.py", "watchdog"),
     ("evaluate_perplexity/evaluate_perplexity.py", "__init__"),
     ("planner/activations.py", "perplexity"),

@@ -17,7 +17,7 @@ drivers, versions, ports, clocks, folders, memory and disk against the plan, the
     dsft doctor --hostfile H --quick                     what dsft launch does by default
     srun -n 16 dsft doctor                               the ranks that a launcher starts, without ssh: also
                                                          mpirun -n 16 dsft doctor, torchrun, deepspeed and
-                                                         accelerate launch ... --module dsft.cluster.doctor
+                                                         accelerate launch ... --module dsft.cli.doctor
 
 Options that are not listed here are the run's own, as dsft train takes them (--model, --data, --output_dir ...).
 Exit code 0 without errors, 2 with. What each finding means: docs/doctor.md."""
@@ -109,3 +109,9 @@ def under_launcher() -> bool:
     else:
         map_launcher_variables()
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+if __name__ == "__main__":  # for launchers that start a module: `accelerate launch --module dsft.cli.doctor`
+    from dsft.cli.main import main
+
+    main(["doctor", *sys.argv[1:]])

@@ -159,7 +159,7 @@ def interface_towards(address: str) -> str | None:
     # The address itself; where that is this machine's name on 127.0.1.1, the way to anywhere else (192.0.2.1 belongs to
     # nobody).
     for destination in (address, "192.0.2.1"):
-        name = own.get(_local_address(destination))
+        name = own.get(outgoing_address(destination))
         if name:
             return name
     names = set(own.values())
@@ -175,8 +175,10 @@ def _is_reachable(text: str) -> bool:
     return not (address.is_loopback or address.is_link_local)
 
 
-def _local_address(destination: str) -> str | None:
-    """This machine's own address on the way to `destination`, as the kernel routes it; nothing is sent."""
+def outgoing_address(destination: str) -> str | None:
+    """This machine's own address on the way to `destination`, as the kernel routes it (no packet is sent); None without
+    a way there.
+    """
     try:
         family, kind, _, _, target = socket.getaddrinfo(destination, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -4,9 +4,18 @@ import os
 import re
 from pathlib import Path
 
-LAUNCHERS = re.compile(
-    r"deepspeed|torchrun|torch[./]distributed|accelerate|mpirun|mpiexec|orted|prted|hydra|srun|slurmstepd|dsft"
-)
+LAUNCHERS = {
+    "deepspeed": ("deepspeed",),
+    "torchrun": ("torchrun", "torch.distributed", "torch/distributed"),
+    "accelerate": ("accelerate",),
+    "srun": ("srun", "slurmstepd"),
+    "mpirun": ("mpirun", "mpiexec", "orted", "prted", "hydra"),
+    "dsft": ("dsft",),
+}
+"""Launcher -> what the command lines of its processes contain, of which one or more stand above each rank. The ways of
+`dsft launch` (cluster/launch/commands.py) name these launchers.
+"""
+_LAUNCHER = re.compile("|".join(re.escape(text) for texts in LAUNCHERS.values() for text in texts))
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -37,6 +46,11 @@ def parent(pid: int) -> int:
     return int(fields[1]) if fields else 0
 
 
+def is_launcher(command: str) -> bool:
+    """Whether a command line is that of a launcher's process."""
+    return bool(_LAUNCHER.search(command))
+
+
 def launchers_of(pid: int) -> list[int]:
     """The unbroken line of launchers above a rank, nearest first; a shell or session above them may end without
     harm.
@@ -47,7 +61,7 @@ def launchers_of(pid: int) -> list[int]:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             break
-        if not LAUNCHERS.search(command):
+        if not is_launcher(command):
             break
         found.append(pid)
     return found

@@ -352,7 +352,7 @@ def test_under_a_launcher_the_same_examination_runs_without_ssh(launcher, hosts,
                 "--rdzv_id",
                 "7",
                 "-m",
-                "dsft.cluster.doctor",
+                "dsft.cli.doctor",
                 "--json",
                 *options_of(run_files),
             ]

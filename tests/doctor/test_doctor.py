@@ -585,7 +585,7 @@ def test_missing_ranks_are_named(run, tmp_path):
         "MASTER_PORT": str(distributed.free_port()),
     }
     other = subprocess.Popen(
-        [sys.executable, "-m", "dsft.cluster.doctor", "--quick"],
+        [sys.executable, "-m", "dsft.cli.doctor", "--quick"],
         cwd=ROOT,
         env=os.environ | environment | {"RANK": "2", "LOCAL_RANK": "1"},
         stdout=subprocess.DEVNULL,

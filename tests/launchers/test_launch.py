@@ -10,11 +10,11 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from dsft.cluster.launch.commands import build_command, shown
+from dsft.cluster.launch.commands import BUILDERS, RUNNERS, build_command, shown
 from dsft.cluster.launch.environment import forwarded, write_env_file
-from dsft.cluster.launch.options import read_launch
+from dsft.cluster.launch.options import WAYS, read_launch
 from dsft.errors import UserError
-from dsft.watchdog.processes import descendants, start_time
+from dsft.watchdog.processes import descendants, is_launcher, start_time
 
 
 def command(*argv: str) -> list[str]:
@@ -88,6 +88,13 @@ def test_nodes_without_ssh_take_their_place_from_the_environment(monkeypatch):
     ]
     words = command("--hostfile", "hostfiles/2x8", "--no-ssh", "--node_rank", "1", "train")
     assert words[3:8] == ["--no_ssh", "--node_rank", "1", "--master_addr", "10.0.0.1"] and "23456" in words
+
+
+def test_every_way_has_a_launcher_and_the_watchdog_knows_its_processes():
+    assert BUILDERS.keys() == {"local", *WAYS}
+    for name, module in RUNNERS.items():
+        assert is_launcher(f"/env/bin/python -m {module} --x 1") and is_launcher(f"/env/bin/{name}")
+    assert is_launcher("srun --nodes 2 python") and is_launcher("slurmstepd: [7.0]") and not is_launcher("-bash")
 
 
 def test_accelerate_gets_the_script_and_this_nodes_number():

@@ -1,1 +1,1 @@
-"""`dsft launch`: a thin front of the existing launchers. `options.py` reads, `commands.py` builds, `front.py` runs."""
+"""`dsft launch`: a thin layer over the existing launchers. `options.py` reads, `commands.py` builds, `run.py` runs."""

@@ -1,10 +1,15 @@
-"""The exact command line of the launcher below `dsft launch`: deepspeed, torchrun (also under srun) or accelerate."""
+"""The exact command line of the launcher below `dsft launch`: deepspeed, torchrun, srun or accelerate.
+
+A new launcher is one entry of `BUILDERS`, its option in `options.LaunchOptions`, and the names of its processes for the
+watchdog (`watchdog/processes.py`).
+"""
 
 import os
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from dsft.cluster.launch.options import MODULES, LaunchOptions, given_node_rank
@@ -18,22 +23,16 @@ RUNNERS = {
     "torchrun": "torch.distributed.run",
     "accelerate launch": "accelerate.commands.launch",
 }
+"""A launcher as a user types it, and its module: that of this environment is started, whatever PATH says."""
 
 
 def build_command(options: LaunchOptions, name: str, script: list[str]) -> list[str]:
-    """The command that starts `name` ("train", "eval" or a module) on all ranks, in words.
+    """The words of the command that starts `name` ("train", "eval" or a module) on all ranks.
 
     Raises:
         UserError: where the nodes cannot be found out, or a launcher's program is missing.
     """
-    builders = {
-        "local": _deepspeed,
-        "hostfile": _deepspeed,
-        "nodes": _torchrun,
-        "slurm": _srun,
-        "accelerate": _accelerate,
-    }
-    return builders[options.way](options, MODULES.get(name, name), script)
+    return BUILDERS[options.way](options, MODULES.get(name, name), script)
 
 
 def shown(command: list[str]) -> list[str]:
@@ -43,52 +42,6 @@ def shown(command: list[str]) -> list[str]:
             at = command.index(module)
             return [*command[: at - 2], *short.split(), *command[at + 1 :]]
     return command
-
-
-def _runner(name: str) -> list[str]:
-    return [sys.executable, "-m", RUNNERS[name]]  # of this very environment, whatever PATH says
-
-
-def _deepspeed(options: LaunchOptions, module: str, script: list[str]) -> list[str]:
-    words = [
-        (f"--{key}", str(getattr(options, key)))
-        for key in ("hostfile", "include", "exclude", "num_nodes", "num_gpus", "master_addr")
-        if getattr(options, key) is not None
-    ]
-    port = options.master_port
-    if options.no_ssh:
-        first = hosts_of(options, options.hostfile)[0].name
-        words += [("--no_ssh",), ("--node_rank", str(_place_in_hostfile(options)))] + [
-            ("--master_addr", os.environ.get("MASTER_ADDR", first))
-        ] * (options.master_addr is None)
-        port = port or int(os.environ.get("MASTER_PORT", DEFAULT_PORT))  # the same on all nodes
-    elif options.hostfile and not shutil.which("pdsh"):
-        raise UserError(
-            [
-                "--hostfile: DeepSpeed starts other nodes through pdsh, which is not here; apt-get install pdsh, or"
-                " give the command on every node with --no_ssh"
-            ]
-        )
-    # DeepSpeed turns CUDA_VISIBLE_DEVICES into --include by itself, but ignores it beside --num_gpus.
-    chosen = has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES")
-    if (
-        options.way == "local"
-        and not chosen
-        and options.num_gpus is None
-        and not options.include
-        and not options.exclude
-    ):
-        words.append(("--num_gpus", str(default_ranks())))
-    words.append(("--master_port", str(port or free_port())))  # the default port fails when two jobs share a machine
-    return [
-        *_runner("deepspeed"),
-        *(word for pair in words for word in pair),
-        "--log_level",
-        "error",
-        "--module",
-        module,
-        *script,
-    ]
 
 
 def hosts_of(options: LaunchOptions, hostfile: str) -> list[Node]:
@@ -106,14 +59,48 @@ def hosts_of(options: LaunchOptions, hostfile: str) -> list[Node]:
     )
 
 
+def _runner(name: str, flags: dict[str, object]) -> list[str]:
+    """A launcher with its flags; True stands for a flag without a value, None for one that is left out."""
+    words = [sys.executable, "-m", RUNNERS[name]]
+    for flag, value in flags.items():
+        if value is not None:
+            words += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
+    return words
+
+
+def _deepspeed(options: LaunchOptions, module: str, script: list[str]) -> list[str]:
+    keys = ("hostfile", "include", "exclude", "num_nodes", "num_gpus")
+    flags: dict[str, object] = {key: getattr(options, key) for key in keys}
+    address, port = options.master_addr, options.master_port
+    if options.no_ssh:
+        first = hosts_of(options, options.hostfile)[0].name
+        flags |= {"no_ssh": True, "node_rank": _place_in_hostfile(options)}
+        address = address or os.environ.get("MASTER_ADDR", first)
+        port = port or int(os.environ.get("MASTER_PORT", DEFAULT_PORT))  # the same on all nodes
+    elif options.hostfile and not shutil.which("pdsh"):
+        raise UserError(
+            [
+                "--hostfile: DeepSpeed starts other nodes through pdsh, which is not here; apt-get install pdsh, or"
+                " give the command on every node with --no_ssh"
+            ]
+        )
+    # DeepSpeed turns CUDA_VISIBLE_DEVICES into --include by itself, but ignores it beside --num_gpus.
+    chosen = options.include or options.exclude or (has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if options.way == "local" and options.num_gpus is None and not chosen:
+        flags["num_gpus"] = default_ranks()
+    # The default port fails when two jobs share a machine.
+    flags |= {"master_addr": address, "master_port": port or free_port(), "log_level": "error"}
+    return [*_runner("deepspeed", flags), "--module", module, *script]
+
+
 def _place_in_hostfile(options: LaunchOptions) -> int:
     rank = given_node_rank(options, os.environ)
     if rank is not None:
         return rank
-    own_names = {socket.gethostname(), socket.getfqdn(), socket.gethostname().split(".")[0]}
+    names = {socket.gethostname(), socket.getfqdn(), socket.gethostname().split(".")[0]}
     hosts = [node.name for node in hosts_of(options, options.hostfile)]
     for place, host in enumerate(hosts):
-        if host in own_names:
+        if host in names:
             return place
     raise UserError(
         [
@@ -138,23 +125,16 @@ def _torchrun(options: LaunchOptions, module: str, script: list[str]) -> list[st
         raise UserError(
             [f"node rank {rank}: nodes are numbered from 0 to {options.nodes - 1} (--nodes {options.nodes})"]
         )
-    where = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{address}:{port}", "--rdzv_id", "dsft"]
-    if rank is not None:
-        where = ["--node_rank", str(rank), "--master_addr", address, "--master_port", str(port)]
-    return [
-        *_runner("torchrun"),
-        "--nnodes",
-        str(options.nodes),
-        "--nproc_per_node",
-        str(options.num_gpus or default_ranks()),
-        *where,
-        "--module",
-        module,
-        *script,
-    ]
+    flags = {"nnodes": options.nodes, "nproc_per_node": options.num_gpus or default_ranks()}
+    if rank is None:
+        flags |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{address}:{port}", "rdzv_id": "dsft"}
+    else:
+        flags |= {"node_rank": rank, "master_addr": address, "master_port": port}
+    return [*_runner("torchrun", flags), "--module", module, *script]
 
 
 def _srun(options: LaunchOptions, module: str, script: list[str]) -> list[str]:
+    """One srun task on each node of the job, with torchrun in each."""
     job, node_list = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_JOB_NODELIST")
     if not job or not node_list:
         raise UserError(
@@ -163,43 +143,35 @@ def _srun(options: LaunchOptions, module: str, script: list[str]) -> list[str]:
     hosts = subprocess.run(
         ["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=True
     ).stdout.split()
-    ranks = options.num_gpus or int(os.environ.get("SLURM_GPUS_ON_NODE", default_ranks()))
     port = options.master_port or 20000 + int(job) % 10000  # jobs that share a node must not meet
-    head = f"{options.master_addr or hosts[0]}:{port}"
-    return [
-        "srun",
-        "--nodes",
-        str(len(hosts)),
-        "--ntasks",
-        str(len(hosts)),
-        "--ntasks-per-node",
-        "1",
-        "--kill-on-bad-exit=1",
-        *_runner("torchrun"),
-        "--nnodes",
-        str(len(hosts)),
-        "--nproc_per_node",
-        str(ranks),
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        head,
-        "--rdzv_id",
-        job,
-        "--module",
-        module,
-        *script,
-    ]
+    flags = {
+        "nnodes": len(hosts),
+        "nproc_per_node": options.num_gpus or os.environ.get("SLURM_GPUS_ON_NODE") or default_ranks(),
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": f"{options.master_addr or hosts[0]}:{port}",
+        "rdzv_id": job,
+    }
+    nodes = ["--nodes", str(len(hosts)), "--ntasks", str(len(hosts)), "--ntasks-per-node", "1"]
+    return ["srun", *nodes, "--kill-on-bad-exit=1", *_runner("torchrun", flags), "--module", module, *script]
 
 
 def _accelerate(options: LaunchOptions, module: str, script: list[str]) -> list[str]:
-    given = {
+    flags = {
+        "config_file": options.accelerate,
         "machine_rank": given_node_rank(options, os.environ),
         "main_process_ip": options.master_addr,
         "main_process_port": options.master_port,
     }
-    words = [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
-    file = (
-        Path(__file__).resolve().parent.parent.parent / f"{module.rpartition('.')[2]}.py"
-    )  # accelerate's pdsh form takes no module
-    return [*_runner("accelerate launch"), "--config_file", options.accelerate, *words, str(file), *script]
+    # A file, because accelerate's pdsh form takes no module.
+    file = Path(__file__).resolve().parents[2] / f"{module.rpartition('.')[2]}.py"
+    return [*_runner("accelerate launch", flags), str(file), *script]
+
+
+BUILDERS: dict[str, Callable[[LaunchOptions, str, list[str]], list[str]]] = {
+    "local": _deepspeed,
+    "hostfile": _deepspeed,
+    "nodes": _torchrun,
+    "slurm": _srun,
+    "accelerate": _accelerate,
+}
+"""Way to start the ranks (the option that chooses it) -> the function that writes its launcher's command line."""

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import tempfile
 from pathlib import Path
 
@@ -40,15 +39,3 @@ def write_env_file(variables: dict[str, str]) -> Path:
     os.write(descriptor, ("\n".join(lines) + "\n").encode())
     os.close(descriptor)
     return Path(path)
-
-
-def address_towards(host: str) -> str:
-    """This machine's address on the way to `host`; the loopback's where that is this machine itself under a loopback
-    name.
-    """
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing: only the route is looked up
-            return probe.getsockname()[0]
-    except OSError:
-        return "127.0.0.1"

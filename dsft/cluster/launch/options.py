@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from dsft.errors import UserError
 
 MODULES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
+WAYS = ("hostfile", "nodes", "slurm", "accelerate")
+"""Options that choose how ranks on other nodes are started; `commands.BUILDERS` has a function for each."""
 
 
 @dataclass(kw_only=True)
@@ -52,8 +54,8 @@ class LaunchOptions:
 
     @property
     def way(self) -> str:
-        """local, hostfile, nodes, slurm or accelerate."""
-        return next((name for name in ("hostfile", "nodes", "slurm", "accelerate") if getattr(self, name)), "local")
+        """How the ranks are started: "local", or one of WAYS."""
+        return next((name for name in WAYS if getattr(self, name)), "local")
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(LaunchOptions)}
@@ -101,7 +103,7 @@ def _take(argv: list[str], problems: list[str]) -> tuple[LaunchOptions, list[str
 
 
 def _check(options: LaunchOptions, problems: list[str]) -> None:
-    ways = [name for name in ("hostfile", "nodes", "slurm", "accelerate") if getattr(options, name)]
+    ways = [name for name in WAYS if getattr(options, name)]
     if len(ways) > 1:
         problems.append(f"--{' and --'.join(ways)}: one way to start the nodes at a time")
     for name in ("include", "exclude", "num_nodes"):

@@ -1,5 +1,5 @@
-"""A quick look at the nodes before `dsft launch` starts ranks on them: `dsft doctor --quick`, by the same way as the
-launch.
+"""A quick look at the nodes before `dsft launch` starts ranks on them: `dsft doctor --quick` as a command of its own,
+by the same way as the launch.
 """
 
 import dataclasses
@@ -11,66 +11,52 @@ from pathlib import Path
 
 import yaml
 
-from dsft.cluster.launch.commands import build_command, hosts_of, shown
+from dsft.cluster.launch.commands import build_command, shown
 from dsft.cluster.launch.options import LaunchOptions
 from dsft.errors import UserError
 from dsft.runtime.hostfile import DEFAULT_PORT
 
-DOCTOR = "dsft.cluster.doctor"
+DOCTOR = "dsft.cli.doctor"
 QUICK = ["--quick", "--only_findings"]
 
 
 def examine_first(options: LaunchOptions, script: list[str]) -> None:
-    """Examine the nodes of this launch and print what is found; with `--hostfile` through ssh, else by ranks that the
-    same launcher starts.
+    """Let the doctor examine the nodes of this launch and print what is wrong; with `--hostfile` through ssh, else by
+    ranks that the same launcher starts.
 
     Raises:
         UserError: where an error was found; nothing has been started then.
     """
-    hostfile = options.hostfile or _accelerate_hostfile(options)
-    if hostfile and not options.no_ssh:
-        code = _through_ssh(options, hostfile, script)
-    elif options.way in (
-        "local",
-        "accelerate",
-    ):  # accelerate's file may be given on each machine: then each examines itself
-        number = ["--num_gpus", str(options.num_gpus)] if options.num_gpus else []
-        code = subprocess.run([sys.executable, "-m", DOCTOR, *QUICK, *number, *script]).returncode
-    else:
-        code = _by_launcher(options, script)
-    if code:
+    if subprocess.run(_command(options, script), stdin=subprocess.DEVNULL).returncode:
         raise UserError(
             ["the preflight found errors (above; docs/doctor.md explains each); --no_preflight starts all the same"]
         )
 
 
-def _through_ssh(options: LaunchOptions, hostfile: str, script: list[str]) -> int:
-    from dsft.cli.doctor_report import show
-    from dsft.cluster.doctor.examine import examine
+def _command(options: LaunchOptions, script: list[str]) -> list[str]:
+    hostfile = options.hostfile or _accelerate_hostfile(options)
+    keys: tuple[str, ...] = ()
+    if hostfile and not options.no_ssh:
+        keys = ("include", "exclude", "num_nodes", "num_gpus", "master_addr", "master_port")
+    elif options.way in ("local", "accelerate"):  # accelerate's file may be given on each machine: each examines itself
+        hostfile, keys = None, ("num_gpus",)
+    else:
+        return _by_launcher(options, script)
+    values = {"hostfile": hostfile} | {key: getattr(options, key) for key in keys}
+    words = [word for key, value in values.items() if value is not None for word in (f"--{key}", str(value))]
+    return [sys.executable, "-m", DOCTOR, *QUICK, *words, *script]
 
-    report = examine(
-        hosts_of(options, hostfile),
-        argv=script,
-        quick=True,
-        master_port=options.master_port,
-        master_addr=options.master_addr or "",
-    )
-    show(report, only_findings=True)
-    return int(report.has_errors)
 
-
-def _by_launcher(options: LaunchOptions, script: list[str]) -> int:
+def _by_launcher(options: LaunchOptions, script: list[str]) -> list[str]:
     """One rank of the doctor on each node, given on every node like the launch itself; on the port beside it, which the
     launch must find free.
     """
-    port = (
-        None
-        if options.way == "slurm"
-        else (options.master_port or int(os.environ.get("MASTER_PORT", DEFAULT_PORT))) + 1
-    )
+    port = None
+    if options.way != "slurm":
+        port = (options.master_port or int(os.environ.get("MASTER_PORT", DEFAULT_PORT))) + 1
     command = build_command(dataclasses.replace(options, num_gpus=1, master_port=port), DOCTOR, [*QUICK, *script])
     print("dsft: preflight: " + shlex.join(shown(command)), flush=True)
-    return subprocess.run(command, stdin=subprocess.DEVNULL).returncode
+    return command
 
 
 def _accelerate_hostfile(options: LaunchOptions) -> str | None:

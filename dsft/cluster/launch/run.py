@@ -1,9 +1,7 @@
-"""Runs the launcher below, stays with it until nothing of the job is left, and returns an exit code that tells the
-truth.
+"""Runs the launcher, stays with it until nothing of the job is left, and returns an exit code that tells the truth.
 
-The launchers' own codes do not always: DeepSpeed's is 0 when its child is killed by a signal, torchrun's is 1 for every
-failure.
-The job itself says how it ended, over the lifeline (`dsft/watchdog/launcher_link.py`).
+The launchers' exit codes do not always: DeepSpeed's is 0 when its child is killed by a signal, torchrun's is 1 for
+every failure. The job itself says how it ended, over the lifeline (`dsft/watchdog/launcher_link.py`).
 """
 
 import os
@@ -16,13 +14,13 @@ import time
 from pathlib import Path
 
 from dsft.cluster.launch.commands import build_command, hosts_of, shown
-from dsft.cluster.launch.environment import SSH_OPTIONS, address_towards, forwarded, write_env_file
+from dsft.cluster.launch.environment import SSH_OPTIONS, forwarded, write_env_file
 from dsft.cluster.launch.options import MODULES, LaunchOptions, read_launch
 from dsft.cluster.launch.preflight import examine_first
 from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_UNSAVED, EXIT_USER_ERROR
 from dsft.runtime.distributed import free_port
 from dsft.runtime.hardware import has_gpu
-from dsft.runtime.launcher_env import launcher_variables
+from dsft.runtime.launcher_env import launcher_variables, outgoing_address
 from dsft.watchdog.launcher_link import Lifeline
 
 END_SECONDS = 10
@@ -31,11 +29,10 @@ KILL_SECONDS = 5
 
 
 class LauncherProcess:
-    """One start of the job. After `run`, `interrupted` tells whether a signal ended it. `saves`: the ranks save and end
-    where they are asked to.
-    """
+    """One start of the job. After `run`, `interrupted` tells which signal ended it (0: none)."""
 
     def __init__(self, options: LaunchOptions, command: list[str], *, saves: bool):
+        """Args: `saves`: the ranks save and end where they are asked to."""
         self.options, self.command, self.saves = options, command, saves
         self.lifeline = Lifeline()
         self.interrupted = 0
@@ -75,7 +72,9 @@ class LauncherProcess:
         first = self.options.master_addr or os.environ.get("MASTER_ADDR") or "127.0.0.1"
         if self.options.hostfile:
             first = hosts_of(self.options, self.options.hostfile)[0].name
-        added = self.lifeline.variable(address_towards(first)) | ({} if has_gpu() else {"DS_ACCELERATOR": "cpu"})
+        added = self.lifeline.variable(outgoing_address(first) or "127.0.0.1") | (
+            {} if has_gpu() else {"DS_ACCELERATOR": "cpu"}
+        )
         environment = os.environ | added
         if not self.options.hostfile or self.options.no_ssh:
             return environment, None
@@ -119,7 +118,7 @@ class LauncherProcess:
         if self.lifeline.done:
             return self.lifeline.done
         if self.lifeline.failed and not 0 < returncode < 128:
-            return 1  # also where this front had to end a launcher that waited for a lost node
+            return 1  # also where a launcher that waited for a lost node had to be ended
         return returncode if returncode >= 0 else 128 - returncode
 
 
@@ -151,27 +150,25 @@ def launch(argv: list[str]) -> int:
         UserError: where an option is wrong, or the nodes cannot be found out.
     """
     options, name, script = read_launch(argv)
-    if options.way == "local" and launcher_variables(
-        os.environ
-    ):  # one of several tasks of srun or mpirun: this process becomes that rank
+    if options.way == "local" and launcher_variables(os.environ):
+        # One of several tasks of srun or mpirun: this process becomes that rank.
         os.execv(sys.executable, [sys.executable, "-m", MODULES[name], *script])
     if options.hostfile and options.master_port is None and not options.no_ssh:
         options.master_port = free_port()  # chosen here, so that the preflight looks at the one that is used
     if not (options.no_preflight or options.dry_run):
         examine_first(options, script)
     for attempt in range(options.max_restarts + 1):
-        again = (
-            ["--resume_from_checkpoint", "auto"] if attempt and name == "train" else []
-        )  # an evaluation goes on by itself
+        # An evaluation resumes by itself.
+        again = ["--resume_from_checkpoint", "auto"] if attempt and name == "train" else []
         command = build_command(options, name, script + again)
         print("dsft: " + shlex.join(shown(command)), flush=True)
         if options.dry_run:
             return 0
-        front = LauncherProcess(options, command, saves=name == "train")
-        code = front.run()
+        process = LauncherProcess(options, command, saves=name == "train")
+        code = process.run()
         if (
             code in (0, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_REQUEUE)
-            or front.interrupted
+            or process.interrupted
             or attempt == options.max_restarts
         ):
             return code
