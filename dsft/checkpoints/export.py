@@ -16,11 +16,19 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from peft import PeftModel
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from dsft.checkpoints.manifest import checkpoints
+from dsft.checkpoints.readback import check_export, check_written
 from dsft.checkpoints.run_folder import FINAL
-from dsft.checkpoints.tensor_sources import MergedSource, NotStreamable, SafetensorsSource, ShardsSource, local_folder
+from dsft.checkpoints.tensor_sources import (
+    MergedSource,
+    NotStreamable,
+    SafetensorsFiles,
+    SafetensorsSource,
+    ShardsSource,
+    local_folder,
+)
 from dsft.errors import UserError
 from dsft.models.build import DTYPES, adapter_base, described_in, load_weights
 from dsft.models.size import is_step_folder, load_model_config
@@ -77,7 +85,7 @@ def export(source: str, out: str, *, dtype: str = "auto", max_shard_size: str = 
         raise UserError([f"{source}: cannot be exported ({' '.join(str(error).split())[:300]})"]) from None
     if model is not None:
         model.save_pretrained(beside, max_shard_size=max_shard_size)
-        check_export(model, beside)
+        check_export(beside, model)
     tokenizer.save_pretrained(beside)
     if target.is_dir():
         target.rmdir()  # it is empty
@@ -129,11 +137,8 @@ def _write(
             for name, tensor in tensors.items():
                 tensor.copy_(weights.read(name))
             save_file(tensors, out / file, metadata={"format": "pt"})
-            written = SafetensorsSource(out / file)
-            for name, tensor in tensors.items():
-                if not torch.equal(written.read(name), tensor):
-                    raise RuntimeError(f"{out / file}: {name} reads back differently from what was written")
-                bar.update(tensor.nbytes)
+            check_written(out / file, SafetensorsFiles(out / file), tensors)
+            bar.update(sum(tensor.nbytes for tensor in tensors.values()))
             del tensors, tensor
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -155,33 +160,10 @@ def _write_config(folder: Path, out: Path, dtype: torch.dtype) -> None:
     config.save_pretrained(out)
     if (described / "generation_config.json").is_file():
         shutil.copy(described / "generation_config.json", out)
-    _, info = AutoModelForCausalLM.from_pretrained(out, device_map="meta", output_loading_info=True)
-    if missing := sorted(info["missing_keys"]):
-        raise RuntimeError(
-            f"{out}: {len(missing)} weights are missing from what was written, the first is {missing[0]}"
-        )
+    check_export(out)
 
 
 def _load(folder: Path, dtype: str) -> PreTrainedModel:
     options = {"dtype": "auto" if dtype == "auto" else DTYPES[dtype]}
     model = load_weights(str(folder), **options)
     return model.merge_and_unload(safe_merge=True) if isinstance(model, PeftModel) else model  # safe_merge refuses NaN
-
-
-@torch.no_grad()
-def check_export(model: PreTrainedModel, folder: Path) -> None:
-    """Load `folder` as its user will and compare every weight with `model`.
-
-    Raises:
-        RuntimeError: naming the first weight that differs.
-    """
-    loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise RuntimeError(
-            f"{folder}: {len(missing)} weights are missing from what was written, the first is {missing[0]}"
-        )
-    written = dict(loaded.named_parameters())
-    for name, parameter in model.named_parameters():
-        if not torch.equal(parameter, written[name]):
-            raise RuntimeError(f"{folder}: {name} reads back differently from what was written")

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from transformers.trainer import SCHEDULER_NAME
 
 from dsft.checkpoints.manifest import read_manifest
+from dsft.checkpoints.readback import trained_shapes
 from dsft.errors import UserError
 from dsft.models.zero_shards import FP32, ZeroShards
 
@@ -116,11 +117,7 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
 
 
 def _check_same_parameters(shards: ZeroShards, module: torch.nn.Module, checkpoint: str) -> None:
-    trained = {
-        name: tuple(getattr(parameter, "ds_shape", parameter.shape))
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    }
+    trained = trained_shapes(module)
     for name in sorted(trained.keys() | shards.shapes.keys()):
         then, now = shards.shapes.get(name), trained.get(name)
         if then != now:

@@ -1,14 +1,16 @@
 """Where an export takes its weights from, one tensor at a time: safetensors, DeepSpeed's shards, an adapter over its
 base.
 
-A source has `shapes` (name on disk -> shape), `dtype` (of the weights as they are) and `read(name)`. Nothing holds the
-whole model.
+A source of weights has `shapes` (name on disk -> shape), `dtype` (of the weights as they are) and `read(name)`. None
+holds the full model.
 """
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from huggingface_hub import snapshot_download
@@ -32,26 +34,48 @@ class NotStreamable(Exception):
     """Why these weights cannot be taken one by one."""
 
 
-class SafetensorsSource:
+class TensorSource(Protocol):
+    """Tensors by name, of which one at a time is in memory."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def read(self, name: str) -> torch.Tensor: ...
+
+
+class TensorsInMemory:
+    """Tensors that are in memory already."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        self.shapes, self.read = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, tensors.__getitem__
+
+
+class SafetensorsFiles:
     """The `*.safetensors` of a folder, or one of them."""
 
     def __init__(self, folder: Path):
         self.files: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        dtypes: dict[str, int] = {}
+        self.dtypes: Counter[str] = Counter()
         for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():
-                    piece = tensors.get_slice(name)
-                    self.files[name], self.shapes[name] = file, tuple(piece.get_shape())
-                    dtypes[piece.get_dtype()] = dtypes.get(piece.get_dtype(), 0) + 1
-        if not dtypes or dtypes.keys() - DTYPES_ON_DISK.keys():
-            raise NotStreamable(f"{folder} holds {', '.join(sorted(dtypes)) or 'no safetensors'}")
-        self.dtype = DTYPES_ON_DISK[max(dtypes, key=dtypes.get)]
+                    tensor = tensors.get_slice(name)
+                    self.files[name], self.shapes[name] = file, tuple(tensor.get_shape())
+                    self.dtypes[tensor.get_dtype()] += 1
 
     def read(self, name: str) -> torch.Tensor:
         with safe_open(self.files[name], framework="pt") as tensors:
             return tensors.get_tensor(name)
+
+
+class SafetensorsSource(SafetensorsFiles):
+    """The weights of a model that lies in safetensors."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        if not self.dtypes or self.dtypes.keys() - DTYPES_ON_DISK.keys():
+            raise NotStreamable(f"{folder} holds {', '.join(sorted(self.dtypes)) or 'no safetensors'}")
+        self.dtype = DTYPES_ON_DISK[max(self.dtypes, key=self.dtypes.get)]
 
 
 class ShardsSource:

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import Trainer
 
 from dsft.checkpoints.identity import run_identity
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, prune, staging_folder
+from dsft.checkpoints.readback import readback_errors, trained_shapes
 from dsft.checkpoints.reshard import restore, topology_change
 from dsft.checkpoints.run_folder import FINAL
 from dsft.checkpoints.save import WRITE_ERRORS, Saves, missing_shards, save_whole
+from dsft.checkpoints.tensor_sources import SafetensorsFiles
 from dsft.config.deepspeed_json import offloads, stage
 from dsft.errors import one_line
 from dsft.runtime.console import say
@@ -40,7 +40,7 @@ class SavingTrainer(Trainer):
             "offload": offloads(deepspeed_config),
         }
         self.save_minutes = save_minutes
-        self.saves, self.expected = Saves(), expected_shapes(model)
+        self.saves, self.expected = Saves(), trained_shapes(model)
         data = self.train_dataset
         self.run_identity = run_identity(
             self.expected,
@@ -145,9 +145,8 @@ class SavingTrainer(Trainer):
         else:
             self._note_errors(lambda: super(SavingTrainer, self)._save(output_dir, state_dict))
         if self.args.should_save and not self._unwritten:
-            self._unwritten += differences(
-                Path(output_dir), state_dict, sampled=0 if self._writes_to else SAMPLED_TENSORS
-            )
+            sampled = 0 if self._writes_to else SAMPLED_TENSORS
+            self._unwritten += readback_errors(SafetensorsFiles(Path(output_dir)), state_dict or {}, sampled=sampled)
 
     def _note_errors(self, write: Callable[[], Any]) -> None:
         try:
@@ -161,10 +160,14 @@ class SavingTrainer(Trainer):
         return trained * (next(self.model.parameters()).element_size() + (0 if self.args.save_only_model else 12))
 
     def _check_saved(self, folder: Path) -> list[str]:
-        problems = missing_weights(folder, self.expected)
+        problems = self._missing_weights(folder)
         if not self.args.save_only_model:
             problems += missing_shards(folder, self.args.world_size, sharded=self.topology["zero_stage"] > 0)
         return problems
+
+    def _missing_weights(self, folder: Path) -> list[str]:
+        num_elements = sum(map(math.prod, self.expected.values()))
+        return readback_errors(SafetensorsFiles(folder), {}, num_elements=num_elements)
 
     def save_final(self) -> Path:
         """Save the model (LoRA: the adapter) to `final/` and read back that every weight is there, and a sample of them
@@ -174,60 +177,10 @@ class SavingTrainer(Trainer):
         watchdog.set_phase("saving")
         self._unwritten = []
         self.save_model(str(folder))
-        problems = missing_weights(folder, self.expected) + self._unwritten if self.is_world_process_zero() else []
+        problems = self._missing_weights(folder) + self._unwritten if self.is_world_process_zero() else []
         if max_over_ranks(float(len(problems))):
             raise RuntimeError(
                 f"{folder} is incomplete, do not use it: {'; '.join(problems[:5])} (see the checkpoints for intact"
                 " weights)"
             )
         return folder
-
-
-def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Trained parameters, by name, with their whole shapes (also where ZeRO-3 holds only a piece)."""
-    return {
-        name: tuple(getattr(parameter, "ds_shape", parameter.shape))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-
-
-def missing_weights(folder: Path, expected: dict[str, tuple[int, ...]]) -> list[str]:
-    """What a saved folder lacks: the number of elements on disk must be that of `expected`, and none may be empty.
-
-    Names differ between memory and disk (adapters lose their prefix, experts are stored one by one), elements do not.
-    """
-    found = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():
-                shape = tensors.get_slice(name).get_shape()
-                found += math.prod(shape)
-                if 0 in shape:
-                    return [f"{name} in {file.name} is empty"]
-    wanted = sum(math.prod(shape) for shape in expected.values())
-    return [] if found >= wanted else [f"{wanted:,} trained elements expected, {found:,} written"]
-
-
-def differences(folder: Path, memory: dict[str, torch.Tensor] | None, *, sampled: int) -> list[str]:
-    """How the safetensors of a folder differ from the state dict that was saved: in shapes, and for `sampled` tensors
-    spread evenly in content.
-
-    Compared is what has the same name in both, but for the adapter's name, which is not on disk; not so experts, which
-    are stored one by one.
-    """
-    known = {name.replace(".default", ""): tensor for name, tensor in (memory or {}).items()}
-    found: list[str] = []
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            names = [name for name in tensors.keys() if name in known]
-            found += [
-                f"{name} is {tensors.get_slice(name).get_shape()} in {file.name}, {list(known[name].shape)} in memory"
-                for name in names
-                if tuple(tensors.get_slice(name).get_shape()) != tuple(known[name].shape)
-            ]
-            for name in names[:: max(1, len(names) // sampled)] if sampled and not found else []:
-                written = tensors.get_tensor(name)
-                if not torch.equal(written, known[name].detach().to("cpu", written.dtype)):
-                    found.append(f"{name} in {file.name} reads back differently from what was trained")
-    return found

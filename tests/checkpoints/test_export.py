@@ -1,16 +1,19 @@
 import json
+import math
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from tiny import write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsft.checkpoints.export import check_export, export, find_weights, merge
+from dsft.checkpoints.export import export, find_weights, merge
+from dsft.checkpoints.readback import check_export, readback_errors, trained_shapes
+from dsft.checkpoints.tensor_sources import SafetensorsFiles
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.models.lora import add_lora
-from dsft.training.saving_trainer import differences, expected_shapes, missing_weights
 
 
 @pytest.fixture
@@ -69,31 +72,33 @@ def test_a_damaged_export_is_noticed(tiny, tmp_path):
     with torch.no_grad():
         next(other.parameters())[0, 0] += 1
     with pytest.raises(RuntimeError, match="reads back differently"):
-        check_export(other, out)
+        check_export(out, other)
 
 
-def test_a_save_that_wrote_too_little_is_noticed(tiny):
-    model = AutoModelForCausalLM.from_pretrained(tiny / "model")
-    shapes = expected_shapes(model)
-    assert missing_weights(tiny / "model", shapes) == []
-    assert missing_weights(tiny / "model", shapes | {"one.more": (2, 2)})
-    assert missing_weights(tiny, shapes)  # a folder without weights
+def test_a_save_that_wrote_too_little_is_noticed(tiny, tmp_path):
+    files = SafetensorsFiles(tiny / "model")
+    num_elements = sum(map(math.prod, trained_shapes(AutoModelForCausalLM.from_pretrained(tiny / "model")).values()))
+    assert readback_errors(files, {}, num_elements=num_elements) == []
+    assert readback_errors(files, {}, num_elements=num_elements + 1) == [
+        f"{num_elements + 1:,} trained elements expected, {num_elements:,} written"
+    ]
+    assert readback_errors(SafetensorsFiles(tiny), {}, num_elements=num_elements)  # a folder without weights
+    save_file({"empty": torch.zeros(0, 3)}, tmp_path / "model.safetensors")
+    assert readback_errors(SafetensorsFiles(tmp_path), {}) == ["empty is empty on disk"]
 
 
 def test_a_save_that_differs_from_memory_is_noticed(tiny, adapter):
-    model = AutoModelForCausalLM.from_pretrained(tiny / "model")
-    memory = dict(model.state_dict())
+    files, memory = SafetensorsFiles(tiny / "model"), AutoModelForCausalLM.from_pretrained(tiny / "model").state_dict()
     name = sorted(memory)[0]
-    assert differences(tiny / "model", memory, sampled=16) == []
-    assert differences(tiny / "model", memory | {name: memory[name] + 1}, sampled=16) == [
-        f"{name} in model.safetensors reads back differently from what was trained"
+    assert readback_errors(files, memory, sampled=16) == []
+    assert readback_errors(files, memory | {name: memory[name] + 1}) == [
+        f"{name} reads back differently from what was in memory"
     ]
-    assert "in memory" in differences(tiny / "model", memory | {name: memory[name][1:]}, sampled=0)[0]
+    assert "in memory" in readback_errors(files, memory | {name: memory[name][1:]}, sampled=0)[0]
     peft_model, folder = adapter
     changed = {name: tensor + 1 for name, tensor in peft_model.state_dict().items() if "lora_B" in name}
-    assert differences(folder, dict(peft_model.state_dict()), sampled=16) == [] and differences(
-        folder, peft_model.state_dict() | changed, sampled=16
-    )
+    assert readback_errors(SafetensorsFiles(folder), peft_model.state_dict(), sampled=16) == []
+    assert readback_errors(SafetensorsFiles(folder), peft_model.state_dict() | changed, sampled=16)
 
 
 def test_a_saved_adapter_is_measured_by_its_own_shape(adapter, tiny):
@@ -147,7 +152,7 @@ def test_merging_weight_by_weight_gives_what_peft_gives_with_the_whole_model(tmp
     expected = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
     ).merge_and_unload(safe_merge=True)
-    check_export(expected, out)
+    check_export(out, expected)
     in_memory = "whole model is taken into memory" in capsys.readouterr().out
     tied_or_fused = architecture == "gemma3" or (architecture == "mixtral" and "target_modules" not in options)
     assert in_memory == tied_or_fused and len(list(out.glob("*.safetensors"))) > 1
