@@ -9,8 +9,8 @@ result = dsft.evaluate_perplexity(model="runs/first", data="held_out.jsonl", seq
 
 from typing import Any
 
-from dsft.config.options import EvalConfig, TrainConfig, make_config
-from dsft.config.reader import read_yaml
+from dsft.config.options import EvalConfig, TrainConfig
+from dsft.config.reader import make_config, read_yaml
 from dsft.errors import raise_if_any
 from dsft.models.build import build_model, resolve_dtype
 from dsft.models.size import ModelSize

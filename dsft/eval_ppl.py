@@ -16,7 +16,8 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from dsft.config.options import EvalConfig, read_config
+from dsft.config.options import EvalConfig
+from dsft.config.reader import read_config
 from dsft.errors import ends_with_clear_errors
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.report import print_evaluation, write_results

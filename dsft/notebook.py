@@ -23,7 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dsft.checkpoints.manifest import checkpoints
 from dsft.checkpoints.run_folder import FINAL, read_run
 from dsft.cluster.launch.run import launch
-from dsft.config.options import EvalConfig, make_config
+from dsft.config.options import EvalConfig
+from dsft.config.reader import make_config
 from dsft.data.formats import Chat, Pair
 from dsft.data.training_data import check_sources
 from dsft.errors import raise_if_any
@@ -111,9 +112,7 @@ def kind_of(folder: Path) -> str | None:
 
 
 def path_of(name: str, run_folder: str) -> str:
-    """A model or tokenizer as run.json names it. A relative path there is seen from the folder that training was
-    started in.
-    """
+    """A model or tokenizer as run.json names it; a relative path there starts at the folder of the training."""
     output_dir = Path(read_run(run_folder)["config"]["output_dir"])
     started_in = Path(run_folder).resolve()
     for part in reversed(output_dir.parts):

@@ -24,7 +24,8 @@ from dsft.checkpoints.manifest import checkpoints
 from dsft.checkpoints.model_card import CARD, model_card
 from dsft.checkpoints.reshard import topology_change
 from dsft.checkpoints.run_folder import clear_run, is_finished, last_checkpoint, read_run, start_from_weights, write_run
-from dsft.config.options import TrainConfig, as_dict, read_config
+from dsft.config.options import TrainConfig, as_dict
+from dsft.config.reader import read_config
 from dsft.data.sequences import shown
 from dsft.data.training_data import load_training_data, try_packing
 from dsft.errors import Requeue, TrainingStopped, Unsaved, ends_with_clear_errors

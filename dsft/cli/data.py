@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from dsft.config.options import TrainConfig, read_config
+from dsft.config.options import TrainConfig
+from dsft.config.reader import read_config
 from dsft.data.packing import PackedRows
 from dsft.data.prepare import cache_folder
 from dsft.data.sequences import IGNORED, Sequences, shown

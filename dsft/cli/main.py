@@ -141,7 +141,9 @@ def _options_help(command: str) -> str:
 
 
 def _fields_help(cls: type) -> list[str]:
-    fields = [field for field in dataclasses.fields(cls) if field.init]
+    from dsft.config.reader import is_option
+
+    fields = [field for field in dataclasses.fields(cls) if is_option(field)]
     return [
         f"  --{field.name} (default:"
         f" {field.default if field.default is not dataclasses.MISSING else field.default_factory()})"

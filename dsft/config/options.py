@@ -1,18 +1,16 @@
 """dsft's own options, beside every field of `transformers.TrainingArguments`, and how they are read.
 
-One YAML file (`--config run.yaml`) and flags share the names; a flag wins over the file. Reading never touches a model,
-a GPU or the network: that is `preparation.py`.
+They are values: nothing rewrites them. The decisions of a run give new options, each with its reason (`decide`).
+They are read in `reader.py`, and checked in `checks.py` and by `run_setup`.
 """
 
 import dataclasses
-import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from transformers import TrainingArguments
-
-from dsft.config.reader import check_values, field_types, read_flags, read_yaml
+HALF_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
+"""Flag of TrainingArguments -> the `dtype` that says the same."""
 
 
 @dataclass(kw_only=True)
@@ -163,8 +161,37 @@ class TrainConfig(ModelFields, LoraFields, TrainDataFields, TimeoutFields):
     """
     overwrite: bool = False
     """Replace the run that output_dir holds."""
-    training: dict[str, Any] = field(init=False, default_factory=dict)
-    """The TrainingArguments fields that the user set, by name."""
+    training: Mapping[str, Any] = field(default_factory=dict, metadata={"option": False})
+    """The TrainingArguments fields that are set, by name."""
+
+    def value(self, name: str) -> Any:
+        """The option called `name`, dsft's own or of TrainingArguments; None where it is not set."""
+        return getattr(self, name) if hasattr(self, name) else self.training.get(name)
+
+
+@dataclass(kw_only=True)
+class Decision:
+    """One option that the tool decided in the user's place."""
+
+    name: str
+    value: Any
+    """None takes an option of TrainingArguments away, so that its own default holds."""
+    reason: str
+
+
+def decide(options: TrainConfig, decisions: Iterable[Decision]) -> TrainConfig:
+    """Returns the options with the decisions applied, in their order."""
+    for decision in decisions:
+        if hasattr(options, decision.name):
+            options = dataclasses.replace(options, **{decision.name: decision.value})
+        else:
+            training = dict(options.training)
+            if decision.value is None:
+                training.pop(decision.name, None)
+            else:
+                training[decision.name] = decision.value
+            options = dataclasses.replace(options, training=training)
+    return options
 
 
 @dataclass(kw_only=True)
@@ -210,159 +237,8 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     """Seed of the weights where the model is a config.json alone, and of the documents to verify."""
 
 
-def read_config(cls: type, argv: Sequence[str], problems: list[str]):
-    """The `cls` that `argv` (with `--config FILE`) describes. Every fault goes to `problems` and leaves the default."""
-    flags = read_flags(argv, problems)
-    path = flags.pop("config", None)
-    values = read_yaml(path, problems) if isinstance(path, str) else {}
-    if path is True:
-        problems.append("--config: needs the path of a YAML file")
-    return make_config(cls, values | flags, problems)
-
-
-def make_config(cls: type, values: dict[str, Any], problems: list[str]):
-    """The `cls` with these options by name, checked; faults go to `problems`."""
-    own_types = field_types(cls)
-    all_types = field_types(cls, TrainingArguments) if cls is TrainConfig else own_types
-    if values.get("resume_from_checkpoint") is True:  # the bare flag, and what transformers' own scripts take
-        values = values | {"resume_from_checkpoint": "auto"}
-    checked = check_values(values, all_types, problems)
-    for key in ("output_dir", "model", "tokenizer", "adapter"):
-        if isinstance(checked.get(key), str):
-            checked[key] = os.path.expanduser(checked[key])
-    config = cls(**{key: value for key, value in checked.items() if key in own_types})
-    if cls is TrainConfig:
-        config.training = {key: value for key, value in checked.items() if key not in own_types}
-    check_config(config, problems)
-    return config
-
-
-def as_dict(config) -> dict[str, Any]:
-    """The configuration for run.json; tokens of services are left out."""
-    values = dataclasses.asdict(config)
+def as_dict(options: TrainConfig | EvalConfig) -> dict[str, Any]:
+    """Returns the options for run.json; tokens of services are left out."""
+    values = dataclasses.asdict(options)
     values |= values.pop("training", {})
     return {key: value for key, value in values.items() if not key.endswith("_token")}
-
-
-def check_config(config, problems: list[str]) -> None:
-    """Contradictions visible in the options alone."""
-    if not config.model:
-        problems.append("model: missing; name a hub id, a local folder or a config.json")
-    if not config.data:
-        problems.append("data: missing; name a file, a folder, a glob or a hub data set")
-    for field_ in dataclasses.fields(TimeoutFields):
-        if not getattr(config, field_.name) > 0:
-            problems.append(f"{field_.name}={getattr(config, field_.name)}: must be more than 0 seconds")
-    if config.seq_len < 2:
-        problems.append(
-            f"seq_len={config.seq_len}: a window needs at least 2 tokens, one of context and one to predict"
-        )
-    if config.prompt_template and not config.completion_template:
-        problems.append("prompt_template needs completion_template: what is trained on")
-    if config.data_format == "template" and not config.completion_template:
-        problems.append("data_format=template needs completion_template")
-    if config.completion_template and config.data_format not in ("auto", "template"):
-        problems.append(f"completion_template contradicts data_format={config.data_format}; keep one")
-    if isinstance(config, TrainConfig):
-        _check_training(config, problems)
-    else:
-        _check_evaluation(config, problems)
-
-
-def _check_training(config: TrainConfig, problems: list[str]) -> None:  # noqa: C901
-    training = config.training
-    _check_train_data(config, problems)
-    if not training.get("output_dir"):
-        problems.append("output_dir: missing; name the folder of this run, for example runs/first")
-    for key in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"):
-        if training.get(key):
-            problems.append(
-                f"{key}: dsft sets up sharding itself; use zero, which also takes the path of a DeepSpeed JSON"
-            )
-    half = {"bf16": "bfloat16", "fp16": "float16"}
-    asked = [key for key in half if training.get(key)]
-    if len(asked) == 2:
-        problems.append("bf16 and fp16 are both true; keep one")
-    elif asked and config.dtype not in ("auto", half[asked[0]]):
-        problems.append(f"dtype={config.dtype} contradicts {asked[0]}=true; keep one")
-    if config.resume_weights_only and not training.get("resume_from_checkpoint"):
-        problems.append("resume_weights_only: name the checkpoint with resume_from_checkpoint")
-    if config.save_minutes is not None and not config.save_minutes > 0:
-        problems.append(f"save_minutes={config.save_minutes}: must be more than 0")
-    if training.get("learning_rate", 0) < 0:
-        problems.append(f"learning_rate={training['learning_rate']}: must not be negative")
-    metric = training.get("metric_for_best_model")
-    if metric and metric.removeprefix("eval_") not in ("loss", "perplexity"):
-        problems.append(f"metric_for_best_model={metric}: evaluation gives loss and perplexity")
-    if training.get("load_best_model_at_end") and training.get("save_only_model"):
-        problems.append("load_best_model_at_end needs whole checkpoints; set save_only_model: false")
-    for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "lora_r"):
-        value = training.get(key, getattr(config, key, None))
-        if value is not None and value < 1:
-            problems.append(f"{key}={value}: must be at least 1")
-    if config.global_batch_size and "gradient_accumulation_steps" in training:
-        problems.append("global_batch_size and gradient_accumulation_steps are both set; keep one, the other follows")
-    if config.method == "full" and config.adapter:
-        problems.append(f"adapter={config.adapter} needs method lora or qlora; method is full")
-    if not 0 <= config.lora_dropout < 1:
-        problems.append(f"lora_dropout={config.lora_dropout}: must be at least 0 and less than 1")
-
-
-def _check_train_data(config: TrainConfig, problems: list[str]) -> None:
-    if not 0 <= config.eval_fraction < 1:
-        problems.append(f"eval_fraction={config.eval_fraction}: must be at least 0 and less than 1")
-    if config.data_weights and len(config.data_weights) != len(config.data):
-        problems.append(
-            f"data_weights: {len(config.data_weights)} weights for {len(config.data)} entries of data; give one for"
-            " each"
-        )
-    if any(not weight > 0 for weight in config.data_weights):
-        problems.append(
-            f"data_weights={config.data_weights}: each must be more than 0; leave an entry of data out instead"
-        )
-    if config.batch_tokens is not None:
-        if config.packing:
-            problems.append("packing and batch_tokens are both set; packed rows are full already, keep one")
-        if config.batch_tokens < config.seq_len:
-            problems.append(
-                f"batch_tokens={config.batch_tokens} is less than seq_len={config.seq_len}: one sequence must fit;"
-                " raise batch_tokens"
-            )
-        for key in ("per_device_train_batch_size", "global_batch_size"):
-            if config.training.get(key) or getattr(config, key, None):
-                problems.append(
-                    f"batch_tokens and {key} are both set; keep one: a batch filled by tokens has as many sequences as"
-                    " fit (gradient_accumulation_steps counts such batches)"
-                )
-    if config.streaming:
-        if not config.training.get("max_steps", -1) > 0:
-            problems.append("streaming needs max_steps: how long the stream is is not known")
-        if config.eval_fraction:
-            problems.append("streaming has no rows to hold out a share of; give eval_data")
-        if config.training.get("dataloader_num_workers", 0):
-            problems.append(
-                "streaming and dataloader_num_workers cannot be combined: each worker would read the whole stream"
-            )
-        if config.batch_tokens is not None:
-            problems.append("streaming and batch_tokens cannot be combined; use packing")
-    if config.shuffle_buffer < 1:
-        problems.append(f"shuffle_buffer={config.shuffle_buffer}: must be at least 1")
-
-
-def _check_evaluation(config: EvalConfig, problems: list[str]) -> None:
-    if config.batch_tokens is not None and config.batch_tokens < config.seq_len:
-        problems.append(
-            f"batch_tokens={config.batch_tokens} is less than seq_len={config.seq_len}: one window must fit; raise"
-            " batch_tokens"
-        )
-    if config.stride is not None and not 0 < config.stride < config.seq_len:
-        problems.append(
-            f"stride={config.stride}: must be at least 1 and less than seq_len={config.seq_len}, so that every token"
-            " has context"
-        )
-    if config.max_documents is not None and config.max_documents < 1:
-        problems.append(f"max_documents={config.max_documents}: must be at least 1")
-    if config.bad_rows != "error":
-        problems.append(f"bad_rows={config.bad_rows}: an evaluation scores every row; mend or remove the bad ones")
-    if config.verify < 0:
-        problems.append(f"verify={config.verify}: must be 0 or a number of documents")

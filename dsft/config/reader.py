@@ -1,12 +1,13 @@
 """Reads dataclass fields from one YAML file and command-line flags, with the same names in both.
 
 Every value is checked against the field's type annotation. All problems are collected; nothing is raised here.
-This module knows nothing of dsft's own fields: those are in `config.py`.
+Reading never touches a model, a GPU or the network: that is `run_setup`.
 """
 
 import dataclasses
 import enum
 import json
+import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -14,17 +15,53 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import TrainingArguments
 
+from dsft.config.checks import check_config
+from dsft.config.options import TrainConfig
 from dsft.errors import nearest
 
 
+def read_config(cls: type, argv: Sequence[str], problems: list[str]) -> Any:
+    """Reads the `cls` that `argv` (and its `--config FILE`) describe. A fault goes to `problems`."""
+    flags = read_flags(argv, problems)
+    path = flags.pop("config", None)
+    values = read_yaml(path, problems) if isinstance(path, str) else {}
+    if path is True:
+        problems.append("--config: needs the path of a YAML file")
+    return make_config(cls, values | flags, problems)
+
+
+def make_config(cls: type, values: dict[str, Any], problems: list[str]) -> Any:
+    """Makes the `cls` with these options by name, checked; faults go to `problems`."""
+    dsft_types = field_types(cls)
+    all_types = field_types(cls, TrainingArguments) if cls is TrainConfig else dsft_types
+    if values.get("resume_from_checkpoint") is True:  # the bare flag, and what transformers' own scripts take
+        values = values | {"resume_from_checkpoint": "auto"}
+    checked = check_values(values, all_types, problems)
+    for key in ("output_dir", "model", "tokenizer", "adapter"):
+        if isinstance(checked.get(key), str):
+            checked[key] = os.path.expanduser(checked[key])
+    options = {key: value for key, value in checked.items() if key in dsft_types}
+    if cls is TrainConfig:
+        options["training"] = {key: value for key, value in checked.items() if key not in dsft_types}
+    config = cls(**options)
+    problems += check_config(config)
+    return config
+
+
 def field_types(*classes: type) -> dict[str, Any]:
-    """Name -> type annotation for the init fields of `classes`; earlier classes win."""
+    """Maps names to type annotations for the options among the fields of `classes`; earlier classes win."""
     hints: dict[str, Any] = {}
     for cls in reversed(classes):
         annotations = typing.get_type_hints(cls)
-        hints |= {field.name: annotations[field.name] for field in dataclasses.fields(cls) if field.init}
+        hints |= {field.name: annotations[field.name] for field in dataclasses.fields(cls) if is_option(field)}
     return hints
+
+
+def is_option(field: dataclasses.Field) -> bool:
+    """Whether a user can set this field."""
+    return field.init and field.metadata.get("option", True)
 
 
 def read_yaml(path: str, problems: list[str]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from dsft.config.options import TrainConfig, check_config
+from dsft.config.checks import check_config
+from dsft.config.options import TrainConfig
 from dsft.data.formats import find_format
 from dsft.data.readers import BEGUN, GOES_ON
 from dsft.data.sources import Batch
@@ -474,8 +475,7 @@ def test_missing_columns_list_those_present():
     ],
 )
 def test_contradictions_of_the_options(options, message):
-    problems: list[str] = []
-    check_config(TrainConfig(model="m", data=["a", "b"], **options), problems)
+    problems = check_config(TrainConfig(model="m", data=["a", "b"], **options))
     import re
 
     assert any(re.search(message, problem) for problem in problems), problems

@@ -19,7 +19,8 @@ from tiny import ARCHITECTURES, GATED, sentences, write_jsonl, write_texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.api import evaluate_perplexity
-from dsft.config.options import EvalConfig, TrainConfig, make_config
+from dsft.config.options import EvalConfig, TrainConfig
+from dsft.config.reader import make_config
 from dsft.data.sequences import IGNORED, sequence
 from dsft.data.training_data import check_sources
 from dsft.errors import TrainingStopped, UserError

@@ -14,7 +14,8 @@ from transformers import AutoConfig, LlamaConfig, LlavaConfig, MixtralConfig
 import dsft
 from dsft.cli.main import main
 from dsft.config.deepspeed_json import check_section, read_zero_file
-from dsft.config.options import TrainConfig, make_config
+from dsft.config.options import TrainConfig
+from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.size import measure_model
 from dsft.planner import measured_speeds

@@ -8,7 +8,8 @@ import torch
 from conftest import flags, grid
 from tiny import write_jsonl
 
-from dsft.config.options import TrainConfig, make_config
+from dsft.config.options import TrainConfig
+from dsft.config.reader import make_config
 from dsft.run_setup.preparation import check_run
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from probe import PROBE
 
-from dsft.config.options import TrainConfig, make_config
+from dsft.config.options import TrainConfig
+from dsft.config.reader import make_config
 from dsft.runtime import distributed
 from dsft.train import finetune
 

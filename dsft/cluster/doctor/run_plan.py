@@ -101,7 +101,8 @@ def plan_on(argv: list[str], facts: dict[str, dict[str, Any]], slots: dict[str, 
 
 
 def _plan(argv: list[str], machine: Any, facts: dict[str, dict[str, Any]], found: RunPlan) -> None:
-    from dsft.config.options import TrainConfig, read_config
+    from dsft.config.options import TrainConfig
+    from dsft.config.reader import read_config
     from dsft.run_setup.preparation import check_run, plan_run
 
     problems: list[str] = []

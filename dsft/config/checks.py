@@ -1,0 +1,148 @@
+"""Contradictions that the options show by themselves. Pure: each check returns its problems and changes nothing.
+
+What needs the model, the data, the machine or the DeepSpeed JSON is checked in `run_setup/checks.py`.
+"""
+
+import dataclasses
+
+from dsft.config.options import HALF_PRECISION, EvalConfig, TimeoutFields, TrainConfig
+
+
+def check_config(options: TrainConfig | EvalConfig) -> list[str]:
+    """Lists the contradictions of the options alone."""
+    problems = []
+    if not options.model:
+        problems.append("model: missing; name a hub id, a local folder or a config.json")
+    if not options.data:
+        problems.append("data: missing; name a file, a folder, a glob or a hub data set")
+    for timeout in dataclasses.fields(TimeoutFields):
+        if not getattr(options, timeout.name) > 0:
+            problems.append(f"{timeout.name}={getattr(options, timeout.name)}: must be more than 0 seconds")
+    if options.seq_len < 2:
+        problems.append(
+            f"seq_len={options.seq_len}: a window needs at least 2 tokens, one of context and one to predict"
+        )
+    if options.prompt_template and not options.completion_template:
+        problems.append("prompt_template needs completion_template: what is trained on")
+    if options.data_format == "template" and not options.completion_template:
+        problems.append("data_format=template needs completion_template")
+    if options.completion_template and options.data_format not in ("auto", "template"):
+        problems.append(f"completion_template contradicts data_format={options.data_format}; keep one")
+    if isinstance(options, TrainConfig):
+        return problems + _check_data(options) + _check_batches(options) + _check_training(options)
+    return problems + _check_evaluation(options)
+
+
+def _check_training(options: TrainConfig) -> list[str]:
+    problems, training = [], options.training
+    if not training.get("output_dir"):
+        problems.append("output_dir: missing; name the folder of this run, for example runs/first")
+    for key in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"):
+        if training.get(key):
+            problems.append(
+                f"{key}: dsft sets up sharding itself; use zero, which also takes the path of a DeepSpeed JSON"
+            )
+    if options.resume_weights_only and not training.get("resume_from_checkpoint"):
+        problems.append("resume_weights_only: name the checkpoint with resume_from_checkpoint")
+    if options.save_minutes is not None and not options.save_minutes > 0:
+        problems.append(f"save_minutes={options.save_minutes}: must be more than 0")
+    if training.get("learning_rate", 0) < 0:
+        problems.append(f"learning_rate={training['learning_rate']}: must not be negative")
+    metric = training.get("metric_for_best_model")
+    if metric and metric.removeprefix("eval_") not in ("loss", "perplexity"):
+        problems.append(f"metric_for_best_model={metric}: evaluation gives loss and perplexity")
+    if training.get("load_best_model_at_end") and training.get("save_only_model"):
+        problems.append("load_best_model_at_end needs complete checkpoints; set save_only_model: false")
+    if options.method == "full" and options.adapter:
+        problems.append(f"adapter={options.adapter} needs method lora or qlora; method is full")
+    if not 0 <= options.lora_dropout < 1:
+        problems.append(f"lora_dropout={options.lora_dropout}: must be at least 0 and less than 1")
+    return problems + _check_dtype(options)
+
+
+def _check_dtype(options: TrainConfig) -> list[str]:
+    flags = [(key, dtype) for key, dtype in HALF_PRECISION.items() if options.training.get(key)]
+    if len(flags) == 2:
+        return ["bf16 and fp16 are both true; keep one"]
+    return [
+        f"dtype={options.dtype} contradicts {key}=true; keep one"
+        for key, dtype in flags
+        if options.dtype not in ("auto", dtype)
+    ]
+
+
+def _check_batches(options: TrainConfig) -> list[str]:
+    problems, training = [], options.training
+    for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "lora_r"):
+        value = options.value(key)
+        if value is not None and value < 1:
+            problems.append(f"{key}={value}: must be at least 1")
+    if options.global_batch_size and "gradient_accumulation_steps" in training:
+        problems.append("global_batch_size and gradient_accumulation_steps are both set; keep one, the other follows")
+    if options.batch_tokens is None:
+        return problems
+    if options.packing:
+        problems.append("packing and batch_tokens are both set; packed rows are full already, keep one")
+    if options.batch_tokens < options.seq_len:
+        problems.append(
+            f"batch_tokens={options.batch_tokens} is less than seq_len={options.seq_len}: one sequence must fit;"
+            " raise batch_tokens"
+        )
+    for key in ("per_device_train_batch_size", "global_batch_size"):
+        if options.value(key):
+            problems.append(
+                f"batch_tokens and {key} are both set; keep one: a batch filled by tokens has as many sequences as"
+                " fit (gradient_accumulation_steps counts such batches)"
+            )
+    return problems
+
+
+def _check_data(options: TrainConfig) -> list[str]:
+    problems = []
+    if not 0 <= options.eval_fraction < 1:
+        problems.append(f"eval_fraction={options.eval_fraction}: must be at least 0 and less than 1")
+    if options.data_weights and len(options.data_weights) != len(options.data):
+        problems.append(
+            f"data_weights: {len(options.data_weights)} weights for {len(options.data)} entries of data; give one for"
+            " each"
+        )
+    if any(not weight > 0 for weight in options.data_weights):
+        problems.append(
+            f"data_weights={options.data_weights}: each must be more than 0; leave an entry of data out instead"
+        )
+    if options.shuffle_buffer < 1:
+        problems.append(f"shuffle_buffer={options.shuffle_buffer}: must be at least 1")
+    if not options.streaming:
+        return problems
+    if not options.training.get("max_steps", -1) > 0:
+        problems.append("streaming needs max_steps: how long the stream is is not known")
+    if options.eval_fraction:
+        problems.append("streaming has no rows to hold out a share of; give eval_data")
+    if options.training.get("dataloader_num_workers", 0):
+        problems.append(
+            "streaming and dataloader_num_workers cannot be combined: each worker would read the whole stream"
+        )
+    if options.batch_tokens is not None:
+        problems.append("streaming and batch_tokens cannot be combined; use packing")
+    return problems
+
+
+def _check_evaluation(options: EvalConfig) -> list[str]:
+    problems = []
+    if options.batch_tokens is not None and options.batch_tokens < options.seq_len:
+        problems.append(
+            f"batch_tokens={options.batch_tokens} is less than seq_len={options.seq_len}: one window must fit; raise"
+            " batch_tokens"
+        )
+    if options.stride is not None and not 0 < options.stride < options.seq_len:
+        problems.append(
+            f"stride={options.stride}: must be at least 1 and less than seq_len={options.seq_len}, so that every token"
+            " has context"
+        )
+    if options.max_documents is not None and options.max_documents < 1:
+        problems.append(f"max_documents={options.max_documents}: must be at least 1")
+    if options.bad_rows != "error":
+        problems.append(f"bad_rows={options.bad_rows}: an evaluation scores every row; fix or remove the bad ones")
+    if options.verify < 0:
+        problems.append(f"verify={options.verify}: must be 0 or a number of documents")
+    return problems
