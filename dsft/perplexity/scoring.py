@@ -22,17 +22,10 @@ from tqdm.auto import tqdm
 
 from dsft.data.sequences import IGNORED
 from dsft.errors import TrainingStopped
-from dsft.models.chunked_head import ChunkedHead
+from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead
 from dsft.perplexity.windows import Windows
 from dsft.runtime.distributed import sum_over_ranks
 from dsft.watchdog import client as watchdog
-
-ROWS, WORDS = {"cpu": 2048, "cuda": 16384}, {"cpu": 1024, "cuda": 4096}
-"""Logits that exist at once, by kind of device: so many scored positions by so many words of the vocabulary (8 MiB and
-256 MiB in fp32).
-On a CPU they stay in its cache and the head's weight is read once per 2,048 positions: measured with 50,257 words of
-width 256 on one core,
-0.17 ms per position for product and softmax where 64 rows of all words took 0.24. A GPU wants large products."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +147,7 @@ def evaluate_windows(
     was_training = model.training
     model.eval()
     dummy = torch.full((1, 8), pad_token_id, device=device)
-    head = ChunkedHead(model, WORDS[device.type])
+    head = ChunkedHead(model, VOCAB_TILE[device.type])
     chunked = head.agrees(dummy)
     batch_lengths = [int(windows.lengths[batches[index]].sum()) for index in left]
     bar = tqdm(
@@ -210,16 +203,16 @@ def score(head: ChunkedHead | nn.Module, batch: dict[str, torch.Tensor]) -> torc
     where_BT = batch["targets"] != IGNORED
     targets_N, device = batch["targets"][where_BT], where_BT.device.type
     if isinstance(head, ChunkedHead):
-        hidden = head.run_backbone(input_ids=batch["input_ids"])[where_BT].split(ROWS[device])
+        hidden = head.run_backbone(input_ids=batch["input_ids"])[where_BT].split(ROW_TILE[device])
         with head.weights():
             nats = [
                 negative_log_likelihood(head.logits(rows), wanted)
-                for rows, wanted in zip(hidden, targets_N.split(ROWS[device]), strict=True)
+                for rows, wanted in zip(hidden, targets_N.split(ROW_TILE[device]), strict=True)
                 if len(wanted)
             ]
     else:
         logits_NV = head(input_ids=batch["input_ids"], use_cache=False).logits[where_BT]
-        rows_at_once = max(1, ROWS[device] * WORDS[device] // logits_NV.shape[1])
+        rows_at_once = max(1, ROW_TILE[device] * VOCAB_TILE[device] // logits_NV.shape[1])
         nats = [
             negative_log_likelihood([rows], wanted)
             for rows, wanted in zip(logits_NV.split(rows_at_once), targets_N.split(rows_at_once), strict=True)

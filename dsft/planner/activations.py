@@ -17,8 +17,8 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedConfig
 
+from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE
 from dsft.models.size import ModelSize
-from dsft.perplexity.scoring import ROWS, WORDS
 from dsft.planner.activation_trace import Attention, trace_model
 from dsft.planner.terms import Term
 
@@ -79,7 +79,7 @@ class ActivationBytes:
     eval_hidden: Cost
     """Hidden states of all positions, and of the scored ones once more."""
     eval_logit_bytes: int
-    """Of one row and word of the logits that evaluation makes at once (dsft/perplexity/scoring.py: ROWS by WORDS)."""
+    """Of one element of the logits that evaluation makes at once (models/chunked_head.py: ROW_TILE by VOCAB_TILE)."""
     vocab_size: int
     source: str
     """"formula of <family>" or "fake-tensor trace"."""
@@ -128,7 +128,7 @@ class ActivationBytes:
 
     def eval_peak_bytes(self, num_tokens: int, seq_len: int, device: Literal["cpu", "cuda"]) -> int:
         """Of one batch of an evaluation: the backbone, then logits tile by tile over its hidden states."""
-        tile = min(num_tokens, ROWS[device]) * min(self.vocab_size, WORDS[device]) * self.eval_logit_bytes
+        tile = min(num_tokens, ROW_TILE[device]) * min(self.vocab_size, VOCAB_TILE[device]) * self.eval_logit_bytes
         return max(
             self.eval_backbone.num_bytes(num_tokens, seq_len), self.eval_hidden.num_bytes(num_tokens, seq_len) + tile
         )

@@ -26,7 +26,7 @@ from dsft.data.training_data import check_sources
 from dsft.errors import TrainingStopped, UserError
 from dsft.models.chunked_head import ChunkedHead
 from dsft.models.tokenizer import load_tokenizer
-from dsft.perplexity import scoring as perplexity_module
+from dsft.perplexity import scoring
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.scoring import evaluate_windows, form_batches, width
 from dsft.perplexity.windows import build_windows, rolling_spans, sliding_spans, windows_of_sequences, words_in
@@ -278,8 +278,8 @@ HEADS = {
 
 @pytest.mark.parametrize("architecture", HEADS)
 def test_parts_of_the_head_give_plain_full_logits_in_every_architecture(architecture, monkeypatch):
-    monkeypatch.setitem(perplexity_module.ROWS, "cpu", 16)
-    monkeypatch.setitem(perplexity_module.WORDS, "cpu", 100)  # four parts of 384 words, the last one shorter
+    monkeypatch.setitem(scoring.ROW_TILE, "cpu", 16)
+    monkeypatch.setitem(scoring.VOCAB_TILE, "cpu", 100)  # four tiles of a vocabulary of 384, the last one shorter
     cls, values = HEADS[architecture]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(cls(**values)).eval()
@@ -295,24 +295,24 @@ def test_parts_of_the_head_give_plain_full_logits_in_every_architecture(architec
     )
     assert result.tokens == tokens and result.nats == pytest.approx(nats, rel=1e-5)
     # OPT calls its decoder past its backbone, and falls back to plain logits; all others take the short way.
-    assert ChunkedHead(model, words_at_once=100).agrees(torch.ones(1, 8, dtype=torch.long)) == (architecture != "opt")
+    assert ChunkedHead(model, vocab_tile=100).agrees(torch.ones(1, 8, dtype=torch.long)) == (architecture != "opt")
 
 
 def test_no_full_logits_exist(tiny, monkeypatch):
-    """Whatever the log-softmax gets is a part: never more positions or words than ROWS and WORDS."""
+    """Whatever the log-softmax gets is a part: never more positions or columns than ROW_TILE and VOCAB_TILE."""
     seen = []
-    original = perplexity_module.negative_log_likelihood
+    original = scoring.negative_log_likelihood
 
     def watch(parts, targets):
         parts = [part.clone() for part in parts]
         seen.extend(part.shape for part in parts)
         return original(parts, targets)
 
-    monkeypatch.setattr(perplexity_module, "negative_log_likelihood", watch)
-    monkeypatch.setitem(perplexity_module.ROWS, "cpu", 16)
-    monkeypatch.setitem(perplexity_module.WORDS, "cpu", 128)
+    monkeypatch.setattr(scoring, "negative_log_likelihood", watch)
+    monkeypatch.setitem(scoring.ROW_TILE, "cpu", 16)
+    monkeypatch.setitem(scoring.VOCAB_TILE, "cpu", 128)
     evaluate_perplexity(**mode_options(tiny, {"mode": "windows"}), progress=False)
-    assert len(seen) > 10 and max(rows for rows, _ in seen) == 16 and max(words for _, words in seen) == 128
+    assert len(seen) > 10 and max(rows for rows, _ in seen) == 16 and max(columns for _, columns in seen) == 128
 
 
 def test_problems_of_the_evaluator_come_together(tiny):

@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from dsft.config.options import TrainConfig
 from dsft.data.batches import Collator
-from dsft.models.chunked_head import ChunkedHead
+from dsft.models.chunked_head import VOCAB_TILE, ChunkedHead
 from dsft.models.size import ModelSize, measure_model
-from dsft.perplexity.scoring import WORDS, score
+from dsft.perplexity.scoring import score
 from dsft.planner.activation_trace import fake_model, trace_model, trace_step
 from dsft.planner.activations import activation_bytes
 
@@ -442,6 +442,6 @@ def test_evaluation_takes_what_is_predicted(sizes):
     )
     predicted = found.eval_peak_bytes(ids_BT.numel(), 512, "cpu")
     with torch.no_grad():
-        head = ChunkedHead(model, WORDS["cpu"])
+        head = ChunkedHead(model, VOCAB_TILE["cpu"])
         measured = allocator_peak(lambda: score(head, {"input_ids": ids_BT, "targets": ids_BT}))
     assert predicted == pytest.approx(measured, rel=0.1)
