@@ -1,9 +1,8 @@
 """User errors: collected, reported once, exit code 2.
 
 A check never raises at the first fault: it appends to a list, and `raise_if_any` raises them together.
-`ends_with_clear_errors`
-wraps an entry point: rank 0 prints the problems without a traceback and every rank ends with exit code 2.
-It does not catch our own bugs: those keep their traceback and Python's exit code 1.
+`ends_with_clear_errors` wraps an entry point: rank 0 prints the problems without a traceback and every rank ends with
+exit code 2. It does not catch our own bugs: those keep their traceback and Python's exit code 1.
 """
 
 import difflib
@@ -13,17 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
-from dsft.watchdog import client as watchdog
-
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3
 """Training stopped itself, for example at a NaN loss; what was saved before is intact."""
 EXIT_UNSAVED = 4
 """Training went to its end, but a checkpoint on the way could not be saved."""
 EXIT_REQUEUE = 75
-"""Training saved and ended because it was asked to (SIGUSR1); the same command goes on with it. EX_TEMPFAIL of
-sysexits.h.
-"""
+"""Training saved and ended since it was asked to (SIGUSR1); the same command resumes it (EX_TEMPFAIL of sysexits.h)."""
 
 
 class UserError(ValueError):
@@ -39,11 +34,11 @@ class UserError(ValueError):
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on (NaN loss); the message says at which step and what is left on disk."""
+    """Training cannot continue (NaN loss); the message says at which step and what is left on disk."""
 
 
 class Requeue(TrainingStopped):
-    """Training was asked to stop and has saved; the message says how to go on."""
+    """Training was asked to stop and has saved; the message says how to resume."""
 
 
 class Unsaved(TrainingStopped):
@@ -65,6 +60,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
+_exit_hooks: list[Callable[[int, list[str]], None]] = []
+
+
+def on_exit(hook: Callable[[int, list[str]], None]) -> None:
+    """Call `hook(exit code, lines of the message)` before a rank ends with an error of this module."""
+    if hook not in _exit_hooks:
+        _exit_hooks.append(hook)
+
+
 def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
     """Decorate an entry point, so that a `UserError` or `TrainingStopped` is one message on rank 0 and one exit code
     everywhere.
@@ -80,7 +84,8 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
         except (UserError, TrainingStopped) as error:
             code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
             lines = error.problems if isinstance(error, UserError) else [str(error)]
-            watchdog.close(code, lines)
+            for hook in _exit_hooks:
+                hook(code, lines)
             if int(os.environ.get("RANK", "0")) == 0:
                 print(
                     "\n".join(f"dsft: {'error: ' * (code != EXIT_REQUEUE)}{line}" for line in lines),

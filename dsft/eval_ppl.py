@@ -24,7 +24,6 @@ from dsft.perplexity.report import print_evaluation, write_results
 from dsft.runtime import distributed
 from dsft.runtime.console import set_up_screen
 from dsft.runtime.launcher_env import map_launcher_variables
-from dsft.watchdog import client as watchdog
 
 
 @ends_with_clear_errors
@@ -33,9 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     problems: list[str] = []
     config = read_config(EvalConfig, sys.argv[1:] if argv is None else argv, problems)
     set_up_screen()
-    watchdog.start(config)
-    distributed.start_ranks(meet_seconds=config.start_timeout, timeout_seconds=max(1800, config.load_timeout))
-    watchdog.connect()
+    distributed.start_ranks(timeouts=config, timeout_seconds=max(1800, config.load_timeout))
     results = []
     for evaluation in evaluate(config, problems, progress=True):
         results.append(evaluation)

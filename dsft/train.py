@@ -41,13 +41,12 @@ from dsft.run_setup.preparation import (
 )
 from dsft.runtime import distributed, preemption
 from dsft.runtime.console import say, set_up_screen
-from dsft.runtime.hardware import GiB
 from dsft.runtime.launcher_env import map_launcher_variables
 from dsft.runtime.rank_logs import log_to_files
 from dsft.runtime.versions import git_commit, versions
 from dsft.training.out_of_memory import out_of_memory_explained
 from dsft.training.trainer import PerplexityTrainer
-from dsft.watchdog import client as watchdog
+from dsft.units import GiB, plural
 
 
 @ends_with_clear_errors
@@ -58,12 +57,10 @@ def main(argv: list[str] | None = None) -> None:
     set_up_screen()
     # Before any TrainingArguments: transformers would make a process group that DeepSpeed does not know of.
     preemption.listen()
-    watchdog.start(config)
     distributed.start_ranks(
-        meet_seconds=config.start_timeout,
+        timeouts=config,
         timeout_seconds=config.training.get("ddp_timeout", max(1800, config.load_timeout, config.save_timeout)),
     )
-    watchdog.connect()
     finetune(config, problems)
     distributed.stop_ranks()
 
@@ -198,7 +195,7 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
     seconds = time.perf_counter() - start
     if trainer.saves.number:
         say(
-            f"{trainer.saves.number} checkpoint{'s' * (trainer.saves.number > 1)} saved in {trainer.saves.seconds:.3g}"
+            f"{plural(trainer.saves.number, 'checkpoint')} saved in {trainer.saves.seconds:.3g}"
             f" s, {trainer.saves.seconds / seconds:.1%} of the run; the largest is"
             f" {trainer.saves.largest_bytes / 1e9:.3g} GB"
         )

@@ -99,7 +99,6 @@ LONGEST_FILE, LONGEST_FUNCTION = 350, 50
 UPWARD_IMPORTS = {
     ("checkpoints/identity.py", "data"),
     ("checkpoints/model_card.py", "data"),
-    ("errors.py", "watchdog"),
     ("evaluate_perplexity/evaluate_perplexity.py", "__init__"),
     ("planner/measured_speeds.py", "checkpoints"),
 }
@@ -109,12 +108,11 @@ LONG_FILES = {
     "planner/activation_trace.py": 406,
     "planner/activations.py": 422,
     "planner/model_states.py": 443,
-    "planner/plan.py": 501,
+    "planner/plan.py": 497,
     "run_setup/preparation.py": 449,
 }
 """File -> its lines, above LONGEST_FILE. This list may only shrink, and so may its numbers."""
 LONG_FUNCTIONS = {
-    "checkpoints/model_card.py:model_card": 53,
     "checkpoints/reshard.py:restore": 53,
     "cli/main.py:_parser": 58,
     "cli/plan.py:add_options": 59,
@@ -139,7 +137,6 @@ LONG_FUNCTIONS = {
     "planner/model_states.py:stage_1_2": 54,
     "planner/model_states.py:stage_3": 64,
     "planner/plan.py:_plan": 63,
-    "runtime/distributed.py:start_ranks": 55,
     "train.py:finetune": 148,
 }
 """Function -> its lines, above LONGEST_FUNCTION. This list may only shrink, and so may its numbers."""

@@ -6,6 +6,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from dsft.data.sequences import shown
+from dsft.units import plural
 
 CARD = "README.md"
 METRICS = {
@@ -62,10 +63,7 @@ def model_card(run: dict[str, Any]) -> str:
             "",
             f"# {Path(base).name}, finetuned ({method})",
             "",
-            (
-                f"Made from `{base}` with dsft on {run['machine']}, {run['world_size']}"
-                f" rank{'s' * (run['world_size'] != 1)}."
-            ),
+            f"Made from `{base}` with dsft on {run['machine']}, {plural(run['world_size'], 'rank')}.",
             "",
             "## Data",
             "",

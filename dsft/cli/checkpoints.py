@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dsft.checkpoints.manifest import checkpoints, files_of, integrity_errors, read_manifest
 from dsft.errors import UserError, raise_if_any
+from dsft.units import plural
 
 
 def show_checkpoints(run: str) -> None:
@@ -43,8 +44,8 @@ def show_checkpoints(run: str) -> None:
     if whole:
         ranks = (read_manifest(whole[-1]) or {})["world_size"]
         print(
-            f"dsft: to go on from {whole[-1]}: the command of the run with --resume_from_checkpoint auto; on {ranks}"
-            f" rank{'s' * (ranks != 1)} bit by bit, on others with the same batches"
+            f"dsft: to go on from {whole[-1]}: the command of the run with --resume_from_checkpoint auto; on"
+            f" {plural(ranks, 'rank')} bit by bit, on others with the same batches"
         )
 
 

@@ -11,8 +11,8 @@ from dsft.cluster.doctor.check_between import differences
 from dsft.cluster.doctor.check_links import in_rate
 from dsft.cluster.doctor.facts import usable_gpus
 from dsft.cluster.doctor.findings import Finding, Report
+from dsft.units import GiB, plural
 
-GiB = 1024**3
 COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
@@ -39,13 +39,10 @@ def show(report: Report, *, only_findings: bool = False) -> None:
 def summary(report: Report) -> str:
     """One line."""
     counts = {severity: sum(one.severity == severity for one in report.findings) for severity in COLOURS}
-    words = (
-        ", ".join(f"{count} {severity}{'s' * (count > 1)}" for severity, count in counts.items() if count)
-        or "nothing found"
-    )
+    words = ", ".join(f"{plural(count, severity)}" for severity, count in counts.items() if count) or "nothing found"
     ranks = sum(report.slots.values())
     return (
-        f"dsft doctor: {len(report.nodes)} node{'s' * (len(report.nodes) > 1)}, {ranks} rank{'s' * (ranks != 1)},"
+        f"dsft doctor: {plural(len(report.nodes), 'node')}, {plural(ranks, 'rank')},"
         f" {words}; {report.seconds:.1f} s{', quick part' if report.quick else ''}"
     )
 

@@ -17,8 +17,9 @@ from dsft.planner.export import write_plan
 from dsft.planner.measured_speeds import calibrate, calibrated
 from dsft.planner.plan import Job, all_plans, as_dict, choose, make_job, reason
 from dsft.planner.speeds import GPUS, Speeds, gpu_name, speeds_of
-from dsft.runtime.hardware import GB, Machine, has_gpu, parse_bytes, parse_gpus, this_machine
+from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, parse_gpus, this_machine
 from dsft.runtime.hostfile import read_hosts
+from dsft.units import GB
 
 ASSUMED_GPU = "A100"
 

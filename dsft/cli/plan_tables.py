@@ -6,7 +6,8 @@ from rich.table import Table
 from dsft.models.size import ModelSize
 from dsft.planner.evaluation_plan import EvaluationPlan
 from dsft.planner.plan import Plan
-from dsft.runtime.hardware import GiB, Machine
+from dsft.runtime.hardware import Machine
+from dsft.units import GiB
 
 PHASES = {"always": "always", "compute": "forward and backward", "step": "optimizer step", "load": "loading"}
 

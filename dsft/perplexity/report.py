@@ -7,7 +7,8 @@ from datasets import Dataset, concatenate_datasets
 from dsft.checkpoints.run_folder import write_json
 from dsft.perplexity.evaluation import Evaluation
 from dsft.runtime.console import print_table
-from dsft.runtime.hardware import GiB, this_machine
+from dsft.runtime.hardware import this_machine
+from dsft.units import GiB
 
 
 def write_results(folder: Path, evaluations: list[Evaluation]) -> None:

@@ -10,12 +10,13 @@ from dsft.config.deepspeed_json import get_value, read_zero_file
 from dsft.errors import UserError
 from dsft.planner.host_memory import host_terms
 from dsft.planner.model_states import live_params, persistent_params
-from dsft.planner.plan import HOST_SHARE, Job, in_gib, overhead
+from dsft.planner.plan import HOST_SHARE, Job, overhead
 from dsft.planner.speeds import Speeds
 from dsft.planner.step_time import GATHERS_PER_LAYER, collective_seconds, forward_flops_per_token
 from dsft.planner.terms import Term, peak_bytes
 from dsft.planner.zero_layout import describe_job, frozen_bytes
 from dsft.runtime.hardware import Machine
+from dsft.units import in_gib
 
 NAMES = ("0", "3", "3-offload", "3-nvme")
 DEFAULT_BATCH_TOKENS = {True: 16384, False: 4096}

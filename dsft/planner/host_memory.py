@@ -9,7 +9,7 @@ from collections import Counter
 
 from dsft.planner.terms import Phase, Term
 from dsft.planner.zero_layout import ZeroJob, device_sub_groups, partition_gradients
-from dsft.runtime.hardware import GB
+from dsft.units import GB
 
 GPU_PROCESS_BYTES = 3 * GB
 """Of one rank: Python, torch with CUDA, NCCL, DeepSpeed (an estimate)."""

@@ -26,7 +26,8 @@ from dsft.planner.measured_links import with_links
 from dsft.planner.speeds import Speeds
 from dsft.planner.step_time import ADAM_BYTES
 from dsft.runtime.distributed import device, free_port, max_over_ranks, start_ranks, wait_for_all
-from dsft.runtime.hardware import Machine, MiB
+from dsft.runtime.hardware import Machine
+from dsft.units import MiB
 
 REPEATS = 5
 

@@ -29,7 +29,8 @@ from dsft.planner.speeds import Speeds
 from dsft.planner.step_time import StepTime, step_time
 from dsft.planner.terms import Term, peak_bytes
 from dsft.planner.zero_layout import resolve_auto
-from dsft.runtime.hardware import GiB, Machine
+from dsft.runtime.hardware import Machine
+from dsft.units import GiB, in_gib
 
 SEQUENCES_PER_STEP = 64
 """Sequences of one optimizer step over all ranks where nothing is said; at least one per rank."""
@@ -489,11 +490,6 @@ def need(plan: Plan) -> str:
         "locked memory": "a higher limit of locked memory (ulimit -l unlimited) for the buffers to NVMe",
     }
     return " and ".join(needs[name] for name in plan.binds.split(" and "))
-
-
-def in_gib(num_bytes: float) -> str:
-    """Three digits, or whole GiB."""
-    return f"{num_bytes / GiB:.3g} GiB" if num_bytes < 1000 * GiB else f"{num_bytes / GiB:,.0f} GiB"
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import re
 from dataclasses import dataclass
 
 from dsft.errors import UserError
-from dsft.runtime.hardware import GB, Machine
+from dsft.runtime.hardware import Machine
+from dsft.units import GB
 
 MATMUL_EFFICIENCY = 0.6
 """Share of the data sheet's rate that training's matrix products reach: 0.67 is what a published ZeRO-3 run of 14B on 8

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dsft.errors import UserError, raise_if_any
+from dsft.errors import UserError, on_exit, raise_if_any
 from dsft.runtime.hardware import Machine, cpu_count, has_gpu, this_machine
 from dsft.runtime.launcher_env import choose_interface, map_launcher_variables
 from dsft.runtime.op_locks import remove_old_locks
 from dsft.watchdog import client as watchdog
 
-LAUNCHER_VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+SINGLE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+"""Launcher variable -> its value in a process without a launcher."""
 
 
 def world_size() -> int:
@@ -54,32 +55,59 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def start_ranks(*, meet_seconds: float = 300, timeout_seconds: float = 1800) -> None:
+def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800) -> None:
     """Join the process group of all ranks; without a launcher, be the only one.
 
     Args:
-        meet_seconds: until all ranks must have come.
+        timeouts: anything with the fields of `config.TimeoutFields`, for a job under the watchdog.
         timeout_seconds: of a collective.
 
     Raises:
-        UserError: where a launcher set only some of its variables, and others cannot be derived
-            (launcher_variables.py).
+        UserError: where a launcher set only some of its variables, and others cannot be derived (launcher_env.py).
     """
     if dist.is_initialized():
         return
+    if timeouts:
+        watchdog.start(timeouts)
+        on_exit(watchdog.close)
+    _complete_launcher_variables()
+    _set_library_variables()
+    for lock in remove_old_locks():
+        print(
+            f"dsft: removed {lock}, left behind by a process that was killed while it loaded a compiled operator",
+            file=sys.stderr,
+        )
+    import deepspeed  # here, so that `import dsft` stays light and DS_ACCELERATOR is read after it is set
+
+    if has_gpu():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    meet_seconds = timeouts.start_timeout if timeouts else 300
+    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=meet_seconds))
+    # The ranks have met; the watchdog's limits are shorter, so that it is the watchdog that says what happened.
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds))
+    if not has_gpu() and world_size() > 1:
+        dist.barrier()
+        _shared_buffer().unlink(missing_ok=True)
+    watchdog.connect()
+
+
+def _complete_launcher_variables() -> None:
+    """Set what a launcher leaves out: all of its variables for a single process, the interface between nodes."""
     map_launcher_variables()
-    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    missing = [name for name in SINGLE_PROCESS if name not in os.environ]
     if world_size() > 1 and missing:
         raise UserError(
             [f"WORLD_SIZE={world_size()} is set but {', '.join(missing)} is not: start dsft through a launcher"]
         )
-    for name, value in LAUNCHER_VARIABLES.items():
+    for name, value in SINGLE_PROCESS.items():
         os.environ.setdefault(name, value)
-    if (
-        world_size() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    ):  # torchrun holds the port itself, and waits there
-        os.environ["MASTER_PORT"] = str(free_port())
+    if world_size() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        os.environ["MASTER_PORT"] = str(free_port())  # torchrun's agent holds its port itself, and waits there
     choose_interface()
+
+
+def _set_library_variables() -> None:
+    """Set what torch and DeepSpeed read at their start: the accelerator, threads, the path to ninja."""
     if has_gpu():
         # Read at the first allocation. Without it the pieces left between gathered layers and activations cannot be
         # used together.
@@ -90,25 +118,10 @@ def start_ranks(*, meet_seconds: float = 300, timeout_seconds: float = 1800) -> 
             # The ranks of a node share its cores; left alone, each would take all of them.
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks_per_node())))
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    if (own := str(Path(sys.executable).parent)) not in os.environ.get("PATH", "").split(os.pathsep):
-        os.environ["PATH"] = (  # ssh's shells know nothing of an environment; DeepSpeed looks for its ninja
-            f"{own}{os.pathsep}{os.environ.get('PATH', '')}"
-        )
-    for lock in remove_old_locks():
-        print(
-            f"dsft: removed {lock}, left behind by a process that was killed while it loaded a compiled operator",
-            file=sys.stderr,
-        )
-    import deepspeed  # here, so that `import dsft` stays light and DS_ACCELERATOR is read after it is set
-
-    if has_gpu():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=meet_seconds))
-    # The ranks have met; the guards' limits are shorter, so that it is they who say what happened.
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds))
-    if not has_gpu() and world_size() > 1:
-        dist.barrier()
-        _shared_buffer().unlink(missing_ok=True)
+    # A shell of ssh knows nothing of a Python environment; DeepSpeed looks for the environment's ninja.
+    programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", "")
+    if programs not in path.split(os.pathsep):
+        os.environ["PATH"] = f"{programs}{os.pathsep}{path}"
 
 
 def _shared_buffer() -> Path:

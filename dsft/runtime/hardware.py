@@ -14,11 +14,7 @@ import psutil
 import torch
 
 from dsft.errors import UserError
-
-GB = 1000**3
-MiB = 1024**2
-GiB = 1024**3
-_UNITS = {"MB": 1000**2, "GB": GB, "TB": 1000**4, "MiB": 1024**2, "GiB": GiB, "TiB": 1024**4}
+from dsft.units import BYTES, GiB, KiB, plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +53,8 @@ class Machine:
     def __str__(self) -> str:
         device = "GPU" if self.has_gpu else "CPU rank"
         return (
-            f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.ranks_per_node}"
-            f" {device}{'s' * (self.ranks_per_node > 1)} of {self.device_bytes / GiB:.0f} GiB,"
-            f" {self.host_bytes / GiB:.0f} GiB host memory per node"
+            f"{plural(self.nodes, 'node')} x {plural(self.ranks_per_node, device)} of {self.device_bytes / GiB:.0f}"
+            f" GiB, {self.host_bytes / GiB:.0f} GiB host memory per node"
             + (f", {self.nvme_bytes / GiB:,.0f} GiB NVMe" if self.nvme_bytes else "")
             + (f", {self.memlock_bytes / GiB:.3g} GiB may be locked" if self.memlock_bytes is not None else "")
         )
@@ -72,9 +67,9 @@ def parse_bytes(text: str) -> int:
         UserError: for anything else; a unit is required.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
-    if not match or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise UserError([f"{text!r} is not a size; write a number and one of {', '.join(_UNITS)}, for example 80GB"])
-    return int(float(match[1]) * _UNITS[match[2]])
+    if not match or match[2] not in BYTES or float(match[1]) <= 0:
+        raise UserError([f"{text!r} is not a size; write a number and one of {', '.join(BYTES)}, for example 80GB"])
+    return int(float(match[1]) * BYTES[match[2]])
 
 
 def parse_gpus(text: str) -> tuple[int, int]:
@@ -171,8 +166,8 @@ def peak_resident_bytes() -> int:
     try:
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return int(line.split()[1]) * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KiB
+    return int(line.split()[1]) * KiB
 
 
 _earlier_peaks: dict[str, int] = {}

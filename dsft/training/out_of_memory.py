@@ -7,7 +7,8 @@ import torch
 
 from dsft.errors import UserError, one_line
 from dsft.planner.plan import Plan
-from dsft.runtime.hardware import GiB, Machine, peak_memory_bytes
+from dsft.runtime.hardware import Machine, peak_memory_bytes
+from dsft.units import GiB
 
 
 @contextlib.contextmanager

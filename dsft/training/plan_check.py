@@ -20,7 +20,8 @@ from transformers import TrainerCallback
 
 from dsft.planner.plan import Plan
 from dsft.runtime.console import say
-from dsft.runtime.hardware import GiB, has_gpu, peak_resident_bytes, set_back_peaks
+from dsft.runtime.hardware import has_gpu, peak_resident_bytes, set_back_peaks
+from dsft.units import GiB
 
 FIRST_STEPS = 3
 """Steps after which the first comparison is made; the first one compiles and allocates, and its time does not count."""

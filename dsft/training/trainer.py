@@ -27,9 +27,10 @@ from dsft.perplexity.windows import windows_of_sequences
 from dsft.planner.plan import Plan
 from dsft.runtime import preemption
 from dsft.runtime.distributed import max_over_ranks, sum_over_ranks
-from dsft.runtime.hardware import GiB, peak_memory_bytes
+from dsft.runtime.hardware import peak_memory_bytes
 from dsft.training.plan_check import PlanCheck
 from dsft.training.saving_trainer import SavingTrainer
+from dsft.units import GiB
 from dsft.watchdog import client as watchdog
 
 

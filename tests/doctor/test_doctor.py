@@ -41,8 +41,8 @@ from dsft.planner.speeds import speeds_of
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine
 from dsft.runtime.hostfile import read_hosts
+from dsft.units import GiB
 
-GiB = 1024**3
 SMI = "0, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, 0, 31\n1, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, [N/A], 30\n"
 
 

@@ -23,7 +23,8 @@ from dsft.planner.plan import NAMES, all_plans, candidate_names, choose, make_jo
 from dsft.planner.speeds import GPUS, gpu_name, parse_interconnect, speeds_of
 from dsft.planner.step_time import collective_seconds, flops_per_token
 from dsft.run_setup.preparation import Prepared, plan_run
-from dsft.runtime.hardware import GB, GiB, Machine, parse_bytes, parse_gpus, this_machine
+from dsft.runtime.hardware import Machine, parse_bytes, parse_gpus, this_machine
+from dsft.units import GB, GiB
 
 LLAMA_8B = {
     "vocab_size": 128256,

@@ -18,7 +18,8 @@ from dsft.planner.activations import activation_bytes
 from dsft.planner.model_states import state_terms
 from dsft.planner.plan import CONTEXT_BYTES, FRAGMENTATION, HOST_SHARE, overhead
 from dsft.planner.terms import Term, peak_bytes
-from dsft.runtime.hardware import GB, GiB, Machine
+from dsft.runtime.hardware import Machine
+from dsft.units import GB, GiB
 
 LLAMA2_7B = {
     "hidden_size": 4096,

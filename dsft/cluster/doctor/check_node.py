@@ -5,9 +5,8 @@ from typing import Any
 from dsft.cluster.doctor.facts import usable_gpus
 from dsft.cluster.doctor.findings import Finding, finding
 from dsft.runtime.versions import PACKAGES
+from dsft.units import GiB, KiB, MiB, plural
 
-GiB = 1024**3
-MiB = 1024**2
 SHARED_BYTES_PER_RANK = 256 * MiB
 """DeepSpeed's collectives on CPU take 66 MiB per rank, NCCL some 10 MiB per pair of GPUs, data loaders what a batch
 takes; Docker's default is 64 MiB in all.
@@ -122,7 +121,7 @@ def _slots(node: str, facts: dict[str, Any], slots: int) -> list[Finding]:
             finding(
                 "slots",
                 node,
-                f"slots={slots}, but there is no GPU and {cores} CPU core{'s' * (cores > 1)}",
+                f"slots={slots}, but there is no GPU and {plural(cores, 'CPU core')}",
                 f"write `{node} slots={cores}` or fewer into the host file",
             )
         ]
@@ -170,7 +169,7 @@ def _limits(node: str, facts: dict[str, Any]) -> list[Finding]:
             finding(
                 "locked-memory",
                 node,
-                f"ulimit -l is {locked // 1024} KiB, with InfiniBand ({', '.join(facts['network']['infiniband'])})",
+                f"ulimit -l is {locked // KiB} KiB, with InfiniBand ({', '.join(facts['network']['infiniband'])})",
                 "echo '* - memlock unlimited' >> /etc/security/limits.conf, and log in again (sshd and slurmd have"
                 " limits of their own)",
             )

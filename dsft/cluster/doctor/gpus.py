@@ -4,6 +4,8 @@ import shutil
 import subprocess
 from typing import Any
 
+from dsft.units import MiB
+
 QUERY = "index,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total,temperature.gpu"
 
 
@@ -37,8 +39,8 @@ def parse_gpus(text: str) -> dict[str, Any]:
             {
                 "index": _number(index),
                 "name": name,
-                "memory_bytes": _number(total) * 2**20,
-                "used_bytes": _number(used) * 2**20,
+                "memory_bytes": _number(total) * MiB,
+                "used_bytes": _number(used) * MiB,
                 "ecc_errors": _number(errors),
                 "celsius": _number(celsius),
             }

@@ -148,7 +148,7 @@ def examine_launched(*, argv: list[str], quick: bool, deliver: Callable[[Report]
         report.findings.append(
             finding(
                 "missing-ranks",
-                f"rank{'s' * (len(missing) > 1)} {_numbers(missing)}",
+                f"{'ranks' if len(missing) > 1 else 'rank'} {_numbers(missing)}",
                 f"did not come to {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {JOIN_SECONDS} s;"
                 f" there are {came}",
                 "does MASTER_ADDR lead to rank 0's host from every node, and no firewall drop MASTER_PORT? dsft doctor"

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from dsft.cluster.doctor.links import combine, pair_rates, partners, slow_keys
+from dsft.units import MiB
 
-MiB = 1024**2
 EXCHANGE_SECONDS = 0.12
 """Aimed at for one timed exchange; its size follows from a first small one, so that slow links do not take minutes."""
 FEWEST_BYTES, MOST_BYTES = MiB // 4, 32 * MiB

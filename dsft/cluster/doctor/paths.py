@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dsft.cluster.doctor.facts import cache_folders
+from dsft.units import MiB
 
-END_BYTES = 1024**2
+END_BYTES = MiB
 """Hashed of each end of a file: whole files of hundreds of GB would take minutes."""
 SEEN_SECONDS = 4.0
 """How long a file made on another node may take to show: network file systems keep what they know of a folder for

@@ -15,8 +15,8 @@ from dsft.cluster.doctor.findings import Finding, finding, join
 from dsft.cluster.doctor.sessions import Sessions
 from dsft.config.reader import read_flags, read_yaml
 from dsft.data.readers import is_path
+from dsft.units import GiB, plural
 
-GiB = 1024**3
 FEWEST_FREE_BYTES = GiB
 """Where the run's needs are not known."""
 
@@ -113,7 +113,7 @@ def check_content(source: str, seen: dict[str, dict[str, Any] | None], kind: str
     usual = Counter(prints.values()).most_common(1)[0][0]  # of equally many, the first node's
     odd = [node for node, content in prints.items() if content != usual]
     text = "; ".join(
-        f"{join([node for node in prints if prints[node] == content])}: {content[0]} file{'s' * (content[0] > 1)},"
+        f"{join([node for node in prints if prints[node] == content])}: {plural(content[0], 'file')},"
         f" {content[1]:,} bytes, hash {content[2]}"
         for content in dict.fromkeys(prints.values())
     )

@@ -16,8 +16,8 @@ from typing import Any
 from dsft.cluster.doctor.facts import usable_gpus
 from dsft.cluster.doctor.findings import Finding, finding, join
 from dsft.errors import UserError, one_line
+from dsft.units import GiB
 
-GiB = 1024**3
 STATE_BYTES = 12
 """In a checkpoint, per trained parameter, beside the weights: fp32 master, m and v of Adam."""
 
