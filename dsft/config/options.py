@@ -2,6 +2,9 @@
 
 They are values: nothing rewrites them. The decisions of a run give new options, each with its reason (`decide`).
 They are read in `reader.py`, and checked in `checks.py` and by `run_setup`.
+
+The text under each field is its help: `dsft train --help` and docs/reference.md are made from it, with one group for
+each class, headed by its docstring.
 """
 
 import dataclasses
@@ -15,10 +18,11 @@ HALF_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(kw_only=True)
 class ModelFields:
+    """Model: what is loaded, and how it computes."""
+
     model: str | None = None
-    """Hub id, local folder, or a `config.json` alone (random weights, seeded by `seed`; ZeRO-3 draws others than a
-    whole model).
-    """
+    """Hub id, local folder, or a `config.json` alone (random weights, seeded by `seed`; ZeRO-3 draws others than the
+    other stages)."""
     tokenizer: str | None = None
     """Hub id or folder; by default the model's own."""
     revision: str | None = None
@@ -33,6 +37,8 @@ class ModelFields:
 
 @dataclass(kw_only=True)
 class LoraFields:
+    """LoRA: adapters in place of all weights."""
+
     method: Literal["full", "lora", "qlora"] = "full"
     """full trains every weight; lora trains adapters; qlora trains adapters over a quantised base (GPU only)."""
     lora_r: int = 16
@@ -40,6 +46,7 @@ class LoraFields:
     lora_alpha: int = 32
     """Scale: adapters are multiplied by alpha / r (alpha / sqrt(r) with use_rslora)."""
     lora_dropout: float = 0.0
+    """Share of an adapter's inputs set to zero while training, from 0 to less than 1."""
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
     """Module names or name endings to adapt; all-linear takes every linear layer but the head."""
     lora_modules_to_save: list[str] = field(default_factory=list)
@@ -49,32 +56,31 @@ class LoraFields:
     use_rslora: bool = False
     """Rank-stabilised scale (arXiv 2312.03732)."""
     adapter: str | None = None
-    """Folder or hub id of an adapter to go on training; its own shape replaces the lora_* options."""
+    """Folder or hub id of an adapter to train further; its own shape replaces the lora_* options."""
     quantization_bits: Literal[4, 8] = 4
     """Bits of the base model's weights with method qlora (bitsandbytes)."""
 
 
 @dataclass(kw_only=True)
 class DataFields:
+    """Data: where it is, and how a row becomes tokens."""
+
     data: list[str] = field(default_factory=list)
     """Sources, each a file (txt, json, jsonl, csv, parquet, arrow, also .gz and .zst), a glob, a folder of files, or a
-    hub data set as NAME,
-    NAME:CONFIG or NAME:CONFIG:SPLIT."""
+    hub data set as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."""
     data_format: Literal["auto", "text", "prompt_completion", "messages", "sharegpt", "alpaca", "template"] = "auto"
-    """auto goes by the columns of each source, see dsft/data/formats.py."""
+    """auto goes by the columns of each source, see docs/data.md."""
     text_column: str = "text"
+    """Column that holds the text, for data_format text."""
     prompt_template: str | None = None
-    """With completion_template: a text with columns in braces that is given, such as "Question: {question}\\nAnswer:
-    ".
-    """
+    """With completion_template: a text with columns in braces that is given, such as
+    "Question: {question}\\nAnswer: "."""
     completion_template: str | None = None
-    """A text with columns in braces that is trained on, such as "{answer}"; without prompt_template it is laid end to
-    end as text.
-    """
+    """A text with columns in braces that is trained on, such as "{answer}"; without prompt_template the texts are
+    joined end to end."""
     chat_template: str | None = None
     """A Jinja file or a preset (chatml, llama3, gemma, plain) in place of the tokenizer's own; the final model keeps
-    it.
-    """
+    it."""
     data_name: str | None = None
     """Configuration of a hub data set that names none."""
     data_split: str = "train"
@@ -83,18 +89,18 @@ class DataFields:
     """Longest sequence, in tokens. Text is cut into windows of this length."""
     train_on: Literal["auto", "all", "answers", "last"] = "auto"
     """What is learnt: all tokens; completions and all turns of assistants; only the last of these turns. auto is all
-    for text, else answers.
-    """
+    for text, else answers."""
     too_long: Literal["truncate", "split", "drop", "error"] = "truncate"
     """What happens to a prompt and completion, or a chat, longer than seq_len; it is counted in run.json."""
     bad_rows: Literal["error", "drop"] = "error"
     """What happens to a row that cannot be used (no text, roles out of order ...); dropped ones are counted in
-    run.json.
-    """
+    run.json."""
 
 
 @dataclass(kw_only=True)
 class TrainDataFields(DataFields):
+    """Training data: what is held out, and how sequences form batches."""
+
     eval_data: list[str] = field(default_factory=list)
     """Held-out data, in the same form."""
     eval_split: str = "validation"
@@ -103,16 +109,13 @@ class TrainDataFields(DataFields):
     """Share of the rows of `data` held out (seeded) where eval_data is not given."""
     data_weights: list[float] = field(default_factory=list)
     """One for each entry of `data`: its share of the sequences of an epoch, which has as many as all sources
-    together.
-    """
+    together."""
     packing: bool = False
-    """Lay several samples into one row of seq_len tokens (best fit), where none sees another; batch sizes then count
-    rows.
-    """
+    """Put several samples into one row of seq_len tokens (best fit), where none sees another; batch sizes then count
+    rows."""
     batch_tokens: int | None = None
-    """Without packing: fill each forward of a rank with sequences of like length up to so many tokens, padding
-    included; replaces per_device_train_batch_size.
-    """
+    """Without packing: fill each forward of a rank with sequences of similar length up to so many tokens, padding
+    included; replaces per_device_train_batch_size."""
     streaming: bool = False
     """Read and tokenise while training and keep nothing on disk, for corpora larger than it; needs max_steps."""
     shuffle_buffer: int = 2_000
@@ -122,10 +125,36 @@ class TrainDataFields(DataFields):
 
 
 @dataclass(kw_only=True)
+class ZeroFields:
+    """ZeRO: how the states of training are sharded and offloaded."""
+
+    zero: str = "auto"
+    """auto (the planner's choice, see `dsft plan`), 0, 1, 2, 3, 2-offload, 3-offload-param, 3-offload-partial,
+    3-offload-optimizer, 3-offload, 3-hpz, 3-nvme, or the path of a DeepSpeed JSON."""
+    memory_check: bool = True
+    """Refuse to start what by prediction cannot fit."""
+
+
+@dataclass(kw_only=True)
+class StepFields:
+    """Training: steps, saving and resuming."""
+
+    global_batch_size: int | None = None
+    """Sequences per optimizer step over all ranks; sets gradient_accumulation_steps, and lets the plan choose
+    per_device_train_batch_size where that is not given."""
+    save_minutes: float | None = None
+    """A checkpoint at least every so many minutes, beside save_strategy."""
+    resume_weights_only: bool = False
+    """Take only the weights of resume_from_checkpoint: another optimizer, data or number of steps may follow, in a new
+    output_dir."""
+    overwrite: bool = False
+    """Replace the run that output_dir holds."""
+
+
+@dataclass(kw_only=True)
 class TimeoutFields:
-    """Seconds without progress after which a job of several ranks ends itself on all nodes, with the stacks of all
-    ranks.
-    """
+    """Time limits: seconds without progress after which a job of several ranks ends itself on all nodes, with the
+    stacks of all ranks."""
 
     start_timeout: float = 300.0
     """Until all ranks have met."""
@@ -140,27 +169,9 @@ class TimeoutFields:
 
 
 @dataclass(kw_only=True)
-class TrainConfig(ModelFields, LoraFields, TrainDataFields, TimeoutFields):
+class TrainConfig(ModelFields, LoraFields, TrainDataFields, ZeroFields, StepFields, TimeoutFields):
     """Everything a training run is told."""
 
-    zero: str = "auto"
-    """auto (the planner's choice, see `dsft plan`), 0, 1, 2, 3, 2-offload, 3-offload-param, 3-offload-partial,
-    3-offload-optimizer, 3-offload,
-    3-hpz, 3-nvme, or the path of a DeepSpeed JSON."""
-    memory_check: bool = True
-    """Refuse to start what by prediction cannot fit."""
-    global_batch_size: int | None = None
-    """Sequences per optimizer step over all ranks; sets gradient_accumulation_steps, and lets the plan choose
-    per_device_train_batch_size where that is not given.
-    """
-    save_minutes: float | None = None
-    """A checkpoint at least every so many minutes, beside save_strategy."""
-    resume_weights_only: bool = False
-    """Take only the weights of resume_from_checkpoint: another optimizer, data or number of steps may follow, in a new
-    output_dir.
-    """
-    overwrite: bool = False
-    """Replace the run that output_dir holds."""
     training: Mapping[str, Any] = field(default_factory=dict, metadata={"option": False})
     """The TrainingArguments fields that are set, by name."""
 
@@ -196,43 +207,35 @@ def decide(options: TrainConfig, decisions: Iterable[Decision]) -> TrainConfig:
 
 @dataclass(kw_only=True)
 class EvalConfig(ModelFields, DataFields, TimeoutFields):
-    """Everything a perplexity evaluation is told. Each entry of `data` is a data set of its own."""
+    """Evaluation: what is scored, and how. Each entry of `data` is a data set of its own."""
 
     model: list[str] = field(default_factory=list)
     """One or more of: hub id, folder, adapter's folder, run's folder, DeepSpeed checkpoint (also its global_step
-    folder), config.json.
-    """
+    folder), config.json."""
     mode: Literal["auto", "windows", "sliding", "rolling", "answers"] = "auto"
-    """What is scored, see dsft/perplexity/windows.py; auto is windows for text and answers for prompts with completions
-    and
-    chats.
-    """
+    """What is scored, see the README; auto is windows for text and answers for prompts with completions and chats."""
     stride: int | None = None
     """Tokens from one sliding window to the next; by default half of seq_len."""
     scope: Literal["corpus", "document"] = "corpus"
-    """Sliding windows over all documents laid end to end, or over each by itself."""
+    """Sliding windows over all documents joined end to end, or over each by itself."""
     bos: Literal["auto", "on", "off"] = "auto"
     """BOS token before each document: as the tokenizer does, always, or never."""
     separator: str = "eos"
-    """Between documents laid end to end: eos (the end token), none, or a text."""
+    """Between documents joined end to end: eos (the end token), none, or a text."""
     max_documents: int | None = None
     """Only the first so many documents of each data set."""
     zero: str = "auto"
     """0 holds one copy of the model per rank; 3 shards it over all ranks, 3-offload in host memory; a DeepSpeed JSON of
-    stage 3
-    may put parameters on NVMe; auto takes 0 where it fits."""
+    stage 3 may put parameters on NVMe; auto takes 0 where it fits."""
     batch_tokens: int | None = None
     """Tokens (padding included) per forward of one rank; by default 16384 on a GPU and 4096 on a CPU, whose caches are
-    small, or one window.
-    """
+    small, or one window."""
     verify: int = 0
     """So many random documents are scored once more the plain way (full logits, batch of one); the largest difference
-    is reported.
-    """
+    is reported."""
     output_dir: str | None = None
-    """Folder for perplexity.json and documents.parquet, and to continue from after an interruption; by default only the
-    screen.
-    """
+    """Folder for perplexity.json and documents.parquet, and to continue from after an interruption; by default results
+    are only printed."""
     seed: int = 42
     """Seed of the weights where the model is a config.json alone, and of the documents to verify."""
 
