@@ -1,41 +1,38 @@
-"""Reads dataclass fields from one YAML file and command-line flags, with the same names in both.
+"""Reads options from one YAML file and command-line flags, with the same names in both: one reader for all commands.
 
-Every value is checked against the field's type annotation. All problems are collected; nothing is raised here.
+Every value is checked against its field's type annotation, and all problems are collected. A flag given twice is one
+longer list where its field is a list, and a problem elsewhere; a YAML key given twice always is one.
 Reading never touches a model, a GPU or the network: that is `run_setup`.
 """
 
 import dataclasses
-import enum
-import json
 import os
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import TrainingArguments
 
 from dsft.config.checks import check_config
+from dsft.config.convert import BOOLEANS, convert, takes_list
 from dsft.config.options import TrainConfig
-from dsft.errors import nearest
+from dsft.errors import nearest, raise_if_any
 
 
 def read_config(cls: type, argv: Sequence[str], problems: list[str]) -> Any:
     """Reads the `cls` that `argv` (and its `--config FILE`) describe. A fault goes to `problems`."""
-    flags = read_flags(argv, problems)
-    path = flags.pop("config", None)
-    values = read_yaml(path, problems) if isinstance(path, str) else {}
-    if path is True:
-        problems.append("--config: needs the path of a YAML file")
-    return make_config(cls, values | flags, problems)
+    return make_config(cls, read_file_and_flags(argv, problems), problems)
 
 
 def make_config(cls: type, values: dict[str, Any], problems: list[str]) -> Any:
     """Makes the `cls` with these options by name, checked; faults go to `problems`."""
     dsft_types = field_types(cls)
-    all_types = field_types(cls, TrainingArguments) if cls is TrainConfig else dsft_types
+    all_types = dsft_types
+    if cls is TrainConfig:
+        from transformers import TrainingArguments  # takes seconds, and help needs none of it
+
+        all_types = field_types(cls, TrainingArguments)
     if values.get("resume_from_checkpoint") is True:  # the bare flag, and what transformers' own scripts take
         values = values | {"resume_from_checkpoint": "auto"}
     checked = check_values(values, all_types, problems)
@@ -64,16 +61,27 @@ def is_option(field: dataclasses.Field) -> bool:
     return field.init and field.metadata.get("option", True)
 
 
+def read_file_and_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
+    """Option -> value of `--config FILE` with all other flags over it, unchecked."""
+    flags = read_flags(argv, problems)
+    path = flags.pop("config", None)
+    if path is not None and not isinstance(path, str):
+        problems.append("--config: needs the path of one YAML file")
+    return (read_yaml(path, problems) if isinstance(path, str) else {}) | flags
+
+
 def read_yaml(path: str, problems: list[str]) -> dict[str, Any]:
     """The mapping in a YAML file; an unreadable or malformed file goes to `problems` with its line."""
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        loader = _Loader(Path(path).read_text(encoding="utf-8"))
+        content = loader.get_single_data()
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"--config {path}: cannot be read ({error})")
         return {}
     except yaml.YAMLError as error:
         problems.append(f"--config {path}: not valid YAML: {' '.join(str(error).split())}")
         return {}
+    problems += [f"--config {path}: {repeated}" for repeated in loader.repeated]
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -82,24 +90,108 @@ def read_yaml(path: str, problems: list[str]) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
+class _Loader(yaml.SafeLoader):
+    """PyYAML takes the last of several equal keys without a word; this loader notes them."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.repeated: list[str] = []
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            first = lines.setdefault(str(key.value), line)
+            if first != line:
+                self.repeated.append(f"line {line}: {key.value} stands in line {first} already; keep one")
+        return super().construct_mapping(node, deep)
+
+
+class Repeated(list):
+    """All values of a flag that is given more than once."""
+
+
 def read_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
     """`--key value`, `--key=value`, `--key a b` (a list) and bare `--key` (true), as strings, lists and True."""
-    flags: dict[str, Any] = {}
-    key = None
+    occurrences: dict[str, list[list[str]]] = {}
+    values: list[str] | None = None
     for word in argv:
         if word.startswith("--"):
             key, equals, value = word[2:].partition("=")
-            key = key.replace("-", "_")
-            flags[key] = value if equals else True
-        elif key is None:
+            values = [value] if equals else []
+            occurrences.setdefault(key.replace("-", "_"), []).append(values)
+        elif values is None:
             problems.append(f"argument {word!r} stands alone; options are written --key value")
-        elif flags[key] is True:
-            flags[key] = word
         else:
-            flags[key] = [*(flags[key] if isinstance(flags[key], list) else [flags[key]]), word]
+            values.append(word)
     # Every rank gets --local_rank=N from the deepspeed launcher, which also sets LOCAL_RANK.
-    flags.pop("local_rank", None)
-    return flags
+    occurrences.pop("local_rank", None)
+    return {key: _flag_value(lists) for key, lists in occurrences.items()}
+
+
+def _flag_value(lists: list[list[str]]) -> Any:
+    """The value of a flag from the words after each of its occurrences."""
+    if len(lists) > 1:
+        return Repeated(value for values in lists for value in values or [True])
+    (values,) = lists
+    return True if not values else values[0] if len(values) == 1 else values
+
+
+def split_flags(argv: Sequence[str], types_by_name: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """(words of `argv` that set the named fields, all other words in their order).
+
+    A switch takes no value but true or false, a list all words up to the next flag, any other field one word.
+    """
+    taken: list[str] = []
+    left: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        name, equals, _ = word.removeprefix("--").partition("=")
+        hint = types_by_name.get(name.replace("-", "_")) if word.startswith("--") else None
+        if hint is None:
+            left.append(word)
+            continue
+        taken.append(word)
+        is_list = takes_list(hint)
+        while not equals and words and not words[0].startswith("--"):
+            if hint is bool and words[0].lower() not in BOOLEANS:
+                break
+            taken.append(words.pop(0))
+            if not is_list:
+                break
+    return taken, left
+
+
+def read_options(cls: type, argv: Sequence[str], problems: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """(checked values of the fields of `cls` that flags in `argv` set, all other words)."""
+    types_by_name = field_types(cls)
+    taken, left = split_flags(argv, types_by_name)
+    return check_values(read_flags(taken, problems), types_by_name, problems), left
+
+
+def read_command(cls: type, argv: Sequence[str]) -> Any:
+    """The `cls` that the words of a command describe. Its fields that are not keyword-only are positional words.
+
+    Raises:
+        UserError: with every word that cannot be used and every required one that is missing.
+    """
+    problems: list[str] = []
+    values, left = read_options(cls, argv, problems)
+    fields = dataclasses.fields(cls)
+    positional = [field.name for field in fields if not field.kw_only and field.name not in values]
+    words = [word for word in left if not word.startswith("--")]
+    values |= dict(zip(positional, words, strict=False))
+    known = field_types(cls)
+    problems += [
+        f"{word}: unknown option{nearest(word, ('--' + name for name in known))}" for word in left if word not in words
+    ]
+    problems += [f"{word}: one word too many" for word in words[len(positional) :]]
+    if not problems:
+        required = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
+        problems += [f"{name}: missing" for name in required if name not in values]
+    raise_if_any(problems)
+    return cls(**values)
 
 
 def check_values(values: Mapping[str, Any], types_by_name: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -109,118 +201,11 @@ def check_values(values: Mapping[str, Any], types_by_name: Mapping[str, Any], pr
         if key not in types_by_name:
             problems.append(f"{key}: unknown key{nearest(key, types_by_name)}")
             continue
+        if isinstance(value, Repeated) and not takes_list(types_by_name[key]):
+            problems.append(f"--{key} is given {len(value)} times ({', '.join(map(str, value))}); keep one")
+            continue
         try:
             checked[key] = convert(value, types_by_name[key])
         except ValueError as error:
-            problems.append(f"{key}: {error}")
+            problems.append(f"{key}: {'needs a value: ' if value is True else ''}{error}")
     return checked
-
-
-def convert(value: Any, hint: Any) -> Any:
-    """`value` (a YAML value or a flag's string) as the type `hint`.
-
-    Raises:
-        ValueError: saying what was found and what is allowed.
-    """
-    if hint is Any:
-        return value
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return _convert_union(value, arguments)
-    if origin is typing.Literal:
-        for choice in arguments:
-            # The type too: Literal[False] must not take a 0, nor Literal[0] a False.
-            if type(value) is type(choice) and value == choice:
-                return choice
-            if isinstance(value, str) and value == str(choice):
-                return choice
-        raise ValueError(
-            f"{value!r} is none of {', '.join(map(str, arguments))}{nearest(str(value), map(str, arguments))}"
-        )
-    if origin in (list, Sequence):
-        items = value if isinstance(value, list) else [value]
-        return [convert(item, arguments[0] if arguments else Any) for item in items]
-    if origin is dict or hint is dict:
-        return _convert_dict(value)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return _convert_enum(value, hint)
-    if hint in _SCALARS:
-        return _SCALARS[hint](value)
-    if hint is type(None):
-        if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
-            return None
-        raise ValueError(f"{value!r} is not null")
-    raise ValueError(f"cannot be set from a file or a flag ({hint})")
-
-
-def _convert_union(value: Any, members: tuple) -> Any:
-    enums = [member for member in members if isinstance(member, type) and issubclass(member, enum.Enum)]
-    if enums and value is not None:
-        return _convert_enum(value, enums[0])  # `IntervalStrategy | str`: the enumeration is the law
-    # A string fits `str` always and a list of one nearly always, so these come last.
-    members = sorted(members, key=lambda member: (typing.get_origin(member) is list, member is str, member is float))
-    errors = []
-    for member in members:
-        try:
-            return convert(value, member)
-        except ValueError as error:
-            if member is not type(None):
-                errors.append(str(error))
-    raise ValueError("; ".join(dict.fromkeys(errors)))
-
-
-def _convert_enum(value: Any, hint: type[enum.Enum]) -> str:
-    choices = [str(member.value) for member in hint]
-    # YAML reads a bare `no` as false.
-    text = "no" if value is False else str(getattr(value, "value", value))
-    if text not in choices:
-        raise ValueError(f"{text!r} is none of {', '.join(choices)}{nearest(text, choices)}")
-    return text
-
-
-def _convert_dict(value: Any) -> dict:
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{value!r} is not a mapping")
-    return value
-
-
-def _convert_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    if isinstance(value, str) and value.lower() in words:
-        return words[value.lower()]
-    raise ValueError(f"{value!r} is not true or false")
-
-
-def _convert_int(value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
-        return int(value)
-    raise ValueError(f"{value!r} is not a whole number")
-
-
-def _convert_float(value: Any) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, str):
-        try:
-            return float(value)  # also YAML's `1e-4`, which PyYAML reads as a string
-        except ValueError:
-            pass
-    raise ValueError(f"{value!r} is not a number")
-
-
-def _convert_str(value: Any) -> str:
-    if isinstance(value, (dict, list)) or value is None or isinstance(value, bool):
-        raise ValueError(f"{value!r} is not a text value")
-    return str(value)
-
-
-_SCALARS = {bool: _convert_bool, int: _convert_int, float: _convert_float, str: _convert_str}

@@ -1,54 +1,21 @@
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 import pytest
 from transformers import TrainingArguments
 
-from dsft.config.reader import check_values, convert, field_types, read_flags, read_yaml
-
-
-@pytest.mark.parametrize(
-    ("value", "hint", "expected"),
-    [
-        ("1e-4", float, 1e-4),
-        (3, float, 3.0),
-        ("7", int, 7),
-        ("-7", int, -7),
-        ("true", bool, True),
-        ("no", bool, False),
-        ("none", int | None, None),
-        ("a", list[str], ["a"]),
-        (["a", "b"], list[str], ["a", "b"]),
-        ("x", str | list[str], "x"),
-        ('{"a": 1}', dict | str, {"a": 1}),
-        (4, Literal[4, 8], 4),
-        ("8", Literal[4, 8], 8),
-        ("3", str, "3"),
-        (3, str, "3"),
-    ],
+from dsft.cluster.launch.options import LaunchOptions
+from dsft.config.options import TrainConfig
+from dsft.config.reader import (
+    check_values,
+    field_types,
+    read_command,
+    read_config,
+    read_flags,
+    read_yaml,
+    split_flags,
 )
-def test_values_of_files_and_flags_take_the_field_s_type(value, hint, expected):
-    assert convert(value, hint) == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "hint"),
-    [
-        ("1.5", int),
-        (1.5, int),
-        (True, int),
-        ("x", float),
-        (1, bool),
-        ("maybe", bool),
-        ("5", Literal[4, 8]),
-        ({}, str),
-        (None, str),
-        ([1], str),
-        ("{", dict),
-    ],
-)
-def test_wrong_types_are_refused(value, hint):
-    with pytest.raises(ValueError):
-        convert(value, hint)
+from dsft.errors import UserError
 
 
 def test_every_training_argument_can_be_set_by_its_own_name_and_default():
@@ -79,11 +46,94 @@ def test_enumerations_name_the_choices_and_the_nearest():
 
 def test_flags_come_as_words_pairs_lists_and_switches():
     problems: list[str] = []
-    found = read_flags(
+    flags = read_flags(
         ["stray", "--a", "1", "--b=2", "--c", "x", "y", "--d", "--local_rank=0", "--lora-r", "4"], problems
     )
-    assert found == {"a": "1", "b": "2", "c": ["x", "y"], "d": True, "lora_r": "4"}
+    assert flags == {"a": "1", "b": "2", "c": ["x", "y"], "d": True, "lora_r": "4"}
     assert len(problems) == 1 and "'stray'" in problems[0]
+
+
+def test_a_flag_given_twice_is_one_list_where_its_field_is_a_list_and_a_problem_elsewhere():
+    problems: list[str] = []
+    flags = read_flags(
+        ["--data", "a", "b", "--seq_len", "8", "--data=c", "--seq-len", "9", "--packing", "--packing", "false"],
+        problems,
+    )
+    checked = check_values(flags, field_types(TrainConfig), problems)
+    assert checked == {"data": ["a", "b", "c"]}
+    assert problems == [
+        "--seq_len is given 2 times (8, 9); keep one",
+        "--packing is given 2 times (True, false); keep one",
+    ]
+    problems.clear()
+    read_config(TrainConfig, ["--config", "a.yaml", "--config", "b.yaml"], problems)
+    assert "--config: needs the path of one YAML file" in problems
+
+
+def test_a_key_that_stands_twice_in_a_file_is_named_with_its_lines(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("seq_len: 8\ndata: x\nfsdp_config:\n  a: 1\n  a: 2\nseq_len: 9\n")
+    problems: list[str] = []
+    assert read_yaml(str(path), problems)["data"] == "x"
+    assert sorted(problems) == [
+        f"--config {path}: line 5: a stands in line 4 already; keep one",
+        f"--config {path}: line 6: seq_len stands in line 1 already; keep one",
+    ]
+
+
+def test_a_command_takes_its_own_options_from_among_the_others():
+    """A switch takes no word but true or false, so that the word behind it stays where it is."""
+    taken, left = split_flags(
+        [
+            "train",
+            "--no_ssh",
+            "--num-gpus",
+            "2",
+            "--packing",
+            "--slurm",
+            "false",
+            "--data",
+            "a",
+            "b",
+            "--dry_run=true",
+            "--hostfile",
+        ],
+        field_types(LaunchOptions),
+    )
+    assert taken == ["--no_ssh", "--num-gpus", "2", "--slurm", "false", "--dry_run=true", "--hostfile"]
+    assert left == ["train", "--packing", "--data", "a", "b"]
+
+
+@dataclass
+class Copy:
+    source: str
+    out: str
+    _: KW_ONLY
+    dtype: Literal["auto", "float32"] = "auto"
+    parts: list[int] = field(default_factory=list)
+
+
+def test_words_of_a_command_may_stand_before_between_and_after_its_flags():
+    expected = Copy("a", "b", dtype="float32")
+    for line in ("a b --dtype float32", "a --dtype float32 b", "--dtype=float32 a b"):
+        assert read_command(Copy, line.split()) == expected
+    assert read_command(Copy, ["a", "b", "--parts", "1", "2", "--parts", "3"]).parts == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("a", ["out: missing"]),
+        ("a b c", ["c: one word too many"]),
+        ("a b --dtyp float32", ["--dtyp: unknown option; did you mean '--dtype'?", "float32: one word too many"]),
+        ("a b --dtype double --parts x", ["dtype: 'double' is none of auto, float32", "parts: 'x' is not a whole"]),
+    ],
+)
+def test_a_command_names_every_word_it_cannot_use(line, named):
+    with pytest.raises(UserError) as error:
+        read_command(Copy, line.split())
+    assert len(error.value.problems) == len(named)
+    assert all(problem.startswith(start) for problem, start in zip(error.value.problems, named, strict=True))
 
 
 def test_yaml_faults_name_file_and_line(tmp_path):

@@ -122,7 +122,10 @@ def test_accelerate_gets_the_script_and_this_nodes_number():
         (["--hostfile", "hostfiles/2x8"], "'nothing' stands where train or eval is expected"),
         (["--hostfile", "./nowhere", "train"], "--hostfile ./nowhere: there is no such file"),
         (["--hostfile", "hostfiles/2x8", "--nodes", "2", "train"], "--hostfile and --nodes: one way"),
-        (["--nodes", "two", "train"], "--nodes two: needs a number"),
+        (["--nodes", "two", "train"], "nodes: 'two' is not a whole number"),
+        (["--nodes=-1", "train"], "nodes=-1: needs a number of 0 or more"),
+        (["--hostfile"], "hostfile: needs a value"),
+        (["--nodes", "2", "--nodes", "3", "train"], "--nodes is given 2 times (2, 3); keep one"),
         (["--nodes", "2", "train"], "set --master_addr or MASTER_ADDR"),
         (
             ["--nodes", "2", "--node_rank", "2", "--master_addr", "n0", "train"],

@@ -13,7 +13,7 @@ from typing import Any
 
 from dsft.cluster.doctor.findings import Finding, finding, join
 from dsft.cluster.doctor.sessions import Sessions
-from dsft.config.reader import read_flags, read_yaml
+from dsft.config.reader import read_file_and_flags
 from dsft.data.readers import is_path
 from dsft.units import GiB, plural
 
@@ -39,9 +39,7 @@ def read_run_files(argv: list[str]) -> RunFiles | None:
     if not argv:
         return None
     problems: list[str] = []  # said by the plan, or by training itself
-    flags = read_flags(argv, problems)
-    path = flags.pop("config", None)
-    values = (read_yaml(path, problems) if isinstance(path, str) else {}) | flags
+    values = read_file_and_flags(argv, problems)
     words = {
         key: _words(values.get(key))
         for key in ("data", "eval_data", "model", "tokenizer", "adapter", "output_dir", "zero")

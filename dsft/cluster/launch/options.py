@@ -5,7 +5,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dsft.errors import UserError
+from dsft.config.reader import read_options
+from dsft.errors import raise_if_any
 
 MODULES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
 WAYS = ("hostfile", "nodes", "slurm", "accelerate")
@@ -14,13 +15,14 @@ WAYS = ("hostfile", "nodes", "slurm", "accelerate")
 
 @dataclass(kw_only=True)
 class LaunchOptions:
-    """Without a way to other nodes (hostfile, nodes, slurm, accelerate): all GPUs of this machine."""
+    """Ranks: how they are started; without hostfile, nodes, slurm or accelerate on all GPUs of this machine."""
 
     hostfile: str | None = None
     """DeepSpeed's host file; `deepspeed` starts the ranks through pdsh and ssh from here."""
     include: str | None = None
     """Hosts and GPUs of the host file to use, as DeepSpeed writes it: node-0@node-1:0,2"""
     exclude: str | None = None
+    """Hosts and GPUs of the host file to leave out, in the same form."""
     num_nodes: int | None = None
     """Only the first so many hosts of the host file."""
     num_gpus: int | None = None
@@ -29,12 +31,10 @@ class LaunchOptions:
     """With a host file: the same command is given on every node, and nothing goes through ssh."""
     nodes: int | None = None
     """So many nodes without a host file: the same command is given on every node, `torchrun` starts the ranks
-    (Kubernetes).
-    """
+    (Kubernetes)."""
     node_rank: int | None = None
     """Number of this node, from 0; by default from NODE_RANK or RANK, else by its place in the host file, else as
-    torchrun decides.
-    """
+    torchrun decides."""
     slurm: bool = False
     """Inside sbatch or salloc: one srun task on each node of the allocation, `torchrun` in each."""
     accelerate: str | None = None
@@ -46,19 +46,15 @@ class LaunchOptions:
     dry_run: bool = False
     """Print the command and stop."""
     no_preflight: bool = False
-    """Start without looking at the nodes first (see `dsft doctor`)."""
+    """Start without a look at the nodes first (see `dsft doctor`)."""
     max_restarts: int = 0
     """So often a training that failed is started again from its last checkpoint; not after an error of the options, nor
-    after Ctrl-C.
-    """
+    after Ctrl-C."""
 
     @property
     def way(self) -> str:
         """How the ranks are started: "local", or one of WAYS."""
         return next((name for name in WAYS if getattr(self, name)), "local")
-
-
-_FIELDS = {field.name: field for field in dataclasses.fields(LaunchOptions)}
 
 
 def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
@@ -69,37 +65,16 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
         UserError: for an unknown word before train or eval, a value that is none, or two ways at once.
     """
     problems: list[str] = []
-    options, words = _take(argv, problems)
+    values, words = read_options(LaunchOptions, argv, problems)
+    options = LaunchOptions(**values)
     if not words or words[0] not in MODULES:
-        unknown = words[0] if words else "nothing"
         problems.append(
-            f"dsft launch: {unknown!r} stands where train or eval is expected; before them stand only"
-            f" {', '.join('--' + name for name in _FIELDS)}"
+            f"dsft launch: {(words or ['nothing'])[0]!r} stands where train or eval is expected; before them"
+            f" stand only {', '.join('--' + field.name for field in dataclasses.fields(LaunchOptions))}"
         )
     _check(options, problems)
-    if problems:
-        raise UserError(problems)
+    raise_if_any(problems)
     return options, words[0], words[1:]
-
-
-def _take(argv: list[str], problems: list[str]) -> tuple[LaunchOptions, list[str]]:
-    """The launcher's options out of `argv`, and the words that are left."""
-    options, left, words = LaunchOptions(), [], iter(argv)
-    for word in words:
-        name, sign, value = word.partition("=")
-        key = name.removeprefix("--").replace("-", "_")
-        if not name.startswith("--") or key not in _FIELDS:
-            left.append(word)
-        elif _FIELDS[key].type is bool:
-            setattr(options, key, value.lower() not in ("false", "0", "no") if sign else True)
-        else:
-            value = value if sign else next(words, "")
-            is_number = "int" in str(_FIELDS[key].type)
-            if not value or (is_number and not value.isdigit()):
-                problems.append(f"--{key} {value}: needs {'a number of 0 or more' if is_number else 'a value'}")
-                continue
-            setattr(options, key, int(value) if is_number else value)
-    return options, left
 
 
 def _check(options: LaunchOptions, problems: list[str]) -> None:
@@ -111,6 +86,9 @@ def _check(options: LaunchOptions, problems: list[str]) -> None:
             problems.append(f"--{name} chooses from a host file; --{options.way} takes its nodes from elsewhere")
     if options.no_ssh and not (options.hostfile or options.nodes):
         problems.append("--no_ssh: name the nodes, with --hostfile, or --nodes N and MASTER_ADDR")
+    for name in ("num_nodes", "num_gpus", "nodes", "node_rank", "master_port", "max_restarts"):
+        if (getattr(options, name) or 0) < 0:
+            problems.append(f"{name}={getattr(options, name)}: needs a number of 0 or more")
     for key in ("hostfile", "accelerate"):
         path = getattr(options, key)
         if path and not os.path.isfile(path):

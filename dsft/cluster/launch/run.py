@@ -17,6 +17,7 @@ from dsft.cluster.launch.commands import build_command, hosts_of, shown
 from dsft.cluster.launch.environment import SSH_OPTIONS, forwarded, write_env_file
 from dsft.cluster.launch.options import MODULES, LaunchOptions, read_launch
 from dsft.cluster.launch.preflight import examine_first
+from dsft.config.reader import split_flags
 from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_UNSAVED, EXIT_USER_ERROR
 from dsft.runtime.distributed import free_port
 from dsft.runtime.hardware import has_gpu
@@ -158,9 +159,9 @@ def launch(argv: list[str]) -> int:
     if not (options.no_preflight or options.dry_run):
         examine_first(options, script)
     for attempt in range(options.max_restarts + 1):
-        # An evaluation resumes by itself.
-        again = ["--resume_from_checkpoint", "auto"] if attempt and name == "train" else []
-        command = build_command(options, name, script + again)
+        if attempt and name == "train":  # an evaluation resumes by itself
+            script = [*split_flags(script, {"resume_from_checkpoint": str})[1], "--resume_from_checkpoint", "auto"]
+        command = build_command(options, name, script)
         print("dsft: " + shlex.join(shown(command)), flush=True)
         if options.dry_run:
             return 0
