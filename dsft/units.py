@@ -1,9 +1,18 @@
-"""Bytes and plurals as dsft writes them."""
+"""Bytes and plurals as dsft writes them, and the width that rows of tokens are padded to."""
+
+from typing import Any
 
 KiB, MiB, GiB, TiB = 1024, 1024**2, 1024**3, 1024**4
 MB, GB, TB = 1000**2, 1000**3, 1000**4
 BYTES = {"MB": MB, "GB": GB, "TB": TB, "MiB": MiB, "GiB": GiB, "TiB": TiB}
 """Unit as users may write it -> its bytes."""
+PADDED_MULTIPLE = 8
+"""Rows are padded to a multiple of this: what matrix units like."""
+
+
+def padded_width(length: Any) -> Any:
+    """Round `length` tokens (a number, or an array of them) up to the width that a batch computes."""
+    return -(-length // PADDED_MULTIPLE) * PADDED_MULTIPLE
 
 
 def in_gib(num_bytes: float) -> str:

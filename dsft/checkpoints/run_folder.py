@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dsft.checkpoints.manifest import MANIFEST, checkpoints, clean_up, integrity_errors, last_good
 from dsft.errors import UserError, raise_if_any
+from dsft.runtime.disk import write_json
 
 FINAL = "final"
 
@@ -143,13 +144,6 @@ def is_finished(checkpoint: str, training: dict[str, Any]) -> bool:
     if training.get("max_steps", -1) > 0:
         return state["global_step"] >= training["max_steps"]
     return (state["epoch"] or 0) >= training.get("num_train_epochs", 3.0)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write beside and rename, so that a reader or a crash never sees half a file."""
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
-    os.replace(beside, path)
 
 
 def write_run(output_dir: str, **sections: Any) -> None:

@@ -13,10 +13,9 @@ import torch
 
 from dsft.data.packing import PackedRows, positions
 from dsft.data.sequences import IGNORED, Sequence, Sequences
+from dsft.units import padded_width
 
 BLANK: Sequence = {"input_ids": np.zeros(1, np.int64), "labels": np.full(1, IGNORED)}
-MULTIPLE = 8
-"""Rows are padded to a multiple of this: what matrix units like."""
 GROUPED_STEPS = 50
 """Sequences of like length are looked for among those of so many steps, as transformers' own LengthGroupedSampler does
 (trainer_pt_utils.py).
@@ -104,12 +103,7 @@ def padding_share(order: list[int], lengths: np.ndarray, batch: int) -> float:
     held = np.append(lengths, np.zeros(max(order) + 1 - len(lengths), lengths.dtype))[order].reshape(
         -1, batch
     )  # blank items have none
-    return float(1 - held.sum() / (width(np.maximum(held.max(1), 1)) * batch).sum())
-
-
-def width(length: Any) -> Any:
-    """`length` (a number, or an array of them) as it is padded."""
-    return -(-length // MULTIPLE) * MULTIPLE
+    return float(1 - held.sum() / (padded_width(np.maximum(held.max(1), 1)) * batch).sum())
 
 
 class Collator:
@@ -125,7 +119,7 @@ class Collator:
 
     def __call__(self, items: list[Sequence] | list[list[Sequence]]) -> dict[str, torch.Tensor]:
         sequences = [one for item in items for one in (item if isinstance(item, list) else [item])]
-        shape = (len(sequences), width(max(len(one["input_ids"]) for one in sequences)))
+        shape = (len(sequences), padded_width(max(len(one["input_ids"]) for one in sequences)))
         ids_BT = torch.full(shape, self.pad_token_id, dtype=torch.long)
         mask_BT = torch.zeros(shape, dtype=torch.long)
         labels_BT = torch.full(shape, IGNORED, dtype=torch.long)
@@ -151,7 +145,7 @@ class PackedCollator:
         self.pad_token_id, self.flash = pad_token_id, flash
 
     def __call__(self, groups: list[list[Sequence]]) -> dict[str, Any]:
-        longest = width(max(sum(len(one["input_ids"]) for one in group) for group in groups))
+        longest = padded_width(max(sum(len(one["input_ids"]) for one in group) for group in groups))
         rows = [self._row(group, longest) for group in groups]
         if self.flash:
             lengths = [length for _, _, row_lengths in rows for length in row_lengths]

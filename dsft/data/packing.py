@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from dsft.data.sequences import Sequence, Sequences
 from dsft.errors import one_line
 from dsft.models.size import empty_model
+from dsft.units import padded_width
 
 
 def best_fit(lengths: np.ndarray, room: int) -> list[np.ndarray]:
@@ -71,7 +72,7 @@ def batches_by_token_budget(lengths: np.ndarray, tokens: int) -> list[np.ndarray
     for index in np.argsort(-lengths, kind="stable").tolist():
         if not batches or (len(batches[-1]) + 1) * width > tokens:
             batches.append([])
-            width = -(-int(lengths[index]) // 8) * 8
+            width = padded_width(int(lengths[index]))
         batches[-1].append(index)
     return [np.array(batch) for batch in batches]
 

@@ -33,6 +33,7 @@ from dsft.data.sources import Batch, Source
 from dsft.data.token_store import FACTS, Store, StoreWriter
 from dsft.data.tokenization import FormatRules, Tokens, tokenise
 from dsft.errors import UserError, one_line
+from dsft.runtime.disk import user_cache
 from dsft.runtime.hardware import cpu_count
 from dsft.watchdog import client as watchdog
 
@@ -66,7 +67,7 @@ def cache_folder(config: Any) -> Path:
     """`data_cache`, else `dsft/data` in the user's cache."""
     if config.data_cache:
         return Path(config.data_cache).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsft" / "data"
+    return user_cache() / "data"
 
 
 def fingerprint(

@@ -31,6 +31,7 @@ from dsft.models.size import load_model_config
 from dsft.models.tokenizer import split_tokens
 from dsft.runtime import distributed
 from dsft.runtime.hardware import has_gpu
+from dsft.units import padded_width
 
 CHECKED_ROWS = 50
 """Of each source, read and tokenised before anything else is done."""
@@ -256,7 +257,7 @@ def load_training_data(
         )
     if config.batch_tokens:
         batches = PackedRows(sequences, batches_by_token_budget(sequences.lengths, config.batch_tokens))
-        widths = np.array([-(-sequences.lengths[group].max() // 8) * 8 * len(group) for group in batches.groups])
+        widths = np.array([padded_width(sequences.lengths[group].max()) * len(group) for group in batches.groups])
         counts |= {
             "filled_batches": len(batches),
             "padding_share": round(float(1 - sequences.lengths.sum() / widths.sum()), 4),

@@ -27,7 +27,7 @@ from dsft.models.build import adapter_base, build_model, described_in, is_bare_c
 from dsft.models.size import ModelSize, load_model_config, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.perplexity.resume import PartialResults, fingerprint, model_hash
-from dsft.perplexity.scoring import Perplexity, evaluate_windows, width
+from dsft.perplexity.scoring import Perplexity, evaluate_windows
 from dsft.perplexity.windows import Windows, build_windows
 from dsft.planner.evaluation_plan import (
     DEFAULT_BATCH_TOKENS,
@@ -40,6 +40,7 @@ from dsft.planner.speeds import speeds_of
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine, has_gpu, peak_memory_bytes
 from dsft.runtime.versions import versions
+from dsft.units import padded_width
 from dsft.watchdog import client as watchdog
 
 
@@ -258,7 +259,7 @@ def _evaluate_one(
 ) -> Evaluation:
     config = candidate.config
     names = ("seq_len", "stride", "scope", "bos", "separator", "max_documents", "attn_implementation", "too_long")
-    batch_tokens = config.batch_tokens or max(width(config.seq_len), DEFAULT_BATCH_TOKENS[has_gpu()])
+    batch_tokens = config.batch_tokens or max(padded_width(config.seq_len), DEFAULT_BATCH_TOKENS[has_gpu()])
     options = {name: getattr(config, name) for name in names} | {
         "dtype": dtype,
         "mode": windows.mode,

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from datasets import Dataset, concatenate_datasets
 
-from dsft.checkpoints.run_folder import write_json
 from dsft.perplexity.evaluation import Evaluation
 from dsft.runtime.console import print_table
+from dsft.runtime.disk import write_json
 from dsft.runtime.hardware import this_machine
 from dsft.units import GiB
 

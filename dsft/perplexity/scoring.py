@@ -25,6 +25,7 @@ from dsft.errors import TrainingStopped
 from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead
 from dsft.perplexity.windows import Windows
 from dsft.runtime.distributed import sum_over_ranks
+from dsft.units import padded_width
 from dsft.watchdog import client as watchdog
 
 
@@ -94,16 +95,11 @@ def form_batches(lengths: np.ndarray, batch_tokens: int) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     batches: list[list[int]] = []
     for index in order:
-        if batches and width(lengths[batches[-1][0]]) * (len(batches[-1]) + 1) <= batch_tokens:
+        if batches and padded_width(lengths[batches[-1][0]]) * (len(batches[-1]) + 1) <= batch_tokens:
             batches[-1].append(index)
         else:
             batches.append([index])
     return batches
-
-
-def width(length: int) -> int:
-    """Padded length of a batch whose longest window feeds `length` tokens: a multiple of 8."""
-    return max(8, -(-int(length) // 8) * 8)
 
 
 @torch.no_grad()
@@ -190,7 +186,7 @@ def _collate(windows: Windows, batch: list[int], pad_token_id: int) -> dict[str,
     """input_ids and targets, [B, T], padded on the right: no token sees what comes after it, so no attention mask is
     needed.
     """
-    shape = (len(batch), width(windows.lengths[batch[0]]))
+    shape = (len(batch), padded_width(windows.lengths[batch[0]]))
     ids_BT, targets_BT = np.full(shape, pad_token_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
     for row, window in enumerate(batch):
         ids, targets = windows.inputs_and_targets(window)

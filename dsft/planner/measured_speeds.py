@@ -21,10 +21,10 @@ import torch
 import torch.multiprocessing as multiprocessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dsft.checkpoints.run_folder import write_json
 from dsft.planner.measured_links import with_links
 from dsft.planner.speeds import Speeds
 from dsft.planner.step_time import ADAM_BYTES
+from dsft.runtime.disk import write_json
 from dsft.runtime.distributed import device, free_port, max_over_ranks, start_ranks, wait_for_all
 from dsft.runtime.hardware import Machine
 from dsft.units import MiB

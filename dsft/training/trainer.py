@@ -22,7 +22,7 @@ from dsft.data.sequences import Sequences
 from dsft.data.streaming import Stream
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
-from dsft.perplexity.scoring import evaluate_windows, width
+from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.planner.plan import Plan
 from dsft.runtime import preemption
@@ -30,7 +30,7 @@ from dsft.runtime.distributed import max_over_ranks, sum_over_ranks
 from dsft.runtime.hardware import peak_memory_bytes
 from dsft.training.plan_check import PlanCheck
 from dsft.training.saving_trainer import SavingTrainer
-from dsft.units import GiB
+from dsft.units import GiB, padded_width
 from dsft.watchdog import client as watchdog
 
 
@@ -100,7 +100,7 @@ class PerplexityTrainer(SavingTrainer):
                 pad_token_id=self.processing_class.pad_token_id,
                 device=self.args.device,
                 collective_forward=is_deepspeed_zero3_enabled(),
-                batch_tokens=self.args.per_device_eval_batch_size * width(windows.lengths.max()),
+                batch_tokens=self.args.per_device_eval_batch_size * padded_width(windows.lengths.max()),
                 progress=self.is_world_process_zero() and not self.args.disable_tqdm,
             )
         metrics = {

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from tiny import ARCHITECTURES, GATED
 
 from dsft.config.options import TrainConfig
-from dsft.data.batches import Collator, EpochSampler, PackedCollator, PaddedToFullSteps, padding_share, width
+from dsft.data.batches import Collator, EpochSampler, PackedCollator, PaddedToFullSteps, padding_share
 from dsft.data.packing import batches_by_token_budget, best_fit, isolation_problem
 from dsft.data.sequences import IGNORED, sequence
 from dsft.data.training_data import try_packing
+from dsft.units import padded_width
 
 
 @settings(max_examples=200, deadline=None)
@@ -38,7 +39,7 @@ def test_batches_filled_by_tokens_hold_every_sequence_once_and_at_most_so_many_t
     lengths = np.array(lengths)
     batches = batches_by_token_budget(lengths, 128)
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
-    assert all(len(batch) * width(lengths[batch].max()) <= 128 for batch in batches)
+    assert all(len(batch) * padded_width(lengths[batch].max()) <= 128 for batch in batches)
 
 
 def random_sequences(vocab: int, lengths: list[int], seed: int = 0) -> list[dict]:

@@ -28,9 +28,10 @@ from dsft.models.chunked_head import ChunkedHead
 from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity import scoring
 from dsft.perplexity.evaluation import evaluate
-from dsft.perplexity.scoring import evaluate_windows, form_batches, width
+from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import build_windows, rolling_spans, sliding_spans, windows_of_sequences, words_in
 from dsft.runtime.hardware import default_ranks
+from dsft.units import padded_width
 
 MODES = [
     {"mode": "windows"},
@@ -81,7 +82,7 @@ def test_batches_take_each_window_once_and_keep_the_budget():
     lengths = np.array([5, 300, 7, 7, 64, 1, 12])
     batches = form_batches(lengths, 64)
     assert sorted(index for batch in batches for index in batch) == list(range(7))
-    assert all(len(batch) == 1 or width(max(lengths[batch])) * len(batch) <= 64 for batch in batches)
+    assert all(len(batch) == 1 or padded_width(max(lengths[batch])) * len(batch) <= 64 for batch in batches)
 
 
 @pytest.mark.parametrize("length", [2, 3, 7, 50])
