@@ -200,13 +200,13 @@ def finetune(config: TrainConfig, problems: list[str] | None = None) -> Perplexi
             f" {trainer.saves.largest_bytes / 1e9:.3g} GB"
         )
     if distributed.rank() == 0:
-        results = {
-            "train_loss": output.training_loss,
-            "seconds": seconds,
-            "final_model": str(final),
-        } | trainer.results()
+        results = {"train_loss": output.training_loss, "seconds": seconds, "final_model": str(final)}
+        results |= trainer.results()
         write_run(output_dir, results=results, status="done", data=data.counts)  # of a stream they are known only now
-        (final / CARD).write_text(model_card(read_run(output_dir)), encoding="utf-8")
+        (final / CARD).write_text(
+            model_card(read_run(output_dir), data=shown(data.counts), held_out=shown(data.held_out_counts or {})),
+            encoding="utf-8",
+        )
         say(f"done: {final}; results in {output_dir}/run.json")
     if trainer.saves.failed:
         raise Unsaved(

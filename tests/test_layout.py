@@ -97,8 +97,6 @@ FLOORS = {
 """Room (a folder or a module of dsft/) -> its floor. A module imports from its own room and from lower floors."""
 LONGEST_FILE, LONGEST_FUNCTION = 350, 50
 UPWARD_IMPORTS = {
-    ("checkpoints/identity.py", "data"),
-    ("checkpoints/model_card.py", "data"),
     ("evaluate_perplexity/evaluate_perplexity.py", "__init__"),
 }
 """(module, the room on its own or a higher floor that it imports). This list may only shrink."""

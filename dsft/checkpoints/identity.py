@@ -12,30 +12,24 @@ from typing import Any
 import numpy as np
 
 from dsft.checkpoints.manifest import read_manifest
-from dsft.data.batches import PaddedToFullSteps
-from dsft.data.streaming import Stream
-from dsft.data.training_data import digest
 from dsft.errors import raise_if_any
 
 
 def run_identity(
-    shapes: dict[str, tuple[int, ...]], data: PaddedToFullSteps | Stream, *, seed: int, sequences_per_step: int
+    shapes: dict[str, tuple[int, ...]], *, data: dict[str, Any], seed: int, sequences_per_step: int
 ) -> dict[str, Any]:
     """By the words that a message uses.
 
     Args:
         shapes: of the trained parameters, by name.
+        data: the identity of what is read, by the words that a message uses.
         sequences_per_step: over all ranks.
     """
     return {
         "trained tensors": len(shapes),
         "trained elements": int(sum(np.prod(shape, dtype=np.int64) for shape in shapes.values())),
         "names and shapes of what is trained": _digest(sorted((name, list(shape)) for name, shape in shapes.items())),
-        **(
-            {"stream": _digest(data.identity)}
-            if isinstance(data, Stream)
-            else {"sequences of data": len(data.items), "content of data": digest(data.items)}
-        ),
+        **data,
         "seed of the order": seed,
         "sequences per step": sequences_per_step,
     }

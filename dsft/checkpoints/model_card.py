@@ -5,7 +5,6 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from dsft.data.sequences import shown
 from dsft.units import plural
 
 CARD = "README.md"
@@ -35,11 +34,12 @@ OPTIONS = (
 )
 
 
-def model_card(run: dict[str, Any]) -> str:
+def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:
     """Markdown with the metadata that the hub reads.
 
     Args:
         run: the content of run.json of a finished run.
+        data: what was trained on, counted, as text; `held_out` likewise, empty where nothing was held out.
     """
     config, plan, results = run["config"], run["plan"], run["results"]
     base, method = config["model"], config["method"]
@@ -67,8 +67,8 @@ def model_card(run: dict[str, Any]) -> str:
             "",
             "## Data",
             "",
-            f"{', '.join(f'`{name}`' for name in config['data'])}: {shown(run['data'])}",
-            *([f"\nHeld out: {shown(run['held_out'])}"] if run.get("held_out") else []),
+            f"{', '.join(f'`{name}`' for name in config['data'])}: {data}",
+            *([f"\nHeld out: {held_out}"] if held_out else []),
             "",
             "## Training",
             "",

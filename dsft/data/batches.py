@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dsft.data.packing import PackedRows, positions
-from dsft.data.sequences import IGNORED, Sequence, Sequences
+from dsft.data.sequences import IGNORED, Items, Sequence
 from dsft.units import padded_width
 
 BLANK: Sequence = {"input_ids": np.zeros(1, np.int64), "labels": np.full(1, IGNORED)}
@@ -22,22 +22,16 @@ GROUPED_STEPS = 50
 """
 
 
-class PaddedToFullSteps(torch.utils.data.Dataset):
+class PaddedToFullSteps(Items):
     """`items` (sequences, or groups of them) and after them blank ones up to a multiple of `per_step`."""
 
-    def __init__(self, items: Sequences | PackedRows, per_step: int):
+    def __init__(self, items: Items, per_step: int):
         self.items, self.per_step = items, per_step
         self.blank = [BLANK] if isinstance(items, PackedRows) else BLANK
-
-    def __len__(self) -> int:
-        return -(-len(self.items) // self.per_step) * self.per_step
+        self.lengths = np.append(items.lengths, np.zeros(-len(items) % per_step, np.int64))
 
     def __getitem__(self, index: int) -> Any:
         return self.items[index] if index < len(self.items) else self.blank
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        """Several at once, as torch's loader asks for them."""
-        return [self[index] for index in indices]
 
 
 class EpochSampler(torch.utils.data.Sampler):
@@ -100,9 +94,7 @@ def padding_share(order: list[int], lengths: np.ndarray, batch: int) -> float:
     """Of the positions that the model computes, those that hold no token, where `batch` items follow each other in
     `order`.
     """
-    held = np.append(lengths, np.zeros(max(order) + 1 - len(lengths), lengths.dtype))[order].reshape(
-        -1, batch
-    )  # blank items have none
+    held = lengths[order].reshape(-1, batch)
     return float(1 - held.sum() / (padded_width(np.maximum(held.max(1), 1)) * batch).sum())
 
 

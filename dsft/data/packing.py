@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from dsft.data.sequences import Sequence, Sequences
+from dsft.data.sequences import Items, Sequence, Sequences
 from dsft.errors import one_line
 from dsft.models.size import empty_model
 from dsft.units import padded_width
@@ -77,22 +77,15 @@ def batches_by_token_budget(lengths: np.ndarray, tokens: int) -> list[np.ndarray
     return [np.array(batch) for batch in batches]
 
 
-class PackedRows(torch.utils.data.Dataset):
+class PackedRows(Items):
     """Items that are lists of sequences: those of a packed row, or of a batch filled by tokens."""
 
     def __init__(self, sequences: Sequences, groups: list[np.ndarray]):
         self.sequences, self.groups = sequences, groups
         self.lengths = np.array([sequences.lengths[group].sum() for group in groups])
-        """Tokens of each."""
-
-    def __len__(self) -> int:
-        return len(self.groups)
 
     def __getitem__(self, index: int) -> list[Sequence]:
         return [self.sequences[i] for i in self.groups[index]]
-
-    def __getitems__(self, indices: list[int]) -> list[list[Sequence]]:
-        return [self[index] for index in indices]
 
 
 @torch.no_grad()

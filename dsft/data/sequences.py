@@ -1,5 +1,6 @@
 """What an epoch is made of: slices of prepared tokens, of one or several sources mixed by weight."""
 
+import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,7 +24,32 @@ def sequence(ids: np.ndarray, trained: np.ndarray) -> Sequence:
     return {"input_ids": ids, "labels": labels}
 
 
-class Sequences(torch.utils.data.Dataset):
+class Items(torch.utils.data.Dataset):
+    """What an epoch is made of: sequences, or lists of sequences that share a row or a batch."""
+
+    lengths: np.ndarray
+    """Tokens of each."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitems__(self, indices: Iterable[int]) -> list[Any]:
+        """Several at once, as torch's loader asks for them."""
+        return [self[index] for index in indices]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Number of items, and a digest of their lengths and of tokens and labels of some evenly spread over them."""
+        content = hashlib.sha256(np.asarray(self.lengths, np.int64).tobytes())
+        for index in range(0, len(self), max(1, len(self) // 1000)):
+            item = self[index]
+            for sequence in item if isinstance(item, list) else [item]:
+                content.update(sequence["input_ids"].tobytes())
+                content.update(sequence["labels"].tobytes())
+        return {"sequences of data": len(self), "content of data": content.hexdigest()[:16]}
+
+
+class Sequences(Items):
     """N sequences, read when asked for."""
 
     def __init__(self, stores: list[Store], places: np.ndarray, starts: np.ndarray, ends: np.ndarray):
@@ -38,15 +64,9 @@ class Sequences(torch.utils.data.Dataset):
         """[N] tokens."""
         return self.ends - self.starts
 
-    def __len__(self) -> int:
-        return len(self.places)
-
     def __getitem__(self, index: int) -> Sequence:
         store, span = self.stores[self.places[index]], slice(self.starts[index], self.ends[index])
         return sequence(store.tokens[span], store.trained[span])
-
-    def __getitems__(self, indices: Iterable[int]) -> list[Sequence]:
-        return [self[index] for index in indices]
 
     def select(self, indices: np.ndarray) -> "Sequences":
         return Sequences(self.stores, self.places[indices], self.starts[indices], self.ends[indices])

@@ -6,10 +6,12 @@ same on any number of ranks; a resumed
 run reads on from the beginning up to its place, which the Trainer does.
 """
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,13 +48,14 @@ class Stream(torch.utils.data.IterableDataset):
         """As of prepared data, of what this process has read so far."""
 
     @property
-    def identity(self) -> str:
-        """What the order depends on, for resuming."""
-        return json.dumps(
+    def identity(self) -> dict[str, Any]:
+        """A digest of what the order depends on, for resuming."""
+        order = json.dumps(
             [[source.name, [raw_size(file) for file in source.files], asdict(rules)] for source, rules in self.sources]
             + [self.weights, self.pack, self.shuffle_buffer],
             sort_keys=True,
         )
+        return {"stream": hashlib.sha256(order.encode()).hexdigest()[:16]}
 
     def __iter__(self) -> Iterator[Sequence | list[Sequence]]:
         sequences = _shuffled(self._mixed(), self.shuffle_buffer, np.random.default_rng(self.seed))

@@ -31,7 +31,9 @@ class SavingTrainer(Trainer):
     and stages.
     """
 
-    def __init__(self, model: nn.Module, *args: Any, save_minutes: float | None, **kwargs: Any):
+    def __init__(
+        self, model: nn.Module, *args: Any, save_minutes: float | None, data_identity: dict[str, Any], **kwargs: Any
+    ):
         super().__init__(model, *args, **kwargs)
         deepspeed_config = self.args.hf_deepspeed_config.config
         self.topology = {
@@ -41,10 +43,9 @@ class SavingTrainer(Trainer):
         }
         self.save_minutes = save_minutes
         self.saves, self.expected = Saves(), trained_shapes(model)
-        data = self.train_dataset
         self.run_identity = run_identity(
             self.expected,
-            data,
+            data=data_identity,
             seed=self.args.data_seed or self.args.seed,
             sequences_per_step=self.args.per_device_train_batch_size
             * self.args.gradient_accumulation_steps

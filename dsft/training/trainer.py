@@ -56,6 +56,7 @@ class PerplexityTrainer(SavingTrainer):
             processing_class=tokenizer,
             data_collator=data.collator,
             save_minutes=save_minutes,
+            data_identity=data.items.identity,
         )
         self.grouped = data.grouped
         if (

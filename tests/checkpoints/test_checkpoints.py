@@ -26,8 +26,7 @@ from dsft.checkpoints.manifest import (
     staging_folder,
 )
 from dsft.checkpoints.save import missing_shards
-from dsft.data.batches import PaddedToFullSteps
-from dsft.data.sequences import sequence
+from dsft.data.sequences import Items, sequence
 from dsft.errors import EXIT_UNSAVED
 from dsft.watchdog.processes import descendants
 
@@ -188,33 +187,34 @@ def test_a_run_killed_while_it_saves_resumes_from_the_last_whole_checkpoint(run,
     assert read_json(out / "run.json")["results"]["steps"] == 40
 
 
-class Rows(list):
+class Rows(Items):
     """Sequences of token ids, all trained."""
 
-    lengths = property(lambda self: np.array([len(ids) for ids in self]))
+    def __init__(self, ids: list[list[int]]):
+        self.ids, self.lengths = ids, np.array([len(row) for row in ids])
 
     def __getitem__(self, index):
-        return sequence(np.array(super().__getitem__(index)), np.ones(1, bool))
+        return sequence(np.array(self.ids[index]), np.ones(1, bool))
 
 
 def test_what_a_checkpoint_was_made_with_is_compared(tmp_path):
     from dsft.checkpoints.identity import check_identity, run_identity
     from dsft.errors import UserError
 
-    shapes, rows = {"a": (4, 2), "b": (3,)}, PaddedToFullSteps(Rows([[1, 2], [3]]), 8)
-    now = run_identity(shapes, rows, seed=42, sequences_per_step=8)
+    shapes, rows = {"a": (4, 2), "b": (3,)}, Rows([[1, 2], [3]]).identity
+    now = run_identity(shapes, data=rows, seed=42, sequences_per_step=8)
     assert now["trained elements"] == 11
     staged = write_staged(tmp_path, 5)
     folder = str(publish(staged, {"files": {}, "run_identity": now}))
     check_identity(folder, now)
     others = {
-        "trained elements: 11 then, 15 now": run_identity(shapes | {"b": (7,)}, rows, seed=42, sequences_per_step=8),
-        "names and shapes": run_identity({"a": (2, 4), "b": (3,)}, rows, seed=42, sequences_per_step=8),
-        "content of data": run_identity(
-            shapes, PaddedToFullSteps(Rows([[1, 2], [4]]), 8), seed=42, sequences_per_step=8
+        "trained elements: 11 then, 15 now": run_identity(
+            shapes | {"b": (7,)}, data=rows, seed=42, sequences_per_step=8
         ),
-        "seed of the order: 42 then, 43 now": run_identity(shapes, rows, seed=43, sequences_per_step=8),
-        "sequences per step: 8 then, 16 now": run_identity(shapes, rows, seed=42, sequences_per_step=16),
+        "names and shapes": run_identity({"a": (2, 4), "b": (3,)}, data=rows, seed=42, sequences_per_step=8),
+        "content of data": run_identity(shapes, data=Rows([[1, 2], [4]]).identity, seed=42, sequences_per_step=8),
+        "seed of the order: 42 then, 43 now": run_identity(shapes, data=rows, seed=43, sequences_per_step=8),
+        "sequences per step: 8 then, 16 now": run_identity(shapes, data=rows, seed=42, sequences_per_step=16),
     }
     for named, other in others.items():
         with pytest.raises(UserError, match=named):
