@@ -57,9 +57,7 @@ def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:
     }
     return "\n".join(
         [
-            "---",
-            metadata.to_yaml(),
-            "---",
+            f"---\n{metadata.to_yaml()}\n---",
             "",
             f"# {Path(base).name}, finetuned ({method})",
             "",
