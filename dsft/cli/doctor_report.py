@@ -1,7 +1,6 @@
-"""A report on the screen: nodes, versions where they differ, links, findings with what mends them."""
+"""A report on the screen: nodes, versions where they differ, links, findings with what helps."""
 
 import sys
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -9,7 +8,7 @@ from rich.text import Text
 
 from dsft.cluster.doctor.check_between import differences
 from dsft.cluster.doctor.check_links import in_rate
-from dsft.cluster.doctor.facts import usable_gpus
+from dsft.cluster.doctor.facts import NodeFacts
 from dsft.cluster.doctor.findings import Finding, Report
 from dsft.units import GiB, plural
 
@@ -18,7 +17,7 @@ COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 def show(report: Report, *, only_findings: bool = False) -> None:
     """Print it; `only_findings` leaves the tables out where nothing is wrong, for a launch."""
-    # In a file or a pipe nothing is broken over lines, so that commands stay whole.
+    # In a file or a pipe nothing is broken over lines, so that commands stay complete.
     console = Console(width=None if sys.stdout.isatty() else 240, highlight=False)
     if report.facts and not only_findings:
         console.print(_nodes(report))
@@ -30,15 +29,15 @@ def show(report: Report, *, only_findings: bool = False) -> None:
             console.print(line, soft_wrap=True)
     if report.plan and not only_findings:
         console.print(f"plan: {report.plan}", soft_wrap=True)
-    for one in report.sorted_findings():
-        if not (only_findings and one.severity == "note"):
-            _print_finding(console, one)
+    for finding in report.sorted_findings():
+        if not (only_findings and finding.severity == "note"):
+            _print_finding(console, finding)
     console.print(summary(report), soft_wrap=True)
 
 
 def summary(report: Report) -> str:
     """One line."""
-    counts = {severity: sum(one.severity == severity for one in report.findings) for severity in COLOURS}
+    counts = {severity: sum(finding.severity == severity for finding in report.findings) for severity in COLOURS}
     words = ", ".join(f"{plural(count, severity)}" for severity, count in counts.items() if count) or "nothing found"
     ranks = sum(report.slots.values())
     return (
@@ -60,7 +59,7 @@ def link_lines(report: Report) -> list[str]:
     if len(shown) < len(ordered):
         lines.append(f"({len(ordered)} links measured; the slowest and the fastest are shown)")
     if links.inside:
-        node = min(links.inside, key=lambda one: links.inside[one])
+        node = min(links.inside, key=lambda number: links.inside[number])
         lines.append(
             f"inside the nodes: {in_rate(links.inside[node])} per rank in an"
             f" all-reduce{f' in the slowest, {names[node]}' if len(links.inside) > 1 else ''}"
@@ -75,57 +74,36 @@ def link_lines(report: Report) -> list[str]:
     return lines
 
 
+COLUMNS = ("node", "host", "slots", "devices", "memory", "shm", "disk", "address", "MTU")
+VERSIONS = ("Python", "torch", "deepspeed", "dsft")
+NUMBERS = ("slots", "memory", "shm", "disk", "MTU")
+
+
 def _nodes(report: Report) -> Table:
     table = Table(caption="GiB free; shm: /dev/shm; MTU of the first address's interface", caption_justify="left")
-    for name in (
-        "node",
-        "host",
-        "slots",
-        "devices",
-        "memory",
-        "shm",
-        "disk",
-        "address",
-        "MTU",
-        "Python",
-        "torch",
-        "deepspeed",
-        "dsft",
-    ):
-        table.add_column(
-            name, no_wrap=True, justify="right" if name in ("slots", "memory", "shm", "disk", "MTU") else "left"
-        )
+    for name in COLUMNS + VERSIONS:
+        table.add_column(name, no_wrap=True, justify="right" if name in NUMBERS else "left")
     for node in report.nodes:
-        table.add_row(
-            *(
-                _row(node, report.facts[node], report.slots[node])
-                if node in report.facts
-                else (node, "no answer", *[""] * 11)
-            )
-        )
+        facts = report.facts.get(node)
+        silent = ("no answer", *[""] * (len(COLUMNS + VERSIONS) - 2))
+        table.add_row(node, *(_row(facts) if facts else silent))
     return table
 
 
-def _row(node: str, facts: dict[str, Any], slots: int) -> tuple[str, ...]:
-    gpus, network, versions = usable_gpus(facts), facts["network"], facts["versions"]
-    address = next(iter(network["addresses"]), "")
-    mtu = next((str(one["mtu"]) for one in network["interfaces"].values() if address in one["addresses"]), "")
-    devices = (
-        f"{len(gpus)} x {gpus[0]['name']} {gpus[0]['memory_bytes'] / GiB:.0f} GiB"
-        if gpus
-        else f"{facts['cores']} cores"
-    )
-    free = [one for one in facts["disks"].values() if one is not None]
+def _row(facts: NodeFacts) -> tuple[str, ...]:
+    gpus, versions = facts.usable_gpus, facts.versions
+    card = facts.network.interfaces.get(facts.interface_of(facts.address))
+    devices = f"{len(gpus)} x {gpus[0].name} {gpus[0].memory_bytes / GiB:.0f} GiB" if gpus else f"{facts.cores} cores"
+    free = [num_bytes for num_bytes in facts.disks.values() if num_bytes is not None]
     return (
-        node,
-        facts["host"],
-        str(slots),
+        facts.host,
+        str(facts.slots),
         devices,
-        f"{facts['available_bytes'] / GiB:.0f}",
-        f"{(facts['shm_bytes'] or 0) / GiB:.1f}",
+        f"{facts.available_bytes / GiB:.0f}",
+        f"{(facts.shm_bytes or 0) / GiB:.1f}",
         f"{min(free, default=0) / GiB:.0f}",
-        address,
-        mtu,
+        facts.address,
+        str(card.mtu) if card else "",
         versions["python"],
         versions["torch"],
         versions["deepspeed"],
@@ -143,10 +121,8 @@ def _versions(rows: dict[str, dict[str, str]], nodes: list[str]) -> Table:
     return table
 
 
-def _print_finding(console: Console, one: Finding) -> None:
-    for text, style in (
-        (f"{one.severity}: {one.where}: {one.what}  [{one.code}]", COLOURS[one.severity]),
-        (f"    why: {one.why}", ""),
-        (f"    mend: {one.mend}", ""),
-    ):
-        console.print(Text(text, style=style), soft_wrap=True)
+def _print_finding(console: Console, finding: Finding) -> None:
+    head = f"{finding.severity}: {finding.where}: {finding.message}  [{finding.code}]"
+    console.print(Text(head, style=COLOURS[finding.severity]), soft_wrap=True)
+    console.print(Text(f"    why: {finding.why}"), soft_wrap=True)
+    console.print(Text(f"    fix: {finding.fix}"), soft_wrap=True)

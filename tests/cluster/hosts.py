@@ -155,7 +155,7 @@ class Host:
 
         Raises:
             subprocess.TimeoutExpired: after `timeout` seconds, with the output so far; the command is killed, what it
-            started goes on.
+            started keeps running.
         """
         # To files: what the command left running in the background may keep a pipe open for ever.
         with (

@@ -160,8 +160,8 @@ def test_hosts_that_ssh_does_not_reach_are_named_each_with_its_reason(hosts, tmp
         ("host-unreachable", "node-8"),
         ("unknown-host", "node-9"),
     }
-    mends = {one["where"]: one["mend"] for one in report["findings"]}
-    assert "ssh-copy-id node-2" in mends["node-2"] and "ssh-keyscan -H node-3" in mends["node-3"]
+    fixes = {entry["where"]: entry["fix"] for entry in report["findings"]}
+    assert "ssh-copy-id node-2" in fixes["node-2"] and "ssh-keyscan -H node-3" in fixes["node-3"]
     assert result.returncode == 2 and report["slots"] == {"node-0": 1}
 
 
@@ -194,7 +194,7 @@ def test_a_busy_port_is_told_from_a_blocked_one(hosts, tmp_path):
     report = json.loads(result.stdout)
     assert (
         errors(report) == {("master-port-busy", "node-0")}
-        and "s = socket.create_server" in report["findings"][0]["what"]
+        and "s = socket.create_server" in report["findings"][0]["message"]
     )
     assert report["links"], "the rest is measured all the same, through another port"
     rule = "INPUT -p tcp --dport 23456 -j DROP"
@@ -235,7 +235,7 @@ def test_more_slots_than_cores_are_wrong(hosts, tmp_path):
     assert (
         {("slots", "node-1")} == errors(report)
         and not report["links"]
-        and "slots=40" in next(one["what"] for one in report["findings"] if one["code"] == "slots")
+        and "slots=40" in next(one["message"] for one in report["findings"] if one["code"] == "slots")
     )
 
 
@@ -263,7 +263,7 @@ def test_a_disk_too_small_for_the_plans_checkpoints_is_named(hosts, run_files, t
     runs = run_files / "runs"
     with changed(hosts[1], f"mount -t tmpfs -o size=300k tmpfs {runs}", f"umount {runs}"):
         report, _ = doctor(hosts, [1, 1], tmp_path, *options_of(run_files))
-    text = next(one["what"] for one in report["findings"] if one["code"] == "disk" and one["where"] == "node-1")
+    text = next(one["message"] for one in report["findings"] if one["code"] == "disk" and one["where"] == "node-1")
     assert "the run writes about" in text
 
 
@@ -276,7 +276,7 @@ def test_a_clock_that_is_ahead_is_named(hosts, tmp_path):
     finally:
         rc.unlink()
     assert ("clocks", "node-2") in found
-    assert "100 s ahead" in next(one["what"] for one in report["findings"] if one["code"] == "clocks")
+    assert "100 s ahead" in next(one["message"] for one in report["findings"] if one["code"] == "clocks")
 
 
 @pytest.mark.exhaustive
@@ -329,7 +329,7 @@ def test_a_frozen_rank_is_named_and_not_waited_for(hosts, tmp_path):
     deadline = time.monotonic() + 10
     while any(host.processes() for host in hosts) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not any(host.processes() for host in hosts), "agents or ranks were left"
+    assert not any(host.processes() for host in hosts), "phases or ranks were left"
 
 
 @pytest.mark.exhaustive

@@ -2,7 +2,7 @@
 machine.
 """
 
-import copy
+import dataclasses
 import json
 import os
 import re
@@ -17,7 +17,7 @@ import pytest
 from conftest import ROOT, flags
 from rank_helper import on_ranks
 
-from dsft.cluster.doctor import paths
+from dsft.cluster.doctor import reach
 from dsft.cluster.doctor.check_between import (
     check_clocks,
     check_interfaces,
@@ -27,26 +27,36 @@ from dsft.cluster.doctor.check_between import (
     check_versions,
     differences,
 )
-from dsft.cluster.doctor.check_links import check_answers, check_assumed, check_measured
+from dsft.cluster.doctor.check_files import (
+    RunFiles,
+    check_content,
+    check_disk,
+    check_files,
+    check_hub,
+    check_output,
+    read_run_files,
+)
+from dsft.cluster.doctor.check_links import RanksOfNodes, check_answers, check_assumed, check_measured
 from dsft.cluster.doctor.check_node import check_node
-from dsft.cluster.doctor.facts import node_facts, usable_gpus
-from dsft.cluster.doctor.findings import MESSAGES, Finding, finding
-from dsft.cluster.doctor.gpus import parse_gpus
+from dsft.cluster.doctor.examine import examine_through
+from dsft.cluster.doctor.facts import Connection, FileContent, NodeFacts, Reached
+from dsft.cluster.doctor.findings import MESSAGES, Finding, Report, finding
+from dsft.cluster.doctor.gather import node_facts, parse_gpus
 from dsft.cluster.doctor.links import Measured, all_rounds, combine, ring_rounds, slow_keys, slow_nodes
-from dsft.cluster.doctor.run_files import RunFiles, check_content, check_disk, check_hub, check_output, read_run_files
-from dsft.cluster.doctor.trouble import broken_session
+from dsft.cluster.doctor.reach import file_content
+from dsft.cluster.doctor.ssh import ssh_error
 from dsft.errors import UserError
 from dsft.planner.measured_links import keep_links, links_file, with_links
 from dsft.planner.speeds import speeds_of
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine
-from dsft.runtime.hostfile import read_hosts
+from dsft.runtime.hostfile import Node, read_hosts
 from dsft.units import GiB
 
 SMI = "0, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, 0, 31\n1, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, [N/A], 30\n"
 
 
-def node(name: str, **changes) -> dict:
+def node(name: str, **changes) -> NodeFacts:
     """Facts of a healthy node of two GPUs; keyword arguments replace facts, "a__b" those inside "a"."""
     number = int(name[1:])
     facts = {
@@ -55,7 +65,6 @@ def node(name: str, **changes) -> dict:
         "folder": "/work",
         "slots": 2,
         "open_port": 40000,
-        "master_port_taken": "",
         "versions": {
             "python": "3.11.7",
             "torch": "2.13.0",
@@ -66,7 +75,7 @@ def node(name: str, **changes) -> dict:
             "dsft commit": "abc",
             "dsft code": "123",
         },
-        "gpus": parse_gpus(SMI),
+        "gpus": smi(),
         "torch_cuda": "13.0",
         "cpu_only": False,
         "visible_gpus": None,
@@ -74,7 +83,8 @@ def node(name: str, **changes) -> dict:
         "host_bytes": 100 * GiB,
         "available_bytes": 90 * GiB,
         "shm_bytes": 50 * GiB,
-        "limits": {"open files": 65536, "locked memory": None, "processes": None},
+        "open_files": 65536,
+        "locked_bytes": None,
         "disks": {"/cache": 900 * GiB, "runs/first": 900 * GiB},
         "caches": {"hub": "/cache"},
         "hub_offline": False,
@@ -86,7 +96,6 @@ def node(name: str, **changes) -> dict:
             "libaio.h": "",
             "nvcc": "/usr/local/cuda/bin/nvcc",
         },
-        "compile_error": "",
         "network": {
             "addresses": [f"10.0.0.{number}"],
             "interfaces": {
@@ -104,38 +113,40 @@ def node(name: str, **changes) -> dict:
         for key in outer:
             place = place[key]
         place[last] = value
-    return facts
+    return NodeFacts.from_json(json.loads(json.dumps(facts)))  # as it travels
 
 
-def nodes(**changes) -> dict[str, dict]:
+def smi(old: str = "", new: str = "") -> dict:
+    """What nvidia-smi says of the two GPUs, with a change, as it travels."""
+    return dataclasses.asdict(parse_gpus(SMI.replace(old, new, 1)))
+
+
+def nodes(**changes) -> dict[str, NodeFacts]:
     """Three nodes; the last with `changes`."""
     return {"n1": node("n1"), "n2": node("n2"), "n3": node("n3", **changes)}
 
 
-def card(**changes) -> dict:
-    facts = node("n3")
-    facts["network"]["interfaces"]["eth0"] |= changes
-    return facts
+def reached(**changes) -> dict[str, Reached]:
+    """What n2 and n3 say of n1. Keyword arguments replace n3's answers: `master`, `open` and `name` are the host that
+    answered there, or "!" and an error.
+    """
 
+    def answers(changes: dict) -> Reached:
+        connections = []
+        for kind in ("master", "open", "name"):
+            host, _, error = changes.get(kind, "n1").partition("!")
+            target = {"kind": kind, "name": "n1", "address": "10.0.0.1", "port": 29500}
+            connections.append(Connection(**target, host=host, error=error, seconds=1e-5))
+        return Reached(
+            connections=connections,
+            names={"n1": changes.get("resolved", ["10.0.0.1"])},
+            outgoing="10.0.0.9",
+            contents=dict.fromkeys(RUN.data),
+            cached={"org/set": changes.get("cached", True)},
+            sees_probe=changes.get("sees_probe", True),
+        )
 
-def reached(**results: str) -> dict[str, dict]:
-    """What n2 and n3 say of n1; keyword arguments replace the answers n3 gets from master, open and name."""
-
-    def answers(changes: dict) -> dict:
-        targets = [
-            {
-                "kind": kind,
-                "name": "n1",
-                "address": "10.0.0.1",
-                "port": 29500,
-                "result": changes.get(kind, "n1"),
-                "seconds": 1e-5,
-            }
-            for kind in ("master", "open", "name")
-        ]
-        return {"targets": targets, "names": {"n1": ["10.0.0.1"]}, "outgoing": "10.0.0.9"}
-
-    return {"n2": answers({}), "n3": answers(results)}
+    return {"n2": answers({}), "n3": answers(changes)}
 
 
 def measured(**changes) -> Measured:
@@ -151,106 +162,102 @@ def measured(**changes) -> Measured:
     return found
 
 
-NAMES, RANKS, USED = ["n1", "n2", "n3"], [[0, 1], [2, 3], [4, 5]], {"n1": "eth0", "n2": "eth0", "n3": "eth0"}
-GPU_SPEEDS = SimpleNamespace(network_bytes=40e9, all_reduce_bytes=300e9, overlaps=True)
+NAMES, USED = ["n1", "n2", "n3"], {"n1": "eth0", "n2": "eth0", "n3": "eth0"}
+WHERE = RanksOfNodes(names=NAMES, ranks=[[0, 1], [2, 3], [4, 5]])
+TWO = RanksOfNodes(names=["a", "b"], ranks=[[0], [1]])
+GPU_SPEEDS = SimpleNamespace(network_bytes=40e9, all_reduce_bytes=300e9, overlaps=True, source="data sheet")
 SLOW = {"bytes_per_second": 4e9, "seconds": 1e-3}
 RUN = RunFiles(data=["org/set"], output_dir="runs/first")
-HERE = {"files": 1, "bytes": 10, "hash": "a"}
+HERE, OTHER = FileContent(files=1, bytes=10, hash="a"), FileContent(files=1, bytes=10, hash="b")
 
 
-def look(facts: dict, slots: int = 2, **options) -> list[Finding]:
-    return check_node("n3", facts, slots, **{"quick": False} | options)
+def look(facts: NodeFacts, **options) -> list[Finding]:
+    return check_node("n3", facts, **{"quick": False} | options)
 
 
-def links(found: Measured) -> list[Finding]:
-    return check_measured(found, NAMES, RANKS, nodes(), USED)
+def links(values: Measured) -> list[Finding]:
+    return list(check_measured(values, WHERE, nodes(), USED))
 
 
 CASES = {
-    "unknown-host": lambda: [
-        broken_session("n3", "ssh: Could not resolve hostname n3: Name or service not known", 255)
-    ],
-    "host-unreachable": lambda: [broken_session("n3", "ssh: connect to host n3 port 22: No route to host", 255)],
-    "ssh-refused": lambda: [broken_session("n3", "ssh: connect to host n3 port 22: Connection refused", 255)],
-    "ssh-password": lambda: [broken_session("n3", "root@n3: Permission denied (publickey,password).", 255)],
+    "unknown-host": lambda: [ssh_error("n3", "ssh: Could not resolve hostname n3: Name or service not known", 255)],
+    "host-unreachable": lambda: [ssh_error("n3", "ssh: connect to host n3 port 22: No route to host", 255)],
+    "ssh-refused": lambda: [ssh_error("n3", "ssh: connect to host n3 port 22: Connection refused", 255)],
+    "ssh-password": lambda: [ssh_error("n3", "root@n3: Permission denied (publickey,password).", 255)],
     "ssh-host-key": lambda: [
-        broken_session("n3", "No ED25519 host key is known for n3\nHost key verification failed.", 255)
+        ssh_error("n3", "No ED25519 host key is known for n3\nHost key verification failed.", 255)
     ],
-    "ssh-failed": lambda: [broken_session("n3", "kex_exchange_identification: read: Connection reset by peer", 255)],
-    "no-folder": lambda: [broken_session("n3", "bash: line 1: cd: /work: No such file or directory", 1)],
-    "no-python": lambda: [broken_session("n3", f"bash: line 1: {sys.executable}: No such file or directory", 127)],
+    "ssh-failed": lambda: [ssh_error("n3", "kex_exchange_identification: read: Connection reset by peer", 255)],
+    "no-folder": lambda: [ssh_error("n3", "bash: line 1: cd: /work: No such file or directory", 1)],
+    "no-python": lambda: [ssh_error("n3", f"bash: line 1: {sys.executable}: No such file or directory", 127)],
     "no-dsft": lambda: [
-        broken_session(
+        ssh_error(
             "n3",
-            f"{sys.executable}: Error while finding module specification for 'dsft.cluster.doctor.agent'"
+            f"{sys.executable}: Error while finding module specification for 'dsft.cluster.doctor.phase'"
             " (ModuleNotFoundError: No module named 'dsft')",
             1,
         )
     ],
     "package-missing": lambda: [
-        broken_session("n3", "ModuleNotFoundError: No module named 'psutil'", 1),
+        ssh_error("n3", "ModuleNotFoundError: No module named 'psutil'", 1),
         *look(node("n3", versions__peft="missing")),
     ],
-    "node-silent": lambda: [broken_session("n3", "no answer to 'hello' in time", None)],
+    "node-silent": lambda: [ssh_error("n3", "no answer to 'facts' in time", None)],
     "gpu-driver": lambda: look(
         node(
             "n3",
-            gpus={
-                "driver": "",
-                "list": [],
-                "error": "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch",
-            },
+            gpus={"error": "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch", "cards": []},
         )
     ),
     "torch-without-cuda": lambda: look(node("n3", torch_cuda="")),
     "driver-too-old": lambda: look(node("n3", gpus__driver="535.1")),
-    "slots": lambda: look(node("n3"), slots=3) + look(node("n3", cpu_only=True), slots=17),
-    "idle-gpus": lambda: look(node("n3"), slots=1),
-    "gpu-busy": lambda: look(node("n3", gpus=parse_gpus(SMI.replace("81559, 4,", "81559, 40000,", 1)))),
-    "gpu-errors": lambda: look(node("n3", gpus=parse_gpus(SMI.replace("06, 0,", "06, 3,", 1)))),
+    "slots": lambda: look(node("n3", slots=3)) + look(node("n3", slots=17, cpu_only=True)),
+    "idle-gpus": lambda: look(node("n3", slots=1)),
+    "gpu-busy": lambda: look(node("n3", gpus=smi("81559, 4,", "81559, 40000,"))),
+    "gpu-errors": lambda: look(node("n3", gpus=smi("06, 0,", "06, 3,"))),
     "memory-low": lambda: look(node("n3", available_bytes=9 * GiB)),
     "shared-memory": lambda: look(node("n3", shm_bytes=64 * 2**20)),
-    "open-files": lambda: look(node("n3", **{"limits__open files": 1024})),
-    "locked-memory": lambda: look(node("n3", **{"limits__locked memory": 65536})),
+    "open-files": lambda: look(node("n3", open_files=1024)),
+    "locked-memory": lambda: look(node("n3", locked_bytes=65536)),
     "compiler": lambda: look(node("n3", **{"tools__c++": ""})) + look(node("n3", compile_error="fatal error: omp.h")),
     "nvcc": lambda: look(node("n3", tools__nvcc="")),
     "libaio": lambda: look(node("n3"), nvme=True),
     "cache-disk": lambda: look(node("n3", disks={"/cache": GiB})),
-    "hub-offline": lambda: check_hub(RUN, {"n1": {"org/set": True}, "n3": {"org/set": False}}, nodes(hub_offline=True)),
-    "hub-download": lambda: check_hub(RUN, {"n1": {"org/set": True}, "n3": {"org/set": False}}, nodes()),
+    "hub-offline": lambda: check_files(RUN, "n1", nodes(hub_offline=True), reached(cached=False)),
+    "hub-download": lambda: check_hub("org/set", {"n1": True, "n3": False}, ["n1"], is_data=True),
     "versions": lambda: check_versions(nodes(versions__torch="2.12.0")),
     "driver-versions": lambda: check_versions(nodes(**{"versions__GPU driver": "570.1"})),
     "code": lambda: check_versions(nodes(**{"versions__dsft code": "999"})),
     "clocks": lambda: check_clocks({"n1": 0.1, "n2": 0.2, "n3": -2.1}),
     "own-name": lambda: check_names(nodes(network__own_name=["127.0.1.1"]), {}),
-    "name-unresolved": lambda: check_names(nodes(), {"n3": {"names": {"n1": []}}}),
+    "name-unresolved": lambda: check_names(nodes(), reached(resolved=[])),
     "master-port-busy": lambda: check_master(
-        "n1", "10.0.0.1", 29500, {"n1": node("n1", master_port_taken="in use by process 7 (python)")}, {}, asked=True
+        "n1", "10.0.0.1", 29500, "in use by process 7 (python)", {}, port_asked=True
     ),
     "default-port-busy": lambda: check_master(
-        "n1", "10.0.0.1", 29500, {"n1": node("n1", master_port_taken="in use by process 7 (python)")}, {}, asked=False
+        "n1", "10.0.0.1", 29500, "in use by process 7 (python)", {}, port_asked=False
     ),
-    "port-blocked": lambda: check_master("n1", "10.0.0.1", 29500, nodes(), reached(master="!timeout"), asked=True),
+    "port-blocked": lambda: check_master("n1", "10.0.0.1", 29500, "", reached(master="!timeout"), port_asked=True),
     "master-address": lambda: check_master(
-        "n1", "172.17.0.1", 29500, nodes(), reached(master="!timeout", open="!timeout"), asked=True
+        "n1", "172.17.0.1", 29500, "", reached(master="!timeout", open="!timeout"), port_asked=True
     ),
     "network-blocked": lambda: check_network(nodes(), reached(open="!refused")),
     "wrong-machine": lambda: check_network(nodes(), reached(open="n7")),
-    "mtu": lambda: check_interfaces(nodes() | {"n3": card(mtu=1500)}, USED),
+    "mtu": lambda: check_interfaces(nodes(network__interfaces__eth0__mtu=1500), USED),
     "interface": lambda: check_interfaces(nodes(network__variables={"NCCL_SOCKET_IFNAME": "=ens5"}), USED),
-    "interface-speed": lambda: check_interfaces(nodes() | {"n3": card(mbit=1000)}, USED),
+    "interface-speed": lambda: check_interfaces(nodes(network__interfaces__eth0__mbit=1000), USED),
     "infiniband": lambda: check_interfaces(nodes(network__infiniband=[]), USED),
     "data-missing": lambda: check_content("/d/t.jsonl", {"n1": HERE, "n3": None}, "data"),
-    "data-differs": lambda: check_content("/d/t.jsonl", {"n1": HERE, "n3": HERE | {"hash": "b"}}, "data"),
+    "data-differs": lambda: check_content("/d/t.jsonl", {"n1": HERE, "n3": OTHER}, "data"),
     "model-missing": lambda: check_content("/models/m", {"n1": None, "n3": None}, "model"),
-    "model-differs": lambda: check_content("/models/m", {"n1": HERE, "n3": HERE | {"bytes": 9}}, "model"),
+    "model-differs": lambda: check_content("/models/m", {"n1": HERE, "n3": OTHER}, "model"),
     "output-not-writable": lambda: check_output(RUN, "n1", {"n1": "", "n3": "Permission denied"}, {}),
-    "output-not-shared": lambda: check_output(RUN, "n1", {"n1": "", "n3": ""}, {"n3": False}),
-    "disk": lambda: (
-        check_output(RUN, "n1", {"n3": "No space left on device"}, {})
-        + check_disk(RUN, {"n3": node("n3")}, 1000 * GiB)
-        + check_disk(RUN, {"n3": node("n3", disks={"runs/first": 2**20})}, None)
-    ),
+    "output-not-shared": lambda: check_files(RUN, "n1", nodes(), reached(sees_probe=False)),
+    "disk": lambda: [
+        *check_output(RUN, "n1", {"n3": "No space left on device"}, {}),
+        *check_disk(RUN, {"n3": node("n3")}, 1000 * GiB),
+        *check_disk(RUN, {"n3": node("n3", disks={"runs/first": 2**20})}, None),
+    ],
     "wrong-sum": lambda: links(measured(wrong=[4])),
     "slow-link": lambda: links(
         measured(
@@ -266,55 +273,51 @@ CASES = {
     "slow-node": lambda: links(measured(pairs={(0, 2): SLOW, (1, 2): SLOW})),
     "slow-inside": lambda: links(measured(inside={2: 20e9})),
     "slow-rank": lambda: links(measured(flops={5: 3e14})),
-    "below-assumed": lambda: check_assumed(measured(pairs={(1, 2): SLOW}), NAMES, GPU_SPEEDS, "data sheet"),
+    "below-assumed": lambda: check_assumed(measured(pairs={(1, 2): SLOW}), NAMES, GPU_SPEEDS),
     "smoke-failed": lambda: check_answers(
         dict.fromkeys(range(6), "joining the others"),
         [(5, "RuntimeError: NCCL"), *((rank, "timed out") for rank in range(5))],
-        NAMES,
-        RANKS,
+        WHERE,
         {},
     ),
     "smoke-silent": lambda: check_answers(
-        dict.fromkeys(range(5), "joining the others"), [(rank, "timed out") for rank in range(5)], NAMES, RANKS, {}
+        dict.fromkeys(range(5), "joining the others"), [(rank, "timed out") for rank in range(5)], WHERE, {}
     ),
 }
 MADE_ELSEWHERE = {"node-failed", "missing-ranks", "configuration", "plan", "plan-unknown", "smoke-skipped"}
 """By the code that talks to nodes, ranks and planner: below, and on real hosts in cluster/test_doctor.py."""
 
 
+PLACES = {"master-port-busy": "n1", "default-port-busy": "n1", "slow-link": "n2"}
+"""Code -> the place it names; else n3."""
+
+
 @pytest.mark.parametrize("code", CASES)
 def test_every_finding_fires_alone_and_names_the_place(code):
-    found = CASES[code]()
-    assert {one.code for one in found} == {code}
-    for one in found:
-        assert (
-            "n1" if code in ("master-port-busy", "default-port-busy") else "n2" if code == "slow-link" else "n3"
-        ) in one.where
-        assert one.what and one.why == MESSAGES[code][1] and one.mend
+    findings = list(CASES[code]())
+    assert {entry.code for entry in findings} == {code}
+    for entry in findings:
+        assert PLACES.get(code, "n3") in entry.where
+        assert entry.message and entry.why == MESSAGES[code][1] and entry.fix
 
 
 def test_no_finding_fires_on_healthy_nodes():
     facts = nodes()
-    healthy = [one for name, own in facts.items() for one in check_node(name, own, 2, quick=False)]
+    healthy = [entry for name, facts_of in facts.items() for entry in check_node(name, facts_of, quick=False)]
     healthy += [
         *check_versions(facts),
         *check_clocks({"n1": 0.0, "n2": 1.9}),
         *check_names(facts, reached()),
         *check_interfaces(facts, USED),
         *check_network(facts, reached()),
-    ]
-    healthy += [
-        *check_master("n1", "10.0.0.1", 29500, facts, reached(), asked=True),
+        *check_master("n1", "10.0.0.1", 29500, "", reached(), port_asked=True),
         *links(measured()),
-        *check_assumed(measured(), NAMES, GPU_SPEEDS, ""),
+        *check_assumed(measured(), NAMES, GPU_SPEEDS),
+        *check_files(RUN, "n1", facts, reached()),
         *check_disk(RUN, facts, 10 * GiB),
+        *check_content("/d", {"n1": HERE, "n2": dataclasses.replace(HERE)}, "data"),
+        *check_answers(dict.fromkeys(range(6), "done"), [], WHERE, {}),
     ]
-    healthy += [
-        *check_content("/d", {"n1": HERE, "n2": dict(HERE)}, "data"),
-        *check_hub(RUN, {"n1": {"org/set": True}}, facts),
-        *check_output(RUN, "n1", {"n1": "", "n2": ""}, {"n2": True}),
-    ]
-    healthy += check_answers(dict.fromkeys(range(6), "done"), [], NAMES, RANKS, {})
     assert healthy == []
 
 
@@ -325,31 +328,31 @@ def test_every_message_is_tested_and_explained_in_the_docs():
 
 
 def test_of_a_silent_rank_the_others_time_outs_are_not_reported():
-    found = check_answers({0: "joining the others"}, [(0, "timed out")], ["a", "b"], [[0], [1]], {})
-    assert [(one.code, one.where) for one in found] == [("smoke-silent", "rank 1 on b")] and "nothing" in found[0].what
-    found = check_answers(
-        {0: "joining the others"},
-        [(0, "timed out")],
-        ["a", "b"],
-        [[0], [1]],
-        {"b": "Traceback\nImportError: libcudart"},
-    )
-    assert [(one.code, one.where) for one in found] == [("smoke-failed", "b")] and "libcudart" in found[0].what
+    [silent] = check_answers({0: "joining the others"}, [(0, "timed out")], TWO, {})
+    assert (silent.code, silent.where) == ("smoke-silent", "rank 1 on b") and "nothing" in silent.message
+    last_words = {"b": "Traceback\nImportError: libcudart"}
+    [failed] = check_answers({0: "joining the others"}, [(0, "timed out")], TWO, last_words)
+    assert (failed.code, failed.where) == ("smoke-failed", "b") and "libcudart" in failed.message
 
 
-def test_gpus_that_ranks_would_use():
-    assert [gpu["index"] for gpu in usable_gpus(node("n1"))] == [0, 1] and usable_gpus(
-        node("n1", cpu_only=True)
-    ) == [] == usable_gpus(node("n1", torch_cuda=""))
-    assert [gpu["index"] for gpu in usable_gpus(node("n1", visible_gpus="1"))] == [1] and usable_gpus(
-        node("n1", visible_gpus="")
-    ) == []
-    assert len(usable_gpus(node("n1", visible_gpus="GPU-8f1"))) == 1
+@pytest.mark.parametrize(
+    ("changes", "numbers"),
+    [
+        ({}, [0, 1]),
+        ({"cpu_only": True}, []),
+        ({"torch_cuda": ""}, []),
+        ({"visible_gpus": "1"}, [1]),
+        ({"visible_gpus": ""}, []),
+        ({"visible_gpus": "GPU-8f1"}, [0]),
+    ],
+)
+def test_gpus_that_ranks_would_use(changes, numbers):
+    assert [gpu.index for gpu in node("n1", **changes).usable_gpus] == numbers
 
 
 def test_same_files_under_unlike_git_states_are_the_same_code():
     facts = nodes(**{"versions__dsft commit": "abc+changes"})
-    assert list(differences(facts)) == ["dsft commit"] and check_versions(facts) == []
+    assert list(differences(facts)) == ["dsft commit"] and list(check_versions(facts)) == []
 
 
 @pytest.mark.parametrize("number", range(2, 18))
@@ -402,24 +405,20 @@ def test_a_link_is_named_only_after_it_was_measured_alone():
 def test_file_contents_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
     (tmp_path / "a").mkdir()
     large = tmp_path / "a/large.bin"
-    large.write_bytes(b"0" * (3 * paths.END_BYTES))
+    large.write_bytes(b"0" * (3 * reach.END_BYTES))
     (tmp_path / "a/checkpoint-1").mkdir()
     (tmp_path / "a/checkpoint-1/w").write_text("not compared")
-    first = paths.contents([str(tmp_path / "a"), str(tmp_path / "nothing"), str(tmp_path / "a/*.bin")])
-    assert (
-        first[str(tmp_path / "nothing")] is None
-        and first[str(tmp_path / "a")]["files"] == 1
-        and first[str(tmp_path / "a/*.bin")]["bytes"] == 3 * paths.END_BYTES
-    )
+    assert file_content(str(tmp_path / "nothing")) is None
+    first = file_content(str(tmp_path / "a"))
+    assert first.files == 1 and file_content(str(tmp_path / "a/*.bin")).bytes == 3 * reach.END_BYTES
     for change in (
-        lambda: large.write_bytes(b"1" + b"0" * (3 * paths.END_BYTES - 1)),
-        lambda: large.write_bytes(b"0" * (3 * paths.END_BYTES - 1) + b"1"),
+        lambda: large.write_bytes(b"1" + b"0" * (3 * reach.END_BYTES - 1)),
+        lambda: large.write_bytes(b"0" * (3 * reach.END_BYTES - 1) + b"1"),
         lambda: large.write_bytes(b"0"),
         lambda: large.rename(tmp_path / "a/other.bin"),
     ):
         change()
-        changed = paths.contents([str(tmp_path / "a")])[str(tmp_path / "a")]
-        assert changed["hash"] != first[str(tmp_path / "a")]["hash"]
+        assert file_content(str(tmp_path / "a")).hash != first.hash
 
 
 def test_the_runs_files_are_read_from_yaml_and_flags(tmp_path):
@@ -429,9 +428,9 @@ def test_the_runs_files_are_read_from_yaml_and_flags(tmp_path):
     )
     assert (
         files == RunFiles(data=["a.jsonl", "b.jsonl"], models=["m", "l"], output_dir="runs/y", saves=False, nvme=True)
-        and read_run_files([]) is None
+        and read_run_files([]) == RunFiles()
     )
-    assert check_output(files, "n1", {}, {"n2": False})[0].severity == "note", (
+    assert next(check_output(files, "n1", {}, {"n2": False})).severity == "note", (
         "local disks do where no checkpoint is written"
     )
 
@@ -506,24 +505,34 @@ def test_uneven_nodes_are_counted_by_host_on_every_rank():
     assert on_ranks(3, _machine_of_uneven_nodes) == [(2, 2, ("a", "b"))] * 3
 
 
-def test_facts_of_this_machine_need_no_torch():
+def test_the_head_and_the_phases_need_no_torch_and_facts_travel_as_json():
     code = (
-        "import sys, json; from dsft.cluster.doctor.facts import node_facts; from dsft.cluster.doctor import agent,"
-        " examine; print(json.dumps(node_facts())); assert not {'torch', 'transformers', 'deepspeed'} &"
-        " sys.modules.keys()"
+        "import dataclasses, json, sys; from dsft.cluster.doctor import examine, phase;"
+        " print(json.dumps(dataclasses.asdict(phase.node_facts())));"
+        " assert not {'torch', 'transformers', 'deepspeed'} & sys.modules.keys()"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    facts = json.loads(result.stdout)
-    assert facts["versions"]["torch"] == __import__("torch").__version__ and facts["cores"] == len(
-        os.sched_getaffinity(0)
-    )
-    assert facts.keys() >= node("n1").keys() - {
-        "slots",
-        "open_port",
-        "master_port_taken",
-        "compile_error",
-    }, "the tests' facts have the shape of real ones"
-    assert facts["network"].keys() == node("n1")["network"].keys() and copy.deepcopy(facts) == facts
+    facts = NodeFacts.from_json(json.loads(result.stdout))
+    assert facts.versions["torch"] == __import__("torch").__version__
+    assert facts.cores == len(os.sched_getaffinity(0)) and facts.slots >= 1
+    assert json.loads(result.stdout) == json.loads(json.dumps(dataclasses.asdict(facts)))
+
+
+def test_a_node_that_runs_another_version_of_dsft_is_named():
+    class Others:
+        """Nodes that answer with the facts of another version; no phase comes after."""
+
+        def start(self, phase): ...
+
+        def run(self, phase, inputs, **options):
+            return {name: {"host": name, "of_a_later_version": 1} for name in inputs}
+
+        def broken(self):
+            return []
+
+    report = Report(nodes=["n3"], quick=True)
+    examine_through(Others(), report, [Node(name="n3", slots=1)], argv=[], port=None, master="")
+    assert [(entry.code, entry.where) for entry in report.findings] == [("no-dsft", "n3")] and report.facts == {}
 
 
 @pytest.mark.launch
@@ -571,7 +580,7 @@ def test_faults_of_a_run_are_found_without_starting_it(run, options, tmp_path):
         ["dsft", "doctor", "--json", *flags(options(tmp_path / "run", learning_rate=-1, zero="7"))],
         XDG_CACHE_HOME=str(tmp_path),
     )
-    found = {one["code"]: one["what"] for one in json.loads(full.stdout)["findings"]}
+    found = {one["code"]: one["message"] for one in json.loads(full.stdout)["findings"]}
     assert full.returncode == 2 and "configuration" in found
 
 
@@ -604,10 +613,10 @@ def test_what_a_finding_tells_to_run_is_one_word_for_the_shell_where_paths_have_
     monkeypatch.chdir(folder)
     assert (
         str(folder)
-        in shlex.split(broken_session("n3", "cd: x: No such file or directory", 1).mend.partition("copy it: ")[2])[2]
+        in shlex.split(ssh_error("n3", "cd: x: No such file or directory", 1).fix.partition("copy it: ")[2])[2]
     )
     assert (
         finding("mtu", "n1", "x", "y", severity="note").severity == "note"
         and Path.cwd() == folder
-        and node_facts()["folder"] == str(folder)
+        and node_facts().folder == str(folder)
     )

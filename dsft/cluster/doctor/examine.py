@@ -1,13 +1,17 @@
-"""Examines the nodes of a launch: facts -> checks -> smoke test -> report. The head's side; each node's is `agent.py`.
+"""Examines the nodes of a launch: three phases on all of them, whose answers become findings.
 
     report = examine(read_hosts("hostfile"), argv=["--config", "run.yaml"], quick=True)
-    show(report)
 
-Nothing is started that outlives this call, and nothing is left on the nodes.
+    facts    what each node is, by itself                      -> check_node, check_between
+    reach    who reaches whom, and the run's files             -> check_between, check_files
+    measure  the smoke test: sums and rates between all ranks  -> check_links
+
+This is the head's side; each node's is `phase.py`. Nothing is started that outlives this call, and nothing is left on
+the nodes.
 """
 
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from dsft.cluster.doctor.check_between import (
     check_clocks,
@@ -16,19 +20,36 @@ from dsft.cluster.doctor.check_between import (
     check_names,
     check_network,
     check_versions,
-    interface_of,
 )
-from dsft.cluster.doctor.check_links import check_assumed, check_measured
+from dsft.cluster.doctor.check_files import RunFiles, check_disk, check_files, read_run_files
+from dsft.cluster.doctor.check_links import RanksOfNodes, check_answers, check_assumed, check_measured
 from dsft.cluster.doctor.check_node import check_node
-from dsft.cluster.doctor.facts import usable_gpus
+from dsft.cluster.doctor.check_plan import RunPlan, plan_on, start_imports
+from dsft.cluster.doctor.facts import NodeFacts, Reached
 from dsft.cluster.doctor.findings import Finding, Report, finding
-from dsft.cluster.doctor.run_files import RunFiles, check_disk, examine_files, read_run_files
-from dsft.cluster.doctor.run_plan import RunPlan, plan_on, start_imports
-from dsft.cluster.doctor.run_smoke import run_smoke
-from dsft.cluster.doctor.sessions import Sessions
-from dsft.cluster.doctor.trouble import broken_session
+from dsft.cluster.doctor.links import all_rounds, combine, ring_rounds
+from dsft.cluster.doctor.ssh import SshNodes
 from dsft.planner.measured_links import keep_links
 from dsft.runtime.hostfile import DEFAULT_PORT, Node
+
+GROUP_SECONDS = 15
+"""A rank gives up waiting for another after so long."""
+MEASURE_SECONDS = 40.0
+"""For the smoke test; each rank ends itself before (`smoke.LIFE_SECONDS`)."""
+IMPORT_SECONDS = 60.0
+"""For torch's import, from a slow disk; it began before the other phases."""
+GRACE_SECONDS = 15.0
+"""A node may take so much longer than the first one for either."""
+
+
+class Nodes(Protocol):
+    """Whoever runs the phases: `ssh.SshNodes` or `launched.LaunchedNodes`. Documented there."""
+
+    def start(self, phase: str) -> None: ...
+    def ready(self, names: list[str], *, timeout_seconds: float, grace_seconds: float) -> dict[str, str]: ...
+    def run(self, phase: str, inputs: dict[str, dict[str, Any]], **options: Any) -> dict[str, Any]: ...
+    def end(self, phase: str) -> None: ...
+    def broken(self) -> list[Finding]: ...
 
 
 def examine(
@@ -51,9 +72,9 @@ def examine(
         ssh: False for this machine alone.
     """
     report = Report(nodes=[node.name for node in nodes], quick=quick)
-    with Sessions(nodes, ssh=ssh) as sessions:
+    with SshNodes(nodes, ssh=ssh) as connected:
         examine_through(
-            sessions,
+            connected,
             report,
             nodes,
             argv=list(argv),
@@ -61,21 +82,20 @@ def examine(
             port_asked=master_port is not None,
             master=master_addr if ssh else "127.0.0.1",
         )
-        report.findings = [*_broken(sessions), *report.findings]
     return report
 
 
 def examine_through(
-    sessions: Sessions,
+    nodes: Nodes,
     report: Report,
-    nodes: list[Node],
+    listed: list[Node],
     *,
     argv: list[str],
     port: int | None,
-    port_asked: bool,
     master: str,
+    port_asked: bool = False,
 ) -> None:
-    """The examination, whoever carries questions and answers (`Sessions`, or `launched.LaunchedNodes`). Fills `report`.
+    """The examination, whoever runs its phases. Fills `report`.
 
     Args:
         port: rank 0's to come; None where the launch has begun.
@@ -83,70 +103,87 @@ def examine_through(
     """
     start = time.monotonic()
     files, imports = read_run_files(argv), None if report.quick else start_imports()
-    folders = [files.output_dir] if files and files.output_dir else []
-    report.facts = sessions.ask(
-        "hello", each={node.name: {"slots": node.slots} for node in nodes}, master_port=port, folders=folders
-    )
-    report.slots = {node: facts["slots"] for node, facts in report.facts.items()}
+    nodes.start("measure")
+    inputs = {"master_port": port, "output_dir": files.output_dir, "compiles": not report.quick}
+    answers = nodes.run("facts", {node.name: inputs | {"slots": node.slots} for node in listed})
+    report.facts = _typed(NodeFacts, answers, report)
     if report.facts:
-        sessions.ask(
-            "warm_up",
-            each={
-                node.name: {"devices": list(node.devices) if usable_gpus(report.facts[node.name]) else []}
-                for node in nodes
-                if node.name in report.facts
-            },
-        )
-        first = next(node.name for node in nodes if node.name in report.facts)
-        master = master or next(iter(report.facts[first]["network"]["addresses"]), "127.0.0.1")
-        reached = _reach(report, sessions, first, master, port)
-        used = {
-            node: interface_of(report.facts[node], master if node == first else answer["outgoing"])
-            for node, answer in reached.items()
-        }
-        _check_nodes(report, sessions, reached, used, nvme=bool(files and files.nvme))
+        first = next(iter(report.facts))
+        master = master or report.facts[first].address or "127.0.0.1"
+        taken = report.facts[first].master_port_taken
+        reached = _reach(nodes, report, files, master, None if taken else port)
+        nodes.end("facts")
+        used = _interfaces(report, reached, master)
+        report.findings += _check_nodes(report, reached, used, files)
         network = [
-            *(check_master(first, master, port, report.facts, reached, asked=port_asked) if port else []),
+            *(check_master(first, master, port, taken, reached, port_asked=port_asked) if port else []),
             *check_network(report.facts, reached),
         ]
-        report.findings += network
-        if files:
-            report.findings += examine_files(sessions, files, report.facts)
+        report.findings += [*network, *check_files(files, first, report.facts, reached)]
         if why_not := _why_not_measured(report, network):
-            report.findings.append(
-                finding(
-                    "smoke-skipped",
-                    "all nodes",
-                    f"the smoke test was left out: {why_not}",
-                    "mend the errors about this first",
-                )
-            )
+            message = f"the smoke test was left out: {why_not}"
+            report.findings.append(finding("smoke-skipped", "all nodes", message, "fix the errors about this first"))
         else:
-            _measure(
-                report,
-                sessions,
-                master,
-                report.facts[first]["open_port"] if report.facts[first]["master_port_taken"] or not port else port,
-                used,
-                reached,
-            )
-        _plan(report, argv, files, imports)
+            free_port = report.facts[first].open_port if taken or not port else port
+            devices = {node.name: list(node.devices) for node in listed}
+            report.findings += _measure(nodes, report, devices, reached, used, master, free_port)
+        _check_plan(report, argv, files, imports)
+    report.findings = [*nodes.broken(), *report.findings]
     report.seconds = time.monotonic() - start
 
 
-def _check_nodes(
-    report: Report, sessions: Sessions, reached: dict[str, dict[str, Any]], used: dict[str, str], *, nvme: bool
-) -> None:
+def _reach(nodes: Nodes, report: Report, files: RunFiles, master: str, port: int | None) -> dict[str, Reached]:
+    """Let every node connect to every other, and to the master's port where it is free, and look at the run's files."""
+    facts, first, inputs = report.facts, next(iter(report.facts)), {}
+    for name in facts:
+        targets = []
+        if port and name != first:
+            targets.append({"kind": "master", "name": first, "address": master, "port": port})
+        for other in [other for other in facts if other != name]:
+            address = master if other == first else facts[other].address or other
+            target = {"name": other, "port": facts[other].open_port}
+            targets += [target | {"kind": "open", "address": address}, target | {"kind": "name", "address": other}]
+        inputs[name] = {
+            "targets": targets,
+            "names": [other for other in report.nodes if other != name],
+            "master": master,
+            "sources": [*files.data, *files.models],
+            "hub_names": files.hub_names,
+            "probe": facts[first].probe if name != first else "",
+        }
+    return _typed(Reached, nodes.run("reach", inputs), report)
+
+
+def _typed(cls: Any, answers: dict[str, dict[str, Any]], report: Report) -> dict[str, Any]:
+    """The answers by node as values of `cls`, of the nodes that run the same dsft."""
+    typed = {}
+    for name, answer in answers.items():
+        try:
+            typed[name] = cls.from_json(answer)
+        except (KeyError, TypeError) as error:
+            message = f"another version of dsft answers there ({error})"
+            fix = f"copy the checkout to {name}, or install the same version there"
+            report.findings.append(finding("no-dsft", name, message, fix))
+    return typed
+
+
+def _interfaces(report: Report, reached: dict[str, Reached], master: str) -> dict[str, str]:
+    """The interface that leads to the others, by node."""
+    first = next(iter(report.facts))
+    addresses = {name: master if name == first else answer.outgoing for name, answer in reached.items()}
+    return {name: report.facts[name].interface_of(address) for name, address in addresses.items()}
+
+
+def _check_nodes(report: Report, reached: dict[str, Reached], used: dict[str, str], files: RunFiles) -> list[Finding]:
     """What the facts show, of each node and between them."""
-    facts = report.facts
-    if not report.quick:
-        for node, error in sessions.ask("compiles").items():
-            facts[node]["compile_error"] = error
-    for node in report.slots:
-        report.findings += check_node(node, facts[node], report.slots[node], quick=report.quick, nvme=nvme)
-    report.findings += [
+    facts, first = report.facts, next(iter(report.facts))
+    by_itself = [check_node(name, node, quick=report.quick, nvme=files.nvme) for name, node in facts.items()]
+    seen = reached[first].connections if first in reached else []
+    clocks = {first: 0.0} | {other.name: other.clock_ahead for other in seen if other.kind == "open" and other.host}
+    return [
+        *(finding for findings in by_itself for finding in findings),
         *check_versions(facts),
-        *check_clocks(_clocks(sessions)),
+        *check_clocks(clocks),
         *check_names(facts, reached),
         *check_interfaces(facts, used),
     ]
@@ -154,105 +191,117 @@ def _check_nodes(
 
 def _why_not_measured(report: Report, network: list[Finding]) -> str:
     """Why the smoke test could not work; empty where it can."""
-    if any(one.severity == "error" and one.code != "master-port-busy" for one in network):
+    if any(entry.severity == "error" and entry.code != "master-port-busy" for entry in network):
         return "the nodes do not reach each other"
-    if any(one.code == "slots" for one in report.findings):
+    if any(entry.code == "slots" for entry in report.findings):
         return "there are more slots than GPUs or cores"
-    if len({bool(usable_gpus(facts)) for facts in report.facts.values()}) > 1:
+    if len({bool(facts.usable_gpus) for facts in report.facts.values()}) > 1:
         return "some nodes have GPUs that ranks can use, others have not"
     return ""
 
 
+class Progress:
+    """What the ranks of the smoke test have said so far."""
+
+    def __init__(self):
+        self.stages: dict[int, str] = {}
+        self.failures: list[tuple[int, str]] = []
+        self.measured: dict[int, dict[str, Any]] = {}
+
+    def hear(self, event: dict[str, Any]) -> None:
+        rank = event["rank"]
+        if "failed" in event:
+            self.failures.append((rank, event["failed"]))
+        else:
+            self.stages[rank] = event["stage"]
+            if "measured" in event:
+                self.measured[rank] = event["measured"]
+
+
 def _measure(
-    report: Report, sessions: Sessions, master: str, port: int, used: dict[str, str], reached: dict[str, dict[str, Any]]
-) -> None:
-    """The smoke test, what it shows, and its rates kept for plans."""
-    own_name = any(one.code == "own-name" for one in report.findings)
-    sessions.ask("close_ports")
-    found, ranks = run_smoke(report, sessions, master=master, port=port, interfaces=used if own_name else {})
-    report.findings += found
-    if report.links:
-        if not any(usable_gpus(facts) for facts in report.facts.values()):
-            _take_round_trips(report, reached)
-        report.findings += check_measured(report.links, list(report.slots), ranks, report.facts, used)
-        _keep(report)
+    nodes: Nodes,
+    report: Report,
+    devices: dict[str, list[int]],
+    reached: dict[str, Reached],
+    used: dict[str, str],
+    master: str,
+    port: int,
+) -> list[Finding]:
+    """The smoke test on all nodes that answered: what it shows, or which ranks did not come to its end. Sets
+    `report.links`, and keeps its rates for plans.
+    """
+    where, progress = RanksOfNodes(names=list(report.facts), ranks=report.ranks), Progress()
+    names, limits = where.names, {"grace_seconds": GRACE_SECONDS}
+    ready = nodes.ready(names, timeout_seconds=IMPORT_SECONDS, **limits)
+    not_started = {name: words for name, words in ready.items() if words}
+    if not_started or len(ready) < len(names):
+        # Ranks that were ready were not started, and are not at fault.
+        others = {rank: "done" for name in ready for rank in where.ranks[names.index(name)]}
+        return check_answers(others, [], where, not_started)
+    own_name = any(entry.code == "own-name" for entry in report.findings)
+    common = {
+        "nodes": where.ranks,
+        "rounds": (ring_rounds if report.quick else all_rounds)(len(names)) if len(names) > 1 else [],
+        "master": master,
+        "port": port,
+        "group_seconds": GROUP_SECONDS,
+    }
+    inputs = {
+        name: common
+        | {
+            "node": number,
+            "gpu": bool(report.facts[name].usable_gpus),
+            "devices": devices[name] if report.facts[name].usable_gpus else [],
+            # gloo has to be told which one to use where a node's own name leads elsewhere.
+            "interface": used.get(name, "") if own_name else "",
+        }
+        for number, name in enumerate(names)
+    }
+    answers = nodes.run("measure", inputs, timeout_seconds=MEASURE_SECONDS, on_event=progress.hear, **limits)
+    if len(progress.measured) < sum(map(len, where.ranks)):
+        spoke = {where.node(rank) for rank in progress.stages}
+        ended = {name: answer["last_words"] for name, answer in answers.items() if answer["code"]}
+        not_started = {name: words for name, words in ended.items() if name not in spoke}
+        return check_answers(progress.stages, progress.failures, where, not_started)
+    report.links = combine([progress.measured[rank] for rank in sorted(progress.measured)], where.node_of)
+    if not report.has_gpus:
+        _take_round_trips(report, reached)
+    _keep(report)
+    return list(check_measured(report.links, where, report.facts, used))
 
 
-def _take_round_trips(report: Report, reached: dict[str, dict[str, Any]]) -> None:
+def _take_round_trips(report: Report, reached: dict[str, Reached]) -> None:
     """Between CPU ranks the time of the smallest message is that of a plain socket (see `measuring.exchange_rate`)."""
-    names = list(report.slots)
-    for pair, found in report.links.pairs.items():
+    names = list(report.facts)
+    connections = [(name, other) for name, answer in reached.items() for other in answer.connections]
+    for pair, rates in report.links.pairs.items():
         ends = {names[node] for node in pair}
-        found["seconds"] = min(
-            target["seconds"]
-            for node in ends
-            for target in reached[node]["targets"]
-            if target["kind"] == "open" and {node, target["name"]} == ends
-        )
+        between = [other.seconds for name, other in connections if other.kind == "open" and {name, other.name} == ends]
+        rates["seconds"] = min(between, default=rates["seconds"])
 
 
-def _reach(report: Report, sessions: Sessions, first: str, master: str, port: int | None) -> dict[str, dict[str, Any]]:
-    """Let every node connect to every other, and to the master's port."""
-    facts, each = report.facts, {}
-    for node in facts:
-        targets = (
-            [{"kind": "master", "name": first, "address": master, "port": port}]
-            if port and node != first and not facts[first]["master_port_taken"]
-            else []
-        )
-        for other in facts:
-            if other != node:
-                address = master if other == first else next(iter(facts[other]["network"]["addresses"]), other)
-                targets.append({"kind": "open", "name": other, "address": address, "port": facts[other]["open_port"]})
-                targets.append({"kind": "name", "name": other, "address": other, "port": facts[other]["open_port"]})
-        each[node] = {"targets": targets, "names": [name for name in report.nodes if name != node]}
-    return sessions.ask("reach", each=each, master=master)
-
-
-def _clocks(sessions: Sessions) -> dict[str, float]:
-    """Seconds by which each node's clock is ahead of this machine's; half the round trip is taken off."""
-    before = time.time()
-    there = sessions.ask("clock")
-    middle = (before + time.time()) / 2
-    return {node: clock - middle for node, clock in there.items()}
-
-
-def _plan(report: Report, argv: list[str], files: RunFiles | None, imports: Any) -> None:
-    """The plan on what was found, and disk space and rates held against it. Quick: only what needs no plan."""
+def _check_plan(report: Report, argv: list[str], files: RunFiles, imports: Any) -> None:
+    """The plan on these nodes, and disk space and rates compared with it. Quick: only what needs no plan."""
     run = RunPlan()
     if imports:
         imports.join()
         run = plan_on(argv, report.facts, report.slots)
         report.plan = run.text
         report.findings += run.findings
-    if files and files.output_dir:
+    if files.output_dir:
         report.findings += check_disk(files, report.facts, run.written_bytes)
     if report.links and run.speeds:
-        report.findings += check_assumed(report.links, list(report.slots), run.speeds, run.speeds.source)
+        report.findings += check_assumed(report.links, list(report.facts), run.speeds)
 
 
 def _keep(report: Report) -> None:
     """Measured rates for later plans, under the hosts' own names and under those of the host file."""
     if not report.links.pairs:
         return
-    for names in {tuple(one["host"] for one in report.facts.values()), tuple(report.facts)}:
+    for names in {tuple(node.host for node in report.facts.values()), tuple(report.facts)}:
         keep_links(
             names,
             network_bytes=report.links.network_bytes,
             link_bytes=min(report.links.inside.values(), default=0.0),
             collective_seconds=report.links.collective_seconds,
         )
-
-
-def _broken(sessions: Sessions) -> list[Finding]:
-    """Conversations that ended early."""
-    found = []
-    for name, session in sessions.all.items():
-        if session.lost and not session.lost.startswith(
-            ("no answer to 'ready'", "no answer to 'smoke'")
-        ):  # that test names its ranks itself
-            found.append(broken_session(name, session.lost, session.exit_code))
-        found += [
-            finding("node-failed", name, words[:300], f"ssh {name}: try it by hand") for words in session.failures
-        ]
-    return found

@@ -3,9 +3,11 @@ docs/doctor.md lists the same.
 """
 
 import dataclasses
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dsft.cluster.doctor.facts import NodeFacts
 from dsft.cluster.doctor.links import Measured
 
 Severity = Literal["error", "warning", "note"]
@@ -125,18 +127,18 @@ class Finding:
     code: str
     """Key of MESSAGES and of docs/doctor.md."""
     severity: Severity
-    what: str
+    message: str
     where: str
     """Node names, or "here" for the machine that dsft doctor runs on."""
     why: str
-    mend: str
-    """The command that mends it, or what to change."""
+    fix: str
+    """The command that helps, or what to change."""
 
 
-def finding(code: str, where: str, what: str, mend: str, *, severity: Severity | None = None) -> Finding:
+def finding(code: str, where: str, message: str, fix: str, *, severity: Severity | None = None) -> Finding:
     """A finding with its kind's reason, and severity where no other is given."""
     usual, why = MESSAGES[code]
-    return Finding(code=code, severity=severity or usual, what=what, where=where, why=why, mend=mend)
+    return Finding(code=code, severity=severity or usual, message=message, where=where, why=why, fix=fix)
 
 
 @dataclass(kw_only=True)
@@ -144,29 +146,46 @@ class Report:
     """Everything about one examination."""
 
     nodes: list[str]
-    slots: dict[str, int] = field(default_factory=dict)
-    """Ranks by node, of the nodes that answered, in the order of `nodes`; `links` counts these."""
     findings: list[Finding] = field(default_factory=list)
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """`facts.node_facts` by node, of those that answered."""
+    facts: dict[str, NodeFacts] = field(default_factory=dict)
+    """By node, of those that answered, in the order of `nodes`."""
     links: Measured | None = None
     """None where the smoke test did not run to its end."""
     quick: bool = False
     plan: str = ""
-    """The plan that disk and memory were held against, and why; empty without a configuration."""
+    """The plan that disk and memory were compared with, and why; empty without a configuration."""
     seconds: float = 0.0
 
     @property
+    def slots(self) -> dict[str, int]:
+        """Ranks by node, of the nodes that answered; `links` counts these."""
+        return {node: facts.slots for node, facts in self.facts.items()}
+
+    @property
+    def ranks(self) -> list[list[int]]:
+        """Numbers of the ranks of each of these nodes. A launcher may have dealt them to the nodes in turn; the
+        doctor's own go node by node.
+        """
+        ends = itertools.accumulate(self.slots.values())
+        nodes = zip(self.facts.values(), ends, strict=True)
+        return [facts.ranks or list(range(end - facts.slots, end)) for facts, end in nodes]
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether ranks of these nodes would use GPUs."""
+        return any(facts.usable_gpus for facts in self.facts.values())
+
+    @property
     def has_errors(self) -> bool:
-        return any(one.severity == "error" for one in self.findings)
+        return any(finding.severity == "error" for finding in self.findings)
 
     def sorted_findings(self) -> list[Finding]:
-        """Errors first, else in the order they were found."""
-        return sorted(self.findings, key=lambda one: ("error", "warning", "note").index(one.severity))
+        """Errors first, else in the order they were noticed."""
+        return sorted(self.findings, key=lambda finding: ("error", "warning", "note").index(finding.severity))
 
     def as_dict(self) -> dict[str, Any]:
         """For --json: nodes and ranks by name."""
-        links, names = None, list(self.slots)
+        links, names = None, list(self.facts)
         if self.links:
             links = {
                 "pairs": [{"nodes": [names[a], names[b]]} | pair for (a, b), pair in sorted(self.links.pairs.items())],
@@ -178,8 +197,8 @@ class Report:
             "ok": not self.has_errors,
             "nodes": self.nodes,
             "slots": self.slots,
-            "findings": [dataclasses.asdict(one) for one in self.sorted_findings()],
-            "facts": self.facts,
+            "findings": [dataclasses.asdict(finding) for finding in self.sorted_findings()],
+            "facts": {node: dataclasses.asdict(facts) for node, facts in self.facts.items()},
             "links": links,
             "quick": self.quick,
             "plan": self.plan,

@@ -1,9 +1,8 @@
-"""`dsft doctor` as ranks that srun, mpirun, torchrun, accelerate or deepspeed started: the same examination without
-ssh.
+"""`dsft doctor` as ranks that srun, mpirun, torchrun, accelerate or deepspeed started: the same phases without ssh.
 
-Rank 0 asks and prints; of each host the first rank answers, and in the smoke test all. Questions and answers go through
-torch's TCPStore at
-MASTER_ADDR, not through a process group: that the ranks cannot form one is what may have to be found out.
+Rank 0 asks and delivers the report; the first rank of each host runs the phases, and in `measure` all ranks take part.
+Questions and answers go through torch's TCPStore at MASTER_ADDR, not through a process group: that the ranks cannot
+form one is what may have to be found out.
 """
 
 import contextlib
@@ -12,178 +11,174 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from dsft.cluster.doctor.agent import Agent
 from dsft.cluster.doctor.examine import examine_through
-from dsft.cluster.doctor.findings import Report, finding
+from dsft.cluster.doctor.findings import Finding, Report, finding
+from dsft.cluster.doctor.phase import facts, reach
 from dsft.cluster.doctor.smoke import take_part
-from dsft.errors import EXIT_USER_ERROR
+from dsft.errors import EXIT_USER_ERROR, one_line
 from dsft.runtime.hostfile import Node
 
 JOIN_SECONDS = 20
 """For all ranks to come, after rank 0 has: srun and mpirun start them together."""
 IDLE_SECONDS = 120
 """A rank that hears nothing for so long ends itself."""
-STOP = {"do": "stop"}
 
 
 class LaunchedNodes:
-    """As `Sessions`: carries rank 0's questions to the first rank of each host, by way of the store."""
+    """As `ssh.SshNodes`, by way of the store: rank 0 calls `run`, all others `take_part` until it says False."""
 
     def __init__(self, store: dist.Store, ranks: dict[str, list[int]]):
-        self.store, self.ranks, self.number = store, ranks, 0
-        self.rank, self.host = int(os.environ["RANK"]), socket.gethostname()
-        self.agent = Agent()
-        self.all: dict[str, Any] = {}
-        self.silent: dict[str, str] = {}
-        """Host -> the question that it did not answer."""
-        self.failures: list[tuple[str, str]] = []
+        """Args: `ranks`: by host."""
+        self._store, self._ranks, self._number = store, ranks, 0
+        self._rank, self._host = int(os.environ["RANK"]), socket.gethostname()
+        self._held = contextlib.ExitStack()
+        """What the phases leave open on this host."""
+        self._silent: dict[str, Finding] = {}
+        self._failures: list[Finding] = []
 
-    @property
-    def standing(self) -> list[str]:
-        return [host for host in self.ranks if host not in self.silent]
+    def start(self, phase: str) -> None:
+        """Nothing to do: these ranks have started, and have imported torch."""
 
-    def ask(
+    def ready(self, names: Iterable[str], **limits: float) -> dict[str, str]:
+        return dict.fromkeys(names, "")
+
+    def end(self, phase: str) -> None:
+        self.run("end", {host: {} for host in self._ranks})
+
+    def stop(self) -> None:
+        """Rank 0: no more questions."""
+        self._store.set(f"question {self._number}", json.dumps({"phase": "stop"}))
+        self._held.close()
+
+    def run(
         self,
-        do: str,
+        phase: str,
+        inputs: dict[str, dict[str, Any]],
         *,
-        timeout_seconds: float = 20.0,
+        timeout_seconds: float = 30.0,
         grace_seconds: float = 0.0,
-        each: dict[str, dict[str, Any]] | None = None,
         on_event: Callable[[dict[str, Any]], None] | None = None,
-        **values: Any,
     ) -> dict[str, Any]:
-        """On rank 0: answers by host."""
-        hosts = [host for host in self.standing if each is None or host in each]
-        self.store.set(
-            f"question {self.number}",
-            json.dumps({"do": do, "each": {host: values | (each or {}).get(host, {}) for host in hosts}}),
-        )
-        self.answer()
-        question, deadline, answers = self.number - 1, time.monotonic() + timeout_seconds, {}
-        for host in hosts:
-            answer = self._wait(f"answer {question} {host}", deadline)
-            if answer is None:
-                self.silent.setdefault(host, do)
-            elif "failed" in answer:
-                self.failures.append((host, f"{do}: {answer['failed']}"))
-            else:
+        """On rank 0: run a phase on the hosts of `inputs`; answers by host, of those that answered."""
+        inputs = {host: values for host, values in inputs.items() if host not in self._silent}
+        if phase == "facts":
+            inputs = {host: values | {"ranks": self._ranks[host]} for host, values in inputs.items()}
+        number, deadline, answers = self._number, time.monotonic() + timeout_seconds, {}
+        self._store.set(f"question {number}", json.dumps({"phase": phase, "inputs": inputs}))
+        self.take_part()
+        for host in inputs:
+            answer = self._wait(f"answer {number} {host}", deadline)
+            if answer is None and phase != "measure":  # the smoke test names its ranks itself
+                look = f"look for its rank {self._ranks[host][0]} there: ps aux"
+                self._silent[host] = finding("node-silent", host, f"no answer to {phase!r}", look)
+            elif answer and "failed" in answer:
+                words = f"{phase}: {answer['failed']}"[:300]
+                self._failures.append(finding("node-failed", host, words, "try it by hand there"))
+            elif answer:
                 answers[host] = answer["answer"]
-        for rank in [rank for ranks in self.ranks.values() for rank in ranks] if on_event else []:
-            for event in self._wait(f"events {question} {rank}", deadline) or []:
+        for rank in [rank for host in inputs for rank in self._ranks[host]] if on_event else []:
+            for event in self._wait(f"events {number} {rank}", deadline) or []:
                 on_event(event | {"rank": rank})
         return answers
 
     def _wait(self, key: str, deadline: float) -> Any:
         try:
-            self.store.wait([key], timedelta(seconds=max(0.05, deadline - time.monotonic())))
+            self._store.wait([key], timedelta(seconds=max(0.05, deadline - time.monotonic())))
         except (RuntimeError, dist.DistStoreError):
             return None
-        return json.loads(self.store.get(key))
+        return json.loads(self._store.get(key))
 
-    def answer(self) -> bool:
-        """Take this rank's part in the next question; False at the end."""
-        key = f"question {self.number}"
-        self.store.wait([key], timedelta(seconds=IDLE_SECONDS))
-        question = json.loads(self.store.get(key))
-        self.number += 1
-        if question == STOP:
+    def take_part(self) -> bool:
+        """This rank's part in the next phase; False at the end."""
+        key = f"question {self._number}"
+        self._store.wait([key], timedelta(seconds=IDLE_SECONDS))
+        question = json.loads(self._store.get(key))
+        if question["phase"] == "stop":
+            self._held.close()
             return False
-        mine = question["each"].get(self.host)
-        if mine is None:
-            return True
-        if question["do"] == "smoke":
-            self._smoke(mine)
-        if self.rank == self.ranks[self.host][0]:
-            self.store.set(f"answer {self.number - 1} {self.host}", json.dumps(self._do(question["do"], mine)))
+        if self._host in question["inputs"]:
+            values = question["inputs"][self._host]
+            if question["phase"] == "measure":
+                self._measure(values)
+            if self._rank == self._ranks[self._host][0]:
+                answer = self._answer(question["phase"], values)
+                self._store.set(f"answer {self._number} {self._host}", json.dumps(answer))
+        self._number += 1
         return True
 
-    def _do(self, do: str, values: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, phase: str, values: dict[str, Any]) -> dict[str, Any]:
         try:
-            if do == "smoke":
+            if phase == "measure":
                 return {"answer": {"code": 0, "last_words": ""}}
-            if do in ("warm_up", "ready"):
-                return {"answer": None}  # torch is here already
-            answer = getattr(self.agent, do)(**values)
+            if phase == "end":
+                return {"answer": self._held.close()}
+            return {"answer": {"facts": facts, "reach": reach}[phase](self._held, **values)}
         except Exception as error:  # becomes a finding
             return {"failed": f"{type(error).__name__}: {error}"}
-        return {"answer": answer | {"ranks": self.ranks[self.host]} if do == "hello" else answer}
 
-    def _smoke(self, options: dict[str, Any]) -> None:
-        """This rank's part; its stages go to the store as they begin, each time as a whole list."""
+    def _measure(self, values: dict[str, Any]) -> None:
+        """This rank's part in the smoke test; its stages go to the store as they begin, each time as a whole list."""
         events: list[dict[str, Any]] = []
 
         def tell(**content: Any) -> None:
             events.append(content)
-            self.store.set(f"events {self.number - 1} {self.rank}", json.dumps(events))
+            self._store.set(f"events {self._number} {self._rank}", json.dumps(events))
 
+        local, store = int(os.environ["LOCAL_RANK"]), dist.PrefixStore("smoke", self._store)
         try:
-            take_part(
-                int(os.environ["LOCAL_RANK"]), self.rank, options, tell, store=dist.PrefixStore("smoke", self.store)
-            )
+            take_part(local, self._rank, values, tell, store=store)
         except (RuntimeError, ValueError, OSError) as error:
             tell(failed=" ".join(f"{type(error).__name__}: {error}".split())[:600])
+
+    def broken(self) -> list[Finding]:
+        """Hosts that did not answer, or could not do what they were asked."""
+        return [*self._silent.values(), *self._failures]
 
 
 def examine_launched(*, argv: list[str], quick: bool, deliver: Callable[[Report], None]) -> NoReturn:
     """Examine the nodes of this launch; rank 0 hands the report to `deliver`. Every rank's process ends here, with the
     same exit code.
     """
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    argv = [word for word in argv if not word.startswith("--local_rank")]  # deepspeed's launcher adds it
+    rank = int(os.environ["RANK"])
     store = _meet(rank)
     store.set(f"host {rank}", socket.gethostname())
     if rank:
         _follow(store)
-    hosts, missing = _wait_for_ranks(store, world)
+    hosts, missing = _wait_for_ranks(store, int(os.environ["WORLD_SIZE"]))
     store.set("ranks", json.dumps(hosts))
     report = Report(nodes=list(hosts), quick=quick)
     if missing:
-        came = "; ".join(f"{host}: {_numbers(ranks)}" for host, ranks in hosts.items())
-        report.findings.append(
-            finding(
-                "missing-ranks",
-                f"{'ranks' if len(missing) > 1 else 'rank'} {_numbers(missing)}",
-                f"did not come to {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {JOIN_SECONDS} s;"
-                f" there are {came}",
-                "does MASTER_ADDR lead to rank 0's host from every node, and no firewall drop MASTER_PORT? dsft doctor"
-                " --hostfile examines that through ssh",
-            )
-        )
+        report.findings.append(_missing_ranks(hosts, missing))
     else:
         nodes = LaunchedNodes(store, hosts)
+        argv = [word for word in argv if not word.startswith("--local_rank")]  # deepspeed's launcher adds it
+        listed = [Node(name=host, slots=len(ranks)) for host, ranks in hosts.items()]
         with contextlib.redirect_stdout(sys.stderr):
-            examine_through(
-                nodes,
-                report,
-                [Node(name=host, slots=len(ranks)) for host, ranks in hosts.items()],
-                argv=argv,
-                port=None,
-                port_asked=False,
-                master=os.environ["MASTER_ADDR"],
-            )
-        report.findings = [
-            *(
-                finding(
-                    "node-silent", host, f"no answer to {do!r}", f"look for its rank {hosts[host][0]} there: ps aux"
-                )
-                for host, do in nodes.silent.items()
-                if do != "smoke"
-            ),
-            *(finding("node-failed", host, words[:300], "try it by hand there") for host, words in nodes.failures),
-            *report.findings,
-        ]
-        store.set(f"question {nodes.number}", json.dumps(STOP))
+            examine_through(nodes, report, listed, argv=argv, port=None, master=os.environ["MASTER_ADDR"])
+        nodes.stop()
     deliver(report)
     code = EXIT_USER_ERROR if report.has_errors else 0
     store.set("code", str(code))
     time.sleep(1)  # the others read it from this process
     _leave(code)
+
+
+def _missing_ranks(hosts: dict[str, list[int]], missing: list[int]) -> Finding:
+    came = "; ".join(f"{host}: {_numbers(ranks)}" for host, ranks in hosts.items())
+    return finding(
+        "missing-ranks",
+        f"{'rank' if len(missing) == 1 else 'ranks'} {_numbers(missing)}",
+        f"did not come to {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {JOIN_SECONDS} s; there are"
+        f" {came}",
+        "does MASTER_ADDR lead to rank 0's host from every node, and no firewall drop MASTER_PORT? dsft doctor"
+        " --hostfile examines that through ssh",
+    )
 
 
 def _follow(store: dist.Store) -> NoReturn:
@@ -194,7 +189,7 @@ def _follow(store: dist.Store) -> NoReturn:
         hosts = json.loads(store.get("ranks"))
         if sum(map(len, hosts.values())) == int(os.environ["WORLD_SIZE"]):
             nodes = LaunchedNodes(store, hosts)
-            while nodes.answer():
+            while nodes.take_part():
                 pass
         # Rank 0 prints first: a launcher kills all ranks as soon as one has ended with an error.
         store.wait(["code"], timedelta(seconds=IDLE_SECONDS))
@@ -210,16 +205,13 @@ def _meet(rank: int) -> dist.Store:
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    limit = timedelta(seconds=JOIN_SECONDS)
     try:
-        store = dist.TCPStore(
-            host, port, is_master=holds, timeout=timedelta(seconds=JOIN_SECONDS), wait_for_workers=False
-        )
+        store = dist.TCPStore(host, port, is_master=holds, timeout=limit, wait_for_workers=False)
     except (RuntimeError, OSError) as error:
-        why = (
-            f"cannot listen on port {port} ({' '.join(str(error).split())[:200]}); set another MASTER_PORT"
-            if holds
-            else f"does not reach rank 0 at {host}:{port}: is MASTER_ADDR right, is the port open?"
-        )
+        why = f"does not reach rank 0 at {host}:{port}: is MASTER_ADDR right, is the port open?"
+        if holds:
+            why = f"cannot listen on port {port} ({one_line(error)[:200]}); set another MASTER_PORT"
         print(f"dsft: error: rank {rank} on {socket.gethostname()} {why}", file=sys.stderr, flush=True)
         _leave(EXIT_USER_ERROR)
     return dist.PrefixStore("dsft-doctor", store)

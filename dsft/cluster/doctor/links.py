@@ -13,7 +13,7 @@ SLOW = 0.7
 
 @dataclass(kw_only=True)
 class Measured:
-    """What the smoke test found. Nodes and ranks by number, in the order of the host file."""
+    """What the smoke test measured. Nodes and ranks by number, in the order of the host file."""
 
     pairs: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
     """(lower node, higher node) -> {"bytes_per_second": what one node gets from the other while it sends as much, over
@@ -39,27 +39,28 @@ class Measured:
 
 
 def combine(of_ranks: list[dict[str, Any]], node_of: list[int]) -> Measured:
-    """The measurements of all ranks (`measuring.measure_all`), ordered by rank, as one; rates of a node's ranks side by
-    side add up.
+    """The measurements of all ranks (`measuring.measure_all`), ordered by rank, as one value; rates of a node's ranks
+    side by side add up.
     """
-    found = Measured()
+    total = Measured()
     received: dict[tuple[int, int], float] = {}  # (from, to): one direction may be slow alone
-    for rank, one in enumerate(of_ranks):
+    for rank, measured in enumerate(of_ranks):
         node = node_of[rank]
-        for other, (rate, seconds) in one["pairs"].items():
-            key = (min(node, int(other)), max(node, int(other)))
-            found.again |= {key} if int(other) in one["again"] else set()
-            received[int(other), node] = received.get((int(other), node), 0.0) + rate
-            pair = found.pairs.setdefault(key, {"bytes_per_second": 0.0, "seconds": 0.0})
+        for name, (rate, seconds) in measured["pairs"].items():
+            other = int(name)
+            key = (min(node, other), max(node, other))
+            total.again |= {key} if other in measured["again"] else set()
+            received[other, node] = received.get((other, node), 0.0) + rate
+            pair = total.pairs.setdefault(key, {"bytes_per_second": 0.0, "seconds": 0.0})
             pair["seconds"] = max(pair["seconds"], seconds)
-        if one["inside"]:
-            found.inside[node] = min(found.inside.get(node, one["inside"]), one["inside"])
-        found.flops[rank] = one["flops"]
-        found.wrong += [rank] if one["wrong"] else []
-        found.collective_seconds = max(found.collective_seconds, one["collective_seconds"])
-    for a, b in found.pairs:
-        found.pairs[a, b]["bytes_per_second"] = min(received[a, b], received[b, a])
-    return found
+        if measured["inside"]:
+            total.inside[node] = min(total.inside.get(node, measured["inside"]), measured["inside"])
+        total.flops[rank] = measured["flops"]
+        total.wrong += [rank] if measured["wrong"] else []
+        total.collective_seconds = max(total.collective_seconds, measured["collective_seconds"])
+    for a, b in total.pairs:
+        total.pairs[a, b]["bytes_per_second"] = min(received[a, b], received[b, a])
+    return total
 
 
 def slow_keys(rates: dict[Any, float], *, reference: float | None = None) -> list[Any]:
@@ -68,13 +69,14 @@ def slow_keys(rates: dict[Any, float], *, reference: float | None = None) -> lis
     """
     if len(rates) < 2:
         return []
-    # The upper of two middles: with two rates the slower one is held against the faster.
+    # The upper of two middles: with two rates the slower one is compared with the faster.
     typical = statistics.median_high(rates.values()) if reference is None else reference
     return sorted((key for key, rate in rates.items() if rate < SLOW * typical), key=lambda key: rates[key])
 
 
-def pair_rates(found: Measured) -> dict[tuple[int, int], float]:
-    return {key: pair["bytes_per_second"] for key, pair in found.pairs.items()}
+def pair_rates(measured: Measured) -> dict[tuple[int, int], float]:
+    """Bytes per second of each pair of nodes."""
+    return {key: pair["bytes_per_second"] for key, pair in measured.pairs.items()}
 
 
 def slow_nodes(rates: dict[tuple[int, int], float]) -> list[int]:
@@ -88,9 +90,9 @@ def slow_nodes(rates: dict[tuple[int, int], float]) -> list[int]:
     # measure.
     for reference in (None, max(rates.values())):
         slow = slow_keys(rates, reference=reference)
-        found = [node for node in sorted(nodes) if slow and all((key in slow) == (node in key) for key in rates)]
-        if found:
-            return found
+        at_fault = [node for node in sorted(nodes) if slow and all((key in slow) == (node in key) for key in rates)]
+        if at_fault:
+            return at_fault
     return []
 
 
@@ -111,7 +113,7 @@ def ring_rounds(number: int) -> list[list[tuple[int, int]]]:
     edges = sorted({(min(i, (i + 1) % number), max(i, (i + 1) % number)) for i in range(number)} - {(0, 0)})
     rounds: list[list[tuple[int, int]]] = []
     for edge in edges:
-        free = next((one for one in rounds if not {*edge} & {node for pair in one for node in pair}), None)
+        free = next((pairs for pairs in rounds if not {*edge} & {node for pair in pairs for node in pair}), None)
         if free is None:
             rounds.append(free := [])
         free.append(edge)

@@ -1,9 +1,8 @@
-"""The smoke test's ranks on one node: `python -m dsft.cluster.doctor.smoke`, started by the agent, one process per
-slot.
+"""The smoke test's ranks on one node: `python -m dsft.cluster.doctor.smoke`, started by the phase `measure`.
 
 Imports torch, then waits for a line of JSON with the ranks, the master's address and the pairs; forks a process per
-slot (torch is imported
-once, CUDA not yet touched) and writes a line for each stage of each rank, so that whoever does not answer can be named.
+slot (torch is imported once, CUDA not yet touched) and writes a line for each stage of each rank, so that whoever does
+not answer can be named.
 """
 
 import json
@@ -17,22 +16,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dsft.cluster.doctor.agent import MARK
 from dsft.cluster.doctor.measuring import Place, measure_all
+from dsft.cluster.doctor.phase import MARK
 
 LIFE_SECONDS = 30
 """A rank that has not finished by then ends, wherever it waits; the head names it by the last it said."""
 
-READY = {"ready": True}
-
 
 def main() -> None:
-    os.write(1, f"{MARK}{json.dumps(READY)}\n".encode())
+    _write(ready=True)
     line = sys.stdin.readline()
     if not line:
         return  # the test is not wanted
     options = json.loads(line)
     ranks = options["nodes"][options["node"]]
+    if options["devices"]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, options["devices"]))
     children = [pid for local, rank in enumerate(ranks) if (pid := _fork(local, rank, options))]
     sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in children))
 
@@ -43,7 +42,7 @@ def _fork(local: int, rank: int, options: dict[str, Any]) -> int:
     try:
         _run(local, rank, options)
     except (RuntimeError, ValueError, OSError) as error:  # torch's errors of the network and of CUDA are RuntimeErrors
-        _tell(rank, failed=" ".join(f"{type(error).__name__}: {error}".split())[:600])
+        _write(rank=rank, failed=" ".join(f"{type(error).__name__}: {error}".split())[:600])
         os._exit(1)
     os._exit(0)  # no shutdown of the interpreter: other ranks may be gone already
 
@@ -58,7 +57,7 @@ def _run(local: int, rank: int, options: dict[str, Any]) -> None:
         "MASTER_ADDR": options["master"],
         "MASTER_PORT": str(options["port"]),
     }
-    take_part(local, rank, options, lambda **content: _tell(rank, **content))
+    take_part(local, rank, options, lambda **content: _write(rank=rank, **content))
 
 
 def take_part(
@@ -99,9 +98,9 @@ def take_part(
     dist.barrier()
 
 
-def _tell(rank: int, **content: Any) -> None:
+def _write(**content: Any) -> None:
     """One write, so that lines of several ranks do not mix."""
-    os.write(1, (MARK + json.dumps({"rank": rank} | content) + "\n").encode())
+    os.write(1, (MARK + json.dumps(content) + "\n").encode())
 
 
 if __name__ == "__main__":

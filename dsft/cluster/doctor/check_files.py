@@ -1,0 +1,167 @@
+"""The files of a run, by its options, and findings about them: which have to be on each node, with which content.
+
+Reads the options without transformers, which takes seconds to import; `check_plan.py` reports what is wrong with them
+otherwise.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsft.cluster.doctor.facts import FileContent, NodeFacts, Reached
+from dsft.cluster.doctor.findings import Finding, finding, join
+from dsft.config.reader import read_file_and_flags
+from dsft.data.readers import is_path
+from dsft.units import GiB, plural
+
+FEWEST_FREE_BYTES = GiB
+"""Where the run's needs are not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """What a run reads and writes, as its options name it."""
+
+    data: list[str] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
+    """Model, tokenizer and adapter."""
+    output_dir: str = ""
+    saves: bool = True
+    """Whether checkpoints are written while training."""
+    nvme: bool = False
+
+    @property
+    def hub_names(self) -> list[str]:
+        """Of NAME:CONFIG:SPLIT the name, of every source that may lie on the hub."""
+        return [source.partition(":")[0] for source in (*self.data, *self.models) if not is_path(source)]
+
+
+def read_run_files(argv: list[str]) -> RunFiles:
+    """The files that `dsft train` or `dsft eval` with these options would use; none without options."""
+    problems: list[str] = []  # reported by the plan, or by training itself
+    values = read_file_and_flags(argv, problems)
+    keys = ("data", "eval_data", "model", "tokenizer", "adapter", "output_dir", "zero")
+    words = {key: _words(values.get(key)) for key in keys}
+    return RunFiles(
+        data=words["data"] + words["eval_data"],
+        models=[*dict.fromkeys(words["model"] + words["tokenizer"] + words["adapter"])],
+        output_dir="".join(words["output_dir"][:1]),
+        saves=str(values.get("save_strategy", "steps")) != "no",
+        nvme="nvme" in "".join(words["zero"]),
+    )
+
+
+def _words(value: Any) -> list[str]:
+    return list(map(str, value)) if isinstance(value, list) else [] if value in (None, True) else [str(value)]
+
+
+def check_files(
+    files: RunFiles, first: str, facts: dict[str, NodeFacts], reached: dict[str, Reached]
+) -> Iterator[Finding]:
+    """Data and model the same everywhere, the output folder writable everywhere and shared."""
+    for source in (*files.data, *files.models):
+        seen = {node: answer.contents[source] for node, answer in reached.items()}
+        yield from check_content(source, seen, "data" if source in files.data else "model")
+        if not any(seen.values()) and not is_path(source):
+            name = source.partition(":")[0]
+            yield from check_hub(
+                name,
+                {node: answer.cached[name] for node, answer in reached.items()},
+                [node for node in facts if facts[node].hub_offline],
+                is_data=source in files.data,
+            )
+    if files.output_dir:
+        errors = {node: answer.output_error for node, answer in facts.items()}
+        seen = {node: answer.sees_probe for node, answer in reached.items() if answer.sees_probe is not None}
+        yield from check_output(files, first, errors, seen)
+
+
+def check_content(source: str, seen: dict[str, FileContent | None], kind: str) -> Iterator[Finding]:
+    """`seen`: one file, folder or glob on each node; `kind`: "data" or "model"."""
+    there, missing = [node for node in seen if seen[node]], [node for node in seen if not seen[node]]
+    copy = f"rsync -aR {source} {{}}:/" if os.path.isabs(source) else f"rsync -a {source} {{}}:{os.getcwd()}/{source}"
+    if not there:
+        if missing and is_path(source):
+            message = f"{source} does not exist (seen from {os.getcwd()})"
+            yield finding(f"{kind}-missing", join(missing), message, f"correct {kind}, or copy it there")
+        return
+    if missing:
+        fix = f"on {there[0]}: {copy.format(missing[0])}; or mount the same folder on every node"
+        yield finding(f"{kind}-missing", join(missing), f"{source} is on {join(there)} but not there", fix)
+        return
+    usual = Counter(seen.values()).most_common(1)[0][0]  # of equally many, the first node's
+    odd = [node for node, content in seen.items() if content != usual]
+    if odd:
+        texts = [
+            f"{join([node for node in seen if seen[node] == content])}: {plural(content.files, 'file')},"
+            f" {content.bytes:,} bytes, hash {content.hash}"
+            for content in dict.fromkeys(seen.values())
+        ]
+        good = next(node for node in seen if node not in odd)
+        fix = f"on {good}: {copy.format(odd[0])}; or mount the same folder on every node"
+        yield finding(f"{kind}-differs", join(odd), f"{source} differs ({'; '.join(texts)})", fix)
+
+
+def check_hub(name: str, cached: dict[str, bool], offline: list[str], *, is_data: bool) -> Iterator[Finding]:
+    """A name on the hub: in the cache of each node, or to be downloaded by it.
+
+    Args:
+        offline: nodes that may not download.
+    """
+    lacking = [node for node in cached if not cached[node]]
+    barred = [node for node in lacking if node in offline]
+    download = f"hf download {name}{' --repo-type dataset' if is_data else ''}"
+    if barred:
+        message = f"{name} is neither a file nor in the hub's cache, and HF_HUB_OFFLINE is set"
+        fix = f"on {barred[0]}: HF_HUB_OFFLINE=0 {download}; or name an existing folder"
+        yield finding("hub-offline", join(barred), message, fix)
+    elif lacking:
+        fix = f"on each: {download}; or one HF_HOME that all nodes share"
+        yield finding("hub-download", join(lacking), f"{name} is not in the hub's cache yet", fix)
+
+
+def check_output(files: RunFiles, first: str, errors: dict[str, str], seen: dict[str, bool]) -> Iterator[Finding]:
+    """`errors`: why each node cannot write to the folder (empty: it can); `seen`: whether the others see what `first`
+    wrote.
+    """
+    folder = files.output_dir
+    for node, problem in errors.items():
+        message = f"output_dir={folder}: {problem}"
+        if "No space" in problem or "quota" in problem.lower():
+            yield finding("disk", node, message, f"ssh {node} df -h {folder}; another output_dir, or make room")
+        elif problem:
+            fix = f"on {node}: mkdir -p {folder} && ls -ld {folder}; chown, remount, or another output_dir"
+            yield finding("output-not-writable", node, message, fix)
+    apart = [node for node, sees in seen.items() if not sees]
+    if apart:
+        # The last model is gathered on rank 0, so that without checkpoints nothing is lost.
+        yield finding(
+            "output-not-shared",
+            join(apart),
+            f"output_dir={folder}: a file made on {first} does not show there",
+            "mount one network folder (NFS, Lustre ...) there on every node and set output_dir to it; without"
+            " checkpoints (--save_strategy no) local disks do",
+            severity="error" if files.saves else "note",
+        )
+
+
+def check_disk(files: RunFiles, facts: dict[str, NodeFacts], needed_bytes: int | None) -> Iterator[Finding]:
+    """Free space for what the run writes (`needed_bytes`, None where it is not known)."""
+    for name, node in facts.items():
+        free = node.disks.get(files.output_dir)
+        if free is None:
+            continue
+        if needed_bytes and free < needed_bytes:
+            yield finding(
+                "disk",
+                name,
+                f"output_dir={files.output_dir}: {free / GiB:.1f} GiB free, the run writes about"
+                f" {needed_bytes / GiB:.1f} (weights and checkpoints)",
+                "another output_dir, a smaller save_total_limit, or save_only_model: true",
+            )
+        elif not needed_bytes and free < FEWEST_FREE_BYTES:
+            message = f"output_dir={files.output_dir}: {free / GiB:.2f} GiB free"
+            fix = f"ssh {name} df -h {files.output_dir}; another output_dir, or make room"
+            yield finding("disk", name, message, fix, severity="warning")

@@ -1,0 +1,135 @@
+"""The planner's view of a run on the examined nodes: whether it fits, what it writes, and what speeds the planner
+assumes.
+
+Its imports (transformers) take seconds: `start_imports` begins them while the nodes are asked.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import threading
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dsft.cluster.doctor.facts import NodeFacts
+from dsft.cluster.doctor.findings import Finding, finding, join
+from dsft.errors import UserError, one_line
+from dsft.units import GiB
+
+if TYPE_CHECKING:
+    from dsft.runtime.hardware import Machine
+
+STATE_BYTES = 12
+"""In a checkpoint, per trained parameter, beside the weights: fp32 master, m and v of Adam."""
+
+
+@dataclass(kw_only=True)
+class RunPlan:
+    """What the planner says; empty where there is no configuration."""
+
+    findings: list[Finding] = field(default_factory=list)
+    text: str = ""
+    written_bytes: int | None = None
+    """On disk at most, at the end of the run: the model and the checkpoints that are kept."""
+    speeds: Any = None
+    """`Speeds` that the planner assumes for these nodes without a measurement; None where there is nothing to assume
+    them from.
+    """
+
+
+def start_imports() -> threading.Thread:
+    """Import what the plan needs, in the background."""
+
+    def load() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("dsft.run_setup.preparation")
+
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    return thread
+
+
+def plan_on(argv: list[str], facts: dict[str, NodeFacts], slots: dict[str, int]) -> RunPlan:
+    """Plan the training that `argv` describes (none: only the assumed speeds) for the nodes with these facts."""
+    from dsft.planner.speeds import speeds_of
+    from dsft.runtime.hardware import has_gpu
+
+    machine = _machine(facts, slots)
+    plan = RunPlan(speeds=speeds_of(machine, half=machine.has_gpu))
+    if not argv:
+        return plan
+    if has_gpu() != machine.has_gpu:
+        message = (
+            f"the nodes have {'GPUs' if machine.has_gpu else 'no GPUs'}, unlike this machine, so that no plan for them"
+            " can be made here"
+        )
+        plan.findings.append(finding("plan-unknown", "here", message, "run dsft doctor on the first node"))
+        return plan
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _plan(argv, machine, facts, plan)
+    except UserError as error:
+        fix = "see its way out; dsft plan shows all candidates"
+        plan.findings += [finding("plan", "here", problem, fix) for problem in error.problems]
+    except (OSError, ValueError, RuntimeError) as error:
+        message = f"no plan could be made: {one_line(error)}"
+        plan.findings.append(finding("plan-unknown", "here", message, "dsft plan --model ... says more"))
+    return plan
+
+
+def _machine(facts: dict[str, NodeFacts], slots: dict[str, int]) -> "Machine":
+    """The smallest of the nodes, as the planner takes it."""
+    from dsft.runtime.hardware import Machine
+
+    gpus = [gpu for node in facts.values() for gpu in node.usable_gpus]
+    ranks, host_bytes = max(slots.values()), min(node.host_bytes for node in facts.values())
+    free = min((gpu.memory_bytes - gpu.used_bytes for gpu in gpus), default=int(0.85 * host_bytes / ranks))
+    return Machine(
+        nodes=len(facts),
+        ranks_per_node=ranks,
+        device_bytes=free,
+        host_bytes=host_bytes,
+        has_gpu=bool(gpus),
+        gpu_type=gpus[0].name if gpus else "",
+        cores=min(node.cores for node in facts.values()),
+        measured=True,
+        host_names=tuple(sorted({node.host for node in facts.values()})),
+    )
+
+
+def _plan(argv: list[str], machine: "Machine", facts: dict[str, NodeFacts], plan: RunPlan) -> None:
+    from dsft.config.options import TrainConfig
+    from dsft.config.reader import read_config
+    from dsft.run_setup.preparation import check_run, plan_run
+
+    problems: list[str] = []
+    config = read_config(TrainConfig, argv, problems)
+    # Data is compared on the nodes, and may be large; the folder is looked at there too.
+    training = {key: value for key, value in config.training.items() if key != "output_dir"}
+    config = dataclasses.replace(config, data=[], eval_data=[], eval_fraction=0.0)
+    of_data = ("eval_strategy", "load_best_model_at_end", "metric_for_best_model")
+    config.training = {key: value for key, value in training.items() if key not in of_data}
+    prepared = check_run(config, machine.world_size, problems)
+    fix = "correct it in the configuration"
+    plan.findings += [finding("configuration", "here", problem, fix) for problem in dict.fromkeys(problems)]
+    if not prepared.size or problems:
+        return
+    weight_bytes = (4 if config.dtype == "float32" else 2) * (
+        prepared.size.num_params if config.method == "full" else prepared.size.num_trainable
+    )
+    state_bytes = 0 if training.get("save_only_model") else STATE_BYTES * prepared.size.num_trainable
+    saves = str(training.get("save_strategy", "steps")) != "no"
+    # A new checkpoint is complete before an old one goes.
+    kept = (training.get("save_total_limit") or 2) + 1 if saves else 0
+    plan.written_bytes = weight_bytes + kept * (weight_bytes + state_bytes)
+    chosen, plan.text = plan_run(config, prepared, machine)
+    short = {name: node.available_bytes for name, node in facts.items() if node.available_bytes < chosen.host_bytes}
+    if short:
+        needed, least = chosen.host_bytes / GiB, min(short.values()) / GiB
+        message = f"the plan takes {needed:.1f} GiB of host memory, {least:.1f} are free"
+        fix = f"ssh {next(iter(short))} ps aux --sort=-rss | head"
+        plan.findings.append(finding("memory-low", join(list(short)), message, fix, severity="error"))

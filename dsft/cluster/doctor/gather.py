@@ -1,0 +1,242 @@
+"""Gathers what a node says of itself, in about a tenth of a second: imports neither torch nor transformers nor
+deepspeed, and makes no context on a GPU.
+"""
+
+import ctypes.util
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import psutil
+
+from dsft.cluster.doctor.facts import Gpu, Gpus, Interface, Network, NodeFacts
+from dsft.errors import one_line
+from dsft.runtime.versions import PACKAGES, code_hash, git_commit
+from dsft.units import MiB
+
+NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+GPU_QUERY = "index,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total,temperature.gpu"
+PROGRAM = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_max_threads() == 0; }\n"
+COMPILE_SECONDS = 15
+SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA")
+
+
+def node_facts(
+    *, slots: int | None = None, ranks: list[int] = (), folders: list[str] = (), compiles: bool = False
+) -> NodeFacts:
+    """Everything about this machine that a launch depends on.
+
+    Args:
+        slots: ranks that start here; None: one per GPU, else up to 2 CPU processes (as `hardware.default_ranks`).
+        ranks: their numbers, where a launcher has started them.
+        folders: more folders whose free space is asked, such as the run's.
+        compiles: whether to try the compiler, which takes a second.
+    """
+    gpus, cuda = gpu_facts(), _torch_cuda()
+    files, locked = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    facts = NodeFacts(
+        host=socket.gethostname(),
+        python_path=sys.executable,
+        folder=os.getcwd(),
+        slots=slots or 0,
+        ranks=list(ranks),
+        versions=_versions() | _gpu_versions(gpus, cuda),
+        gpus=gpus,
+        torch_cuda=cuda,
+        cpu_only=os.environ.get("DS_ACCELERATOR") == "cpu",
+        visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        cores=len(os.sched_getaffinity(0)),
+        host_bytes=_host_bytes(),
+        available_bytes=min(psutil.virtual_memory().available, _host_bytes()),
+        shm_bytes=_free("/dev/shm"),
+        open_files=None if files == resource.RLIM_INFINITY else files,
+        locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
+        tools=_tools(),
+        compile_error=compile_error() if compiles else "",
+        disks={folder: _free(folder) for folder in {*folders, *cache_folders().values()}},
+        caches=cache_folders(),
+        hub_offline=os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
+        network=network_facts(),
+    )
+    return facts if slots else dataclasses.replace(facts, slots=len(facts.usable_gpus) or min(2, facts.cores))
+
+
+def cache_folders() -> dict[str, str]:
+    """Where models and data sets of the hub, and compiled operators, are kept."""
+    home = os.path.expanduser(
+        os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    )
+    return {
+        "hub": os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")),
+        "data sets": os.path.expanduser(os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets")),
+        "operators": os.path.expanduser(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"),
+    }
+
+
+def network_facts() -> Network:
+    """Addresses, interfaces, and what the host's own name resolves to."""
+    interfaces, stats = {}, psutil.net_if_stats()
+    for name, addresses in psutil.net_if_addrs().items():
+        ipv4 = [entry.address for entry in addresses if entry.family == socket.AF_INET]
+        if ipv4 and name in stats:
+            interfaces[name] = Interface(addresses=ipv4, mtu=stats[name].mtu, mbit=stats[name].speed)
+    try:
+        words = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=5).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        words = []
+    known = [address for card in interfaces.values() for address in card.addresses if not address.startswith("127.")]
+    ports = Path("/sys/class/infiniband").glob("*/ports/1/state")
+    return Network(
+        addresses=words or known,
+        interfaces=interfaces,
+        own_name=addresses_of(socket.gethostname()),
+        infiniband=sorted(str(path.parents[2].name) for path in ports if "ACTIVE" in path.read_text()),
+        variables={name: os.environ[name] for name in SOCKET_VARIABLES if name in os.environ},
+    )
+
+
+def addresses_of(name: str) -> list[str]:
+    """Addresses that a host name resolves to here; none where it does not."""
+    try:
+        return sorted({info[4][0] for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
+    except OSError:
+        return []
+
+
+def _versions() -> dict[str, str]:
+    """Of Python, the packages and dsft's own code; "missing" for a package that is not installed."""
+    packages = {name: _version(name) or "missing" for name in PACKAGES}
+    return {
+        "python": platform.python_version(),
+        **packages,
+        "dsft commit": git_commit() or "no checkout",
+        "dsft code": code_hash(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _gpu_versions(gpus: Gpus, cuda: str) -> dict[str, str]:
+    versions = {
+        "NCCL": next(filter(None, map(_version, NCCL_WHEELS)), ""),
+        "torch's CUDA": cuda,
+        "GPU driver": gpus.driver,
+        "GPU type": ", ".join(sorted({gpu.name for gpu in gpus.cards})),
+    }
+    return {name: version or "none" for name, version in versions.items()}
+
+
+def _torch_cuda() -> str:
+    """CUDA of the installed torch, read from its version.py; empty for a CPU build or without torch."""
+    spec = importlib.util.find_spec("torch")
+    path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    if not path or not path.is_file():
+        return ""
+    match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return match[1] if match else ""
+
+
+def _host_bytes() -> int:
+    """As `dsft.runtime.hardware.host_memory_bytes`, which imports torch."""
+    limits = [psutil.virtual_memory().total]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        if Path(path).is_file() and (text := Path(path).read_text().strip()).isdigit():
+            limits.append(int(text))
+    return min(limits)
+
+
+def _tools() -> dict[str, str]:
+    """What DeepSpeed compiles its operators with at first use; empty where it is missing."""
+    cuda = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    headers = [f"{folder}/libaio.h" for folder in ("/usr/include", "/usr/local/include")]
+    compilers = [f"{cuda}/bin/nvcc" if cuda else "", shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc"]
+    return {
+        "c++": shutil.which(os.environ.get("CXX") or "c++") or "",
+        "ninja": shutil.which("ninja") or (importlib.util.find_spec("ninja") and "package") or "",
+        "Python.h": _first_file([f"{sysconfig.get_paths()['include']}/Python.h"]),
+        "libaio": ctypes.util.find_library("aio") or "",
+        "libaio.h": _first_file(headers),
+        "nvcc": _first_file(compilers),
+    }
+
+
+def _first_file(paths: list[str]) -> str:
+    return next((path for path in paths if os.path.isfile(path)), "")
+
+
+def compile_error() -> str:
+    """The compiler's first complaint about a program of one line, with the headers that DeepSpeed's operators need;
+    empty where it compiles, or where there is no compiler.
+    """
+    compiler = shutil.which(os.environ.get("CXX") or "c++")
+    if not compiler:
+        return ""
+    command = [compiler, "-x", "c++", "-fopenmp", f"-I{sysconfig.get_paths()['include']}", "-fsyntax-only", "-"]
+    try:
+        result = subprocess.run(command, input=PROGRAM, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return one_line(error)[:200]
+    if not result.returncode:
+        return ""
+    lines = [line for line in result.stderr.splitlines() if "error" in line]
+    return (lines or [result.stderr.strip() or f"exit code {result.returncode}"])[0][:200]
+
+
+def gpu_facts() -> Gpus:
+    """GPUs and their driver as nvidia-smi tells them."""
+    if not shutil.which("nvidia-smi"):
+        return Gpus()
+    command = ["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=15)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Gpus(error=f"nvidia-smi: {one_line(error)[:200]}")
+    if result.returncode:
+        text = " ".join((result.stdout + result.stderr).split())[:200]
+        return Gpus(error="" if "No devices were found" in text else f"nvidia-smi: {text}")
+    return parse_gpus(result.stdout)
+
+
+def parse_gpus(text: str) -> Gpus:
+    """The answer to `GPU_QUERY`. Numbers that a GPU does not have ("[N/A]") are 0."""
+    cards, driver = [], ""
+    for line in filter(None, text.splitlines()):
+        index, name, total, used, driver, errors, celsius = (part.strip() for part in line.split(","))
+        card = Gpu(
+            index=_number(index),
+            name=name,
+            memory_bytes=_number(total) * MiB,
+            used_bytes=_number(used) * MiB,
+            ecc_errors=_number(errors),
+            celsius=_number(celsius),
+        )
+        cards.append(card)
+    return Gpus(driver=driver, cards=cards)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else 0
+
+
+def _free(folder: str) -> int | None:
+    """Free bytes of the disk that holds `folder`, or will; None where it cannot be asked."""
+    path = Path(folder).absolute()
+    try:
+        return shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free
+    except (OSError, StopIteration):
+        return None

@@ -1,0 +1,182 @@
+"""What a node reaches: other nodes on their ports, and the files of the run.
+
+A listener answers with its host's name and clock, so that a wrong machine is noticed, and a wrong clock.
+"""
+
+import contextlib
+import errno
+import glob
+import hashlib
+import os
+import socket
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dsft.cluster.doctor.facts import Connection, FileContent, Target
+from dsft.cluster.doctor.gather import cache_folders
+
+CONNECT_SECONDS = 3.0
+"""A connection in a cluster takes milliseconds; a firewall that drops packets answers never."""
+ROUND_TRIPS = 5
+END_BYTES = 1024**2
+"""Hashed of each end of a file: whole files of hundreds of GB would take minutes."""
+SEEN_SECONDS = 4.0
+"""How long a file made on another node may take to show: network file systems keep what they know of a folder for
+seconds.
+"""
+
+
+class Listener:
+    """Listens on a port (0: any free one) of all addresses until closed; sends its host's name, then its clock for each
+    byte that comes.
+    """
+
+    def __init__(self, port: int = 0):
+        """Raises OSError: EADDRINUSE where something else listens there."""
+        if socket.has_dualstack_ipv6():  # as torch's TCPStore listens
+            family = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+            self._socket = socket.create_server(("::", port), backlog=64, **family)
+        else:
+            self._socket = socket.create_server(("", port), backlog=64)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while self._socket.fileno() >= 0:
+            with contextlib.suppress(OSError):
+                caller, _ = self._socket.accept()
+                threading.Thread(target=self._serve, args=(caller,), daemon=True).start()
+
+    def _serve(self, caller: socket.socket) -> None:
+        with caller, contextlib.suppress(OSError):
+            caller.settimeout(CONNECT_SECONDS)
+            caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            caller.sendall(f"{socket.gethostname()}\n".encode())
+            while caller.recv(1):
+                caller.sendall(f"{time.time()}\n".encode())
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
+        self._socket.close()
+
+
+def listen(port: int) -> tuple[Listener | None, str]:
+    """(listener, "") or (None, why not: who has the port)."""
+    try:
+        return Listener(port), ""
+    except OSError as error:
+        return None, f"in use by {_owner(port)}" if error.errno == errno.EADDRINUSE else str(error)
+
+
+def _owner(port: int) -> str:
+    """The process that listens there, as far as this user may know."""
+    try:
+        connections = [entry for entry in psutil.net_connections("inet") if entry.status == psutil.CONN_LISTEN]
+        pid = next((entry.pid for entry in connections if entry.laddr.port == port), None)
+        return f"process {pid} ({' '.join(psutil.Process(pid).cmdline())[:120]})" if pid else "another user's process"
+    except (psutil.Error, OSError):
+        return "another process"
+
+
+def connect_all(targets: list[dict[str, Any]]) -> list[Connection]:
+    """Try each target (a `Target` as JSON), all at once."""
+    with ThreadPoolExecutor(max_workers=max(1, len(targets))) as pool:
+        return list(pool.map(_connect, [Target(**target) for target in targets]))
+
+
+def _connect(target: Target) -> Connection:
+    try:
+        with socket.create_connection((target.address, target.port), timeout=CONNECT_SECONDS) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            lines = connection.makefile("rb")
+            host = lines.readline().strip().decode(errors="replace")
+            if not host:
+                return Connection(**asdict(target), error="closed")
+            seconds, ahead = min(_round_trip(connection, lines) for _ in range(ROUND_TRIPS))
+            return Connection(**asdict(target), host=host, seconds=seconds / 2, clock_ahead=ahead)
+    except OSError as error:
+        known = {socket.gaierror: "unresolved", TimeoutError: "timeout", ConnectionRefusedError: "refused"}
+        return Connection(**asdict(target), error=known.get(type(error)) or error.strerror or str(error))
+
+
+def _round_trip(connection: socket.socket, lines: Any) -> tuple[float, float]:
+    """(seconds there and back, seconds by which the clock there is ahead)."""
+    start, here = time.perf_counter(), time.time()
+    connection.sendall(b"?")
+    there = float(lines.readline() or "nan")
+    seconds = time.perf_counter() - start
+    return seconds, there - here - seconds / 2
+
+
+def file_content(source: str) -> FileContent | None:
+    """Number of files, bytes and a hash of a file, folder or glob; None where nothing is there."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_ignored(file.relative_to(path)))
+    else:
+        files = sorted(Path(name) for name in {str(path), *glob.glob(str(path), recursive=True)})
+        files = [file for file in files if file.is_file()]
+    if not files:
+        return None
+    total, num_bytes = hashlib.sha256(), 0
+    for file in files:
+        size = file.stat().st_size
+        num_bytes += size
+        total.update(f"{file.relative_to(path) if path.is_dir() else file.name}\0{size}\0".encode())
+        with file.open("rb") as opened:
+            total.update(opened.read(END_BYTES))
+            if size > END_BYTES:
+                opened.seek(max(END_BYTES, size - END_BYTES))
+                total.update(opened.read(END_BYTES))
+    return FileContent(files=len(files), bytes=num_bytes, hash=total.hexdigest()[:12])
+
+
+def _is_ignored(path: Path) -> bool:
+    return any(part.startswith((".", "checkpoint-")) for part in path.parts)
+
+
+def make_probe(folder: str, held: contextlib.ExitStack) -> tuple[str, str]:
+    """Write a file into `folder`, or the nearest folder above it that exists; it goes with `held`.
+
+    Returns:
+        (path, "") or ("", why nothing can be written there).
+    """
+    absolute = Path(folder).expanduser().absolute()
+    existing = next(parent for parent in (absolute, *absolute.parents) if parent.exists())
+    try:
+        probe = held.enter_context(tempfile.NamedTemporaryFile(prefix=".dsft-doctor-", dir=existing))  # noqa: SIM115
+        probe.write(b"\0" * 65536)
+        probe.flush()
+        os.fsync(probe.fileno())
+        return probe.name, ""
+    except OSError as error:
+        return "", error.strerror or str(error)
+
+
+def sees(path: str) -> bool:
+    """Whether this node sees the file that another has made, now or in a few seconds."""
+    deadline = time.monotonic() + SEEN_SECONDS
+    while True:
+        try:
+            os.listdir(os.path.dirname(path))  # makes NFS ask its server again
+        except OSError:
+            return False  # not even the folder
+        if os.path.exists(path):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+
+
+def is_cached(name: str) -> bool:
+    """Whether a hub repository (model or data set) is in this node's cache, in whichever revision."""
+    folder, name = Path(cache_folders()["hub"]), name.replace("/", "--")
+    return any(any(folder.glob(f"{kind}--{name}/snapshots/*/*")) for kind in ("models", "datasets"))

@@ -1,0 +1,293 @@
+"""Runs the phases of the examination on all nodes, side by side: one ssh connection per host and phase, a plain process
+for this machine.
+"""
+
+import json
+import os
+import queue
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dsft.cluster.doctor.findings import Finding, finding
+from dsft.cluster.doctor.phase import MARK
+from dsft.runtime.hostfile import Node
+
+OPTIONS = ("BatchMode=yes", "ConnectTimeout=5", "ServerAliveInterval=3", "ServerAliveCountMax=3")
+SSH = ["ssh", *(word for option in OPTIONS for word in ("-o", option))]
+EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
+"""Variables that DeepSpeed's launcher hands to the nodes, by how their names begin (deepspeed/launcher/runner.py,
+EXPORT_ENVS and the accelerator's).
+"""
+
+
+def exported_variables() -> dict[str, str]:
+    """What `deepspeed --hostfile` sets on the nodes: variables of this shell by name, PYTHONPATH, and the lines of
+    `.deepspeed_env`.
+    """
+    variables = {name: value for name, value in os.environ.items() if name.startswith(EXPORTED)}
+    variables["PYTHONPATH"] = ":".join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    for folder in (Path.home(), Path()):
+        file = folder / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+        if file.is_file():
+            variables |= dict(line.strip().split("=", 1) for line in file.read_text().splitlines() if "=" in line)
+    return variables
+
+
+class StragglerDeadline:
+    """How much longer than the first to answer the others may take."""
+
+    def __init__(self, seconds: float):
+        self._seconds, self._end = seconds, float("inf")
+
+    def answered(self) -> None:
+        self._end = min(self._end, time.monotonic() + self._seconds)
+
+    def left(self) -> float:
+        return self._end - time.monotonic()
+
+
+class PhaseCommand:
+    """One phase on one node, started as DeepSpeed starts its launcher there: the same Python in the same folder."""
+
+    def __init__(self, node: Node, phase: str, *, ssh: bool):
+        self.phase, self.exit_code = phase, None
+        words, variables = [sys.executable, "-m", "dsft.cluster.doctor.phase", phase], exported_variables()
+        if ssh:
+            exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in variables.items())
+            words = [*SSH, node.name, f"{exports}cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"]
+        self._process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=os.environ | ({} if ssh else {"PYTHONPATH": variables["PYTHONPATH"]}),
+            start_new_session=True,
+        )
+        self._errors: list[str] = []
+        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._error_reader = threading.Thread(target=lambda: self._errors.extend(self._process.stderr), daemon=True)
+        self._error_reader.start()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                self._lines.put(json.loads(line[len(MARK) :]))
+        self._lines.put(None)
+
+    def send(self, values: dict[str, Any]) -> None:
+        """Its input."""
+        with suppress(OSError):  # its last words say why
+            self._process.stdin.write(json.dumps(values) + "\n")
+            self._process.stdin.flush()
+
+    def next_line(self, deadline: float, stragglers: StragglerDeadline) -> dict[str, Any]:
+        """What it says next: {"event"}, {"answer"}, {"failed"}; {"lost"} with the last words of ssh or Python where
+        the connection has ended, or nothing came in time.
+        """
+        while deadline > time.monotonic() and stragglers.left() > 0:
+            try:
+                line = self._lines.get(timeout=max(0.0, min(0.5, deadline - time.monotonic(), stragglers.left())))
+            except queue.Empty:
+                continue
+            if line is None:
+                return {"lost": self._last_words()}
+            if "answer" in line or "ready" in line.get("event", {}):
+                stragglers.answered()
+            return line
+        return {"lost": f"no answer to {self.phase!r} in time"}
+
+    def _last_words(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self.exit_code = self._process.wait(timeout=5)
+        self._error_reader.join(timeout=2)
+        return "".join(self._errors).strip() or f"the connection ended with exit code {self.exit_code}"
+
+    def close(self) -> None:
+        """The phase ends when its input does; ssh is given a moment to pass that on."""
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class SshNodes:
+    """The nodes of a host file; without `ssh` this machine alone."""
+
+    def __init__(self, nodes: list[Node], *, ssh: bool):
+        self._nodes, self._ssh = {node.name: node for node in nodes}, ssh
+        self._commands: dict[tuple[str, str], PhaseCommand] = {}
+        """By phase and node."""
+        self._lost: dict[str, Finding] = {}
+        self._failures: list[Finding] = []
+
+    def __enter__(self) -> "SshNodes":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._close(list(self._commands))
+
+    def start(self, phase: str) -> None:
+        """Start a phase on all nodes ahead of its input: what it imports takes seconds."""
+        for name in self._nodes:
+            self._commands[phase, name] = PhaseCommand(self._nodes[name], phase, ssh=self._ssh)
+
+    def end(self, phase: str) -> None:
+        """End a phase that has answered: its ports are closed, its probe is gone."""
+        self._close([key for key in self._commands if key[0] == phase])
+
+    def _close(self, keys: list[tuple[str, str]]) -> None:
+        commands = [self._commands.pop(key) for key in keys]
+        if commands:
+            with ThreadPoolExecutor(max_workers=len(commands)) as pool:
+                list(pool.map(PhaseCommand.close, commands))
+
+    def ready(self, names: Iterable[str], *, timeout_seconds: float, grace_seconds: float) -> dict[str, str]:
+        """Wait until `measure` has its imports. Returns "" by node, or its last words where it ended instead."""
+
+        def wait(name: str, deadline: float, stragglers: StragglerDeadline) -> str | None:
+            line = self._commands["measure", name].next_line(deadline, stragglers)
+            if "event" in line:
+                return ""
+            return line["answer"]["last_words"] if "answer" in line else self._note(name, "measure", line)
+
+        return self._side_by_side(wait, names, timeout_seconds, grace_seconds)
+
+    def run(
+        self,
+        phase: str,
+        inputs: dict[str, dict[str, Any]],
+        *,
+        timeout_seconds: float = 30.0,
+        grace_seconds: float = float("inf"),
+        on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+    ) -> dict[str, Any]:
+        """Run a phase on the nodes of `inputs` at the same time; answers by node, of those that answered.
+
+        Args:
+            grace_seconds: how much longer than the first to answer the others may take.
+        """
+
+        def ask(name: str, deadline: float, stragglers: StragglerDeadline) -> Any:
+            if (phase, name) not in self._commands:
+                self._commands[phase, name] = PhaseCommand(self._nodes[name], phase, ssh=self._ssh)
+            self._commands[phase, name].send(inputs[name])
+            while "event" in (line := self._commands[phase, name].next_line(deadline, stragglers)):
+                on_event(line["event"])
+            return line["answer"] if "answer" in line else self._note(name, phase, line)
+
+        return self._side_by_side(ask, inputs, timeout_seconds, grace_seconds)
+
+    def _side_by_side(
+        self, ask: Callable[..., Any], names: Iterable[str], timeout_seconds: float, grace_seconds: float
+    ) -> dict[str, Any]:
+        names = [name for name in names if name not in self._lost]
+        if not names:
+            return {}
+        deadline, stragglers = time.monotonic() + timeout_seconds, StragglerDeadline(grace_seconds)
+        with ThreadPoolExecutor(max_workers=len(names)) as pool:
+            answers = dict(zip(names, pool.map(lambda name: ask(name, deadline, stragglers), names), strict=True))
+        return {name: answer for name, answer in answers.items() if answer is not None}
+
+    def _note(self, name: str, phase: str, line: dict[str, Any]) -> None:
+        """Keep why a node did not answer."""
+        if "failed" in line:
+            words = f"{phase}: {line['failed']}"[:300]
+            self._failures.append(finding("node-failed", name, words, f"ssh {name}: try it by hand"))
+        elif not line["lost"].startswith("no answer to 'measure'"):  # the smoke test names its ranks itself
+            self._lost[name] = ssh_error(name, line["lost"], self._commands[phase, name].exit_code)
+
+    def broken(self) -> list[Finding]:
+        """Nodes that did not answer, or could not do what they were asked."""
+        return [*self._lost.values(), *self._failures]
+
+
+def ssh_error(node: str, text: str, exit_code: int | None) -> Finding:
+    """Why a command on a node broke off: a finding from the last words of ssh, the shell or Python."""
+    python = shlex.quote(sys.executable)
+    values = {
+        "node": node,
+        "last": (text.splitlines() or [""])[-1][:300],
+        "folder": os.getcwd(),
+        "here": shlex.quote(os.getcwd()),
+        "python": sys.executable,
+        "install": f"on {node}: {python} -m pip install",
+    }
+    in_folder = "cd:" in text and any(words in text for words in ("No such file", "can't cd", "ot a directory"))
+    for code, words, message, fix in SSH_ERRORS:
+        if any(word in text for word in words) and (code != "no-folder" or in_folder):
+            return finding(code, node, message.format(**values), fix.format(**values))
+    if exit_code in (126, 127) or (sys.executable in text and "No such file" in text):
+        fix = f"create the same environment at the same path on {node}, or mount it there"
+        return finding("no-python", node, f"there is no {sys.executable}", fix)
+    if text.startswith("no answer to"):
+        fix = f"ssh {node} uptime; a full disk, a hanging mount or a load far beyond its cores look like this"
+        return finding("node-silent", node, text, fix)
+    return finding("ssh-failed", node, values["last"] or f"exit code {exit_code}", f"ssh -v {node} true")
+
+
+SSH_ERRORS = (
+    (
+        "unknown-host",
+        ("Could not resolve hostname",),
+        "the name {node} does not resolve here ({last})",
+        "correct the host file, or add the address: echo 'ADDRESS {node}' >> /etc/hosts",
+    ),
+    (
+        "ssh-refused",
+        ("Connection refused",),
+        "nothing listens for ssh there ({last})",
+        "on {node}: systemctl start ssh; another port goes into ~/.ssh/config (Host {node}, Port N)",
+    ),
+    (
+        "ssh-host-key",
+        ("REMOTE HOST IDENTIFICATION HAS CHANGED",),
+        "the host's key is another than the known one",
+        "if the host was set up anew: ssh-keygen -R {node} && ssh-keyscan -H {node} >> ~/.ssh/known_hosts",
+    ),
+    (
+        "ssh-host-key",
+        ("Host key verification failed",),
+        "the host's key is not known here",
+        "ssh-keyscan -H {node} >> ~/.ssh/known_hosts",
+    ),
+    (
+        "ssh-password",
+        ("Permission denied",),
+        "ssh does not get in without a prompt ({last})",
+        "ssh-copy-id {node} (first ssh-keygen -t ed25519, where there is no key)",
+    ),
+    (
+        "host-unreachable",
+        ("timed out", "No route to host", "Network is unreachable", "not responding"),
+        "the host does not answer ({last})",
+        "ping {node}; is it up, is its address right, does a firewall drop port 22?",
+    ),
+    (
+        "no-folder",
+        ("cd:",),
+        "the folder {folder} is not there",
+        "mount it on {node}, or copy it: rsync -a {here}/ {node}:{here}/",
+    ),
+    (
+        "no-dsft",
+        ("No module named 'dsft", "No module named dsft"),
+        "Python there does not find this dsft ({last})",
+        "rsync -a {here}/ {node}:{here}/, or {install} -e {here}",
+    ),
+    ("package-missing", ("No module named",), "{last}", "{install} -c constraints.txt -e {here}"),
+)
+"""(code, what ssh, the shell or Python say, message, command that helps): the first that fits."""
