@@ -5,11 +5,12 @@ written.
 from pathlib import Path
 
 from dsft.checkpoints.manifest import checkpoints, files_of, integrity_errors, read_manifest
+from dsft.cli.commands import FolderOptions
 from dsft.errors import UserError, raise_if_any
 from dsft.units import plural
 
 
-def show_checkpoints(run: str) -> None:
+def show_checkpoints(options: FolderOptions) -> None:
     """Print a run's checkpoints, oldest first, and how to go on from the newest whole one.
 
     Raises:
@@ -18,9 +19,9 @@ def show_checkpoints(run: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    found = checkpoints(run)
+    found = checkpoints(options.folder)
     if not found:
-        raise UserError([f"{run}: holds no checkpoints"])
+        raise UserError([f"{options.folder}: holds no checkpoints"])
     table = Table()
     for name in ("step", "loss", "GB", "ranks", "ZeRO", "whole"):
         table.add_column(name, justify="left" if name == "whole" else "right")
@@ -49,13 +50,13 @@ def show_checkpoints(run: str) -> None:
         )
 
 
-def verify_checkpoint(folder: str) -> None:
+def verify_checkpoint(options: FolderOptions) -> None:
     """Read every file of a checkpoint and hold it against its manifest.
 
     Raises:
         UserError: with everything that differs.
     """
-    path = Path(folder)
+    folder, path = options.folder, Path(options.folder)
     if not path.is_dir():
         raise UserError([f"{folder}: is no folder"])
     raise_if_any([f"{folder}: {fault}" for fault in integrity_errors(path, hashes=True)])

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from dsft.cli.commands import PrepareOptions, PreviewOptions
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
 from dsft.data.packing import PackedRows
@@ -26,12 +27,11 @@ from dsft.data.training_data import FormattedSource, TrainingData, check_sources
 from dsft.errors import raise_if_any
 from dsft.models.tokenizer import check_tokenizer
 
-PREVIEWED = 3
 STREAMED = 1000
 """Sequences that the figures of a stream are of."""
 
 
-def prepare_command(argv: Sequence[str]) -> None:
+def prepare_command(_options: PrepareOptions, argv: Sequence[str]) -> None:
     """
     Raises:
         UserError: with every problem of the options and the data.
@@ -48,11 +48,8 @@ def prepare_command(argv: Sequence[str]) -> None:
     print(f"dsft: ready in {cache_folder(config)}; training with the same options and files takes it from there")
 
 
-def preview_command(argv: Sequence[str], *, samples: int = PREVIEWED) -> None:
+def preview_command(options: PreviewOptions, argv: Sequence[str]) -> None:
     """
-    Args:
-        samples: to print, evenly spread over the data.
-
     Raises:
         UserError: with every problem of the options and the data.
     """
@@ -61,7 +58,7 @@ def preview_command(argv: Sequence[str], *, samples: int = PREVIEWED) -> None:
     console = Console(soft_wrap=True, highlight=False)
     items: list[Any] = list(_taken(data.items, STREAMED)) if isinstance(data.items, Stream) else data.items
     for _number, index in enumerate(
-        np.linspace(0, len(items) - 1, min(samples, len(items))).astype(int).tolist(), start=1
+        np.linspace(0, len(items) - 1, min(options.samples, len(items))).astype(int).tolist(), start=1
     ):
         item = items[index] if isinstance(items[index], list) else [items[index]]
         tokens = sum(len(one["input_ids"]) for one in item)

@@ -1,6 +1,5 @@
 """`dsft plan`: options -> machine and job -> plans -> table, JSON or files."""
 
-import argparse
 import dataclasses
 import json
 import os
@@ -8,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from dsft.cli.commands import PlanOptions
 from dsft.cli.plan_tables import explain, gpu_hours, show_evaluation_plans, show_plans, show_scale
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, raise_if_any
@@ -24,68 +24,7 @@ from dsft.units import GB
 ASSUMED_GPU = "A100"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="hub id, local folder or config.json; no weights are read")
-    parser.add_argument("--method", choices=["full", "lora", "qlora"], default="full")
-    parser.add_argument("--lora_r", type=int, default=16)
-    parser.add_argument("--seq_len", type=int, default=1024, help="tokens per sequence (default: %(default)s)")
-    parser.add_argument(
-        "--tokens_per_step",
-        type=int,
-        help="of one optimizer step over all ranks (default: 64 sequences, at least one per rank)",
-    )
-    parser.add_argument(
-        "--per_device_train_batch_size",
-        type=int,
-        help="sequences of one forward on one GPU (default: the plan chooses)",
-    )
-    parser.add_argument(
-        "--attention",
-        choices=["flash", "sdpa", "eager"],
-        default="flash",
-        help="flash: flash_attention_2, or sdpa on sequences without padding (default); sdpa: with a mask",
-    )
-    parser.add_argument(
-        "--use_liger_kernel",
-        action="store_true",
-        help="the loss without whole logits, as transformers' option of that name",
-    )
-    hardware = parser.add_argument_group("hardware (default: this machine, measured)")
-    hardware.add_argument("--hostfile", help="DeepSpeed's: one line per node, `name slots=N`")
-    hardware.add_argument("--nodes", help="number of nodes; several, such as 1,2,4,8, show how speed and memory scale")
-    hardware.add_argument("--gpus", help="GPUs of one node and the memory of one, for example 8x80GB")
-    hardware.add_argument("--gpu_type", help=f"for the time of a step: {', '.join(GPUS)} (default: by memory)")
-    hardware.add_argument(
-        "--host_memory", help="memory of one node, for example 768GB (default with --gpus or --hostfile: 1TB)"
-    )
-    hardware.add_argument("--nvme", help="folder on a fast local disk, or its free size on paper, for example 4TB")
-    hardware.add_argument(
-        "--interconnect",
-        default="",
-        help="for example nvlink+ib400, nvlink+8xib400, pcie, pcie4+eth25, eth10 (Gbit/s of a card, cards per node)",
-    )
-    hardware.add_argument(
-        "--calibrate", action="store_true", help="first measure the speeds of this machine, for the time of a step"
-    )
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 on GPUs, else float32"
-    )
-    parser.add_argument("--perplexity", action="store_true", help="plan evaluation instead of training")
-    parser.add_argument(
-        "--batch_tokens",
-        type=int,
-        help="with --perplexity: tokens of one forward on one rank (default: 16384 on a GPU, 4096 on a CPU)",
-    )
-    parser.add_argument("--trust_remote_code", action="store_true")
-    parser.add_argument("--json", action="store_true", help="machine-readable")
-    parser.add_argument("--explain", action="store_true", help="every term of the chosen plan with its formula")
-    parser.add_argument(
-        "--write", metavar="FOLDER", help="write the chosen plan there: deepspeed.json and accelerate.yaml"
-    )
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> None:
+def run(options: PlanOptions) -> None:
     problems: list[str] = []
     numbers = ("lora_r", "seq_len", "tokens_per_step", "per_device_train_batch_size", "batch_tokens")
     problems += [
@@ -133,7 +72,7 @@ def run(options: argparse.Namespace) -> None:
         _training(options, job, machines[0], dtype)
 
 
-def _training(options: argparse.Namespace, job: Job, machine: Machine, dtype: str) -> None:
+def _training(options: PlanOptions, job: Job, machine: Machine, dtype: str) -> None:
     speeds = _speeds(machine, job.half)
     plans = all_plans(job, machine, speeds)
     chosen = choose(plans, machine)
@@ -163,7 +102,7 @@ def _training(options: argparse.Namespace, job: Job, machine: Machine, dtype: st
         print(f"dsft: written: {path}")
 
 
-def _scale(options: argparse.Namespace, job: Job, machines: list[Machine]) -> None:
+def _scale(options: PlanOptions, job: Job, machines: list[Machine]) -> None:
     if options.write or options.explain:
         raise UserError(["--write and --explain take one number of nodes"])
     rows = []
@@ -183,7 +122,7 @@ def _scale(options: argparse.Namespace, job: Job, machines: list[Machine]) -> No
         show_scale(rows)
 
 
-def _perplexity(options: argparse.Namespace, job: Job, machine: Machine) -> None:
+def _perplexity(options: PlanOptions, job: Job, machine: Machine) -> None:
     plans = all_evaluation_plans(job, machine, _speeds(machine, job.half), batch_tokens=options.batch_tokens)
     chosen, why = choose_evaluation(plans, machine)
     if options.json:
@@ -205,7 +144,7 @@ def _speeds(machine: Machine, half: bool) -> Speeds:
     return calibrated(speeds_of(machine, half=half), machine, half=half)
 
 
-def read_machines(options: argparse.Namespace) -> list[Machine]:
+def read_machines(options: PlanOptions) -> list[Machine]:
     """The machine that the hardware options describe, once for each number of nodes.
 
     Raises:
@@ -239,7 +178,7 @@ def read_machines(options: argparse.Namespace) -> list[Machine]:
     return [dataclasses.replace(machine, nodes=number, host_names=tuple(sorted(hosts or ()))) for number in nodes]
 
 
-def _on_paper(options: argparse.Namespace, slots: int | None) -> Machine:
+def _on_paper(options: PlanOptions, slots: int | None) -> Machine:
     gpus, gpu_bytes = parse_gpus(options.gpus) if options.gpus else (slots or 8, 0)
     if slots and gpus != slots:
         raise UserError(

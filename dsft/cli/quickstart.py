@@ -1,68 +1,72 @@
-"""The whole job on the demo data, with the commands a user would type: full finetuning, LoRA, merge, perplexity.
+"""`dsft demo-data` and `dsft quickstart`: the whole job on the demo data, as the commands a user would type.
 
-    dsft quickstart quickstart
-
-Every step is a real `dsft` command on all GPUs of this machine, or on 2 CPU ranks. Nothing is downloaded.
+Full finetuning, LoRA, merge, perplexity: each step is a real `dsft` command on all GPUs of this machine, or on 2 CPU
+ranks. Nothing is downloaded.
 """
 
+import shlex
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-from dsft.checkpoints.export import merge
-from dsft.checkpoints.run_folder import read_run
-from dsft.cluster.launch.run import launch
+from dsft.cli.commands import FolderOptions
 from dsft.demo_data import write_demo_data
 from dsft.errors import UserError
-from dsft.runtime.console import print_table
+
+STEPS = {
+    "text, instructions, tokenizer and model config from Python's own documentation": "demo-data {folder}",
+    "full finetuning under ZeRO-3 (the first launch on a machine compiles a DeepSpeed op, up to a minute)": (
+        "train --config {folder}/full.yaml"
+    ),
+    "LoRA on questions and answers, over that model": "train --config {folder}/lora.yaml",
+    "the adapter merged into a plain Hugging Face folder": "merge {folder}/runs/lora {folder}/merged",
+    "perplexity of the merged model's answers, measured once more from its folder": (
+        "eval --model {folder}/merged --data {folder}/instructions/held_out.jsonl --seq_len 128"
+        " --output_dir {folder}/perplexity"
+    ),
+}
+"""What a step does -> its `dsft` command."""
+TITLES = {"full": "full finetuning", "lora": "LoRA, answers only"}
 
 
-def run_quickstart(folder: Path) -> None:
-    """Run everything below `folder`, which must be new or a quickstart's; ends with a table and loss.png.
+def demo(options: FolderOptions) -> None:
+    """Write the demo data."""
+    for name, rows in write_demo_data(Path(options.folder)).items():
+        print(f"dsft: {options.folder}/{name}.jsonl: {rows:,} rows")
+    print(f"dsft: next: dsft train --config {options.folder}/full.yaml")
+
+
+def run(options: FolderOptions) -> None:
+    """Run every step below the folder, which must be new or a quickstart's; ends with a table and loss.png.
 
     Raises:
         UserError: where the folder holds something else.
     """
-    start = time.perf_counter()
+    start, folder = time.perf_counter(), Path(options.folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "full.yaml").is_file():
         raise UserError([f"{folder}: exists and is no quickstart folder; choose a new one"])
     for old in ("runs/full", "runs/lora", "merged", "perplexity"):
         shutil.rmtree(folder / old, ignore_errors=True)
-    print(
-        f"dsft: 1 of 5: text, instructions, tokenizer and model config from Python's own documentation, in {folder}",
-        flush=True,
-    )
-    write_demo_data(folder)
-    print(
-        "dsft: 2 of 5: full finetuning under ZeRO-3 (the first launch on a machine compiles a DeepSpeed op, up to a"
-        " minute)",
-        flush=True,
-    )
-    _run("train", ["--config", f"{folder}/full.yaml"])
-    print("dsft: 3 of 5: LoRA on questions and answers, over that model", flush=True)
-    _run("train", ["--config", f"{folder}/lora.yaml"])
-    print("dsft: 4 of 5: the adapter merged into a plain Hugging Face folder", flush=True)
-    merge(f"{folder}/runs/lora", f"{folder}/merged")
-    print("dsft: 5 of 5: perplexity of the merged model's answers, measured once more from its folder", flush=True)
-    _run(
-        "eval",
-        [
-            "--model",
-            f"{folder}/merged",
-            "--data",
-            f"{folder}/instructions/held_out.jsonl",
-            "--seq_len",
-            "128",
-            "--output_dir",
-            f"{folder}/perplexity",
-        ],
-    )
+    for number, (title, command) in enumerate(STEPS.items(), start=1):
+        print(f"dsft: {number} of {len(STEPS)}: {title}", flush=True)
+        words = [word.format(folder=folder) for word in command.split()]
+        print(f"dsft: {shlex.join(['dsft', *words])}", flush=True)
+        if code := subprocess.run([sys.executable, "-m", "dsft.cli.main", *words]).returncode:
+            sys.exit(code)
+    show_results(folder, seconds=time.perf_counter() - start)
 
-    runs = {name: read_run(str(folder / "runs" / name)) for name in ("full", "lora")}
+
+def show_results(folder: Path, *, seconds: float) -> None:
+    """Print a table of the runs and draw their losses."""
+    from dsft.checkpoints.run_folder import read_run
+    from dsft.runtime.console import print_table
+
+    runs = {name: read_run(str(folder / "runs" / name)) for name in TITLES}
     plot_losses(runs, folder / "loss.png")
     rows = {}
-    for name, title in (("full", "full finetuning"), ("lora", "LoRA, answers only")):
+    for name, title in TITLES.items():
         results = runs[name]["results"]
         before = next(entry["eval_perplexity"] for entry in results["log"] if "eval_perplexity" in entry)
         peak = results.get("peak_gpu_gib", results["peak_host_gib"])
@@ -74,20 +78,14 @@ def run_quickstart(folder: Path) -> None:
         "models": f"{folder}/runs/full/final, {folder}/merged",
         "runs": f"{folder}/runs/full/run.json, {folder}/runs/lora/run.json",
         "loss curve": f"{folder}/loss.png",
-        "time": f"{time.perf_counter() - start:.0f} s",
+        "time": f"{seconds:.0f} s",
         "next": f"copy {folder}/full.yaml, name your model and data, and run: dsft train --config yours.yaml",
     }
     print_table("dsft quickstart", rows)
 
 
-def _run(name: str, argv: list[str]) -> None:
-    code = launch(["--no_preflight", name, *argv])
-    if code:
-        sys.exit(code)
-
-
 def plot_losses(runs: dict[str, dict], path: Path) -> None:
-    """Training and held-out loss of each run against tokens seen."""
+    """Draw the training and held-out loss of each run against tokens seen."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -100,11 +98,7 @@ def plot_losses(runs: dict[str, dict], path: Path) -> None:
                 (entry["num_input_tokens_seen"] / 1000, entry[key]) for entry in run["results"]["log"] if key in entry
             ]
             axis.plot(*zip(*points, strict=True), style, label=label)
-        axis.set(
-            title={"full": "full finetuning", "lora": "LoRA, answers only"}[name],
-            xlabel="tokens seen, thousands",
-            ylabel="loss, nats per token",
-        )
+        axis.set(title=TITLES[name], xlabel="tokens seen, thousands", ylabel="loss, nats per token")
         axis.legend()
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

@@ -5,7 +5,7 @@ What needs the model, the data, the machine or the DeepSpeed JSON is checked in 
 
 import dataclasses
 
-from dsft.config.options import HALF_PRECISION, EvalConfig, TimeoutFields, TrainConfig
+from dsft.config.options import HALF_PRECISION, SHARDING_ARGUMENTS, EvalConfig, TimeoutFields, TrainConfig
 
 
 def check_config(options: TrainConfig | EvalConfig) -> list[str]:
@@ -37,7 +37,7 @@ def _check_training(options: TrainConfig) -> list[str]:
     problems, training = [], options.training
     if not training.get("output_dir"):
         problems.append("output_dir: missing; name the folder of this run, for example runs/first")
-    for key in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"):
+    for key in SHARDING_ARGUMENTS:
         if training.get(key):
             problems.append(
                 f"{key}: dsft sets up sharding itself; use zero, which also takes the path of a DeepSpeed JSON"

@@ -15,6 +15,21 @@ from typing import Any, Literal
 HALF_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
 """Flag of TrainingArguments -> the `dtype` that says the same."""
 
+SHARDING_ARGUMENTS = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
+"""Fields of TrainingArguments that are refused: `zero` says how states are sharded."""
+IGNORED_ARGUMENTS = ("use_cpu", "remove_unused_columns")
+"""Fields of TrainingArguments that dsft sets whatever the user says."""
+TRAINING_DEFAULTS = {
+    "logging_steps": 10,
+    "logging_first_step": True,
+    "logging_nan_inf_filter": False,  # the default would hide a NaN loss
+    "include_num_input_tokens_seen": "non_padding",
+    "report_to": "none",
+    "save_total_limit": 2,
+    "ddp_timeout": 1800,
+}
+"""Defaults that take the place of TrainingArguments'."""
+
 
 @dataclass(kw_only=True)
 class ModelFields:

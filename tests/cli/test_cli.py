@@ -27,21 +27,17 @@ def test_plan_prints_a_table_and_nothing_else(run, tmp_path):
         (["plan", "--model", "x", "--nodes", "0"], "--nodes 0"),
         (["merge", "./nowhere", "out"], "./nowhere: is no folder"),
         (["export", "./nowhere", "out"], "./nowhere: is no folder"),
+        (["export", "./nowhere"], "out: missing"),
+        (["plan", "--model", "x", "--methd", "lora"], "--methd: unknown option; did you mean '--method'?"),
+        (["plan"], "model: missing"),
+        (["doctor", "--num_nodes", "two"], "num_nodes: 'two' is not a whole number"),
+        (["trian"], "'trian' is no command; did you mean 'train'?"),
     ],
 )
 def test_commands_end_with_one_clear_line_and_2(run, arguments, expected):
     result = run(["dsft", *arguments])
     assert result.returncode == 2
     assert expected in result.stderr and result.stderr.count("dsft: error:") == 1 and "Traceback" not in result.stderr
-
-
-def test_help_lists_our_options(run):
-    result = run(["dsft", "train", "--help"])
-    assert (
-        result.returncode == 0
-        and "--lora_target_modules" in result.stdout
-        and "--zero (default: auto)" in result.stdout
-    )
 
 
 @pytest.fixture(scope="module")

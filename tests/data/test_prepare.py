@@ -23,6 +23,7 @@ from rank_helper import on_ranks
 from small_hub import SmallHub
 from tiny import sentences, write_jsonl, write_texts
 
+from dsft.cli.commands import PrepareOptions, PreviewOptions
 from dsft.cli.data import prepare_command, preview_command
 from dsft.config.options import TrainConfig
 from dsft.data import prepare as preparing
@@ -217,6 +218,7 @@ def _group(leader: int) -> list[str]:
 MEASURE = """
 import sys
 from dsft.data import prepare as preparing
+from dsft.cli.commands import PrepareOptions
 from dsft.cli.data import prepare_command
 preparing.cpu_count = lambda: 1
 held, append = [], preparing.StoreWriter.append
@@ -224,7 +226,7 @@ def watched(self, made):
     append(self, made)
     held.append(1024 * int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]))
 preparing.StoreWriter.append = watched
-prepare_command(sys.argv[1:])
+prepare_command(PrepareOptions(), sys.argv[1:])
 quarter = len(held) // 4
 print(min(held[quarter : 2 * quarter]), min(held[-quarter:]))
 """
@@ -567,7 +569,7 @@ def test_preview_shows_what_is_trained_and_figures(tiny, tmp_path, capsys):
         "--data_cache",
         str(tmp_path / "cache"),
     ]
-    preview_command(options, samples=1)
+    preview_command(PreviewOptions(samples=1), options)
     shown = capsys.readouterr().out
     assert "the ⟦model<|end|>⟧" in shown and "rows.jsonl (prompt_completion)" in shown
     lines = {
@@ -581,15 +583,16 @@ def test_preview_shows_what_is_trained_and_figures(tiny, tmp_path, capsys):
         and lines["duplicates"] == "1"
         and lines["truncated"] == "0"
     )
-    preview_command([*options, "--packing"], samples=1)
+    preview_command(PreviewOptions(samples=1), [*options, "--packing"])
     assert "tokens of 2 samples" in capsys.readouterr().out
-    preview_command([*options, "--streaming", "--max_steps", "9", "--shuffle_buffer", "1"], samples=1)
+    preview_command(PreviewOptions(samples=1), [*options, "--streaming", "--max_steps", "9", "--shuffle_buffer", "1"])
     assert "⟦model<|end|>⟧" in capsys.readouterr().out
     with pytest.raises(UserError, match="streaming keeps nothing"):
-        prepare_command([*options, "--streaming", "--max_steps", "9"])
+        prepare_command(PrepareOptions(), [*options, "--streaming", "--max_steps", "9"])
     with pytest.raises(UserError) as raised:
         prepare_command(
-            ["--model", str(tiny / "model"), "--data", str(path), "--too_long", "cut", "--sequence_len", "9"]
+            PrepareOptions(),
+            ["--model", str(tiny / "model"), "--data", str(path), "--too_long", "cut", "--sequence_len", "9"],
         )
     assert len(raised.value.problems) == 2
 

@@ -1,0 +1,215 @@
+"""The commands of `dsft`, their options, and what help says of them. Loads no library: help starts at once."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+from dsft.cluster.launch.options import LaunchOptions
+from dsft.config.options import EvalConfig, TrainConfig
+
+
+@dataclass(kw_only=True)
+class JobFields:
+    """Job: what is to be planned. No weights are read."""
+
+    model: str
+    """Hub id, local folder or config.json."""
+    method: Literal["full", "lora", "qlora"] = "full"
+    """full trains every weight; lora trains adapters; qlora trains adapters over a quantised base."""
+    lora_r: int = 16
+    """Rank of the adapters."""
+    seq_len: int = 1024
+    """Tokens per sequence."""
+    tokens_per_step: int | None = None
+    """Tokens of one optimizer step over all ranks; by default 64 sequences, at least one per rank."""
+    per_device_train_batch_size: int | None = None
+    """Sequences of one forward on one GPU; by default the plan chooses."""
+    attention: Literal["flash", "sdpa", "eager"] = "flash"
+    """flash: flash_attention_2, or sdpa on sequences without padding; sdpa: with a mask."""
+    use_liger_kernel: bool = False
+    """The loss without full logits, as transformers' option of that name."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """By default bfloat16 on GPUs, else float32."""
+    perplexity: bool = False
+    """Plan evaluation instead of training."""
+    batch_tokens: int | None = None
+    """With perplexity: tokens of one forward on one rank; by default 16384 on a GPU, 4096 on a CPU."""
+    trust_remote_code: bool = False
+    """Run code that a model repository brings along."""
+
+
+@dataclass(kw_only=True)
+class HardwareFields:
+    """Hardware: by default this machine, measured."""
+
+    hostfile: str | None = None
+    """DeepSpeed's host file: one line per node, `name slots=N`."""
+    nodes: str | None = None
+    """Number of nodes; several, such as 1,2,4,8, show how speed and memory scale."""
+    gpus: str | None = None
+    """GPUs of one node and the memory of one, for example 8x80GB."""
+    gpu_type: str | None = None
+    """For the time of a step, such as A100 or H100; by default judged by memory."""
+    host_memory: str | None = None
+    """Memory of one node, for example 768GB; 1TB where gpus or hostfile is given and this is not."""
+    nvme: str | None = None
+    """Folder on a fast local disk, or its free size on paper, for example 4TB."""
+    interconnect: str = ""
+    """For example nvlink+ib400, nvlink+8xib400, pcie, pcie4+eth25, eth10 (Gbit/s of a card, cards per node)."""
+    calibrate: bool = False
+    """First measure the speeds of this machine, for the time of a step."""
+
+
+@dataclass(kw_only=True)
+class PlanOptions(JobFields, HardwareFields):
+    """Output: a table, unless another form is chosen."""
+
+    json: bool = False
+    """Machine-readable."""
+    explain: bool = False
+    """Every term of the chosen plan with its formula."""
+    write: str | None = None
+    """Folder to write the chosen plan to: deepspeed.json and accelerate.yaml."""
+
+
+@dataclass(kw_only=True)
+class DoctorOptions:
+    """Nodes: which are examined, and how."""
+
+    hostfile: str | None = None
+    """DeepSpeed's host file: one line per node, `name slots=N`."""
+    include: str = ""
+    """Hosts and GPUs of the host file to use, as DeepSpeed writes it: node-1@node-2:0,2"""
+    exclude: str = ""
+    """Hosts and GPUs of the host file to leave out, in the same form."""
+    num_nodes: int | None = None
+    """Only the first so many hosts of the host file."""
+    num_gpus: int | None = None
+    """So many slots per node."""
+    master_addr: str = ""
+    """By default the first address that `hostname -I` prints on the first node, as deepspeed."""
+    master_port: int | None = None
+    """Port of the launch to come; by default 29500, and a warning where it is busy."""
+    quick: bool = False
+    """Without plan, compiler and the links of every pair (a ring of neighbours instead)."""
+    only_findings: bool = False
+    """Without the tables, where nothing is wrong."""
+    json: bool = False
+    """One JSON object on standard output."""
+
+
+@dataclass(kw_only=True)
+class PrepareOptions:
+    """Prepare: no options but those of the training."""
+
+
+@dataclass(kw_only=True)
+class PreviewOptions:
+    """Preview: what is printed."""
+
+    samples: int = 3
+    """Samples to print, evenly spread over the data."""
+
+
+@dataclass
+class ExportOptions:
+    """Export: from where, to where, in which type."""
+
+    source: str
+    """A run's folder, a checkpoint or an adapter."""
+    out: str
+    """A new folder."""
+    _: KW_ONLY
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the written weights; auto keeps theirs."""
+
+
+@dataclass
+class FolderOptions:
+    """Folder: the one to look at, or to write."""
+
+    folder: str
+    """A run's output_dir, a checkpoint, or a new folder."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One word behind `dsft`."""
+
+    summary: str
+    """One line of `dsft --help`, and the first of the command's own help."""
+    function: str
+    """module:function, called with the options, and where `run_options` is set also with the run's words."""
+    options: type
+    run_options: type | None = None
+    """Options of the run that the command starts, examines or prepares."""
+    common: frozenset[str] = frozenset()
+    """Options that help shows by default; without any it shows all."""
+    details: str = ""
+
+
+_TRAIN = """model dtype method lora_r adapter data chat_template seq_len train_on eval_data eval_fraction packing zero
+    global_batch_size output_dir per_device_train_batch_size learning_rate num_train_epochs max_steps save_steps
+    resume_from_checkpoint hostfile num_gpus"""
+_EVAL = "model dtype data seq_len mode stride max_documents zero batch_tokens output_dir hostfile num_gpus"
+_DOCTOR = """\
+  dsft doctor                                    this machine
+  dsft doctor --hostfile H --config run.yaml     every host of H through ssh, and the run's files and plan
+  dsft doctor --hostfile H --quick               what dsft launch does by default
+  srun -n 16 dsft doctor                         the ranks that a launcher starts, without ssh: also
+                                                 mpirun -n 16 dsft doctor, torchrun, deepspeed and
+                                                 accelerate launch ... --module dsft.cli.doctor
+
+It looks before any training process starts, in less than half a minute: drivers, versions, ports, clocks, folders,
+memory and disk against the plan, then sums and rates between all nodes. docs/doctor.md says what each finding means.
+Options that are not listed here are the run's own, as dsft train takes them (--model, --data, --output_dir ...).
+Exit code 0 without errors, 2 with."""
+_LAUNCHED = "The command that is run is printed first; --dry_run prints it and stops."
+_RUN_OPTIONS = "Takes the options of dsft train beside its own; output_dir may be left out."
+
+COMMANDS = {
+    "train": Command(
+        "finetune on all GPUs of this machine", "", LaunchOptions, TrainConfig, frozenset(_TRAIN.split()), _LAUNCHED
+    ),
+    "eval": Command(
+        "perplexity on all GPUs of this machine", "", LaunchOptions, EvalConfig, frozenset(_EVAL.split()), _LAUNCHED
+    ),
+    "launch": Command(
+        "train or eval on many nodes, which are examined first",
+        "",
+        LaunchOptions,
+        details="dsft launch train --help lists the options of the training.",
+    ),
+    "plan": Command("which DeepSpeed configuration fits, and how fast it is", "dsft.cli.plan:run", PlanOptions),
+    "doctor": Command(
+        "what is wrong with the machines of a run, and how to fix it",
+        "dsft.cli.doctor:run",
+        DoctorOptions,
+        TrainConfig,
+        details=_DOCTOR,
+    ),
+    "preview": Command(
+        "some samples as the model will see them",
+        "dsft.cli.data:preview_command",
+        PreviewOptions,
+        TrainConfig,
+        details=_RUN_OPTIONS,
+    ),
+    "prepare": Command(
+        "tokenise the data of a training ahead of it",
+        "dsft.cli.data:prepare_command",
+        PrepareOptions,
+        TrainConfig,
+        details=_RUN_OPTIONS,
+    ),
+    "checkpoints": Command("what a run can resume from", "dsft.cli.checkpoints:show_checkpoints", FolderOptions),
+    "verify": Command(
+        "whether a checkpoint is as it was written", "dsft.cli.checkpoints:verify_checkpoint", FolderOptions
+    ),
+    "export": Command(
+        "a run or checkpoint as a plain Hugging Face folder", "dsft.cli.export:run_export", ExportOptions
+    ),
+    "merge": Command("an adapter merged into its base model", "dsft.cli.export:run_merge", ExportOptions),
+    "demo-data": Command("write the demo data set, tokenizer and configs", "dsft.cli.quickstart:demo", FolderOptions),
+    "quickstart": Command("the whole job on the demo data", "dsft.cli.quickstart:run", FolderOptions),
+}
+"""Command -> what it is, in the order of `dsft --help`."""
