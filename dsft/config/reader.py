@@ -184,12 +184,10 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
     positional = [field.name for field in fields if not field.kw_only and field.name not in values]
     words = [word for word in left if not word.startswith("--")]
     values |= dict(zip(positional, words, strict=False))
-    known = field_types(cls)
-    problems += [
-        f"{word}: unknown option{nearest(word, ('--' + name for name in known))}" for word in left if word not in words
-    ]
-    problems += [f"{word}: one word too many" for word in words[len(positional) :]]
+    known = ["--" + field.name for field in fields]
+    problems += [f"{word}: unknown option{nearest(word, known)}" for word in left if word not in words]
     if not problems:
+        problems += [f"{word}: one word too many" for word in words[len(positional) :]]
         required = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
         problems += [f"{name}: missing" for name in required if name not in values]
     raise_if_any(problems)
