@@ -1,6 +1,7 @@
 """What the hardware offers: measured on this machine, or as the user writes it (`8x80GB`, two nodes).
 
-Reads only. To ask a GPU for its free memory makes a context on it.
+Reads only. To ask a GPU for its free memory makes a context on it. torch, which takes seconds to import, is imported
+where a GPU is asked.
 """
 
 import os
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
 
 from dsft.errors import UserError
 from dsft.units import BYTES, GiB, KiB, plural
@@ -97,6 +97,8 @@ def host_memory_bytes() -> int:
 
 def has_gpu() -> bool:
     """Whether ranks run on GPUs: where torch sees one, unless DS_ACCELERATOR=cpu asks for CPU ranks."""
+    import torch
+
     return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
 
 
@@ -107,6 +109,8 @@ def cpu_count() -> int:
 
 def default_ranks() -> int:
     """Ranks to start on this machine: one per GPU, else up to 2 CPU processes."""
+    import torch
+
     return torch.cuda.device_count() if has_gpu() else min(2, cpu_count())
 
 
@@ -114,6 +118,8 @@ def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None) -> Machin
     """The machine as found, without a disk for offload. Without GPUs each rank's device memory is its share of 85 % of
     the host's.
     """
+    import torch
+
     ranks = ranks_per_node or default_ranks()
     host = host_memory_bytes()
     if has_gpu():
@@ -139,6 +145,8 @@ def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None) -> Machin
 
 def _free_gpu_bytes(index: int) -> int:
     """Memory of a GPU that other programs leave, the context of this one not counted against it."""
+    import torch
+
     free, total = torch.cuda.mem_get_info(index)
     return min(total, free + GiB)
 
@@ -179,12 +187,13 @@ def set_back_peaks() -> None:
     """
     _earlier_peaks.update(peak_memory_bytes())
     try:
-        Path("/proc/self/clear_refs").write_text(
-            "5"
-        )  # sets the peak of resident memory to what is resident now (man 5 proc)
+        # Sets the peak of resident memory to what is resident now (man 5 proc).
+        Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        pass  # a container that forbids it: the peak goes on from before
+        pass  # a container that forbids it: the peak counts from before
     if has_gpu():
+        import torch
+
         torch.cuda.reset_peak_memory_stats()
 
 
@@ -192,5 +201,7 @@ def peak_memory_bytes() -> dict[str, int]:
     """This rank's peak so far: device bytes allocated by torch (GPU only) and resident host bytes."""
     peak = {"host": peak_resident_bytes()}
     if has_gpu():
+        import torch
+
         peak["gpu"] = torch.cuda.max_memory_allocated()
     return {name: max(value, _earlier_peaks.get(name, 0)) for name, value in peak.items()}

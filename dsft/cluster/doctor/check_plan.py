@@ -11,15 +11,13 @@ import io
 import threading
 import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dsft.cluster.doctor.facts import NodeFacts
 from dsft.cluster.doctor.findings import Finding, finding, join
 from dsft.errors import UserError, one_line
+from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import GiB
-
-if TYPE_CHECKING:
-    from dsft.runtime.hardware import Machine
 
 STATE_BYTES = 12
 """In a checkpoint, per trained parameter, beside the weights: fp32 master, m and v of Adam."""
@@ -55,7 +53,6 @@ def start_imports() -> threading.Thread:
 def plan_on(argv: list[str], facts: dict[str, NodeFacts], slots: dict[str, int]) -> RunPlan:
     """Plan the training that `argv` describes (none: only the assumed speeds) for the nodes with these facts."""
     from dsft.planner.speeds import speeds_of
-    from dsft.runtime.hardware import has_gpu
 
     machine = _machine(facts, slots)
     plan = RunPlan(speeds=speeds_of(machine, half=machine.has_gpu))
@@ -81,10 +78,8 @@ def plan_on(argv: list[str], facts: dict[str, NodeFacts], slots: dict[str, int])
     return plan
 
 
-def _machine(facts: dict[str, NodeFacts], slots: dict[str, int]) -> "Machine":
+def _machine(facts: dict[str, NodeFacts], slots: dict[str, int]) -> Machine:
     """The smallest of the nodes, as the planner takes it."""
-    from dsft.runtime.hardware import Machine
-
     gpus = [gpu for node in facts.values() for gpu in node.usable_gpus]
     ranks, host_bytes = max(slots.values()), min(node.host_bytes for node in facts.values())
     free = min((gpu.memory_bytes - gpu.used_bytes for gpu in gpus), default=int(0.85 * host_bytes / ranks))
@@ -101,7 +96,7 @@ def _machine(facts: dict[str, NodeFacts], slots: dict[str, int]) -> "Machine":
     )
 
 
-def _plan(argv: list[str], machine: "Machine", facts: dict[str, NodeFacts], plan: RunPlan) -> None:
+def _plan(argv: list[str], machine: Machine, facts: dict[str, NodeFacts], plan: RunPlan) -> None:
     from dsft.config.options import TrainConfig
     from dsft.config.reader import read_config
     from dsft.run_setup.preparation import check_run, plan_run

@@ -21,6 +21,7 @@ import psutil
 
 from dsft.cluster.doctor.facts import Gpu, Gpus, Interface, Network, NodeFacts
 from dsft.errors import one_line
+from dsft.runtime.hardware import cpu_count, host_memory_bytes
 from dsft.runtime.versions import PACKAGES, code_hash, git_commit
 from dsft.units import MiB
 
@@ -55,9 +56,9 @@ def node_facts(
         torch_cuda=cuda,
         cpu_only=os.environ.get("DS_ACCELERATOR") == "cpu",
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        cores=len(os.sched_getaffinity(0)),
-        host_bytes=_host_bytes(),
-        available_bytes=min(psutil.virtual_memory().available, _host_bytes()),
+        cores=cpu_count(),
+        host_bytes=host_memory_bytes(),
+        available_bytes=min(psutil.virtual_memory().available, host_memory_bytes()),
         shm_bytes=_free("/dev/shm"),
         open_files=None if files == resource.RLIM_INFINITY else files,
         locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
@@ -149,15 +150,6 @@ def _torch_cuda() -> str:
         return ""
     match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", path.read_text(encoding="utf-8"), re.MULTILINE)
     return match[1] if match else ""
-
-
-def _host_bytes() -> int:
-    """As `dsft.runtime.hardware.host_memory_bytes`, which imports torch."""
-    limits = [psutil.virtual_memory().total]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if Path(path).is_file() and (text := Path(path).read_text().strip()).isdigit():
-            limits.append(int(text))
-    return min(limits)
 
 
 def _tools() -> dict[str, str]:
