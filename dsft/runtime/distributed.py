@@ -88,7 +88,8 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800) -> None:
     if not has_gpu() and world_size() > 1:
         dist.barrier()
         _shared_buffer().unlink(missing_ok=True)
-    watchdog.connect()
+    if timeouts:
+        watchdog.connect(on_rank_0(watchdog.coordinator_port))
 
 
 def _complete_launcher_variables() -> None:
@@ -176,7 +177,7 @@ def wait_for_all() -> None:
 
 def wait_long(name: str) -> None:
     """Go on when every rank is here, however long the others take: outside of any collective, whose timeout would end
-    the job, and with signs of life to the guard.
+    the job, and with signs of life to the watchdog.
 
     Every rank calls it as often as the others with the same `name`.
     """

@@ -1,8 +1,12 @@
 """Ends a job cleanly on all nodes when any part of it fails, and names what failed first.
 
-Each rank has a small process beside it (`sidecar.py`, standard library only), which goes on when the rank hangs, is
-frozen or
-killed. Rank 0's also runs the `hub.py`, to which all sidecars report; `watch.py` is what the rank itself calls;
-`lifeline.py` ties
-the job to `dsft launch`. Nothing here computes or moves training data.
+Each rank has a small process beside it, its sidecar (standard library only), which keeps running when the rank hangs,
+is frozen or killed. Rank 0's sidecar also runs the coordinator, to which all sidecars report. `client.py` is what the
+rank itself calls, `launcher_link.py` ties the job to `dsft launch`, and `deadlines.py` holds every limit.
+
+    rank 1 --- sidecar 1 --\
+                            coordinator (in sidecar 0) --- dsft launch
+    rank 0 --- sidecar 0 --/
+
+Nothing here computes or moves training data.
 """

@@ -1,10 +1,10 @@
-"""What a rank tells the process beside it: its phase, its progress, its errors, and that it leaves in order.
+"""What a rank tells the sidecar beside it: its phase, its progress, its errors, and that it ends in order.
 
-    watchdog.start(config)      before the process group, where a launcher started this process
-    watchdog.connect()             after it: the guards of all ranks know each other from now on. Collective.
+    watchdog.start(config)                  before the process group, where a launcher started this process
+    watchdog.connect(coordinator)           after it, with rank 0's `coordinator_port()`: the sidecars meet
     with watchdog.phase("saving"): ...
-    watchdog.heartbeat(step)         at each step
-    watchdog.close()            at the end
+    watchdog.heartbeat(step)                at each step
+    watchdog.close()                        at the end
 
 Without a launcher all of them do nothing.
 """
@@ -25,39 +25,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dsft.watchdog.messages import listen
+from dsft.watchdog.deadlines import PHASE_LIMITS, POLL_SECONDS, VERDICT_SECONDS
+from dsft.watchdog.messages import Connection, listen
+from dsft.watchdog.root_cause import Failure
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TICK_SECONDS = 0.5
-VERDICT_SECONDS = 20
-"""A rank with an error waits so long to be ended, so that what failed first is said first."""
+SIDECAR = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from dsft.watchdog.sidecar import main; main()"
+LONGEST_TRACEBACK = 20_000
+"""Characters, from its end."""
 
 
-LIMITS = {
-    "starting": "start_timeout",
-    "loading": "load_timeout",
-    "training": "step_timeout",
-    "evaluating": "step_timeout",
-    "saving": "save_timeout",
-}
-"""Phase -> the field of `config.TimeoutFields` that limits it, in seconds without progress."""
+class _Client:
+    """This rank's end of the connection to its sidecar."""
+
+    def __init__(self, timeouts: Any, sidecar: Connection, listener: socket.socket | None):
+        self.timeouts, self.sidecar, self.listener = timeouts, sidecar, listener
+        self.phase, self.last_heartbeat = "starting", 0.0
+        self.log: Path | None = None
 
 
-class _Sidecar:
-    """The connection of this rank to its sidecar."""
-
-    def __init__(self, timeouts: Any, connection: socket.socket, listener: socket.socket | None):
-        self.timeouts, self.connection, self.listener = timeouts, connection, listener
-        self.phase, self.ticked, self.log = "starting", 0.0, None
-
-    def send(self, **message: Any) -> None:
-        try:
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            pass  # the sidecar is full or gone; the job can do without
-
-
-_sidecar: _Sidecar | None = None
+_client: _Client | None = None
 
 
 def start(timeouts: Any) -> None:
@@ -66,11 +53,11 @@ def start(timeouts: Any) -> None:
     Args:
         timeouts: anything with the fields of `config.TimeoutFields`, such as a TrainConfig or EvalConfig.
     """
-    global _sidecar
-    if "RANK" not in os.environ or _sidecar is not None:
+    global _client
+    if "RANK" not in os.environ or _client is not None:
         return
     rank = int(os.environ["RANK"])
-    ours, theirs = socket.socketpair()
+    to_sidecar, to_rank = socket.socketpair()
     listener = listen() if rank == 0 else None
     descriptor, stacks_file = tempfile.mkstemp(prefix="dsft-stacks-")
     faulthandler.enable()
@@ -80,92 +67,90 @@ def start(timeouts: Any) -> None:
         "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "pid": os.getpid(),
-        "lost_after_seconds": timeouts.lost_timeout,
-        "start_seconds": 2 * timeouts.start_timeout,
+        "lost_timeout": timeouts.lost_timeout,
+        "start_timeout": timeouts.start_timeout,
         "listener": listener and listener.fileno(),
         "stacks_file": stacks_file,
     }
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from dsft.watchdog.sidecar import main; main()"
     subprocess.Popen(
-        [sys.executable, "-S", "-E", "-c", code, json.dumps(options)],
-        stdin=theirs,
+        [sys.executable, "-S", "-E", "-c", SIDECAR, json.dumps(options)],
+        stdin=to_rank,
         stdout=subprocess.DEVNULL,
         pass_fds=[listener.fileno()] if listener else [],
         start_new_session=True,
     )
-    theirs.close()
-    ours.settimeout(1.0)
-    _sidecar = _Sidecar(timeouts, ours, listener)
+    to_rank.close()
+    _client = _Client(timeouts, Connection(to_sidecar), listener)
     sys.excepthook = _report_error
 
 
-def connect() -> None:
-    """Tell the sidecars of all ranks where the hub is. Collective, once the process group stands."""
-    import torch.distributed as dist
+def coordinator_port() -> tuple[int, str] | None:
+    """On rank 0: port and token of the coordinator, for `connect` on all ranks. None without a sidecar."""
+    if _client is None or _client.listener is None:
+        return None
+    return _client.listener.getsockname()[1], secrets.token_hex(16)
 
-    if _sidecar is None:
+
+def connect(coordinator: tuple[int, str] | None) -> None:
+    """Let this rank's sidecar report to the coordinator on rank 0's node from now on. The phase is "loading"."""
+    if _client is None or coordinator is None:
         return
-    place: list[Any] = [[_sidecar.listener.getsockname()[1], secrets.token_hex(16)] if _sidecar.listener else None]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(place, src=0)
-    _sidecar.send(hub=[os.environ["MASTER_ADDR"], *place[0]])
+    port, token = coordinator
+    _client.sidecar.send("connect", address=os.environ["MASTER_ADDR"], port=port, token=token)
     set_phase("loading")
-    if _sidecar.listener:
-        _sidecar.listener.close()  # the sidecar has its own
+    if _client.listener:
+        _client.listener.close()  # the sidecar has its own
 
 
-def heartbeat(step: int = -1) -> None:
-    """Progress was made; costs nothing when called often."""
-    if _sidecar is not None and time.monotonic() - _sidecar.ticked > TICK_SECONDS:
-        _sidecar.ticked = time.monotonic()
-        _sidecar.send(**({"step": step} if step >= 0 else {"tick": True}))
+def heartbeat(step: int | None = None) -> None:
+    """Tell that progress was made, of training after step number `step`; costs nothing when called often."""
+    if _client is not None and time.monotonic() - _client.last_heartbeat > POLL_SECONDS:
+        _client.last_heartbeat = time.monotonic()
+        _client.sidecar.send("heartbeat", step=step)
 
 
 def set_phase(phase: str) -> None:
-    """From now on the limit of `phase` holds."""
-    if _sidecar is not None:
-        _sidecar.phase = phase
-        _sidecar.send(phase=phase, limit=getattr(_sidecar.timeouts, LIMITS[phase]))
+    """Let the limit of `phase` hold from now on."""
+    if _client is not None:
+        _client.phase = phase
+        _client.sidecar.send("phase", name=phase, limit=getattr(_client.timeouts, PHASE_LIMITS[phase]))
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """The limit of phase `name` inside a `with`, then the earlier one again."""
-    before = _sidecar.phase if _sidecar is not None else ""
+    """Let the limit of phase `name` hold inside a `with`, then the earlier one again."""
+    before = _client.phase if _client is not None else ""
     set_phase(name)
     yield
     set_phase(before)
 
 
 def set_log(path: Path) -> None:
-    """Where this rank's output goes, for messages."""
-    if _sidecar is not None:
-        _sidecar.log = path
-        _sidecar.send(log=str(path.resolve()))
+    """Tell where this rank's output goes, for messages."""
+    if _client is not None:
+        _client.log = path
+        _client.sidecar.send("log", path=str(path.resolve()))
 
 
-def close(code: int = 0, lines: list[str] | None = None) -> None:
-    """This rank is about to end by itself with exit code `code`, having said `lines`."""
-    global _sidecar
-    if _sidecar is not None:
-        _sidecar.send(leaves=code, lines=lines or [])
-        _sidecar.connection.close()
-        _sidecar = None
+def close(exit_code: int = 0, lines: list[str] | None = None) -> None:
+    """Tell that this rank is about to end by itself with `exit_code`, and with the error messages `lines`."""
+    global _client
+    if _client is not None:
+        _client.sidecar.send("close", exit_code=exit_code, lines=lines or [])
+        _client.sidecar.close()
+        _client = None
 
 
 def _report_error(kind: type[BaseException], error: BaseException, trace) -> None:
-    """An error that nobody caught: into this rank's log; on the screen it comes from the hub, if it was the first."""
+    """Put an error that nobody caught into this rank's log; the coordinator prints it, if it was the first."""
     text = "".join(traceback.format_exception(kind, error, trace))
-    if _sidecar is not None:
-        if _sidecar.log:
-            with _sidecar.log.open("a", encoding="utf-8") as file:
+    if _client is not None:
+        if _client.log:
+            with _client.log.open("a", encoding="utf-8") as file:
                 file.write(text)
-        _sidecar.send(
-            **(
-                {"failed": "interrupted", "text": "was interrupted (Ctrl-C)"}
-                if issubclass(kind, KeyboardInterrupt)
-                else {"failed": "error", "text": text[-20_000:]}
-            )
-        )
+        if issubclass(kind, KeyboardInterrupt):
+            _client.sidecar.send("failed", failure=Failure.INTERRUPTED, text="was interrupted (Ctrl-C)")
+        else:
+            _client.sidecar.send("failed", failure=Failure.ERROR, text=text[-LONGEST_TRACEBACK:])
         time.sleep(VERDICT_SECONDS)
     sys.stderr.write(text)  # nobody has ended this rank: then it speaks for itself

@@ -1,248 +1,235 @@
 """Where all sidecars report, in the sidecar of rank 0: decides what failed first, says it once, and ends every rank."""
 
-import os
-import selectors
+import math
 import socket
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
+from typing import Any
 
-from dsft.watchdog.launcher_link import reach_front
-from dsft.watchdog.messages import Lines
-from dsft.watchdog.root_cause import Report, first_cause
+from dsft.watchdog.deadlines import (
+    COLLECT_SECONDS,
+    COLLECT_STACKS_SECONDS,
+    END_SECONDS,
+    LEAVE_SECONDS,
+    RANK_0_FIRST_SECONDS,
+    heartbeat_seconds,
+)
+from dsft.watchdog.launcher_link import connect_to_launcher
+from dsft.watchdog.messages import Connection, Server
+from dsft.watchdog.root_cause import Failure, Report, first_cause
 
-COLLECT_SECONDS = 2.0
-"""After the first report: its causes and consequences reach the hub within this time."""
-STACKS_SECONDS = 6.0
-"""The same where stacks are asked for."""
-HEAR_RANK_0_SECONDS = 1.5
-"""For rank 0 to end with the same message, which it prints itself."""
-QUIET_SECONDS = 8.0
-"""From the first rank that ends with a message of its own to the end of those that did not."""
-END_SECONDS = 15.0
-"""For sidecars to end their ranks and hang up, before the hub stops waiting."""
+SHOWN_FRAMES = 5
+"""Of a rank's main thread, on the screen."""
+
+
+class JobState(Enum):
+    """What the job does. A state other than RUNNING has a deadline, and leads to ENDING."""
+
+    RUNNING = auto()
+    COLLECTING = auto()
+    """A rank has failed: other reports may name the cause."""
+    LEAVING = auto()
+    """A rank has ended by itself with an error, which it printed: the others do the same, or wait for it in vain."""
+    ENDING = auto()
+    """All ranks are being ended."""
 
 
 @dataclass
 class Member:
-    """A sidecar's connection."""
+    """A sidecar, its connection and what it said of its rank."""
 
-    lines: Lines
-    rank: int = -1
-    host: str = ""
-    heard: float = 0.0
+    connection: Connection
+    rank: int
+    host: str
+    last_heard: float
     log: str = ""
-    has_left: bool = False
-    stacks: dict | None = field(default=None)
+    is_gone: bool = False
+    """It left in order, or was reported as lost."""
+    stacks: dict[str, Any] | None = None
 
 
-class Hub:
-    """Args: `listener` a listening socket, `token` what a sidecar must know to be heard."""
+@dataclass(frozen=True)
+class ErrorLine:
+    """A message with which a rank other than 0 has ended."""
 
-    def __init__(self, listener: socket.socket, token: str, world_size: int, lost_after: float, *, speak):
-        listener.setblocking(False)
-        self.listener, self.token, self.world_size, self.lost_after, self.speak = (
-            listener,
-            token,
-            world_size,
-            lost_after,
-            speak,
-        )
+    member: Member
+    text: str
+    due: float
+    """When to print it, unless rank 0 has ended with the same message."""
+
+
+class Coordinator:
+    """Args: `server` for sidecars that know its token, `say` what prints a line on the screen."""
+
+    def __init__(self, server: Server, world_size: int, lost_timeout: float, *, say: Callable[[str], None]):
+        self.server, self.world_size, self.lost_timeout, self.say = server, world_size, lost_timeout, say
+        self.state, self.deadline = JobState.RUNNING, math.inf
         self.members: list[Member] = []
         self.reports: list[Report] = []
-        self.decide_at: float | None = None
-        self.over_at: float | None = None
-        self.quiet_end_at: float | None = None
-        self.beaten = 0.0
-        self.folder = ""
-        self.front = reach_front()
-        self.codes: list[int] = []
-        self.said: set[str] = set()
-        self.unsaid: list[tuple[float, str, Member]] = []
+        self.exit_codes: list[int] = []
+        self.printed: set[str] = set()
+        self.unprinted: list[ErrorLine] = []
+        self.last_sent = 0.0
+        self.launcher = connect_to_launcher()
 
-    def register(self, selector: selectors.BaseSelector) -> None:
-        for source in (self.listener, self.front, *(member.lines for member in self.members)):
-            if source is not None and not (isinstance(source, Lines) and source.closed):
-                selector.register(source, selectors.EVENT_READ)
+    def sources(self) -> list[Connection | Server | None]:
+        """Everything that a message may come from."""
+        return [self.server, self.launcher, *(member.connection for member in self.members)]
 
     def is_over(self) -> bool:
-        """Whether nobody needs the hub any more."""
-        return self._everyone_left() or (
-            self.over_at is not None
-            and (time.monotonic() > self.over_at or all(member.lines.closed for member in self.members))
+        """Whether nobody needs the coordinator any more."""
+        return self._all_left() or (
+            self.state is JobState.ENDING
+            and (time.monotonic() > self.deadline or all(member.connection.closed for member in self.members))
         )
 
     def finish(self) -> None:
-        """Say what is still unsaid, and tell `dsft launch` the exit code, where the ranks themselves had one."""
-        self._speak_for_others(time.monotonic())
-        if self.front and (self._everyone_left() or any(self.codes)):
-            self.front.send(done=max(self.codes))
+        """Print what is still unprinted, and tell `dsft launch` the exit code, where the ranks themselves had one."""
+        self._print_errors_of_others(time.monotonic())
+        if self.launcher and (self._all_left() or any(self.exit_codes)):
+            self.launcher.send("done", exit_code=max(self.exit_codes))
 
     def step(self, now: float) -> None:
-        self._accept(now)
+        """Read what has come and do what is due; never waits."""
+        for connection, hello in self.server.accept():
+            self.members.append(Member(connection, hello["rank"], hello["host"], last_heard=now))
         for member in self.members:
-            self._read(member, now)
-        self._speak_for_others(now)
-        self._read_front()
-        if self.over_at is None and self.quiet_end_at is not None and now >= self.quiet_end_at:
-            self._tell(end="a rank ended")
-            self.over_at = now + END_SECONDS
-        if self.over_at is None and self.decide_at is not None and now >= self.decide_at:
-            self._decide(now)
-        if now - self.beaten > min(2.0, self.lost_after / 4):
-            self.beaten = now
-            self._tell(beat=True)
-
-    def _accept(self, now: float) -> None:
-        try:
-            while True:
-                connection, _ = self.listener.accept()
-                self.members.append(Member(Lines(connection), heard=now))
-        except OSError:
-            pass
+            if not member.is_gone:
+                self._read(member, now)
+        self._print_errors_of_others(now)
+        self._read_launcher(now)
+        if now >= self.deadline and self.state is JobState.COLLECTING:
+            self._end_ranks(self._announce_cause(), now)
+        elif now >= self.deadline and self.state is JobState.LEAVING:
+            self._end_ranks("a rank ended", now)
+        if now - self.last_sent > heartbeat_seconds(self.lost_timeout):
+            self.last_sent = now
+            self._tell_all("heartbeat")
 
     def _read(self, member: Member, now: float) -> None:
-        if member.lines.closed:
+        for message in member.connection.read():
+            member.last_heard = now
+            match message:
+                case {"type": "failed", "failure": failure, "text": text, "log": log}:
+                    member.log = log
+                    self._failed(Report(member.rank, member.host, Failure(failure), text), now)
+                case {"type": "stacks", "log": log}:
+                    member.stacks, member.log = message, log
+                case {"type": "close", "exit_code": exit_code, "lines": lines}:
+                    member.is_gone = True
+                    member.connection.close()
+                    self._left(member, exit_code, lines, now)
+        if member.is_gone or self.state is JobState.ENDING:
             return
-        for message in member.lines.read():
-            member.heard = now
-            if "hello" in message and message.get("token") == self.token:
-                member.rank, member.host = message["hello"], message["host"]
-            elif member.rank < 0:
-                member.lines.close()  # a stranger
-                return
-            if "failed" in message:
-                member.log = message["log"]
-                self._failed(Report(member.rank, member.host, message["failed"], message["text"]), now)
-            if "stacks" in message:
-                member.stacks = message
-            if "leaves" in message:
-                member.has_left = True
-                self._left(member, message)
-        if member.rank < 0 or member.has_left or self.over_at is not None:
-            return
-        if member.lines.closed:
-            self._failed(
-                Report(
-                    member.rank,
-                    member.host,
-                    "lost",
-                    "is gone with its guard: the node went down, or something there kills all processes",
-                ),
-                now,
-            )
-        elif now - member.heard > self.lost_after:
-            member.lines.close()
-            self._failed(
-                Report(
-                    member.rank,
-                    member.host,
-                    "lost",
-                    f"gave no sign of life for {self.lost_after:.0f} s: the node is down, frozen or cut off from"
-                    f" {socket.gethostname()}",
-                ),
-                now,
-            )
-
-    def _left(self, member: Member, message: dict) -> None:
-        self.codes.append(message["leaves"])
-        if message["leaves"] and self.quiet_end_at is None:  # it has said why; the others may be waiting for it in vain
-            self.quiet_end_at = time.monotonic() + QUIET_SECONDS
-        if member.rank == 0:
-            self.said |= set(message["lines"])
+        if member.connection.closed:
+            text = "is gone with its watchdog: the node went down, or something there kills all processes"
+        elif now - member.last_heard > self.lost_timeout:
+            causes = f"the node is down, frozen or cut off from {socket.gethostname()}"
+            text = f"gave no sign of life for {self.lost_timeout:.0f} s: {causes}"
         else:
-            self.unsaid += [(time.monotonic() + HEAR_RANK_0_SECONDS, line, member) for line in message["lines"]]
+            return
+        member.is_gone = True
+        member.connection.close()
+        self._failed(Report(member.rank, member.host, Failure.LOST, text), now)
 
-    def _speak_for_others(self, now: float) -> None:
-        """What other ranks ended with and rank 0 has not said itself: the fault is theirs alone."""
-        due = [one for one in self.unsaid if now > one[0] or self._everyone_left()]
-        self.unsaid = [one for one in self.unsaid if one not in due]
-        for _, line, member in due:
-            if line not in self.said:
-                self.said.add(line)
-                self.speak(f"error: rank {member.rank} on {member.host}: {line}")
+    def _left(self, member: Member, exit_code: int, lines: list[str], now: float) -> None:
+        self.exit_codes.append(exit_code)
+        if exit_code and self.state is JobState.RUNNING:
+            self.state, self.deadline = JobState.LEAVING, now + LEAVE_SECONDS
+        if member.rank == 0:
+            self.printed |= set(lines)
+        else:
+            self.unprinted += [ErrorLine(member, line, due=now + RANK_0_FIRST_SECONDS) for line in lines]
 
-    def _everyone_left(self) -> bool:
-        return len(self.codes) == self.world_size
+    def _print_errors_of_others(self, now: float) -> None:
+        """Print what other ranks ended with and rank 0 has not printed itself: the fault is theirs alone."""
+        due = [line for line in self.unprinted if now > line.due or self._all_left()]
+        self.unprinted = [line for line in self.unprinted if line not in due]
+        for line in due:
+            if line.text not in self.printed:
+                self.printed.add(line.text)
+                self.say(f"error: rank {line.member.rank} on {line.member.host}: {line.text}")
+
+    def _all_left(self) -> bool:
+        return len(self.exit_codes) == self.world_size
 
     def _failed(self, report: Report, now: float) -> None:
-        if any(self.codes):
+        if any(self.exit_codes):
             return  # the consequence of an end that has been explained
         self.reports.append(report)
-        if self.decide_at is None:
-            self.decide_at = now + COLLECT_SECONDS
-            if report.kind == "stalled":
-                self.decide_at = now + STACKS_SECONDS
-                self._tell(dump=True)
+        if self.state is JobState.RUNNING:
+            is_stall = report.failure is Failure.STALLED
+            self.state = JobState.COLLECTING
+            self.deadline = now + (COLLECT_STACKS_SECONDS if is_stall else COLLECT_SECONDS)
+            if is_stall:
+                self._tell_all("write stacks")
 
-    def _decide(self, now: float) -> None:
-        frozen = [member for member in self.members if member.stacks and member.stacks["stopped"]]
+    def _announce_cause(self) -> str:
+        """Print what failed first, with its traceback or all stacks; returns the sentence."""
+        frozen = [member for member in self.members if member.stacks and member.stacks["is_stopped"]]
         cause = first_cause(self.reports)
         if cause.is_consequence and frozen:
-            cause = Report(
-                frozen[0].rank, frozen[0].host, "stopped", f"is stopped (SIGSTOP), in phase {frozen[0].stacks['phase']}"
-            )
-        sentence = cause.sentence()
-        self.speak(f"error: {sentence}")
-        if cause.kind == "error":
-            self.speak(f"what it said:\n{cause.text.rstrip()}")
-        if any(member.stacks for member in self.members):
-            self._show_stacks()
-        others = sorted({report.rank for report in self.reports} - {cause.rank})
-        logs = [member.log for member in self.members if member.rank == cause.rank and member.log]
-        self.speak(
+            text = f"is stopped (SIGSTOP), in phase {frozen[0].stacks['phase']}"
+            cause = Report(frozen[0].rank, frozen[0].host, Failure.STOPPED, text)
+        self.say(f"error: {cause.sentence()}")
+        if cause.failure is Failure.ERROR:
+            self.say(f"what it said:\n{cause.text.rstrip()}")
+        self._print_stacks()
+        others = {report.rank for report in self.reports} - {cause.rank}
+        log = next((member.log for member in self.members if member.rank == cause.rank), "")
+        self.say(
             f"all {self.world_size} ranks are being ended"
             + (f"; {len(others)} more failed after it" if others else "")
-            + (f"; its log: {logs[0]} on {cause.host}" if logs else "")
+            + (f"; its log: {log} on {cause.host}" if log else "")
         )
-        if self.front:
-            self.front.send(failed=sentence)
-        self._tell(end=sentence)
-        self.over_at = now + END_SECONDS
+        if self.launcher:
+            self.launcher.send("failed", cause=cause.sentence())
+        return cause.sentence()
 
-    def _show_stacks(self) -> None:
-        """The last lines of each rank's main thread on the screen, everything in a file."""
-        whole = []
+    def _print_stacks(self) -> None:
+        """Print the last frames of each rank's main thread, and write everything to a file beside rank 0's log."""
+        texts = []
         for member in sorted(self.members, key=lambda member: member.rank):
-            if not member.stacks:
+            if not (stacks := member.stacks):
                 continue
-            title = (
-                f"rank {member.rank} on {member.host}, {member.stacks['phase']}, no progress for"
-                f" {member.stacks['since']:.0f} s"
-            )
-            whole.append(f"{title}\n{member.stacks['stacks']}")
-            main_thread = member.stacks["stacks"].rpartition("Current thread")[2] or member.stacks["stacks"]
-            frames = [line for line in main_thread.splitlines() if line.startswith("  File")][:5]
-            self.speak(
-                title
-                + (
-                    "".join(f"\n{line}" for line in frames)
-                    or "\n  (no stack: " + ("stopped)" if member.stacks["stopped"] else "it does not answer)")
-                )
-            )
-        if self.folder and os.path.isdir(self.folder):
-            path = Path(self.folder) / "stacks.txt"
-            path.write_text("\n\n".join(whole))
-            self.speak(f"all stacks: {path}")
+            idle = f"no progress for {stacks['idle_seconds']:.0f} s"
+            title = f"rank {member.rank} on {member.host}, {stacks['phase']}, {idle}"
+            texts.append(f"{title}\n{stacks['text']}")
+            main_thread = stacks["text"].rpartition("Current thread")[2]
+            frames = [line for line in main_thread.splitlines() if line.startswith("  File")][:SHOWN_FRAMES]
+            reason = "stopped" if stacks["is_stopped"] else "it does not answer"
+            self.say("\n".join([title, *(frames or [f"  (no stack: {reason})"])]))
+        log = next((member.log for member in self.members if member.rank == 0), "")
+        if texts and log and Path(log).parent.is_dir():
+            path = Path(log).parent / "stacks.txt"
+            path.write_text("\n\n".join(texts))
+            self.say(f"all stacks: {path}")
 
-    def _read_front(self) -> None:
-        """`dsft launch` may ask for the end or for a signal to all ranks; without it nobody waits for this job."""
-        if self.front is None or self.over_at is not None:
+    def _read_launcher(self, now: float) -> None:
+        """Do what `dsft launch` asks; where it is gone nobody waits for this job."""
+        if self.launcher is None or self.state is JobState.ENDING:
             return
-        for message in self.front.read():
-            if "signal" in message:
-                self._tell(signal=message["signal"])
-            if "end" in message:
-                self._end(message["end"])
-        if self.front.closed and self.over_at is None:
-            self._end("dsft launch is gone")
+        reason = None
+        for message in self.launcher.read():
+            match message:
+                case {"type": "signal", "number": number}:
+                    self._tell_all("signal", number=number)
+                case {"type": "end", "reason": reason}:
+                    pass
+        if self.launcher.closed:
+            reason = reason or "dsft launch is gone"
+        if reason:
+            self.say(f"{reason}: all {self.world_size} ranks are being ended")
+            self._end_ranks(reason, now)
 
-    def _end(self, why: str) -> None:
-        self.speak(f"{why}: all {self.world_size} ranks are being ended")
-        self._tell(end=why)
-        self.over_at = time.monotonic() + END_SECONDS
+    def _end_ranks(self, reason: str, now: float) -> None:
+        self._tell_all("end", reason=reason)
+        self.state, self.deadline = JobState.ENDING, now + END_SECONDS
 
-    def _tell(self, **message) -> None:
+    def _tell_all(self, kind: str, **fields: Any) -> None:
         for member in self.members:
-            if not member.lines.closed and member.rank >= 0:
-                member.lines.send(**message)
+            if not member.connection.closed:
+                member.connection.send(kind, **fields)

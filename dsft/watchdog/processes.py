@@ -2,6 +2,9 @@
 
 import os
 import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 LAUNCHERS = {
@@ -29,21 +32,62 @@ def _stat(pid: int) -> list[str] | None:
     return None if fields[0] in ("Z", "X") else fields
 
 
-def state(pid: int) -> str | None:
-    """R, S, D, T (stopped), t (traced) ...; None when it has ended."""
-    fields = _stat(pid)
-    return fields and fields[0]
-
-
 def start_time(pid: int) -> str | None:
-    """When the process started, in clock ticks: with the pid, its identity. None when it has ended."""
+    """When the process started, in clock ticks; None when it has ended."""
     fields = _stat(pid)
     return fields and fields[19]
 
 
 def parent(pid: int) -> int:
+    """Process id of the parent; 0 where there is none."""
     fields = _stat(pid)
     return int(fields[1]) if fields else 0
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process by its id and its start, so that another one that gets its id later is not taken for it."""
+
+    pid: int
+    started: str | None
+
+    @classmethod
+    def of(cls, pid: int) -> "Process":
+        return cls(pid, start_time(pid))
+
+    def is_alive(self) -> bool:
+        return self.started is not None and start_time(self.pid) == self.started
+
+    def is_stopped(self) -> bool:
+        """Whether SIGSTOP holds it."""
+        fields = _stat(self.pid)
+        return bool(fields) and fields[0] == "T"
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, where it still lives."""
+        if self.is_alive():
+            try:
+                os.kill(self.pid, number)
+            except ProcessLookupError:
+                pass  # it ended just now
+
+
+def end(
+    processes: Sequence[Process], steps: Sequence[tuple[int, float]], *, meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """Send each signal of `steps` to those of `processes` that live, and wait so many seconds for them to end.
+
+    Args:
+        steps: (signal, seconds); signal 0 only waits.
+        meanwhile: called about ten times a second.
+    """
+    for number, seconds in steps:
+        for process in processes:
+            process.signal(number)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(process.is_alive() for process in processes):
+            meanwhile()
+            time.sleep(0.1)
 
 
 def is_launcher(command: str) -> bool:
@@ -51,11 +95,11 @@ def is_launcher(command: str) -> bool:
     return bool(_LAUNCHER.search(command))
 
 
-def launchers_of(pid: int) -> list[int]:
+def launchers_of(pid: int) -> list[Process]:
     """The unbroken line of launchers above a rank, nearest first; a shell or session above them may end without
     harm.
     """
-    found = []
+    launchers = []
     while (pid := parent(pid)) > 1:
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -63,8 +107,8 @@ def launchers_of(pid: int) -> list[int]:
             break
         if not is_launcher(command):
             break
-        found.append(pid)
-    return found
+        launchers.append(Process.of(pid))
+    return launchers
 
 
 def descendants(pid: int) -> list[int]:
@@ -73,8 +117,7 @@ def descendants(pid: int) -> list[int]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             children.setdefault(parent(int(name)), []).append(int(name))
-    found, waiting = [], [pid]
-    while waiting:
-        waiting += children.get(waiting[0], [])
-        found.append(waiting.pop(0))
-    return found[:0:-1]
+    family = [pid]
+    for member in family:
+        family += children.get(member, [])
+    return family[:0:-1]

@@ -1,15 +1,32 @@
-"""What guards tell each other about a failure, and which of several reports is the cause."""
+"""What sidecars report about a failed rank, and which of several reports is the cause. Pure: no sockets, no clock."""
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 
 CONSEQUENCES = re.compile(
-    r"connection (closed|reset|refused)|closed by peer|broken pipe|timed out waiting|socket"
-    r" ?timeout|nccl|DistBackendError|DistNetworkError|gloo|"
-    r"remote process exited|unhandled system error",
+    r"connection (closed|reset|refused)|closed by peer|broken pipe|timed out waiting|socket ?timeout|nccl|"
+    r"DistBackendError|DistNetworkError|gloo|remote process exited|unhandled system error",
     re.IGNORECASE,
 )
 """In the last line of a traceback: how a rank notices that another one is gone."""
+
+
+class Failure(StrEnum):
+    """The ways in which a rank fails."""
+
+    ERROR = "error"
+    """A Python exception that nobody caught."""
+    INTERRUPTED = "interrupted"
+    """Ctrl-C."""
+    DIED = "died"
+    STALLED = "stalled"
+    """No progress within the limit of its phase."""
+    STOPPED = "stopped"
+    """Held by SIGSTOP."""
+    LAUNCHER_GONE = "launcher gone"
+    LOST = "lost"
+    """No sign of life of its node or sidecar."""
 
 
 @dataclass(frozen=True)
@@ -18,31 +35,28 @@ class Report:
 
     rank: int
     host: str
-    kind: str
-    """error (a Python exception), died, stopped (SIGSTOP), launcher (it is gone), lost (no sign of life), stalled,
-    interrupted.
-    """
+    failure: Failure
     text: str
-    """One sentence, or a traceback."""
+    """One sentence without its subject; for `Failure.ERROR` a traceback."""
 
     @property
     def is_consequence(self) -> bool:
         """Whether another rank's end may well have caused this."""
-        return self.kind == "stalled" or (self.kind == "error" and bool(CONSEQUENCES.search(last_line(self.text))))
+        if self.failure is Failure.ERROR:
+            return bool(CONSEQUENCES.search(last_line(self.text)))
+        return self.failure is Failure.STALLED
 
     def sentence(self) -> str:
-        return (
-            f"rank {self.rank} on {self.host} {self.text}"
-            if self.kind != "error"
-            else f"rank {self.rank} on {self.host}: {last_line(self.text)}"
-        )
+        """Name the rank, its host and what happened, in one line."""
+        text = f": {last_line(self.text)}" if self.failure is Failure.ERROR else f" {self.text}"
+        return f"rank {self.rank} on {self.host}{text}"
 
 
-def last_line(text: str) -> str:
-    """Of a traceback: the exception itself."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+def last_line(traceback: str) -> str:
+    """Return the last line that is not empty: of a traceback, the exception itself."""
+    return next((line.strip() for line in reversed(traceback.splitlines()) if line.strip()), "")
 
 
 def first_cause(reports: list[Report]) -> Report:
-    """The earliest report that no other explains; `reports` come in the order of arrival."""
+    """Return the earliest report that no other explains; `reports` come in the order of arrival."""
     return next((report for report in reports if not report.is_consequence), reports[0])

@@ -1,255 +1,250 @@
-"""The process beside one rank: sees it die, freeze or stall, tells the hub, and ends it when the job ends.
+"""The process beside one rank: sees it die, freeze or stall, tells the coordinator, and ends it when the job ends.
 
-Started by `watch.py`; standard library only, so that 128 of them cost little. It reads its rank's messages from
-standard input,
-whose end means that the rank is gone, however it died.
+Started by `client.py`; standard library only, so that 128 of them cost little. It reads its rank's messages from
+standard input, whose end means that the rank is gone, however it died.
 """
 
 import json
 import os
-import selectors
 import signal
 import socket
 import sys
 import time
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-from dsft.watchdog.coordinator import Hub
-from dsft.watchdog.messages import Lines, connect
-from dsft.watchdog.processes import descendants, launchers_of, start_time, state
-from dsft.watchdog.root_cause import Report
+from dsft.watchdog.coordinator import Coordinator
+from dsft.watchdog.deadlines import (
+    CONNECT_SECONDS,
+    KILL_SECONDS,
+    LAUNCHER_SECONDS,
+    POLL_SECONDS,
+    STACKS_SECONDS,
+    TERMINATE_SECONDS,
+    heartbeat_seconds,
+)
+from dsft.watchdog.messages import Connection, Server, connect, wait_for_messages
+from dsft.watchdog.processes import Process, descendants, end, launchers_of
+from dsft.watchdog.root_cause import Failure, Report
 
-TICK_SECONDS = 0.5
-KILL_SECONDS = 3
-"""Between SIGTERM and SIGKILL."""
-LAUNCHER_SECONDS = 15
-"""For a launcher to end after its ranks."""
+LONGEST_STACKS = 20_000
+"""Characters, from their end."""
+
+
+class RankState(Enum):
+    """What the sidecar knows of its rank. It watches a rank that is RUNNING or REPORTED."""
+
+    RUNNING = auto()
+    REPORTED = auto()
+    """It has failed; the coordinator will say when it ends."""
+    LEFT = auto()
+    """It said that it ends by itself."""
+    ENDED = auto()
+    """It has been ended from here."""
 
 
 class Sidecar:
-    """Args: `options` as `watch.start` gives them."""
+    """Args: `options` as `client.start` gives them."""
 
     def __init__(self, options: dict[str, Any]):
-        self.rank, self.world_size, self.pid = options["rank"], options["world_size"], options["pid"]
-        self.host, self.log = socket.gethostname(), ""
-        self.speaks = options["local_rank"] == 0  # for its node, when the hub is out of reach
-        self.lost_after: float = options["lost_after_seconds"]
+        self.rank, self.world_size = options["rank"], options["world_size"]
+        self.is_first_of_node = options["local_rank"] == 0
+        self.lost_timeout: float = options["lost_timeout"]
         self.listener = socket.socket(fileno=options["listener"]) if options["listener"] is not None else None
         self.stacks_file = Path(options["stacks_file"])
-        self.started = start_time(self.pid)
-        self.launchers = {pid: start_time(pid) for pid in launchers_of(self.pid)}
-        self.phase, self.step, self.limit, self.last_tick = (
-            "starting",
-            -1,
-            float(options["start_seconds"]),
-            time.monotonic(),
-        )
-        self.rank_lines = Lines(socket.socket(fileno=os.dup(0)))
-        self.hub: Hub | None = None
-        self.to_hub: Lines | None = None
-        self.heard = self.beaten = time.monotonic()
+        self.host, self.log = socket.gethostname(), ""
+        self.process = Process.of(options["pid"])
+        self.launchers = launchers_of(self.process.pid)
+        self.state = RankState.RUNNING
+        self.phase, self.step = "starting", -1
+        self.limit = 2.0 * options["start_timeout"]  # the process group gives up after one, and says more
+        self.from_rank = Connection(socket.socket(fileno=os.dup(0)))
+        self.to_coordinator: Connection | None = None
+        self.coordinator: Coordinator | None = None
+        self.last_progress = self.last_heard = self.last_sent = time.monotonic()
         self.stopped_since: float | None = None
-        self.reported = self.left = self.ended = False
 
     def run(self) -> None:
-        before = time.monotonic()
-        while not self.ended or (self.hub and not self.hub.is_over()):
-            self._wait()
+        """Watch until the rank has ended and, beside rank 0, until nobody needs the coordinator any more."""
+        last_pass = time.monotonic()
+        while self._is_watching() or (self.coordinator and not self.coordinator.is_over()):
+            server = self.coordinator.sources() if self.coordinator else []
+            wait_for_messages([self.from_rank, self.to_coordinator, *server], POLL_SECONDS)
             now = time.monotonic()
-            if now - before > self.lost_after / 2:  # this process itself was stopped: what came meanwhile is read first
-                self.heard = self.last_tick = now
-            before = now
-            self._read_rank()
-            self._read_hub()
-            if not self.left and not self.ended:
-                self._look(now)
-            if self.hub:
-                self.hub.step(now)
-        if self.hub:
-            self.hub.finish()
+            if now - last_pass > self.lost_timeout / 2:  # this process was stopped: first read what came meanwhile
+                self.last_heard = self.last_progress = now
+            last_pass = now
+            if self._is_watching():
+                self._read_rank()
+                self._read_coordinator()
+            if self._is_watching():
+                self._inspect_rank(now)
+                self._keep_in_touch(now)
+            self._step_coordinator()
+        if self.coordinator:
+            self.coordinator.finish()
         self.stacks_file.unlink(missing_ok=True)
-        if not self.left:
-            self._see_launcher_off()
+        if self.state is not RankState.LEFT:
+            self._end_launcher()
 
-    def _wait(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for lines in (self.rank_lines, self.to_hub):
-                if lines and not lines.closed:
-                    selector.register(lines, selectors.EVENT_READ)
-            if self.hub:
-                self.hub.register(selector)
-            selector.select(timeout=TICK_SECONDS)
+    def _is_watching(self) -> bool:
+        return self.state in (RankState.RUNNING, RankState.REPORTED)
+
+    def _step_coordinator(self) -> None:
+        if self.coordinator:
+            self.coordinator.step(time.monotonic())
 
     def _read_rank(self) -> None:
-        if self.left:
-            return
-        is_gone = (
-            start_time(self.pid) != self.started
-        )  # asked first: its last words are read below. Its children may hold the connection open.
-        for message in self.rank_lines.read():
-            self.last_tick = time.monotonic()
-            if "phase" in message:
-                self.phase, self.limit = message["phase"], message["limit"]
-            if "step" in message:
-                self.step = message["step"]
-            if "log" in message:
-                self.log = message["log"]
-                if self.hub:
-                    self.hub.folder = str(Path(self.log).parent)
-            if "hub" in message:
-                self._join(*message["hub"])
-            if "failed" in message:
-                self._report(message["failed"], message["text"])
-            if "leaves" in message:
-                self._leave(message)
-        if not (self.left or self.ended) and (self.rank_lines.closed or is_gone):
-            self._report(
-                "died",
-                "was killed from outside (out of memory, kill -9 or its launcher) or crashed in native code, in phase"
-                f" {self._where()}",
-            )
+        is_gone = not self.process.is_alive()  # asked before its last words are read; children may keep the socket open
+        for message in self.from_rank.read():
+            self.last_progress = time.monotonic()
+            match message:
+                case {"type": "phase", "name": name, "limit": limit}:
+                    self.phase, self.limit = name, limit
+                case {"type": "heartbeat", "step": int(step)}:
+                    self.step = step
+                case {"type": "log", "path": path}:
+                    self.log = path
+                case {"type": "connect", "address": address, "port": port, "token": token}:
+                    self._connect(address, port, token)
+                case {"type": "failed", "failure": failure, "text": text}:
+                    self._report(Failure(failure), text)
+                case {"type": "close"}:
+                    self._leave(message)
+                    return
+        if self._is_watching() and (self.from_rank.closed or is_gone):
+            causes = "out of memory, kill -9 or its launcher"
+            text = f"was killed from outside ({causes}) or crashed in native code, in phase {self._where()}"
+            self._report(Failure.DIED, text)
 
-    def _join(self, address: str, port: int, token: str) -> None:
+    def _connect(self, address: str, port: int, token: str) -> None:
         if self.listener is not None:
-            self.hub = Hub(self.listener, token, self.world_size, self.lost_after, speak=say)
-        self.to_hub = connect(address, port, seconds=min(20.0, self.lost_after))
-        if self.to_hub is None:
+            server = Server(self.listener, token)
+            self.coordinator = Coordinator(server, self.world_size, self.lost_timeout, say=say)
+        self.to_coordinator = connect(address, port, seconds=min(CONNECT_SECONDS, self.lost_timeout))
+        if self.to_coordinator is None:
             say(
                 f"note: rank {self.rank} on {self.host} cannot reach {address}:{port}, where faults are reported; a"
                 " fault of another node ends this one only by time-outs"
             )
             return
-        self.heard = time.monotonic()
-        self.to_hub.send(hello=self.rank, host=self.host, token=token)
+        self.last_heard = time.monotonic()
+        self.to_coordinator.send("hello", rank=self.rank, host=self.host, token=token)
 
-    def _read_hub(self) -> None:
-        if self.to_hub is None or self.left:
+    def _read_coordinator(self) -> None:
+        if self.to_coordinator is None or not self._is_watching():
             return
-        for message in self.to_hub.read():
-            self.heard = time.monotonic()
-            if "dump" in message:
-                self.to_hub.send(
-                    stacks=self._stacks(),
-                    stopped=self.stopped_since is not None,
-                    phase=self._where(),
-                    since=time.monotonic() - self.last_tick,
-                )
-            if "signal" in message:
-                self._signal_rank(message["signal"])
-            if "end" in message:
-                self._end_rank()
+        for message in self.to_coordinator.read():
+            self.last_heard = time.monotonic()
+            match message:
+                case {"type": "write stacks"}:
+                    self._send_stacks(self.to_coordinator)
+                case {"type": "signal", "number": number}:
+                    self.process.signal(number)
+                case {"type": "end"}:
+                    self._end_rank()
+                    return
 
-    def _look(self, now: float) -> None:
-        """What no message tells."""
-        is_stopped = state(self.pid) == "T"
+    def _inspect_rank(self, now: float) -> None:
+        """Find out what no message tells."""
+        is_stopped = self.process.is_stopped()
         self.stopped_since = (self.stopped_since or now) if is_stopped else None
-        if self.stopped_since and now - self.stopped_since > self.lost_after:
-            self._report("stopped", f"is stopped (SIGSTOP) for {self.lost_after:.0f} s, in phase {self._where()}")
-        gone = [pid for pid, started in self.launchers.items() if start_time(pid) != started]
-        if gone:
-            self._report("launcher", f"lost its launcher: process {gone[0]} is gone")
-        if now - self.last_tick > self.limit and not is_stopped:
-            self._report("stalled", f"made no progress for {self.limit:.0f} s, in phase {self._where()}")
-        if self.to_hub is None:
+        if self.stopped_since and now - self.stopped_since > self.lost_timeout:
+            text = f"is stopped (SIGSTOP) for {self.lost_timeout:.0f} s, in phase {self._where()}"
+            self._report(Failure.STOPPED, text)
+        for launcher in self.launchers:
+            if not launcher.is_alive():
+                self._report(Failure.LAUNCHER_GONE, f"lost its launcher: process {launcher.pid} is gone")
+        if now - self.last_progress > self.limit and not is_stopped:
+            self._report(Failure.STALLED, f"made no progress for {self.limit:.0f} s, in phase {self._where()}")
+
+    def _keep_in_touch(self, now: float) -> None:
+        """Send the coordinator a sign of life, and end the rank where it gives none."""
+        if self.to_coordinator is None or not self._is_watching():
             return
-        if now - self.beaten > min(2.0, self.lost_after / 4):
-            self.beaten = now
-            self.to_hub.send(beat=self.step)
-        if self.to_hub.closed or now - self.heard > self.lost_after:
-            if self.speaks and not self.reported:
+        if now - self.last_sent > heartbeat_seconds(self.lost_timeout):
+            self.last_sent = now
+            self.to_coordinator.send("heartbeat")
+        if self.to_coordinator.closed or now - self.last_heard > self.lost_timeout:
+            if self.is_first_of_node and self.state is RankState.RUNNING:
                 say(
-                    f"error: {self.host} has lost rank 0's node (its machine, its link or its guard is gone); the ranks"
-                    " here are ended"
+                    f"error: {self.host} has lost rank 0's node (its machine, its link or its watchdog is gone); the"
+                    " ranks here are ended"
                 )
             self._end_rank()
 
-    def _report(self, kind: str, text: str) -> None:
-        if self.reported:
+    def _report(self, failure: Failure, text: str) -> None:
+        """Tell the coordinator of the rank's first failure; without one, say it here and end the rank."""
+        if self.state is not RankState.RUNNING:
             return
-        self.reported = True
-        if self.to_hub and not self.to_hub.closed:
-            self.to_hub.send(failed=kind, text=text, log=self.log)
-            self.heard = time.monotonic()  # the hub collects for some seconds, then says: end
+        self.state = RankState.REPORTED
+        if self.to_coordinator and not self.to_coordinator.closed:
+            self.to_coordinator.send("failed", failure=failure, text=text, log=self.log)
+            self.last_heard = time.monotonic()  # the coordinator collects for some seconds, then says: end
             return
-        if kind != "died" or self.speaks:  # before the ranks have met, a launcher kills those that did nothing wrong
-            report = Report(self.rank, self.host, kind, text)
-            say(
-                f"error: {report.sentence()}"
-                + (f"\n{text.rstrip()}" if kind == "error" and not report.is_consequence else "")
-            )
+        # Before the ranks have met, a launcher kills those that did nothing wrong.
+        if failure is not Failure.DIED or self.is_first_of_node:
+            report = Report(self.rank, self.host, failure, text)
+            has_traceback = failure is Failure.ERROR and not report.is_consequence
+            say(f"error: {report.sentence()}" + (f"\n{text.rstrip()}" if has_traceback else ""))
         self._end_rank()
 
     def _leave(self, message: dict[str, Any]) -> None:
-        self.left = self.ended = True
-        if self.to_hub:
-            self.to_hub.send(**message)
-            self.to_hub.close()
+        self.state = RankState.LEFT
+        self.from_rank.close()
+        if self.to_coordinator:
+            self.to_coordinator.send("close", exit_code=message["exit_code"], lines=message["lines"])
+            self.to_coordinator.close()
 
     def _end_rank(self) -> None:
         """End the rank and all that it started: politely, then not."""
-        if self.ended:
-            return
-        self.ended = True
-        family = {pid: start_time(pid) for pid in [*descendants(self.pid), self.pid] if pid != os.getpid()}
-        for number, seconds in ((signal.SIGTERM, KILL_SECONDS), (signal.SIGKILL, 1)):
-            for pid, started in family.items():
-                if started is not None and start_time(pid) == started:
-                    send_signal(pid, number)
-            until = time.monotonic() + seconds
-            while time.monotonic() < until and any(
-                started is not None and start_time(pid) == started for pid, started in family.items()
-            ):
-                if self.hub:
-                    self.hub.step(time.monotonic())
-                time.sleep(0.1)
-        if self.to_hub:
-            self.to_hub.close()
+        self.state = RankState.ENDED
+        pids = [pid for pid in descendants(self.process.pid) if pid != os.getpid()]
+        steps = ((signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, KILL_SECONDS))
+        end([*map(Process.of, pids), self.process], steps, meanwhile=self._step_coordinator)
+        self.from_rank.close()
+        if self.to_coordinator:
+            self.to_coordinator.close()
 
-    def _see_launcher_off(self) -> None:
-        """End the nearest launcher where it stays behind its ranks: torchrun's waits for minutes for nodes that are cut
-        off.
+    def _end_launcher(self) -> None:
+        """End the nearest launcher where it stays behind its ranks: torchrun's waits for minutes for nodes that are
+        cut off.
         """
-        if not self.launchers or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-            return  # it may be starting the ranks anew
-        pid, started = next(iter(self.launchers.items()))
-        for number, seconds in ((None, LAUNCHER_SECONDS), (signal.SIGTERM, KILL_SECONDS), (signal.SIGKILL, 0)):
-            if number and start_time(pid) == started:
-                send_signal(pid, number)
-            until = time.monotonic() + seconds
-            while time.monotonic() < until and start_time(pid) == started:
-                time.sleep(0.2)
+        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":  # else it may be starting the ranks again
+            steps = ((0, LAUNCHER_SECONDS), (signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, 0))
+            end(self.launchers[:1], steps)
 
-    def _signal_rank(self, number: int) -> None:
-        if not self.rank_lines.closed:
-            send_signal(self.pid, number)
+    def _send_stacks(self, coordinator: Connection) -> None:
+        coordinator.send(
+            "stacks",
+            text=self._stacks(),
+            is_stopped=self.stopped_since is not None,
+            phase=self._where(),
+            idle_seconds=time.monotonic() - self.last_progress,
+            log=self.log,
+        )
 
     def _stacks(self) -> str:
-        """Of all threads of the rank, written by its faulthandler also while it is inside a library's call; nothing of
-        a stopped one.
+        """Stacks of all threads of the rank, which its faulthandler writes also while it is inside a library's call;
+        empty for a stopped one.
         """
         self.stacks_file.write_bytes(b"")
-        if not self.rank_lines.closed:
-            send_signal(self.pid, signal.SIGUSR2)
-        until = time.monotonic() + 2
-        while time.monotonic() < until and self.stacks_file.stat().st_size == 0 and state(self.pid) != "T":
-            time.sleep(0.05)
-        time.sleep(0.2)
-        return self.stacks_file.read_text(errors="replace")[-20_000:]
+        self.process.signal(signal.SIGUSR2)
+        deadline, text = time.monotonic() + STACKS_SECONDS, ""
+        while time.monotonic() < deadline and not self.process.is_stopped():
+            time.sleep(POLL_SECONDS / 5)
+            before, text = text, self.stacks_file.read_text(errors="replace")
+            if text and text == before:
+                break  # it has been written to its end
+        return text[-LONGEST_STACKS:]
 
     def _where(self) -> str:
         return f"{self.phase}, step {self.step}" if self.step >= 0 else self.phase
 
 
-def send_signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass
-
-
 def say(line: str) -> None:
-    """To the screen as the launcher shows it; a launcher that is gone is no reason to fail."""
+    """Write to the screen as the launcher shows it; a launcher that is gone is no reason to fail."""
     try:
         os.write(2, f"dsft: {line}\n".encode(errors="replace"))
     except OSError:
@@ -257,6 +252,7 @@ def say(line: str) -> None:
 
 
 def main() -> None:
+    """Run as a process of its own, with the options as JSON on the command line."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)  # it ends when its rank has
     Sidecar(json.loads(sys.argv[1])).run()

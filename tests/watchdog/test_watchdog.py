@@ -1,18 +1,19 @@
-"""Guards: which failure is named, and that nothing of a job outlives it. Real ranks under torchrun, real signals."""
+"""The watchdog: which failure is named, and that nothing of a job outlives it. Real ranks under torchrun."""
 
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 from conftest import ROOT
 
-from dsft.watchdog.messages import Lines
+from dsft.watchdog.messages import LARGEST_BYTES, Connection, Server, connect, listen, wait_for_messages
 from dsft.watchdog.processes import descendants, start_time
-from dsft.watchdog.root_cause import Report, first_cause
+from dsft.watchdog.root_cause import Failure, Report, first_cause
 
 FAULTS = ("none", "exception", "user-error", "same-error", "killed", "frozen", "stalled", "launcher")
 CLOSED = "Traceback ...\nRuntimeError: [../gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:37"
@@ -33,7 +34,7 @@ def ended(tmp_path_factory):
             "2",
             "--master_port",
             str(29651 + number),
-            str(ROOT / "tests/workers/guarded.py"),
+            str(ROOT / "tests/workers/watched_rank.py"),
             fault,
             str(folders[fault]),
         ]
@@ -94,23 +95,69 @@ def test_an_error_comes_with_its_traceback_once(ended):
 
 
 def test_a_failure_that_another_explains_is_not_the_cause():
-    closed, died = Report(0, "a", "error", CLOSED), Report(1, "b", "died", "was killed")
-    own, stalled = Report(2, "c", "error", "Traceback\nValueError: 3"), Report(0, "a", "stalled", "made no progress")
+    closed, died = Report(0, "a", Failure.ERROR, CLOSED), Report(1, "b", Failure.DIED, "was killed")
+    error = Report(2, "c", Failure.ERROR, "Traceback\nValueError: 3")
+    stalled = Report(0, "a", Failure.STALLED, "made no progress")
     assert first_cause([closed, died]) == died
-    assert first_cause([closed, own, died]) == own
+    assert first_cause([closed, error, died]) == error
     assert first_cause([stalled, closed]) == stalled
     assert closed.sentence().startswith("rank 0 on a: RuntimeError: ")
 
 
-def test_lines_survive_pieces_and_refuse_what_is_no_message():
+def test_messages_survive_pieces():
     here, there = socket.socketpair()
-    lines = Lines(here)
-    there.sendall(b'{"beat": 1}\n{"be')
-    assert lines.read() == [{"beat": 1}]
-    there.sendall(b'at": 2}\n')
-    assert lines.read() == [{"beat": 2}] and not lines.closed
-    there.sendall(b"GET / HTTP/1.1\n")
-    assert lines.read() == [] and lines.closed
+    connection = Connection(here)
+    there.sendall(b'{"step": 1}\n{"st')
+    assert list(connection.read()) == [{"step": 1}]
+    there.sendall(b'ep": 2}\n')
+    assert list(connection.read()) == [{"step": 2}] and not connection.closed
+
+
+@pytest.mark.parametrize("line", [b"GET / HTTP/1.1\n", b"3\n", b"\xff\n", b"[]\n", b"x" * LARGEST_BYTES])
+def test_a_connection_that_breaks_the_protocol_is_closed(line):
+    here, there = socket.socketpair()
+    connection = Connection(here)
+    sender = threading.Thread(target=there.sendall, args=(line,))
+    sender.start()
+    until = time.monotonic() + 10
+    while not connection.closed and time.monotonic() < until:
+        assert list(connection.read()) == []
+    sender.join()
+    assert connection.closed
+
+
+def test_a_sender_never_waits_for_a_peer_that_does_not_read():
+    here, _there = socket.socketpair()
+    connection = Connection(here)
+    while not connection.closed:
+        connection.send("heartbeat", filler="x" * 10_000)
+    assert len(connection._unsent) < 2 * LARGEST_BYTES
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_server_accepts_only_who_shows_the_token(address):
+    if address == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    server = Server(listen(), "secret")
+    port = server.listener.getsockname()[1]
+    friend, silent, rude, wrong = (connect(address, port) for _ in range(4))
+    friend.send("hello", rank=1, token="secret")
+    friend.send("heartbeat")
+    rude.send("end")
+    wrong.send("hello", rank=2, token="guess")
+    accepted = []
+    until = time.monotonic() + 10
+    while (not accepted or len(server.strangers) != 1) and time.monotonic() < until:
+        accepted += server.accept()
+    ((connection, hello),) = accepted
+    assert hello["rank"] == 1
+    wait_for_messages([connection], 10)
+    assert [message["type"] for message in connection.read()] == ["heartbeat"]
+    for refused in (rude, wrong):
+        wait_for_messages([refused], 10)
+        assert list(refused.read()) == [] and refused.closed
+    assert list(silent.read()) == [] and not silent.closed
+    server.close()
 
 
 def test_processes_are_read_from_proc():

@@ -1,11 +1,10 @@
 """Runs the launcher, stays with it until nothing of the job is left, and returns an exit code that tells the truth.
 
 The launchers' exit codes do not always: DeepSpeed's is 0 when its child is killed by a signal, torchrun's is 1 for
-every failure. The job itself says how it ended, over the lifeline (`dsft/watchdog/launcher_link.py`).
+every failure. The job itself says how it ended, over `dsft/watchdog/launcher_link.py`.
 """
 
 import os
-import select
 import shlex
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_UNSAVED, EXIT_USER_ERRO
 from dsft.runtime.distributed import free_port
 from dsft.runtime.hardware import has_gpu
 from dsft.runtime.launcher_env import launcher_variables, outgoing_address
-from dsft.watchdog.launcher_link import Lifeline
+from dsft.watchdog.launcher_link import LauncherLink
 
 END_SECONDS = 10
 """For the launcher to end by itself after a failure or a signal; then it is ended."""
@@ -35,7 +34,7 @@ class LauncherProcess:
     def __init__(self, options: LaunchOptions, command: list[str], *, saves: bool):
         """Args: `saves`: the ranks save and end where they are asked to."""
         self.options, self.command, self.saves = options, command, saves
-        self.lifeline = Lifeline()
+        self.link = LauncherLink()
         self.interrupted = 0
         self._end_at: float | None = None
         self._for_ranks: list[int] = []
@@ -57,13 +56,13 @@ class LauncherProcess:
                 self._listen()
                 self._see_to_the_end(process)
             self._listen()
-            if self.lifeline.done is None:
-                self.lifeline.tell(end=f"the launcher has ended with exit code {process.returncode}")
+            if self.link.exit_code is None:
+                self.link.end_ranks(f"the launcher has ended with exit code {process.returncode}")
         finally:
             end_group(process)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            self.lifeline.close()
+            self.link.close()
             if env_file:
                 env_file.unlink(missing_ok=True)
         return self._code(process.returncode)
@@ -73,7 +72,7 @@ class LauncherProcess:
         first = self.options.master_addr or os.environ.get("MASTER_ADDR") or "127.0.0.1"
         if self.options.hostfile:
             first = hosts_of(self.options, self.options.hostfile)[0].name
-        added = self.lifeline.variable(outgoing_address(first) or "127.0.0.1") | (
+        added = self.link.variable(outgoing_address(first) or "127.0.0.1") | (
             {} if has_gpu() else {"DS_ACCELERATOR": "cpu"}
         )
         environment = os.environ | added
@@ -84,31 +83,23 @@ class LauncherProcess:
         return environment | {"DS_ENV_FILE": str(env_file), "PDSH_SSH_ARGS_APPEND": ssh}, env_file
 
     def _listen(self) -> None:
-        sources = [
-            self.lifeline.listener,
-            *([self.lifeline.hub] if self.lifeline.hub and not self.lifeline.hub.closed else []),
-        ]
-        try:
-            select.select(sources, [], [], 0.2)
-        except OSError:
-            pass
-        self.lifeline.read()
-        while self._for_ranks and self.lifeline.hub:
-            self.lifeline.tell(signal=self._for_ranks.pop())
+        self.link.read(wait_seconds=0.2)
+        while self._for_ranks and self.link.coordinator:
+            self.link.signal_ranks(self._for_ranks.pop())
 
     def _signalled(self, number: int, process: subprocess.Popen) -> None:
-        if number == signal.SIGTERM and self.saves and self.lifeline.hub and not self._is_asked:
+        if number == signal.SIGTERM and self.saves and self.link.coordinator and not self._is_asked:
             self._is_asked = True
             self._for_ranks.append(signal.SIGUSR1)
             os.write(2, b"dsft: SIGTERM: the ranks are asked to save and end; a second one ends them at once\n")
             return
         self.interrupted = number
-        self.lifeline.tell(end=f"dsft launch got {signal.Signals(number).name}")
+        self.link.end_ranks(f"dsft launch got {signal.Signals(number).name}")
         signal_group(process, number)
         self._end_at = self._end_at or time.monotonic() + END_SECONDS
 
     def _see_to_the_end(self, process: subprocess.Popen) -> None:
-        if (self.lifeline.failed or self.lifeline.done) and self._end_at is None:
+        if (self.link.failure or self.link.exit_code) and self._end_at is None:
             self._end_at = time.monotonic() + END_SECONDS
         if self._end_at is not None and time.monotonic() > self._end_at:
             end_group(process)
@@ -116,9 +107,9 @@ class LauncherProcess:
     def _code(self, returncode: int) -> int:
         if self.interrupted:
             return 128 + self.interrupted
-        if self.lifeline.done:
-            return self.lifeline.done
-        if self.lifeline.failed and not 0 < returncode < 128:
+        if self.link.exit_code:
+            return self.link.exit_code
+        if self.link.failure and not 0 < returncode < 128:
             return 1  # also where a launcher that waited for a lost node had to be ended
         return returncode if returncode >= 0 else 128 - returncode
 

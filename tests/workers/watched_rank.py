@@ -1,4 +1,4 @@
-"""A rank of two that works, or fails in the way named on the command line, with its guard beside it. Under torchrun."""
+"""A rank of two that works, or fails in the way named on the command line, watched by its sidecar. Under torchrun."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from dsft.config.options import TimeoutFields
 from dsft.errors import UserError, ends_with_clear_errors, on_exit
+from dsft.runtime.distributed import on_rank_0
 from dsft.watchdog import client as watchdog
 
 TIMEOUTS = TimeoutFields(start_timeout=60, load_timeout=60, step_timeout=4, save_timeout=60, lost_timeout=5)
@@ -22,7 +23,7 @@ def main() -> None:
     watchdog.start(TIMEOUTS)
     on_exit(watchdog.close)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    watchdog.connect()
+    watchdog.connect(on_rank_0(watchdog.coordinator_port))
     watchdog.set_log(folder / f"rank_{rank}.log")
     (folder / f"pid_{rank}").write_text(str(os.getpid()))
     for step in range(40 if fault == "none" else 400):
