@@ -15,9 +15,8 @@ from dsft.errors import raise_if_any
 from dsft.models.build import build_model, resolve_dtype
 from dsft.models.size import ModelSize
 from dsft.perplexity.evaluation import Evaluation, evaluate
-from dsft.planner.measured_speeds import calibrated
-from dsft.planner.plan import Plan, all_plans, choose, make_job
-from dsft.planner.speeds import speeds_of
+from dsft.planner.plan import Plan
+from dsft.run_setup.plan import choose_plan, paper_job
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine, this_machine
 
@@ -57,17 +56,23 @@ def plan(
     Raises:
         UserError: where no model's config is found, or a size is impossible.
     """
-    config = TrainConfig(
-        model=model, method=method, lora_r=lora_r, seq_len=seq_len, trust_remote_code=trust_remote_code
-    )
     numbers = (("seq_len", seq_len), ("lora_r", lora_r), ("per_device_train_batch_size", per_device_train_batch_size))
     raise_if_any([f"{name}={value}: must be at least 1" for name, value in numbers if value is not None and value < 1])
     machine = machine or this_machine()
     if dtype == "auto":
         dtype = "bfloat16" if machine.has_gpu else resolve_dtype("auto")
-    job = make_job(config, half=dtype != "float32", micro_batch=per_device_train_batch_size)
-    plans = all_plans(job, machine, calibrated(speeds_of(machine, half=job.half), machine, half=job.half))
-    return choose(plans, machine), plans, job.size
+    options = TrainConfig(
+        model=model,
+        method=method,
+        lora_r=lora_r,
+        seq_len=seq_len,
+        trust_remote_code=trust_remote_code,
+        dtype=dtype,
+        training={"per_device_train_batch_size": per_device_train_batch_size},
+    )
+    job = paper_job(options, attention="flash")
+    choice = choose_plan(job, machine)
+    return choice.plan, list(choice.candidates), job.size
 
 
 def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:

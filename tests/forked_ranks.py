@@ -16,7 +16,7 @@ from dsft.runtime import distributed
 def _one_rank(rank: int, world: int, port: int, log: str, options: dict) -> None:
     from dsft.config.options import TrainConfig
     from dsft.config.reader import make_config
-    from dsft.train import finetune
+    from dsft.training.run import finetune
 
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)

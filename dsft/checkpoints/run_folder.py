@@ -15,6 +15,7 @@ from typing import Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dsft.checkpoints.manifest import MANIFEST, checkpoints, clean_up, integrity_errors, last_good
+from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
 from dsft.runtime.disk import write_json
 
@@ -119,9 +120,9 @@ def last_checkpoint(config) -> str | None:
     return str(good) if good else None
 
 
-def start_from_weights(config, checkpoint: str) -> None:
-    """Let the model, or with LoRA the adapter, be the checkpoint's; optimizer, order of data and step counter begin
-    anew.
+def start_from_weights(config: TrainConfig, checkpoint: str) -> list[Decision]:
+    """Takes the checkpoint's weights as the model, or with LoRA as the adapter; optimizer, order of data and step
+    counter begin anew.
 
     Raises:
         UserError: where the run would write into the folder that holds the checkpoint.
@@ -134,8 +135,10 @@ def start_from_weights(config, checkpoint: str) -> None:
                 " ones; name another output_dir and the checkpoint with resume_from_checkpoint"
             ]
         )
-    setattr(config, "model" if config.method == "full" else "adapter", checkpoint)
-    config.training.pop("resume_from_checkpoint")
+    return [
+        Decision("model" if config.method == "full" else "adapter", checkpoint, "resume_weights_only"),
+        Decision("resume_from_checkpoint", None, "resume_weights_only"),
+    ]
 
 
 def is_finished(checkpoint: str, training: dict[str, Any]) -> bool:

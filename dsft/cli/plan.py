@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from dsft.cli.commands import PlanOptions
 from dsft.cli.plan_tables import explain, gpu_hours, show_evaluation_plans, show_plans, show_scale
@@ -14,9 +15,10 @@ from dsft.errors import UserError, raise_if_any
 from dsft.models.build import resolve_dtype
 from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation
 from dsft.planner.export import write_plan
-from dsft.planner.measured_speeds import calibrate, calibrated
-from dsft.planner.plan import Job, all_plans, as_dict, choose, make_job, reason
-from dsft.planner.speeds import GPUS, Speeds, gpu_name, speeds_of
+from dsft.planner.measured_speeds import calibrate
+from dsft.planner.plan import Job, as_dict
+from dsft.planner.speeds import GPUS, gpu_name
+from dsft.run_setup.plan import choose_plan, paper_job, speeds_for
 from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, parse_gpus, this_machine
 from dsft.runtime.hostfile import read_hosts
 from dsft.units import GB
@@ -25,43 +27,17 @@ ASSUMED_GPU = "A100"
 
 
 def run(options: PlanOptions) -> None:
-    problems: list[str] = []
-    numbers = ("lora_r", "seq_len", "tokens_per_step", "per_device_train_batch_size", "batch_tokens")
-    problems += [
-        f"--{name} {getattr(options, name)}: must be at least 1"
-        for name in numbers
-        if getattr(options, name) is not None and getattr(options, name) < 1
-    ]
-    if options.tokens_per_step and options.tokens_per_step < options.seq_len:
-        problems.append(
-            f"--tokens_per_step {options.tokens_per_step} is less than one sequence of --seq_len {options.seq_len};"
-            " raise it"
-        )
-    raise_if_any(problems)
+    raise_if_any(_impossible_numbers(options))
     if not has_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that there is no GPU
     machines = read_machines(options)
     dtype = options.dtype or ("bfloat16" if machines[0].has_gpu else resolve_dtype("auto"))
-    half = dtype != "float32"
     if options.calibrate:
         if not machines[0].measured:
             raise UserError(["--calibrate measures this machine; leave out --gpus, --hostfile and --gpu_type"])
-        print(f"dsft: speeds measured and kept in {calibrate(machines[0], half=half)}", file=sys.stderr)
-    config = TrainConfig(
-        model=options.model,
-        method=options.method,
-        lora_r=options.lora_r,
-        seq_len=options.seq_len,
-        trust_remote_code=options.trust_remote_code,
-    )
-    job = make_job(
-        config,
-        half=half,
-        attention=options.attention,
-        loss="fused" if options.use_liger_kernel else "hf",
-        micro_batch=options.per_device_train_batch_size,
-        sequences_per_step=options.tokens_per_step and options.tokens_per_step // options.seq_len,
-    )
+        file = calibrate(machines[0], half=dtype != "float32")
+        print(f"dsft: speeds measured and kept in {file}", file=sys.stderr)
+    job = paper_job(training_options(options, dtype), attention=options.attention)
     if options.perplexity and (len(machines) > 1 or options.write or options.explain):
         raise UserError(["--perplexity takes one number of nodes, and neither --write nor --explain"])
     if options.perplexity:
@@ -72,32 +48,59 @@ def run(options: PlanOptions) -> None:
         _training(options, job, machines[0], dtype)
 
 
+def _impossible_numbers(options: PlanOptions) -> list[str]:
+    numbers = ("lora_r", "seq_len", "tokens_per_step", "per_device_train_batch_size", "batch_tokens")
+    problems = [
+        f"--{name} {getattr(options, name)}: must be at least 1"
+        for name in numbers
+        if getattr(options, name) is not None and getattr(options, name) < 1
+    ]
+    if options.tokens_per_step and options.tokens_per_step < options.seq_len:
+        problems.append(
+            f"--tokens_per_step {options.tokens_per_step} is less than one sequence of --seq_len {options.seq_len};"
+            " raise it"
+        )
+    return problems
+
+
+def training_options(options: PlanOptions, dtype: str) -> TrainConfig:
+    """Says in the options of a training what the flags of the plan ask for."""
+    training = {
+        "per_device_train_batch_size": options.per_device_train_batch_size,
+        "use_liger_kernel": options.use_liger_kernel,
+    }
+    return TrainConfig(
+        model=options.model,
+        method=options.method,
+        lora_r=options.lora_r,
+        seq_len=options.seq_len,
+        trust_remote_code=options.trust_remote_code,
+        dtype=dtype,
+        global_batch_size=options.tokens_per_step and options.tokens_per_step // options.seq_len,
+        training=training,
+    )
+
+
 def _training(options: PlanOptions, job: Job, machine: Machine, dtype: str) -> None:
-    speeds = _speeds(machine, job.half)
-    plans = all_plans(job, machine, speeds)
-    chosen = choose(plans, machine)
-    why = reason(chosen, plans, machine)
-    written = write_plan(Path(options.write), chosen, job.size, machine, dtype=dtype) if options.write else []
+    choice = choose_plan(job, machine)
+    written = write_plan(Path(options.write), choice.plan, job.size, machine, dtype=dtype) if options.write else []
     if options.json:
-        print(
-            json.dumps(
-                {
-                    "chosen": as_dict(chosen) | {"reason": why},
-                    "candidates": [as_dict(plan) for plan in plans],
-                    "model": dataclasses.asdict(job.size),
-                    "machine": dataclasses.asdict(machine),
-                    "speeds": dataclasses.asdict(speeds),
-                    "activations": job.activations.source,
-                },
-                indent=2,
-            )
+        print_json(
+            {
+                "chosen": as_dict(choice.plan) | {"reason": choice.reason},
+                "candidates": [as_dict(plan) for plan in choice.candidates],
+                "model": dataclasses.asdict(job.size),
+                "machine": dataclasses.asdict(machine),
+                "speeds": dataclasses.asdict(choice.speeds),
+                "activations": job.activations.source,
+            }
         )
         return
-    show_plans(chosen, plans, job.size, machine)
+    show_plans(choice.plan, choice.candidates, job.size, machine)
     if options.explain:
-        explain(chosen)
-    print(f"speeds: {speeds.source}; activations: {job.activations.source}")
-    print(why)
+        explain(choice.plan)
+    print(f"speeds: {choice.speeds.source}; activations: {job.activations.source}")
+    print(choice.reason)
     for path in written:
         print(f"dsft: written: {path}")
 
@@ -105,43 +108,35 @@ def _training(options: PlanOptions, job: Job, machine: Machine, dtype: str) -> N
 def _scale(options: PlanOptions, job: Job, machines: list[Machine]) -> None:
     if options.write or options.explain:
         raise UserError(["--write and --explain take one number of nodes"])
-    rows = []
-    for machine in machines:
-        rows.append((machine, choose(all_plans(job, machine, _speeds(machine, job.half)), machine)))
+    rows = [(machine, choose_plan(job, machine).plan) for machine in machines]
     if options.json:
-        print(
-            json.dumps(
-                [
-                    {"nodes": machine.nodes, "gpu_hours_per_1e9_tokens": gpu_hours(plan, machine)} | as_dict(plan)
-                    for machine, plan in rows
-                ],
-                indent=2,
-            )
+        print_json(
+            [
+                {"nodes": machine.nodes, "gpu_hours_per_1e9_tokens": gpu_hours(plan, machine)} | as_dict(plan)
+                for machine, plan in rows
+            ]
         )
     else:
         show_scale(rows)
 
 
 def _perplexity(options: PlanOptions, job: Job, machine: Machine) -> None:
-    plans = all_evaluation_plans(job, machine, _speeds(machine, job.half), batch_tokens=options.batch_tokens)
+    plans = all_evaluation_plans(job, machine, speeds_for(job, machine), batch_tokens=options.batch_tokens)
     chosen, why = choose_evaluation(plans, machine)
     if options.json:
-        print(
-            json.dumps(
-                {
-                    "chosen": dataclasses.asdict(chosen) | {"reason": why},
-                    "candidates": [dataclasses.asdict(plan) for plan in plans],
-                },
-                indent=2,
-            )
+        print_json(
+            {
+                "chosen": dataclasses.asdict(chosen) | {"reason": why},
+                "candidates": [dataclasses.asdict(plan) for plan in plans],
+            }
         )
     else:
         show_evaluation_plans(chosen, plans, job.size, machine)
         print(why)
 
 
-def _speeds(machine: Machine, half: bool) -> Speeds:
-    return calibrated(speeds_of(machine, half=half), machine, half=half)
+def print_json(content: Any) -> None:
+    print(json.dumps(content, indent=2))
 
 
 def read_machines(options: PlanOptions) -> list[Machine]:

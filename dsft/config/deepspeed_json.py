@@ -1,4 +1,4 @@
-"""Composes the DeepSpeed configuration from the files in `ds_configs/`, and holds it against the flags.
+"""Composes the DeepSpeed configuration from the files in `ds_configs/`, and compares it with the options.
 
 "auto" values in these files are filled by transformers from TrainingArguments.
 """
@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
 from dsft.errors import nearest
 
 _HERE = Path(__file__).resolve().parent.parent
@@ -67,42 +68,42 @@ def get_value(deepspeed_config: dict[str, Any], key: str) -> Any:
     return deepspeed_config
 
 
-def adopt_zero_file(deepspeed_config: dict[str, Any], config, problems: list[str]) -> None:
-    """Take fixed numbers of a DeepSpeed JSON over into `config`; where a flag says something else, name both."""
-    for key, option in SAME_THING.items():
+def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[Decision], list[str]]:
+    """Takes the fixed numbers of a DeepSpeed JSON as decisions; where an option says something else, names both."""
+    decisions: list[Decision] = []
+    problems = []
+    for key, name in SAME_THING.items():
         theirs = get_value(deepspeed_config, key)
+        ours = decide(options, decisions).value(name)
         if theirs is None or theirs == "auto":
             continue
-        own = hasattr(config, option)
-        ours = getattr(config, option) if own else config.training.get(option)
-        if ours is not None and ours != theirs:
+        if ours is None:
+            decisions.append(Decision(name, theirs, f"{options.zero} says {key}={theirs}"))
+        elif ours != theirs:
             problems.append(
-                f'{config.zero} says {key}={theirs}, but {option}={ours}; keep one, or write "auto" in the JSON'
+                f'{options.zero} says {key}={theirs}, but {name}={ours}; keep one, or write "auto" in the JSON'
             )
-        elif own:
-            setattr(config, option, theirs)
-        else:
-            config.training[option] = theirs
     betas = get_value(deepspeed_config, "optimizer.params.betas")
-    if isinstance(betas, list) and len(betas) == 2:
-        for option, theirs in zip(("adam_beta1", "adam_beta2"), betas, strict=True):
-            if config.training.setdefault(option, theirs) != theirs:
-                problems.append(
-                    f"{config.zero} says optimizer.params.betas={betas}, but {option}={config.training[option]};"
-                    " keep one"
-                )
-    half = {"bf16": "bfloat16", "fp16": "float16"}
-    for section, dtype in half.items():
+    if not isinstance(betas, list) or len(betas) != 2:
+        betas = ()
+    for name, theirs in zip(("adam_beta1", "adam_beta2"), betas, strict=False):
+        ours = options.value(name)
+        if ours is None:
+            decisions.append(Decision(name, theirs, f"{options.zero} says optimizer.params.betas={betas}"))
+        elif ours != theirs:
+            problems.append(f"{options.zero} says optimizer.params.betas={betas}, but {name}={ours}; keep one")
+    for section, dtype in HALF_PRECISION.items():
         enabled = get_value(deepspeed_config, f"{section}.enabled")
-        if enabled is True and config.dtype not in ("auto", dtype):
+        if enabled is True and options.dtype not in ("auto", dtype):
             problems.append(
-                f'{config.zero} says {section}.enabled=true, but dtype={config.dtype}; keep one, or write "auto" in the'
-                " JSON"
+                f'{options.zero} says {section}.enabled=true, but dtype={options.dtype}; keep one, or write "auto" in'
+                " the JSON"
             )
+    return decisions, problems
 
 
-def check_section(deepspeed_config: dict[str, Any], zero: str, problems: list[str]) -> None:
-    """DeepSpeed's own rules for the section zero_optimization: unknown keys, wrong types, stages that do not exist."""
+def check_section(deepspeed_config: dict[str, Any], zero: str) -> list[str]:
+    """Asks DeepSpeed for its own rules of zero_optimization: unknown keys, wrong types, stages that do not exist."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 
@@ -110,20 +111,22 @@ def check_section(deepspeed_config: dict[str, Any], zero: str, problems: list[st
     try:
         DeepSpeedZeroConfig(**{key: value for key, value in section.items() if value != "auto"})
     except ValidationError as error:
-        problems += [
+        return [
             f"zero={zero}: zero_optimization.{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
             for fault in error.errors()
         ]
+    return []
 
 
-def check_nvme(deepspeed_config: dict[str, Any], zero: str, problems: list[str]) -> None:
+def check_nvme(deepspeed_config: dict[str, Any], zero: str) -> list[str]:
     """The folder that offload to NVMe writes to must exist on this node."""
     path = nvme_path(deepspeed_config)
-    if path and not Path(path).is_dir():
-        problems.append(
-            f"zero={zero}: nvme_path={path} is no folder here; copy {CONFIG_DIR / 'zero3_nvme.json'}, name a folder on"
-            " a fast local disk, and give that file as zero"
-        )
+    if not path or Path(path).is_dir():
+        return []
+    return [
+        f"zero={zero}: nvme_path={path} is no folder here; copy {CONFIG_DIR / 'zero3_nvme.json'}, name a folder on a"
+        " fast local disk, and give that file as zero"
+    ]
 
 
 def nvme_path(deepspeed_config: dict[str, Any]) -> str | None:

@@ -31,7 +31,7 @@ TRAINING_DEFAULTS = {
 """Defaults that take the place of TrainingArguments'."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelFields:
     """Model: what is loaded, and how it computes."""
 
@@ -50,7 +50,7 @@ class ModelFields:
     """Run code that a model repository brings along."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LoraFields:
     """LoRA: adapters in place of all weights."""
 
@@ -76,7 +76,7 @@ class LoraFields:
     """Bits of the base model's weights with method qlora (bitsandbytes)."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DataFields:
     """Data: where it is, and how a row becomes tokens."""
 
@@ -112,7 +112,7 @@ class DataFields:
     run.json."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainDataFields(DataFields):
     """Training data: what is held out, and how sequences form batches."""
 
@@ -139,7 +139,7 @@ class TrainDataFields(DataFields):
     """Folder for prepared tokens; by default dsft/data in the user's cache. Ranks that share it prepare once."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ZeroFields:
     """ZeRO: how the states of training are sharded and offloaded."""
 
@@ -150,7 +150,7 @@ class ZeroFields:
     """Refuse to start what by prediction cannot fit."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepFields:
     """Training: steps, saving and resuming."""
 
@@ -166,7 +166,7 @@ class StepFields:
     """Replace the run that output_dir holds."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TimeoutFields:
     """Time limits: seconds without progress after which a job of several ranks ends itself on all nodes, with the
     stacks of all ranks."""
@@ -183,19 +183,24 @@ class TimeoutFields:
     """Without a sign of life of a node (its power, its link) or of a frozen process."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig(ModelFields, LoraFields, TrainDataFields, ZeroFields, StepFields, TimeoutFields):
     """Everything a training run is told."""
 
     training: Mapping[str, Any] = field(default_factory=dict, metadata={"option": False})
     """The TrainingArguments fields that are set, by name."""
 
+    @property
+    def has_held_out(self) -> bool:
+        """Whether some data is held out for evaluation on the way."""
+        return bool(self.eval_data or self.eval_fraction)
+
     def value(self, name: str) -> Any:
         """The option called `name`, dsft's own or of TrainingArguments; None where it is not set."""
         return getattr(self, name) if hasattr(self, name) else self.training.get(name)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True)
 class Decision:
     """One option that the tool decided in the user's place."""
 
@@ -220,7 +225,7 @@ def decide(options: TrainConfig, decisions: Iterable[Decision]) -> TrainConfig:
     return options
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig(ModelFields, DataFields, TimeoutFields):
     """Evaluation: what is scored, and how. Each entry of `data` is a data set of its own."""
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import is_flash_attn_2_available
 
 from dsft.data.batches import Collator, EpochSampler, PackedCollator, PaddedToFullSteps, padding_share
@@ -26,7 +26,6 @@ from dsft.data.token_store import Store
 from dsft.data.tokenization import FormatRules, tokenise
 from dsft.errors import UserError
 from dsft.models.build import DTYPES
-from dsft.models.size import load_model_config
 from dsft.models.tokenizer import split_tokens
 from dsft.runtime import distributed
 from dsft.runtime.hardware import has_gpu
@@ -130,9 +129,8 @@ class Packing:
         return "flash" in (self.attn_implementation or "")
 
 
-def try_packing(config: Any) -> Packing:
+def try_packing(config: Any, model_config: PreTrainedConfig) -> Packing:
     """Flash attention where it is installed and can keep samples apart, else what the options or transformers say."""
-    model_config = load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     asked, half = config.attn_implementation, config.dtype != "float32"
     flash = ["flash_attention_2"] if asked is None and has_gpu() and half and is_flash_attn_2_available() else []
     for implementation in [*flash, asked]:

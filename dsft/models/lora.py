@@ -7,41 +7,51 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from dsft.config.options import LoraFields, TrainConfig
+
 ALL_LINEAR = "all-linear"
 
 
-def add_lora(model: PreTrainedModel, config, *, adapter: str | None = None) -> PeftModel:
-    """`model` with trainable adapters as `config` (a `TrainConfig`) says, or with those of the folder `adapter`."""
+def add_lora(model: PreTrainedModel, options: LoraFields, *, adapter: str | None = None) -> PeftModel:
+    """Returns `model` with trainable adapters as the options say, or with those of the folder `adapter`."""
     if adapter:
         return PeftModel.from_pretrained(model, adapter, is_trainable=True)
-    return get_peft_model(model, lora_config(config))
+    return get_peft_model(model, lora_config(options))
 
 
 def saved_lora_config(adapter: str) -> PeftConfig:
-    """The shape of a saved adapter, to be trained on."""
+    """Reads the shape of a saved adapter, to be trained on."""
     config = PeftConfig.from_pretrained(adapter)
     config.inference_mode = False  # as saved, it would freeze the adapter
     return config
 
 
-def lora_config(config) -> LoraConfig:
-    """peft's configuration from the lora_* options."""
-    targets = config.lora_target_modules
+def lora_config(options: LoraFields) -> LoraConfig:
+    """Composes peft's configuration from the lora_* options."""
+    targets = options.lora_target_modules
     return LoraConfig(
         task_type="CAUSAL_LM",
-        r=config.lora_r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
+        r=options.lora_r,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
         target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
-        modules_to_save=config.lora_modules_to_save or None,
-        use_dora=config.use_dora,
-        use_rslora=config.use_rslora,
+        modules_to_save=options.lora_modules_to_save or None,
+        use_dora=options.use_dora,
+        use_rslora=options.use_rslora,
     )
 
 
-def check_lora_targets(model: PreTrainedModel, config, problems: list[str]) -> None:
-    """Every named target must match a layer of `model` that LoRA can adapt, and every module to save a module; meta
-    device is enough.
+def adapters_of(options: TrainConfig) -> PeftConfig | None:
+    """Returns the adapters that a training starts with: none, those of a saved adapter, or new ones."""
+    if options.method == "full":
+        return None
+    return saved_lora_config(options.adapter) if options.adapter else lora_config(options)
+
+
+def check_lora_targets(model: PreTrainedModel, options: TrainConfig) -> list[str]:
+    """Lists targets that match no layer of `model` that LoRA can adapt, and modules to save that match no module.
+
+    The meta device is enough.
     """
     adaptable = (torch.nn.Linear, Conv1D, torch.nn.Embedding)
     named = dict(model.named_modules())
@@ -51,11 +61,12 @@ def check_lora_targets(model: PreTrainedModel, config, problems: list[str]) -> N
     def missing(targets: list[str], names: Iterable[str]) -> list[str]:
         return [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
 
-    targets = [] if config.lora_target_modules == [ALL_LINEAR] else config.lora_target_modules
-    for target in missing(targets, leaves):
-        problems.append(
-            f"lora_target_modules: {target!r} matches no layer of {config.model} that can be adapted; its linear layers"
-            f" are {', '.join(linear)}"
-        )
-    for target in missing(config.lora_modules_to_save, named):
-        problems.append(f"lora_modules_to_save: {target!r} matches no module of {config.model}")
+    targets = [] if options.lora_target_modules == [ALL_LINEAR] else options.lora_target_modules
+    return [
+        f"lora_target_modules: {target!r} matches no layer of {options.model} that can be adapted; its linear layers"
+        f" are {', '.join(linear)}"
+        for target in missing(targets, leaves)
+    ] + [
+        f"lora_modules_to_save: {target!r} matches no module of {options.model}"
+        for target in missing(options.lora_modules_to_save, named)
+    ]

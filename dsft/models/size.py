@@ -1,12 +1,14 @@
 """Counts a model's parameters and the widths that memory formulas need, without weights (meta device)."""
 
+import copy
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -16,8 +18,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from dsft.errors import one_line
-from dsft.models.lora import check_lora_targets, lora_config, saved_lora_config
+from dsft.config.options import TrainConfig
+from dsft.errors import UserError, one_line, raise_if_any
+from dsft.models.lora import adapters_of, check_lora_targets
 from dsft.models.zero_shards import OPTIMIZER_FILES, step_folder
 
 CONFIG_ERRORS = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError)
@@ -122,72 +125,150 @@ def split_multimodal(
     if text is model_config or type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return model_config, 0
     with torch.device("meta"):
-        whole, part = (AutoModel.from_config(one, trust_remote_code=trust_remote_code) for one in (model_config, text))
-    return text, sum(p.numel() for p in whole.parameters()) - sum(p.numel() for p in part.parameters())
+        all_params, text_params = (
+            sum(p.numel() for p in AutoModel.from_config(config, trust_remote_code=trust_remote_code).parameters())
+            for config in (model_config, text)
+        )
+    return text, all_params - text_params
 
 
-def measure_model(config, model_config: PreTrainedConfig | None = None, *, other_params: int = 0) -> ModelSize:
-    """The size of `config.model` (a `TrainConfig`), with its adapters where the method has some.
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What is known of a model before its weights are loaded: measured once, and passed on to all who ask."""
+
+    config: PreTrainedConfig
+    """Of the model; with `text_only` of the language model inside a multimodal wrapper."""
+    size: ModelSize
+    attn_implementation: str
+    """That transformers takes: the one asked for, else its own choice for this architecture."""
+    adapters: PeftConfig | None
+    """Of LoRA, new or saved; None in full finetuning."""
+
+
+def measure_model(options: TrainConfig, *, text_only: bool = False) -> ModelFacts:
+    """Measures the model that `options` name, with its adapters where the method has some, without its weights.
 
     Args:
-        model_config: in place of what `config.model` names.
+        text_only: of a multimodal wrapper, build the language model alone; the other parts are counted.
+
+    Raises:
+        UserError: where no model can be built from what is there, or its adapters do not fit it.
+    """
+    other_params = 0
+    try:
+        config = load_model_config(
+            options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
+        )
+        if text_only:
+            config, other_params = split_multimodal(config, trust_remote_code=options.trust_remote_code)
+        model = empty_model(
+            config, trust_remote_code=options.trust_remote_code, attn_implementation=options.attn_implementation
+        )
+    except CONFIG_ERRORS as error:
+        raise UserError([_no_model(options.model, error)]) from error
+    if options.method != "full" and not options.adapter:
+        raise_if_any(check_lora_targets(model, options))
+    attn_implementation = model.config.get_text_config()._attn_implementation
+    try:
+        adapters = adapters_of(options)
+        size = model_size(model, options, adapters=adapters, other_params=other_params)
+    except AttributeError as error:
+        raise UserError([f"model={options.model}: its architecture cannot be measured ({one_line(error)})"]) from error
+    except (
+        ValueError,
+        OSError,
+    ) as error:  # peft's: targets it cannot adapt, an adapter that is missing or of another model
+        name = f"adapter={options.adapter}" if options.adapter else "lora_target_modules"
+        raise UserError([f"{name}: {one_line(error)}"]) from error
+    return ModelFacts(config=config, size=size, attn_implementation=attn_implementation, adapters=adapters)
+
+
+def _no_model(model: str, error: BaseException) -> str:
+    way_out = (
+        "; DeepSpeed's shards lie there without a description: copy config.json and the tokenizer's files of the model"
+        " they were trained from beside them"
+        if step_folder(model) is not None
+        else ""
+    )
+    return f"model={model}: no causal language model can be built from what is there ({one_line(error)}){way_out}"
+
+
+def check_positions(facts: ModelFacts, *, seq_len: int, model: str) -> list[str]:
+    """The model must have positions for the longest sequence."""
+    positions = facts.size.max_positions
+    if not positions or seq_len <= positions:
+        return []
+    return [f"seq_len={seq_len} is beyond the {positions} positions of {model}; lower seq_len"]
+
+
+def has_weights(model: str) -> bool:
+    """Whether `model`, where it is a folder, holds weights of any form."""
+    folder = Path(model)
+    return not folder.is_dir() or any(
+        path for pattern in ("*.safetensors", "*.bin", "global_step*", OPTIMIZER_FILES) for path in folder.glob(pattern)
+    )
+
+
+def model_size(
+    model: PreTrainedModel, options: TrainConfig, *, adapters: PeftConfig | None = None, other_params: int = 0
+) -> ModelSize:
+    """Counts `model` (on the meta device; it gets the adapters).
+
+    Args:
         other_params: what is held beside the language model, trained where the method is full.
     """
-    model_config = model_config or load_model_config(
-        config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
-    model = empty_model(model_config, trust_remote_code=config.trust_remote_code)
-    text = model_config.get_text_config()
+    text = model.config.get_text_config()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
-    experts = _expert_params(model)
+    expert_params = _expert_params(model)
     base_params = sum(p.numel() for p in model.parameters())
-    active = base_params - (0 if tied else embedding.numel()) - int(experts * (1 - _active_share(text)))
-    unadapted = 0
     largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
-    if config.method != "full":
+    unadapted = 0
+    if adapters is not None:
         with torch.device("meta"):
-            model = get_peft_model(model, saved_lora_config(config.adapter) if config.adapter else lora_config(config))
+            model = get_peft_model(model, copy.deepcopy(adapters))  # peft writes the targets it found into it
         unadapted = _unadapted_expert_params(model)
-    heads = (
-        getattr(text, "num_attention_heads", None) or getattr(text, "num_heads", None) or 1
-    )  # state-space models have none
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    ffn = next(
-        (
-            getattr(text, key)
-            for key in ("moe_intermediate_size", "intermediate_size", "n_inner")
-            if getattr(text, key, None)
-        ),
-        4 * text.hidden_size,
-    )
-    if isinstance(ffn, (list, tuple)):  # one width for each layer
-        ffn = max(ffn)
+    trained = [p for p in model.parameters() if p.requires_grad]
     return ModelSize(
         model_type=text.model_type,
         num_params=sum(p.numel() for p in model.parameters()) + other_params,
-        num_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad)
-        + (other_params if config.method == "full" else 0),
+        num_trainable=sum(p.numel() for p in trained) + (0 if adapters else other_params),
         other_params=other_params,
         embedding_params=embedding.numel(),
         head_params=0 if tied or head is None else head.weight.numel(),
-        expert_params=experts,
-        active_params=active,
+        expert_params=expert_params,
+        active_params=base_params - (0 if tied else embedding.numel()) - int(expert_params * (1 - _active_share(text))),
         unadapted_expert_params=unadapted,
         largest_module_params=largest,
         numels=_numels(model.parameters()),
-        trainable_numels=_numels(p for p in model.parameters() if p.requires_grad),
-        num_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
-        ffn_size=ffn * (getattr(text, "num_experts_per_tok", None) or 1),
-        kv_size=(getattr(text, "num_key_value_heads", None) or heads) * head_dim,
-        num_heads=heads,
-        head_dim=head_dim,
+        trainable_numels=_numels(trained),
         vocab_size=text.vocab_size,
         max_positions=getattr(text, "max_position_embeddings", None),
-        lora_r=0 if config.method == "full" else config.lora_r,
-        quantized_bits=config.quantization_bits if config.method == "qlora" else 0,
+        lora_r=options.lora_r if adapters else 0,
+        quantized_bits=options.quantization_bits if options.method == "qlora" else 0,
+        **_widths(text),
     )
+
+
+def _widths(text: PreTrainedConfig) -> dict[str, int]:
+    heads = _first(text, "num_attention_heads", "num_heads") or 1  # state-space models have none
+    head_dim = _first(text, "head_dim") or text.hidden_size // heads
+    ffn = _first(text, "moe_intermediate_size", "intermediate_size", "n_inner") or 4 * text.hidden_size
+    if isinstance(ffn, (list, tuple)):  # one width for each layer
+        ffn = max(ffn)
+    return {
+        "num_layers": text.num_hidden_layers,
+        "hidden_size": text.hidden_size,
+        "ffn_size": ffn * (_first(text, "num_experts_per_tok") or 1),
+        "kv_size": (_first(text, "num_key_value_heads") or heads) * head_dim,
+        "num_heads": heads,
+        "head_dim": head_dim,
+    }
+
+
+def _first(text: PreTrainedConfig, *names: str) -> Any:
+    """The first of the names that this architecture's config has and sets: each family has words of its own."""
+    return next((getattr(text, name) for name in names if getattr(text, name, None)), None)
 
 
 def _numels(parameters: Iterable[torch.nn.Parameter]) -> tuple[tuple[int, int], ...]:
@@ -203,91 +284,6 @@ def _expert_params(model: PreTrainedModel) -> int:
 
 def _active_share(text: PreTrainedConfig) -> float:
     """Share of the routed experts that one token passes through."""
-    number = next(
-        (
-            getattr(text, key)
-            for key in ("num_local_experts", "num_experts", "n_routed_experts")
-            if getattr(text, key, None)
-        ),
-        0,
-    )
-    chosen = next(
-        (
-            getattr(text, key)
-            for key in ("num_experts_per_tok", "moe_topk", "top_k_experts")
-            if getattr(text, key, None)
-        ),
-        number,
-    )
-    return chosen / number if number and isinstance(chosen, int) and isinstance(number, int) else 1.0
-
-
-def check_model(
-    config,
-    problems: list[str],
-    model_config: PreTrainedConfig | None = None,
-    *,
-    other_params: int = 0,
-    needs_weights: bool = True,
-) -> ModelSize | None:
-    """The size of `config.model` (a `TrainConfig`), or problems: none found, no weights, LoRA targets that match
-    nothing, too few positions.
-
-    Args:
-        model_config, other_params: as for `measure_model`.
-        needs_weights: whether a folder must hold some.
-    """
-    try:
-        model_config = model_config or load_model_config(
-            config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
-        model = empty_model(
-            model_config, trust_remote_code=config.trust_remote_code, attn_implementation=config.attn_implementation
-        )
-    except CONFIG_ERRORS as error:
-        only_shards = step_folder(config.model) is not None
-        way_out = (
-            "; DeepSpeed's shards lie there without a description: copy config.json and the tokenizer's files of the"
-            " model they were trained from beside them"
-            if only_shards
-            else ""
-        )
-        problems.append(
-            f"model={config.model}: no causal language model can be built from what is there"
-            f" ({one_line(error)}){way_out}"
-        )
-        return None
-    before = len(problems)
-    folder = Path(config.model)
-    if (
-        needs_weights
-        and folder.is_dir()
-        and not any(
-            path
-            for pattern in ("*.safetensors", "*.bin", "global_step*", OPTIMIZER_FILES)
-            for path in folder.glob(pattern)
-        )
-    ):
-        problems.append(f"model={config.model}: holds a config but no weights; for random weights name its config.json")
-    if config.method != "full" and not config.adapter:
-        check_lora_targets(model, config, problems)
-    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if positions and config.seq_len > positions:
-        problems.append(
-            f"seq_len={config.seq_len} is beyond the {positions} positions of {config.model}; lower seq_len"
-        )
-    if len(problems) > before:
-        return None
-    try:
-        return measure_model(config, model_config, other_params=other_params)
-    except AttributeError as error:
-        problems.append(f"model={config.model}: its architecture cannot be measured ({one_line(error)})")
-        return None
-    except (
-        ValueError,
-        OSError,
-    ) as error:  # peft's: targets it cannot adapt, an adapter that is not there or of another model
-        problems.append(
-            f"{f'adapter={config.adapter}' if config.adapter else 'lora_target_modules'}: {one_line(error)}"
-        )
-        return None
+    number = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
+    chosen = _first(text, "num_experts_per_tok", "moe_topk", "top_k_experts") or number
+    return chosen / number if isinstance(chosen, int) and isinstance(number, int) else 1.0

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -22,9 +22,9 @@ from dsft.config.deepspeed_json import check_nvme, check_section, read_zero_file
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.sequences import IGNORED
 from dsft.data.training_data import FormattedSource, check_sources
-from dsft.errors import UserError, one_line
+from dsft.errors import UserError
 from dsft.models.build import adapter_base, build_model, described_in, is_bare_config, resolve_dtype
-from dsft.models.size import ModelSize, load_model_config, measure_model
+from dsft.models.size import ModelFacts, check_positions, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.perplexity.resume import PartialResults, fingerprint, model_hash
 from dsft.perplexity.scoring import Perplexity, evaluate_windows
@@ -114,8 +114,7 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
         check_writable(config.output_dir, problems)
     if config.zero not in ("auto", "0"):
         zero_file = read_zero_file(config.zero, problems)
-        check_section(zero_file, config.zero, problems)
-        check_nvme(zero_file, config.zero, problems)
+        problems += check_section(zero_file, config.zero) + check_nvme(zero_file, config.zero)
         if zero_file and stage(zero_file) != 3:
             problems.append(
                 f"zero={config.zero}: evaluation holds the model whole (0) or in shards of stage 3, not of stage"
@@ -142,19 +141,18 @@ class _Candidate:
     config: Any
     """The EvalConfig with `model` being one name."""
     tokenizer: PreTrainedTokenizerBase | None
-    model_config: PreTrainedConfig | None
-    size: ModelSize | None
+    facts: ModelFacts | None
+    """Of the model, of its base where it is an adapter."""
 
     @classmethod
-    def find(cls, config: Any, problems: list[str]) -> "_Candidate":
+    def find(cls, config: EvalConfig, problems: list[str]) -> "_Candidate":
         if (Path(config.model) / "run.json").is_file():
-            config.model = str(Path(config.model) / FINAL)
-        model_config, size = _measure(config, problems)
+            config = dataclasses.replace(config, model=str(Path(config.model) / FINAL))
+        facts = _measure(config, problems)
         return cls(
             config=config,
-            tokenizer=check_tokenizer(config, problems) if size or config.tokenizer else None,
-            model_config=model_config,
-            size=size,
+            tokenizer=check_tokenizer(config, problems) if facts or config.tokenizer else None,
+            facts=facts,
         )
 
 
@@ -169,24 +167,24 @@ def _read(source: str, config: EvalConfig, models: list[_Candidate], problems: l
     return next((data[0] for data in found if data), None)
 
 
-def _measure(config: Any, problems: list[str]) -> tuple[PreTrainedConfig | None, ModelSize | None]:
-    """(config, size) of the model, of its base where it is an adapter."""
+def _measure(config: EvalConfig, problems: list[str]) -> ModelFacts | None:
     name = adapter_base(described_in(config.model)) or (
         config.model if is_bare_config(config.model) else described_in(config.model)
     )
     try:
-        model_config = load_model_config(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
-        size = measure_model(
-            TrainConfig(model=name, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        facts = measure_model(
+            TrainConfig(
+                model=name,
+                revision=config.revision,
+                trust_remote_code=config.trust_remote_code,
+                attn_implementation=config.attn_implementation,
+            )
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        problems.append(f"model={config.model}: no causal language model can be read there ({one_line(error)})")
-        return None, None
-    if size.max_positions and config.seq_len > size.max_positions:
-        problems.append(
-            f"seq_len={config.seq_len} is beyond the {size.max_positions} positions of {config.model}; lower seq_len"
-        )
-    return model_config, size
+    except UserError as error:
+        problems += error.problems
+        return None
+    problems += check_positions(facts, seq_len=config.seq_len, model=config.model)
+    return facts
 
 
 def choose_zero(candidate: _Candidate, machine: Machine, dtype: str) -> str:
@@ -196,11 +194,11 @@ def choose_zero(candidate: _Candidate, machine: Machine, dtype: str) -> str:
         UserError: where nothing fits.
     """
     job = Job(
-        size=candidate.size,
-        model_config=candidate.model_config,
+        size=candidate.facts.size,
+        model_config=candidate.facts.config,
         half=dtype != "float32",
         seq_len=candidate.config.seq_len,
-        attention=attention_of(candidate.config, candidate.model_config, padded=False),
+        attention=attention_of(candidate.facts, seq_len=candidate.config.seq_len, padded=False),
     )
     chosen, why = choose_evaluation(
         all_evaluation_plans(

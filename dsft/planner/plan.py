@@ -1,7 +1,7 @@
 """Chooses a DeepSpeed configuration: predicts memory and time of every candidate and takes the fastest that fits. Pure
 arithmetic.
 
-    job = Job(size=measure_model(config), model_config=..., method="full", half=True, seq_len=4096)
+    job = Job(size=facts.size, model_config=facts.config, method="full", half=True, seq_len=4096)
     plans = all_plans(job, machine, speeds_of(machine, half=True))
     chosen = choose(plans, machine)
 
@@ -18,10 +18,8 @@ from peft import LoraConfig
 from transformers import LlamaConfig, PreTrainedConfig
 
 from dsft.config.deepspeed_json import compose, get_value, read_zero_file
-from dsft.config.options import TrainConfig
-from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.lora import lora_config
-from dsft.models.size import CONFIG_ERRORS, ModelSize, check_model, empty_model, load_model_config, split_multimodal
+from dsft.errors import one_line
+from dsft.models.size import ModelFacts, ModelSize
 from dsft.planner.activation_trace import Attention
 from dsft.planner.activations import ActivationBytes, Loss, activation_bytes
 from dsft.planner.model_states import load_terms, state_terms
@@ -124,45 +122,14 @@ class Job:
             )
 
 
-def make_job(config: TrainConfig, **options: Any) -> Job:
-    """The job of a model and method; `options` are fields of `Job`.
-
-    Raises:
-        UserError: where no model can be built from its config, a LoRA target matches nothing, or seq_len is beyond its
-            positions.
+def attention_of(facts: ModelFacts, *, seq_len: int, padded: bool) -> Attention:
+    """Returns what attention holds: transformers leaves sdpa's mask out only where a batch has no padding and no
+    sliding window is reached.
     """
-    try:
-        model_config, other_params = split_multimodal(
-            load_model_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code),
-            trust_remote_code=config.trust_remote_code,
-        )
-    except CONFIG_ERRORS as error:
-        raise UserError(
-            [f"model={config.model}: no language model's config can be read there ({one_line(error)})"]
-        ) from error
-    problems: list[str] = []
-    size = check_model(config, problems, model_config, other_params=other_params, needs_weights=False)
-    raise_if_any(problems)
-    adapters = None if config.method == "full" else lora_config(config)
-    return Job(
-        size=size, model_config=model_config, method=config.method, seq_len=config.seq_len, adapters=adapters, **options
-    )
-
-
-def attention_of(config: Any, model_config: PreTrainedConfig, *, padded: bool) -> Attention:
-    """What attention holds with the options of `config`. transformers leaves sdpa's mask out only where a batch has no
-    padding and no sliding window is reached.
-    """
-    implementation = (
-        config.attn_implementation
-        or empty_model(model_config, trust_remote_code=config.trust_remote_code)
-        .config.get_text_config()
-        ._attn_implementation
-    )
-    if implementation != "sdpa":
-        return "eager" if implementation == "eager" else "flash"
-    window = getattr(model_config.get_text_config(), "sliding_window", None)
-    return "sdpa" if padded or (window and config.seq_len >= window) else "flash"
+    if facts.attn_implementation != "sdpa":
+        return "eager" if facts.attn_implementation == "eager" else "flash"
+    window = getattr(facts.config.get_text_config(), "sliding_window", None)
+    return "sdpa" if padded or (window and seq_len >= window) else "flash"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,21 +1,21 @@
 """What a user needs to know when memory runs out: the plan, what was measured, and the next smaller plan."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from dsft.errors import UserError, one_line
 from dsft.planner.plan import Plan
-from dsft.runtime.hardware import Machine, peak_memory_bytes
+from dsft.run_setup.plan import smaller_plan
+from dsft.run_setup.resolve import ResolvedRun
+from dsft.runtime.hardware import peak_memory_bytes
 from dsft.units import GiB
 
 
 @contextlib.contextmanager
-def out_of_memory_explained(
-    plan: Plan, machine: Machine, smaller: Callable[[], Plan | None], when: str
-) -> Iterator[None]:
-    """Inside a `with`: a failed allocation, on a GPU or the host, becomes one clear error on this rank.
+def out_of_memory_explained(run: ResolvedRun, when: str) -> Iterator[None]:
+    """Turns a failed allocation inside a `with`, on a GPU or the host, into one clear error on this rank.
 
     Args:
         when: in words, for the message.
@@ -28,26 +28,30 @@ def out_of_memory_explained(
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        gpu = machine.has_gpu and isinstance(error, torch.OutOfMemoryError)
-        measured = peak_memory_bytes()["gpu" if gpu else "host"]
-        predicted, there = (
-            (plan.device_bytes, machine.device_bytes)
-            if gpu
-            else (plan.host_bytes / plan.ranks_per_node, machine.host_bytes / machine.ranks_per_node)
-        )
-        message = (
-            f"out of memory {when} ({one_line(error)}): the plan is {plan.label}, {predicted / GiB:.3g} GiB were"
-            f" predicted for this {'GPU' if gpu else 'rank'}, {measured / GiB:.3g} GiB were taken at most,"
-            f" {there / GiB:.3g} GiB are its share"
-        )
-        next_plan = smaller()
-        way_out = (
-            f"the next smaller plan is {next_plan.label}, by prediction {next_plan.device_bytes / GiB:.3g} GiB:"
-            f" {flags_of(next_plan)}"
-            if next_plan
-            else "no smaller plan is known: use more GPUs or nodes, method lora, or a smaller seq_len"
-        )
-        raise UserError([f"{message}; {way_out}"]) from error
+        raise UserError([_explanation(run, when, error)]) from error
+
+
+def _explanation(run: ResolvedRun, when: str, error: BaseException) -> str:
+    plan, machine = run.plan, run.machine
+    on_gpu = machine.has_gpu and isinstance(error, torch.OutOfMemoryError)
+    measured = peak_memory_bytes()["gpu" if on_gpu else "host"]
+    predicted, there = (
+        (plan.device_bytes, machine.device_bytes)
+        if on_gpu
+        else (plan.host_bytes / plan.ranks_per_node, machine.host_bytes / machine.ranks_per_node)
+    )
+    smaller = smaller_plan(run.job, machine, plan)
+    way_out = (
+        f"the next smaller plan is {smaller.label}, by prediction {smaller.device_bytes / GiB:.3g} GiB:"
+        f" {flags_of(smaller)}"
+        if smaller
+        else "no smaller plan is known: use more GPUs or nodes, method lora, or a smaller seq_len"
+    )
+    return (
+        f"out of memory {when} ({one_line(error)}): the plan is {plan.label}, {predicted / GiB:.3g} GiB were"
+        f" predicted for this {'GPU' if on_gpu else 'rank'}, {measured / GiB:.3g} GiB were taken at most,"
+        f" {there / GiB:.3g} GiB are its share; {way_out}"
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -107,7 +107,7 @@ def test_a_saved_adapter_is_measured_by_its_own_shape(adapter, tiny):
     model, folder = adapter
     expected = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert (
-        measure_model(TrainConfig(model=str(tiny / "model"), method="lora", adapter=str(folder))).num_trainable
+        measure_model(TrainConfig(model=str(tiny / "model"), method="lora", adapter=str(folder))).size.num_trainable
         == expected
         > 0
     )

@@ -76,4 +76,4 @@ def test_the_demo_model_has_5_to_10_million_parameters(demo):
     from dsft.config.options import TrainConfig
     from dsft.models.size import measure_model
 
-    assert 5e6 < measure_model(TrainConfig(model=str(demo[0] / "model" / "config.json"))).num_params < 10e6
+    assert 5e6 < measure_model(TrainConfig(model=str(demo[0] / "model" / "config.json"))).size.num_params < 10e6

@@ -12,6 +12,7 @@ from conftest import grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import ARCHITECTURES, GATED
+from transformers import AutoConfig
 
 from dsft.config.options import TrainConfig
 from dsft.data.batches import Collator, EpochSampler, PackedCollator, PaddedToFullSteps, padding_share
@@ -131,7 +132,8 @@ def test_architectures_that_mix_tokens_otherwise_are_found_out(config, problem):
 
 
 def test_packing_is_tried_with_the_models_own_config(tiny):
-    packing = try_packing(TrainConfig(model=str(tiny / "model"), dtype="float32"))
+    config = AutoConfig.from_pretrained(tiny / "model")
+    packing = try_packing(TrainConfig(model=str(tiny / "model"), dtype="float32"), config)
     assert packing.problem is None and not packing.flash
 
 

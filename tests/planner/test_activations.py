@@ -133,7 +133,7 @@ def sizes(tmp_path_factory):
                 {"layer_types": model_config.layer_types[:2]} if hasattr(model_config, "layer_types") else {}
             )
             type(model_config).from_dict(model_config.to_dict() | two_layers).save_pretrained(folder)
-            size = measure_model(TrainConfig(model=str(folder / "config.json"), method=method))
+            size = measure_model(TrainConfig(model=str(folder / "config.json"), method=method)).size
             known[name, method] = dataclasses.replace(size, num_layers=model_config.num_hidden_layers)
         return known[name, method]
 

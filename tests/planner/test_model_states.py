@@ -111,8 +111,8 @@ def sizes(tmp_path_factory):
         folder = tmp_path_factory.mktemp("model")
         LlamaConfig(**MODEL | {"tie_word_embeddings": tied}).save_pretrained(folder)
         path = str(folder / "config.json")
-        found[tied, 0] = measure_model(TrainConfig(model=path))
-        found[tied, 32] = measure_model(TrainConfig(model=path, method="lora", lora_r=32))
+        found[tied, 0] = measure_model(TrainConfig(model=path)).size
+        found[tied, 32] = measure_model(TrainConfig(model=path, method="lora", lora_r=32)).size
     return found
 
 

@@ -19,10 +19,10 @@ from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.size import measure_model
 from dsft.planner import measured_speeds
-from dsft.planner.plan import NAMES, all_plans, candidate_names, choose, make_job, reason, sub_group_size
+from dsft.planner.plan import NAMES, Plan, all_plans, candidate_names, choose, reason, sub_group_size
 from dsft.planner.speeds import GPUS, gpu_name, parse_interconnect, speeds_of
 from dsft.planner.step_time import collective_seconds, flops_per_token
-from dsft.run_setup.preparation import Prepared, plan_run
+from dsft.run_setup.plan import job_over_data, paper_job, plan_run
 from dsft.runtime.hardware import Machine, parse_bytes, parse_gpus, this_machine
 from dsft.units import GB, GiB
 
@@ -67,31 +67,34 @@ def gpus(number: int = 8, gigabytes: int = 80, *, nodes: int = 1, host: int = 10
 
 
 def plans_of(model: str, machine: Machine, *, method: str = "full", zero: str = "auto", seq_len: int = 2048, **job):
-    job = make_job(TrainConfig(model=model, method=method, seq_len=seq_len), **job)
+    options = TrainConfig(model=model, method=method, seq_len=seq_len, dtype="bfloat16")
+    job = dataclasses.replace(paper_job(options, attention="flash"), **job)
     plans = all_plans(job, machine, speeds_of(machine, half=job.half), zero=zero)
     return choose(plans, machine), plans
 
 
 def test_parameters_are_counted_exactly_and_by_kind(configs):
-    size = measure_model(TrainConfig(model=configs["8b"]))
+    size = measure_model(TrainConfig(model=configs["8b"])).size
     assert size.num_params == 8_030_261_248  # as published for Llama 3.1 8B
     assert (
         size.embedding_params == size.head_params == 128256 * 4096
         and size.active_params == size.num_params - size.embedding_params
     )
     assert sum(numel * count for numel, count in size.numels) == size.num_params
-    assert measure_model(TrainConfig(model=configs["70b"])).num_params == 70_553_706_496
+    assert measure_model(TrainConfig(model=configs["70b"])).size.num_params == 70_553_706_496
     # r x (in + out) of the seven linear layers, times layers
     per_layer = 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
-    assert measure_model(TrainConfig(model=configs["8b"], method="lora", lora_r=16)).num_trainable == 32 * per_layer
-    experts = measure_model(TrainConfig(model=configs["mixtral"]))
+    assert (
+        measure_model(TrainConfig(model=configs["8b"], method="lora", lora_r=16)).size.num_trainable == 32 * per_layer
+    )
+    experts = measure_model(TrainConfig(model=configs["mixtral"])).size
     assert experts.num_params == 46_702_792_704 and experts.active_params == pytest.approx(
         12.9e9 - experts.embedding_params, rel=0.01
     )  # as published: 46.7 B, 12.9 B active
 
 
 def test_a_multimodal_wrapper_is_planned_by_its_text_model(configs):
-    size = make_job(TrainConfig(model=configs["llava"])).size
+    size = paper_job(TrainConfig(model=configs["llava"]), attention="flash").size
     assert size.num_layers == 32 and size.other_params > 3e8 and size.num_params == 8_030_261_248 + size.other_params
 
 
@@ -166,14 +169,13 @@ def test_batches_make_up_the_step(configs):
 
 
 def test_candidates_are_those_that_make_sense(configs):
-    size = measure_model(TrainConfig(model=configs["8b"]))
+    size = measure_model(TrainConfig(model=configs["8b"])).size
     assert candidate_names(size, gpus(8, nodes=2, nvme_bytes=4 * 10**12)) == list(NAMES)
     assert "3-hpz" not in candidate_names(size, gpus(8)) and "3-nvme" not in candidate_names(size, gpus(8))
     assert candidate_names(dataclasses.replace(size, quantized_bits=4), gpus(8)) == ["0", "1", "2"]
     for name in NAMES:
         problems: list[str] = []
-        check_section(read_zero_file(name, problems), name, problems)
-        assert problems == []
+        assert check_section(read_zero_file(name, problems), name) == problems == []
 
 
 def test_lowered_live_parameters_come_together(configs):
@@ -184,14 +186,14 @@ def test_lowered_live_parameters_come_together(configs):
 
 
 def test_buckets_are_no_larger_than_needed_and_even(configs):
-    size = measure_model(TrainConfig(model=configs["8b"], method="lora", lora_r=3))
+    size = measure_model(TrainConfig(model=configs["8b"], method="lora", lora_r=3)).size
     chosen, _ = plans_of(configs["8b"], gpus(8), method="lora", zero="2")
     bucket = chosen.deepspeed_config["zero_optimization"]["allgather_bucket_size"]
     assert bucket % 2 == 0 and max(numel for numel, _ in size.trainable_numels) <= bucket < 10**8
 
 
 def test_sub_groups_fill_a_power_of_two(configs):
-    size = measure_model(TrainConfig(model=configs["70b"]))
+    size = measure_model(TrainConfig(model=configs["70b"])).size
     for world_size in (1, 8, 16):
         elements = sub_group_size(size, world_size)
         largest = elements + math.ceil(128256 * 8192 / world_size)  # the group that the embedding's shard closes
@@ -199,12 +201,12 @@ def test_sub_groups_fill_a_power_of_two(configs):
 
 
 def test_arithmetic_of_a_step(configs):
-    size = measure_model(TrainConfig(model=configs["8b"]))
+    size = measure_model(TrainConfig(model=configs["8b"])).size
     short = flops_per_token(size, 1, checkpointing=False)
     assert short == pytest.approx(6 * size.active_params, rel=1e-3) and flops_per_token(
         size, 1, checkpointing=True
     ) == pytest.approx(4 / 3 * short)
-    lora = measure_model(TrainConfig(model=configs["8b"], method="lora"))
+    lora = measure_model(TrainConfig(model=configs["8b"], method="lora")).size
     assert flops_per_token(lora, 1, checkpointing=False) == pytest.approx(4 * size.active_params, rel=0.01)
     two_nodes = gpus(8, nodes=2, interconnect="nvlink+eth25")
     speeds = speeds_of(two_nodes, half=True)
@@ -241,7 +243,15 @@ def test_every_architecture_can_be_planned(tmp_path, architecture):
 def test_unknown_architectures_are_traced_and_said_to_be(tmp_path):
     cls, values = ARCHITECTURES["gpt_neox"]
     cls(**values).save_pretrained(tmp_path)
-    assert make_job(TrainConfig(model=str(tmp_path), seq_len=128)).activations.source == "fake-tensor trace"
+    job = paper_job(TrainConfig(model=str(tmp_path), seq_len=128), attention="flash")
+    assert job.activations.source == "fake-tensor trace"
+
+
+def planned(config: TrainConfig, machine: Machine, *, checkpoint: str | None = None) -> Plan:
+    """The plan of a training over full windows of text."""
+    zero_file = None if config.zero == "auto" else read_zero_file(config.zero, [])
+    job = job_over_data(config, measure_model(config), [])
+    return plan_run(config, job, machine, zero_file=zero_file, checkpoint=checkpoint).plan
 
 
 def test_training_refuses_what_cannot_fit(configs, tmp_path):
@@ -260,14 +270,11 @@ def test_training_refuses_what_cannot_fit(configs, tmp_path):
         problems,
     )
     assert problems == []
-    prepared = Prepared(size=measure_model(config), zero_file=read_zero_file("1", problems))
     with pytest.raises(UserError, match=r"GiB per GPU.*offload.* would fit; memory_check=false"):
-        plan_run(config, prepared, gpus(1, 80))
-    config.memory_check = False
-    assert not plan_run(config, prepared, gpus(1, 80))[0].fits
-    config.memory_check, config.zero, prepared.zero_file = True, "auto", None
+        planned(config, gpus(1, 80))
+    assert not planned(dataclasses.replace(config, memory_check=False), gpus(1, 80)).fits
     with pytest.raises(UserError, match="nothing fits.*more GPUs"):
-        plan_run(config, prepared, gpus(1, 16, host=64))
+        planned(dataclasses.replace(config, zero="auto"), gpus(1, 16, host=64))
 
 
 def test_a_resumed_run_keeps_its_plan_or_takes_one_that_can_take_it_over(configs, tmp_path):
@@ -280,7 +287,6 @@ def test_a_resumed_run_keeps_its_plan_or_takes_one_that_can_take_it_over(configs
         "global_batch_size": 64,
     }
     config = make_config(TrainConfig, values, [])
-    prepared = Prepared(size=measure_model(config))
     (tmp_path / "run").mkdir()
     (tmp_path / "run/run.json").write_text(
         json.dumps(
@@ -293,23 +299,18 @@ def test_a_resumed_run_keeps_its_plan_or_takes_one_that_can_take_it_over(configs
     checkpoint = tmp_path / "run" / "checkpoint-5"
     checkpoint.mkdir()
     (checkpoint / "manifest.json").write_text(json.dumps({"zero_stage": 3}))
-    anew, resumed = (
-        plan_run(config, prepared, gpus())[0],
-        plan_run(config, prepared, gpus(), checkpoint=str(checkpoint))[0],
-    )
+    anew, resumed = planned(config, gpus()), planned(config, gpus(), checkpoint=str(checkpoint))
     assert anew.zero != "3" and (
         resumed.zero,
         resumed.activation_checkpointing,
         resumed.micro_batch,
         resumed.accumulation,
     ) == ("3", True, 2, 4)
-    fewer = plan_run(config, prepared, gpus(4), checkpoint=str(checkpoint))[0]
-    assert (
-        fewer.zero == plan_run(config, prepared, gpus(4))[0].zero and fewer.micro_batch * fewer.accumulation * 4 == 64
-    )
+    fewer = planned(config, gpus(4), checkpoint=str(checkpoint))
+    assert fewer.zero == planned(config, gpus(4)).zero and fewer.micro_batch * fewer.accumulation * 4 == 64
     (checkpoint / "manifest.json").write_text(json.dumps({"zero_stage": 0}))
-    assert plan_run(config, prepared, gpus(4, 400), checkpoint=str(checkpoint))[0].zero == "0", (
-        "what was not cut into shards goes on so"
+    assert planned(config, gpus(4, 400), checkpoint=str(checkpoint)).zero == "0", (
+        "what was not cut into shards stays so"
     )
 
 
@@ -333,7 +334,7 @@ def test_offload_to_a_disk_counts_the_disk(configs, tmp_path):
         },
         [],
     )
-    plan, _ = plan_run(config, Prepared(size=measure_model(config), zero_file=written), gpus())
+    plan = planned(config, gpus())
     assert plan.zero == str(path) and plan.fits
     chosen, _ = plans_of(configs["8b"], gpus(8, nvme_bytes=10**9), zero="3-nvme")
     assert "NVMe" in chosen.binds
@@ -397,7 +398,7 @@ def test_measured_speeds_take_the_place_of_assumed_ones(tmp_path, monkeypatch):
 
 
 def run_plan(capsys, *words: str) -> str:
-    main.main(["plan", *words])
+    main(["plan", *words])
     return capsys.readouterr().out
 
 
@@ -436,8 +437,7 @@ def test_the_command_as_json_and_as_files(configs, capsys, tmp_path):
     run_plan(capsys, *words, "--write", str(tmp_path / "plan"))
     problems: list[str] = []
     written = read_zero_file(str(tmp_path / "plan/deepspeed.json"), problems)
-    check_section(written, "written", problems)
-    assert problems == [] and "auto" not in json.dumps(
+    assert check_section(written, "written") == problems == [] and "auto" not in json.dumps(
         {key: value for key, value in written.items() if key != "optimizer"}
     )
     assert written["train_batch_size"] == 64 and written["zero_optimization"]["stage"] == int(chosen["zero"][0])

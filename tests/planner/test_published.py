@@ -12,8 +12,8 @@ import pytest
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from dsft.config.options import TrainConfig
-from dsft.models.lora import lora_config
-from dsft.models.size import measure_model
+from dsft.models.lora import adapters_of
+from dsft.models.size import empty_model, model_size
 from dsft.planner.activations import activation_bytes
 from dsft.planner.model_states import state_terms
 from dsft.planner.plan import CONTEXT_BYTES, FRAGMENTATION, HOST_SHARE, overhead
@@ -224,8 +224,8 @@ RUNS = {
 
 def predicted(run: Published) -> list[Term]:
     config = TrainConfig(model="published", method="lora" if run.lora else "full", **run.lora)
-    size = measure_model(config, run.model)
-    adapters = lora_config(config) if run.lora else None
+    adapters = adapters_of(config)
+    size = model_size(empty_model(run.model), config, adapters=adapters)
     activations = activation_bytes(
         size,
         run.model,

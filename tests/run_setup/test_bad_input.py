@@ -10,7 +10,7 @@ from tiny import write_jsonl
 
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
-from dsft.run_setup.preparation import check_run
+from dsft.run_setup.resolve import check_run
 
 
 @pytest.fixture
@@ -18,8 +18,7 @@ def problems_of(options, tmp_path):
     def check(*, world_size: int = 2, **changes) -> list[str]:
         problems: list[str] = []
         config = make_config(TrainConfig, options(tmp_path / "run", **changes), problems)
-        check_run(config, world_size, problems)
-        return problems
+        return list(check_run(config, world_size, problems).problems)
 
     return check
 
@@ -199,9 +198,12 @@ def test_a_deepspeed_json_sets_what_no_flag_says(options, tmp_path):
     config = make_config(
         TrainConfig, options(tmp_path / "run", zero=str(path), per_device_train_batch_size=None), problems
     )
-    check_run(config, 2, problems)
-    assert problems == []
-    assert config.training["per_device_train_batch_size"] == 3 and config.training["max_grad_norm"] == 0.5
+    checked = check_run(config, 2, problems)
+    assert checked.problems == ()
+    assert checked.options.value("per_device_train_batch_size") == 3 and checked.options.value("max_grad_norm") == 0.5
+    reasons = {decision.name: decision.reason for decision in checked.decisions}
+    assert reasons["per_device_train_batch_size"] == f"{path} says train_micro_batch_size_per_gpu=3"
+    assert "max_grad_norm" not in config.training, "the options that were given stay as they are"
 
 
 def test_the_folder_of_another_run_is_refused_and_stays_as_it_was(problems_of, tmp_path):

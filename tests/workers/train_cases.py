@@ -16,7 +16,7 @@ from probe import PROBE
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.runtime import distributed
-from dsft.train import finetune
+from dsft.training.run import finetune
 
 
 def main() -> None:

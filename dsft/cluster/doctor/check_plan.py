@@ -43,7 +43,7 @@ def start_imports() -> threading.Thread:
     def load() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            importlib.import_module("dsft.run_setup.preparation")
+            importlib.import_module("dsft.run_setup.resolve")
 
     thread = threading.Thread(target=load, daemon=True)
     thread.start()
@@ -99,29 +99,32 @@ def _machine(facts: dict[str, NodeFacts], slots: dict[str, int]) -> Machine:
 def _plan(argv: list[str], machine: Machine, facts: dict[str, NodeFacts], plan: RunPlan) -> None:
     from dsft.config.options import TrainConfig
     from dsft.config.reader import read_config
-    from dsft.run_setup.preparation import check_run, plan_run
+    from dsft.run_setup.plan import job_over_data, plan_run
+    from dsft.run_setup.resolve import check_run
 
     problems: list[str] = []
-    config = read_config(TrainConfig, argv, problems)
+    options = read_config(TrainConfig, argv, problems)
     # Data is compared on the nodes, and may be large; the folder is looked at there too.
-    training = {key: value for key, value in config.training.items() if key != "output_dir"}
-    config = dataclasses.replace(config, data=[], eval_data=[], eval_fraction=0.0)
-    of_data = ("eval_strategy", "load_best_model_at_end", "metric_for_best_model")
-    config.training = {key: value for key, value in training.items() if key not in of_data}
-    prepared = check_run(config, machine.world_size, problems)
+    elsewhere = ("output_dir", "eval_strategy", "load_best_model_at_end", "metric_for_best_model")
+    training = {name: value for name, value in options.training.items() if name not in elsewhere}
+    options = dataclasses.replace(options, data=[], eval_data=[], eval_fraction=0.0, training=training)
+    checked = check_run(options, machine.world_size, problems)
     fix = "correct it in the configuration"
-    plan.findings += [finding("configuration", "here", problem, fix) for problem in dict.fromkeys(problems)]
-    if not prepared.size or problems:
+    plan.findings += [finding("configuration", "here", problem, fix) for problem in dict.fromkeys(checked.problems)]
+    if not checked.model or checked.problems:
         return
-    weight_bytes = (4 if config.dtype == "float32" else 2) * (
-        prepared.size.num_params if config.method == "full" else prepared.size.num_trainable
+    options, size = checked.options, checked.model.size
+    weight_bytes = (4 if options.dtype == "float32" else 2) * (
+        size.num_params if options.method == "full" else size.num_trainable
     )
-    state_bytes = 0 if training.get("save_only_model") else STATE_BYTES * prepared.size.num_trainable
+    state_bytes = 0 if training.get("save_only_model") else STATE_BYTES * size.num_trainable
     saves = str(training.get("save_strategy", "steps")) != "no"
     # A new checkpoint is complete before an old one goes.
     kept = (training.get("save_total_limit") or 2) + 1 if saves else 0
     plan.written_bytes = weight_bytes + kept * (weight_bytes + state_bytes)
-    chosen, plan.text = plan_run(config, prepared, machine)
+    job = job_over_data(options, checked.model, checked.data)
+    choice = plan_run(options, job, machine, zero_file=checked.zero_file)
+    chosen, plan.text = choice.plan, choice.reason
     short = {name: node.available_bytes for name, node in facts.items() if node.available_bytes < chosen.host_bytes}
     if short:
         needed, least = chosen.host_bytes / GiB, min(short.values()) / GiB

@@ -1,0 +1,97 @@
+"""From the options of a training to transformers' arguments, and which options have no effect."""
+
+import dataclasses
+from typing import Any
+
+from transformers import TrainingArguments
+
+from dsft.config.options import LoraFields, TrainConfig
+from dsft.models.size import ModelSize
+from dsft.planner.plan import Plan
+from dsft.runtime.hardware import has_gpu
+
+
+def with_defaults(options: TrainConfig) -> dict[str, Any]:
+    """Lays the user's TrainingArguments fields over dsft's defaults, with one name where transformers has two."""
+    values = {
+        "logging_steps": 10,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,  # the default would hide a NaN loss
+        "include_num_input_tokens_seen": "non_padding",
+        "report_to": "none",
+        "save_total_limit": 2,
+        "eval_strategy": "epoch" if options.has_held_out else "no",
+        "ddp_timeout": 1800,
+        **options.training,
+    }
+    if values.get("load_best_model_at_end"):
+        values.setdefault("save_strategy", values["eval_strategy"])
+    values.pop("gradient_checkpointing", None)  # the plan says
+    if "gradient_checkpointing_kwargs" in values:
+        values.setdefault("activation_checkpointing_kwargs", values.pop("gradient_checkpointing_kwargs"))
+    # Sequences have their columns already; train() gets the folder to resume from.
+    return values | {"use_cpu": not has_gpu(), "remove_unused_columns": False, "resume_from_checkpoint": None}
+
+
+def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
+    """Composes transformers' arguments: the user's, with dsft's defaults beneath them and the plan applied.
+
+    From here on transformers shards what it loads, where the plan is ZeRO-3.
+    """
+    values = with_defaults(options) | {
+        "per_device_train_batch_size": 1 if options.batch_tokens else plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation,
+        "activation_checkpointing": plan.activation_checkpointing,
+        "deepspeed": plan.deepspeed_config,
+    }
+    if options.packing:
+        # Without an attention mask, transformers takes end tokens for padding.
+        values["include_num_input_tokens_seen"] = options.training.get("include_num_input_tokens_seen", "all")
+    if options.streaming:
+        # Every rank reads; batches that rank 0 deals out would need one width.
+        values["accelerator_config"] = {"dispatch_batches": False}
+    return TrainingArguments(**values)
+
+
+def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size: ModelSize) -> list[str]:
+    """Says of each option that was set but has no, or another, effect in this configuration why that is."""
+    training, notes = options.training, _ignored_adapter_options(options)
+    if "train_sampling_strategy" in training and (options.packing or options.batch_tokens or options.streaming):
+        notes.append(
+            "train_sampling_strategy: ignored, because packing, batch_tokens or streaming decide which sequences go"
+            " together"
+        )
+    if options.eval_data and options.eval_fraction:
+        notes.append("eval_fraction: ignored, because eval_data is given")
+    for name in ("use_cpu", "remove_unused_columns"):
+        if name in training:
+            notes.append(f"{name}: ignored, dsft sets it (DS_ACCELERATOR=cpu in the environment asks for CPU ranks)")
+    if training.get("optim", "adamw_torch").partition("_")[0] != "adamw":
+        notes.append(f"optim={training['optim']}: its memory and time are planned as AdamW's")
+    if "optimizer" in deepspeed_config and "optim" in training:
+        notes.append(
+            "optim: ignored, because the DeepSpeed configuration brings"
+            f" {deepspeed_config['optimizer'].get('type')}, which offload needs"
+        )
+    if "optimizer" in deepspeed_config and training.get("weight_decay"):
+        notes.append("weight_decay: DeepSpeed's own optimizer applies it to norms and biases too")
+    if size.unadapted_expert_params:
+        notes.append(
+            f"{size.unadapted_expert_params:,} parameters of experts get no adapter: peft's"
+            f" {', '.join(options.lora_target_modules)} does not reach them in this architecture"
+        )
+    return notes
+
+
+def _ignored_adapter_options(options: TrainConfig) -> list[str]:
+    notes, defaults = [], LoraFields()
+    names = [field.name for field in dataclasses.fields(LoraFields)]
+    names = [name for name in names if name not in ("method", "adapter", "quantization_bits")]
+    changed = [name for name in names if getattr(options, name) != getattr(defaults, name)]
+    if changed and options.method == "full":
+        notes.append(f"{', '.join(changed)}: ignored, because method is full; set method: lora")
+    if changed and options.adapter:
+        notes.append(f"{', '.join(changed)}: ignored, because adapter={options.adapter} brings its own shape")
+    if options.method != "qlora" and options.quantization_bits != defaults.quantization_bits:
+        notes.append(f"quantization_bits: ignored, because method is {options.method}; set method: qlora")
+    return notes

@@ -1,0 +1,120 @@
+"""What can be known wrong of a training before its weights load. Pure: each check returns its problems.
+
+What the options show by themselves is in `config/checks.py`.
+"""
+
+import importlib.util
+import warnings
+from typing import Any
+
+from transformers import Trainer, TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from dsft.config.deepspeed_json import check_nvme, check_section, get_value, offloads, stage
+from dsft.config.options import TrainConfig
+from dsft.errors import nearest, one_line
+from dsft.models.build import is_bare_config
+from dsft.models.size import has_weights
+from dsft.run_setup.arguments import with_defaults
+from dsft.runtime.hardware import has_gpu
+
+REPORTERS = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "azure_ml": ("azureml",),
+    "clearml": ("clearml",),
+    "dagshub": ("dagshub",),
+    "dvclive": ("dvclive",),
+}
+"""Packages of a reporter where they are not called as it is."""
+
+
+def check_zero_file(zero_file: dict[str, Any], zero: str) -> list[str]:
+    """Lists what DeepSpeed or dsft cannot do of an explicit `zero`."""
+    problems = check_section(zero_file, zero) + check_nvme(zero_file, zero)
+    if (get_value(zero_file, "tensor_parallel.autotp_size") or 1) > 1:
+        problems.append(
+            f"zero={zero}: tensor_parallel is not supported: the Trainer would feed the ranks that share a layer"
+            " different sequences, and would save no model; leave it out, ZeRO-3 shards the weights too"
+        )
+    return problems
+
+
+def check_machine(options: TrainConfig, zero_file: dict[str, Any] | None) -> list[str]:
+    """Lists what this machine or its packages cannot do."""
+    problems = []
+    if options.dtype == "float16" and not has_gpu():
+        problems.append("fp16 needs a GPU; on CPU use bf16 or float32")
+    return problems + _check_reporters(options) + _check_quantization(options, zero_file)
+
+
+def _check_reporters(options: TrainConfig) -> list[str]:
+    problems = []
+    names = options.training.get("report_to") or []
+    for name in [names] if isinstance(names, str) else names:
+        known = [*INTEGRATION_TO_CALLBACK, "all", "none"]
+        if name not in known:
+            problems.append(f"report_to={name}: unknown; there are {', '.join(known)}{nearest(name, known)}")
+        packages = REPORTERS.get(name, (name,) if name in INTEGRATION_TO_CALLBACK else ())
+        if packages and not any(importlib.util.find_spec(package) for package in packages):
+            problems.append(f"report_to={name}: the package {packages[0]} is not installed; pip install {packages[0]}")
+    return problems
+
+
+def _check_quantization(options: TrainConfig, zero_file: dict[str, Any] | None) -> list[str]:
+    if options.method != "qlora":
+        return []
+    problems = []
+    if not has_gpu():
+        problems.append("method=qlora needs a GPU (bitsandbytes); on CPU use method: lora")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        problems.append("method=qlora: the package bitsandbytes is not installed; pip install bitsandbytes")
+    if zero_file and (stage(zero_file) == 3 or offloads(zero_file)):
+        # transformers skips zero.Init for quantised models (modeling_utils.py), so ZeRO-3 would not shard them at load.
+        problems.append(
+            f"method=qlora cannot be combined with zero={options.zero}: a quantised base is neither sharded by ZeRO-3"
+            " nor offloaded; use zero 2, or method lora"
+        )
+    return problems
+
+
+def check_training_arguments(options: TrainConfig) -> list[str]:
+    """Asks transformers for its own rules between its fields, of a throw-away object without DeepSpeed, and whether
+    the optimizer's package is there.
+    """
+    values = with_defaults(options)
+    for name in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"):
+        values.pop(name, None)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the real object will say them
+            args = TrainingArguments(**values | {"output_dir": values.get("output_dir") or "unused", "report_to": []})
+            Trainer.get_optimizer_cls_and_kwargs(args)
+    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+        return [one_line(error)]
+    return []
+
+
+def check_base(options: TrainConfig) -> list[str]:
+    """An adapter needs a base that lies somewhere."""
+    if options.method == "full" or not is_bare_config(options.model):
+        return []
+    return [
+        f"method={options.method} over {options.model}: an adapter is nothing without its base, and these random"
+        " weights are saved nowhere; train method full first, or save the base as a folder"
+    ]
+
+
+def check_weights(options: TrainConfig) -> list[str]:
+    """A model's folder must hold weights."""
+    if has_weights(options.model):
+        return []
+    return [f"model={options.model}: holds a config but no weights; for random weights name its config.json"]
+
+
+def check_held_out(options: TrainConfig) -> list[str]:
+    """An evaluation on the way needs something to evaluate on."""
+    training = options.training
+    evaluates = training.get("eval_strategy", "no") != "no" or training.get("load_best_model_at_end")
+    if evaluates and not options.has_held_out:
+        return ["eval_strategy needs held-out data; give eval_data or eval_fraction"]
+    return []

@@ -1,0 +1,191 @@
+"""The plan of a training: one composition of the planner's job and one choice, for `dsft plan` and for `dsft train`.
+
+job = training_job(options, facts, attention="flash", default_micro_batch=None)
+choice = choose_plan(job, machine)
+"""
+
+import dataclasses
+import shutil
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsft.checkpoints.manifest import read_manifest
+from dsft.checkpoints.reshard import NOT_TAKEN_OVER
+from dsft.checkpoints.run_folder import read_run
+from dsft.config.deepspeed_json import nvme_path
+from dsft.config.options import TrainConfig
+from dsft.data.training_data import FormattedSource
+from dsft.errors import UserError, raise_if_any
+from dsft.models.size import ModelFacts, check_positions, measure_model
+from dsft.planner.activation_trace import Attention
+from dsft.planner.measured_speeds import calibrated
+from dsft.planner.plan import Job, Plan, all_plans, attention_of, choose, reason
+from dsft.planner.speeds import Speeds, speeds_of
+from dsft.runtime.hardware import Machine
+
+TRAINING_MICRO_BATCH = 8
+"""TrainingArguments' own per_device_train_batch_size, which a training takes where no batch size is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The plan that was chosen, among which, and why."""
+
+    plan: Plan
+    candidates: tuple[Plan, ...]
+    reason: str
+    speeds: Speeds
+
+
+def training_job(
+    options: TrainConfig, facts: ModelFacts, *, attention: Attention, default_micro_batch: int | None
+) -> Job:
+    """Composes what a training with these options is to the planner.
+
+    Args:
+        attention: as `attention_of` says, or as it is assumed on paper.
+        default_micro_batch: sequences of one forward on one rank where no batch size is given: TRAINING_MICRO_BATCH
+            in a training; None lets the plan choose, as on paper.
+    """
+    training = options.training
+    checkpointing = training.get("activation_checkpointing", training.get("gradient_checkpointing"))
+    if checkpointing is None and options.zero != "auto":
+        checkpointing = False
+    return Job(
+        size=facts.size,
+        model_config=facts.config,
+        method=options.method,
+        half=options.dtype != "float32",
+        seq_len=options.seq_len,
+        attention=attention,
+        loss="fused" if training.get("use_liger_kernel") else "hf",
+        adapters=facts.adapters,
+        micro_batch=training.get("per_device_train_batch_size")
+        or (options.batch_tokens and options.batch_tokens // options.seq_len)
+        or (None if options.global_batch_size else default_micro_batch),
+        accumulation=training.get("gradient_accumulation_steps"),
+        sequences_per_step=options.global_batch_size,
+        checkpointing=checkpointing,
+        fused_optimizer=training.get("optim", "adamw_torch_fused") == "adamw_torch_fused",
+    )
+
+
+def job_over_data(options: TrainConfig, facts: ModelFacts, data: Sequence[FormattedSource]) -> Job:
+    """Composes the job of a training whose data is known: text in full windows needs no attention mask."""
+    full_windows = all(source.rules.is_text for source in data) and not options.packing and options.seq_len % 8 == 0
+    attention = attention_of(facts, seq_len=options.seq_len, padded=not full_windows)
+    return training_job(options, facts, attention=attention, default_micro_batch=TRAINING_MICRO_BATCH)
+
+
+def paper_job(options: TrainConfig, *, attention: Attention) -> Job:
+    """Composes the job of a training of which no data is known: without padding where attention is flash attention.
+
+    Raises:
+        UserError: where no model can be built from its config, a LoRA target matches nothing, or seq_len is beyond its
+            positions.
+    """
+    facts = measure_model(options, text_only=True)
+    raise_if_any(check_positions(facts, seq_len=options.seq_len, model=options.model))
+    return training_job(options, facts, attention=attention, default_micro_batch=None)
+
+
+def speeds_for(job: Job, machine: Machine) -> Speeds:
+    """Returns the speeds that a plan counts on: measured ones where there are some, else assumed ones."""
+    return calibrated(speeds_of(machine, half=job.half), machine, half=job.half)
+
+
+def choose_plan(
+    job: Job,
+    machine: Machine,
+    *,
+    zero: str = "auto",
+    zero_file: dict[str, Any] | None = None,
+    resumes: bool = False,
+    left_out: Collection[str] = (),
+) -> Choice:
+    """Chooses the fastest plan that fits.
+
+    Args:
+        zero: "auto" for all candidates, else the one of that name, or the path of a DeepSpeed JSON.
+        zero_file: the content of that JSON.
+        resumes: whether `zero` is an earlier run's and not the user's word.
+        left_out: candidates that must not be taken.
+    """
+    speeds = speeds_for(job, machine)
+    candidates = all_plans(job, machine, speeds, zero=zero, zero_file=zero_file if zero.endswith(".json") else None)
+    candidates = [plan for plan in candidates if plan.zero not in left_out]
+    plan = choose(candidates, machine)
+    why = reason(plan, candidates, machine, zero=zero, resumes=resumes)
+    return Choice(plan=plan, candidates=tuple(candidates), reason=why, speeds=speeds)
+
+
+def plan_run(
+    options: TrainConfig,
+    job: Job,
+    machine: Machine,
+    *,
+    zero_file: dict[str, Any] | None = None,
+    checkpoint: str | None = None,
+) -> Choice:
+    """Chooses the plan of a training.
+
+    Args:
+        zero_file: the content of the DeepSpeed JSON that `zero` names.
+        checkpoint: that the run resumes from: with zero auto and as many ranks as before the earlier plan is kept, with
+            others one is chosen that can take the checkpoint over.
+
+    Raises:
+        UserError: where it cannot fit, with the resource that binds and the nearest plan that can.
+    """
+    if nvme := nvme_path(zero_file or {}):
+        machine = dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(nvme).free, nvme_path=nvme)
+    zero = options.zero
+    if checkpoint and zero == "auto":
+        job, zero = _as_before(options, job, machine, checkpoint)
+    choice = choose_plan(
+        job,
+        machine,
+        zero=zero,
+        zero_file=zero_file,
+        resumes=zero != options.zero,
+        left_out=NOT_TAKEN_OVER if checkpoint and zero == "auto" else (),
+    )
+    if not choice.plan.fits and options.memory_check:
+        other = choose_plan(dataclasses.replace(job, checkpointing=None), machine).plan
+        way_out = (
+            f"{other.label} would fit"
+            if other.fits
+            else "use more GPUs or nodes, method lora, or a smaller per_device_train_batch_size or seq_len"
+        )
+        raise UserError([f"{choice.reason} {way_out}; memory_check=false starts it all the same"])
+    return choice
+
+
+def _as_before(options: TrainConfig, job: Job, machine: Machine, checkpoint: str) -> tuple[Job, str]:
+    """(job, zero) as the earlier run had them, where there are as many ranks; what was not sharded stays so."""
+    zero, output_dir = "auto", options.training["output_dir"]
+    if (Path(output_dir) / "run.json").is_file():
+        earlier = read_run(output_dir)
+        if earlier["world_size"] == machine.world_size:
+            plan = earlier["plan"]
+            zero = plan["zero"]
+            job = dataclasses.replace(
+                job,
+                checkpointing=plan["activation_checkpointing"],
+                micro_batch=plan["micro_batch"],
+                accumulation=plan["accumulation"],
+            )
+    if zero == "auto" and (read_manifest(Path(checkpoint)) or {}).get("zero_stage") == 0:
+        zero = "0"
+    return job, zero
+
+
+def smaller_plan(job: Job, machine: Machine, plan: Plan) -> Plan | None:
+    """Finds the fastest plan for the same steps that takes at most nine tenths of the memory of `plan`, if any."""
+    per_step = job.sequences_per_step or plan.micro_batch * plan.accumulation * machine.world_size
+    job = dataclasses.replace(job, checkpointing=None, micro_batch=None, accumulation=None, sequences_per_step=per_step)
+    smaller = dataclasses.replace(machine, device_bytes=int(0.9 * plan.device_bytes))
+    best = choose_plan(job, smaller).plan
+    return best if best.device_bytes <= smaller.device_bytes else None

@@ -1,0 +1,345 @@
+"""From options and machine to a run that is decided: every option as it will be, and the reason of each decision.
+
+    run = resolve_run(options, world=world_size(), machine=smallest_machine())
+
+Nothing rewrites options afterwards, and nothing here loads a weight.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from dsft.checkpoints.manifest import read_manifest
+from dsft.checkpoints.run_folder import (
+    check_free_space,
+    check_output_dir,
+    is_finished,
+    last_checkpoint,
+    start_from_weights,
+)
+from dsft.config.deepspeed_json import adopt, read_zero_file
+from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
+from dsft.data.training_data import FormattedSource, Packing, check_sources, try_packing
+from dsft.errors import UserError, raise_if_any
+from dsft.models.build import resolve_dtype
+from dsft.models.lora import adapters_of
+from dsft.models.size import ModelFacts, check_positions, measure_model
+from dsft.models.tokenizer import check_tokenizer
+from dsft.planner.plan import Job, Plan
+from dsft.run_setup.arguments import ignored_options
+from dsft.run_setup.checks import (
+    check_base,
+    check_held_out,
+    check_machine,
+    check_training_arguments,
+    check_weights,
+    check_zero_file,
+)
+from dsft.run_setup.plan import job_over_data, plan_run
+from dsft.runtime import distributed
+from dsft.runtime.console import say
+from dsft.runtime.hardware import Machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRun:
+    """What one rank knows of a run from the options and the files they name."""
+
+    options: TrainConfig
+    decisions: tuple[Decision, ...]
+    problems: tuple[str, ...]
+    model: ModelFacts | None
+    """None where the model cannot be measured, which is a problem."""
+    tokenizer: PreTrainedTokenizerBase | None
+    data: tuple[FormattedSource, ...]
+    held_out: tuple[FormattedSource, ...]
+    zero_file: dict[str, Any] | None
+    """The DeepSpeed JSON of an explicit `zero`; None with auto."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun:
+    """A training that is decided; the same on every rank."""
+
+    options: TrainConfig
+    """After every decision."""
+    decisions: tuple[Decision, ...]
+    """Each option that was decided in the user's place, with its reason, in order."""
+    model: ModelFacts
+    tokenizer: PreTrainedTokenizerBase
+    data: tuple[FormattedSource, ...]
+    held_out: tuple[FormattedSource, ...]
+    machine: Machine
+    job: Job
+    plan: Plan
+    reason: str
+    """Why this plan."""
+    packing: Packing | None
+    """Whether and how samples can share rows, where that was asked for."""
+    checkpoint: str | None
+    """That the run resumes from."""
+    notes: tuple[str, ...]
+    """What the user should know: options without effect, packing that is not possible."""
+
+    @property
+    def output_dir(self) -> str:
+        return self.options.training["output_dir"]
+
+
+class _Draft:
+    """Options on their way to a run: decisions are applied one after the other, problems are collected."""
+
+    def __init__(self, options: TrainConfig, decisions: Sequence[Decision] = (), problems: Sequence[str] = ()):
+        self.options, self.decisions, self.problems = options, list(decisions), list(problems)
+
+    def take(self, decisions: Sequence[Decision], problems: Sequence[str] = ()) -> None:
+        news = [decision for decision in decisions if self.options.value(decision.name) != decision.value]
+        self.options = decide(self.options, news)
+        self.decisions += news
+        self.problems += problems
+
+
+def resolve_run(
+    options: TrainConfig, *, world: int, machine: Machine, problems: Sequence[str] = ()
+) -> ResolvedRun | None:
+    """Checks and decides a whole training; None where its checkpoint is its end already. Collective.
+
+    Args:
+        world: number of ranks, for the batches.
+        machine: for the plan; the same on all ranks.
+        problems: of reading the options, to be raised with the others.
+
+    Raises:
+        UserError: with all problems that can be found before weights load, on every rank.
+    """
+    checked = check_run(options, world, problems)
+    distributed.raise_together([*checked.problems])
+    draft = _Draft(checked.options, checked.decisions)
+    # What depends on the disk or the clock is decided once, by rank 0.
+    checkpoint, decisions, finished = distributed.on_rank_0(lambda: resume_decisions(draft.options, world))
+    if finished:
+        way_out = "raise max_steps or num_train_epochs to continue"
+        say(f"nothing left to train: {checkpoint} is the end of this run; {way_out}")
+        return None
+    draft.take(decisions)
+    model = dataclasses.replace(checked.model, adapters=adapters_of(draft.options))
+    packing = None
+    if draft.options.packing:
+        packing = distributed.on_rank_0(lambda: try_packing(draft.options, model.config))
+        draft.take(packing_decisions(packing))
+        model = dataclasses.replace(model, attn_implementation=packing.attn_implementation or model.attn_implementation)
+    job = job_over_data(draft.options, model, checked.data)
+    plan, reason = distributed.on_rank_0(lambda: _plan(draft.options, job, machine, checked.zero_file, checkpoint))
+    notes = ignored_options(draft.options, plan.deepspeed_config, model.size)
+    if packing and packing.problem:
+        notes.insert(0, packing_note(packing))
+    return ResolvedRun(
+        options=draft.options,
+        decisions=tuple(draft.decisions),
+        model=model,
+        tokenizer=checked.tokenizer,
+        data=checked.data,
+        held_out=checked.held_out,
+        machine=machine,
+        job=job,
+        plan=plan,
+        reason=reason,
+        packing=packing,
+        checkpoint=checkpoint,
+        notes=tuple(notes),
+    )
+
+
+def check_run(options: TrainConfig, world: int, problems: Sequence[str] = ()) -> CheckedRun:
+    """Finds everything that can be known wrong before weights load, and decides what needs no other rank.
+
+    Args:
+        problems: of reading the options; the others are added to them.
+    """
+    draft, zero_file = _Draft(options, problems=problems), None
+    if options.training.get("output_dir"):
+        check_output_dir(options, draft.problems)
+    draft.take(*accelerate_decisions(options, os.environ))
+    if draft.options.zero != "auto":
+        zero_file = read_zero_file(draft.options.zero, draft.problems)
+        draft.take(*adopt(zero_file, draft.options))
+        draft.problems += check_zero_file(zero_file, draft.options.zero)
+    named = any("global_batch_size" in problem for problem in draft.problems)
+    decisions, not_divisible = batch_decisions(draft.options, world)
+    draft.take(decisions, [] if named else not_divisible)
+    draft.take(dtype_decisions(draft.options))
+    options = draft.options
+    draft.problems += check_machine(options, zero_file) + check_training_arguments(options) + check_held_out(options)
+    model = tokenizer = None
+    if options.model:
+        model = _measured(options, draft.problems)
+    if options.model and (model or options.tokenizer):  # where there is no model, its missing tokenizer is no news
+        tokenizer = check_tokenizer(options, draft.problems, vocab_size=model and model.size.vocab_size)
+    data, held_out = (
+        check_sources(sources, options, tokenizer, key=key, split=split, problems=draft.problems)
+        for key, sources, split in (
+            ("data", options.data, options.data_split),
+            ("eval_data", options.eval_data, options.eval_split),
+        )
+    )
+    return CheckedRun(
+        options=options,
+        decisions=tuple(draft.decisions),
+        problems=tuple(draft.problems),
+        model=model,
+        tokenizer=tokenizer,
+        data=tuple(data),
+        held_out=tuple(held_out),
+        zero_file=zero_file,
+    )
+
+
+def _measured(options: TrainConfig, problems: list[str]) -> ModelFacts | None:
+    problems += check_base(options) + check_weights(options)
+    try:
+        model = measure_model(options)
+    except UserError as error:
+        problems += error.problems
+        return None
+    problems += check_positions(model, seq_len=options.seq_len, model=options.model)
+    if options.training.get("output_dir") and not any(problem.startswith("output_dir") for problem in problems):
+        # What is written at the end; checkpoints come on top.
+        weight_bytes = model.size.num_trainable * (4 if options.dtype == "float32" else 2)
+        check_free_space(options.training["output_dir"], weight_bytes, problems)
+    return model
+
+
+def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -> tuple[list[Decision], list[str]]:
+    """Takes the deepspeed_config_file of `accelerate launch` as `zero`, unless the user named another: then both are
+    named.
+    """
+    file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if file == "none":
+        if "ACCELERATE_DEEPSPEED_ZERO_STAGE" in environment and options.zero == "auto":
+            return [], [
+                "accelerate's own DeepSpeed settings (zero_stage, offload ...) are not read; name a"
+                " deepspeed_config_file in its YAML, or set zero"
+            ]
+        return [], []
+    if options.zero == "auto":
+        return [Decision("zero", file, "it is accelerate's deepspeed_config_file")], []
+    if read_zero_file(options.zero, []) != read_zero_file(file, []):
+        return [], [f"zero={options.zero}, but accelerate's deepspeed_config_file is {file}; keep one"]
+    return [], []
+
+
+def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], list[str]]:
+    """Derives what follows from `global_batch_size`, or says which sizes would divide."""
+    total, training = options.global_batch_size, options.training
+    micro, accumulation = training.get("per_device_train_batch_size"), training.get("gradient_accumulation_steps")
+    if not total or (micro is not None and micro < 1):
+        return [], []
+    if accumulation and micro is None:
+        micro, rest = divmod(total, accumulation * world)
+        reason = f"global_batch_size={total} / (gradient_accumulation_steps={accumulation} x {world} ranks)"
+        problem = (
+            f"global_batch_size={total} is not divisible by gradient_accumulation_steps={accumulation} x {world} ranks;"
+            " leave gradient_accumulation_steps out"
+        )
+        return [Decision("per_device_train_batch_size", micro, reason)], [problem] if rest else []
+    if accumulation:  # both fixed, by a DeepSpeed JSON
+        problem = (
+            f"global_batch_size={total} (train_batch_size) is not per_device_train_batch_size={micro} x"
+            f" gradient_accumulation_steps={accumulation} x {world} ranks; leave one to follow"
+        )
+        return [], [problem] if micro * accumulation * world != total else []
+    per_step = (micro or 1) * world  # where it is not given, the plan chooses one that divides
+    if total % per_step:
+        lower = total // per_step * per_step
+        return [], [
+            f"global_batch_size={total} is not divisible by per_device_train_batch_size={micro or 1} x {world} ranks;"
+            f" try {' or '.join(str(n) for n in (lower, lower + per_step) if n)}, or another"
+            " per_device_train_batch_size"
+        ]
+    if micro is None:
+        return [], []
+    reason = f"global_batch_size={total} / (per_device_train_batch_size={micro} x {world} ranks)"
+    return [Decision("gradient_accumulation_steps", total // per_step, reason)], []
+
+
+def dtype_decisions(options: TrainConfig) -> list[Decision]:
+    """Makes `dtype` and the flags bf16 and fp16 one decision."""
+    training = options.training
+    flag = next((name for name in HALF_PRECISION if training.get(name)), None)
+    if flag:
+        dtype, reason = HALF_PRECISION[flag], f"{flag}=true"
+    elif options.dtype == "auto" and "bf16" in training:
+        dtype, reason = "float32", "bf16=false"
+    else:
+        dtype, reason = resolve_dtype(options.dtype), "auto is bfloat16 on a GPU that computes in it, else float32"
+    return [Decision("dtype", dtype, reason)] + [
+        Decision(name, dtype == half, f"dtype={dtype}") for name, half in HALF_PRECISION.items()
+    ]
+
+
+def resume_decisions(options: TrainConfig, world: int) -> tuple[str | None, list[Decision], bool]:
+    """(checkpoint to resume from or None, what follows from it, whether it is the end of the run). On rank 0.
+
+    Raises:
+        UserError: where the checkpoint that was named is not complete, or does not fit this run.
+    """
+    checkpoint = last_checkpoint(options)
+    if checkpoint and options.resume_weights_only:
+        return None, start_from_weights(options, checkpoint), False
+    if not checkpoint:
+        return None, [], False
+    decisions = keep_global_batch(options, checkpoint, world)
+    return checkpoint, decisions, is_finished(checkpoint, options.training)
+
+
+def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list[Decision]:
+    """Lets a training that resumes on another number of ranks take as many sequences per step as before, unless
+    `global_batch_size` says how many.
+
+    Raises:
+        UserError: where they cannot be shared by so many ranks.
+    """
+    manifest = read_manifest(Path(checkpoint))
+    if manifest is None or manifest["world_size"] == world or options.global_batch_size:
+        return []
+    total = manifest["run_identity"]["sequences per step"]
+    reason = f"{checkpoint} took so many on {manifest['world_size']} ranks"
+    kept = [
+        Decision("global_batch_size", total, reason),
+        Decision("gradient_accumulation_steps", None, "follows from global_batch_size"),
+    ]
+    decisions, problems = batch_decisions(decide(options, kept), world)
+    raise_if_any(
+        [
+            f"resume_from_checkpoint: {checkpoint} took {total} sequences per step, and so must what follows; {problem}"
+            for problem in problems
+        ]
+    )
+    return kept + decisions
+
+
+def packing_decisions(packing: Packing) -> list[Decision]:
+    """Packs where samples in one row can be kept apart, with the attention that can do it."""
+    return [
+        Decision("packing", packing.problem is None, packing.problem or "samples in one row are kept apart"),
+        Decision("attn_implementation", packing.attn_implementation, "it keeps packed samples apart"),
+    ]
+
+
+def packing_note(packing: Packing) -> str:
+    return (
+        "packing is left out, sequences are padded instead: samples in one row cannot be kept apart in this model,"
+        f" {packing.problem}"
+    )
+
+
+def _plan(
+    options: TrainConfig, job: Job, machine: Machine, zero_file: dict[str, Any] | None, checkpoint: str | None
+) -> tuple[Plan, str]:
+    choice = plan_run(options, job, machine, zero_file=zero_file, checkpoint=checkpoint)
+    return choice.plan, choice.reason

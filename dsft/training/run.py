@@ -1,0 +1,189 @@
+"""A whole finetuning, from options to the saved model and run.json; every rank runs it.
+
+Reads top to bottom: options -> a decided run -> data -> trainer -> fit -> last evaluation, final model and report.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dsft.checkpoints.identity import check_identity
+from dsft.checkpoints.manifest import checkpoints
+from dsft.checkpoints.model_card import CARD, model_card
+from dsft.checkpoints.reshard import topology_change
+from dsft.checkpoints.run_folder import clear_run, read_run, write_run
+from dsft.config.options import TrainConfig, as_dict
+from dsft.data.sequences import shown
+from dsft.data.training_data import TrainingData, load_training_data
+from dsft.errors import Requeue, TrainingStopped, Unsaved
+from dsft.models.build import build_model
+from dsft.planner.plan import as_dict as plan_as_dict
+from dsft.run_setup.arguments import training_arguments
+from dsft.run_setup.resolve import ResolvedRun, resolve_run
+from dsft.runtime import distributed, preemption
+from dsft.runtime.console import say
+from dsft.runtime.rank_logs import log_to_files
+from dsft.runtime.versions import git_commit, versions
+from dsft.training.out_of_memory import out_of_memory_explained
+from dsft.training.trainer import PerplexityTrainer
+from dsft.units import GiB, plural
+
+
+def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTrainer | None:
+    """Trains as the options say; None where nothing was left to train. Collective, after `distributed.start_ranks()`.
+
+    Raises:
+        UserError: with `problems` and all others that can be found before weights load, on every rank.
+        TrainingStopped: where the loss is NaN or infinite, or a stop was asked for.
+        Unsaved: at the end, where a checkpoint on the way could not be saved.
+    """
+    machine = distributed.smallest_machine()
+    run = resolve_run(options, world=distributed.world_size(), machine=machine, problems=problems)
+    if run is None:
+        return None
+    log_to_files(run.output_dir, append=run.checkpoint is not None)
+    describe_plan(run)
+    data = load_training_data(
+        run.options,
+        run.data,
+        run.held_out,
+        run.tokenizer,
+        pack=run.options.packing,
+        flash=run.options.packing and run.packing.flash,
+    )
+    trainer = build_trainer(run, data)
+    start = time.perf_counter()
+    with run_report(run, data, trainer):
+        describe_start(run, trainer)
+        train_loss = fit(trainer, run)
+        final = finish(trainer, run, data, train_loss=train_loss, start=start)
+    if failed := trainer.saves.failed:
+        raise Unsaved(f"{final} is written, but {len(failed)} times a checkpoint was not: {failed[0]}")
+    return trainer
+
+
+def describe_plan(run: ResolvedRun) -> None:
+    """Logs what was decided and why."""
+    size, plan = run.model.size, run.plan
+    say(f"plan: {run.machine}; {size.num_params:,} parameters, {size.num_trainable:,} trained, {run.options.dtype}")
+    say(f"plan: {run.reason}")
+    say(
+        f"plan: peaks predicted: {plan.device_bytes / GiB:.1f} GiB per {'GPU' if run.machine.has_gpu else 'rank'},"
+        f" {plan.host_bytes / GiB:.1f} GiB host memory per node; {plan.time.step_seconds:.3g} s per step"
+    )
+    for note in run.notes:
+        say(f"note: {note}")
+
+
+def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
+    """Loads the model into a trainer over the data, and compares them with the checkpoint to resume from.
+
+    Raises:
+        UserError: where the checkpoint is of another run.
+    """
+    args = training_arguments(run.options, run.plan)  # before the model: ZeRO-3 shards while loading
+    data.count_padding(args, distributed.world_size())
+    held_out = f"; held out: {shown(data.held_out_counts)}" if data.held_out else ""
+    say(f"data: {', '.join(map(str, run.data))}: {shown(data.counts)}{held_out}")
+    for note in data.notes:
+        say(f"note: {note}")
+    with out_of_memory_explained(run, "while loading"):
+        model = build_model(run.options, dtype=run.options.dtype, seed=args.seed)
+    trainer = PerplexityTrainer(
+        model,
+        args,
+        tokenizer=run.tokenizer,
+        data=data,
+        plan=run.plan,
+        save_minutes=run.options.save_minutes,
+    )
+    if run.checkpoint:
+        distributed.on_rank_0(lambda: check_identity(run.checkpoint, trainer.run_identity))
+    return trainer
+
+
+@contextlib.contextmanager
+def run_report(run: ResolvedRun, data: TrainingData, trainer: PerplexityTrainer) -> Iterator[None]:
+    """Keeps run.json inside a `with`: running, then stopped or preempted; `finish` says done. Collective.
+
+    An earlier run in the folder is replaced here, when nothing of the set-up can fail any more.
+    """
+    if distributed.rank() == 0:
+        if run.options.overwrite and run.checkpoint is None:
+            clear_run(run.output_dir)
+        write_run(
+            run.output_dir,
+            config=as_dict(run.options),
+            decisions=[vars(decision) for decision in run.decisions],
+            plan=plan_as_dict(run.plan) | {"reason": run.reason},
+            machine=str(run.machine),
+            deepspeed=run.plan.deepspeed_config,
+            versions=versions(),
+            git_commit=git_commit(),
+            world_size=distributed.world_size(),
+            data=data.counts,
+            held_out=data.held_out_counts,
+            status="running",
+        )
+    distributed.wait_for_all()
+    try:
+        yield
+    except TrainingStopped as error:
+        outcome = {"status": "preempted"} if isinstance(error, Requeue) else {"status": "stopped", "error": str(error)}
+        if distributed.rank() == 0:
+            write_run(run.output_dir, results=trainer.results(), **outcome)
+        distributed.wait_for_all()  # every rank stops together, and the first one that ends has the others killed
+        raise
+
+
+def describe_start(run: ResolvedRun, trainer: PerplexityTrainer) -> None:
+    """Logs what the training starts from, where that may not be what was expected."""
+    if run.checkpoint:
+        change = topology_change(run.checkpoint, trainer.topology)
+        resharded = f"; its shards are resharded ({change}): dropout draws other numbers than it would have"
+        say(f"resuming from {run.checkpoint}{resharded if change else ''}")
+    elif run.options.training.get("resume_from_checkpoint"):
+        say(f"no complete checkpoint in {run.output_dir}; starting anew")
+
+
+def fit(trainer: PerplexityTrainer, run: ResolvedRun) -> float:
+    """Trains; returns the mean loss. Collective.
+
+    Raises:
+        Requeue: on every rank, where one was asked to stop; what could be saved is.
+    """
+    with preemption.sigterm_saves(), out_of_memory_explained(run, "in training"):
+        output = trainer.train(resume_from_checkpoint=run.checkpoint)
+    if not trainer.is_stopping:
+        return output.training_loss
+    saved = checkpoints(run.output_dir)
+    kept = (
+        f"{saved[-1]} is saved; the same command resumes from there with --resume_from_checkpoint auto"
+        if saved
+        else f"nothing could be saved ({trainer.saves.failed[-1:]})"
+    )
+    raise Requeue(f"asked to stop (SIGUSR1, SIGTERM) after step {trainer.state.global_step}: {kept}")
+
+
+def finish(
+    trainer: PerplexityTrainer, run: ResolvedRun, data: TrainingData, *, train_loss: float, start: float
+) -> Path:
+    """Evaluates what was trained last, saves the final model, and completes run.json. Collective."""
+    evaluated = trainer.last_evaluation()["step"] == trainer.state.global_step
+    if data.held_out and (trainer.args.load_best_model_at_end or not evaluated):
+        trainer.evaluate()
+    final, saves = trainer.save_final(), trainer.saves
+    seconds = time.perf_counter() - start
+    if saves.number:
+        say(
+            f"{plural(saves.number, 'checkpoint')} saved in {saves.seconds:.3g} s, {saves.seconds / seconds:.1%} of the"
+            f" run; the largest is {saves.largest_bytes / 1e9:.3g} GB"
+        )
+    if distributed.rank() == 0:
+        results = {"train_loss": train_loss, "seconds": seconds, "final_model": str(final)} | trainer.results()
+        write_run(run.output_dir, results=results, status="done", data=data.counts)  # a stream's are known only now
+        card = model_card(read_run(run.output_dir), data=shown(data.counts), held_out=shown(data.held_out_counts or {}))
+        (final / CARD).write_text(card, encoding="utf-8")
+        say(f"done: {final}; results in {run.output_dir}/run.json")
+    return final

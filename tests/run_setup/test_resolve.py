@@ -1,0 +1,60 @@
+"""A run that is decided: every decision with its reason, options that stay as they were, and one choice of plan."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+from conftest import grid
+from tiny import ARCHITECTURES, write_model
+
+from dsft.cli.main import main
+from dsft.config.options import TrainConfig
+from dsft.config.reader import make_config
+from dsft.planner.plan import as_dict
+from dsft.run_setup.resolve import resolve_run
+from dsft.runtime.hardware import Machine
+from dsft.units import GB
+
+EIGHT_GPUS = Machine(nodes=1, ranks_per_node=8, device_bytes=80 * GB, host_bytes=1000 * GB, has_gpu=True)
+
+
+@pytest.fixture
+def resolved(options, tmp_path):
+    def resolve(*, world: int, machine: Machine = EIGHT_GPUS, **changes):
+        problems: list[str] = []
+        config = make_config(TrainConfig, options(tmp_path / "run", **changes), problems)
+        before = copy.deepcopy(config)
+        run = resolve_run(config, world=world, machine=machine, problems=problems)
+        assert config == before, "nothing rewrites the options that were given"
+        return run
+
+    return resolve
+
+
+def test_every_decision_is_in_the_options_and_says_why(resolved):
+    run = resolved(world=8, global_batch_size=64, packing=True)
+    decisions = {decision.name: decision for decision in run.decisions}
+    assert decisions.keys() == {"gradient_accumulation_steps", "dtype", "bf16", "fp16"}  # packing is possible: no news
+    assert all(decision.reason for decision in run.decisions)
+    assert all(run.options.value(decision.name) == decision.value for decision in run.decisions)
+    assert decisions["gradient_accumulation_steps"].value == 4
+    assert (
+        decisions["gradient_accumulation_steps"].reason
+        == "global_batch_size=64 / (per_device_train_batch_size=2 x 8 ranks)"
+    )
+    assert (run.plan.micro_batch, run.plan.accumulation) == (2, 4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        run.options.packing = False
+
+
+@pytest.mark.parametrize("architecture", grid(ARCHITECTURES, ["llama", "gemma3", "gpt2", "mixtral"]))
+def test_plan_and_train_make_the_same_choice_with_the_same_bytes(resolved, capsys, tmp_path, architecture):
+    folder = str(write_model(tmp_path / "model", architecture))
+    for method in ("full", "lora"):
+        flags = {"model": folder, "method": method, "seq_len": 32, "dtype": "bfloat16"}
+        run = resolved(world=8, global_batch_size=64, per_device_train_batch_size=None, **flags)
+        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        main(["plan", *words, "--tokens_per_step", str(64 * 32), "--gpus", "8x80GB", "--json"])
+        on_paper = json.loads(capsys.readouterr().out)["chosen"]
+        assert on_paper == json.loads(json.dumps(as_dict(run.plan) | {"reason": run.reason}))
