@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from dsft.config.options import LoraFields, TrainConfig
+from dsft.config.options import IGNORED_ARGUMENTS, TRAINING_DEFAULTS, LoraFields, TrainConfig
 from dsft.models.size import ModelSize
 from dsft.planner.plan import Plan
 from dsft.runtime.hardware import has_gpu
@@ -13,17 +13,8 @@ from dsft.runtime.hardware import has_gpu
 
 def with_defaults(options: TrainConfig) -> dict[str, Any]:
     """Lays the user's TrainingArguments fields over dsft's defaults, with one name where transformers has two."""
-    values = {
-        "logging_steps": 10,
-        "logging_first_step": True,
-        "logging_nan_inf_filter": False,  # the default would hide a NaN loss
-        "include_num_input_tokens_seen": "non_padding",
-        "report_to": "none",
-        "save_total_limit": 2,
-        "eval_strategy": "epoch" if options.has_held_out else "no",
-        "ddp_timeout": 1800,
-        **options.training,
-    }
+    eval_strategy = "epoch" if options.has_held_out else "no"
+    values = TRAINING_DEFAULTS | {"eval_strategy": eval_strategy} | dict(options.training)
     if values.get("load_best_model_at_end"):
         values.setdefault("save_strategy", values["eval_strategy"])
     values.pop("gradient_checkpointing", None)  # the plan says
@@ -63,7 +54,7 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
         )
     if options.eval_data and options.eval_fraction:
         notes.append("eval_fraction: ignored, because eval_data is given")
-    for name in ("use_cpu", "remove_unused_columns"):
+    for name in IGNORED_ARGUMENTS:
         if name in training:
             notes.append(f"{name}: ignored, dsft sets it (DS_ACCELERATOR=cpu in the environment asks for CPU ranks)")
     if training.get("optim", "adamw_torch").partition("_")[0] != "adamw":
