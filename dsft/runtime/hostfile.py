@@ -49,7 +49,7 @@ def read_hosts(
         raise UserError(["--num_nodes and --num_gpus cannot be combined with --include or --exclude; keep one kind"])
     from deepspeed.launcher import runner  # here: seconds
 
-    runner.logger.disabled = True  # it would print the whole file before the message below
+    runner.logger.disabled = True  # it would print the file before the message below
     try:
         pool = runner.fetch_hostfile(hostfile)
     except ValueError as error:

@@ -5,14 +5,11 @@ and sshd.
         hosts[0].run(["pdsh", "-w", ",".join(host.name for host in hosts), "hostname"])
         hosts[1].cut()   # its cable is pulled; hosts[1].heal() puts it back
 
-A host is a network, UTS, mount, PID and IPC namespace: own /etc/hosts, /dev/shm, /tmp, /run, home folder with ssh keys.
-The rest of the
-file system is shared, like one mounted on every node of a cluster; what a test shares below /tmp it names (`shared`).
-The bridge that joins
-the hosts lives in a namespace of its own, so nothing of this machine's network, ~/.ssh or /etc/ssh is touched or
-needed, and several
-`TestHosts` stand side by side with the same names and addresses. Up in about a second. Needs root and the Debian
-packages `PACKAGES`.
+A host is a network, UTS, mount, PID and IPC namespace: own /etc/hosts, /dev/shm, /tmp, /run, home folder with ssh
+keys. The rest of the file system is shared, like one mounted on every node of a cluster; what a test shares below /tmp
+it names (`shared`). The bridge that joins the hosts lives in a namespace of its own, so nothing of this machine's
+network, ~/.ssh or /etc/ssh is touched or needed, and several `TestHosts` stand side by side with the same names and
+addresses. Up in about a second. Needs root and the Debian packages `PACKAGES`.
 
 What it is not: separate kernels, clocks or disks.
 """
@@ -187,7 +184,7 @@ class Host:
         """(pid, command line) of what runs there besides init, sshd and SLURM's daemons; pids as seen from outside, for
         `kill`.
         """
-        found = []
+        commands = []
         for process in self.all_processes():
             try:
                 command = " ".join(process.cmdline())
@@ -197,10 +194,10 @@ class Host:
                     and command
                     and not command.startswith(OWN_COMMANDS)
                 ):
-                    found.append((process.pid, command))
+                    commands.append((process.pid, command))
             except psutil.NoSuchProcess:
                 pass
-        return found
+        return commands
 
     def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to a process of this host, by a pid from `processes`."""
@@ -231,7 +228,7 @@ class Host:
         self._signal_all(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let them all go on."""
+        """Let them all continue."""
         self._signal_all(signal.SIGCONT)
 
     def _signal_all(self, number: int) -> None:

@@ -24,11 +24,11 @@ def doctor(hosts, slots: list[int], folder: Path, *options, first=0) -> tuple[di
     report = json.loads(result.stdout)
     assert result.returncode == (0 if report["ok"] else 2), result.stderr
     assert not any(host.processes() for host in hosts)
-    return report, {(one["code"], one["where"]) for one in report["findings"] if one["severity"] != "note"}
+    return report, {(entry["code"], entry["where"]) for entry in report["findings"] if entry["severity"] != "note"}
 
 
 def errors(report: dict) -> set[tuple[str, str]]:
-    return {(one["code"], one["where"]) for one in report["findings"] if one["severity"] == "error"}
+    return {(entry["code"], entry["where"]) for entry in report["findings"] if entry["severity"] == "error"}
 
 
 def inside(host, script: str) -> None:
@@ -174,8 +174,8 @@ def test_a_missing_checkout_or_python_is_told_from_a_broken_ssh(hosts, tmp_path)
         in_place_of(hosts[1], root / "dsft", empty),
         in_place_of(hosts[2], Path(hosts[0].run(["bash", "-c", "dirname $(which python)"]).stdout.strip()), empty),
     ):
-        report, found = doctor(hosts, [1, 1, 1], tmp_path, "--quick")
-    assert {("no-dsft", "node-1"), ("no-python", "node-2")} <= found, report["findings"]
+        report, places = doctor(hosts, [1, 1, 1], tmp_path, "--quick")
+    assert {("no-dsft", "node-1"), ("no-python", "node-2")} <= places, report["findings"]
 
 
 @pytest.mark.exhaustive
@@ -235,7 +235,7 @@ def test_more_slots_than_cores_are_wrong(hosts, tmp_path):
     assert (
         {("slots", "node-1")} == errors(report)
         and not report["links"]
-        and "slots=40" in next(one["message"] for one in report["findings"] if one["code"] == "slots")
+        and "slots=40" in next(entry["message"] for entry in report["findings"] if entry["code"] == "slots")
     )
 
 
@@ -263,7 +263,9 @@ def test_a_disk_too_small_for_the_plans_checkpoints_is_named(hosts, run_files, t
     runs = run_files / "runs"
     with changed(hosts[1], f"mount -t tmpfs -o size=300k tmpfs {runs}", f"umount {runs}"):
         report, _ = doctor(hosts, [1, 1], tmp_path, *options_of(run_files))
-    text = next(one["message"] for one in report["findings"] if one["code"] == "disk" and one["where"] == "node-1")
+    text = next(
+        entry["message"] for entry in report["findings"] if entry["code"] == "disk" and entry["where"] == "node-1"
+    )
     assert "the run writes about" in text
 
 
@@ -272,11 +274,11 @@ def test_a_clock_that_is_ahead_is_named(hosts, tmp_path):
     rc = hosts[2].home / ".bashrc"
     rc.write_text(f"export LD_PRELOAD={FAKETIME} FAKETIME=+100s FAKETIME_DONT_FAKE_MONOTONIC=1\n")
     try:
-        report, found = doctor(hosts, [1, 1, 1], tmp_path, "--quick")
+        report, places = doctor(hosts, [1, 1, 1], tmp_path, "--quick")
     finally:
         rc.unlink()
-    assert ("clocks", "node-2") in found
-    assert "100 s ahead" in next(one["message"] for one in report["findings"] if one["code"] == "clocks")
+    assert ("clocks", "node-2") in places
+    assert "100 s ahead" in next(entry["message"] for entry in report["findings"] if entry["code"] == "clocks")
 
 
 @pytest.mark.exhaustive
@@ -284,9 +286,9 @@ def test_a_slow_card_and_a_slow_link_are_named(hosts, tmp_path):
     with changed(
         hosts[2], "tc qdisc add dev eth0 root tbf rate 200mbit burst 64k latency 50ms", "tc qdisc del dev eth0 root"
     ):
-        report, found = doctor(hosts, [1, 1, 1, 1], tmp_path)
-    assert ("slow-node", "node-2") in found and not any(
-        code == "slow-link" and "node-2" in where for code, where in found
+        report, places = doctor(hosts, [1, 1, 1, 1], tmp_path)
+    assert ("slow-node", "node-2") in places and not any(
+        code == "slow-link" and "node-2" in where for code, where in places
     ), report["findings"]
     rule = "-t mangle {} POSTROUTING -d 10.77.0.4 -j CLASSIFY --set-class 1:3"
     one_way = (
@@ -294,16 +296,16 @@ def test_a_slow_card_and_a_slow_link_are_named(hosts, tmp_path):
         f" iptables {rule.format('-A')}"
     )
     with changed(hosts[1], one_way, f"tc qdisc del dev eth0 root; iptables {rule.format('-D')}"):
-        report, found = doctor(hosts, [1, 1, 1, 1], tmp_path)
-    assert ("slow-link", "node-1 - node-3") in found, report["links"]
+        report, places = doctor(hosts, [1, 1, 1, 1], tmp_path)
+    assert ("slow-link", "node-1 - node-3") in places, report["links"]
     slowest = min(report["links"]["pairs"], key=lambda pair: pair["bytes_per_second"])
     assert slowest["nodes"] == ["node-1", "node-3"] and slowest["bytes_per_second"] < 4e7
 
 
 def test_a_name_on_loopback_and_another_mtu_are_warned_about_and_measured_around(hosts, tmp_path):
     with hosts[1].own_name_on_loopback(), changed(hosts[2], "ip link set eth0 mtu 1400", "ip link set eth0 mtu 1500"):
-        report, found = doctor(hosts, [1, 1, 1], tmp_path, "--quick")
-    assert {("own-name", "node-1"), ("mtu", "node-2")} <= found and report["ok"] and report["links"]
+        report, places = doctor(hosts, [1, 1, 1], tmp_path, "--quick")
+    assert {("own-name", "node-1"), ("mtu", "node-2")} <= places and report["ok"] and report["links"]
 
 
 @pytest.mark.exhaustive
@@ -323,7 +325,7 @@ def test_a_frozen_rank_is_named_and_not_waited_for(hosts, tmp_path):
     start = time.monotonic()
     report = json.loads(examining.communicate(timeout=120)[0])
     assert examining.returncode == 2 and time.monotonic() - start < 45
-    assert {(one["code"], one["where"]) for one in report["findings"] if one["code"].startswith("smoke")} == {
+    assert {(entry["code"], entry["where"]) for entry in report["findings"] if entry["code"].startswith("smoke")} == {
         ("smoke-silent", "rank 1 on node-1")
     }, report["findings"]
     deadline = time.monotonic() + 10

@@ -2,8 +2,7 @@
 perplexities of one process.
 
 The global batch is 12 sequences everywhere, so that 1, 2, 3 and 4 ranks take the same steps. These tests start the
-shipped files of scripts/,
-ds_configs/accelerate/ and hostfiles/, changed only in the lines that a user edits.
+shipped files of scripts/, ds_configs/accelerate/ and hostfiles/, changed only in the lines that a user edits.
 """
 
 import shutil
@@ -110,12 +109,12 @@ def assert_same_training(content: dict, expected: dict) -> None:
     after it within 1e-4.
     """
     losses, known = (
-        [entry["loss"] for entry in one["results"]["log"] if "loss" in entry] for one in (content, expected)
+        [entry["loss"] for entry in run["results"]["log"] if "loss" in entry] for run in (content, expected)
     )
     assert len(losses) == STEPS and losses == pytest.approx(known, rel=1e-4)
     (before, after), (known_before, known_after) = (
-        [entry["eval_perplexity"] for entry in one["results"]["log"] if "eval_perplexity" in entry]
-        for one in (content, expected)
+        [entry["eval_perplexity"] for entry in run["results"]["log"] if "eval_perplexity" in entry]
+        for run in (content, expected)
     )
     assert before == known_before and after == pytest.approx(known_after, rel=1e-4) and after < 0.6 * before
 
@@ -188,12 +187,12 @@ def test_a_checkpoint_of_two_hosts_goes_on_on_two_others(hosts, job, one_process
         [*command, "--eval_on_start", "false", "--resume_from_checkpoint", two_hosts / "checkpoint-2"],
         timeout=LAUNCH_SECONDS,
     )
-    resumed, whole = checked(result, job / "resumed", ranks=2, nodes=2), read_json(two_hosts / "run.json")
+    resumed, complete = checked(result, job / "resumed", ranks=2, nodes=2), read_json(two_hosts / "run.json")
     assert f"resuming from {two_hosts / 'checkpoint-2'}" in result.stdout
     assert [entry["loss"] for entry in resumed["results"]["log"] if "loss" in entry] == [
-        entry["loss"] for entry in whole["results"]["log"] if "loss" in entry
+        entry["loss"] for entry in complete["results"]["log"] if "loss" in entry
     ]  # the same bits
-    assert resumed["results"]["eval_loss"] == whole["results"]["eval_loss"]
+    assert resumed["results"]["eval_loss"] == complete["results"]["eval_loss"]
 
 
 @pytest.mark.exhaustive
@@ -209,13 +208,13 @@ def test_perplexity_on_several_hosts_has_the_bits_of_one_process(hosts, job, two
         timeout=LAUNCH_SECONDS,
     )
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
-    [found] = read_json(job / "perplexity" / "perplexity.json")["results"]
+    [score] = read_json(job / "perplexity" / "perplexity.json")["results"]
     alone = evaluate_perplexity(**(options | {"zero": "0"}), progress=False).perplexity
-    assert (found["nats"], found["tokens"]) == (alone.nats, alone.tokens)
+    assert (score["nats"], score["tokens"]) == (alone.nats, alone.tokens)
 
 
 def accelerate_file(job: Path, hosts, form: str) -> Path:
-    """The shipped file for two nodes, edited as a user would, for hosts of one slot; with whole paths, for a folder
+    """The shipped file for two nodes, edited as a user would, for hosts of one slot; with full paths, for a folder
     that is not the checkout.
     """
     settings = yaml.safe_load((ROOT / f"ds_configs/accelerate/zero3_2x8{form}.yaml").read_text()) | {

@@ -151,15 +151,15 @@ def reached(**changes) -> dict[str, Reached]:
 
 def measured(**changes) -> Measured:
     """Of three nodes of two ranks, all alike."""
-    found = Measured(
+    healthy = Measured(
         pairs={pair: {"bytes_per_second": 40e9, "seconds": 2e-5} for pair in ((0, 1), (0, 2), (1, 2))},
         inside=dict.fromkeys(range(3), 300e9),
         flops=dict.fromkeys(range(6), 6e14),
         collective_seconds=5e-5,
     )
-    for name, values in changes.items():
-        setattr(found, name, getattr(found, name) | values if isinstance(values, dict) else values)
-    return found
+    for name, value in changes.items():
+        setattr(healthy, name, getattr(healthy, name) | value if isinstance(value, dict) else value)
+    return healthy
 
 
 NAMES, USED = ["n1", "n2", "n3"], {"n1": "eth0", "n2": "eth0", "n3": "eth0"}
@@ -361,9 +361,9 @@ def test_rounds_pair_every_node_with_every_other_once_and_nobody_twice_at_a_time
         (all_rounds(number), number * (number - 1) // 2),
         (ring_rounds(number), number if number > 2 else 1),
     ):
-        pairs = [pair for one in rounds for pair in one]
+        pairs = [pair for pairs in rounds for pair in pairs]
         assert len(pairs) == len(set(pairs)) == wanted and all(a < b for a, b in pairs)
-        assert all(len({node for pair in one for node in pair}) == 2 * len(one) for one in rounds)
+        assert all(len({node for pair in pairs for node in pair}) == 2 * len(pairs) for pairs in rounds)
     assert len(all_rounds(number)) == number - 1 + number % 2 and len(ring_rounds(number)) <= 3
 
 
@@ -374,21 +374,21 @@ def test_outliers():
 
 
 def test_rates_of_ranks_side_by_side_add_up_and_the_slower_direction_counts():
-    one = {"inside": 0.0, "flops": 1.0, "wrong": False, "collective_seconds": 1e-4, "again": []}
-    found = combine(
+    rank = {"inside": 0.0, "flops": 1.0, "wrong": False, "collective_seconds": 1e-4, "again": []}
+    total = combine(
         [
-            one | {"pairs": {1: (5.0, 1e-5)}},
-            one | {"pairs": {1: (6.0, 3e-5)}},
-            one | {"pairs": {0: (1.0, 1e-5)}},
-            one | {"pairs": {0: (2.0, 2e-5)}, "wrong": True},
+            rank | {"pairs": {1: (5.0, 1e-5)}},
+            rank | {"pairs": {1: (6.0, 3e-5)}},
+            rank | {"pairs": {0: (1.0, 1e-5)}},
+            rank | {"pairs": {0: (2.0, 2e-5)}, "wrong": True},
         ],
         [0, 0, 1, 1],
     )
     assert (
-        found.pairs == {(0, 1): {"bytes_per_second": 3.0, "seconds": 3e-5}}
-        and found.wrong == [3]
-        and found.network_bytes == 3.0
-        and not found.again
+        total.pairs == {(0, 1): {"bytes_per_second": 3.0, "seconds": 3e-5}}
+        and total.wrong == [3]
+        and total.network_bytes == 3.0
+        and not total.again
     )
 
 
@@ -438,7 +438,7 @@ def test_the_runs_files_are_read_from_yaml_and_flags(tmp_path):
 def test_host_files_are_read_as_deepspeed_reads_them(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# mine\na slots=4\nb slots=2\nc slots=2\n")
-    read = lambda **options: [(one.name, one.slots, one.devices) for one in read_hosts(str(file), **options)]  # noqa: E731
+    read = lambda **options: [(node.name, node.slots, node.devices) for node in read_hosts(str(file), **options)]  # noqa: E731
     assert read() == [("a", 4, (0, 1, 2, 3)), ("b", 2, (0, 1)), ("c", 2, (0, 1))]
     assert read(include="c@a:1,3") == [("a", 2, (1, 3)), ("c", 2, (0, 1))] and read(exclude="a@b:0") == [
         ("b", 1, (1,)),
@@ -580,8 +580,8 @@ def test_faults_of_a_run_are_found_without_starting_it(run, options, tmp_path):
         ["dsft", "doctor", "--json", *flags(options(tmp_path / "run", learning_rate=-1, zero="7"))],
         XDG_CACHE_HOME=str(tmp_path),
     )
-    found = {one["code"]: one["message"] for one in json.loads(full.stdout)["findings"]}
-    assert full.returncode == 2 and "configuration" in found
+    messages = {entry["code"]: entry["message"] for entry in json.loads(full.stdout)["findings"]}
+    assert full.returncode == 2 and "configuration" in messages
 
 
 @pytest.mark.launch
@@ -602,7 +602,7 @@ def test_missing_ranks_are_named(run, tmp_path):
     )
     result = run(["dsft", "doctor", "--quick", "--json"], XDG_CACHE_HOME=str(tmp_path), **environment)
     assert other.wait(timeout=30) == 2 == result.returncode
-    assert [(one["code"], one["where"]) for one in json.loads(result.stdout)["findings"]] == [
+    assert [(entry["code"], entry["where"]) for entry in json.loads(result.stdout)["findings"]] == [
         ("missing-ranks", "rank 1")
     ]
 

@@ -123,7 +123,7 @@ class LaunchedNodes:
             return {"failed": f"{type(error).__name__}: {error}"}
 
     def _measure(self, values: dict[str, Any]) -> None:
-        """This rank's part in the smoke test; its stages go to the store as they begin, each time as a whole list."""
+        """This rank's part in the smoke test; its stages go to the store as they begin, each time as a full list."""
         events: list[dict[str, Any]] = []
 
         def tell(**content: Any) -> None:

@@ -107,8 +107,7 @@ def _measure_pair(place: Place, other: int, mine: dict[str, Any]) -> None:
 
 def exchange_rate(peer: int, device: torch.device) -> tuple[float, float]:
     """(bytes per second received while as much is sent, seconds of the smallest message) with one other rank. With
-    gloo, whose sends
-    torch waits for in steps of milliseconds, the latter says nothing of the network."""
+    gloo, whose sends torch waits for in steps of milliseconds, the latter says nothing of the network."""
     small = (torch.zeros(16, device=device), torch.zeros(16, device=device))
     _exchange(peer, *small)  # connects, and waits until the other is there
     latency = _latency(lambda: _exchange(peer, *small), device)

@@ -1,7 +1,8 @@
 """One phase of the examination on one node: `python -m dsft.cluster.doctor.phase facts|reach|measure`.
 
-Reads a line of JSON, answers with a line of JSON that begins with MARK (login scripts may print too), and ends when its
-input does: the head closes it, or the connection is gone. Never imports torch; `measure` starts a process that does.
+Reads a line of JSON, answers with a line of JSON that begins with MARK (login scripts may print too), and ends when
+its input does: the head closes it, or the connection is gone. Never imports torch; `measure` starts a process that
+does.
 
     facts    what this node is; afterwards it listens on its open ports, and its probe file stays, until the end
     reach    connects to the open ports of all other nodes, and looks at the run's files
@@ -96,7 +97,7 @@ def reach(
 
 
 def measure(held: ExitStack, read_input: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Start the ranks' process, which imports torch, then let it measure; its ranks' words go on as they come.
+    """Start the ranks' process, which imports torch, then let it measure; what its ranks say is passed on as it comes.
 
     Returns:
         Exit code and last words of the process, also where it ended before the input came.

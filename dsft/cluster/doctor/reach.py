@@ -26,7 +26,7 @@ CONNECT_SECONDS = 3.0
 """A connection in a cluster takes milliseconds; a firewall that drops packets answers never."""
 ROUND_TRIPS = 5
 END_BYTES = 1024**2
-"""Hashed of each end of a file: whole files of hundreds of GB would take minutes."""
+"""Hashed of each end of a file: full files of hundreds of GB would take minutes."""
 SEEN_SECONDS = 4.0
 """How long a file made on another node may take to show: network file systems keep what they know of a folder for
 seconds.

@@ -1,7 +1,7 @@
 """The exact command line of the launcher below `dsft launch`: deepspeed, torchrun, srun or accelerate.
 
-A new launcher is one entry of `BUILDERS`, its option in `options.LaunchOptions`, and the names of its processes for the
-watchdog (`watchdog/processes.py`).
+A new launcher is one entry of `BUILDERS`, its option in `options.LaunchOptions`, and the names of its processes for
+the watchdog (`watchdog/processes.py`).
 """
 
 import os
