@@ -1,12 +1,11 @@
 """Measures perplexity on any number of ranks; the result does not depend on how many.
 
     deepspeed dsft/eval_ppl.py --model runs/first --data held_out.jsonl
-    deepspeed --hostfile hostfiles/2x8 dsft/eval_ppl.py --model big runs/first --data a.jsonl b.jsonl --output_dir
-    results
+    deepspeed --hostfile hostfiles/2x8 dsft/eval_ppl.py --model big runs/first --data a.jsonl b.jsonl --output_dir out
     python dsft/eval_ppl.py --model runs/first/final --data held_out.jsonl --mode rolling
 
-The modes and their definitions are in `windows.py`. With --output_dir, results are kept as they come (perplexity.json,
-documents.parquet), and the same command continues an interrupted evaluation.
+The modes and their definitions are in `dsft/perplexity/windows.py`. With --output_dir, results are kept as they come
+(perplexity.json, documents.parquet), and the same command continues an interrupted evaluation.
 """
 
 import sys
