@@ -205,8 +205,7 @@ CASES = {
     "node-silent": lambda: [ssh_error("n3", "no answer to 'facts' in time", None)],
     "gpu-driver": lambda: look(
         node(
-            "n3",
-            gpus={"error": "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch", "cards": []},
+            "n3", gpus={"error": "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch", "cards": []}
         )
     ),
     "torch-without-cuda": lambda: look(node("n3", torch_cuda="")),

@@ -18,12 +18,6 @@ class RanksOfNodes:
     names: list[str]
     ranks: list[list[int]]
 
-    @property
-    def node_of(self) -> list[int]:
-        """Number of the node of each rank."""
-        pairs = [(rank, node) for node, ranks in enumerate(self.ranks) for rank in ranks]
-        return [node for _, node in sorted(pairs)]
-
     def node(self, rank: int) -> str:
         return next(name for name, ranks in zip(self.names, self.ranks, strict=True) if rank in ranks)
 

@@ -27,7 +27,7 @@ from dsft.cluster.doctor.check_node import check_node
 from dsft.cluster.doctor.check_plan import RunPlan, plan_on, start_imports
 from dsft.cluster.doctor.facts import NodeFacts, Reached
 from dsft.cluster.doctor.findings import Finding, Report, finding
-from dsft.cluster.doctor.links import all_rounds, combine, ring_rounds
+from dsft.cluster.doctor.links import all_rounds, combine, node_of_ranks, ring_rounds
 from dsft.cluster.doctor.ssh import SshNodes
 from dsft.planner.measured_links import keep_links
 from dsft.runtime.hostfile import DEFAULT_PORT, Node
@@ -263,7 +263,7 @@ def _measure(
         ended = {name: answer["last_words"] for name, answer in answers.items() if answer["code"]}
         not_started = {name: words for name, words in ended.items() if name not in spoke}
         return check_answers(progress.stages, progress.failures, where, not_started)
-    report.links = combine([progress.measured[rank] for rank in sorted(progress.measured)], where.node_of)
+    report.links = combine([progress.measured[rank] for rank in sorted(progress.measured)], node_of_ranks(where.ranks))
     if not report.has_gpus:
         _take_round_trips(report, reached)
     _keep(report)

@@ -38,8 +38,13 @@ class Measured:
         return min((self.pairs[pair]["bytes_per_second"] for pair in self.again or self.pairs), default=0.0)
 
 
+def node_of_ranks(nodes: list[list[int]]) -> list[int]:
+    """Number of the node of each rank, from the ranks of each node."""
+    return [node for _, node in sorted((rank, node) for node, ranks in enumerate(nodes) for rank in ranks)]
+
+
 def combine(of_ranks: list[dict[str, Any]], node_of: list[int]) -> Measured:
-    """The measurements of all ranks (`measuring.measure_all`), ordered by rank, as one value; rates of a node's ranks
+    """The measurements of all ranks (`smoke.measure_all`), ordered by rank, as one value; rates of a node's ranks
     side by side add up.
     """
     total = Measured()

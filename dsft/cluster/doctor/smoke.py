@@ -1,26 +1,37 @@
-"""The smoke test's ranks on one node: `python -m dsft.cluster.doctor.smoke`, started by the phase `measure`.
+"""The smoke test's ranks: a sum that must be right, then rates of links and ranks.
 
-Imports torch, then waits for a line of JSON with the ranks, the master's address and the pairs; forks a process per
+    python -m dsft.cluster.doctor.smoke      the ranks of one node, started by the phase `measure`
+
+imports torch, then waits for a line of JSON with the ranks, the master's address and the pairs; forks a process per
 slot (torch is imported once, CUDA not yet touched) and writes a line for each stage of each rank, so that whoever does
-not answer can be named.
+not answer can be named. Ranks that a launcher has started call `take_part` themselves.
 """
 
 import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dsft.cluster.doctor.measuring import Place, measure_all
+from dsft.cluster.doctor.links import combine, node_of_ranks, pair_rates, partners, slow_keys
+from dsft.cluster.doctor.measuring import all_reduce_bytes, exchange_rate, matmul_flops, median_seconds
 from dsft.cluster.doctor.phase import MARK
 
 LIFE_SECONDS = 30
 """A rank that has not finished by then ends, wherever it waits; the head names it by the last it said."""
+CHECKED = 2**18
+"""Numbers in the sum that must be right."""
+SUSPECTS = 6
+"""So many outliers are measured again, alone: next to others a link or a core may just have been busy."""
+AGAIN = 4
+"""Chances that an outlier is given."""
 
 
 def main() -> None:
@@ -29,9 +40,9 @@ def main() -> None:
     if not line:
         return  # the test is not wanted
     options = json.loads(line)
-    ranks = options["nodes"][options["node"]]
     if options["devices"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, options["devices"]))
+    ranks = options["nodes"][options["node"]]
     children = [pid for local, rank in enumerate(ranks) if (pid := _fork(local, rank, options))]
     sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in children))
 
@@ -49,15 +60,19 @@ def _fork(local: int, rank: int, options: dict[str, Any]) -> int:
 
 def _run(local: int, rank: int, options: dict[str, Any]) -> None:
     signal.alarm(LIFE_SECONDS)
-    world = sum(len(ranks) for ranks in options["nodes"])
     os.environ |= {
         "RANK": str(rank),
-        "WORLD_SIZE": str(world),
+        "WORLD_SIZE": str(sum(map(len, options["nodes"]))),
         "LOCAL_RANK": str(local),
         "MASTER_ADDR": options["master"],
         "MASTER_PORT": str(options["port"]),
     }
     take_part(local, rank, options, lambda **content: _write(rank=rank, **content))
+
+
+def _write(**content: Any) -> None:
+    """One write, so that lines of several ranks do not mix."""
+    os.write(1, (MARK + json.dumps(content) + "\n").encode())
 
 
 def take_part(
@@ -77,15 +92,11 @@ def take_part(
         torch.cuda.set_device(local)
     torch.set_num_threads(1)  # cores are compared, not how many of them the slots leave to each rank
     tell(stage="joining the others")
-    meeting = (
-        {}
-        if store is None
-        else {"store": store, "rank": rank, "world_size": sum(len(ranks) for ranks in options["nodes"])}
-    )
+    world = sum(map(len, options["nodes"]))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if options["gpu"] else "gloo",
         timeout=timedelta(seconds=options["group_seconds"]),
-        **meeting,
+        **({"store": store, "rank": rank, "world_size": world} if store else {}),
     )
     place = Place(
         rank=rank,
@@ -98,9 +109,89 @@ def take_part(
     dist.barrier()
 
 
-def _write(**content: Any) -> None:
-    """One write, so that lines of several ranks do not mix."""
-    os.write(1, (MARK + json.dumps(content) + "\n").encode())
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """This rank among the others, and who sits where."""
+
+    rank: int
+    nodes: list[list[int]]
+    """Ranks of each node."""
+    rounds: list[list[tuple[int, int]]]
+    """Pairs of nodes that exchange side by side, round after round."""
+    device: torch.device
+
+    @property
+    def node(self) -> int:
+        return node_of_ranks(self.nodes)[self.rank]
+
+
+def measure_all(place: Place, report: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Every rank's measurements, on every rank, for `links.combine`. `report` is told each stage as it begins. Like all
+    functions below it is collective.
+    """
+    report("adding up numbers of all ranks")
+    mine: dict[str, Any] = {"wrong": _wrong_sum(place), "pairs": {}, "again": []}
+    few = torch.zeros(16, device=place.device)
+    mine["collective_seconds"] = median_seconds(lambda: dist.all_reduce(few), place.device)
+    report("exchanging with other nodes")
+    for other in partners(place.rounds, place.node):
+        _measure_pair(place, other, mine)
+    report("exchanging inside the node")
+    mine["inside"] = _inside_rate(place)
+    report("multiplying matrices")
+    dist.barrier()
+    mine["flops"] = matmul_flops(place.device)
+    report("measuring outliers again")
+    total = combine(_gather(mine), node_of_ranks(place.nodes))
+    rates = pair_rates(total)
+    for pair in slow_keys(rates, reference=max(rates.values(), default=0.0))[:SUSPECTS]:
+        if place.node in pair:
+            mine["again"].append(pair[pair[0] == place.node])
+            for _ in range(AGAIN):
+                _measure_pair(place, mine["again"][-1], mine)
+        dist.barrier()
+    for rank in slow_keys(total.flops)[:SUSPECTS]:
+        for _ in range(AGAIN if rank == place.rank else 0):
+            time.sleep(0.05)
+            mine["flops"] = max(mine["flops"], matmul_flops(place.device))
+        dist.barrier()
+    return _gather(mine)
+
+
+def _gather(mine: dict[str, Any]) -> list[dict[str, Any]]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _wrong_sum(place: Place) -> bool:
+    """Whether an all-reduce gives another sum than plain arithmetic. Whole numbers below 2^24 are exact in fp32."""
+    numbers, world = torch.arange(CHECKED, dtype=torch.int64), dist.get_world_size()
+    expected = sum((numbers * (rank + 1)) % 97 for rank in range(world))
+    total = ((numbers * (place.rank + 1)) % 97).to(place.device, torch.float32)
+    dist.all_reduce(total)
+    return not torch.equal(total.cpu().to(torch.int64), expected)
+
+
+def _measure_pair(place: Place, other: int, mine: dict[str, Any]) -> None:
+    """Exchange with the rank of the same number on the other node, if it has one; keeps the better of this and an
+    earlier time.
+    """
+    local = place.nodes[place.node].index(place.rank)
+    if local < len(place.nodes[other]):
+        rate, seconds = exchange_rate(place.nodes[other][local], place.device)
+        before = mine["pairs"].get(other, (0.0, seconds))
+        mine["pairs"][other] = (max(rate, before[0]), min(seconds, before[1]))
+
+
+def _inside_rate(place: Place) -> float:
+    """Bytes per second that a rank gets in an all-reduce over its node; 0 on a node with one rank."""
+    ranks = place.nodes[place.node]
+    if len(ranks) == 1:
+        return 0.0
+    # The only groups that are made: torch names such a group by how many a rank has, which must be the same for all its
+    # members.
+    return all_reduce_bytes(place.device, dist.new_group(ranks, use_local_synchronization=True))
 
 
 if __name__ == "__main__":
