@@ -13,6 +13,7 @@ from conftest import ROOT
 from dsft.cluster.launch.commands import BUILDERS, RUNNERS, build_command, shown
 from dsft.cluster.launch.environment import forwarded, write_env_file
 from dsft.cluster.launch.options import WAYS, read_launch
+from dsft.cluster.launch.run import resumed
 from dsft.errors import UserError
 from dsft.watchdog.processes import descendants, is_launcher, start_time
 
@@ -143,6 +144,13 @@ def test_a_wrong_option_is_named(argv, named, monkeypatch):
     with pytest.raises(UserError, match=None) as error:
         command(*argv)
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize("given", [[], ["--resume_from_checkpoint"], ["--resume-from-checkpoint=a"]])
+def test_a_restart_resumes_from_the_last_checkpoint_whatever_the_first_start_did(given):
+    """An option that stands twice would be refused."""
+    for words in ([*given, "--max_steps", "4"], ["--max_steps", "4", *given]):
+        assert resumed(words) == ["--max_steps", "4", "--resume_from_checkpoint", "auto"]
 
 
 def test_secrets_and_what_a_shell_would_break_stay_here(tmp_path, monkeypatch):

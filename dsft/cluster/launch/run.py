@@ -134,6 +134,12 @@ def end_group(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def resumed(script: list[str]) -> list[str]:
+    """Returns the words of a training with `--resume_from_checkpoint auto`, once, whatever they said of it."""
+    _, others = split_flags(script, {"resume_from_checkpoint": str})
+    return [*others, "--resume_from_checkpoint", "auto"]
+
+
 def launch(argv: list[str]) -> int:
     """Print and run the command for `[options] train|eval [words]`, again after a failure up to `max_restarts` times;
     returns the exit code.
@@ -151,7 +157,7 @@ def launch(argv: list[str]) -> int:
         examine_first(options, script)
     for attempt in range(options.max_restarts + 1):
         if attempt and name == "train":  # an evaluation resumes by itself
-            script = [*split_flags(script, {"resume_from_checkpoint": str})[1], "--resume_from_checkpoint", "auto"]
+            script = resumed(script)
         command = build_command(options, name, script)
         print("dsft: " + shlex.join(shown(command)), flush=True)
         if options.dry_run:
