@@ -6,6 +6,8 @@ KiB, MiB, GiB, TiB = 1024, 1024**2, 1024**3, 1024**4
 MB, GB, TB = 1000**2, 1000**3, 1000**4
 BYTES = {"MB": MB, "GB": GB, "TB": TB, "MiB": MiB, "GiB": GiB, "TiB": TiB}
 """Unit as users may write it -> its bytes."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""torch's name of a dtype -> bytes of one number."""
 PADDED_MULTIPLE = 8
 """Rows are padded to a multiple of this: what matrix units like."""
 

@@ -15,7 +15,7 @@ from dsft.errors import UserError, raise_if_any
 from dsft.models.build import resolve_dtype
 from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation
 from dsft.planner.export import write_plan
-from dsft.planner.measured_speeds import calibrate
+from dsft.planner.measuring import calibrate
 from dsft.planner.plan import Job, as_dict
 from dsft.planner.speeds import GPUS, gpu_name
 from dsft.run_setup.plan import choose_plan, paper_job, speeds_for
@@ -35,7 +35,7 @@ def run(options: PlanOptions) -> None:
     if options.calibrate:
         if not machines[0].measured:
             raise UserError(["--calibrate measures this machine; leave out --gpus, --hostfile and --gpu_type"])
-        file = calibrate(machines[0], half=dtype != "float32")
+        file = calibrate(machines[0], dtype=dtype)
         print(f"dsft: speeds measured and kept in {file}", file=sys.stderr)
     job = paper_job(training_options(options, dtype), attention=options.attention)
     if options.perplexity and (len(machines) > 1 or options.write or options.explain):

@@ -196,13 +196,13 @@ def choose_zero(candidate: _Candidate, machine: Machine, dtype: str) -> str:
     job = Job(
         size=candidate.facts.size,
         model_config=candidate.facts.config,
-        half=dtype != "float32",
+        dtype=dtype,
         seq_len=candidate.config.seq_len,
         attention=attention_of(candidate.facts, seq_len=candidate.config.seq_len, padded=False),
     )
     chosen, why = choose_evaluation(
         all_evaluation_plans(
-            job, machine, speeds_of(machine, half=job.half), batch_tokens=candidate.config.batch_tokens
+            job, machine, speeds_of(machine, dtype=job.dtype), batch_tokens=candidate.config.batch_tokens
         ),
         machine,
     )

@@ -1,36 +1,41 @@
-"""Bytes that activations take on one GPU: closed formulas for common architectures, a trace over fake tensors for all
-others.
+"""Bytes that activations take on one GPU, from a trace of the real model over fake tensors (activation_trace.py).
 
-The coefficients were read off what autograd holds in transformers 5.23, tensor by tensor; tests hold every component
-against the trace
-of the real model (trace.py). Weights and gradients are not counted, nor is workspace of matrix products.
-
-Widths in formulas: h hidden, q heads x head_dim, kv key-value heads x head_dim, i feed-forward, V vocabulary, r rank of
-the adapters,
-e bytes of one number (2 in bf16, 4 in fp32).
+A trace takes seconds, so it is kept: in this process, and on disk in `~/.cache/dsft/activations/` (XDG_CACHE_HOME is
+followed) under a hash of everything that it depends on. Weights and gradients are not counted, nor is workspace of
+matrix products.
 """
 
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import torch
 from peft import LoraConfig
-from transformers import PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig
 
+from dsft.errors import one_line
 from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE
 from dsft.models.size import ModelSize
-from dsft.planner.activation_trace import Attention, trace_model
+from dsft.planner.activation_trace import EvaluationTrace, TrainingTrace, trace_evaluation, trace_training
+from dsft.planner.fake_model import Attention
 from dsft.planner.terms import Term
+from dsft.runtime.disk import user_cache, write_json
+from dsft.units import DTYPE_BYTES
 
 Loss = Literal["hf", "fused"]
-"""hf: transformers' ForCausalLMLoss, over all logits in fp32. fused: logits in stretches that are never whole (Liger's
+"""hf: transformers' ForCausalLMLoss, over all logits in fp32. fused: logits of some tokens at a time (Liger's
 fused_linear_cross_entropy).
 """
-
-RMS_NORM_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-GEMMA_FAMILIES = ("gemma2", "gemma3_text")
-QK_NORM_FAMILIES = ("qwen3", "qwen3_moe", "gemma3_text")
-MOE_FAMILIES = ("mixtral", "qwen3_moe")
+BATCHES = (1, 4)
+"""Sequences of the two micro batches that are traced: what a batch takes is a line through them."""
+UNTRACEABLE = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What a model's own code raises where it does not run over fake tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,23 +43,20 @@ class Cost:
     """Bytes that grow with the micro batch."""
 
     per_token: float = 0.0
-    per_pair: float = 0.0
-    """For each token and each position of its sequence, where attention makes such a matrix."""
+    """At the length of sequences that was traced: where attention makes a matrix, a longer sequence takes more."""
     fixed: float = 0.0
     """Whatever the micro batch."""
 
-    def num_bytes(self, num_tokens: int, seq_len: int) -> int:
-        return int(self.fixed + num_tokens * (self.per_token + self.per_pair * seq_len))
+    def num_bytes(self, num_tokens: int) -> int:
+        return int(self.fixed + num_tokens * self.per_token)
 
-    def formula(self, num_tokens: int, seq_len: int) -> str:
+    def formula(self, num_tokens: int) -> str:
         parts = [f"{num_tokens:,} tokens x {self.per_token:,.0f} B"] if self.per_token else []
-        parts += [f"{num_tokens:,} tokens x {seq_len:,} positions x {self.per_pair:,.6g} B"] if self.per_pair else []
-        parts += [f"{self.fixed:,.0f} B"] if self.fixed >= 1 else []
-        return " + ".join(parts)
+        return " + ".join(parts + ([f"{self.fixed:,.0f} B"] if self.fixed >= 1 else []))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActivationBytes:
+class TrainingActivations:
     """What a forward and backward of one micro batch holds on one GPU besides weights and gradients."""
 
     num_layers: int
@@ -72,26 +74,16 @@ class ActivationBytes:
     """Without: the most one layer's backward takes above what is saved."""
     head: Cost
     """Final norm, logits, loss and their backward, at their most."""
-    eval_backbone: Cost
-    """Peak of the model without its head and without gradients, with the same attention (dsft's evaluation feeds no
-    mask).
-    """
-    eval_hidden: Cost
-    """Hidden states of all positions, and of the scored ones once more."""
-    eval_logit_bytes: int
-    """Of one element of the logits that evaluation makes at once (models/chunked_head.py: ROW_TILE by VOCAB_TILE)."""
-    vocab_size: int
     source: str
-    """"formula of <family>" or "fake-tensor trace"."""
+    """"fake-tensor trace", or of what other model and why."""
 
-    def terms(self, num_tokens: int, seq_len: int, checkpointing: bool) -> list[Term]:
-        """What is alive at the peak.
+    def terms(self, num_tokens: int, checkpointing: bool) -> list[Term]:
+        """List what is alive at the peak.
 
         The head's peak and that of a layer's backward come at different moments, both while all layers hold theirs.
 
         Args:
             num_tokens: of one micro batch on one rank, padding included.
-            seq_len: the length its sequences are padded to.
         """
         layer, layer_name = (
             (self.layer_input, "layer inputs (checkpointing)")
@@ -99,324 +91,197 @@ class ActivationBytes:
             else (self.layer_saved, "saved activations")
         )
         backward = self.layer_transient if checkpointing else self.layer_backward
-        size = (num_tokens, seq_len)
         last, last_name = max(
             (self.head, "logits and loss"),
             (backward, "backward of one layer"),
-            key=lambda pair: pair[0].num_bytes(*size),
+            key=lambda pair: pair[0].num_bytes(num_tokens),
         )
-        kept = Cost(
-            per_token=self.num_layers * layer.per_token,
-            per_pair=self.num_layers * layer.per_pair,
-            fixed=self.num_layers * layer.fixed,
-        )
+        layers_bytes = int(self.num_layers * (layer.fixed + num_tokens * layer.per_token))
+        parts = [
+            ("rotary angles and masks", self.once.num_bytes(num_tokens), self.once.formula(num_tokens)),
+            (layer_name, layers_bytes, f"{self.num_layers} layers x ({layer.formula(num_tokens)})"),
+            (last_name, last.num_bytes(num_tokens), last.formula(num_tokens)),
+        ]
         return [
-            Term(
-                name="rotary angles and masks",
-                num_bytes=self.once.num_bytes(*size),
-                formula=self.once.formula(*size),
-                phase="compute",
-            ),
-            Term(
-                name=layer_name,
-                num_bytes=kept.num_bytes(*size),
-                formula=f"{self.num_layers} layers x ({layer.formula(*size)})",
-                phase="compute",
-            ),
-            Term(name=last_name, num_bytes=last.num_bytes(*size), formula=last.formula(*size), phase="compute"),
+            Term(name=name, num_bytes=num_bytes, formula=formula, phase="compute") for name, num_bytes, formula in parts
         ]
 
-    def eval_peak_bytes(self, num_tokens: int, seq_len: int, device: Literal["cpu", "cuda"]) -> int:
-        """Of one batch of an evaluation: the backbone, then logits tile by tile over its hidden states."""
-        tile = min(num_tokens, ROW_TILE[device]) * min(self.vocab_size, VOCAB_TILE[device]) * self.eval_logit_bytes
-        return max(
-            self.eval_backbone.num_bytes(num_tokens, seq_len), self.eval_hidden.num_bytes(num_tokens, seq_len) + tile
-        )
-
-    def peak_bytes(self, num_tokens: int, seq_len: int, checkpointing: bool) -> int:
-        return sum(term.num_bytes for term in self.terms(num_tokens, seq_len, checkpointing))
-
-
-def activation_bytes(
-    size: ModelSize,
-    model_config: PreTrainedConfig,
-    *,
-    method: str,
-    half: bool,
-    attention: Attention,
-    loss: Loss,
-    adapters: LoraConfig | None = None,
-    seq_len: int = 2048,
-) -> ActivationBytes:
-    """The formula of the model's family, or the trace where there is none.
-
-    Args:
-        method: full, lora or qlora.
-        half: bf16 or fp16 activations, else fp32.
-        attention: see trace.py. Only "flash" and "sdpa" have formulas.
-        adapters: with lora and qlora; the formulas know all linear layers without dropout, others are traced.
-        seq_len: where a trace is needed, it is exact at this length (and fitted through shorter ones).
-
-    Raises:
-        Whatever the model's own code raises under the trace (where it asks tensors for their values, say).
-    """
-    text = model_config.get_text_config()
-    usual_adapters = adapters is None or (
-        adapters.target_modules == "all-linear"
-        and not adapters.lora_dropout
-        and not adapters.use_dora
-        and not adapters.modules_to_save
-    )
-    family = text.model_type
-    if family == "gpt2" and text.activation_function != "gelu_new":
-        known = False
-    elif family in MOE_FAMILIES:
-        known = method == "full" and not getattr(
-            text, "mlp_only_layers", None
-        )  # peft merges adapters of fused experts: bytes of the weights' size
-    else:
-        known = family in RMS_NORM_FAMILIES + GEMMA_FAMILIES + ("gpt2",)
-    if known and usual_adapters and attention != "eager":
-        shape = _Shape(
-            h=size.hidden_size,
-            q=size.num_heads * size.head_dim,
-            kv=size.kv_size,
-            heads=size.num_heads,
-            i=size.ffn_size,
-            r=size.lora_r,
-            e=2 if half else 4,
-            full=method == "full",
-            repeats_kv=attention == "sdpa" and size.kv_size != size.num_heads * size.head_dim,
-            masked=attention == "sdpa",
-            head_dim=size.head_dim,
-            vocab=size.vocab_size,
-        )
-        return _formula(shape, text, size, loss)
-    if method != "full" and adapters is None:
-        adapters = LoraConfig(task_type="CAUSAL_LM", r=size.lora_r, target_modules="all-linear")
-    return _traced(model_config, size, half=half, attention=attention, loss=loss, adapters=adapters, seq_len=seq_len)
+    def peak_bytes(self, num_tokens: int, checkpointing: bool) -> int:
+        return sum(term.num_bytes for term in self.terms(num_tokens, checkpointing))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Shape:
-    h: int
-    q: int
-    kv: int
-    heads: int
-    i: int
-    r: int
-    e: int
-    full: bool
-    repeats_kv: bool
-    masked: bool
-    head_dim: int
-    vocab: int
+class EvaluationActivations:
+    """What scoring one batch holds on one GPU besides weights: the backbone, then logits tile by tile."""
 
-
-def _norm(s: _Shape, text: PreTrainedConfig, width: int, rows: int, *, output_kept: bool) -> int:
-    """Saved by an RMSNorm over `rows` rows of a token, `width` numbers together."""
-    if text.model_type in GEMMA_FAMILIES:
-        saved = 4 * width + (
-            4 * width if s.full else 0
-        )  # fp32 input; fp32 normalised (the gradient of the weight needs it)
-    else:
-        saved = 4 * width + (s.e * width if s.full else 0)  # fp32 input; normalised, in the model's dtype
-    return (
-        saved + 4 * rows + (s.e * width if output_kept else 0)
-    )  # 1 / rms; the output, where a linear layer needs its input
-
-
-def _attention(s: _Shape, text: PreTrainedConfig) -> int:
-    """Saved by attention, its input left out."""
-    saved = (
-        s.e * (2 * s.q + 2 * (s.q if s.repeats_kv else s.kv)) + 4 * s.heads
-    )  # rotated query, output; key, value; log-sums in fp32
-    if text.model_type == "gpt2":
-        return s.e * 4 * s.h + 4 * s.heads  # query, key and value in one; output
-    if text.model_type in QK_NORM_FAMILIES:
-        saved += _norm(s, text, s.q, s.heads, output_kept=False) + _norm(
-            s, text, s.kv, s.kv // s.head_dim, output_kept=False
-        )
-    return saved
-
-
-def _feed_forward(s: _Shape, text: PreTrainedConfig) -> int:
-    """Saved by the feed-forward layer, its input left out."""
-    if text.model_type == "gpt2":
-        return s.e * 5 * s.i  # gelu_new in Python: x, x / 2, tanh, 1 + tanh, product
-    saved = s.e * 4 * s.i  # gate, act(gate), up, product; with experts, of the active ones together
-    if text.model_type in MOE_FAMILIES:
-        k = text.num_experts_per_tok
-        saved += s.e * 2 * s.h * k  # inputs and outputs of the experts, once per active expert
-        saved += 4 * text.num_local_experts + 44 * k  # router's softmax in fp32; indices of int64 and weights in fp32
-    return saved
-
-
-def _formula(s: _Shape, text: PreTrainedConfig, size: ModelSize, loss: Loss) -> ActivationBytes:
-    gpt2, gemma = text.model_type == "gpt2", text.model_type in GEMMA_FAMILIES
-    if gpt2:
-        norms, post_norms = (
-            2 * (2 * s.e * s.h) + (2 * s.h if text.resid_pdrop else 0),
-            0,
-        )  # LayerNorm: input, output; dropout's masks of bools
-    else:
-        norms = 2 * _norm(s, text, s.h, 1, output_kept=True)
-        post_norms = 2 * _norm(s, text, s.h, 1, output_kept=False) if gemma else 0
-    attention = _attention(s, text)
-    adapters = s.e * s.r * (4 if gpt2 else 7)  # what each A matrix puts out
-    saved = norms + post_norms + attention + _feed_forward(s, text) + adapters
-    input_shared = (
-        s.e * s.h if gpt2 or s.e == 4 else 0
-    )  # the first norm saves the layer's input itself, not a copy in fp32
-    at_attention = s.e * s.h + (norms + post_norms) / 2 + attention + _attention_backward(s) - saved
-    backward = max(*_feed_forward_backward(s, text, post_norms / 2), at_attention)
-    kinds = len(set(text.layer_types)) if getattr(text, "layer_types", None) else 1
-    masks = kinds if s.masked else 0  # one of bools for each kind of layer
-    bias = s.e if s.masked else 0  # the mask in the query's dtype, made anew in every layer
-    once = (
-        8 if gpt2 else 8 + 2 * s.e * s.head_dim * (kinds if text.model_type == "gemma3_text" else 1)
-    )  # positions in int64; sin and cos
-    once += s.h if gpt2 and text.embd_pdrop else 0  # mask of dropout
-    once += (
-        0 if s.full else s.e * s.h
-    )  # enable_input_require_grads makes the embedding's output a leaf, which lives as long as the graph
-    return ActivationBytes(
-        num_layers=size.num_layers,
-        once=Cost(per_token=once, per_pair=masks),
-        layer_saved=Cost(per_token=saved, per_pair=bias),
-        layer_input=Cost(per_token=s.e * s.h),
-        layer_transient=Cost(per_token=saved - input_shared + backward, per_pair=bias),
-        layer_backward=Cost(per_token=backward),
-        head=_head(s, text, loss),
-        eval_backbone=Cost(per_token=_forward(s, text), per_pair=masks + bias),
-        **_eval_head(s.h, s.e, text),
-        source=f"formula of {text.model_type}",
-    )
-
-
-def _feed_forward_backward(s: _Shape, text: PreTrainedConfig, post_norm: float) -> list[int]:
-    """Peaks of the feed-forward's backward, above what the layer saves. Each holds the residual's gradient, e h."""
-    k = text.num_experts_per_tok if text.model_type in MOE_FAMILIES else 0
-    # The gradients of act(gate) x up and of its two factors; the product itself, the experts' output and the norm
-    # behind are gone.
-    peaks = [s.e * (s.h + 2 * s.i - s.h * k) - post_norm]
-    if text.model_type == "gpt2" and text.resid_pdrop:
-        peaks[0] -= s.h  # the dropout's mask is gone
-    if post_norm:
-        peaks.append(
-            s.e * s.h + 20 * s.h - (4 * s.h if s.full else 0)
-        )  # five gradients in fp32 within the norm behind, whose normalised output is gone
-    if k:
-        weights = (
-            4 if text.model_type == "mixtral" else s.e
-        )  # bytes of a routing weight, and so of what it is multiplied with
-        peaks.append(
-            s.e * s.h + (3 * weights + (s.e if weights != s.e else 0)) * s.h * k
-        )  # experts' outputs: put in order, weighted, cast
-    return peaks
-
-
-def _attention_backward(s: _Shape) -> int:
-    """Gradients in attention's backward kernel: of output, query, key, value, and FlashAttention's buffers
-    (flash_api.cpp, mha_bwd).
+    backbone: Cost
+    """Peak of the model without its head and without gradients, with the same attention (dsft feeds no mask)."""
+    hidden: Cost
+    """Hidden states of all positions, and of the scored ones once more."""
+    logit_bytes: int
+    """Of one row and word of a tile, ROW_TILE by VOCAB_TILE: in the model's dtype (twice with a softcap, around tanh),
+    beside the last tile or its own copy in fp32.
     """
-    gradients = s.e * (2 * s.q + 2 * (s.q if s.repeats_kv else s.kv)) + 4 * s.heads
-    if s.e == 2 and not s.masked:
-        gradients += 4 * s.q + (
-            2 * s.e * s.q if s.kv != s.q else 0
-        )  # query's gradient in fp32; key's and value's for all query heads
-    return gradients
+    vocab_size: int
+
+    def peak_bytes(self, num_tokens: int, device: Literal["cpu", "cuda"]) -> int:
+        tile = min(num_tokens, ROW_TILE[device]) * min(self.vocab_size, VOCAB_TILE[device]) * self.logit_bytes
+        return max(self.backbone.num_bytes(num_tokens), self.hidden.num_bytes(num_tokens) + tile)
 
 
-def _head(s: _Shape, text: PreTrainedConfig, loss: Loss) -> Cost:
-    """After the last layer. transformers.loss.loss_utils.ForCausalLMLoss;
-    liger_kernel/ops/fused_linear_cross_entropy.py.
-    """
-    norm = 2 * s.e * s.h if text.model_type == "gpt2" else _norm(s, text, s.h, 1, output_kept=s.full or loss == "fused")
-    if loss == "fused":
-        # Gradient of the hidden states; logits of a stretch of tokens, so many that they take h to 2 h numbers per
-        # token of the batch.
-        return Cost(per_token=norm + s.e * s.h + s.e * 2 * s.h)
-    # In fp32: log-softmax, its gradient, the logits' gradient. The logits themselves are gone: the Trainer drops the
-    # outputs before the backward.
-    logits = 12 * s.vocab
-    if getattr(text, "final_logit_softcapping", None):
-        logits += s.e * s.vocab  # tanh
-    return Cost(per_token=norm + logits)
-
-
-def _forward(s: _Shape, text: PreTrainedConfig) -> int:
-    """Peak of a layer's feed-forward without gradients; 4 h: embedding output, layer input, residual, normalised."""
-    if text.model_type == "gpt2":
-        return s.e * (4 * s.i + 6 * s.h)  # of gelu_new
-    if text.model_type in MOE_FAMILIES:
-        k, weights = text.num_experts_per_tok, 4 if text.model_type == "mixtral" else s.e
-        # gate and up in one, act(gate), product, and the experts' inputs; or inputs, outputs, outputs weighted and put
-        # in order
-        return s.e * 4 * s.h + max(s.e * (4 * s.i + s.h * k), (2 * s.e + 2 * weights) * s.h * k)
-    return s.e * ((3 if s.full else 4) * s.i + 4 * s.h)  # act(gate), up, product, and what an adapter adds
-
-
-def _eval_head(hidden_size: int, e: int, text: PreTrainedConfig) -> dict:
-    softcap = bool(getattr(text, "final_logit_softcapping", None))
-    # A tile in the model's dtype (two with a softcap, around tanh) beside the last one or its own copy, both in fp32.
-    return {
-        "eval_hidden": Cost(per_token=2 * e * hidden_size),
-        "eval_logit_bytes": 4 + e * (2 if softcap else 1),
-        "vocab_size": text.vocab_size,
-    }
-
-
-def _traced(
-    model_config: PreTrainedConfig,
+def training_activations(
     size: ModelSize,
+    model_config: PreTrainedConfig,
     *,
-    half: bool,
+    dtype: str,
     attention: Attention,
     loss: Loss,
-    adapters: LoraConfig | None,
     seq_len: int,
-) -> ActivationBytes:
-    """Traces of one sequence of two or three lengths give what is fixed, what grows with tokens, and what with pairs of
-    them.
+    adapters: LoraConfig | None = None,
+) -> TrainingActivations:
+    """Trace a model's training, or that of a Llama of the same widths where its code does not run over fake tensors.
+
+    Args:
+        dtype: float32, bfloat16 or float16.
+        adapters: with lora and qlora.
+        seq_len: the length that sequences are padded to.
     """
-    lengths = (seq_len // 2, seq_len) if attention == "flash" else (seq_len // 4, seq_len // 2, seq_len)
-    traces = [
-        trace_model(
-            model_config,
-            batch=1,
-            seq_len=length,
-            dtype=torch.bfloat16 if half else torch.float32,
-            attention=attention,
-            adapters=adapters,
-        )
-        for length in lengths
-    ]
+    options = {"seq_len": seq_len, "dtype": dtype, "adapters": adapters}
+    source = "fake-tensor trace"
+    try:
+        traces = _cached(trace_training, TrainingTrace, model_config, attention=attention, **options)
+    except UNTRACEABLE as error:
+        traces = _cached(trace_training, TrainingTrace, _like_llama(size), attention="flash", **options)
+        source += f" of llama, since {size.model_type} could not be traced ({one_line(error)[:100]})"
 
     def fit(name: str, divisor: int = 1) -> Cost:
-        values = [getattr(trace, name) / divisor for trace in traces]
-        powers = torch.tensor(
-            [[length**power for power in range(len(lengths))] for length in lengths], dtype=torch.float64
-        )
-        fixed, per_token, *per_pair = torch.linalg.solve(powers, torch.tensor(values, dtype=torch.float64)).tolist()
-        return Cost(fixed=fixed, per_token=per_token, per_pair=sum(per_pair))
+        return _line([getattr(trace, name) / divisor for trace in traces], seq_len)
 
-    text, e = model_config.get_text_config(), 2 if half else 4
-    # Fused: as in _head, with an RMSNorm before it.
-    head = (
-        fit("head")
-        if loss == "hf"
-        else Cost(per_token=(4 + e * (2 if adapters is None else 1) + 3 * e) * text.hidden_size)
-    )
-    return ActivationBytes(
+    return TrainingActivations(
         num_layers=size.num_layers,
         once=fit("once"),
         layer_saved=fit("layers_saved", size.num_layers),
         layer_input=fit("layers_input", size.num_layers),
         layer_transient=fit("layer_transient"),
         layer_backward=fit("layer_backward"),
-        head=head,
-        eval_backbone=fit("forward"),
-        **_eval_head(text.hidden_size, e, text),
-        source="fake-tensor trace",
+        head=fit("head") if loss == "hf" else _fused_head(size, dtype, trained=adapters is None),
+        source=source,
     )
+
+
+def evaluation_activations(
+    size: ModelSize,
+    model_config: PreTrainedConfig,
+    *,
+    dtype: str,
+    attention: Attention,
+    seq_len: int,
+    adapters: LoraConfig | None = None,
+) -> EvaluationActivations:
+    """Trace a model's forward; arguments and fallback as for `training_activations`."""
+    options = {"seq_len": seq_len, "dtype": dtype, "adapters": adapters}
+    try:
+        traces = _cached(trace_evaluation, EvaluationTrace, model_config, attention=attention, **options)
+    except UNTRACEABLE:
+        traces = _cached(trace_evaluation, EvaluationTrace, _like_llama(size), attention="flash", **options)
+    itemsize = DTYPE_BYTES[dtype]
+    softcap = getattr(model_config.get_text_config(), "final_logit_softcapping", None)
+    return EvaluationActivations(
+        backbone=_line([trace.backbone for trace in traces], seq_len),
+        hidden=Cost(per_token=2 * itemsize * size.hidden_size),
+        logit_bytes=4 + itemsize * (2 if softcap else 1),
+        vocab_size=size.vocab_size,
+    )
+
+
+def _line(values: list[float], seq_len: int) -> Cost:
+    """The cost that gives these values at BATCHES."""
+    (few, many), (less, more) = BATCHES, values
+    per_sequence = (more - less) / (many - few)
+    return Cost(fixed=less - few * per_sequence, per_token=per_sequence / seq_len)
+
+
+def _fused_head(size: ModelSize, dtype: str, *, trained: bool) -> Cost:
+    """What Liger's fused loss takes, which no CPU can trace (liger_kernel/ops/fused_linear_cross_entropy.py).
+
+    The final norm's input in fp32, its output and, where its weight is trained, what is normalised; the gradient of the
+    hidden states; logits of a stretch of tokens, so many that they take up to twice that.
+    """
+    itemsize = DTYPE_BYTES[dtype]
+    return Cost(per_token=(4 + itemsize * (5 if trained else 4)) * size.hidden_size)
+
+
+def _like_llama(size: ModelSize) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=size.hidden_size,
+        intermediate_size=size.ffn_size,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=size.num_heads,
+        num_key_value_heads=max(1, size.kv_size // size.head_dim),
+        head_dim=size.head_dim,
+        vocab_size=size.vocab_size,
+    )
+
+
+Result = TypeVar("Result", TrainingTrace, EvaluationTrace)
+_known: dict[str, list] = {}
+"""Traces of this process, by key."""
+
+
+def _cached(
+    trace: Callable[..., list[Result]],
+    result_type: type[Result],
+    model_config: PreTrainedConfig,
+    *,
+    dtype: str,
+    adapters: LoraConfig | None,
+    **options: Any,
+) -> list[Result]:
+    """Trace this model at BATCHES, or take it from this process or from disk; what is new is kept in both."""
+    facts = {
+        "trace": trace.__name__,
+        "model": model_config.get_text_config().to_dict(),
+        "adapters": adapters and adapters.to_dict(),
+        "dtype": dtype,
+        "code": _code_versions(),
+    }
+    key = hashlib.sha256(json.dumps(facts | options, sort_keys=True, default=_as_text).encode()).hexdigest()[:32]
+    path = user_cache() / "activations" / f"{key}.json"
+    results = _known.get(key) or _read(path, result_type)
+    if results is None:
+        results = trace(model_config, batches=BATCHES, dtype=getattr(torch, dtype), adapters=adapters, **options)
+        _write(path, results)
+    _known[key] = results
+    return results
+
+
+@functools.cache
+def _code_versions() -> list[str]:
+    """List the versions of what a trace runs through, and a hash of the tracing code itself."""
+    folder = Path(__file__).parent
+    source = b"".join((folder / name).read_bytes() for name in ("activation_trace.py", "fake_model.py"))
+    versions = [importlib.metadata.version(name) for name in ("torch", "transformers", "peft")]
+    return [*versions, hashlib.sha256(source).hexdigest(), str(BATCHES)]
+
+
+def _as_text(value: Any) -> Any:
+    """Make JSON of sets, in one order (their own differs from process to process), and text of anything else."""
+    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
+
+
+def _read(path: Path, result_type: type[Result]) -> list[Result] | None:
+    """Read traces from this file; None where there is none or it is damaged."""
+    try:
+        results = [result_type(**values) for values in json.loads(path.read_text(encoding="utf-8"))["results"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    are_numbers = all(type(number) is int for result in results for number in vars(result).values())
+    return results if len(results) == len(BATCHES) and are_numbers else None
+
+
+def _write(path: Path, results: list[Result]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"results": [dataclasses.asdict(result) for result in results]})
+    except OSError:
+        pass  # without a cache the next plan is only slower

@@ -16,7 +16,7 @@ from dsft.planner.step_time import GATHERS_PER_LAYER, collective_seconds, forwar
 from dsft.planner.terms import Term, peak_bytes
 from dsft.planner.zero_layout import describe_job, frozen_bytes
 from dsft.runtime.hardware import Machine
-from dsft.units import in_gib
+from dsft.units import DTYPE_BYTES, in_gib
 
 NAMES = ("0", "3", "3-offload", "3-nvme")
 DEFAULT_BATCH_TOKENS = {True: 16384, False: 4096}
@@ -129,7 +129,7 @@ def _weight_terms(section: dict[str, Any], job: Job, machine: Machine) -> list[T
         {"zero_optimization": section},
         world_size=machine.world_size,
         ranks_per_node=machine.ranks_per_node,
-        half=job.half,
+        dtype=job.dtype,
         has_gpu=machine.has_gpu,
     )
     w, psi, n = state.weight_bytes, frozen.num_params, machine.world_size
@@ -170,15 +170,14 @@ def _activation_terms(job: Job, batch_tokens: int, machine: Machine) -> list[Ter
     """The backbone without gradients, or, after it, hidden states and some rows and words of the logits: whichever is
     more (dsft/perplexity/scoring.py).
     """
-    needed = job.activations.eval_peak_bytes(batch_tokens, job.seq_len, "cuda" if machine.has_gpu else "cpu")
+    activations = job.evaluation_activations
     return [
         Term(
             name="backbone, or hidden states and part of the logits",
-            num_bytes=needed,
+            num_bytes=activations.peak_bytes(batch_tokens, "cuda" if machine.has_gpu else "cpu"),
             phase="compute",
             formula=(
-                f"max(backbone {job.activations.eval_backbone.formula(batch_tokens, job.seq_len)}, hidden states and a"
-                " part of the logits)"
+                f"max(backbone {activations.backbone.formula(batch_tokens)}, hidden states and a part of the logits)"
             ),
         )
     ]
@@ -188,7 +187,7 @@ def _batch_seconds(section: dict[str, Any], batch_tokens: int, job: Job, machine
     """One forward on every rank: products and attention of a causal sequence, gathers, and what comes from host memory
     or NVMe.
     """
-    size, width = job.size, 2 if job.half else 4
+    size, width = job.size, DTYPE_BYTES[job.dtype]
     compute = batch_tokens * forward_flops_per_token(size, job.seq_len) / speeds.flops
     if section.get("stage") != 3:
         return compute

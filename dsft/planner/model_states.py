@@ -28,7 +28,7 @@ def state_terms(
     *,
     world_size: int,
     ranks_per_node: int,
-    half: bool,
+    dtype: str,
     has_gpu: bool,
     fused_optimizer: bool = True,
 ) -> list[Term]:
@@ -36,7 +36,7 @@ def state_terms(
 
     Args:
         deepspeed_config: a whole DeepSpeed configuration; "auto" is understood in the numbers that transformers fills.
-        half: bf16 or fp16 computation with fp32 master weights; else fp32.
+        dtype: of the computation; bfloat16 and float16 have fp32 master weights.
         has_gpu: without, terms of place "device" are what one rank holds in host memory, and nothing is pinned.
         fused_optimizer: torch's fused AdamW (transformers' default); without, its two fp32 copies come on top during
             the step.
@@ -47,7 +47,7 @@ def state_terms(
         deepspeed_config,
         world_size=world_size,
         ranks_per_node=ranks_per_node,
-        half=half,
+        dtype=dtype,
         has_gpu=has_gpu,
         fused_optimizer=fused_optimizer,
     )
@@ -59,17 +59,17 @@ def stage_0(job: ZeroJob) -> list[Term]:
     """Everything on every rank: FP16_UnfusedOptimizer (bf16 and fp16), or torch's optimizer alone (fp32)."""
     w, t = job.weight_bytes, job.size.num_trainable
     frozen, how = frozen_bytes(job)
-    states = 12 if job.half else 8
-    # The engine reduces a flat copy of the gradients; later, with half, fp32 gradients stand beside w ones
+    states = 12 if job.has_fp32_master else 8
+    # The engine reduces a flat copy of the gradients; later, in bf16 and fp16, fp32 gradients stand beside w ones
     # (unfused_optimizer.py, step).
     reduced = w * min(t, STAGE_0_REDUCE_ELEMENTS + job.largest_trained)
-    unscaled = ((4 if job.half else 0) + job.update_bytes) * t
+    unscaled = ((4 if job.has_fp32_master else 0) + job.update_bytes) * t
     return [
         Term(name="weights", num_bytes=frozen + w * t, formula=f"{how} + {w} x {t:,} trained"),
         Term(
             name="optimizer state",
             num_bytes=states * t,
-            formula=f"({'fp32 master 4 + ' if job.half else ''}Adam m 4 + v 4) x {t:,}",
+            formula=f"({'fp32 master 4 + ' if job.has_fp32_master else ''}Adam m 4 + v 4) x {t:,}",
         ),
         Term(name="gradients", num_bytes=w * t, formula=f"{w} x {t:,}"),
         Term(
@@ -179,7 +179,7 @@ def gradients_1_2(job: ZeroJob) -> list[Term]:
         )
     # Beside the share's gradients: a flat copy of them (w) and one in fp32 (4; in fp32 the flat copy is it), after the
     # norm.
-    flat = (job.weight_bytes if job.half else 0) + 4 + job.update_bytes
+    flat = (job.weight_bytes if job.has_fp32_master else 0) + 4 + job.update_bytes
     step = max(0, w * whole + max(flat * share, norm) - held)
     return [
         Term(name="gradients", num_bytes=held, formula=how),
@@ -211,7 +211,7 @@ def stage_3(job: ZeroJob) -> list[Term]:
     if job.optimizer_device == "none":
         largest = min(share, max(on_device) + math.ceil(job.largest_inner / n) * (len(on_device) > 1))
         flat = (
-            (w if job.half else 0) + 4 + job.update_bytes
+            (w if job.has_fp32_master else 0) + 4 + job.update_bytes
         )  # gradients of a sub-group flat, then in fp32 (_prepare_fp32_grad_for_sub_group)
         frozen_kept, trained_kept = persistent_params(job)
         released = (
@@ -372,7 +372,7 @@ def load_terms(
     *,
     world_size: int,
     ranks_per_node: int,
-    half: bool,
+    dtype: str,
     has_gpu: bool,
 ) -> list[Term]:
     """Memory while the model is loaded and handed to DeepSpeed; arguments as for `state_terms`.
@@ -382,7 +382,7 @@ def load_terms(
     needs them, so they are not counted; a file system that cannot map them needs the whole checkpoint on top.
     """
     job = describe_job(
-        size, deepspeed_config, world_size=world_size, ranks_per_node=ranks_per_node, half=half, has_gpu=has_gpu
+        size, deepspeed_config, world_size=world_size, ranks_per_node=ranks_per_node, dtype=dtype, has_gpu=has_gpu
     )
     w, t = job.weight_bytes, size.num_trainable
     adapters = (

@@ -1,8 +1,8 @@
 """Chooses a DeepSpeed configuration: predicts memory and time of every candidate and takes the fastest that fits. Pure
 arithmetic.
 
-    job = Job(size=facts.size, model_config=facts.config, method="full", half=True, seq_len=4096)
-    plans = all_plans(job, machine, speeds_of(machine, half=True))
+    job = Job(size=facts.size, model_config=facts.config, dtype="bfloat16", seq_len=4096)
+    plans = all_plans(job, machine, speeds_of(machine, dtype="bfloat16"))
     chosen = choose(plans, machine)
 
 A prediction is made from the very DeepSpeed configuration that training would get: `plan.deepspeed_config`.
@@ -15,13 +15,18 @@ from functools import cached_property
 from typing import Any
 
 from peft import LoraConfig
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from dsft.config.deepspeed_json import compose, get_value, read_zero_file
-from dsft.errors import one_line
 from dsft.models.size import ModelFacts, ModelSize
-from dsft.planner.activation_trace import Attention
-from dsft.planner.activations import ActivationBytes, Loss, activation_bytes
+from dsft.planner.activations import (
+    EvaluationActivations,
+    Loss,
+    TrainingActivations,
+    evaluation_activations,
+    training_activations,
+)
+from dsft.planner.fake_model import Attention
 from dsft.planner.model_states import load_terms, state_terms
 from dsft.planner.speeds import Speeds
 from dsft.planner.step_time import StepTime, step_time
@@ -68,9 +73,8 @@ class Job:
 
     size: ModelSize
     model_config: PreTrainedConfig
-    method: str = "full"
-    half: bool = True
-    """bf16 or fp16 computation with fp32 master weights; else everything is fp32."""
+    dtype: str = "bfloat16"
+    """Of the computation. bfloat16 and float16 have fp32 master weights; with float32 everything is fp32."""
     seq_len: int = 1024
     attention: Attention = "flash"
     loss: Loss = "hf"
@@ -86,40 +90,16 @@ class Job:
     """As the user set it; None lets the plan decide."""
 
     @cached_property
-    def activations(self) -> ActivationBytes:
-        options = {
-            "method": self.method,
-            "half": self.half,
-            "attention": self.attention,
-            "loss": self.loss,
-            "seq_len": self.seq_len,
-        }
-        try:
-            return activation_bytes(self.size, self.model_config, adapters=self.adapters, **options)
-        except (
-            AttributeError,
-            IndexError,
-            KeyError,
-            NotImplementedError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:  # code that does not run over fake tensors
-            size = self.size
-            alike = LlamaConfig(
-                hidden_size=size.hidden_size,
-                intermediate_size=size.ffn_size,
-                num_hidden_layers=size.num_layers,
-                num_attention_heads=size.num_heads,
-                num_key_value_heads=max(1, size.kv_size // size.head_dim),
-                head_dim=size.head_dim,
-                vocab_size=size.vocab_size,
-            )
-            activations = activation_bytes(size, alike, **options | {"attention": "flash"})
-            return dataclasses.replace(
-                activations,
-                source=f"formula of llama, since {size.model_type} could not be traced ({one_line(error)[:100]})",
-            )
+    def activations(self) -> TrainingActivations:
+        return training_activations(self.size, self.model_config, loss=self.loss, **self._traced())
+
+    @cached_property
+    def evaluation_activations(self) -> EvaluationActivations:
+        return evaluation_activations(self.size, self.model_config, **self._traced())
+
+    def _traced(self) -> dict[str, Any]:
+        names = ("dtype", "attention", "seq_len", "adapters")
+        return {name: getattr(self, name) for name in names}
 
 
 def attention_of(facts: ModelFacts, *, seq_len: int, padded: bool) -> Attention:
@@ -344,14 +324,14 @@ def _plan(
     on = {
         "world_size": machine.world_size,
         "ranks_per_node": machine.ranks_per_node,
-        "half": job.half,
+        "dtype": job.dtype,
         "has_gpu": machine.has_gpu,
     }
     with_steps = deepspeed_config | {"gradient_accumulation_steps": accumulation}
     terms = state_terms(job.size, with_steps, fused_optimizer=job.fused_optimizer, **on) + load_terms(
         job.size, with_steps, **on
     )
-    activations = job.activations.terms(micro * job.seq_len, job.seq_len, checkpointing)
+    activations = job.activations.terms(micro * job.seq_len, checkpointing)
     terms += activations
     if machine.has_gpu:
         terms.append(overhead(peak_bytes(terms, "device"), machine))
@@ -376,7 +356,7 @@ def _plan(
         accumulation=accumulation,
         seq_len=job.seq_len,
         checkpointing=checkpointing,
-        half=job.half,
+        dtype=job.dtype,
     )
     return Plan(
         zero=name,

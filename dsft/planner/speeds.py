@@ -86,7 +86,7 @@ class Speeds:
     source: str
 
 
-def speeds_of(machine: Machine, *, half: bool) -> Speeds:
+def speeds_of(machine: Machine, *, dtype: str) -> Speeds:
     """Speeds of `machine` by its GPU type and interconnect; CPU ranks by a rule of thumb (`dsft plan --calibrate`
     measures them).
 
@@ -116,7 +116,7 @@ def speeds_of(machine: Machine, *, half: bool) -> Speeds:
     link, network = parse_interconnect(machine.interconnect, gpu)
     return Speeds(
         # fp32 without tensor cores is an eighth to a sixteenth of bf16 on these GPUs.
-        flops=MATMUL_EFFICIENCY * gpu.tflops * 1e12 / (1 if half else 8),
+        flops=MATMUL_EFFICIENCY * gpu.tflops * 1e12 / (8 if dtype == "float32" else 1),
         device_bytes=0.8 * gpu.memory_gbps * GB,
         link_bytes=link,
         reduce_bytes=link,

@@ -16,6 +16,7 @@ from dsft.config.deepspeed_json import get_value
 from dsft.models.size import ModelSize
 from dsft.planner.speeds import Speeds
 from dsft.runtime.hardware import Machine
+from dsft.units import DTYPE_BYTES
 
 ADAM_BYTES = 30
 """Memory traffic of AdamW per parameter: read gradient 4 and master 4, m 4, v 4; write master 4, m 4, v 4, bf16 weight
@@ -72,7 +73,7 @@ def step_time(
     accumulation: int,
     seq_len: int,
     checkpointing: bool,
-    half: bool,
+    dtype: str,
 ) -> StepTime:
     """Time of one optimizer step of `accumulation` micro steps of `micro_batch` sequences on every rank.
 
@@ -81,8 +82,8 @@ def step_time(
     """
     tokens = micro_batch * seq_len
     compute = accumulation * tokens * flops_per_token(size, seq_len, checkpointing=checkpointing) / speeds.flops
-    communication = _communication_seconds(size, zero, machine, speeds, accumulation, half)
-    offload, optimizer = _update_seconds(size, zero, machine, speeds, accumulation, half)
+    communication = _communication_seconds(size, zero, machine, speeds, accumulation, dtype)
+    offload, optimizer = _update_seconds(size, zero, machine, speeds, accumulation, dtype)
     if speeds.overlaps and zero["overlap_comm"]:
         # Parameter transfers of offload are prefetched like gathers.
         moving = communication + offload
@@ -118,9 +119,9 @@ def collective_seconds(
 
 
 def _communication_seconds(
-    size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, accumulation: int, half: bool
+    size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, accumulation: int, dtype: str
 ) -> float:
-    width, stage = 2 if half else 4, zero["stage"]
+    width, stage = DTYPE_BYTES[dtype], zero["stage"]
     weights, gradients = width * size.num_params, width * size.num_trainable
     buckets = size.num_trainable // zero["reduce_bucket_size"] + 1
     if stage == 0:
@@ -139,12 +140,12 @@ def _communication_seconds(
 
 
 def _update_seconds(
-    size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, accumulation: int, half: bool
+    size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, accumulation: int, dtype: str
 ) -> tuple[float, float]:
     """(transfers, optimizer) of one step. A rank moves only its own shard; stages 0 updates everything on every
     rank.
     """
-    width = 2 if half else 4
+    width = DTYPE_BYTES[dtype]
     shards = machine.world_size if zero["stage"] else 1
     own = size.num_trainable / shards
     offload = 0.0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsft.models.size import ModelSize
+from dsft.units import DTYPE_BYTES
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Of a weight in nf4 with double quantisation: 4 bits, one 8-bit scale per 64 weights, one fp32 scale per 256 of those
@@ -46,7 +47,7 @@ class ZeroJob:
     stage: int
     world_size: int
     ranks_per_node: int
-    half: bool
+    dtype: str
     has_gpu: bool
     accumulates: bool
     """More than one micro batch per optimizer step, or not known."""
@@ -57,7 +58,12 @@ class ZeroJob:
         """w: of a base weight, a gradient and a bucket's element. DeepSpeed accumulates and communicates in the model's
         dtype.
         """
-        return 2 if self.half else 4
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def has_fp32_master(self) -> bool:
+        """Whether the optimizer updates fp32 copies of the weights: in bf16 and fp16."""
+        return self.dtype != "float32"
 
     @property
     def update_bytes(self) -> int:
@@ -129,7 +135,7 @@ def describe_job(
     *,
     world_size: int,
     ranks_per_node: int,
-    half: bool,
+    dtype: str,
     has_gpu: bool,
     fused_optimizer: bool = True,
 ) -> ZeroJob:
@@ -147,7 +153,7 @@ def describe_job(
         stage=zero["stage"],
         world_size=world_size,
         ranks_per_node=ranks_per_node,
-        half=half,
+        dtype=dtype,
         has_gpu=has_gpu,
         accumulates=deepspeed_config.get("gradient_accumulation_steps", 1) != 1,
         fused_optimizer=fused_optimizer,

@@ -19,7 +19,7 @@ from dsft.config.options import TrainConfig
 from dsft.data.training_data import FormattedSource
 from dsft.errors import UserError, raise_if_any
 from dsft.models.size import ModelFacts, check_positions, measure_model
-from dsft.planner.activation_trace import Attention
+from dsft.planner.fake_model import Attention
 from dsft.planner.measured_speeds import calibrated
 from dsft.planner.plan import Job, Plan, all_plans, attention_of, choose, reason
 from dsft.planner.speeds import Speeds, speeds_of
@@ -56,8 +56,7 @@ def training_job(
     return Job(
         size=facts.size,
         model_config=facts.config,
-        method=options.method,
-        half=options.dtype != "float32",
+        dtype=options.dtype,
         seq_len=options.seq_len,
         attention=attention,
         loss="fused" if training.get("use_liger_kernel") else "hf",
@@ -93,7 +92,7 @@ def paper_job(options: TrainConfig, *, attention: Attention) -> Job:
 
 def speeds_for(job: Job, machine: Machine) -> Speeds:
     """Returns the speeds that a plan counts on: measured ones where there are some, else assumed ones."""
-    return calibrated(speeds_of(machine, half=job.half), machine, half=job.half)
+    return calibrated(speeds_of(machine, dtype=job.dtype), machine, dtype=job.dtype)
 
 
 def choose_plan(

@@ -105,7 +105,7 @@ def test_healthy_hosts_have_no_errors_are_planned_and_measured_in_half_a_minute(
     assert "is the fastest that fits" in report["plan"]
     assert len(report["links"]["pairs"]) == number * (number - 1) // 2
     assert all(pair["bytes_per_second"] > 1e6 and 0 < pair["seconds"] < 1 for pair in report["links"]["pairs"])
-    kept = json.loads((tmp_path / "cache/dsft/links.json").read_text())
+    kept = json.loads((tmp_path / "cache/dsft/speeds.json").read_text())["links"]
     assert list(kept) == [",".join(host.name for host in hosts[:number])]
     assert not list(Path(run_files / "runs").iterdir()), "a probe was left"
 

@@ -46,7 +46,7 @@ from dsft.cluster.doctor.links import Measured, all_rounds, combine, ring_rounds
 from dsft.cluster.doctor.reach import file_content
 from dsft.cluster.doctor.ssh import ssh_error
 from dsft.errors import UserError
-from dsft.planner.measured_links import keep_links, links_file, with_links
+from dsft.planner.measured_speeds import keep_links, speeds_file, with_links
 from dsft.planner.speeds import speeds_of
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine
@@ -474,7 +474,7 @@ def test_measured_links_feed_plans_of_the_same_hosts_and_no_others(tmp_path, mon
         measured=True,
         host_names=("a", "b"),
     )
-    assumed = speeds_of(machine, half=False)
+    assumed = speeds_of(machine, dtype="float32")
     assert with_links(assumed, machine) == assumed
     keep_links(["b", "a"], network_bytes=3e8, link_bytes=2e9, collective_seconds=1e-3)
     speeds = with_links(assumed, machine)
@@ -486,7 +486,7 @@ def test_measured_links_feed_plans_of_the_same_hosts_and_no_others(tmp_path, mon
     ) and "measured by dsft doctor" in speeds.source
     for other in ({"host_names": ("a", "c")}, {"nodes": 1, "host_names": ("a",)}, {"host_names": ()}):
         assert with_links(assumed, Machine(**vars(machine) | other)) == assumed
-    links_file().write_text('{"a,b": {"network_bytes": "?"}}')
+    speeds_file().write_text('{"links": {"a,b": {"network_bytes": "?"}}}')
     assert with_links(assumed, machine) == assumed
 
 

@@ -87,7 +87,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """Three steps of training: bytes by owner and in total, after the last ("always") and at the peaks of load, compute
     and step.
 
-    `case`: model (fields of a LlamaConfig), config (DeepSpeed's), half, lora_r, rank, micro_batches (per step).
+    `case`: model (fields of a LlamaConfig), config (DeepSpeed's), dtype, lora_r, rank, micro_batches (per step).
     """
     import deepspeed
     import torch.distributed as dist
@@ -126,7 +126,7 @@ def _build(case: dict[str, Any]):
     from transformers.integrations import HfDeepSpeedConfig
 
     keep = HfDeepSpeedConfig(case["config"])
-    dtype = torch.bfloat16 if case["half"] else torch.float32
+    dtype = getattr(torch, case["dtype"])
     model = AutoModelForCausalLM.from_config(LlamaConfig(**case["model"]), dtype=dtype)
     if case.get("lora_r"):
         model = get_peft_model(model, LoraConfig(r=case["lora_r"], target_modules="all-linear"))

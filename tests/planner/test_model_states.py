@@ -43,14 +43,14 @@ SPANNING_RANK = 1
 
 
 def case(
-    *, half: bool = True, lora_r: int = 0, tied: bool = False, micro_batches: int = 1, rank: int = 0, **zero
+    *, dtype: str = "bfloat16", lora_r: int = 0, tied: bool = False, micro_batches: int = 1, rank: int = 0, **zero
 ) -> dict:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,
-        "bf16": {"enabled": half},
+        "bf16": {"enabled": dtype == "bfloat16"},
         "zero_optimization": zero,
     }
     if "offload_optimizer" in zero:
@@ -58,7 +58,7 @@ def case(
     return {
         "model": MODEL | {"tie_word_embeddings": tied},
         "config": config,
-        "half": half,
+        "dtype": dtype,
         "lora_r": lora_r,
         "micro_batches": micro_batches,
         "rank": rank,
@@ -67,19 +67,19 @@ def case(
 
 CASES = {
     "0": case(stage=0),
-    "0 fp32": case(stage=0, half=False),
+    "0 fp32": case(stage=0, dtype="float32"),
     "1": case(stage=1, rank=SPANNING_RANK, **Z12),
     "1 accumulating": case(stage=1, rank=SPANNING_RANK, micro_batches=2, **Z12),
     "1 without overlap": case(stage=1, rank=SPANNING_RANK, **(Z12 | {"overlap_comm": False})),
     "2": case(stage=2, rank=SPANNING_RANK, **Z12),
     "2 tied": case(stage=2, tied=True, rank=SPANNING_RANK, **Z12),
     "2 accumulating": case(stage=2, rank=SPANNING_RANK, micro_batches=2, **Z12),
-    "2 fp32": case(stage=2, rank=SPANNING_RANK, half=False, **Z12),
+    "2 fp32": case(stage=2, rank=SPANNING_RANK, dtype="float32", **Z12),
     "2 lora": case(stage=2, lora_r=32, **Z12),
     "2 offload": case(stage=2, offload_optimizer=CPU, **Z12),
     "2 offload accumulating": case(stage=2, rank=SPANNING_RANK, micro_batches=2, offload_optimizer=CPU, **Z12),
     "3": case(**Z3),
-    "3 fp32": case(half=False, **Z3),
+    "3 fp32": case(dtype="float32", **Z3),
     "3 lora": case(lora_r=32, **Z3),
     "3 sub-groups": case(**Z3, sub_group_size=150_000),
     "3 persistence": case(**(Z3 | {"stage3_param_persistence_threshold": 70_000})),
@@ -124,7 +124,7 @@ def predict(name: str, sizes, function=state_terms):
         one["config"],
         world_size=WORLD_SIZE,
         ranks_per_node=RANKS_PER_NODE,
-        half=one["half"],
+        dtype=one["dtype"],
         has_gpu=False,
     )
     return [
@@ -279,7 +279,7 @@ def test_auto_is_filled_as_transformers_fills_it(stage, sizes):
 def test_every_configuration_has_terms_with_their_arithmetic(name, lora_r, sizes):
     config = compose(read_zero_file(name, []), ranks_per_node=8)
     for function in (state_terms, load_terms):
-        terms = function(sizes[False, lora_r], config, world_size=16, ranks_per_node=8, half=True, has_gpu=True)
+        terms = function(sizes[False, lora_r], config, world_size=16, ranks_per_node=8, dtype="bfloat16", has_gpu=True)
         assert all(term.num_bytes > 0 and term.formula for term in terms) and peak_bytes(terms, "device") > 0
 
 
@@ -288,7 +288,7 @@ def test_pinned_memory_is_rounded_up_to_powers_of_two_on_gpu_nodes_only(sizes):
 
     def host(has_gpu: bool, pin: bool) -> dict[str, float]:
         config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": pin}}}
-        terms = state_terms(sizes[False, 0], config, world_size=16, ranks_per_node=8, half=True, has_gpu=has_gpu)
+        terms = state_terms(sizes[False, 0], config, world_size=16, ranks_per_node=8, dtype="bfloat16", has_gpu=has_gpu)
         return {term.name: term.num_bytes / 8 for term in terms if term.place == "host"}
 
     assert host(True, True)["fp32 gradients"] == 2**21  # of 4 x 457 thousand
@@ -306,7 +306,7 @@ def test_what_ratio_leaves_on_the_device_is_not_in_host_memory(sizes):
                 "offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": ratio},
             }
         }
-        terms = state_terms(sizes[False, 0], config, world_size=16, ranks_per_node=1, half=True, has_gpu=True)
+        terms = state_terms(sizes[False, 0], config, world_size=16, ranks_per_node=1, dtype="bfloat16", has_gpu=True)
         return sum(term.num_bytes for term in terms if term.place == place and term.phase == "always")
 
     kept = 5 * 50_000  # int((1 - 0.5) x 10 sub-groups)
@@ -316,11 +316,13 @@ def test_what_ratio_leaves_on_the_device_is_not_in_host_memory(sizes):
 def test_a_quantised_base_is_refused_by_stage_3(sizes):
     size = dataclasses.replace(sizes[False, 32], quantized_bits=4)
     with pytest.raises(ValueError, match="stage 0, 1 or 2"):
-        state_terms(size, {"zero_optimization": {"stage": 3}}, world_size=16, ranks_per_node=8, half=True, has_gpu=True)
+        state_terms(
+            size, {"zero_optimization": {"stage": 3}}, world_size=16, ranks_per_node=8, dtype="bfloat16", has_gpu=True
+        )
     weights = next(
         t
         for t in state_terms(
-            size, {"zero_optimization": {"stage": 2}}, world_size=16, ranks_per_node=8, half=True, has_gpu=True
+            size, {"zero_optimization": {"stage": 2}}, world_size=16, ranks_per_node=8, dtype="bfloat16", has_gpu=True
         )
         if t.name == "weights"
     )

@@ -3,7 +3,11 @@
 import dataclasses
 import json
 import math
+import os
+import socket
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -19,6 +23,7 @@ from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.size import measure_model
 from dsft.planner import measured_speeds
+from dsft.planner.measuring import calibrate
 from dsft.planner.plan import NAMES, Plan, all_plans, candidate_names, choose, reason, sub_group_size
 from dsft.planner.speeds import GPUS, gpu_name, parse_interconnect, speeds_of
 from dsft.planner.step_time import collective_seconds, flops_per_token
@@ -69,7 +74,7 @@ def gpus(number: int = 8, gigabytes: int = 80, *, nodes: int = 1, host: int = 10
 def plans_of(model: str, machine: Machine, *, method: str = "full", zero: str = "auto", seq_len: int = 2048, **job):
     options = TrainConfig(model=model, method=method, seq_len=seq_len, dtype="bfloat16")
     job = dataclasses.replace(paper_job(options, attention="flash"), **job)
-    plans = all_plans(job, machine, speeds_of(machine, half=job.half), zero=zero)
+    plans = all_plans(job, machine, speeds_of(machine, dtype=job.dtype), zero=zero)
     return choose(plans, machine), plans
 
 
@@ -209,7 +214,7 @@ def test_arithmetic_of_a_step(configs):
     lora = measure_model(TrainConfig(model=configs["8b"], method="lora")).size
     assert flops_per_token(lora, 1, checkpointing=False) == pytest.approx(4 * size.active_params, rel=0.01)
     two_nodes = gpus(8, nodes=2, interconnect="nvlink+eth25")
-    speeds = speeds_of(two_nodes, half=True)
+    speeds = speeds_of(two_nodes, dtype="bfloat16")
     assert collective_seconds(1e9, 0, two_nodes, speeds, speeds.link_bytes) == pytest.approx(
         0.5 / (0.8 * 25 / 8)
     )  # each node gets the other's half over its card
@@ -380,13 +385,21 @@ def test_this_machine_is_measured():
     )
 
 
+def compiled_ops() -> str:
+    """Where this machine keeps DeepSpeed's compiled operators."""
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path(root) / "torch_extensions" / f"{python}_cpu")
+
+
 def test_measured_speeds_take_the_place_of_assumed_ones(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", compiled_ops())  # else the ranks compile DeepSpeed's operators again
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = dataclasses.replace(this_machine(ranks_per_node=2), has_gpu=False, gpu_type="")
-    assumed = speeds_of(machine, half=False)
-    assert measured_speeds.calibrated(assumed, machine, half=False) == assumed
-    path = measured_speeds.calibrate(machine, half=False)
-    measured = measured_speeds.calibrated(assumed, machine, half=False)
+    assumed = speeds_of(machine, dtype="float32")
+    assert measured_speeds.calibrated(assumed, machine, dtype="float32") == assumed
+    path = calibrate(machine, dtype="float32")
+    measured = measured_speeds.calibrated(assumed, machine, dtype="float32")
     assert path.is_file() and "measured on this machine" in measured.source
     assert (
         measured.flops > 1e9
@@ -394,7 +407,13 @@ def test_measured_speeds_take_the_place_of_assumed_ones(tmp_path, monkeypatch):
         and 0 < measured.collective_seconds < 1
         and measured.flops != assumed.flops
     )
-    assert measured_speeds.calibrated(assumed, dataclasses.replace(machine, measured=False), half=False) == assumed
+    on_paper, with_gpu = dataclasses.replace(machine, measured=False), dataclasses.replace(machine, gpu_type="T4")
+    for other, dtype in ((on_paper, "float32"), (with_gpu, "float32"), (machine, "bfloat16")):
+        assert measured_speeds.calibrated(assumed, other, dtype=dtype) == assumed
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
+    assert measured_speeds.calibrated(assumed, machine, dtype="float32") == assumed
+    path.write_text("{")
+    assert "cannot be read" in measured_speeds.calibrated(assumed, machine, dtype="float32").source
 
 
 def run_plan(capsys, *words: str) -> str:
@@ -403,7 +422,7 @@ def run_plan(capsys, *words: str) -> str:
 
 
 def test_the_command_prints_table_reason_and_terms(configs, capsys):
-    start = time.perf_counter()
+    start = time.process_time()
     out = run_plan(
         capsys,
         "--model",
@@ -418,9 +437,9 @@ def test_the_command_prints_table_reason_and_terms(configs, capsys):
         "4096",
         "--explain",
     )
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10  # of the processor, since others may run beside
     assert "405.853 B parameters" in out and "->" in out and "the fastest that fits" in out and "3-hpz" in out
-    assert "optimizer state" in out and "matrix products" in out and "activations: formula of llama" in out
+    assert "optimizer state" in out and "matrix products" in out and "activations: fake-tensor trace" in out
 
 
 def test_the_command_as_json_and_as_files(configs, capsys, tmp_path):

@@ -14,7 +14,7 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
 from dsft.config.options import TrainConfig
 from dsft.models.lora import adapters_of
 from dsft.models.size import empty_model, model_size
-from dsft.planner.activations import activation_bytes
+from dsft.planner.activations import training_activations
 from dsft.planner.model_states import state_terms
 from dsft.planner.plan import CONTEXT_BYTES, FRAGMENTATION, HOST_SHARE, overhead
 from dsft.planner.terms import Term, peak_bytes
@@ -226,11 +226,10 @@ def predicted(run: Published) -> list[Term]:
     config = TrainConfig(model="published", method="lora" if run.lora else "full", **run.lora)
     adapters = adapters_of(config)
     size = model_size(empty_model(run.model), config, adapters=adapters)
-    activations = activation_bytes(
+    activations = training_activations(
         size,
         run.model,
-        method=config.method,
-        half=True,
+        dtype="bfloat16",
         attention="flash",
         loss=run.loss,
         adapters=adapters,
@@ -251,7 +250,7 @@ def predicted(run: Published) -> list[Term]:
             {"zero_optimization": run.zero, "gradient_accumulation_steps": run.accumulation},
             world_size=run.gpus,
             ranks_per_node=run.gpus,
-            half=True,
+            dtype="bfloat16",
             has_gpu=True,
             fused_optimizer=run.fused_optimizer,
         )
@@ -261,7 +260,7 @@ def predicted(run: Published) -> list[Term]:
         formula="by the trainer",
         phase="compute",
     )
-    return [*states, *activations.terms(tokens, run.seq_len, run.checkpointing), kept]
+    return [*states, *activations.terms(tokens, run.checkpointing), kept]
 
 
 @pytest.mark.parametrize("name", RUNS)

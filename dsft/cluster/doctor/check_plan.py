@@ -55,7 +55,7 @@ def plan_on(argv: list[str], facts: dict[str, NodeFacts], slots: dict[str, int])
     from dsft.planner.speeds import speeds_of
 
     machine = _machine(facts, slots)
-    plan = RunPlan(speeds=speeds_of(machine, half=machine.has_gpu))
+    plan = RunPlan(speeds=speeds_of(machine, dtype="bfloat16" if machine.has_gpu else "float32"))
     if not argv:
         return plan
     if has_gpu() != machine.has_gpu:

@@ -29,7 +29,7 @@ from dsft.cluster.doctor.facts import NodeFacts, Reached
 from dsft.cluster.doctor.findings import Finding, Report, finding
 from dsft.cluster.doctor.links import all_rounds, combine, node_of_ranks, ring_rounds
 from dsft.cluster.doctor.ssh import SshNodes
-from dsft.planner.measured_links import keep_links
+from dsft.planner.measured_speeds import keep_links
 from dsft.runtime.hostfile import DEFAULT_PORT, Node
 
 GROUP_SECONDS = 15

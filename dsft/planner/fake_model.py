@@ -1,0 +1,195 @@
+"""Models over fake tensors (shapes without memory), cut down to few layers, with attention as a GPU allocates it.
+
+Shape suffixes: B batch, N heads, T time, D head dim.
+"""
+
+import contextlib
+import copy
+import functools
+import math
+from collections.abc import Iterator
+from typing import Literal
+from unittest import mock
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations import moe
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+Attention = Literal["flash", "sdpa", "eager"]
+"""flash: flash_attention_2, or sdpa where no mask is given. sdpa: sdpa with a mask (padding, sliding window). eager:
+plain products.
+"""
+
+
+class FusedAttention(torch.autograd.Function):
+    """Allocates what the CUDA kernels behind scaled_dot_product_attention allocate, and computes nothing.
+
+    flash: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd: dq_accum in fp32, dk and dv for
+    all query heads where heads share keys). With a mask, and in fp32, the memory-efficient kernel, which has no such
+    buffers (attention_backward.cu).
+    """
+
+    @staticmethod
+    def forward(ctx, query_BNTD, key_BNTD, value_BNTD, bias_B1TT):
+        batch, heads, time, _ = query_BNTD.shape
+        output_BTND = query_BNTD.new_zeros(batch, time, heads, value_BNTD.shape[-1])
+        log_sums_BNT = query_BNTD.new_zeros(batch, heads, time, dtype=torch.float32)
+        ctx.save_for_backward(query_BNTD, key_BNTD, value_BNTD, bias_B1TT, output_BTND, log_sums_BNT)
+        return output_BTND
+
+    @staticmethod
+    def backward(ctx, gradient_BTND):
+        query, key, value, bias, _output, log_sums = ctx.saved_tensors
+        gradients = [torch.zeros_like(tensor) for tensor in (query, key, value)]
+        workspace = [torch.zeros_like(log_sums)]
+        if bias is None and query.dtype != torch.float32:
+            workspace.append(torch.zeros_like(query, dtype=torch.float32))
+            if key.shape[1] != query.shape[1]:
+                workspace += [query.new_zeros((*query.shape[:-1], tensor.shape[-1])) for tensor in (key, value)]
+        del workspace
+        return *gradients, None
+
+
+def _flash_attention(module, query, key, value, attention_mask, **_):
+    return FusedAttention.apply(query, key, value, None), None
+
+
+def _masked_attention(module, query, key, value, attention_mask, **_):
+    """Do as transformers/integrations/sdpa_attention.py, which repeats keys and values where there is a mask; torch
+    turns a bool mask into one of the query's dtype, in every layer.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and attention_mask is not None:
+        key, value = (
+            tensor[:, :, None].expand(-1, -1, groups, -1, -1).reshape(tensor.shape[0], -1, *tensor.shape[2:])
+            for tensor in (key, value)
+        )
+    bias = None
+    if attention_mask is not None:
+        bias = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill_(attention_mask.logical_not(), -math.inf)
+    return FusedAttention.apply(query, key, value, bias), None
+
+
+# A name with "flash" in it would make transformers look for that library.
+_IMPLEMENTATIONS = {"flash": "dsft_traced_unmasked", "sdpa": "dsft_traced_masked", "eager": "eager"}
+AttentionInterface.register(_IMPLEMENTATIONS["flash"], _flash_attention)
+AttentionMaskInterface.register(_IMPLEMENTATIONS["flash"], lambda *args, **kwargs: None)
+AttentionInterface.register(_IMPLEMENTATIONS["sdpa"], _masked_attention)
+AttentionMaskInterface.register(_IMPLEMENTATIONS["sdpa"], sdpa_mask)
+
+
+def _dropout_of_cuda(dropout: nn.Dropout, tensor: torch.Tensor) -> torch.Tensor:
+    """Keep a mask of bools, as on a GPU; a CPU keeps one in the activations' dtype."""
+    return torch.native_dropout(tensor, dropout.p, dropout.training)[0] if dropout.p else tensor
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder layers: transformers makes all of them of this class."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+@contextlib.contextmanager
+def fake_model(
+    model_config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    attention: Attention,
+    adapters: LoraConfig | None = None,
+    layers: list[int] | None = None,
+) -> Iterator[PreTrainedModel]:
+    """Build the model over fake tensors as dsft/models/build.py does, within the mode that it runs in.
+
+    Args:
+        layers: only these, a number twice being two layers alike; by default all.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(model_config.get_text_config()), dtype=dtype, attn_implementation=_IMPLEMENTATIONS[attention]
+        )
+        if layers is not None:
+            _keep_layers(model, layers)
+        if adapters is not None:
+            model = get_peft_model(model, copy.deepcopy(adapters))
+            model.enable_input_require_grads()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(FakeTensorMode())
+        if dtype != torch.bfloat16:
+            # torch knows the shapes of grouped products in bf16 only; transformers' own operator for where there are
+            # none keeps the same tensors.
+            stack.enter_context(mock.patch.object(moe, "_can_use_grouped_mm", lambda *_: False))
+        _leave_meta(model, dtype)
+        yield model.train()
+
+
+def _leave_meta(model: nn.Module, dtype: torch.dtype) -> None:
+    """Turn meta tensors into fake ones "on a CPU", tied weights staying tied: transformers asks meta tensors for
+    values, and peft cannot move fake parameters.
+
+    Parameters get `dtype`, as DeepSpeed gives it to all of them, adapters included.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.forward = functools.partial(_dropout_of_cuda, module)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                fake = made.setdefault(
+                    id(parameter),
+                    nn.Parameter(torch.empty(parameter.shape, dtype=dtype), requires_grad=parameter.requires_grad),
+                )
+                module._parameters[name] = fake
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute each layer in its backward, as the Trainer sets it up."""
+    model.activation_checkpointing_enable({"use_reentrant": False})
+
+
+def layer_kinds(model_config: PreTrainedConfig) -> list[list[int]]:
+    """Group the layers that have the same parameters and of which the config's lists (layer_types ...) say the same."""
+    text = copy.deepcopy(model_config.get_text_config())
+    with torch.device("meta"):
+        layers = decoder_layers(AutoModelForCausalLM.from_config(text))
+    lists = _per_layer_lists(text)
+    kinds: dict[tuple, list[int]] = {}
+    for index, layer in enumerate(layers):
+        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+        kinds.setdefault((shapes, *(str(values[index]) for values in lists.values())), []).append(index)
+    if not kinds:
+        raise ValueError("it has no layers that can be checkpointed")
+    return list(kinds.values())
+
+
+def _keep_layers(model: PreTrainedModel, layers: list[int]) -> None:
+    """Cut `model` and its config down to these layers."""
+    there, text = decoder_layers(model), model.config.get_text_config()
+    kept = nn.ModuleList(copy.deepcopy(there[index]) for index in layers)
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if isinstance(child, nn.ModuleList) and child[0] is there[0]:
+                parent._modules[name] = kept
+    for name, values in _per_layer_lists(text).items():
+        setattr(text, name, [values[index] for index in layers])
+    text.num_hidden_layers = len(layers)
+
+
+def _per_layer_lists(text: PreTrainedConfig) -> dict[str, list]:
+    return {
+        name: value
+        for name, value in vars(text).items()
+        if isinstance(value, list) and len(value) == text.num_hidden_layers
+    }

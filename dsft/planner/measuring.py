@@ -1,0 +1,192 @@
+"""Measures what ranks and their links reach: matrix products, memory, collectives, and exchanges between two ranks.
+
+`dsft plan --calibrate` measures this machine's ranks (`calibrate`); the doctor's smoke test measures the ranks of a run
+with the same functions. Every function that communicates needs a process group that stands.
+"""
+
+import dataclasses
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dsft.planner.measured_speeds import keep_ranks
+from dsft.planner.step_time import ADAM_BYTES
+from dsft.runtime.distributed import device, free_port, max_over_ranks, start_ranks, wait_for_all
+from dsft.runtime.hardware import Machine
+from dsft.units import MiB
+
+REPEATS = 5
+EXCHANGE_SECONDS = 0.12
+"""Aimed at for one timed exchange; its size follows from a first small one, so that slow links do not take minutes."""
+FEWEST_BYTES, MOST_BYTES = MiB // 4, 32 * MiB
+MOST_GPU_BYTES = 128 * MiB
+
+
+def seconds_of(run: Callable[[], object], place: torch.device) -> float:
+    """Time one run, the GPU's work included."""
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
+    start = time.perf_counter()
+    run()
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
+    return time.perf_counter() - start
+
+
+def best_seconds(run: Callable[[], object], place: torch.device, repeats: int = REPEATS) -> float:
+    """Time the fastest of some runs, after one that warms up."""
+    run()
+    return min(seconds_of(run, place) for _ in range(repeats))
+
+
+def median_seconds(run: Callable[[], object], place: torch.device) -> float:
+    """Time the median of ten runs, after one that warms up: the latency of a small message."""
+    run()
+    return statistics.median(seconds_of(run, place) for _ in range(10))
+
+
+def matmul_flops(place: torch.device) -> float:
+    """Operations per second of a matrix product; short ones on a CPU: that its cores are taken away for a moment is no
+    fault of this rank.
+    """
+    size, dtype, repeats = (8192, torch.bfloat16, 5) if place.type == "cuda" else (512, torch.float32, 20)
+    matrix = torch.ones(size, size, device=place, dtype=dtype)
+    return 2 * size**3 / best_seconds(lambda: matrix @ matrix, place, repeats)
+
+
+def all_reduce_bytes(place: torch.device, group: dist.ProcessGroup | None = None) -> float:
+    """Bytes per second that a rank gets in an all-reduce over its group, everything twice."""
+    ranks = dist.get_world_size(group)
+    numbers = torch.ones(_most_bytes(place) // 4, device=place)
+    best = best_seconds(lambda: dist.all_reduce(numbers, group=group), place, 3)
+    return 2 * 4 * numbers.numel() * (ranks - 1) / ranks / best
+
+
+def exchange_rate(peer: int, place: torch.device) -> tuple[float, float]:
+    """(bytes per second received while as much is sent, seconds of the smallest message) with one other rank.
+
+    With gloo, whose sends torch waits for in steps of milliseconds, the latter says nothing of the network.
+    """
+    small = (torch.zeros(16, device=place), torch.zeros(16, device=place))
+    _exchange(peer, *small)  # connects, and waits until the other is there
+    latency = median_seconds(lambda: _exchange(peer, *small), place)
+    most = _most_bytes(place)
+    sent, received = torch.ones(most // 4, device=place), torch.zeros(most // 4, device=place)
+    few = FEWEST_BYTES // 4
+    first = seconds_of(lambda: _exchange(peer, sent[:few], received[:few]), place)
+    wanted = torch.tensor([EXCHANGE_SECONDS * FEWEST_BYTES / first], dtype=torch.float64)
+    peer_wants = torch.zeros(1, dtype=torch.float64)
+    _exchange(peer, wanted, peer_wants)
+    count = int(min(most, max(FEWEST_BYTES, min(wanted.item(), peer_wants.item())))) // 4
+    best = min(seconds_of(lambda: _exchange(peer, sent[:count], received[:count]), place) for _ in range(3))
+    return 4 * count / best, latency
+
+
+def _most_bytes(place: torch.device) -> int:
+    return MOST_GPU_BYTES if place.type == "cuda" else MOST_BYTES
+
+
+def _exchange(peer: int, sent: torch.Tensor, received: torch.Tensor) -> None:
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]):
+        work.wait()
+
+
+def calibrate(machine: Machine, *, dtype: str) -> Path:
+    """Measure with one rank and with as many as the machine has, and keep the results; takes up to a minute.
+
+    Returns the file.
+    """
+    import torch.multiprocessing as multiprocessing
+
+    for ranks in sorted({1, machine.ranks_per_node}):
+        results = multiprocessing.get_context("spawn").SimpleQueue()
+        multiprocessing.spawn(_measure_rank, args=(ranks, free_port(), dtype, results), nprocs=ranks, join=True)
+        path = keep_ranks(dataclasses.replace(machine, ranks_per_node=ranks), results.get(), dtype=dtype)
+    return path
+
+
+def _measure_rank(rank: int, ranks: int, port: int, dtype: str, results: Any) -> None:
+    """Measure all ranks at once, since they share cores, memory and links; rank 0 reports the slowest of them."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch about names that DeepSpeed calls
+    start_ranks()
+    place = device()
+    measured = {"flops": _training_flops(place, getattr(torch, dtype)), "device_bytes": _adam_bytes(place)}
+    if ranks > 1:
+        measured |= _collectives(place, ranks)
+    if rank == 0:
+        results.put(measured)
+    wait_for_all()
+    dist.destroy_process_group()
+
+
+def _slowest_seconds(run: Callable[[], object], place: torch.device) -> float:
+    """Time the slowest rank's best run: all ranks of a training wait for it."""
+    return max_over_ranks(best_seconds(run, place))
+
+
+def _training_flops(place: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second in training a few layers: what matrix products reach between norms, attention and loss."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    widths, (batch, seq_len) = (
+        ({"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}, (2, 2048))
+        if place.type == "cuda"
+        else ({"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12}, (1, 256))
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(**widths, num_hidden_layers=2, vocab_size=8192)
+    model = LlamaForCausalLM(config).to(place, dtype)
+    labels_BT = torch.randint(0, config.vocab_size, (batch, seq_len), device=place)
+    active = sum(p.numel() for p in model.parameters()) - config.vocab_size * config.hidden_size
+    per_token = 3 * (2 * active + 2 * seq_len * config.hidden_size * config.num_hidden_layers)
+    seconds = _slowest_seconds(lambda: model(input_ids=labels_BT, labels=labels_BT).loss.backward(), place)
+    return batch * seq_len * per_token / seconds
+
+
+def _adam_bytes(place: torch.device) -> float:
+    """Bytes per second of a rank's own memory in an update by fused AdamW."""
+    weights = torch.nn.Parameter(torch.randn(_collective_numbers(place), device=place))
+    weights.grad = torch.randn_like(weights)
+    adam = torch.optim.AdamW([weights], fused=True)
+    return weights.numel() * ADAM_BYTES / _slowest_seconds(adam.step, place)
+
+
+def _collectives(place: torch.device, ranks: int) -> dict[str, float]:
+    """Rates of DeepSpeed's collectives over all ranks, as `Speeds` names them. On CPUs they are not torch's."""
+    import deepspeed.comm as comm
+
+    numbers = _collective_numbers(place)
+    mine, gathered, scattered = (
+        torch.ones(count, device=place) for count in (numbers, numbers * ranks, numbers // ranks)
+    )
+    few, few_gathered = torch.zeros(8, device=place), torch.zeros(8 * ranks, device=place)
+    received = 4 * numbers * (ranks - 1) / ranks
+
+    def rate(num_bytes: float, run: Callable[[], object]) -> float:
+        return num_bytes / _slowest_seconds(run, place)
+
+    return {
+        "collective_seconds": _slowest_seconds(lambda: comm.all_gather_into_tensor(few_gathered, few), place),
+        "link_bytes": rate(received * ranks, lambda: comm.all_gather_into_tensor(gathered, mine)),
+        "reduce_bytes": rate(received, lambda: comm.reduce_scatter_tensor(scattered, mine)),
+        "all_reduce_bytes": rate(2 * received, lambda: comm.all_reduce(mine)),
+    }
+
+
+def _collective_numbers(place: torch.device) -> int:
+    return (64 if place.type == "cuda" else 16) * MiB // 4
