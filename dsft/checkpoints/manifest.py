@@ -1,9 +1,8 @@
-"""Checkpoints of a run's folder: each is whole, or is not there.
+"""Keeps the checkpoints of a run's folder: each is complete, or is not there.
 
 A checkpoint is written in `.saving/`, synced, listed in its `manifest.json` with sizes and hashes, and only then moved
-to its name. What a
-killed save leaves lies in `.saving/` and is removed at the next start. Files and folders only; what the ranks do
-together is in `saving.py`.
+to its name. What a killed save leaves lies in `.saving/` and is removed at the next start. Here are files and folders
+only; what the ranks do together is in `save.py`.
 """
 
 import hashlib
@@ -22,22 +21,22 @@ TRAINER_STATE = "trainer_state.json"
 
 
 def staging_folder(output_dir: str | Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written."""
+    """Name the folder in which the checkpoint of `step` is written."""
     return Path(output_dir) / STAGING / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
 def checkpoint_folder(output_dir: str | Path, step: int) -> Path:
-    """Where it stands once it is whole."""
+    """Name the folder at which it stands once it is complete."""
     return Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Every file of a checkpoint but its manifest, in one order."""
+    """List every file of a checkpoint but its manifest, in one order."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
 
 
 def hash_and_sync(path: Path) -> dict[str, Any]:
-    """Size in bytes and SHA-256 of a file whose content is on the disk when this returns."""
+    """Return size in bytes and SHA-256 of a file, whose content is on the disk from then on."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -48,7 +47,8 @@ def hash_and_sync(path: Path) -> dict[str, Any]:
 
 
 def publish(staged: Path, manifest: dict[str, Any]) -> Path:
-    """Write the manifest and move a checkpoint out of staging to its name, over an earlier one of the same step.
+    """Write the manifest and move a checkpoint from staging to its name, over an earlier one of the same step.
+
     Returns its folder.
     """
     with (staged / MANIFEST).open("w", encoding="utf-8") as file:
@@ -78,8 +78,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def clean_up(output_dir: str | Path) -> list[Path]:
-    """Remove what killed saves left, and put back a checkpoint that was about to be replaced. Returns what was
-    removed.
+    """Remove what killed saves left, and put back a checkpoint that was about to be replaced.
+
+    Returns what was removed.
     """
     root, removed = Path(output_dir), []
     for moved in (root / REPLACED).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
@@ -93,74 +94,72 @@ def clean_up(output_dir: str | Path) -> list[Path]:
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
-    """Checkpoints that stand at their names, oldest step first, whole or not: `integrity_errors` tells. Those without a
-    Trainer's
-    state are none.
+    """List checkpoints at their names, oldest step first, complete or not: `integrity_errors` tells.
+
+    A folder without a Trainer's state is none.
     """
-    found = [
+    folders = [
         path
         for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
         if (path / TRAINER_STATE).is_file() and path.name.rpartition("-")[2].isdigit()
     ]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+    return sorted(folders, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest; None where there is none, as in checkpoints of other tools."""
+    """Return the manifest; None where there is none, as in checkpoints of other tools."""
     path = folder / MANIFEST
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def integrity_errors(folder: Path, *, hashes: bool = False) -> list[str]:
-    """What a checkpoint lacks against its manifest: files, sizes and, where asked for (it reads everything), hashes.
-    Empty where nothing does.
-    """
+    """Compare a checkpoint with its manifest: files, sizes and, where asked for (it reads everything), hashes."""
     try:
         manifest = read_manifest(folder)
     except ValueError:
         return [f"{MANIFEST} cannot be read"]
     if manifest is None:
         return [f"it has no {MANIFEST}"]
-    found = []
+    errors = []
     for name, listed in manifest["files"].items():
         path = folder / name
         if not path.is_file():
-            found.append(f"{name} is missing")
+            errors.append(f"{name} is missing")
         elif path.stat().st_size != listed["size"]:
-            found.append(f"{name} has {path.stat().st_size:,} bytes, {listed['size']:,} were written")
+            errors.append(f"{name} has {path.stat().st_size:,} bytes, {listed['size']:,} were written")
         elif hashes and hash_and_sync(path)["sha256"] != listed["sha256"]:
-            found.append(f"the content of {name} has changed")
-    return found
+            errors.append(f"the content of {name} has changed")
+    return errors
 
 
 def last_good(output_dir: str | Path) -> tuple[Path | None, list[tuple[Path, list[str]]]]:
-    """(the newest checkpoint without faults, the newer ones that were passed over, with theirs).
+    """Find the newest checkpoint without integrity errors, and the newer ones to be skipped, with theirs.
 
     A checkpoint without a manifest is taken as it is: it is another tool's, or an earlier dsft's.
     """
-    passed: list[tuple[Path, list[str]]] = []
+    skipped: list[tuple[Path, list[str]]] = []
     for folder in reversed(checkpoints(output_dir)):
-        found = integrity_errors(folder) if (folder / MANIFEST).is_file() else []
-        if not found:
-            return folder, passed
-        passed.append((folder, found))
-    return None, passed
+        errors = integrity_errors(folder) if (folder / MANIFEST).is_file() else []
+        if not errors:
+            return folder, skipped
+        skipped.append((folder, errors))
+    return None, skipped
 
 
 def prune(output_dir: str | Path, *, limit: int | None, best: str | None) -> list[Path]:
     """Remove the oldest checkpoints beyond `limit`; the newest and the `best` stay. Returns what was removed."""
-    found = checkpoints(output_dir)
-    if not limit or len(found) <= limit:
+    folders = checkpoints(output_dir)
+    if not limit or len(folders) <= limit:
         return []
-    keep = {found[-1], *(path for path in found if best and path.resolve() == Path(best).resolve())}
-    others = [path for path in found if path not in keep]
-    removed = others[: len(found) - max(limit, len(keep))]
+    keep = {folders[-1], *(path for path in folders if best and path.resolve() == Path(best).resolve())}
+    others = [path for path in folders if path not in keep]
+    removed = others[: len(folders) - max(limit, len(keep))]
     for path in removed:
         # Away from its name first: a removal that is interrupted leaves no half checkpoint.
-        gone = path.parent / STAGING / path.name
-        gone.parent.mkdir(exist_ok=True)
-        shutil.rmtree(gone, ignore_errors=True)
-        path.rename(gone)
-        shutil.rmtree(gone)
-        gone.parent.rmdir()
+        staged = path.parent / STAGING / path.name
+        staged.parent.mkdir(exist_ok=True)
+        shutil.rmtree(staged, ignore_errors=True)
+        path.rename(staged)
+        shutil.rmtree(staged)
+        staged.parent.rmdir()
     return removed

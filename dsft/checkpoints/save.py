@@ -1,24 +1,29 @@
-"""What all ranks do together to save a checkpoint: write beside, hash, verify, publish. A save that fails leaves the
-last good one.
+"""Saves a checkpoint on all ranks: write beside its name, hash, verify, publish.
+
+    RUN/.saving/checkpoint-8/   every rank writes here; a rank that fails notes it and stays in the collectives
+    RUN/checkpoint-8/           renamed once rank 0 has verified it and written its manifest
+
+A save that fails leaves the last good checkpoint as it was.
 """
 
+import contextlib
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from dsft.checkpoints.manifest import TRAINER_STATE, files_of, hash_and_sync, publish
+from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, files_of, hash_and_sync, publish, staging_folder
 from dsft.errors import one_line
+from dsft.models.zero_shards import OPTIMIZER_FILES
 from dsft.runtime import distributed
 
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
-"""A full disk, as Python, torch's zip writer and safetensors say it."""
-OPTIMIZER_SHARDS = "*_optim_states.pt"
+"""A full disk, as Python, torch's zip writer and safetensors report it."""
 
 
 @dataclass
@@ -31,94 +36,108 @@ class Saves:
     failed: list[str] = field(default_factory=list)
 
 
-def save_whole(
-    staged: Path,
-    write: Callable[[], list[str]],
-    check: Callable[[Path], list[str]],
-    *,
-    needed_bytes: int,
-    facts: dict[str, Any],
-    saves: Saves,
-) -> Path | None:
-    """Let every rank `write` into `staged`, then publish it. Returns the checkpoint's folder, or None where it failed,
-    which `saves` records. Collective.
+class StagedSave:
+    """One save of all ranks, from the first byte in `.saving/` to the checkpoint at its name."""
 
-    Args:
-        write: returns what it could not write. Where it has no more collectives to take part in, it may raise instead.
-        check: on rank 0: what `staged` lacks.
-        needed_bytes: what a checkpoint takes at least, where none was saved before.
-        facts: for the manifest, beside the files.
-    """
-    start = time.monotonic()
-    # Asked first: safetensors maps the file it writes, and a full disk then ends the process by a signal (SIGBUS).
-    problems = distributed.from_all(_lack_of_room(staged, max(needed_bytes, saves.largest_bytes)))[:1]
-    if not problems:
+    def __init__(self, output_dir: str | Path, step: int):
+        self.staged, self.folder = staging_folder(output_dir, step), checkpoint_folder(output_dir, step)
+        self.errors: list[str] = []
+        """What this rank could not write."""
+
+    def attempt(self, write: Callable[[], Any]) -> None:
+        """Note an error of `write` instead of raising it: the other ranks wait in the collectives that follow."""
         try:
-            problems = write()
+            write()
         except WRITE_ERRORS as error:
-            problems = [one_line(error)]
-        problems = distributed.from_all([f"rank {distributed.rank()}: {problem}" for problem in problems])
-    if not problems:
-        problems = _publish(staged, check, facts)
-    saves.seconds += time.monotonic() - start
-    if problems:
-        saves.failed += [f"{staged.name}: {problem}" for problem in problems]
-        if distributed.rank() == 0:
-            shutil.rmtree(staged.parent, ignore_errors=True)  # the room that it took
-        distributed.wait_for_all()
-        return None
-    folder = staged.parent.parent / staged.name
-    saves.number += 1
-    saves.largest_bytes = max(saves.largest_bytes, sum(path.stat().st_size for path in files_of(folder)))
-    return folder
+            self.errors.append(one_line(error))
 
+    @contextlib.contextmanager
+    def noting_errors_of(self, checkpoint_engine: Any) -> Iterator[None]:
+        """Replace `save` of DeepSpeed's checkpoint engine, which writes this rank's shards, by one that never raises.
 
-def _lack_of_room(staged: Path, needed_bytes: int) -> list[str]:
-    free_bytes = shutil.disk_usage(staged.parent.parent).free
-    return (
-        [
-            f"{free_bytes / 1e9:.3g} GB are free on {socket.gethostname()}, and a checkpoint takes"
-            f" {needed_bytes / 1e9:.3g} GB"
-        ]
-        if free_bytes < needed_bytes
-        else []
-    )
+        rank 0: save(shards), barrier ...
+        rank 1: save(shards) fails and is noted, barrier ...   (if it raised, rank 0 would wait for it)
+        """
+        save = checkpoint_engine.save
+        checkpoint_engine.save = lambda *args, **kwargs: self.attempt(lambda: save(*args, **kwargs))
+        try:
+            yield
+        finally:
+            checkpoint_engine.save = save
 
+    def run(
+        self,
+        write: Callable[[], None],
+        check: Callable[[Path], list[str]],
+        *,
+        needed_bytes: int,
+        facts: dict[str, Any],
+        saves: Saves,
+    ) -> bool:
+        """Let every rank `write`, then publish. Returns whether the checkpoint stands; `saves` counts. Collective.
 
-def _publish(staged: Path, check: Callable[[Path], list[str]], facts: dict[str, Any]) -> list[str]:
-    """Hash the files, each rank its share of them, and move the checkpoint to its name on rank 0. Returns problems.
-    Collective.
-    """
-    files, sealed, problems = files_of(staged), [], []
-    try:
-        sealed = [
-            (str(path.relative_to(staged)), hash_and_sync(path))
-            for path in files[distributed.rank() :: distributed.world_size()]
-        ]
-    except OSError as error:
-        problems = [f"rank {distributed.rank()}: {error}"]
-    everyone, problems = distributed.from_all(sealed), distributed.from_all(problems)
-    if distributed.rank() == 0 and not problems:
-        problems = check(staged)
+        Args:
+            check: on rank 0: what the staged folder lacks.
+            needed_bytes: what a checkpoint takes at least, where none was saved before.
+            facts: for the manifest, beside the files.
+        """
+        start = time.monotonic()
+        # Room first: safetensors maps the file it writes, and a full disk then ends the process by a signal (SIGBUS).
+        problems = distributed.from_all(self._lack_of_room(max(needed_bytes, saves.largest_bytes)))[:1]
         if not problems:
+            self.attempt(write)
+            problems = distributed.from_all([f"rank {distributed.rank()}: {error}" for error in self.errors])
+        problems = problems or self._publish(check, facts)
+        saves.seconds += time.monotonic() - start
+        if problems:
+            saves.failed += [f"{self.folder.name}: {problem}" for problem in problems]
+            if distributed.rank() == 0:
+                shutil.rmtree(self.staged.parent, ignore_errors=True)  # the room that it took
+            distributed.wait_for_all()
+            return False
+        saves.number += 1
+        saves.largest_bytes = max(saves.largest_bytes, sum(path.stat().st_size for path in files_of(self.folder)))
+        return True
+
+    def _lack_of_room(self, needed_bytes: int) -> list[str]:
+        free_bytes = shutil.disk_usage(self.folder.parent).free
+        if free_bytes >= needed_bytes:
+            return []
+        free, needed = f"{free_bytes / 1e9:.3g} GB", f"{needed_bytes / 1e9:.3g} GB"
+        return [f"{free} are free on {socket.gethostname()}, and a checkpoint takes {needed}"]
+
+    def _publish(self, check: Callable[[Path], list[str]], facts: dict[str, Any]) -> list[str]:
+        """Hash the files, each rank its share, and move the checkpoint to its name. Returns problems. Collective."""
+        hashed, errors = [], []
+        try:
+            hashed = [
+                (str(path.relative_to(self.staged)), hash_and_sync(path))
+                for path in files_of(self.staged)[distributed.rank() :: distributed.world_size()]
+            ]
+        except OSError as error:
+            errors = [f"rank {distributed.rank()}: {error}"]
+        files, errors = distributed.from_all(hashed), distributed.from_all(errors)
+        if errors:
+            return errors
+        if distributed.rank() == 0 and not (errors := check(self.staged)):
             try:
-                publish(staged, facts | {"files": dict(sorted(everyone))})
+                publish(self.staged, facts | {"files": dict(sorted(files))})
             except OSError as error:
-                problems = [str(error)]
-    return distributed.from_all(problems)
+                errors = [str(error)]
+        return distributed.from_all(errors)
 
 
 def missing_shards(folder: Path, world_size: int, *, sharded: bool) -> list[str]:
-    """What a checkpoint to resume from lacks of the ranks' own parts: optimizer shards under ZeRO, random states."""
-    found = []
+    """List what a checkpoint to resume from lacks of the ranks' parts: optimizer shards under ZeRO, random states."""
+    errors = []
     if not (folder / TRAINER_STATE).is_file():
-        found.append(f"{TRAINER_STATE} is missing")
-    shards = len(list(folder.glob(f"global_step*/{OPTIMIZER_SHARDS}")))
+        errors.append(f"{TRAINER_STATE} is missing")
+    shards = len(list(folder.glob(f"global_step*/{OPTIMIZER_FILES}")))
     if sharded and shards < world_size:
-        found.append(
+        errors.append(
             f"{shards} of {world_size} ranks' optimizer states are there; is the output folder shared by all nodes?"
         )
     states = len(list(folder.glob("rng_state*.pth")))
     if states < world_size:
-        found.append(f"{states} of {world_size} ranks' random states are there")
-    return found
+        errors.append(f"{states} of {world_size} ranks' random states are there")
+    return errors

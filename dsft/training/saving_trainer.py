@@ -1,8 +1,7 @@
-"""A Trainer whose checkpoints are whole or are not there, and what a saved folder is held against."""
+"""A Trainer whose checkpoints are complete or are not there."""
 
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,13 @@ from torch import nn
 from transformers import Trainer
 
 from dsft.checkpoints.identity import run_identity
-from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, prune, staging_folder
+from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, prune
 from dsft.checkpoints.readback import readback_errors, trained_shapes
 from dsft.checkpoints.reshard import restore, topology_change
 from dsft.checkpoints.run_folder import FINAL
-from dsft.checkpoints.save import WRITE_ERRORS, Saves, missing_shards, save_whole
+from dsft.checkpoints.save import Saves, StagedSave, missing_shards
 from dsft.checkpoints.tensor_sources import SafetensorsFiles
 from dsft.config.deepspeed_json import offloads, stage
-from dsft.errors import one_line
 from dsft.runtime.console import say
 from dsft.runtime.distributed import max_over_ranks
 from dsft.watchdog import client as watchdog
@@ -27,8 +25,9 @@ SAMPLED_TENSORS = 16
 
 
 class SavingTrainer(Trainer):
-    """Saves by the Trainer's strategy and every `save_minutes`; `saves` counts. Goes on from checkpoints of other ranks
-    and stages.
+    """Saves by the Trainer's strategy and every `save_minutes`, and resumes from checkpoints of other ranks and stages.
+
+    `saves` counts.
     """
 
     def __init__(
@@ -42,33 +41,36 @@ class SavingTrainer(Trainer):
             "offload": offloads(deepspeed_config),
         }
         self.save_minutes = save_minutes
-        self.saves, self.expected = Saves(), trained_shapes(model)
+        shapes = trained_shapes(model)
+        self.saves, self._num_trained = Saves(), sum(map(math.prod, shapes.values()))
         self.run_identity = run_identity(
-            self.expected,
+            shapes,
             data=data_identity,
             seed=self.args.data_seed or self.args.seed,
             sequences_per_step=self.args.per_device_train_batch_size
             * self.args.gradient_accumulation_steps
             * self.args.world_size,
         )
-        self._saved_at, self._writes_to, self._unwritten = time.monotonic(), None, []
+        self._saved_at = time.monotonic()
+        self._staged_save: StagedSave | None = None
+        self._final_errors: list[str] = []
 
     def is_save_due(self) -> bool:
-        """Whether `save_minutes` are over since the last save, by this rank's clock."""
+        """Tell whether `save_minutes` are over since the last save, by this rank's clock."""
         return self.save_minutes is not None and time.monotonic() - self._saved_at > 60 * self.save_minutes
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
         started = super()._init_training_state(max_steps, *args, **kwargs)
-        self.state.compute_steps(
-            self.args, max_steps
-        )  # else a resumed run logs, evaluates and saves as often as the checkpoint's did
+        # Else a resumed run logs, evaluates and saves as often as the checkpoint's did.
+        self.state.compute_steps(self.args, max_steps)
         return started
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[Any, Any]:
-        """The Trainer's, which ends with DeepSpeed reading a checkpoint; one that DeepSpeed cannot read is read by
-        `resharding.py`. Collective.
+        """Prepare as the Trainer, which ends with DeepSpeed reading a checkpoint; `reshard.py` reads what it cannot.
+
+        Collective.
         """
         if resume_from_checkpoint is None or not topology_change(resume_from_checkpoint, self.topology):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -88,77 +90,58 @@ class SavingTrainer(Trainer):
             super()._load_best_model()
 
     def _get_output_dir(self, trial: Any) -> str:
-        return str(self._writes_to or super()._get_output_dir(trial))
+        return str(self._staged_save.staged.parent if self._staged_save else super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """The Trainer's save, into a folder that gets its name once everything is written and verified; then older ones
-        are removed. Collective.
+        """Save into a folder that gets its name once everything is written and verified, then remove older ones.
+
+        Collective.
         """
         step, output_dir = self.state.global_step, self.args.output_dir
-        staged = staging_folder(output_dir, step)
-        self._writes_to, self._unwritten = staged.parent, []
+        losses = (entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry)
+        save = self._staged_save = StagedSave(output_dir, step)
         with watchdog.phase("saving"):
-            saved = save_whole(
-                staged,
-                lambda: self._write_checkpoint(model, trial, staged),
+            is_saved = save.run(
+                lambda: self._write_checkpoint(model, trial, save),
                 self._check_saved,
                 saves=self.saves,
                 needed_bytes=self._checkpoint_bytes(),
-                facts={
-                    "step": step,
-                    **self.topology,
-                    "run_identity": self.run_identity,
-                    "loss": next(
-                        (entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry), None
-                    ),
-                },
+                facts={"step": step, **self.topology, "run_identity": self.run_identity, "loss": next(losses, None)},
             )
-        self._writes_to, self._saved_at = None, time.monotonic()
-        if saved is None:
+        self._staged_save, self._saved_at = None, time.monotonic()
+        if not is_saved:
             say(
-                f"error: checkpoint-{step} could not be saved ({self.saves.failed[-1]}); training goes on, earlier"
+                f"error: checkpoint-{step} could not be saved ({self.saves.failed[-1]}); training continues, earlier"
                 " checkpoints stay"
             )
         elif self.is_world_process_zero():
             prune(output_dir, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
 
-    def _write_checkpoint(self, model: nn.Module, trial: Any, staged: Path) -> list[str]:
-        """The Trainer's save. What one rank cannot write it notes and goes on: the others wait for it in the
-        collectives that follow. Returns the notes.
-        """
-        engine = self.model_wrapped.checkpoint_engine
-        best, write = self.state.best_model_checkpoint, engine.save
-        engine.save = lambda *args, **kwargs: self._note_errors(lambda: write(*args, **kwargs))
-        try:
+    def _write_checkpoint(self, model: nn.Module, trial: Any, save: StagedSave) -> None:
+        best = self.state.best_model_checkpoint
+        with save.noting_errors_of(self.model_wrapped.checkpoint_engine):
             super()._save_checkpoint(model, trial)
-        finally:
-            engine.save = write
         # The Trainer names the best checkpoint by where it is now, not by where it will be.
         folder = checkpoint_folder(self.args.output_dir, self.state.best_global_step or 0)
-        self.state.best_model_checkpoint = str(folder) if folder.name == staged.name or folder.is_dir() else best
+        self.state.best_model_checkpoint = str(folder) if folder == save.folder or folder.is_dir() else best
         if self.args.should_save:
-            self.state.save_to_json(str(staged / TRAINER_STATE))
-        return self._unwritten
+            self.state.save_to_json(str(save.staged / TRAINER_STATE))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if self._writes_to is None:
+        save, sampled, errors = self._staged_save, SAMPLED_TENSORS, self._final_errors
+        if save is None:
             super()._save(output_dir, state_dict)
         else:
-            self._note_errors(lambda: super(SavingTrainer, self)._save(output_dir, state_dict))
-        if self.args.should_save and not self._unwritten:
-            sampled = 0 if self._writes_to else SAMPLED_TENSORS
-            self._unwritten += readback_errors(SafetensorsFiles(Path(output_dir)), state_dict or {}, sampled=sampled)
-
-    def _note_errors(self, write: Callable[[], Any]) -> None:
-        try:
-            write()
-        except WRITE_ERRORS as error:
-            self._unwritten.append(one_line(error))
+            sampled, errors = 0, save.errors
+            save.attempt(lambda: super(SavingTrainer, self)._save(output_dir, state_dict))
+        if self.args.should_save and not errors:
+            errors += readback_errors(SafetensorsFiles(Path(output_dir)), state_dict or {}, sampled=sampled)
 
     def _checkpoint_bytes(self) -> int:
-        """At least: the trained weights as they are saved and, to resume, a fp32 copy with Adam's two moments."""
-        trained = sum(math.prod(shape) for shape in self.expected.values())
-        return trained * (next(self.model.parameters()).element_size() + (0 if self.args.save_only_model else 12))
+        """Return at least what is saved: the trained weights and, to resume, an fp32 copy with Adam's two moments."""
+        return self._num_trained * (
+            next(self.model.parameters()).element_size() + (0 if self.args.save_only_model else 12)
+        )
 
     def _check_saved(self, folder: Path) -> list[str]:
         problems = self._missing_weights(folder)
@@ -167,21 +150,18 @@ class SavingTrainer(Trainer):
         return problems
 
     def _missing_weights(self, folder: Path) -> list[str]:
-        num_elements = sum(map(math.prod, self.expected.values()))
-        return readback_errors(SafetensorsFiles(folder), {}, num_elements=num_elements)
+        return readback_errors(SafetensorsFiles(folder), {}, num_elements=self._num_trained)
 
     def save_final(self) -> Path:
-        """Save the model (LoRA: the adapter) to `final/` and read back that every weight is there, and a sample of them
-        bit by bit. Collective.
-        """
+        """Save the model (LoRA: the adapter) to `final/`, count its elements and read a sample back. Collective."""
         folder = Path(self.args.output_dir) / FINAL
         watchdog.set_phase("saving")
-        self._unwritten = []
+        self._final_errors = []
         self.save_model(str(folder))
-        problems = self._missing_weights(folder) + self._unwritten if self.is_world_process_zero() else []
-        if max_over_ranks(float(len(problems))):
+        errors = self._missing_weights(folder) + self._final_errors if self.is_world_process_zero() else []
+        if max_over_ranks(float(len(errors))):
             raise RuntimeError(
-                f"{folder} is incomplete, do not use it: {'; '.join(problems[:5])} (see the checkpoints for intact"
+                f"{folder} is incomplete, do not use it: {'; '.join(errors[:5])} (see the checkpoints for intact"
                 " weights)"
             )
         return folder

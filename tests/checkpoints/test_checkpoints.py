@@ -312,7 +312,7 @@ def test_on_a_full_disk_training_goes_on_the_last_good_checkpoint_stays_and_the_
         assert result.returncode == EXIT_UNSAVED, result.stdout + result.stderr
         assert (
             "could not be saved" in result.stdout
-            and "training goes on" in result.stdout
+            and "training continues" in result.stdout
             and "GB are free" in result.stderr
         )
         assert 0 < len(found) < 4 and all(integrity_errors(folder, hashes=True) == [] for folder in found)
