@@ -1,4 +1,4 @@
-"""The README.md of a trained model: what it was made from, how, and what was measured."""
+"""Writes the README.md of a trained model: its base model, data, options and what was measured."""
 
 from pathlib import Path
 from typing import Any
@@ -35,51 +35,55 @@ OPTIONS = (
 
 
 def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:
-    """Markdown with the metadata that the hub reads.
+    """Return Markdown with the metadata that the hub reads.
 
     Args:
         run: the content of run.json of a finished run.
         data: what was trained on, counted, as text; `held_out` likewise, empty where nothing was held out.
     """
-    config, plan, results = run["config"], run["plan"], run["results"]
-    base, method = config["model"], config["method"]
-    # A folder of this machine means nothing to the hub, nor does a data file.
-    metadata = ModelCardData(
-        base_model=None if Path(base).exists() else base,
-        library_name="transformers" if method == "full" else "peft",
-        pipeline_tag="text-generation",
-        tags=["dsft", "deepspeed"],
-    )
+    config, results = run["config"], run["results"]
+    data += f"\n\nHeld out: {held_out}" if held_out else ""
     options = {
         name: config[name]
         for name in OPTIONS
-        if config.get(name) not in (None, -1) and (method != "full" or not name.startswith("lora"))
+        if config.get(name) not in (None, -1) and (config["method"] != "full" or not name.startswith("lora"))
     }
-    return "\n".join(
-        [
-            f"---\n{metadata.to_yaml()}\n---",
-            "",
-            f"# {Path(base).name}, finetuned ({method})",
-            "",
-            f"Made from `{base}` with dsft on {run['machine']}, {plural(run['world_size'], 'rank')}.",
-            "",
-            "## Data",
-            "",
-            f"{', '.join(f'`{name}`' for name in config['data'])}: {data}",
-            *([f"\nHeld out: {held_out}"] if held_out else []),
-            "",
-            "## Training",
-            "",
-            *(f"- {name}: {value}" for name, value in options.items()),
-            f"- plan: {plan['reason']}",
-            "",
-            "## Measured",
-            "",
-            *(f"- {text}: {results[name]:,.6g}" for name, text in METRICS.items() if results.get(name) is not None),
-            "",
-            "## Made with",
-            "",
-            ", ".join(f"{name} {version}" for name, version in run["versions"].items() if version),
-            "",
-        ]
-    )
+    return f"""---
+{_metadata(config)}
+---
+
+# {Path(config["model"]).name}, finetuned ({config["method"]})
+
+Trained from `{config["model"]}` with dsft on {run["machine"]}, {plural(run["world_size"], "rank")}.
+
+## Data
+
+{", ".join(f"`{name}`" for name in config["data"])}: {data}
+
+## Training
+
+{_list(options)}
+- plan: {run["plan"]["reason"]}
+
+## Measured
+
+{_list({text: f"{results[name]:,.6g}" for name, text in METRICS.items() if results.get(name) is not None})}
+
+## Versions
+
+{", ".join(f"{name} {version}" for name, version in run["versions"].items() if version)}
+"""
+
+
+def _metadata(config: dict[str, Any]) -> str:
+    """Return the YAML header. A folder of this machine means nothing to the hub, nor does a data file."""
+    return ModelCardData(
+        base_model=None if Path(config["model"]).exists() else config["model"],
+        library_name="transformers" if config["method"] == "full" else "peft",
+        pipeline_tag="text-generation",
+        tags=["dsft", "deepspeed"],
+    ).to_yaml()
+
+
+def _list(values: dict[str, Any]) -> str:
+    return "\n".join(f"- {name}: {value}" for name, value in values.items())

@@ -1,11 +1,9 @@
-"""Goes on from a checkpoint on another number of ranks, in another ZeRO stage, or with another offload.
+"""Resumes from a checkpoint on another number of ranks, in another ZeRO stage, or with another offload.
 
 DeepSpeed reads its optimizer shards only on the ranks and in the stage that wrote them. Its universal checkpoint needs
-a conversion on disk of three
-times the fp32 weights, gives every parameter group the hyperparameters of the first in stage 3 (stage3.py,
-load_hp_checkpoint_state_from_checkpoint_dir_stage3)
-and knows no frozen weights there. Here every rank reads its own pieces out of the shards instead, and nothing is
-written.
+a conversion on disk of three times the fp32 weights, gives every parameter group the hyperparameters of the first in
+stage 3 (stage3.py, load_hp_checkpoint_state_from_checkpoint_dir_stage3), and knows no frozen weights there. Here every
+rank reads its own pieces out of the shards instead, and nothing is written.
 """
 
 import itertools
@@ -25,7 +23,7 @@ from dsft.errors import UserError
 from dsft.models.zero_shards import FP32, ZeroShards
 
 TOPOLOGY = {"world_size": "ranks", "zero_stage": "ZeRO stage", "offload": "offload"}
-"""What the layout of a checkpoint's shards depends on, by its key in the manifest, and in a message."""
+"""What the layout of a checkpoint's shards depends on: key in the manifest -> words in a message."""
 
 NOT_TAKEN_OVER = ("0", "3-nvme")
 """Configurations whose optimizer states lie elsewhere than in ZeRO's shards."""
@@ -33,9 +31,7 @@ NOT_TAKEN_OVER = ("0", "3-nvme")
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where this rank keeps `numel` elements of a parameter, from its `start`: in flat partition `group`, at
-    `offset`.
-    """
+    """Says where this rank keeps `numel` elements of a parameter from `start` on: in partition `group`, at `offset`."""
 
     name: str
     start: int
@@ -45,10 +41,9 @@ class _Slot:
 
 
 def topology_change(checkpoint: str, now: dict[str, Any]) -> str:
-    """In words how `now` (the keys of TOPOLOGY) differs from what `checkpoint` was saved with; empty where DeepSpeed
-    reads it itself.
+    """Say how `now` (by the keys of TOPOLOGY) differs from what `checkpoint` was saved with.
 
-    A checkpoint without a manifest is another tool's, and always read here.
+    Empty where DeepSpeed reads it itself. A checkpoint without a manifest is another tool's, and always read here.
     """
     then = read_manifest(Path(checkpoint))
     if then is None:
@@ -62,58 +57,71 @@ def topology_change(checkpoint: str, now: dict[str, Any]) -> str:
 
 
 def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
-    """Set trained weights, optimizer states and counters of a DeepSpeed engine, fresh from `deepspeed.initialize`, from
-    a checkpoint of ZeRO. Collective.
+    """Set weights, optimizer states and counters of a DeepSpeed engine, fresh from `deepspeed.initialize`. Collective.
 
     Args:
         scheduler: of the learning rate, which with a DeepSpeed optimizer is `engine.lr_scheduler`.
+        checkpoint: of ZeRO stage 1, 2 or 3.
 
     Raises:
         UserError: where the checkpoint is not of this model, or of another optimizer.
     """
-    if not hasattr(engine.optimizer, "_optimizer_step") or getattr(engine.optimizer, "swap_optimizer", False):
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "_optimizer_step") or getattr(optimizer, "swap_optimizer", False):
         raise UserError(
             [
-                f"{checkpoint}: was saved in another ZeRO stage, on other ranks or by another tool, and is taken over"
-                " only by ZeRO stage 1, 2 or 3 without NVMe; choose such a zero, or start from its weights with"
+                f"{checkpoint}: was saved in another ZeRO stage, on other ranks or by another tool, and is resumed only"
+                " in ZeRO stage 1, 2 or 3 without NVMe; choose such a zero, or start from its weights with"
                 " --resume_weights_only"
             ]
         )
     shards = ZeroShards(checkpoint)
     _check_same_parameters(shards, engine.module, checkpoint)
-    optimizer = engine.optimizer
-    is_stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
-    flats = optimizer.fp32_partitioned_groups_flat if is_stage_3 else optimizer.single_partition_of_fp32_groups
-    if is_stage_3:
-        optimizer.checkpoint_event_prologue()  # every parameter in its partition
-    states = _make_states(optimizer, flats)
-    kept = {key for state in states for key, value in state.items() if torch.is_tensor(value) and value.dim() > 0}
-    if kept != shards.states:
-        raise UserError(
-            [
-                f"{checkpoint}: its optimizer keeps {', '.join(sorted(shards.states)) or 'nothing'}, this one"
-                f" {', '.join(sorted(kept)) or 'nothing'}; give the optim it was trained with, or start from its"
-                " weights with --resume_weights_only"
-            ]
-        )
-    for slot in _slots_of_stage_3(optimizer, engine.module) if is_stage_3 else _slots_of_stages_1_and_2(engine.module):
-        for key, flat in {FP32: flats[slot.group].data, **{key: states[slot.group][key] for key in kept}}.items():
-            flat.narrow(0, slot.offset, slot.numel).copy_(
-                shards.read(slot.name, key, slot.start, slot.start + slot.numel)
-            )
-    _set_step(optimizer, states, shards.step)
-    if is_stage_3:
-        for group in range(len(flats)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        optimizer.checkpoint_event_epilogue()
-    else:
-        optimizer.update_lp_params()
+    restore_states = _restore_stage_3 if hasattr(optimizer, "fp32_partitioned_groups_flat") else _restore_stages_1_and_2
+    restore_states(optimizer, engine.module, shards, checkpoint)
     for name in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, name, shards.model_state.get(name, getattr(engine, name)))
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     if engine.fp16_enabled() and shards.loss_scaler is not None:
         optimizer.loss_scaler = shards.loss_scaler
     _set_schedule(scheduler, optimizer, shards, checkpoint)
+
+
+def _restore_stage_3(optimizer: Any, module: torch.nn.Module, shards: ZeroShards, checkpoint: str) -> None:
+    flats = optimizer.fp32_partitioned_groups_flat
+    optimizer.checkpoint_event_prologue()  # every parameter in its partition
+    _fill(optimizer, flats, _slots_of_stage_3(optimizer, module), shards, checkpoint)
+    for group in range(len(flats)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(group)
+    optimizer.checkpoint_event_epilogue()
+
+
+def _restore_stages_1_and_2(optimizer: Any, module: torch.nn.Module, shards: ZeroShards, checkpoint: str) -> None:
+    flats = optimizer.single_partition_of_fp32_groups
+    _fill(optimizer, flats, _slots_of_stages_1_and_2(module), shards, checkpoint)
+    optimizer.update_lp_params()
+
+
+def _fill(
+    optimizer: Any, flats: list[torch.Tensor], slots: Iterator[_Slot], shards: ZeroShards, checkpoint: str
+) -> None:
+    """Copy this rank's pieces of the fp32 weights and of the optimizer's states into its flat partitions."""
+    states = _make_states(optimizer, flats)
+    names = {name for state in states for name, value in state.items() if torch.is_tensor(value) and value.dim() > 0}
+    if names != shards.states:
+        raise UserError(
+            [
+                f"{checkpoint}: its optimizer keeps {', '.join(sorted(shards.states)) or 'nothing'}, this one"
+                f" {', '.join(sorted(names)) or 'nothing'}; give the optim it was trained with, or start from its"
+                " weights with --resume_weights_only"
+            ]
+        )
+    for slot in slots:
+        targets = {FP32: flats[slot.group].data} | {name: states[slot.group][name] for name in names}
+        for name, flat in targets.items():
+            piece = shards.read(slot.name, name, slot.start, slot.start + slot.numel)
+            flat.narrow(0, slot.offset, slot.numel).copy_(piece)
+    _set_step(optimizer, states, shards.step)
 
 
 def _check_same_parameters(shards: ZeroShards, module: torch.nn.Module, checkpoint: str) -> None:
@@ -124,28 +132,24 @@ def _check_same_parameters(shards: ZeroShards, module: torch.nn.Module, checkpoi
             differs = f"{name} is {list(then) if then else 'not'} there, {list(now) if now else 'not'} here"
             raise UserError(
                 [
-                    f"{checkpoint}: is of another model or adapter ({differs}); give the model and adapter options it"
-                    " was made with"
+                    f"{checkpoint}: is of another model or adapter ({differs}); give the model and adapter options of"
+                    " its run"
                 ]
             )
 
 
 def _make_states(optimizer: Any, flats: list[torch.Tensor]) -> list[dict[str, Any]]:
-    """The base optimizer's states of each flat partition, which it makes at its first step: one with zero gradients,
-    whose effect is written over.
-    """
-    made = []
+    """Make the base optimizer's states of each flat partition by a step with zero gradients, which is overwritten."""
+    states = []
     for group, flat in enumerate(flats):
         gradient = flat.grad
         flat.grad = torch.zeros_like(flat) if gradient is None else gradient.zero_()
         optimizer._optimizer_step(group)
         flat.grad = gradient
-        bases = (
-            optimizer.optimizer,
-            getattr(optimizer, "backup_optimizer", None),
-        )  # the second: on the GPU, beside offloaded ones
-        made.append(next(base.state[flat] for base in bases if base is not None and flat in base.state))
-    return made
+        # The backup optimizer steps on the GPU, beside offloaded ones.
+        bases = (optimizer.optimizer, getattr(optimizer, "backup_optimizer", None))
+        states.append(next(base.state[flat] for base in bases if base is not None and flat in base.state))
+    return states
 
 
 def _slots_of_stage_3(optimizer: Any, module: torch.nn.Module) -> Iterator[_Slot]:
@@ -154,9 +158,8 @@ def _slots_of_stage_3(optimizer: Any, module: torch.nn.Module) -> Iterator[_Slot
         ends = itertools.accumulate((parameter.ds_tensor.numel() for parameter in parameters), initial=0)
         for parameter, offset in zip(parameters, ends, strict=False):
             start = dist.get_rank(parameter.ds_process_group) * parameter.ds_tensor.numel()
-            numel = min(
-                parameter.ds_tensor.numel(), max(0, math.prod(parameter.ds_shape) - start)
-            )  # the last ranks' parts are padded
+            # The last ranks' parts are padded.
+            numel = min(parameter.ds_tensor.numel(), max(0, math.prod(parameter.ds_shape) - start))
             yield _Slot(names[parameter], start, numel, group, offset)
 
 
@@ -173,15 +176,16 @@ def _slots_of_stages_1_and_2(module: torch.nn.Module) -> Iterator[_Slot]:
 
 
 def _set_step(optimizer: Any, states: list[dict[str, Any]], step: int | None) -> None:
-    """Adam's bias correction goes on; optimizers count by state or by parameter group, in a tensor or a number."""
-    for place in (*states, *optimizer.param_groups):
-        if "step" in place and step is not None:
-            place["step"] = place["step"].fill_(step) if torch.is_tensor(place["step"]) else step
+    """Continue Adam's bias correction. Optimizers count by state or by parameter group, in a tensor or a number."""
+    for counter in (*states, *optimizer.param_groups):
+        if "step" in counter and step is not None:
+            counter["step"] = counter["step"].fill_(step) if torch.is_tensor(counter["step"]) else step
 
 
 def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint: str) -> None:
-    """DeepSpeed keeps the state of a scheduler that it runs itself, as with offload; the Trainer writes that of its own
-    to a file.
+    """Set the schedule of the learning rate.
+
+    DeepSpeed keeps the state of a scheduler that it runs itself, as with offload; the Trainer writes its own to a file.
     """
     then, now = shards.model_state.get("lr_scheduler"), scheduler.state_dict()
     if not then:
@@ -190,13 +194,12 @@ def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint
         raise UserError(
             [
                 f"{checkpoint}: has another kind of learning-rate schedule; give the lr_scheduler_type, or the"
-                " scheduler in the DeepSpeed JSON, it was made with"
+                " scheduler in the DeepSpeed JSON, of its run"
             ]
         )
-    rates = [then["_last_lr"][0]] * len(
-        optimizer.param_groups
-    )  # all groups have one rate; there may be more or fewer groups than before
-    kept = {key: now[key] for key in ("base_lrs", "lr_lambdas") if key in now}
-    scheduler.load_state_dict(then | kept | {"_last_lr": rates})
+    # All groups have one rate; there may be more or fewer groups than before.
+    rates = [then["_last_lr"][0]] * len(optimizer.param_groups)
+    current = {key: now[key] for key in ("base_lrs", "lr_lambdas") if key in now}
+    scheduler.load_state_dict(then | current | {"_last_lr": rates})
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate

@@ -1,4 +1,4 @@
-"""A run's folder: `run.json` beside the checkpoints, the final model in `final/`.
+"""Looks after a run's folder: `run.json` beside the checkpoints, the final model in `final/`.
 
 run.json holds the configuration, the plan, versions, the git commit and the results; it is written at start and at the
 end.
@@ -23,7 +23,7 @@ FINAL = "final"
 
 
 def check_output_dir(config, problems: list[str]) -> None:
-    """The folder must be writable and must not hold another run, unless `overwrite` or a resume is asked for."""
+    """Check that the folder is writable and holds no other run, unless `overwrite` or a resume is asked for."""
     path = Path(config.training["output_dir"])
     resume = config.training.get("resume_from_checkpoint")
     check_writable(str(path), problems)
@@ -50,15 +50,15 @@ def check_output_dir(config, problems: list[str]) -> None:
             " replace the run with --overwrite"
         )
     if any(path.iterdir()) and not config.overwrite and not resume:
-        what = "another run" if (path / "run.json").is_file() else "other files"
+        content = "another run" if (path / "run.json").is_file() else "other files"
         problems.append(
-            f"output_dir={path}: holds {what}; choose a new folder, continue it with --resume_from_checkpoint auto, or"
-            " replace it with --overwrite"
+            f"output_dir={path}: holds {content}; choose a new folder, continue it with --resume_from_checkpoint auto,"
+            " or replace it with --overwrite"
         )
 
 
 def check_writable(output_dir: str, problems: list[str]) -> None:
-    """`output_dir` must be a folder, or one that can be made, on a disk that takes a few bytes."""
+    """Check that `output_dir` is a folder, or one that can be made, on a disk that takes a few bytes."""
     path = Path(output_dir)
     if path.exists() and not path.is_dir():
         problems.append(f"output_dir={path}: is a file, not a folder")
@@ -73,7 +73,7 @@ def check_writable(output_dir: str, problems: list[str]) -> None:
 
 
 def check_free_space(output_dir: str, needed_bytes: int, problems: list[str]) -> None:
-    """The disk must have room for what the run writes at its end."""
+    """Check that the disk has room for what the run writes at its end."""
     free_bytes = shutil.disk_usage(existing_parent(Path(output_dir))).free
     if free_bytes < needed_bytes:
         problems.append(
@@ -83,7 +83,7 @@ def check_free_space(output_dir: str, needed_bytes: int, problems: list[str]) ->
 
 
 def existing_parent(path: Path) -> Path:
-    """`path`, or the nearest folder above it that exists."""
+    """Return `path`, or the nearest folder above it that exists."""
     return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
@@ -97,32 +97,30 @@ def clear_run(output_dir: str) -> None:
 
 
 def last_checkpoint(config) -> str | None:
-    """The checkpoint to resume from, after what killed saves left has been removed; None starts anew (also where `auto`
-    finds none).
+    """Find the checkpoint to resume from, once what killed saves left is removed. None starts from the beginning.
 
     Raises:
-        UserError: where the checkpoint that was named is not whole.
+        UserError: where the checkpoint that was named is incomplete.
     """
     output_dir, resume = config.training["output_dir"], config.training.get("resume_from_checkpoint")
     for path in clean_up(output_dir):
         print(f"dsft: removed {path}: a save that did not end", flush=True)
     if resume and resume != "auto":
-        found = integrity_errors(Path(resume)) if (Path(resume) / MANIFEST).is_file() else []
+        errors = integrity_errors(Path(resume)) if (Path(resume) / MANIFEST).is_file() else []
         raise_if_any(
-            [f"resume_from_checkpoint={resume}: {fault}; it is not whole, use another or auto" for fault in found]
+            [f"resume_from_checkpoint={resume}: {error}; it is incomplete, use another or auto" for error in errors]
         )
         return resume
     if not resume:
         return None
-    good, passed = last_good(output_dir)
-    for path, found in passed:
-        print(f"dsft: {path} is not whole and is passed over: {'; '.join(found[:3])}", flush=True)
+    good, skipped = last_good(output_dir)
+    for path, errors in skipped:
+        print(f"dsft: {path} is incomplete and is skipped: {'; '.join(errors[:3])}", flush=True)
     return str(good) if good else None
 
 
 def start_from_weights(config: TrainConfig, checkpoint: str) -> list[Decision]:
-    """Takes the checkpoint's weights as the model, or with LoRA as the adapter; optimizer, order of data and step
-    counter begin anew.
+    """Take the model, or with LoRA the adapter, of a checkpoint; optimizer, order of data and step start from zero.
 
     Raises:
         UserError: where the run would write into the folder that holds the checkpoint.
@@ -142,7 +140,7 @@ def start_from_weights(config: TrainConfig, checkpoint: str) -> list[Decision]:
 
 
 def is_finished(checkpoint: str, training: dict[str, Any]) -> bool:
-    """Whether nothing is left to train after `checkpoint`, by max_steps or else num_train_epochs."""
+    """Tell whether nothing is left to train after `checkpoint`, by max_steps or else num_train_epochs."""
     state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
     if training.get("max_steps", -1) > 0:
         return state["global_step"] >= training["max_steps"]
@@ -158,7 +156,7 @@ def write_run(output_dir: str, **sections: Any) -> None:
 
 
 def read_run(output_dir: str) -> dict[str, Any]:
-    """run.json of a run.
+    """Read run.json of a run.
 
     Raises:
         UserError: where the folder is no run.

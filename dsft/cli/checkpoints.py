@@ -1,17 +1,15 @@
-"""`dsft checkpoints RUN` and `dsft verify CHECKPOINT`: what can be resumed from, and whether it is as it was
-written.
-"""
+"""Runs `dsft checkpoints RUN` and `dsft verify CHECKPOINT`: what can be resumed from, and whether it is complete."""
 
 from pathlib import Path
 
 from dsft.checkpoints.manifest import checkpoints, files_of, integrity_errors, read_manifest
 from dsft.cli.commands import FolderOptions
 from dsft.errors import UserError, raise_if_any
-from dsft.units import plural
+from dsft.units import GB, plural
 
 
 def show_checkpoints(options: FolderOptions) -> None:
-    """Print a run's checkpoints, oldest first, and how to go on from the newest whole one.
+    """Print a run's checkpoints, oldest first, and how to resume from the newest complete one.
 
     Raises:
         UserError: where the folder holds none.
@@ -19,39 +17,36 @@ def show_checkpoints(options: FolderOptions) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    found = checkpoints(options.folder)
-    if not found:
+    folders = checkpoints(options.folder)
+    if not folders:
         raise UserError([f"{options.folder}: holds no checkpoints"])
-    table = Table()
-    for name in ("step", "loss", "GB", "ranks", "ZeRO", "whole"):
-        table.add_column(name, justify="left" if name == "whole" else "right")
-    whole = []
-    for folder in found:
-        lacks = integrity_errors(folder)
-        manifest = read_manifest(folder) if not lacks else None
-        values = manifest or {}
-        size = sum(path.stat().st_size for path in files_of(folder)) / 1e9
-        loss = values.get("loss")
+    table, newest, ranks = Table(), None, 0
+    for name in ("step", "loss", "GB", "ranks", "ZeRO", "complete"):
+        table.add_column(name, justify="left" if name == "complete" else "right")
+    for folder in folders:
+        errors = integrity_errors(folder)
+        manifest = {} if errors else read_manifest(folder)
+        loss = manifest.get("loss")
         table.add_row(
             folder.name.rpartition("-")[2],
             "" if loss is None else f"{loss:.4g}",
-            f"{size:.3g}",
-            str(values.get("world_size", "")),
-            str(values.get("zero_stage", "")),
-            "yes" if not lacks else f"no: {lacks[0]}",
+            f"{_num_bytes(folder) / GB:.3g}",
+            str(manifest.get("world_size", "")),
+            str(manifest.get("zero_stage", "")),
+            f"no: {errors[0]}" if errors else "yes",
         )
-        whole += [] if lacks else [folder]
+        if not errors:
+            newest, ranks = folder, manifest["world_size"]
     Console(width=200).print(table)
-    if whole:
-        ranks = (read_manifest(whole[-1]) or {})["world_size"]
+    if newest:
         print(
-            f"dsft: to go on from {whole[-1]}: the command of the run with --resume_from_checkpoint auto; on"
+            f"dsft: to resume from {newest}: the command of the run with --resume_from_checkpoint auto; on"
             f" {plural(ranks, 'rank')} bit by bit, on others with the same batches"
         )
 
 
 def verify_checkpoint(options: FolderOptions) -> None:
-    """Read every file of a checkpoint and hold it against its manifest.
+    """Read every file of a checkpoint and compare it with the manifest.
 
     Raises:
         UserError: with everything that differs.
@@ -59,9 +54,10 @@ def verify_checkpoint(options: FolderOptions) -> None:
     folder, path = options.folder, Path(options.folder)
     if not path.is_dir():
         raise UserError([f"{folder}: is no folder"])
-    raise_if_any([f"{folder}: {fault}" for fault in integrity_errors(path, hashes=True)])
-    files = files_of(path)
-    print(
-        f"dsft: {folder} is whole: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e9:.3g} GB, as"
-        " they were written"
-    )
+    raise_if_any([f"{folder}: {error}" for error in integrity_errors(path, hashes=True)])
+    files = plural(len(files_of(path)), "file")
+    print(f"dsft: {folder} is complete: {files}, {_num_bytes(path) / GB:.3g} GB, as they were written")
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in files_of(folder))

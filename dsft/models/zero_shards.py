@@ -1,13 +1,12 @@
-"""The files that DeepSpeed's ZeRO leaves in a checkpoint, read parameter by parameter whatever ranks and stage wrote
-them.
+"""Reads the files that DeepSpeed's ZeRO leaves in a checkpoint, by parameter, whatever ranks and stage wrote them.
 
     shards = ZeroShards("run/checkpoint-500")
-    shards.read("lm_head.weight", "exp_avg")      the whole, flat, in float32
+    shards.read("lm_head.weight", "exp_avg")      all of it, flat, in float32
     shards.read("lm_head.weight", FP32, 0, 1000)  a piece
 
 Files are mapped, not loaded: only what is asked for comes into memory. The layout is that of DeepSpeed 0.19.8
-(checkpoint/ds_to_universal.py reads
-the same): stages 1 and 2 cut the concatenation of all parameters into equal parts, stage 3 cuts every parameter.
+(checkpoint/ds_to_universal.py reads the same): stages 1 and 2 cut the concatenation of all parameters into equal parts,
+stage 3 cuts every parameter.
 """
 
 import math
@@ -29,7 +28,7 @@ OPTIMIZER_FILES = "*_optim_states.pt"
 
 @dataclass(frozen=True)
 class _Piece:
-    """`numel` elements of a parameter at `start` in each of the flat tensors of one file, by state."""
+    """Holds `numel` elements of a parameter, from `start` in each of the flat tensors of one file, by state."""
 
     flats: dict[str, torch.Tensor]
     start: int
@@ -37,8 +36,9 @@ class _Piece:
 
 
 def step_folder(checkpoint: str | Path) -> Path | None:
-    """The folder of DeepSpeed's files: `checkpoint` itself, or the `global_step*` in it that `latest` names, else its
-    newest; None without any.
+    """Find the folder of DeepSpeed's files; None without any.
+
+    It is `checkpoint` itself, or the `global_step*` in it that `latest` names, else the newest.
     """
     folder = Path(checkpoint)
     if any(folder.glob(OPTIMIZER_FILES)):
@@ -49,7 +49,7 @@ def step_folder(checkpoint: str | Path) -> Path | None:
 
 
 class ZeroShards:
-    """Trained parameters and optimizer states of a checkpoint of ZeRO stage 1, 2 or 3.
+    """Gives access to the trained parameters and optimizer states of a checkpoint of ZeRO stage 1, 2 or 3.
 
     Raises:
         UserError: where the files are no such checkpoint, cannot be read, or have a layout that is not supported.
@@ -75,7 +75,7 @@ class ZeroShards:
         self.shapes: dict[str, tuple[int, ...]] = {
             name: tuple(shape) for group in self.model_state["param_shapes"] for name, shape in group.items()
         }
-        """Of each trained parameter, whole."""
+        """Of each trained parameter, as it is when gathered."""
         self.step: int | None = None
         """Of the optimizer; None where it does not count."""
         self._pieces: dict[str, list[_Piece]] = {}
@@ -92,34 +92,33 @@ class ZeroShards:
         if absent:
             raise UserError(
                 [
-                    f"{self.folder}: {len(absent)} parameters are not whole, the first is {absent[0]}; are the files of"
-                    " all ranks there?"
+                    f"{self.folder}: {len(absent)} parameters are incomplete, the first is {absent[0]}; are the files"
+                    " of all ranks there?"
                 ]
             )
 
     @property
     def states(self) -> set[str]:
-        """Names of the optimizer's states, such as exp_avg; FP32 is not among them."""
+        """Name the optimizer's states, such as exp_avg; FP32 is not among them."""
         return {key for pieces in self._pieces.values() for piece in pieces for key in piece.flats} - {FP32}
 
     def read(self, name: str, state: str = FP32, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements `start` to `stop` (default: all) of a parameter, flat, in float32, on the CPU."""
+        """Read elements `start` to `stop` (default: all) of a parameter, flat, in float32, on the CPU."""
         stop = math.prod(self.shapes[name]) if stop is None else stop
         out, offset = torch.empty(max(0, stop - start), dtype=torch.float32), 0
         for piece in self._pieces[name]:
             first, last = max(start, offset), min(stop, offset + piece.numel)
             if first < last:
-                out[first - start : last - start] = piece.flats[state].narrow(
-                    0, piece.start + first - offset, last - first
-                )
+                source = piece.flats[state].narrow(0, piece.start + first - offset, last - first)
+                out[first - start : last - start] = source
             offset += piece.numel
         return out
 
     def _add_stage_1_and_2(self, states: dict[str, Any]) -> None:
         for group, flat in enumerate(states["single_partition_of_fp32_groups"]):
             flats = self._flats(flat, states["base_optimizer_state"], group)
-            for name, place in states["param_slice_mappings"][group].items():
-                self._pieces.setdefault(name, []).append(_Piece(flats, place.start, place.numel))
+            for name, span in states["param_slice_mappings"][group].items():
+                self._pieces.setdefault(name, []).append(_Piece(flats, span.start, span.numel))
 
     def _add_stage_3(self, states: dict[str, Any], rank: int) -> None:
         for group, shapes in enumerate(self.model_state["param_shapes"]):
@@ -132,9 +131,9 @@ class ZeroShards:
                 offset += part
 
     def _flats(self, weights: torch.Tensor, optimizer: dict[str, Any], group: int) -> dict[str, torch.Tensor]:
-        """The flat tensors of one group by state; notes the optimizer's step."""
+        """Return the flat tensors of one group by state, and note the optimizer's step."""
         state = optimizer["state"].get(group, {})
-        step = state.get("step", next((one["step"] for one in optimizer["param_groups"] if "step" in one), None))
+        step = state.get("step", next((entry["step"] for entry in optimizer["param_groups"] if "step" in entry), None))
         self.step = int(step) if step is not None else self.step
         # Of the last rank's weights the padding is cut off, of its states not: their shapes may differ.
         return {FP32: weights} | {
@@ -144,9 +143,8 @@ class ZeroShards:
 
 def _load(file: Path) -> dict[str, Any]:
     try:
-        return torch.load(
-            file, map_location="cpu", mmap=True, weights_only=False
-        )  # as DeepSpeed: it pickles objects of its own
+        # weights_only=False as in DeepSpeed, which pickles objects of its own.
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         raise UserError([f"{file}: cannot be read ({one_line(error)})"]) from error
 

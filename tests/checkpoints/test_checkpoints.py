@@ -1,4 +1,4 @@
-"""A checkpoint is whole or is not there: on files made by hand, and in real runs that are killed or run out of disk."""
+"""A checkpoint is complete or is not there: on handmade files, and in real runs that are killed or fill the disk."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def test_what_is_missing_shorter_or_changed_is_named(tmp_path):
     assert integrity_errors(folder) == [f"{MANIFEST} cannot be read"]
 
 
-def test_the_newest_whole_checkpoint_is_the_last_good_one(tmp_path):
+def test_the_newest_complete_checkpoint_is_the_last_good_one(tmp_path):
     first, second = save(tmp_path, 5), save(tmp_path, 10)
     assert last_good(tmp_path) == (second, [])
     (second / "model.safetensors").unlink()
@@ -145,17 +145,17 @@ def test_the_tools_list_and_verify(tmp_path, capsys):
     seen = capsys.readouterr()
     assert (
         ended.value.code == 2
-        and "checkpoint-5 is whole: 3 files" in seen.out
+        and "checkpoint-5 is complete: 3 files" in seen.out
         and "the content of model.safetensors has changed" in seen.err
     )
     (broken / "model.safetensors").unlink()
     main(["checkpoints", str(tmp_path)])
     out = capsys.readouterr().out
-    assert "no: model.safetensors is missing" in out and f"to go on from {tmp_path}/checkpoint-5" in out
+    assert "no: model.safetensors is missing" in out and f"to resume from {tmp_path}/checkpoint-5" in out
 
 
 @pytest.mark.launch
-def test_a_run_killed_while_it_saves_resumes_from_the_last_whole_checkpoint(run, options, tmp_path):
+def test_a_run_killed_while_it_saves_resumes_from_the_last_complete_checkpoint(run, options, tmp_path):
     out = tmp_path / "run"
     words = flags(
         options(out, max_steps=40, save_strategy="steps", save_steps=2, save_total_limit=3, zero="3", logging_steps=1)
@@ -287,7 +287,7 @@ def test_the_clock_saves_beside_the_steps(run, options, tmp_path):
 
 @pytest.mark.launch
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")
-def test_on_a_full_disk_training_goes_on_the_last_good_checkpoint_stays_and_the_code_tells(run, options, tmp_path):
+def test_on_a_full_disk_training_continues_the_last_good_checkpoint_stays_and_the_code_tells(run, options, tmp_path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], check=True)
     try:
         result = run(
