@@ -1,6 +1,6 @@
 """Turns a run, a checkpoint or an adapter into a plain Hugging Face folder, and reads back what was written.
 
-Weights pass through memory one file of the result at a time (weight_sources.py), not as a whole model, wherever their
+Weights pass through memory one file of the result at a time (tensor_sources.py), not as a full model, wherever their
 names on disk are those in memory.
 
     dsft export runs/first exported          # final model of a run, or any checkpoint-N; adapters are merged
@@ -16,7 +16,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from peft import PeftModel
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from dsft.checkpoints.manifest import checkpoints
 from dsft.checkpoints.readback import check_export, check_written
@@ -27,28 +27,30 @@ from dsft.checkpoints.tensor_sources import (
     SafetensorsFiles,
     SafetensorsSource,
     ShardsSource,
+    WeightsSource,
     local_folder,
 )
-from dsft.errors import UserError
+from dsft.errors import UserError, one_line
 from dsft.models.build import DTYPES, adapter_base, described_in, load_weights
 from dsft.models.size import is_step_folder, load_model_config
 from dsft.models.zero_shards import step_folder
+from dsft.runtime.console import say
 
 
 def find_weights(source: str) -> Path:
-    """The folder with weights that `source` means: a run's `final/` (else its last checkpoint), or the folder itself.
+    """Find the folder with weights that `source` means: a run's `final/` (else its last checkpoint), or itself.
 
     Raises:
-        UserError: where no weights are found.
+        UserError: where no weights are there.
     """
     folder = Path(source)
     if not folder.is_dir():
         raise UserError([f"{source}: is no folder"])
     if (folder / "run.json").is_file():
-        found = [folder / FINAL] if (folder / FINAL).is_dir() else checkpoints(source)
-        if not found:
+        folders = [folder / FINAL] if (folder / FINAL).is_dir() else checkpoints(source)
+        if not folders:
             raise UserError([f"{source}: the run has neither a final model nor a complete checkpoint yet"])
-        return found[-1]
+        return folders[-1]
     if not is_step_folder(source) and not any(folder.glob("*.safetensors")) and not any(folder.glob("global_step*")):
         raise UserError([f"{source}: holds neither safetensors nor a DeepSpeed global_step folder"])
     return folder
@@ -74,18 +76,12 @@ def export(source: str, out: str, *, dtype: str = "auto", max_shard_size: str = 
         try:
             weights = _weights_of(folder)
         except NotStreamable as why:
-            print(f"dsft: the whole model is taken into memory: {why}")
-            model = _load(folder, dtype)
+            say(f"the full model is taken into memory: {why}")
+            _write_loaded(folder, beside, dtype, max_shard_size=max_shard_size)
         else:
-            model = None
-            beside.mkdir(parents=True)
-            _write(weights, beside, DTYPES.get(dtype, weights.dtype), max_shard_size=max_shard_size)
-            _write_config(folder, beside, DTYPES.get(dtype, weights.dtype))
+            _write_streamed(folder, beside, weights, dtype, max_shard_size=max_shard_size)
     except (OSError, ValueError) as error:
-        raise UserError([f"{source}: cannot be exported ({' '.join(str(error).split())[:300]})"]) from None
-    if model is not None:
-        model.save_pretrained(beside, max_shard_size=max_shard_size)
-        check_export(beside, model)
+        raise UserError([f"{source}: cannot be exported ({one_line(error)})"]) from None
     tokenizer.save_pretrained(beside)
     if target.is_dir():
         target.rmdir()  # it is empty
@@ -94,7 +90,7 @@ def export(source: str, out: str, *, dtype: str = "auto", max_shard_size: str = 
 
 
 def merge(adapter: str, out: str, *, dtype: str = "auto") -> Path:
-    """`export` of something that must be an adapter (or a run that trained one).
+    """Export something that must be an adapter (or a run that trained one).
 
     Raises:
         UserError: where it is none.
@@ -105,7 +101,7 @@ def merge(adapter: str, out: str, *, dtype: str = "auto") -> Path:
     return export(str(folder), out, dtype=dtype)
 
 
-def _weights_of(folder: Path) -> SafetensorsSource | ShardsSource | MergedSource:
+def _weights_of(folder: Path) -> WeightsSource:
     if adapter_base(str(folder)) is not None:
         return MergedSource(folder)
     if any(folder.glob("*.safetensors")):
@@ -113,27 +109,25 @@ def _weights_of(folder: Path) -> SafetensorsSource | ShardsSource | MergedSource
     return ShardsSource(step_folder(folder) or folder, load_model_config(described_in(str(folder))))
 
 
-def _write(
-    weights: SafetensorsSource | ShardsSource | MergedSource, out: Path, dtype: torch.dtype, *, max_shard_size: str
-) -> None:
-    """Write files of up to `max_shard_size`, each read back and compared before the next one begins.
+def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str) -> None:
+    model = load_weights(str(folder), dtype="auto" if dtype == "auto" else DTYPES[dtype])
+    if isinstance(model, PeftModel):
+        model = model.merge_and_unload(safe_merge=True)  # refuses NaN
+    model.save_pretrained(out, max_shard_size=max_shard_size)
+    check_export(out, model)
 
-    Raises:
-        RuntimeError: naming the first weight that differs.
-    """
-    on_meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in weights.shapes.items()}
+
+def _write_streamed(folder: Path, out: Path, weights: WeightsSource, dtype: str, *, max_shard_size: str) -> None:
+    """Write files of up to `max_shard_size`, each read back before the next one begins, and what describes them."""
+    out.mkdir(parents=True)
+    written_dtype = DTYPES.get(dtype, weights.dtype)
+    on_meta = {name: torch.empty(shape, dtype=written_dtype, device="meta") for name, shape in weights.shapes.items()}
     split = split_torch_state_dict_into_shards(on_meta, max_shard_size=max_shard_size)
-    with tqdm(
-        total=sum(tensor.nbytes for tensor in on_meta.values()),
-        unit="B",
-        unit_scale=True,
-        desc="Writing weights",
-        dynamic_ncols=True,
-    ) as bar:
+    num_bytes = sum(tensor.nbytes for tensor in on_meta.values())
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="Writing weights", dynamic_ncols=True) as bar:
         for file, names in split.filename_to_tensors.items():
-            tensors = {
-                name: torch.empty(weights.shapes[name], dtype=dtype) for name in names
-            }  # all at first: among the temporary ones of a merge they would leave gaps
+            # All at first: among the temporary tensors of a merge they would leave gaps.
+            tensors = {name: torch.empty(weights.shapes[name], dtype=written_dtype) for name in names}
             for name, tensor in tensors.items():
                 tensor.copy_(weights.read(name))
             save_file(tensors, out / file, metadata={"format": "pt"})
@@ -142,17 +136,13 @@ def _write(
             del tensors, tensor
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (out / "model.safetensors.index.json").write_text(
-            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (out / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    _write_config(folder, out, written_dtype)
+    check_export(out)
 
 
 def _write_config(folder: Path, out: Path, dtype: torch.dtype) -> None:
-    """config.json and generation_config.json, and whether transformers finds every weight of the model they describe.
-
-    Raises:
-        RuntimeError: where it does not.
-    """
     base = adapter_base(str(folder))
     described = local_folder(base) if base else Path(described_in(str(folder)))
     config = load_model_config(str(described))
@@ -160,10 +150,3 @@ def _write_config(folder: Path, out: Path, dtype: torch.dtype) -> None:
     config.save_pretrained(out)
     if (described / "generation_config.json").is_file():
         shutil.copy(described / "generation_config.json", out)
-    check_export(out)
-
-
-def _load(folder: Path, dtype: str) -> PreTrainedModel:
-    options = {"dtype": "auto" if dtype == "auto" else DTYPES[dtype]}
-    model = load_weights(str(folder), **options)
-    return model.merge_and_unload(safe_merge=True) if isinstance(model, PeftModel) else model  # safe_merge refuses NaN

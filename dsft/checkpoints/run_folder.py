@@ -17,6 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from dsft.checkpoints.manifest import MANIFEST, checkpoints, clean_up, integrity_errors, last_good
 from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
+from dsft.runtime.console import say
 from dsft.runtime.disk import write_json
 
 FINAL = "final"
@@ -104,7 +105,7 @@ def last_checkpoint(config) -> str | None:
     """
     output_dir, resume = config.training["output_dir"], config.training.get("resume_from_checkpoint")
     for path in clean_up(output_dir):
-        print(f"dsft: removed {path}: a save that did not end", flush=True)
+        say(f"removed {path}: a save that did not end")
     if resume and resume != "auto":
         errors = integrity_errors(Path(resume)) if (Path(resume) / MANIFEST).is_file() else []
         raise_if_any(
@@ -115,7 +116,7 @@ def last_checkpoint(config) -> str | None:
         return None
     good, skipped = last_good(output_dir)
     for path, errors in skipped:
-        print(f"dsft: {path} is incomplete and is skipped: {'; '.join(errors[:3])}", flush=True)
+        say(f"{path} is incomplete and is skipped: {'; '.join(errors[:3])}")
     return str(good) if good else None
 
 

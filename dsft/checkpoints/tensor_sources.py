@@ -1,8 +1,6 @@
-"""Where an export takes its weights from, one tensor at a time: safetensors, DeepSpeed's shards, an adapter over its
-base.
+"""Reads weights for an export one tensor at a time: from safetensors, DeepSpeed's shards, an adapter over its base.
 
-A source of weights has `shapes` (name on disk -> shape), `dtype` (of the weights as they are) and `read(name)`. None
-holds the full model.
+No source holds the full model.
 """
 
 import copy
@@ -35,22 +33,29 @@ class NotStreamable(Exception):
 
 
 class TensorSource(Protocol):
-    """Tensors by name, of which one at a time is in memory."""
+    """Gives tensors by their name on disk."""
 
     shapes: dict[str, tuple[int, ...]]
 
     def read(self, name: str) -> torch.Tensor: ...
 
 
+class WeightsSource(TensorSource, Protocol):
+    """Gives the weights of a model, one at a time."""
+
+    dtype: torch.dtype
+    """Of the weights as they are."""
+
+
 class TensorsInMemory:
-    """Tensors that are in memory already."""
+    """Gives tensors that are in memory already."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self.shapes, self.read = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, tensors.__getitem__
 
 
 class SafetensorsFiles:
-    """The `*.safetensors` of a folder, or one of them."""
+    """Gives the tensors of the `*.safetensors` of a folder, or of one of them."""
 
     def __init__(self, folder: Path):
         self.files: dict[str, Path] = {}
@@ -69,7 +74,7 @@ class SafetensorsFiles:
 
 
 class SafetensorsSource(SafetensorsFiles):
-    """The weights of a model that lies in safetensors."""
+    """Gives the weights of a model that lies in safetensors."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -79,7 +84,7 @@ class SafetensorsSource(SafetensorsFiles):
 
 
 class ShardsSource:
-    """The trained weights of a fully finetuned model out of ZeRO's shards, in float32."""
+    """Gives the weights of a fully finetuned model out of ZeRO's shards, in float32."""
 
     def __init__(self, checkpoint: Path, config: PreTrainedConfig):
         self.shards = ZeroShards(checkpoint)
@@ -95,7 +100,7 @@ class ShardsSource:
 
 
 class MergedSource:
-    """An adapter merged into its base by peft, layer by layer."""
+    """Gives the weights of an adapter merged into its base by peft, layer by layer."""
 
     def __init__(self, adapter: Path):
         base = local_folder(adapter_base(str(adapter)))
@@ -129,39 +134,37 @@ class MergedSource:
             return self.base.read(name)
         if isinstance(layer, ModulesToSaveWrapper):
             return self.weights[f"base_model.model.{name}"].to(self.dtype)
-        own = {
+        state = {
             key: (
                 self.base.read(f"{layer_name}.{key.removeprefix('base_layer.')}")
                 if key.startswith("base_layer.")
                 else self._adapter_weight(layer_name, key)
-            )
+            ).clone()
             for key in layer.state_dict()
         }
-        real = copy.deepcopy(layer)  # on meta: it costs nothing, and merging marks a layer
-        real.load_state_dict({key: tensor.clone() for key, tensor in own.items()}, assign=True)
-        real.merge(safe_merge=True)  # refuses NaN
-        return getattr(real.get_base_layer(), part).data
+        merged = copy.deepcopy(layer)  # on meta: it costs nothing, and merging marks a layer
+        merged.load_state_dict(state, assign=True)
+        merged.merge(safe_merge=True)  # refuses NaN
+        return getattr(merged.get_base_layer(), part).data
 
     def _adapter_weight(self, layer_name: str, key: str) -> torch.Tensor:
-        """`lora_A.default.weight` is `lora_A.weight` on disk, and DoRA's `lora_magnitude_vector.default.weight` has no
-        suffix there.
+        """Return a weight of the adapter by its name in memory.
+
+        `lora_A.default.weight` is `lora_A.weight` on disk; DoRA's `lora_magnitude_vector.default.weight` has no suffix.
         """
         name = f"base_model.model.{layer_name}.{key}".replace(".default", "")
         return self.weights[name] if name in self.weights else self.weights[name.removesuffix(".weight")]
 
 
 def local_folder(model: str) -> Path:
-    """The folder of a hub id's files on this machine, or the folder itself."""
-    return (
-        Path(model)
-        if Path(model).is_dir()
-        else Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]))
-    )
+    """Return the folder of a hub id's files on this machine, or the folder itself."""
+    if Path(model).is_dir():
+        return Path(model)
+    return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]))
 
 
 def check_names_on_disk(config: PreTrainedConfig, names: Iterable[str]) -> None:
-    """These parameters must be called on disk as in memory and be the same there, which transformers' conversions
-    (experts fused in memory) undo.
+    """Check that transformers' conversions (experts fused in memory) leave these parameters as they are on disk.
 
     Raises:
         NotStreamable: where they are not.

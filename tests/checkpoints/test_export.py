@@ -135,7 +135,7 @@ def test_the_base_of_an_adapter_is_found_from_any_working_folder(adapter, tiny, 
         ("mixtral", {}),
     ],
 )
-def test_merging_weight_by_weight_gives_what_peft_gives_with_the_whole_model(tmp_path, architecture, options, capsys):
+def test_merging_weight_by_weight_gives_what_peft_gives_with_the_full_model(tmp_path, architecture, options, capsys):
     write_model(tmp_path / "base", architecture)
     torch.manual_seed(1)
     model = get_peft_model(
@@ -153,6 +153,6 @@ def test_merging_weight_by_weight_gives_what_peft_gives_with_the_whole_model(tmp
         AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
     ).merge_and_unload(safe_merge=True)
     check_export(out, expected)
-    in_memory = "whole model is taken into memory" in capsys.readouterr().out
+    in_memory = "full model is taken into memory" in capsys.readouterr().out
     tied_or_fused = architecture == "gemma3" or (architecture == "mixtral" and "target_modules" not in options)
     assert in_memory == tied_or_fused and len(list(out.glob("*.safetensors"))) > 1
