@@ -1,4 +1,4 @@
-"""Trainings that resume on other ranks, in another ZeRO stage or with another offload equal those without interruption."""
+"""Trainings that resume on other ranks, in another ZeRO stage or with another offload equal uninterrupted ones."""
 
 import json
 from itertools import product
