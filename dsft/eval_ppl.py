@@ -1,11 +1,11 @@
-"""Measures perplexity on any number of ranks; the result does not depend on how many.
+"""Measures perplexity on any number of ranks; the result does not depend on their number.
 
     deepspeed dsft/eval_ppl.py --model runs/first --data held_out.jsonl
     deepspeed --hostfile hostfiles/2x8 dsft/eval_ppl.py --model big runs/first --data a.jsonl b.jsonl --output_dir out
     python dsft/eval_ppl.py --model runs/first/final --data held_out.jsonl --mode rolling
 
 The modes and their definitions are in `dsft/perplexity/windows.py`. With --output_dir, results are kept as they come
-(perplexity.json, documents.parquet), and the same command continues an interrupted evaluation.
+(perplexity.json, documents.parquet), and the same command resumes an interrupted evaluation.
 """
 
 import sys
@@ -19,9 +19,9 @@ from dsft.config.options import EvalConfig
 from dsft.config.reader import read_config
 from dsft.errors import ends_with_clear_errors
 from dsft.perplexity.evaluation import evaluate
-from dsft.perplexity.report import print_evaluation, write_results
+from dsft.perplexity.report import summary, write_results
 from dsft.runtime import distributed
-from dsft.runtime.console import set_up_screen
+from dsft.runtime.console import print_table, set_up_screen
 from dsft.runtime.launcher_env import map_launcher_variables
 
 
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
         if distributed.rank() == 0:
             if config.output_dir:
                 write_results(Path(config.output_dir), results)
-            print_evaluation(evaluation)
+            print_table(f"Perplexity of {evaluation.model} on {evaluation.data}", summary(evaluation))
     distributed.stop_ranks()
 
 

@@ -232,7 +232,7 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     model: list[str] = field(default_factory=list)
     """One or more of: hub id, folder, adapter's folder, run's folder, DeepSpeed checkpoint (also its global_step
     folder), config.json."""
-    mode: Literal["auto", "windows", "sliding", "rolling", "answers"] = "auto"
+    mode: str = "auto"
     """What is scored, see the README; auto is windows for text and answers for prompts with completions and chats."""
     stride: int | None = None
     """Tokens from one sliding window to the next; by default half of seq_len."""

@@ -26,9 +26,7 @@ class EvaluatePerplexity(evaluate.Measurement):
         )
 
     def compute(self, *, nats=None, tokens=None, bytes=None, words=None, predictions=None, **options):
-        """perplexity, nats and tokens; with `bytes` and `words` also word_perplexity, byte_perplexity and
-        bits_per_byte.
-        """
+        """Return perplexity, nats and tokens; with `bytes` and `words` also those of words, bytes and bits per byte."""
         if nats is not None:
             return self._of_sums(math.fsum(nats), sum(tokens), sum(bytes or []), sum(words or []))
         return self._compute(predictions, **options)
@@ -43,9 +41,9 @@ class EvaluatePerplexity(evaluate.Measurement):
         return self._of_sums(result.nats, result.tokens, result.bytes, result.words)
 
     def _of_sums(self, nats, tokens, num_bytes, words):
-        found = {"perplexity": math.exp(nats / tokens), "nats": nats, "tokens": tokens}
+        result = {"perplexity": math.exp(nats / tokens), "nats": nats, "tokens": tokens}
         if num_bytes:
-            found |= {"byte_perplexity": math.exp(nats / num_bytes), "bits_per_byte": nats / num_bytes / math.log(2)}
+            result |= {"byte_perplexity": math.exp(nats / num_bytes), "bits_per_byte": nats / num_bytes / math.log(2)}
         if words:
-            found["word_perplexity"] = math.exp(nats / words)
-        return found
+            result["word_perplexity"] = math.exp(nats / words)
+        return result

@@ -1,7 +1,9 @@
-"""Perplexity of models on data sets: loads each model replicated or sharded, scores each data set, keeps each result as
-soon as it is known.
+"""Evaluates models on data sets: loads each model replicated or sharded, and yields each result as soon as it is known.
+
+_Candidate (known without weights) -> zero -> loaded_for_scoring -> Evaluation of each data set
 """
 
+import contextlib
 import dataclasses
 import gc
 import random
@@ -26,9 +28,9 @@ from dsft.errors import UserError
 from dsft.models.build import adapter_base, build_model, described_in, is_bare_config, resolve_dtype
 from dsft.models.size import ModelFacts, check_positions, measure_model
 from dsft.models.tokenizer import check_tokenizer
-from dsft.perplexity.resume import PartialResults, fingerprint, model_hash
+from dsft.perplexity.resume import ResumeLog, fingerprint, model_hash
 from dsft.perplexity.scoring import Perplexity, evaluate_windows
-from dsft.perplexity.windows import Windows, build_windows
+from dsft.perplexity.windows import Windows, build_windows, check_mode
 from dsft.planner.evaluation_plan import (
     DEFAULT_BATCH_TOKENS,
     all_evaluation_plans,
@@ -46,7 +48,7 @@ from dsft.watchdog import client as watchdog
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One result and how it came about."""
+    """Holds one result and how it came about."""
 
     perplexity: Perplexity
     model: str
@@ -59,8 +61,6 @@ class Evaluation:
     """Answers cut to seq_len; their cut-off tokens are not scored."""
     seconds: float
     """Scoring alone, without loading; of this run, where an earlier one had scored a part."""
-    scored_tokens_now: int
-    """Tokens fed to the model in `seconds`, over all ranks."""
     peak_memory_bytes: dict[str, int]
     """Of the rank that needed most: "host", and "gpu" where there is one."""
     model_hash: str
@@ -68,7 +68,7 @@ class Evaluation:
     """With `verify`: largest |nats - plain nats| / plain nats over the documents that were scored again."""
 
     def report(self) -> dict[str, Any]:
-        """For perplexity.json; docs of the modes are in dsft/perplexity/windows.py."""
+        """Return the report for perplexity.json; docs of the modes are in dsft/perplexity/windows.py."""
         result = self.perplexity
         return {
             "model": self.model,
@@ -90,7 +90,7 @@ class Evaluation:
             "zero": self.zero,
             "ranks": distributed.world_size(),
             "seconds": self.seconds,
-            "tokens_per_second": self.scored_tokens_now / self.seconds,
+            "tokens_per_second": result.fed_tokens / self.seconds,
             "peak_memory_bytes": self.peak_memory_bytes,
             "model_hash": self.model_hash,
             "verified_difference": self.largest_difference,
@@ -99,9 +99,14 @@ class Evaluation:
         }
 
 
+OPTIONS = ("seq_len", "stride", "scope", "bos", "separator", "max_documents", "attn_implementation", "too_long")
+"""That change a result, beside mode, dtype and batch_tokens."""
+
+
 def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress: bool = False) -> Iterator[Evaluation]:
-    """Perplexity of each of `config.model` on each of `config.data`, as they come. Collective, after
-    `distributed.start_ranks()`.
+    """Yield the perplexity of each of `config.model` on each of `config.data`, as they come.
+
+    Collective, after `distributed.start_ranks()`.
 
     Raises:
         UserError: with all problems of the options, the data and the models' folders, on every rank, before anything is
@@ -110,44 +115,44 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
     """
     problems = [] if problems is None else problems
     unset_hf_deepspeed_config()  # of a training earlier in this process: models are measured on the meta device
+    check_mode(config.mode, problems)
     if config.output_dir:
         check_writable(config.output_dir, problems)
     if config.zero not in ("auto", "0"):
-        zero_file = read_zero_file(config.zero, problems)
-        problems += check_section(zero_file, config.zero) + check_nvme(zero_file, config.zero)
-        if zero_file and stage(zero_file) != 3:
-            problems.append(
-                f"zero={config.zero}: evaluation holds the model whole (0) or in shards of stage 3, not of stage"
-                f" {stage(zero_file)}"
-            )
-    models = [_Candidate.find(dataclasses.replace(config, model=name), problems) for name in config.model]
-    data_sets = {source: _read(source, config, models, problems) for source in config.data}
+        _check_zero(config.zero, problems)
+    candidates = [_Candidate.of(config, name, problems) for name in config.model]
+    data_sets = {source: _read(source, config, candidates, problems) for source in config.data}
     distributed.raise_together([*dict.fromkeys(problems)])
-
     machine = distributed.smallest_machine()
-    for candidate in models:
-        dtype = resolve_dtype(config.dtype)
-        zero = choose_zero(candidate, machine, dtype) if config.zero == "auto" else config.zero
-        all_windows = {source: build_windows(data, config, candidate.tokenizer) for source, data in data_sets.items()}
-        with loaded_for_scoring(candidate.config, zero, dtype) as model:
-            for source, windows in all_windows.items():
-                yield _evaluate_one(model, candidate, windows, source, zero, dtype, progress=progress)
+    for candidate in candidates:
+        yield from _evaluate_candidate(candidate, data_sets, machine, progress=progress)
+
+
+def _check_zero(zero: str, problems: list[str]) -> None:
+    zero_file = read_zero_file(zero, problems)
+    problems += check_section(zero_file, zero) + check_nvme(zero_file, zero)
+    if zero_file and stage(zero_file) != 3:
+        problems.append(
+            f"zero={zero}: evaluation holds a full model per rank (0) or shards of stage 3, not of stage"
+            f" {stage(zero_file)}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Candidate:
-    """A model to evaluate, as far as it is known without its weights."""
+    """Holds a model to evaluate, as far as it is known without its weights."""
 
     config: Any
-    """The EvalConfig with `model` being one name."""
+    """The EvalConfig with `model` being the one folder or hub id that is loaded."""
     tokenizer: PreTrainedTokenizerBase | None
     facts: ModelFacts | None
     """Of the model, of its base where it is an adapter."""
 
     @classmethod
-    def find(cls, config: EvalConfig, problems: list[str]) -> "_Candidate":
-        if (Path(config.model) / "run.json").is_file():
-            config = dataclasses.replace(config, model=str(Path(config.model) / FINAL))
+    def of(cls, config: EvalConfig, model: str, problems: list[str]) -> "_Candidate":
+        """Find what `model` means: a run's folder stands for its final model."""
+        is_run = (Path(model) / "run.json").is_file()
+        config = dataclasses.replace(config, model=str(Path(model) / FINAL) if is_run else model)
         facts = _measure(config, problems)
         return cls(
             config=config,
@@ -156,30 +161,13 @@ class _Candidate:
         )
 
 
-def _read(source: str, config: EvalConfig, models: list[_Candidate], problems: list[str]) -> FormattedSource | None:
-    """The source, looked at with the tokenizer of each model."""
-    found = [
-        check_sources(
-            [source], config, candidate.tokenizer, key="data", split=config.data_split, problems=problems, keep_all=True
-        )
-        for candidate in models
-    ]
-    return next((data[0] for data in found if data), None)
-
-
 def _measure(config: EvalConfig, problems: list[str]) -> ModelFacts | None:
-    name = adapter_base(described_in(config.model)) or (
-        config.model if is_bare_config(config.model) else described_in(config.model)
-    )
+    """Measure the model that `config` names, or the base of an adapter."""
+    folder = config.model if is_bare_config(config.model) else described_in(config.model)
+    names = ("revision", "trust_remote_code", "attn_implementation")
+    options = {name: getattr(config, name) for name in names}
     try:
-        facts = measure_model(
-            TrainConfig(
-                model=name,
-                revision=config.revision,
-                trust_remote_code=config.trust_remote_code,
-                attn_implementation=config.attn_implementation,
-            )
-        )
+        facts = measure_model(TrainConfig(model=adapter_base(folder) or folder, **options))
     except UserError as error:
         problems += error.problems
         return None
@@ -187,8 +175,19 @@ def _measure(config: EvalConfig, problems: list[str]) -> ModelFacts | None:
     return facts
 
 
+def _read(source: str, config: EvalConfig, candidates: list[_Candidate], problems: list[str]) -> FormattedSource | None:
+    """Read the first rows of a source with the tokenizer of each model."""
+    checked = [
+        check_sources(
+            [source], config, candidate.tokenizer, key="data", split=config.data_split, problems=problems, keep_all=True
+        )
+        for candidate in candidates
+    ]
+    return next((sources[0] for sources in checked if sources), None)
+
+
 def choose_zero(candidate: _Candidate, machine: Machine, dtype: str) -> str:
-    """As the planner says: one copy per rank where it fits, else shards of ZeRO-3, else shards in host memory.
+    """Choose as the planner does: one copy per rank where it fits, else shards of ZeRO-3, else shards in host memory.
 
     Raises:
         UserError: where nothing fits.
@@ -200,12 +199,9 @@ def choose_zero(candidate: _Candidate, machine: Machine, dtype: str) -> str:
         seq_len=candidate.config.seq_len,
         attention=attention_of(candidate.facts, seq_len=candidate.config.seq_len, padded=False),
     )
-    chosen, why = choose_evaluation(
-        all_evaluation_plans(
-            job, machine, speeds_of(machine, dtype=job.dtype), batch_tokens=candidate.config.batch_tokens
-        ),
-        machine,
-    )
+    speeds = speeds_of(machine, dtype=job.dtype)
+    plans = all_evaluation_plans(job, machine, speeds, batch_tokens=candidate.config.batch_tokens)
+    chosen, why = choose_evaluation(plans, machine)
     if not chosen.fits:
         raise UserError(
             [
@@ -216,58 +212,81 @@ def choose_zero(candidate: _Candidate, machine: Machine, dtype: str) -> str:
     return chosen.zero
 
 
-class loaded_for_scoring:
-    """The model in evaluation mode inside a `with`; its memory is given back at the end, for the next one."""
-
-    def __init__(self, config: Any, zero: str, dtype: str):
-        self.config, self.zero, self.dtype = config, zero, dtype
-        self.registered = self.engine = None
-
-    def __enter__(self) -> PreTrainedModel:
-        if self.zero == "0":
-            return build_model(self.config, dtype=self.dtype, seed=self.config.seed).to(distributed.device()).eval()
-        import deepspeed
-
-        zero_file = read_zero_file(self.zero, [])
-        deepspeed_config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "bf16": {"enabled": self.dtype == "bfloat16"},
-            "fp16": {"enabled": self.dtype == "float16"},
-            "steps_per_print": 10**9,
-            "zero_optimization": evaluation_section(self.zero),
-            **({"aio": zero_file["aio"]} if "aio" in zero_file else {}),
-        }
-        self.registered = HfDeepSpeedConfig(deepspeed_config)  # from_pretrained shards while this object lives
-        model = build_model(self.config, dtype=self.dtype, seed=self.config.seed)
-        self.engine = deepspeed.initialize(model=model, config=deepspeed_config)[0]
-        return self.engine.module.eval()
-
-    def __exit__(self, *_) -> None:
-        if self.engine is not None:
-            self.engine.destroy()
-            unset_hf_deepspeed_config()
-        self.registered = self.engine = None
-        gc.collect()
-        if has_gpu():
-            torch.cuda.empty_cache()
+def _evaluate_candidate(
+    candidate: _Candidate, data_sets: dict[str, FormattedSource], machine: Machine, *, progress: bool
+) -> Iterator[Evaluation]:
+    config = candidate.config
+    dtype = resolve_dtype(config.dtype)
+    zero = choose_zero(candidate, machine, dtype) if config.zero == "auto" else config.zero
+    all_windows = {source: build_windows(data, config, candidate.tokenizer) for source, data in data_sets.items()}
+    with loaded_for_scoring(config, zero, dtype) as model:
+        for source, windows in all_windows.items():
+            yield _evaluate_windows(model, candidate, windows, source, zero, dtype, progress=progress)
 
 
-def _evaluate_one(
+@contextlib.contextmanager
+def loaded_for_scoring(config: Any, zero: str, dtype: str) -> Iterator[PreTrainedModel]:
+    """Load the model of `config` in evaluation mode; its memory is given back at the end, for the next one."""
+    _free_memory()  # an earlier sharded model is in cycles
+    try:
+        with _replicated(config, dtype) if zero == "0" else _sharded(config, zero, dtype) as model:
+            yield model.eval()
+    finally:
+        _free_memory()
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if has_gpu():
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _replicated(config: Any, dtype: str) -> Iterator[PreTrainedModel]:
+    model = build_model(config, dtype=dtype, seed=config.seed).to(distributed.device())
+    try:
+        yield model
+    finally:
+        model.to("meta")  # frees the weights, whoever still holds the module
+
+
+@contextlib.contextmanager
+def _sharded(config: Any, zero: str, dtype: str) -> Iterator[PreTrainedModel]:
+    import deepspeed
+
+    zero_file = read_zero_file(zero, [])
+    deepspeed_config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "fp16": {"enabled": dtype == "float16"},
+        "steps_per_print": 10**9,
+        "zero_optimization": evaluation_section(zero),
+        **({"aio": zero_file["aio"]} if "aio" in zero_file else {}),
+    }
+    registered = HfDeepSpeedConfig(deepspeed_config)  # from_pretrained shards while this object lives
+    try:
+        model = build_model(config, dtype=dtype, seed=config.seed)
+        engine = deepspeed.initialize(model=model, config=deepspeed_config)[0]
+        try:
+            yield engine.module
+        finally:
+            engine.destroy()
+    finally:
+        del registered
+        unset_hf_deepspeed_config()
+
+
+def _evaluate_windows(
     model: nn.Module, candidate: _Candidate, windows: Windows, source: str, zero: str, dtype: str, *, progress: bool
 ) -> Evaluation:
     config = candidate.config
-    names = ("seq_len", "stride", "scope", "bos", "separator", "max_documents", "attn_implementation", "too_long")
     batch_tokens = config.batch_tokens or max(padded_width(config.seq_len), DEFAULT_BATCH_TOKENS[has_gpu()])
-    options = {name: getattr(config, name) for name in names} | {
-        "dtype": dtype,
-        "mode": windows.mode,
-        "batch_tokens": batch_tokens,
-    }
-    partial = None
+    options = {name: getattr(config, name) for name in OPTIONS}
+    options |= {"dtype": dtype, "mode": windows.mode, "batch_tokens": batch_tokens}
+    log = None
     if config.output_dir:
-        partial = PartialResults(Path(config.output_dir), fingerprint(config.model, windows, options))
+        log = ResumeLog(Path(config.output_dir), fingerprint(config.model, windows, options))
     start = time.perf_counter()
-    fed: list[int] = []
     with watchdog.phase("evaluating"):
         result = evaluate_windows(
             model,
@@ -276,15 +295,13 @@ def _evaluate_one(
             batch_tokens=batch_tokens,
             device=distributed.device(),
             collective_forward=zero != "0",
-            done=partial and partial.done,
-            save=partial and partial.save,
-            fed=fed,
+            log=log,
             progress=progress and distributed.rank() == 0,
         )
     seconds = time.perf_counter() - start
     difference = verify(model, windows, result, config.verify, seed=config.seed) if config.verify else None
-    if partial is not None:
-        partial.remove()
+    if log:
+        log.remove()
     return Evaluation(
         perplexity=result,
         model=config.model,
@@ -292,9 +309,8 @@ def _evaluate_one(
         mode=windows.mode,
         options=options,
         zero=zero,
-        truncated_documents=windows.counts.get("truncated", 0),
+        truncated_documents=windows.truncated_documents,
         seconds=seconds,
-        scored_tokens_now=sum(fed),
         model_hash=model_hash(config.model),
         largest_difference=difference,
         peak_memory_bytes={name: int(distributed.max_over_ranks(value)) for name, value in peak_memory_bytes().items()},
@@ -303,10 +319,10 @@ def _evaluate_one(
 
 @torch.no_grad()
 def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, *, seed: int) -> float:
-    """Score `number` random documents again, each window alone with full logits; the largest relative difference of
-    their nats.
+    """Score `number` random documents again, each window alone with full logits, and compare their nats.
 
-    Every rank does the same work, so that it holds for a sharded model too. Collective under ZeRO-3.
+    Returns the largest relative difference. Every rank does the same work, so that it holds for a sharded model too.
+    Collective under ZeRO-3.
     """
     scored = [document for document, tokens in enumerate(result.document_tokens) if tokens]
     chosen = set(random.Random(seed).sample(scored, min(number, len(scored))))
@@ -320,8 +336,8 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
             for array in windows.inputs_and_targets(window)
         )
         log_probs_TV = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
-        where = targets != IGNORED
-        nats = -log_probs_TV[where].gather(1, targets[where][:, None])[:, 0].double().cpu()
+        is_scored_T = targets != IGNORED
+        nats = -log_probs_TV[is_scored_T].gather(1, targets[is_scored_T][:, None])[:, 0].double().cpu()
         for document, part in zip(documents.tolist(), nats.split(counts.tolist()), strict=True):
             if document in plain:
                 plain[document] += part.sum().item()

@@ -1,45 +1,42 @@
-"""The results of an evaluation: perplexity.json, documents.parquet and a table on the screen."""
+"""Writes the results of an evaluation: perplexity.json, documents.parquet and the rows of a table for the screen."""
 
 from pathlib import Path
 
 from datasets import Dataset, concatenate_datasets
 
 from dsft.perplexity.evaluation import Evaluation
-from dsft.runtime.console import print_table
 from dsft.runtime.disk import write_json
 from dsft.runtime.hardware import this_machine
 from dsft.units import GiB
 
 
 def write_results(folder: Path, evaluations: list[Evaluation]) -> None:
-    """perplexity.json (one report for each model and data set) and documents.parquet (one row for each document of
-    each).
-    """
+    """Write perplexity.json (a report for each model and data set) and documents.parquet (a row for each document)."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(
-        folder / "perplexity.json", {"machine": str(this_machine()), "results": [one.report() for one in evaluations]}
-    )
-    tables = [
-        Dataset.from_dict(
-            {
-                "model": [one.model] * one.perplexity.documents,
-                "data": [one.data] * one.perplexity.documents,
-                "document": range(one.perplexity.documents),
-                "nats": one.perplexity.document_nats,
-                "tokens": one.perplexity.document_tokens,
-                "bytes": one.perplexity.document_bytes,
-                "words": one.perplexity.document_words,
-            }
-        )
-        for one in evaluations
-    ]
+    reports = [evaluation.report() for evaluation in evaluations]
+    write_json(folder / "perplexity.json", {"machine": str(this_machine()), "results": reports})
     beside = folder / "documents.tmp"
-    concatenate_datasets(tables).to_parquet(str(beside))
+    concatenate_datasets([_documents(evaluation) for evaluation in evaluations]).to_parquet(str(beside))
     beside.replace(folder / "documents.parquet")
 
 
-def print_evaluation(evaluation: Evaluation) -> None:
-    """One result on the screen."""
+def _documents(evaluation: Evaluation) -> Dataset:
+    result = evaluation.perplexity
+    return Dataset.from_dict(
+        {
+            "model": [evaluation.model] * result.documents,
+            "data": [evaluation.data] * result.documents,
+            "document": range(result.documents),
+            "nats": result.document_nats,
+            "tokens": result.document_tokens,
+            "bytes": result.document_bytes,
+            "words": result.document_words,
+        }
+    )
+
+
+def summary(evaluation: Evaluation) -> dict[str, str]:
+    """Return the rows of a table about one result."""
     report = evaluation.report()
     rows = {
         "perplexity": f"{report['perplexity']:.4f}",
@@ -53,14 +50,12 @@ def print_evaluation(evaluation: Evaluation) -> None:
         )
     left_out = {"without a token to score": report["unscored_documents"], "truncated": report["truncated_documents"]}
     if any(left_out.values()):
-        rows["documents"] = ", ".join(f"{number:,} {what}" for what, number in left_out.items() if number)
+        rows["documents"] = ", ".join(f"{number:,} {reason}" for reason, number in left_out.items() if number)
     if report["verified_difference"] is not None:
         rows["verified"] = f"largest relative difference to the plain way {report['verified_difference']:.1e}"
-    rows |= {
+    peaks = report["peak_memory_bytes"]
+    return rows | {
         "computed as": f"{report['options']['dtype']}, ZeRO {report['zero']}, {report['ranks']} ranks",
         "speed": f"{report['tokens_per_second']:,.0f} tokens/s, {report['seconds']:.1f} s",
-        "peak memory per rank": ", ".join(
-            f"{name} {value / GiB:.2f} GiB" for name, value in report["peak_memory_bytes"].items()
-        ),
+        "peak memory per rank": ", ".join(f"{name} {value / GiB:.2f} GiB" for name, value in peaks.items()),
     }
-    print_table(f"Perplexity of {report['model']} on {report['data']}", rows)

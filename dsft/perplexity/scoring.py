@@ -1,18 +1,22 @@
-"""Perplexity on any number of ranks: each token scored once, the same bits whatever the number of ranks.
+"""Computes perplexity on any number of ranks: each token scored once, the same bits whatever the number of ranks.
 
-Batches are formed from the data alone; ranks are dealt whole batches; the sums of documents come together in one fixed
+Batches are formed from the data alone, and each is scored by one rank. The sums of documents come together in one fixed
 order. Definition: perplexity = exp(nats / tokens), where nats is the sum of -ln p(token | tokens before it in its
-window)
-over all scored tokens, log-softmax in fp32 whatever the model's dtype, sums in float64. The windows are made in
+window) over all scored tokens, log-softmax in fp32 whatever the model's dtype, sums in float64. The windows are made in
 `windows.py`.
 
-Shape suffixes: B batch, T time, H hidden, V vocabulary, N scored tokens of a batch.
+    windows --form_batches--> batches --_score_batches, one rank each--> nats of pieces --sum over ranks, fsum--> result
+
+A piece is what one window scores of one document.
+
+Shape suffixes: B batch, T time, H hidden, V vocabulary, W one tile of it, N scored tokens of a batch.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -23,6 +27,7 @@ from tqdm.auto import tqdm
 from dsft.data.sequences import IGNORED
 from dsft.errors import TrainingStopped
 from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead
+from dsft.perplexity.resume import ResumeLog
 from dsft.perplexity.windows import Windows
 from dsft.runtime.distributed import sum_over_ranks
 from dsft.units import padded_width
@@ -31,7 +36,7 @@ from dsft.watchdog import client as watchdog
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    """The result of one evaluation, over all ranks."""
+    """Holds the result of one evaluation, over all ranks."""
 
     nats: float
     """Sum of negative log-likelihoods of the scored tokens."""
@@ -45,6 +50,8 @@ class Perplexity:
     """[D] int64: UTF-8 bytes of each document; 0 where there is no text (token sequences)."""
     document_words: np.ndarray
     """[D] int64."""
+    fed_tokens: int
+    """Tokens fed to the model now, over all ranks; less than all windows hold where a part was known already."""
 
     @property
     def documents(self) -> int:
@@ -60,12 +67,12 @@ class Perplexity:
 
     @property
     def unscored_documents(self) -> int:
-        """Documents without a token to score: of one token, for example."""
+        """Count documents without a token to score: of one token, for example."""
         return int((self.document_tokens == 0).sum())
 
     @property
     def loss(self) -> float:
-        """Mean nats per token."""
+        """Return the mean of nats per token."""
         return self.nats / self.tokens
 
     @property
@@ -86,20 +93,25 @@ class Perplexity:
 
 
 def exp(value: float) -> float:
-    """math.exp, infinite where float64 ends (exp(709.8))."""
+    """Return math.exp, infinite where float64 ends (exp(709.8))."""
     return math.exp(value) if value < 709 else math.inf
 
 
 def form_batches(lengths: np.ndarray, batch_tokens: int) -> list[list[int]]:
-    """Indices of windows, longest first, filled up to `batch_tokens` tokens with padding. Depends on the data alone."""
+    """Group windows, longest first, up to `batch_tokens` tokens with padding. Depends on the data alone."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     batches: list[list[int]] = []
     for index in order:
-        if batches and padded_width(lengths[batches[-1][0]]) * (len(batches[-1]) + 1) <= batch_tokens:
+        if batches and batch_width(lengths[batches[-1][0]]) * (len(batches[-1]) + 1) <= batch_tokens:
             batches[-1].append(index)
         else:
             batches.append([index])
     return batches
+
+
+def batch_width(longest: int) -> int:
+    """Return the padded length of a batch, of at least one token: a document of one token feeds none."""
+    return padded_width(max(1, int(longest)))
 
 
 @torch.no_grad()
@@ -111,67 +123,89 @@ def evaluate_windows(
     batch_tokens: int,
     device: torch.device,
     collective_forward: bool,
-    done: dict[int, list[float]] | None = None,
-    save: Callable[[int, list[float]], None] | None = None,
-    fed: list[int] | None = None,
+    log: ResumeLog | None = None,
     progress: bool = False,
 ) -> Perplexity:
-    """Perplexity of `model` on `windows`. Collective: every rank must call it.
+    """Compute the perplexity of `model` on `windows`. Collective: every rank must call it.
 
     Args:
         batch_tokens: tokens of one forward, padding included; a longer window is a batch of its own.
         collective_forward: the model is sharded (ZeRO-3), so ranks without work must take part in every forward.
-        done: batches known from an interrupted evaluation, by index, the same on every rank: nats of their pieces.
-        save: called on the rank that scored a batch with its index and the nats of its pieces.
-        fed: gets the number of tokens of each batch scored now, over all ranks.
+        log: knows what an interrupted evaluation scored, and records what is scored now.
 
     Raises:
         TrainingStopped: where a document's loss is NaN or infinite, naming the first such document.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    done = done or {}
     batches = form_batches(windows.lengths, batch_tokens)
     pieces = [[windows.pieces(window) for window in batch] for batch in batches]
-    sizes = [sum(len(documents) for documents, _ in batch) for batch in pieces]
-    offsets = np.cumsum([0, *sizes])
+    ends = np.cumsum([0, *(sum(len(documents) for documents, _ in batch) for batch in pieces)])
+    places = [slice(start, end) for start, end in pairwise(ends.tolist())]
+    known = log.known() if log else {}
+    left = {index: batch for index, batch in enumerate(batches) if index not in known}
     # Every piece is filled in on one rank and 0 on all others, so summing over ranks adds only zeros: no rounding.
-    nats = torch.zeros(offsets[-1], dtype=torch.float64)
-    for index in done if rank == 0 else ():
-        nats[offsets[index] : offsets[index + 1]] = torch.tensor(done[index], dtype=torch.float64)
-    left = [index for index in range(len(batches)) if index not in done]
-    mine = left[rank::world]
+    nats = torch.zeros(int(ends[-1]), dtype=torch.float64)
     was_training = model.training
     model.eval()
+    scored = _score_batches(
+        model,
+        windows,
+        left,
+        pad_token_id=pad_token_id,
+        device=device,
+        collective_forward=collective_forward,
+        progress=progress,
+    )
+    for index, token_nats in scored:
+        counts = [int(count) for _, counts in pieces[index] for count in counts]
+        batch_nats = [part.sum().item() for part in token_nats.split(counts)]
+        nats[places[index]] = torch.tensor(batch_nats, dtype=torch.float64)
+        if log:
+            log.record(index, batch_nats)
+    model.train(was_training)
+    nats = sum_over_ranks(nats)
+    for index, batch_nats in known.items():
+        nats[places[index]] = torch.tensor(batch_nats, dtype=torch.float64)
+    fed_tokens = sum(int(windows.lengths[batch].sum()) for batch in left.values())
+    return _add_up(windows, nats.numpy(), [piece for batch in pieces for piece in batch], fed_tokens=fed_tokens)
+
+
+def _score_batches(
+    model: nn.Module,
+    windows: Windows,
+    batches: dict[int, list[int]],
+    *,
+    pad_token_id: int,
+    device: torch.device,
+    collective_forward: bool,
+    progress: bool,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (index of a batch, [N] nats of its scored tokens) of every batch that this rank scores.
+
+    The ranks take turns: with 2 ranks and 5 batches, rank 0 scores the first, third and fifth, and in the third turn
+    rank 1 has none. Collective under ZeRO-3.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    indices = list(batches)
+    tokens = [int(windows.lengths[batch].sum()) for batch in batches.values()]
     dummy = torch.full((1, 8), pad_token_id, device=device)
     head = ChunkedHead(model, VOCAB_TILE[device.type])
-    chunked = head.agrees(dummy)
-    batch_lengths = [int(windows.lengths[batches[index]].sum()) for index in left]
-    bar = tqdm(
-        total=sum(batch_lengths), desc="Perplexity", unit="token", unit_scale=True, disable=not progress, leave=False
-    )
-    prepared = _prepared_ahead(windows, [batches[index] for index in mine], pad_token_id)
-    for turn in range(-(-len(left) // world)):
-        if turn < len(mine):
-            index, batch = mine[turn], next(prepared)
-            counts = [int(count) for _, counts in pieces[index] for count in counts]
-            token_nats = score(head if chunked else model, {name: tensor.to(device) for name, tensor in batch.items()})
-            found = [part.sum().item() for part in token_nats.split(counts)]
-            nats[offsets[index] : offsets[index + 1]] = torch.tensor(found, dtype=torch.float64)
-            if save is not None:
-                save(index, found)
-        elif collective_forward:  # the same collectives as a batch with work
-            score(head if chunked else model, {"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
-        bar.update(sum(batch_lengths[turn * world : (turn + 1) * world]))
-        watchdog.heartbeat()
-    bar.close()
-    if fed is not None:
-        fed += batch_lengths
-    model.train(was_training)
-    return _add_up(windows, sum_over_ranks(nats).numpy(), [piece for batch in pieces for piece in batch])
+    scorer = head if head.agrees(dummy) else model
+    collated = _collated_ahead(windows, [batches[index] for index in indices[rank::world]], pad_token_id)
+    with tqdm(
+        total=sum(tokens), desc="Perplexity", unit="token", unit_scale=True, disable=not progress, leave=False
+    ) as bar:
+        for turn in range(0, len(indices), world):
+            if turn + rank < len(indices):
+                batch = {name: tensor.to(device) for name, tensor in next(collated).items()}
+                yield indices[turn + rank], score(scorer, batch)
+            elif collective_forward:  # the same collectives as a batch with work
+                score(scorer, {"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
+            bar.update(sum(tokens[turn : turn + world]))
+            watchdog.heartbeat()
 
 
-def _prepared_ahead(windows: Windows, batches: list[list[int]], pad_token_id: int) -> Iterator[dict[str, torch.Tensor]]:
-    """The batches collated, the next one by a second thread while the model runs on this one."""
+def _collated_ahead(windows: Windows, batches: list[list[int]], pad_token_id: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Collate the batches, the next one in a second thread while the model runs on this one."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         ahead = None
         for batch in batches:
@@ -183,10 +217,11 @@ def _prepared_ahead(windows: Windows, batches: list[list[int]], pad_token_id: in
 
 
 def _collate(windows: Windows, batch: list[int], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """input_ids and targets, [B, T], padded on the right: no token sees what comes after it, so no attention mask is
-    needed.
+    """Return input_ids and targets [B, T], padded on the right.
+
+    No token sees what comes after it, so no attention mask is needed.
     """
-    shape = (len(batch), padded_width(windows.lengths[batch[0]]))
+    shape = (len(batch), batch_width(windows.lengths[batch[0]]))
     ids_BT, targets_BT = np.full(shape, pad_token_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
     for row, window in enumerate(batch):
         ids, targets = windows.inputs_and_targets(window)
@@ -195,7 +230,7 @@ def _collate(windows: Windows, batch: list[int], pad_token_id: int) -> dict[str,
 
 
 def score(head: ChunkedHead | nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """[N] float64 on the CPU: nats of each scored token of a collated batch, row by row."""
+    """Return [N] float64 on the CPU: nats of each scored token of a collated batch, row by row."""
     where_BT = batch["targets"] != IGNORED
     targets_N, device = batch["targets"][where_BT], where_BT.device.type
     if isinstance(head, ChunkedHead):
@@ -217,11 +252,11 @@ def score(head: ChunkedHead | nn.Module, batch: dict[str, torch.Tensor]) -> torc
 
 
 def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_N: torch.Tensor) -> torch.Tensor:
-    """[N] in fp32: log-sum-exp over the vocabulary less the target's logit.
+    """Return [N] in fp32: log-sum-exp over the vocabulary less the target's logit.
 
     Args:
-        parts: logits, [N, words], of one stretch of the vocabulary after the other. Overwritten where they are fp32: a
-            copy would cost as much as the head.
+        parts: logits, [N, W], of one tile of the vocabulary after the other. Overwritten where they are fp32: a copy
+            would cost as much as the head.
     """
     log_sums, start, wanted_N = [], 0, torch.zeros(len(targets_N), device=targets_N.device)
     for logits_NW in parts:
@@ -235,8 +270,10 @@ def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_N: torch.Tens
     return torch.stack(log_sums).logsumexp(dim=0) - wanted_N
 
 
-def _add_up(windows: Windows, nats: np.ndarray, pieces: list[tuple[np.ndarray, np.ndarray]]) -> Perplexity:
-    """Pieces to documents and to the whole, exactly rounded (math.fsum), so in no order in particular."""
+def _add_up(
+    windows: Windows, nats: np.ndarray, pieces: list[tuple[np.ndarray, np.ndarray]], *, fed_tokens: int
+) -> Perplexity:
+    """Add pieces up to documents and to the total, exactly rounded (math.fsum), so in no order in particular."""
     documents = np.concatenate([piece for piece, _ in pieces])
     tokens = np.zeros(len(windows.document_starts), dtype=np.int64)
     np.add.at(tokens, documents, np.concatenate([counts for _, counts in pieces]))
@@ -256,4 +293,5 @@ def _add_up(windows: Windows, nats: np.ndarray, pieces: list[tuple[np.ndarray, n
         document_tokens=tokens,
         document_bytes=windows.document_bytes,
         document_words=windows.document_words,
+        fed_tokens=fed_tokens,
     )

@@ -93,7 +93,7 @@ class PerplexityTrainer(SavingTrainer):
     ) -> dict[str, float]:
         """Perplexity over all tokens of the held-out data; the same number for any batch size and number of ranks."""
         start = time.perf_counter()
-        windows = windows_of_sequences(self.eval_dataset if eval_dataset is None else eval_dataset, mode="training")
+        windows = windows_of_sequences(self.eval_dataset if eval_dataset is None else eval_dataset)
         with watchdog.phase("evaluating"):
             result = evaluate_windows(
                 self.model,

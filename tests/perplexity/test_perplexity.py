@@ -244,9 +244,7 @@ def test_nan_weights_stop_the_evaluation_and_name_the_document(tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny / "model")
     with torch.no_grad():
         model.get_input_embeddings().weight[9] = math.nan
-    windows = windows_of_sequences(
-        [sequence(np.array(ids), np.ones(3, bool)) for ids in ([5, 6, 7], [5, 9, 7])], mode="training"
-    )
+    windows = windows_of_sequences([sequence(np.array(ids), np.ones(3, bool)) for ids in ([5, 6, 7], [5, 9, 7])])
     with pytest.raises(TrainingStopped, match="document 2 of 2"):
         evaluate_windows(
             model, windows, pad_token_id=0, batch_tokens=8, device=torch.device("cpu"), collective_forward=False
@@ -287,9 +285,7 @@ def test_parts_of_the_head_give_plain_full_logits_in_every_architecture(architec
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)  # so that a softcap bends the logits
-    windows = windows_of_sequences(
-        [sequence(ids.numpy(), np.ones(20, bool)) for ids in torch.randint(1, 384, (5, 20))], mode="training"
-    )
+    windows = windows_of_sequences([sequence(ids.numpy(), np.ones(20, bool)) for ids in torch.randint(1, 384, (5, 20))])
     nats, tokens = plain_nats(model, windows)
     result = evaluate_windows(
         model, windows, pad_token_id=0, batch_tokens=48, device=torch.device("cpu"), collective_forward=False
