@@ -1,10 +1,8 @@
-"""What `notebooks/evaluate_checkpoints.ipynb` needs beside the Python API, so that its cells stay short.
+"""Helps `notebooks/evaluate_checkpoints.ipynb`, beside the Python API, so that its cells stay short.
 
-Finds the models of a run's folder, reads results back, scores a text token by token, generates, and draws: tables and
-coloured texts are HTML strings (everything in them escaped), plots are matplotlib figures. It computes no perplexity
-of its own (`evaluation.py` does), changes no file of a run, and loads models whole, on one device.
-
-Shape suffixes: T time, V vocabulary.
+Finds the models of a run's folder, reads results back, generates, and draws: tables and coloured texts are HTML strings
+(everything in them escaped), plots are matplotlib figures. It computes no perplexity of its own (`perplexity/` does),
+changes no file of a run, and loads each model in full on one device.
 """
 
 import contextlib
@@ -31,11 +29,14 @@ from dsft.errors import raise_if_any
 from dsft.models.build import resolve_dtype
 from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity.evaluation import loaded_for_scoring
-from dsft.perplexity.scoring import negative_log_likelihood
 from dsft.perplexity.windows import read_samples, read_texts
 
 DARKEST_NATS = 8.0
 """Tokens of this loss or more have the full colour: a probability of 1 in 3,000 or less."""
+SHARED_OPTIONS = (
+    *("dtype", "tokenizer", "revision", "trust_remote_code", "attn_implementation"),
+    *("data_format", "text_column", "seed"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,64 +47,48 @@ class Model:
     kind: Literal["base", "model", "adapter", "shards"]
     """shards: DeepSpeed's files alone, as a checkpoint of which the 16-bit weights were not kept."""
     path: str
-    step: int | None
-    tokens_seen: int | None
+    step: int | None = None
+    tokens_seen: int | None = None
     """Tokens trained on when it was saved, over all ranks, without padding; None where that is not known."""
 
 
 def find_models(run_folder: str) -> list[Model]:
-    """The base model that the run started from, its complete checkpoints in order of steps, exports in its folder, and
-    the final model.
+    """List the base model of a run, its complete checkpoints by step, exports in its folder, and the final model.
 
     Raises:
         UserError: where the folder is no run.
     """
     folder, run = Path(run_folder), read_run(run_folder)
-    config, results = run["config"], run.get("results", {})
-    found = [
-        Model(
-            name="base",
-            kind="base",
-            path=path_of(config["adapter"] or config["model"], run_folder),
-            step=0,
-            tokens_seen=0,
-        )
+    base = path_of(run["config"]["adapter"] or run["config"]["model"], run_folder)
+    saved = [_saved_model(path) for path in checkpoints(run_folder) if kind_of(path)]
+    exports = [
+        Model(name=path.name, kind=kind_of(path), path=str(path))
+        for path in sorted(folder.iterdir())
+        if path.name not in ("base", FINAL) and not path.name.startswith("checkpoint-") and kind_of(path)
     ]
-    for path in checkpoints(run_folder):
-        if kind_of(path):
-            state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-            found.append(
-                Model(
-                    name=path.name,
-                    kind=kind_of(path),
-                    path=str(path),
-                    step=state["global_step"],
-                    tokens_seen=state["num_input_tokens_seen"],
-                )
-            )
-    taken = {model.name for model in found} | {FINAL}
-    for path in sorted(folder.iterdir()):
-        if path.name not in taken and not path.name.startswith("checkpoint-") and path.is_dir() and kind_of(path):
-            found.append(Model(name=path.name, kind=kind_of(path), path=str(path), step=None, tokens_seen=None))
-    if kind_of(folder / FINAL):
-        final = Model(
-            name=FINAL,
-            kind=kind_of(folder / FINAL),
-            path=str(folder / FINAL),
-            step=results.get("steps"),
-            tokens_seen=results.get("tokens_seen"),
-        )
-        if config.get("load_best_model_at_end") and results.get("best_checkpoint"):
-            best = [model for model in found if model.name == Path(results["best_checkpoint"]).name]
-            final = replace(
-                final, step=best[0].step if best else None, tokens_seen=best[0].tokens_seen if best else None
-            )
-        found.append(final)
-    return found
+    final = [_final_model(folder / FINAL, run, saved)] if kind_of(folder / FINAL) else []
+    return [Model(name="base", kind="base", path=base, step=0, tokens_seen=0), *saved, *exports, *final]
+
+
+def _saved_model(path: Path) -> Model:
+    state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+    step, tokens_seen = state["global_step"], state["num_input_tokens_seen"]
+    return Model(name=path.name, kind=kind_of(path), path=str(path), step=step, tokens_seen=tokens_seen)
+
+
+def _final_model(path: Path, run: dict[str, Any], saved: list[Model]) -> Model:
+    """Describe the final model, which is the best checkpoint where the run loaded that at its end."""
+    results = run.get("results", {})
+    step, tokens_seen = results.get("steps"), results.get("tokens_seen")
+    if run["config"].get("load_best_model_at_end") and results.get("best_checkpoint"):
+        best_name = Path(results["best_checkpoint"]).name
+        best = next((model for model in saved if model.name == best_name), None)
+        step, tokens_seen = (best.step, best.tokens_seen) if best else (None, None)
+    return Model(name=FINAL, kind=kind_of(path), path=str(path), step=step, tokens_seen=tokens_seen)
 
 
 def kind_of(folder: Path) -> str | None:
-    """ "adapter", "model", "shards", or None where a folder holds no weights."""
+    """Tell "adapter", "model" or "shards", or None where there is no folder or it holds no weights."""
     if (folder / "adapter_config.json").is_file():
         return "adapter"
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
@@ -112,9 +97,8 @@ def kind_of(folder: Path) -> str | None:
 
 
 def path_of(name: str, run_folder: str) -> str:
-    """A model or tokenizer as run.json names it; a relative path there starts at the folder of the training."""
-    output_dir = Path(read_run(run_folder)["config"]["output_dir"])
-    started_in = Path(run_folder).resolve()
+    """Find a model or tokenizer that run.json names. A relative path starts where the training was started."""
+    output_dir, started_in = Path(read_run(run_folder)["config"]["output_dir"]), Path(run_folder).resolve()
     for part in reversed(output_dir.parts):
         if started_in.name != part:
             return name  # an absolute output_dir, or a run that was moved
@@ -123,28 +107,16 @@ def path_of(name: str, run_folder: str) -> str:
 
 
 def evaluation_options(run_folder: str) -> dict[str, Any]:
-    """The options of the run that its evaluation must share: type of computation, tokenizer, columns, seed of random
-    weights.
-    """
+    """Return the options of a run that its evaluation must share, such as dtype, tokenizer and columns."""
     config = read_run(run_folder)["config"]
-    names = (
-        "dtype",
-        "tokenizer",
-        "revision",
-        "trust_remote_code",
-        "attn_implementation",
-        "data_format",
-        "text_column",
-        "seed",
-    )
-    options = {name: config[name] for name in names if config.get(name)}
+    options = {name: config[name] for name in SHARED_OPTIONS if config.get(name)}
     if "tokenizer" in options:
         options["tokenizer"] = path_of(options["tokenizer"], run_folder)
     return options
 
 
 def evaluate_on_ranks(num_ranks: int, models: Iterable[str], data: str, **options: Any) -> None:
-    """`dsft eval` on so many ranks of this machine; the results go to the option `output_dir`.
+    """Run `dsft eval` on so many ranks of this machine; the results go to the option `output_dir`.
 
     Raises:
         RuntimeError: where it fails; its own messages stand above.
@@ -159,9 +131,7 @@ def evaluate_on_ranks(num_ranks: int, models: Iterable[str], data: str, **option
 
 
 def read_results(folder: str, paths: dict[str, str]) -> tuple[dict[str, dict], dict[str, list[dict]]]:
-    """(reports, documents) of the models of `paths` (name -> path) from perplexity.json and documents.parquet, both by
-    name.
-    """
+    """Read (reports, documents) of the models of `paths` (name -> path), both by name, as an evaluation left them."""
     reports = json.loads((Path(folder) / "perplexity.json").read_text(encoding="utf-8"))["results"]
     by_path = {report["model"]: report for report in reports}
     rows = pyarrow.parquet.read_table(Path(folder) / "documents.parquet").to_pylist()
@@ -171,7 +141,7 @@ def read_results(folder: str, paths: dict[str, str]) -> tuple[dict[str, dict], d
 
 @contextlib.contextmanager
 def loaded(path: str, **options: Any) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
-    """(model, tokenizer) on this process's device inside a `with`; the memory is given back at its end.
+    """Load (model, tokenizer) on this process's device for a `with`; the memory is given back at its end.
 
     Args:
         options: those of `dsft eval`.
@@ -189,21 +159,21 @@ def _eval_config(options: dict[str, Any]) -> EvalConfig:
 
 
 def read_documents(data: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> tuple[list[str], list[str]]:
-    """(texts, prompts) of the documents of `data`, in the order of documents.parquet.
+    """Read (texts, prompts) of the documents of `data`, in the order of documents.parquet.
 
     A prompt is the first eight words of a text, the prompt of a completion, or a chat up to the first answer.
     """
     config = _eval_config(options | {"data": data})
     problems: list[str] = []
-    found = check_sources(
+    sources = check_sources(
         [data], config, tokenizer, key="data", split=config.data_split, problems=problems, keep_all=True
     )
     raise_if_any(problems)
-    if found[0].rules.is_text:
-        texts = read_texts(found[0], config, tokenizer)
+    if sources[0].rules.is_text:
+        texts = read_texts(sources[0], config, tokenizer)
         return texts, [re.match(r"(?:\s*\S+){0,8}", text)[0] for text in texts]
-    both = [_text_and_prompt(sample, tokenizer) for sample in read_samples(found[0], config, tokenizer)]
-    return [text for text, _ in both], [prompt for _, prompt in both]
+    pairs = [_text_and_prompt(sample, tokenizer) for sample in read_samples(sources[0], config, tokenizer)]
+    return [text for text, _ in pairs], [prompt for _, prompt in pairs]
 
 
 def _text_and_prompt(sample: Pair | Chat | None, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
@@ -216,46 +186,15 @@ def _text_and_prompt(sample: Pair | Chat | None, tokenizer: PreTrainedTokenizerB
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, chat: list[dict], **options: Any) -> str:
-    """Without the BOS token: tokenising the text adds it again."""
+    """Render a chat without the BOS token, which tokenising the text adds again."""
     return tokenizer.apply_chat_template(chat, tokenize=False, **options).removeprefix(tokenizer.bos_token or "")
-
-
-@torch.no_grad()
-def token_nats(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, *, seq_len: int
-) -> list[tuple[str, float | None]]:
-    """(piece of the text, its loss in nats) for the first `seq_len` tokens of `text`, seen alone; None where no token
-    stands before.
-
-    The pieces laid end to end are the text again. Tokens that share a character are one piece, with the sum of their
-    losses.
-    """
-    encoded = tokenizer(
-        text, return_offsets_mapping=True, return_special_tokens_mask=True, truncation=True, max_length=seq_len
-    )
-    ids_T = torch.tensor(encoded["input_ids"], device=model.device)
-    if not len(ids_T):
-        return []
-    logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0]
-    nats: list[float | None] = [None, *negative_log_likelihood([logits_TV[:-1]], ids_T[1:]).tolist()]
-    pieces: list[tuple[str, float | None]] = []
-    shown = 0
-    for (_, end), special, value in zip(encoded["offset_mapping"], encoded["special_tokens_mask"], nats, strict=True):
-        if special:
-            continue  # BOS, for example: context, but no part of the text
-        if end > shown or not pieces:
-            pieces.append((text[shown:end], value))
-        elif value is not None:
-            pieces[-1] = (pieces[-1][0], (pieces[-1][1] or 0.0) + value)
-        shown = max(shown, end)
-    return pieces
 
 
 @torch.no_grad()
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, *, max_new_tokens: int = 40
 ) -> str:
-    """What the model writes after `prompt`, always taking the likeliest token."""
+    """Continue `prompt`, always with the likeliest token."""
     ids = tokenizer(prompt)["input_ids"]
     if ids and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]  # a tokenizer that closes each text must not close the prompt
@@ -274,30 +213,25 @@ def generate(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """HTML table with the keys of the first row as its head; floats with seven digits."""
-
-    def cell(value: Any) -> str:
-        return html.escape(
-            f"{value:.7g}"
-            if isinstance(value, float)
-            else f"{value:,}"
-            if isinstance(value, int)
-            else str("" if value is None else value)
-        )
-
+    """Return an HTML table with the keys of the first row as its head; floats with seven digits."""
     style = "text-align:left;vertical-align:top;white-space:pre-wrap;max-width:40em;overflow-wrap:anywhere"
     head = "".join(f'<th style="{style}">{html.escape(name)}</th>' for name in rows[0])
-    body = "".join(
-        "<tr>" + "".join(f'<td style="{style}">{cell(value)}</td>' for value in row.values()) + "</tr>" for row in rows
-    )
+    cells = ["".join(f'<td style="{style}">{_cell(value)}</td>' for value in row.values()) for row in rows]
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.7g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+    return html.escape("" if text is None else str(text))
 
 
 def best_and_worst(
     documents: list[dict], texts: list[str], *, number: int = 3, least_tokens: int = 1, longest: int = 300
 ) -> list[dict]:
-    """Rows for `table`: the documents with the least and the most nats per token, of those with at least `least_tokens`
-    scored tokens.
+    """Return rows for `table`: the documents with the least and the most nats per token.
+
+    Documents with fewer than `least_tokens` scored tokens are left out.
     """
     scored = [row for row in documents if row["tokens"] >= max(1, least_tokens)]
     scored.sort(key=lambda row: row["nats"] / row["tokens"])
@@ -316,25 +250,22 @@ def best_and_worst(
 
 
 def coloured(pieces: list[tuple[str, float | None]], *, title: str) -> str:
-    """HTML of a text, each piece on a background that is the redder the more nats it cost; the number shows under the
-    mouse.
-    """
+    """Return HTML of a text, each piece the redder the more nats it cost; the number shows under the mouse."""
     spans = []
     for text, nats in pieces:
-        about = "nothing stands before it" if nats is None else f"{nats:.2f} nats"
-        spans.append(f'<span style="background:{_colour(nats or 0.0)}" title="{about}">{html.escape(text)}</span>')
-    known = [nats for _, nats in pieces if nats is not None]
+        hint = "nothing stands before it" if nats is None else f"{nats:.2f} nats"
+        spans.append(f'<span style="background:{_colour(nats or 0.0)}" title="{hint}">{html.escape(text)}</span>')
+    total = sum(nats for _, nats in pieces if nats is not None)
+    panel = "flex:1;min-width:20em;color:black;background:white;padding:0.5em"
+    body = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace;line-height:1.6"
     return (
-        f'<div style="flex:1;min-width:20em;color:black;background:white;padding:0.5em"><b>{html.escape(title)}</b>,'
-        f" {sum(known):.1f} nats in all"
-        "<div"
-        ' style="white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace;line-height:1.6">'
-        f"{''.join(spans)}</div></div>"
+        f'<div style="{panel}"><b>{html.escape(title)}</b>, {total:.1f} nats in all'
+        f'<div style="{body}">{"".join(spans)}</div></div>'
     )
 
 
 def side_by_side(*panels: str) -> str:
-    """HTML panels next to each other, above them the scale of colours."""
+    """Put HTML panels next to each other, above them the scale of colours."""
     scale = "".join(
         f'<span style="background:{_colour(nats)};padding:0 0.6em">{nats:g}</span>'
         for nats in (0.0, 2.0, 4.0, 6.0, DARKEST_NATS)
@@ -350,7 +281,7 @@ def _colour(nats: float) -> str:
 
 
 def plot_perplexity(models: list[Model], perplexities: dict[str, float], log: list[dict]):
-    """Figure: perplexity against tokens seen, with the held-out perplexity that training itself logged.
+    """Return a figure of perplexity against tokens seen, with the held-out perplexity that training itself logged.
 
     Args:
         perplexities: by the name of the model.
@@ -362,37 +293,30 @@ def plot_perplexity(models: list[Model], perplexities: dict[str, float], log: li
     logged = [(entry["num_input_tokens_seen"], entry["eval_perplexity"]) for entry in log if "eval_perplexity" in entry]
     if logged:
         axis.plot(*zip(*logged, strict=True), "-", color="0.6", label="logged in training, on its own held-out data")
-    known = [model for model in models if model.tokens_seen is not None and model.name in perplexities]
+    points: dict[str, list[tuple[int, float]]] = {}
+    names: dict[int, list[str]] = {}
+    for model in models:
+        if model.tokens_seen is not None and model.name in perplexities:
+            points.setdefault(model.kind, []).append((model.tokens_seen, perplexities[model.name]))
+            names.setdefault(model.tokens_seen, []).append(model.name)
     for kind, marker in {"base": "s", "model": "o", "adapter": "o", "shards": "^"}.items():
-        points = [(model.tokens_seen, perplexities[model.name]) for model in known if model.kind == kind]
-        if points:
-            axis.plot(*zip(*points, strict=True), marker, label=f"measured here: {kind}")
-    for tokens in sorted({model.tokens_seen for model in known}):
-        here = [model for model in known if model.tokens_seen == tokens]
-        top = max(perplexities[model.name] for model in here)
-        axis.annotate(
-            "\n".join(model.name for model in here),
-            (tokens, top),
-            textcoords="offset points",
-            xytext=(0, 7),
-            ha="center",
-            fontsize=8,
-        )
-    if known and max(perplexities[model.name] for model in known) > 20 * min(
-        perplexities[model.name] for model in known
-    ):
+        if kind in points:
+            axis.plot(*zip(*points[kind], strict=True), marker, label=f"measured here: {kind}")
+    above = {"textcoords": "offset points", "xytext": (0, 7), "ha": "center", "fontsize": 8}
+    for tokens, here in names.items():
+        axis.annotate("\n".join(here), (tokens, max(perplexities[name] for name in here)), **above)
+    values = [value for kind in points.values() for _, value in kind]
+    if values and max(values) > 20 * min(values):
         axis.set_yscale("log")  # a model with random weights would flatten all others
     axis.margins(x=0.1, y=0.2)
     axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
     axis.set(xlabel="tokens seen in training", ylabel="perplexity")
     axis.legend()
-    axis.grid(alpha=0.3)
-    pyplot.close(figure)  # shown where a cell returns it, and not a second time
-    return figure
+    return _finished(figure, axis)
 
 
 def plot_documents(before: list[dict], after: list[dict], *, names: tuple[str, str]):
-    """Figure: nats per token of each document before and after; below the line it got better."""
+    """Return a figure of nats per token of each document before and after; below the line it got better."""
     from matplotlib import pyplot
 
     points = [
@@ -403,12 +327,16 @@ def plot_documents(before: list[dict], after: list[dict], *, names: tuple[str, s
     ends = [min(min(point) for point in points), max(max(point) for point in points)]
     axis.plot(ends, ends, "-", color="0.6")
     better = sum(y < x for x, y in points)
-    axis.set(
-        title=f"{better:,} of {len(points):,} documents got better",
-        xlabel=f"nats per token, {names[0]}",
-        ylabel=f"nats per token, {names[1]}",
-    )
+    title = f"{better:,} of {len(points):,} documents got better"
+    axis.set(title=title, xlabel=f"nats per token, {names[0]}", ylabel=f"nats per token, {names[1]}")
     axis.set_aspect("equal")
+    return _finished(figure, axis)
+
+
+def _finished(figure, axis):
+    """Close a figure in pyplot, so that it shows where a cell returns it, and not a second time."""
+    from matplotlib import pyplot
+
     axis.grid(alpha=0.3)
     pyplot.close(figure)
     return figure

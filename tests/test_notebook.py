@@ -15,6 +15,7 @@ from tiny import sentences, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft import notebook as tools
+from dsft.perplexity.scoring import token_nats
 
 NOTEBOOK = ROOT / "notebooks" / "evaluate_checkpoints.ipynb"
 MARKUP = "<b>&amp;</b> "
@@ -163,7 +164,7 @@ def test_coloured_pieces_are_the_text_and_their_nats_its_loss(tiny, text):
         AutoModelForCausalLM.from_pretrained(tiny / "model").eval(),
         AutoTokenizer.from_pretrained(tiny / "model"),
     )
-    pieces = tools.token_nats(model, tokenizer, text, seq_len=64)
+    pieces = token_nats(model, tokenizer, text, seq_len=64)
     assert "".join(piece for piece, _ in pieces) == text and all(piece for piece, _ in pieces)
     assert texts_in(tools.coloured(pieces, title="x")) == [text]
     ids = torch.tensor([tokenizer(text)["input_ids"]])

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dsft.data.sequences import IGNORED
 from dsft.errors import TrainingStopped
@@ -144,8 +145,6 @@ def evaluate_windows(
     left = {index: batch for index, batch in enumerate(batches) if index not in known}
     # Every piece is filled in on one rank and 0 on all others, so summing over ranks adds only zeros: no rounding.
     nats = torch.zeros(int(ends[-1]), dtype=torch.float64)
-    was_training = model.training
-    model.eval()
     scored = _score_batches(
         model,
         windows,
@@ -161,7 +160,6 @@ def evaluate_windows(
         nats[places[index]] = torch.tensor(batch_nats, dtype=torch.float64)
         if log:
             log.record(index, batch_nats)
-    model.train(was_training)
     nats = sum_over_ranks(nats)
     for index, batch_nats in known.items():
         nats[places[index]] = torch.tensor(batch_nats, dtype=torch.float64)
@@ -187,6 +185,8 @@ def _score_batches(
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     indices = list(batches)
     tokens = [int(windows.lengths[batch].sum()) for batch in batches.values()]
+    was_training = model.training
+    model.eval()
     dummy = torch.full((1, 8), pad_token_id, device=device)
     head = ChunkedHead(model, VOCAB_TILE[device.type])
     scorer = head if head.agrees(dummy) else model
@@ -202,6 +202,7 @@ def _score_batches(
                 score(scorer, {"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
             bar.update(sum(tokens[turn : turn + world]))
             watchdog.heartbeat()
+    model.train(was_training)
 
 
 def _collated_ahead(windows: Windows, batches: list[list[int]], pad_token_id: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -268,6 +269,35 @@ def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_N: torch.Tens
         largest_N1 = logits_NW.amax(dim=1, keepdim=True)
         log_sums.append(largest_N1[:, 0] + logits_NW.sub_(largest_N1).exp_().sum(dim=1).log())
     return torch.stack(log_sums).logsumexp(dim=0) - wanted_N
+
+
+@torch.no_grad()
+def token_nats(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, *, seq_len: int
+) -> list[tuple[str, float | None]]:
+    """Score the first `seq_len` tokens of `text`: (piece of the text, its loss in nats, None without a token before).
+
+    The pieces joined are the text again. Tokens that share a character are one piece, with the sum of their losses.
+    """
+    encoded = tokenizer(
+        text, return_offsets_mapping=True, return_special_tokens_mask=True, truncation=True, max_length=seq_len
+    )
+    ids_T = torch.tensor(encoded["input_ids"], device=model.device)
+    if not len(ids_T):
+        return []
+    logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0]
+    nats: list[float | None] = [None, *negative_log_likelihood([logits_TV[:-1]], ids_T[1:]).tolist()]
+    pieces: list[tuple[str, float | None]] = []
+    shown = 0
+    for (_, end), special, value in zip(encoded["offset_mapping"], encoded["special_tokens_mask"], nats, strict=True):
+        if special:
+            continue  # BOS, for example: context, but no part of the text
+        if end > shown or not pieces:
+            pieces.append((text[shown:end], value))
+        elif value is not None:
+            pieces[-1] = (pieces[-1][0], (pieces[-1][1] or 0.0) + value)
+        shown = max(shown, end)
+    return pieces
 
 
 def _add_up(
