@@ -243,8 +243,6 @@ def as_windows(corpus: Corpus) -> Windows:
         spans=np.array(spans),
         document_bytes=zeros,
         document_words=zeros,
-        mode="rolling",
-        counts={},
     )
 
 
