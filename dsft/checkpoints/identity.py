@@ -1,34 +1,34 @@
-"""What a checkpoint was made with, as far as going on from it depends on that: model, adapter, data and their order.
+"""Identifies the run of a checkpoint, as far as resuming depends on it: model, adapter, data and their order.
 
-Kept in the checkpoint's manifest; a run that differs is refused with what differs, instead of starting from something
+Kept in the checkpoint's manifest. A run that differs is refused with each difference, instead of training something
 else in silence.
 """
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dsft.checkpoints.manifest import read_manifest
-from dsft.errors import raise_if_any
+from dsft.errors import UserError
 
 
 def run_identity(
     shapes: dict[str, tuple[int, ...]], *, data: dict[str, Any], seed: int, sequences_per_step: int
 ) -> dict[str, Any]:
-    """By the words that a message uses.
+    """Return the identity of a run, by the words that a message uses.
 
     Args:
         shapes: of the trained parameters, by name.
         data: the identity of what is read, by the words that a message uses.
         sequences_per_step: over all ranks.
     """
+    names_and_shapes = json.dumps(sorted((name, list(shape)) for name, shape in shapes.items()))
     return {
         "trained tensors": len(shapes),
-        "trained elements": int(sum(np.prod(shape, dtype=np.int64) for shape in shapes.values())),
-        "names and shapes of what is trained": _digest(sorted((name, list(shape)) for name, shape in shapes.items())),
+        "trained elements": sum(map(math.prod, shapes.values())),
+        "names and shapes of what is trained": hashlib.sha256(names_and_shapes.encode()).hexdigest()[:16],
         **data,
         "seed of the order": seed,
         "sequences per step": sequences_per_step,
@@ -36,8 +36,7 @@ def run_identity(
 
 
 def check_identity(checkpoint: str, now: dict[str, Any]) -> None:
-    """Going on from `checkpoint` must continue what it was made with. One without a manifest is another tool's: nothing
-    is known of it.
+    """Compare a run with the one that saved `checkpoint`. One without a manifest is another tool's, and not compared.
 
     Raises:
         UserError: with each difference.
@@ -46,16 +45,10 @@ def check_identity(checkpoint: str, now: dict[str, Any]) -> None:
     changed = [
         f"{name}: {then[name]} then, {value} now" for name, value in now.items() if name in then and then[name] != value
     ]
-    way_out = (
-        "give the options it was made with, or start from its weights alone with --resume_weights_only and a new"
-        " output_dir"
-    )
-    raise_if_any(
-        [f"resume_from_checkpoint: {checkpoint} was made with something else ({'; '.join(changed)}); {way_out}"]
-        if changed
-        else []
-    )
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+    if changed:
+        raise UserError(
+            [
+                f"resume_from_checkpoint: {checkpoint} is of another run ({'; '.join(changed)}); give the options of"
+                " that run, or start from its weights alone with --resume_weights_only and a new output_dir"
+            ]
+        )
