@@ -23,9 +23,10 @@ from dsft.checkpoints.manifest import (
     last_good,
     prune,
     publish,
+    read_manifest,
     staging_folder,
 )
-from dsft.checkpoints.save import missing_shards
+from dsft.checkpoints.save import Saves, StagedSave, missing_shards
 from dsft.data.sequences import Items, sequence
 from dsft.errors import EXIT_UNSAVED
 from dsft.watchdog.processes import descendants
@@ -130,6 +131,56 @@ def test_ranks_whose_part_is_missing_are_counted(tmp_path):
         len(missing_shards(staged, 2, sharded=True)) == 2
         and "1 of 2 ranks' optimizer states" in missing_shards(staged, 2, sharded=True)[0]
     )
+
+
+class Writer:
+    """Writes a checkpoint as DeepSpeed's checkpoint engine does, onto a disk that may be full."""
+
+    def __init__(self, *, is_full: bool):
+        self.is_full = is_full
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / TRAINER_STATE).write_text("{}")
+        if self.is_full:
+            raise OSError("No space left")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (None, ""),
+        ("write", "checkpoint-10: rank 0: No space left"),
+        ("check", "checkpoint-10: 2 of 3 ranks"),
+        ("room", "GB are free"),
+    ],
+)
+def test_a_save_is_published_or_leaves_the_last_good_checkpoint(tmp_path, fault, message):
+    earlier, saves, writer = save(tmp_path, 5), Saves(), Writer(is_full=fault == "write")
+    staged_save, original = StagedSave(tmp_path, 10), writer.save
+
+    def write() -> None:
+        with staged_save.noting_errors_of(writer):
+            writer.save(staged_save.staged)
+
+    is_saved = staged_save.run(
+        write,
+        lambda folder: ["2 of 3 ranks"] if fault == "check" else missing_shards(folder, 0, sharded=False),
+        needed_bytes=10**18 if fault == "room" else 1,
+        facts={"step": 10, "world_size": 1},
+        saves=saves,
+    )
+    assert writer.save == original and not (tmp_path / ".saving").exists()
+    assert is_saved == (fault is None) and integrity_errors(earlier, hashes=True) == []
+    if fault:
+        assert checkpoints(tmp_path) == [earlier] and saves.number == 0 and message in saves.failed[0]
+    else:
+        assert last_good(tmp_path) == (checkpoint_folder(tmp_path, 10), [])
+        assert (
+            integrity_errors(checkpoint_folder(tmp_path, 10), hashes=True) == []
+            and read_manifest(checkpoint_folder(tmp_path, 10))["step"] == 10
+        )
+        assert (saves.number, saves.largest_bytes, saves.failed) == (1, 2, [])
 
 
 def test_the_tools_list_and_verify(tmp_path, capsys):
@@ -306,14 +357,14 @@ def test_on_a_full_disk_training_continues_the_last_good_checkpoint_stays_and_th
                 ),
             ]
         )
-        found = checkpoints(tmp_path / "run")
+        folders = checkpoints(tmp_path / "run")
         assert result.returncode == EXIT_UNSAVED, result.stdout + result.stderr
         assert (
             "could not be saved" in result.stdout
             and "training continues" in result.stdout
             and "GB are free" in result.stderr
         )
-        assert 0 < len(found) < 4 and all(integrity_errors(folder, hashes=True) == [] for folder in found)
+        assert 0 < len(folders) < 4 and all(integrity_errors(folder, hashes=True) == [] for folder in folders)
         assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
     finally:
         subprocess.run(["umount", tmp_path], check=True)

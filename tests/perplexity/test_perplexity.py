@@ -28,6 +28,7 @@ from dsft.models.chunked_head import ChunkedHead
 from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity import scoring
 from dsft.perplexity.evaluation import evaluate
+from dsft.perplexity.resume import ResumeLog, fingerprint
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import build_windows, rolling_spans, sliding_spans, windows_of_sequences, words_in
 from dsft.runtime.hardware import default_ranks
@@ -108,8 +109,8 @@ def test_rolling_windows_are_those_of_lm_evaluation_harness():
             for pair in utils.get_rolling_token_windows(tokens, prefix_token=7, max_seq_len=8, context_len=1)
         ]
         flat = [7, *tokens]
-        found = [(flat[start:scored], flat[scored:end]) for start, end, scored in rolling_spans(0, len(flat), 8)]
-        assert found == [(list(context), list(predicted)) for context, predicted in expected]
+        spans = [(flat[start:scored], flat[scored:end]) for start, end, scored in rolling_spans(0, len(flat), 8)]
+        assert spans == [(list(context), list(predicted)) for context, predicted in expected]
 
 
 def test_rolling_agrees_with_lm_evaluation_harness(tiny):
@@ -156,13 +157,13 @@ def test_perplexity_is_the_definition(tiny, mode):
 def test_every_text_token_is_scored_once_and_counts_match_the_text(tiny):
     texts = [row["text"] for row in map(json.loads, (tiny / "held_out.jsonl").open())]
     tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
-    own = [len(ids) for ids in tokenizer(texts)["input_ids"]]
+    lengths = [len(ids) for ids in tokenizer(texts)["input_ids"]]
     rolling = evaluate_perplexity(**mode_options(tiny, {"mode": "rolling"}), progress=False).perplexity
-    assert rolling.document_tokens.tolist() == own
+    assert rolling.document_tokens.tolist() == lengths
     sliding = evaluate_perplexity(
         **mode_options(tiny, {"mode": "sliding", "separator": "none"}), progress=False
     ).perplexity
-    assert sliding.tokens == sum(own) - 1
+    assert sliding.tokens == sum(lengths) - 1
     assert rolling.bytes == sum(len(text.encode()) for text in texts) and rolling.words == sum(
         len(text.split(" ")) for text in texts
     )
@@ -177,8 +178,8 @@ def test_ppl_has_the_same_bits_on_1_2_3_and_4_ranks_replicated_and_sharded(tiny,
     expected = on_ranks(1, _sums, replicated)[0]
     assert len({nats for nats, _, _ in expected}) == len(cases)
     for world in worlds:
-        for found in on_ranks(world, _sums, replicated + sharded):
-            assert found == expected + expected, world
+        for sums in on_ranks(world, _sums, replicated + sharded):
+            assert sums == expected + expected, world
 
 
 def test_a_deepspeed_file_can_say_how_to_shard(tiny, tmp_path):
@@ -194,6 +195,48 @@ def test_a_deepspeed_file_can_say_how_to_shard(tiny, tmp_path):
     ):
         with pytest.raises(UserError, match=part):
             evaluate_perplexity(**options, zero=zero)
+
+
+def test_an_interrupted_evaluation_resumes_with_the_same_bits(tiny, tmp_path):
+    options = mode_options(tiny, {"mode": "rolling"})
+    windows, model = windows_for(options), AutoModelForCausalLM.from_pretrained(tiny / "model")
+
+    def score(log: ResumeLog | None = None):
+        device = torch.device("cpu")
+        return evaluate_windows(
+            model, windows, pad_token_id=0, batch_tokens=200, device=device, collective_forward=False, log=log
+        )
+
+    expected = score()
+    assert score(log := ResumeLog(tmp_path, "a" * 64)).nats == expected.nats and len(log.known()) == 0
+    (file,) = tmp_path.glob("partial/*/rank-0.jsonl")
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(lines[: len(lines) // 2]) + "\n[7, [1.2, 3")  # killed while it wrote
+    log = ResumeLog(tmp_path, "a" * 64)
+    resumed = score(log)
+    assert len(log.known()) == len(lines) // 2 - 1 > 1  # before each batch stands a line end
+    assert (resumed.nats, resumed.document_nats.tolist()) == (expected.nats, expected.document_nats.tolist())
+    assert 0 < resumed.fed_tokens < expected.fed_tokens == windows.lengths.sum()
+    assert ResumeLog(tmp_path, "b" * 64).known() == {}
+    log.remove()
+    assert not file.exists()
+
+
+def test_what_changes_a_result_changes_the_fingerprint(tiny, tmp_path):
+    windows = windows_for(mode_options(tiny, {"mode": "rolling"}))
+    others = windows_for(mode_options(tiny, {"mode": "sliding"}))
+    model = shutil.copytree(tiny / "model", tmp_path / "model")
+    prints = [
+        fingerprint(str(model), windows, {"dtype": "float32"}),
+        fingerprint(str(model), windows, {"dtype": "bfloat16"}),
+        fingerprint(str(model), others, {"dtype": "float32"}),
+    ]
+    with (model / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    prints.append(fingerprint(str(model), windows, {"dtype": "float32"}))
+    assert len(set(prints)) == 4
+    assert fingerprint(str(model), windows, {"dtype": "float32"}) == prints[-1]
 
 
 def test_batch_size_does_not_move_the_result(tiny):
@@ -291,7 +334,7 @@ def test_parts_of_the_head_give_plain_full_logits_in_every_architecture(architec
         model, windows, pad_token_id=0, batch_tokens=48, device=torch.device("cpu"), collective_forward=False
     )
     assert result.tokens == tokens and result.nats == pytest.approx(nats, rel=1e-5)
-    # OPT calls its decoder past its backbone, and falls back to plain logits; all others take the short way.
+    # OPT calls its decoder past its backbone, and falls back to plain logits; all others are scored in tiles.
     assert ChunkedHead(model, vocab_tile=100).agrees(torch.ones(1, 8, dtype=torch.long)) == (architecture != "opt")
 
 
@@ -314,10 +357,17 @@ def test_no_full_logits_exist(tiny, monkeypatch):
 
 def test_problems_of_the_evaluator_come_together(tiny):
     with pytest.raises(UserError) as caught:
-        evaluate_perplexity(model="./nowhere", data="nowhere.jsonl", bogus=1, stride=5000)
+        evaluate_perplexity(model="./nowhere", data="nowhere.jsonl", bogus=1, stride=5000, mode="slide")
     text = str(caught.value)
     assert all(
-        part in text for part in ("bogus: unknown key", "./nowhere", "nowhere.jsonl does not exist", "stride=5000")
+        part in text
+        for part in (
+            "bogus: unknown key",
+            "./nowhere",
+            "nowhere.jsonl does not exist",
+            "stride=5000",
+            "mode: 'slide' is none of auto, windows, sliding, rolling, answers; did you mean 'sliding'?",
+        )
     )
     with pytest.raises(UserError, match="one model and one data set"):
         evaluate_perplexity(model=[str(tiny / "model")] * 2, data=str(tiny / "held_out.jsonl"))
@@ -400,8 +450,8 @@ def test_several_models_and_data_sets_in_one_launch_and_an_interruption_between(
         "--batch_tokens",
         "64",
     ]
-    whole = run(["python", "dsft/eval_ppl.py", *options, "--output_dir", tmp_path / "whole"])
-    assert whole.returncode == 0, whole.stderr
+    uninterrupted = run(["python", "dsft/eval_ppl.py", *options, "--output_dir", tmp_path / "uninterrupted"])
+    assert uninterrupted.returncode == 0, uninterrupted.stderr
     out = tmp_path / "out"
     command = [
         BIN / "deepspeed",
@@ -437,10 +487,9 @@ def test_several_models_and_data_sets_in_one_launch_and_an_interruption_between(
     assert len(known) < 4 and list(out.glob("partial/*/rank-*.jsonl"))
     again = run(["python", "dsft/eval_ppl.py", *options, "--output_dir", out])
     assert again.returncode == 0, again.stderr
-    results = [read_json(folder / "perplexity.json")["results"] for folder in (tmp_path / "whole", out)]
-    assert [(one["model"], one["data"], one["nats"]) for one in results[0]] == [
-        (one["model"], one["data"], one["nats"]) for one in results[1]
-    ]
+    results = [read_json(folder / "perplexity.json")["results"] for folder in (tmp_path / "uninterrupted", out)]
+    sums = [[(report["model"], report["data"], report["nats"]) for report in reports] for reports in results]
+    assert sums[0] == sums[1]
     assert len(results[0]) == 4 and not list(out.glob("partial/*"))
     table = load_dataset("parquet", data_files=str(out / "documents.parquet"), split="train")
     assert set(table.column_names) == {"model", "data", "document", "nats", "tokens", "bytes", "words"}
