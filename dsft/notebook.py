@@ -41,7 +41,7 @@ SHARED_OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Something of a run that can be evaluated."""
+    """Names something of a run that can be evaluated."""
 
     name: str
     kind: Literal["base", "model", "adapter", "shards"]

@@ -1,1 +1,1 @@
-"""Files of a run: complete or not there. Saving, reading back, resharding and exporting."""
+"""Keeps the files of a run, complete or not there: saving, reading back, resharding and exporting."""

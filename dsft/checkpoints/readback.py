@@ -12,7 +12,7 @@ from dsft.checkpoints.tensor_sources import TensorsInMemory, TensorSource
 
 
 def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The full shapes of the trained parameters by name, also where ZeRO-3 holds only a piece of each."""
+    """Return the full shapes of the trained parameters by name, also where ZeRO-3 holds only a piece of each."""
     return {
         name: tuple(getattr(parameter, "ds_shape", parameter.shape))
         for name, parameter in model.named_parameters()
@@ -23,7 +23,7 @@ def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def readback_errors(
     written: TensorSource, memory: Mapping[str, torch.Tensor], *, sampled: int | None = None, num_elements: int = 0
 ) -> list[str]:
-    """What is wrong with tensors that were `written` from `memory`: empty, too few, of another shape or content.
+    """List what is wrong with tensors `written` from `memory`: empty, too few, of another shape or content.
 
     Names may differ between memory and disk (experts are stored one by one): those tensors only count as elements.
 

@@ -28,7 +28,7 @@ WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 @dataclass
 class Saves:
-    """Figures of a run's saves, for run.json."""
+    """Counts a run's saves, for run.json."""
 
     number: int = 0
     seconds: float = 0.0
@@ -37,7 +37,7 @@ class Saves:
 
 
 class StagedSave:
-    """One save of all ranks, from the first byte in `.saving/` to the checkpoint at its name."""
+    """Carries one save of all ranks from the first byte in `.saving/` to the checkpoint at its name."""
 
     def __init__(self, output_dir: str | Path, step: int):
         self.staged, self.folder = staging_folder(output_dir, step), checkpoint_folder(output_dir, step)

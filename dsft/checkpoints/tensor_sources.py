@@ -29,7 +29,7 @@ DTYPES_ON_DISK = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.flo
 
 
 class NotStreamable(Exception):
-    """Why these weights cannot be taken one by one."""
+    """Says why these weights cannot be taken one by one."""
 
 
 class TensorSource(Protocol):

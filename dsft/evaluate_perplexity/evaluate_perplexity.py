@@ -1,4 +1,4 @@
-"""Perplexity for the `evaluate` library: from texts and a model, or from sums that an evaluation left.
+"""Computes perplexity for the `evaluate` library: from texts and a model, or from sums that an evaluation left.
 
 metric = evaluate.load(str(Path(dsft.__file__).parent / "evaluate_perplexity"))
 metric.compute(nats=[...], tokens=[...], bytes=[...], words=[...])       # rows of documents.parquet

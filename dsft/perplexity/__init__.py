@@ -1,1 +1,1 @@
-"""Perplexity over windows of text: the same bits on any number of ranks."""
+"""Computes perplexity over windows of text, with the same bits on any number of ranks."""

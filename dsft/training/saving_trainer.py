@@ -1,4 +1,4 @@
-"""A Trainer whose checkpoints are complete or are not there."""
+"""Defines a Trainer whose checkpoints are complete or are not there."""
 
 import math
 import time
