@@ -141,7 +141,7 @@ def describe_start(run: ResolvedRun, trainer: PerplexityTrainer) -> None:
     """Logs what the training starts from, where that may not be what was expected."""
     if run.checkpoint:
         change = topology_change(run.checkpoint, trainer.topology)
-        resharded = f"; its shards are resharded ({change}): dropout draws other numbers than it would have"
+        resharded = f"; resharded ({change}): dropout draws other numbers than it would have"
         say(f"resuming from {run.checkpoint}{resharded if change else ''}")
     elif run.options.training.get("resume_from_checkpoint"):
         say(f"no complete checkpoint in {run.output_dir}; starting anew")
