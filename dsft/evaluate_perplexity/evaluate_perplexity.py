@@ -32,12 +32,12 @@ class EvaluatePerplexity(evaluate.Measurement):
         return self._compute(predictions, **options)
 
     def _compute(self, predictions, *, model, **options):
-        import dsft
+        from dsft.api import evaluate_perplexity
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "texts.parquet"
             datasets.Dataset.from_dict({"text": list(predictions)}).to_parquet(str(path))
-            result = dsft.evaluate_perplexity(model=model, data=str(path), progress=False, **options).perplexity
+            result = evaluate_perplexity(model=model, data=str(path), progress=False, **options).perplexity
         return self._of_sums(result.nats, result.tokens, result.bytes, result.words)
 
     def _of_sums(self, nats, tokens, num_bytes, words):
