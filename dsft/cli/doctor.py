@@ -6,24 +6,24 @@ import os
 import sys
 
 from dsft.cli.commands import DoctorOptions
+from dsft.cli.doctor_report import show
+from dsft.cluster.doctor.examine import examine
 from dsft.cluster.doctor.findings import Report
 from dsft.errors import EXIT_USER_ERROR, UserError
+from dsft.runtime.hostfile import Node, local_node, read_hosts
+from dsft.runtime.launcher_env import map_launcher_variables
 
 
 def run(options: DoctorOptions, run_words: list[str]) -> None:
     """Examine and print. The process ends with exit code 2 where an error was found."""
-    if not options.hostfile and under_launcher():
-        from dsft.cluster.doctor.launched import examine_launched
+    if not options.hostfile and _is_launched():
+        from dsft.cluster.doctor.launched import examine_launched  # imports torch
 
-        examine_launched(
-            argv=run_words, quick=options.quick, deliver=lambda report: _print(report, options)
-        )  # does not come back
-    from dsft.cluster.doctor.examine import examine
-
-    nodes = _nodes(options)
+        # Does not come back.
+        examine_launched(argv=run_words, quick=options.quick, deliver=lambda report: _print(report, options))
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print
         report = examine(
-            nodes,
+            _nodes(options),
             argv=run_words,
             quick=options.quick,
             master_port=options.master_port,
@@ -35,18 +35,20 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
         sys.exit(EXIT_USER_ERROR)
 
 
+def _is_launched() -> bool:
+    """Whether srun, mpirun, torchrun, deepspeed or accelerate started this process as one of several."""
+    map_launcher_variables()
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 def _print(report: Report, options: DoctorOptions) -> None:
     if options.json:
         print(json.dumps(report.as_dict(), indent=2), flush=True)
     else:
-        from dsft.cli.doctor_report import show
-
         show(report, only_findings=options.only_findings)
 
 
-def _nodes(options: DoctorOptions) -> list:
-    from dsft.runtime.hostfile import local_node, read_hosts
-
+def _nodes(options: DoctorOptions) -> list[Node]:
     if options.hostfile:
         return read_hosts(
             options.hostfile,
@@ -58,19 +60,6 @@ def _nodes(options: DoctorOptions) -> list:
     if options.include or options.exclude or (options.num_nodes or 1) > 1:
         raise UserError(["--include, --exclude and --num_nodes choose among the hosts of --hostfile; name one"])
     return [local_node(slots=options.num_gpus or None)]
-
-
-def under_launcher() -> bool:
-    """Whether srun, mpirun, torchrun or accelerate started this process as one of several; MPI's and SLURM's variables
-    become RANK and WORLD_SIZE.
-    """
-    try:
-        from dsft.runtime.launcher_env import map_launcher_variables
-    except ImportError:
-        pass
-    else:
-        map_launcher_variables()
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 if __name__ == "__main__":  # for launchers that start a module: `accelerate launch --module dsft.cli.doctor`

@@ -18,36 +18,18 @@ from dsft.errors import UserError
 from dsft.watchdog.processes import descendants, is_launcher, start_time
 
 
-def command(*argv: str) -> list[str]:
+def command(words: str) -> list[str]:
     """The command as it is shown, for these words after `dsft launch`."""
-    return shown(build_command(*read_launch(list(argv))))
+    return shown(build_command(*read_launch(words.split())))
 
 
 def test_a_host_file_goes_to_deepspeed_with_its_filters_and_everything_else_to_the_script(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    words = command(
-        "--hostfile",
-        "hostfiles/2x8",
-        "--exclude=node-1:0",
-        "train",
-        "--config",
-        "run.yaml",
-        "--master_port=1234",
-        "--learning_rate",
-        "1e-4",
-    )
-    assert (
-        words[:5] == ["deepspeed", "--hostfile", "hostfiles/2x8", "--exclude", "node-1:0"] and "--num_gpus" not in words
-    )
+    script = "--config run.yaml --learning_rate 1e-4"
+    words = command(f"--hostfile hostfiles/2x8 --exclude=node-1:0 train --master_port=1234 {script}")
+    assert " ".join(words[:5]) == "deepspeed --hostfile hostfiles/2x8 --exclude node-1:0" and "--num_gpus" not in words
     assert words[words.index("--master_port") + 1] == "1234"
-    assert words[words.index("--module") :] == [
-        "--module",
-        "dsft.train",
-        "--config",
-        "run.yaml",
-        "--learning_rate",
-        "1e-4",
-    ]
+    assert words[words.index("--module") :] == f"--module dsft.train {script}".split()
 
 
 def test_without_options_the_command_takes_this_machine_and_a_free_port():
@@ -58,37 +40,19 @@ def test_without_options_the_command_takes_this_machine_and_a_free_port():
 
 
 def test_nodes_without_ssh_take_their_place_from_the_environment(monkeypatch):
-    for name, value in {
-        "MASTER_ADDR": "10.0.0.1",
-        "MASTER_PORT": "23456",
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-    }.items():  # as Kubernetes' training operator sets them
+    kubernetes = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "23456", "RANK": "1", "WORLD_SIZE": "2"}
+    for name, value in kubernetes.items():  # as its training operator sets them
         monkeypatch.setenv(name, value)
     for name in ("LOCAL_RANK", "NODE_RANK"):  # another test of this process may have been a rank
         monkeypatch.delenv(name, raising=False)
-    static = ["--node_rank", "1", "--master_addr", "10.0.0.1", "--master_port", "23456"]
-    assert command("--nodes", "2", "--num_gpus", "8", "train") == [
-        "torchrun",
-        "--nnodes",
-        "2",
-        "--nproc_per_node",
-        "8",
-        *static,
-        "--module",
-        "dsft.train",
-    ]
+    static = "--node_rank 1 --master_addr 10.0.0.1 --master_port 23456"
+    expected = f"torchrun --nnodes 2 --nproc_per_node 8 {static} --module dsft.train"
+    assert command("--nodes 2 --num_gpus 8 train") == expected.split()
     monkeypatch.delenv("RANK")
-    assert command("--nodes", "2", "train")[5:11] == [
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        "10.0.0.1:23456",
-        "--rdzv_id",
-        "dsft",
-    ]
-    words = command("--hostfile", "hostfiles/2x8", "--no-ssh", "--node_rank", "1", "train")
-    assert words[3:8] == ["--no_ssh", "--node_rank", "1", "--master_addr", "10.0.0.1"] and "23456" in words
+    rendezvous = "--rdzv_backend c10d --rdzv_endpoint 10.0.0.1:23456 --rdzv_id dsft"
+    assert command("--nodes 2 train")[5:11] == rendezvous.split()
+    words = command("--hostfile hostfiles/2x8 --no-ssh --node_rank 1 train")
+    assert " ".join(words[3:8]) == "--no_ssh --node_rank 1 --master_addr 10.0.0.1" and "23456" in words
 
 
 def test_every_way_has_a_launcher_and_the_watchdog_knows_its_processes():
@@ -100,49 +64,35 @@ def test_every_way_has_a_launcher_and_the_watchdog_knows_its_processes():
 
 def test_accelerate_gets_the_script_and_this_nodes_number():
     file = "ds_configs/accelerate/zero3_2x8.yaml"
-    words = command("--accelerate", file, "--node_rank", "1", "--master_addr", "n0", "eval", "--model", "m")
-    assert words == [
-        "accelerate",
-        "launch",
-        "--config_file",
-        file,
-        "--machine_rank",
-        "1",
-        "--main_process_ip",
-        "n0",
-        str(ROOT / "dsft/eval_ppl.py"),
-        "--model",
-        "m",
-    ]
+    words = command(f"--accelerate {file} --node_rank 1 --master_addr n0 eval --model m")
+    launcher = f"accelerate launch --config_file {file} --machine_rank 1 --main_process_ip n0"
+    assert words == f"{launcher} {ROOT}/dsft/eval_ppl.py --model m".split()
 
 
 @pytest.mark.parametrize(
-    ("argv", "named"),
+    ("words", "named"),
     [
-        (["--hostfiles", "x", "train"], "'--hostfiles' stands where train or eval is expected"),
-        (["--hostfile", "hostfiles/2x8"], "'nothing' stands where train or eval is expected"),
-        (["--hostfile", "./nowhere", "train"], "--hostfile ./nowhere: there is no such file"),
-        (["--hostfile", "hostfiles/2x8", "--nodes", "2", "train"], "--hostfile and --nodes: one way"),
-        (["--nodes", "two", "train"], "nodes: 'two' is not a whole number"),
-        (["--nodes=-1", "train"], "nodes=-1: needs a number of 0 or more"),
-        (["--hostfile"], "hostfile: needs a value"),
-        (["--nodes", "2", "--nodes", "3", "train"], "--nodes is given 2 times (2, 3); keep one"),
-        (["--nodes", "2", "train"], "set --master_addr or MASTER_ADDR"),
-        (
-            ["--nodes", "2", "--node_rank", "2", "--master_addr", "n0", "train"],
-            "node rank 2: nodes are numbered from 0 to 1",
-        ),
-        (["--slurm", "train"], "this is no SLURM job"),
-        (["--no_ssh", "train"], "--no_ssh: name the nodes"),
-        (["--nodes", "2", "--include", "a", "train"], "--include chooses from a host file"),
-        (["--hostfile", "hostfiles/2x8", "--no_ssh", "train"], "say which of them this node is"),
+        ("--hostfiles x train", "'--hostfiles' stands where train or eval is expected"),
+        ("--hostfile hostfiles/2x8", "'nothing' stands where train or eval is expected"),
+        ("--hostfile ./nowhere train", "--hostfile ./nowhere: there is no such file"),
+        ("--hostfile hostfiles/2x8 --nodes 2 train", "--hostfile and --nodes: one way"),
+        ("--nodes two train", "nodes: 'two' is not a whole number"),
+        ("--nodes=-1 train", "nodes=-1: needs a number of 0 or more"),
+        ("--hostfile", "hostfile: needs a value"),
+        ("--nodes 2 --nodes 3 train", "--nodes is given 2 times (2, 3); keep one"),
+        ("--nodes 2 train", "set --master_addr or MASTER_ADDR"),
+        ("--nodes 2 --node_rank 2 --master_addr n0 train", "node rank 2: nodes are numbered from 0 to 1"),
+        ("--slurm train", "this is no SLURM job"),
+        ("--no_ssh train", "--no_ssh: name the nodes"),
+        ("--nodes 2 --include a train", "--include chooses from a host file"),
+        ("--hostfile hostfiles/2x8 --no_ssh train", "say which of them this node is"),
     ],
 )
-def test_a_wrong_option_is_named(argv, named, monkeypatch):
+def test_a_wrong_option_is_named(words, named, monkeypatch):
     for name in ("MASTER_ADDR", "RANK", "NODE_RANK", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match=None) as error:
-        command(*argv)
+        command(words)
     assert named in str(error.value)
 
 
