@@ -39,12 +39,8 @@ def read_hosts(
             that exclude each other.
     """
     if not Path(hostfile).is_file():
-        raise UserError(
-            [
-                f"--hostfile {hostfile}: no such file (seen from {os.getcwd()}); write one line per node, `worker-1"
-                " slots=8`"
-            ]
-        )
+        here = f"seen from {os.getcwd()}"
+        raise UserError([f"--hostfile {hostfile}: no such file ({here}); write one line per node, `worker-1 slots=8`"])
     if (include or exclude) and (num_nodes >= 0 or num_gpus >= 0):
         raise UserError(["--num_nodes and --num_gpus cannot be combined with --include or --exclude; keep one kind"])
     from deepspeed.launcher import runner  # here: seconds
@@ -57,22 +53,14 @@ def read_hosts(
     try:
         active = runner.parse_inclusion_exclusion(pool, include, exclude)
     except ValueError as error:
-        given = (
-            f"--include {include}" * bool(include)
-            + " " * bool(include and exclude)
-            + f"--exclude {exclude}" * bool(exclude)
-        )
-        raise UserError(
-            [
-                f"{given}: {one_line(error)}; {hostfile} names"
-                f" {', '.join(f'{host} slots={slots}' for host, slots in pool.items())}"
-            ]
-        ) from error
+        filters = {"--include": include, "--exclude": exclude}
+        given = " ".join(f"{flag} {value}" for flag, value in filters.items() if value)
+        hosts = ", ".join(f"{host} slots={slots}" for host, slots in pool.items())
+        raise UserError([f"{given}: {one_line(error)}; {hostfile} names {hosts}"]) from error
     finally:
         runner.logger.disabled = False
-    active = {
-        host: slots for host, slots in runner.apply_num_nodes_and_gpus(active, num_nodes, num_gpus).items() if slots
-    }
-    if not active:
+    active = runner.apply_num_nodes_and_gpus(active, num_nodes, num_gpus)
+    nodes = [Node(name=host, slots=len(slots), devices=tuple(slots)) for host, slots in active.items() if slots]
+    if not nodes:
         raise UserError([f"--hostfile {hostfile}: no host with at least one slot is left"])
-    return [Node(name=host, slots=len(slots), devices=tuple(slots)) for host, slots in active.items()]
+    return nodes
