@@ -1,4 +1,4 @@
-"""Holds a plan's predictions against what training really took: memory of GPUs and hosts, time of a step.
+"""Compares a plan's predictions with what training really took: memory of GPUs and hosts, time of a step.
 
 Peaks are those of training, without loading, which maps checkpoint files into memory that the kernel takes back when it
 needs it.
@@ -10,16 +10,17 @@ Held-out evaluation and checkpoints on the way are part of the peak over the who
 import socket
 import statistics
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from transformers import TrainerCallback
 
 from dsft.planner.plan import Plan
 from dsft.runtime.console import say
+from dsft.runtime.distributed import from_all
 from dsft.runtime.hardware import has_gpu, peak_resident_bytes, set_back_peaks
 from dsft.units import GiB
 
@@ -79,61 +80,43 @@ class PlanCheck(TrainerCallback):
             self._compare("over the whole training")
 
     def _compare(self, when: str) -> None:
-        found = compare(self.plan, self.step_seconds)
+        comparisons = compare(self.plan, self.step_seconds)
         self.comparisons[when] = {
-            one.name: {"predicted": one.predicted, "measured": one.measured, "error": one.error} for one in found
+            comparison.name: {
+                "predicted": comparison.predicted,
+                "measured": comparison.measured,
+                "error": comparison.error,
+            }
+            for comparison in comparisons
         }
-        say(f"measured {when}: " + "; ".join(map(str, found)))
-        off = [one.name for one in found if abs(one.error) > TOLERANCE]
+        say(f"measured {when}: " + "; ".join(map(str, comparisons)))
+        off = [comparison.name for comparison in comparisons if abs(comparison.error) > TOLERANCE]
         if off:
             say(f"the prediction of {' and '.join(off)} is off by more than {TOLERANCE:.0%}")
 
 
 def compare(plan: Plan, step_seconds: list[float]) -> list[Comparison]:
-    """Every figure that this machine can measure. Collective: the fullest GPU, the fullest node, the slowest rank."""
+    """Compares every figure that this machine can measure: the fullest GPU, the fullest node, the slowest rank.
+    Collective.
+    """
     children = sum(child.memory_info().rss for child in psutil.Process().children(recursive=True))
-    facts = {
-        "node": socket.gethostname(),
-        "host": peak_resident_bytes() + children,
-        "seconds": statistics.median(step_seconds[1:] or step_seconds),
-    }
+    figures = {"seconds": statistics.median(step_seconds[1:] or step_seconds)}
     if has_gpu():
-        facts |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    everyone = [facts]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [facts for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, facts)
-    nodes: dict[str, int] = {}
-    for one in everyone:
-        nodes[one["node"]] = nodes.get(one["node"], 0) + one["host"]
-    found = [
-        Comparison(
-            name="host memory of a node", predicted=plan.training_host_bytes, measured=max(nodes.values()), unit="GiB"
-        )
+        figures["allocated"] = torch.cuda.max_memory_allocated()
+        figures["reserved"] = torch.cuda.max_memory_reserved()
+    ranks = from_all([(socket.gethostname(), peak_resident_bytes() + children, figures)])
+    nodes: Counter[str] = Counter()
+    for host, host_bytes, _ in ranks:
+        nodes[host] += host_bytes
+    largest = {name: max(figures[name] for _, _, figures in ranks) for name in figures}
+    rows = [("host memory of a node", plan.training_host_bytes, max(nodes.values()), "GiB")]
+    if has_gpu():
+        rows += [
+            ("GPU memory allocated", plan.allocated_bytes, largest["allocated"], "GiB"),
+            ("GPU memory reserved", plan.reserved_bytes, largest["reserved"], "GiB"),
+        ]
+    rows.append(("time of a step", plan.time.step_seconds, largest["seconds"], "s"))
+    return [
+        Comparison(name=name, predicted=predicted, measured=measured, unit=unit)
+        for name, predicted, measured, unit in rows
     ]
-    if has_gpu():
-        found.append(
-            Comparison(
-                name="GPU memory allocated",
-                predicted=plan.allocated_bytes,
-                measured=max(one["allocated"] for one in everyone),
-                unit="GiB",
-            )
-        )
-        found.append(
-            Comparison(
-                name="GPU memory reserved",
-                predicted=plan.reserved_bytes,
-                measured=max(one["reserved"] for one in everyone),
-                unit="GiB",
-            )
-        )
-    found.append(
-        Comparison(
-            name="time of a step",
-            predicted=plan.time.step_seconds,
-            measured=max(one["seconds"] for one in everyone),
-            unit="s",
-        )
-    )
-    return found

@@ -1,5 +1,4 @@
-"""`transformers.Trainer` with what dsft adds: exact evaluation, speed and memory in the log, a stop at NaN, verified
-saves.
+"""`transformers.Trainer` with what dsft adds: exact evaluation, peak memory in the log, a stop at NaN, verified saves.
 
 No training loop here: the Trainer's own runs.
 """
@@ -11,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import TrainOutput
 
 from dsft.checkpoints.manifest import checkpoints
 from dsft.data.batches import EpochSampler, PaddedToFullSteps
@@ -28,6 +28,7 @@ from dsft.planner.plan import Plan
 from dsft.runtime import preemption
 from dsft.runtime.distributed import max_over_ranks, sum_over_ranks
 from dsft.runtime.hardware import peak_memory_bytes
+from dsft.training.callbacks import Heartbeat, ProgressLog
 from dsft.training.plan_check import PlanCheck
 from dsft.training.saving_trainer import SavingTrainer
 from dsft.units import GiB, padded_width
@@ -35,7 +36,7 @@ from dsft.watchdog import client as watchdog
 
 
 class PerplexityTrainer(SavingTrainer):
-    """Trains on `TrainingData.items`; evaluates with `perplexity.py` instead of a mean of batch means."""
+    """Trains on `TrainingData.items`; evaluates with `perplexity/scoring.py` instead of a mean of batch means."""
 
     def __init__(
         self,
@@ -59,15 +60,15 @@ class PerplexityTrainer(SavingTrainer):
             data_identity=data.items.identity,
         )
         self.grouped = data.grouped
-        if (
-            not self.model_accepts_loss_kwargs
-        ):  # its own loss would be a mean over each micro batch, and NaN for blank ones
+        if not self.model_accepts_loss_kwargs:
+            # Its own loss would be a mean over each micro batch, and NaN for blank ones.
             self.compute_loss_func = mean_over_the_global_batch
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
-        self.add_callback(ProgressLog)
-        self.add_callback(Heartbeat)
+        for callback in (ProgressLog, Heartbeat):
+            self.add_callback(callback)
         self.is_stopping = False
+        self.peaks: dict[str, float] = {}
         self.plan_check = PlanCheck(plan)
         self.add_callback(self.plan_check)
         self.bad_losses = torch.zeros((), dtype=torch.int64, device=args.device)
@@ -91,7 +92,9 @@ class PerplexityTrainer(SavingTrainer):
         ignore_keys: Sequence[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Perplexity over all tokens of the held-out data; the same number for any batch size and number of ranks."""
+        """Measures perplexity over all tokens of the held-out data, whatever the batch size and number of ranks.
+        Collective.
+        """
         start = time.perf_counter()
         windows = windows_of_sequences(self.eval_dataset if eval_dataset is None else eval_dataset)
         with watchdog.phase("evaluating"):
@@ -110,6 +113,7 @@ class PerplexityTrainer(SavingTrainer):
             f"{metric_key_prefix}_tokens": result.tokens,
             f"{metric_key_prefix}_runtime": time.perf_counter() - start,
         }
+        self._gather_peaks()
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -125,7 +129,8 @@ class PerplexityTrainer(SavingTrainer):
         if not self.accelerator.sync_gradients:  # the same on all ranks; micro batches in between are not waited for
             return loss
         due = self.is_save_due() and self.is_world_process_zero()  # one clock counts
-        bad, asked, due = sum_over_ranks(torch.tensor([self.bad_losses.item(), preemption.is_asked(), due])).tolist()
+        flags = torch.tensor([self.bad_losses.item(), preemption.is_asked(), due])
+        bad, asked, due = sum_over_ranks(flags).tolist()
         if due:
             self.control.should_save = True
         if asked and self.state.global_step + 1 < self.state.max_steps:  # else this is the last step anyhow
@@ -140,40 +145,48 @@ class PerplexityTrainer(SavingTrainer):
             )
         return loss
 
+    def _gather_peaks(self) -> None:
+        """Learns the largest peak memory of one rank so far, for the log. Collective."""
+        self.peaks = {
+            f"peak_{name}_gib": round(max_over_ranks(num_bytes) / GiB, 3)
+            for name, num_bytes in peak_memory_bytes().items()
+        }
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """The Trainer's, after every step; `should_log` is the same on all ranks. Collective."""
+        if self.control.should_log:
+            self._gather_peaks()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """The Trainer's, which logs the figures of the whole training. Collective."""
+        self._gather_peaks()
+        return super()._finalize_training(*args, **kwargs)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds tokens/s over all ranks and the largest peak memory of one rank. Collective: every rank logs at the same
-        steps.
-        """
-        peak = peak_memory_bytes()
-        for name, value in peak.items():
-            logs[f"peak_{name}_gib"] = round(max_over_ranks(value) / GiB, 3)
-        super().log(logs, start_time)
+        """Adds the peaks that were gathered last."""
+        super().log(logs | self.peaks, start_time)
 
     def last_evaluation(self) -> dict[str, float]:
-        """The newest log entry with eval_loss; before any, one of step -1."""
+        """Finds the newest log entry with eval_loss; before any, one of step -1."""
         return next((entry for entry in reversed(self.state.log_history) if "eval_loss" in entry), {"step": -1})
 
     def results(self) -> dict[str, Any]:
-        """Figures of the run for run.json: steps, tokens, speed, peak memory, held-out perplexity, and the whole
-        log.
-        """
-        log = self.state.log_history
-        evaluation = self.last_evaluation()
+        """Collects the figures of the run for run.json: steps, tokens, speed, peak memory, held-out perplexity, log."""
+        log, evaluation = self.state.log_history, self.last_evaluation()
+        speeds = [entry["train_tokens_per_second"] for entry in log if "train_tokens_per_second" in entry]
+        peaks = {
+            name: max(entry[name] for entry in log if name in entry)
+            for name in ("peak_gpu_gib", "peak_host_gib")
+            if any(name in entry for entry in log)
+        }
+        evaluated = ("eval_loss", "eval_perplexity", "eval_tokens")
         return {
             "steps": self.state.global_step,
             "tokens_seen": self.state.num_input_tokens_seen,
-            "tokens_per_second": next(
-                (entry["train_tokens_per_second"] for entry in reversed(log) if "train_tokens_per_second" in entry),
-                None,
-            ),
-            **{
-                name: max(entry[name] for entry in log if name in entry)
-                for name in ("peak_gpu_gib", "peak_host_gib")
-                if any(name in entry for entry in log)
-            },
-            **{
-                name: evaluation[name] for name in ("eval_loss", "eval_perplexity", "eval_tokens") if name in evaluation
-            },
+            "tokens_per_second": speeds[-1] if speeds else None,
+            **peaks,
+            **{name: evaluation[name] for name in evaluated if name in evaluation},
             "best_checkpoint": self.state.best_model_checkpoint,
             "saves": dataclasses.asdict(self.saves),
             "plan_check": self.plan_check.comparisons,
@@ -184,67 +197,6 @@ class PerplexityTrainer(SavingTrainer):
 def mean_over_the_global_batch(
     outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
 ) -> torch.Tensor:
-    """Nats of all trained tokens over `num_items_in_batch`, those of all micro batches and ranks of a step."""
+    """Divides the nats of a micro batch by `num_items_in_batch`, the trained tokens of a step over all ranks."""
     logits = outputs["logits"]
     return ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch=num_items_in_batch)
-
-
-class Heartbeat(TrainerCallback):
-    """Tells the guard of each step; the first one may take as long as loading, since it compiles and allocates."""
-
-    def on_substep_end(self, args, state, control, **kwargs):
-        watchdog.heartbeat(state.global_step)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        watchdog.set_phase("training")
-        watchdog.heartbeat(state.global_step)
-
-
-class ProgressLog(TrainerCallback):
-    """One progress bar and one short line per log, on rank 0 only."""
-
-    def __init__(self):
-        self.bar = None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if state.is_world_process_zero and not args.disable_tqdm:
-            from tqdm.auto import tqdm
-
-            self.bar = tqdm(
-                total=state.max_steps, initial=state.global_step, desc="Training", unit="step", dynamic_ncols=True
-            )
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.bar is not None:
-            self.bar.update(state.global_step - self.bar.n)
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero:
-            line = f"step {state.global_step:>6}  " + "  ".join(
-                f"{_NAMES.get(key, key)} {_number(logs[key])}" for key in _SHOWN if key in logs
-            )
-            print(line, flush=True) if self.bar is None else self.bar.write(line)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
-
-
-_SHOWN = (
-    "loss",
-    "learning_rate",
-    "grad_norm",
-    "train_tokens_per_second",
-    "num_input_tokens_seen",
-    "eval_loss",
-    "eval_perplexity",
-    "eval_tokens",
-    "peak_gpu_gib",
-    "peak_host_gib",
-)
-_NAMES = {"learning_rate": "lr", "train_tokens_per_second": "tokens/s", "num_input_tokens_seen": "tokens"}
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
