@@ -57,7 +57,7 @@ def write(folder: Path, params: float) -> None:
 
 
 def measure(folder: Path, model: Path, zero: str) -> dict:
-    from rank_helper import ranks_below
+    from ranks import ranks_below
 
     out = folder / "run"
     command = [

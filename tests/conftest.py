@@ -7,16 +7,49 @@ import sys
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 # Tests are about CPU ranks, on machines with a GPU too; test_gpu.py takes this away again.
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # `tiny` and `rank_helper`
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # `tiny` and `ranks`
 
 from tiny import write_model, write_pairs, write_texts
+from torch.utils import cpp_extension
+
+from dsft.runtime.distributed import free_port
 
 BIN = Path(sys.executable).parent
+
+
+class ByFile(LoadScopeScheduling):
+    """Two workers side by side take a file at a time, so that what a module's fixture trained is trained once; all
+    files of tests/cluster go to one worker, for their hosts are one set.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/cluster" if nodeid.startswith("tests/cluster/") else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config, log) -> ByFile:
+    config.option.loadscopereorder = False  # by number of tests; pytest_collection_modifyitems knows more of their time
+    return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    """Files that start ranks come first: two workers end at about the same time where the last file is a short one."""
+    starts_ranks = {item.path for item in items if item.get_closest_marker("launch") or "cluster" in item.path.parts}
+    items.sort(key=lambda item: item.path not in starts_ranks)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory) -> None:
+    """No test reads what an earlier session, another worker or the user's own runs have left in the cache of dsft;
+    DeepSpeed's compiled operators are shared by all.
+    """
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", cpp_extension._get_build_directory("", verbose=False))
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 def run_command(command: list[str], *, timeout: int = 600, **environment: str) -> subprocess.CompletedProcess:
@@ -95,6 +128,21 @@ def needed_cases(request) -> set[str]:
             parameters = item.callspec.params if hasattr(item, "callspec") else {}
             names |= {name.format(**parameters) for mark in marks for name in mark.args}
     return names
+
+
+LAUNCHERS = {
+    "deepspeed": "deepspeed --num_gpus 2 --master_port PORT dsft/ENTRY.py",
+    "module": "deepspeed --num_gpus 2 --master_port PORT --module dsft.ENTRY",
+    "torchrun": "torchrun --nproc_per_node 2 --master_port PORT dsft/ENTRY.py",
+    "accelerate": "accelerate launch --config_file ds_configs/accelerate/zero3_1x8.yaml --num_processes 2"
+    " --main_process_port PORT dsft/ENTRY.py",
+    "python": "python dsft/ENTRY.py",
+}
+
+
+def launch_words(launcher: str, entry: str) -> list[str]:
+    """The command that starts `dsft/<entry>.py` on 2 ranks (python: on 1), on a port that no other test worker has."""
+    return LAUNCHERS[launcher].replace("PORT", str(free_port())).replace("ENTRY", entry).split()
 
 
 def flags(options: dict) -> list[str]:

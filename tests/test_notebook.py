@@ -6,11 +6,11 @@ import html
 import json
 import os
 import re
-import sys
 
 import pytest
 import torch
 from conftest import BIN, ROOT, flags, read_json
+from ranks import run_entry
 from tiny import sentences, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,7 +30,7 @@ def held_out(tmp_path_factory):
 
 
 @pytest.fixture
-def trained(run, options, held_out, tmp_path):
+def trained(options, held_out, tmp_path):
     """Trains in one process, evaluating and saving every 2 of 4 steps; the run's folder and its held-out perplexity by
     step.
     """
@@ -45,12 +45,9 @@ def trained(run, options, held_out, tmp_path):
             "save_steps": 2,
             "save_total_limit": 5,
         }
-        command = [
-            sys.executable,
-            "dsft/train.py",
-            *flags(options(folder, max_steps=4, eval_data=str(held_out), **every, **changes)),
-        ]
-        result = run(command)
+        result = run_entry(
+            "dsft.train", flags(options(folder, max_steps=4, eval_data=str(held_out), **every, **changes))
+        )
         assert result.returncode == 0, result.stderr[-3000:]
         log = read_json(folder / "run.json")["results"]["log"]
         return folder, {entry["step"]: entry["eval_perplexity"] for entry in log if "eval_perplexity" in entry}

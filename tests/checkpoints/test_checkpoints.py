@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, flags, read_json
+from ranks import run_entry
 
 from dsft.checkpoints.manifest import (
     MANIFEST,
@@ -218,7 +219,7 @@ def test_a_run_killed_while_it_saves_resumes_from_the_last_complete_checkpoint(r
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    until = time.monotonic() + 180
+    until = time.monotonic() + 600
     staging = out / ".saving"
     while (
         not (len(checkpoints(out)) > 1 and staging.is_dir() and any(staging.glob("*/*")))
@@ -273,61 +274,34 @@ def test_the_run_identity_of_a_checkpoint_is_compared(tmp_path):
 
 
 @pytest.mark.launch
-def test_a_checkpoint_of_another_run_is_refused_and_its_weights_alone_are_taken(run, options, tiny, tmp_path):
-    first = [
-        "dsft",
-        "train",
-        "--num_gpus",
-        "2",
-        *flags(options(tmp_path / "first", max_steps=4, save_strategy="steps", save_steps=2, zero="2")),
-    ]
-    assert run(first).returncode == 0
+def test_a_checkpoint_of_another_run_is_refused_and_its_weights_alone_are_taken(options, tiny, tmp_path):
+    first = options(tmp_path / "first", max_steps=4, save_strategy="steps", save_steps=2, zero="2")
+    assert run_entry("dsft.train", flags(first), world=2).returncode == 0
     checkpoint = tmp_path / "first" / "checkpoint-2"
 
-    def other(*words: str):
-        return run(
-            [
-                "dsft",
-                "train",
-                "--num_gpus",
-                "2",
-                *flags(
-                    options(
-                        tmp_path / "other",
-                        max_steps=6,
-                        data=str(tiny / "pairs.jsonl"),
-                        zero="2",
-                        resume_from_checkpoint=str(checkpoint),
-                    )
-                ),
-                *words,
-            ]
-        )
+    def other(**changes):
+        resumed = {"data": str(tiny / "pairs.jsonl"), "resume_from_checkpoint": str(checkpoint)} | changes
+        words = flags(options(tmp_path / "other", max_steps=6, zero="2", **resumed))
+        return run_entry("dsft.train", words, world=2)
 
     refused = other()
     assert refused.returncode == 2 and "is of another run" in refused.stderr and "content of data" in refused.stderr, (
         refused.stderr
     )
     assert not (tmp_path / "other" / "run.json").exists()
-    taken = other("--resume_weights_only", "true")
+    taken = other(resume_weights_only=True)
     assert taken.returncode == 0, taken.stdout + taken.stderr
     assert read_json(tmp_path / "other" / "run.json")["config"]["model"] == str(checkpoint)
 
 
 @pytest.mark.launch
-def test_the_clock_saves_beside_the_steps(run, options, tmp_path):
-    result = run(
-        [
-            "dsft",
-            "train",
-            "--num_gpus",
-            "2",
-            *flags(
-                options(
-                    tmp_path / "run", max_steps=6, save_strategy="no", save_minutes=1e-6, save_total_limit=10, zero="2"
-                )
-            ),
-        ]
+def test_the_clock_saves_beside_the_steps(options, tmp_path):
+    result = run_entry(
+        "dsft.train",
+        flags(
+            options(tmp_path / "run", max_steps=6, save_strategy="no", save_minutes=1e-6, save_total_limit=10, zero="2")
+        ),
+        world=2,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert [folder.name for folder in checkpoints(tmp_path / "run")] == [f"checkpoint-{step}" for step in range(1, 7)]
@@ -336,26 +310,22 @@ def test_the_clock_saves_beside_the_steps(run, options, tmp_path):
 
 @pytest.mark.launch
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")
-def test_on_a_full_disk_training_continues_the_last_good_checkpoint_stays_and_the_code_tells(run, options, tmp_path):
+def test_on_a_full_disk_training_continues_the_last_good_checkpoint_stays_and_the_code_tells(options, tmp_path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], check=True)
     try:
-        result = run(
-            [
-                "dsft",
-                "train",
-                "--num_gpus",
-                "2",
-                *flags(
-                    options(
-                        tmp_path / "run",
-                        max_steps=8,
-                        save_strategy="steps",
-                        save_steps=2,
-                        save_total_limit=10,
-                        zero="3",
-                    )
-                ),
-            ]
+        result = run_entry(
+            "dsft.train",
+            flags(
+                options(
+                    tmp_path / "run",
+                    max_steps=8,
+                    save_strategy="steps",
+                    save_steps=2,
+                    save_total_limit=10,
+                    zero="3",
+                )
+            ),
+            world=2,
         )
         folders = checkpoints(tmp_path / "run")
         assert result.returncode == EXIT_UNSAVED, result.stdout + result.stderr

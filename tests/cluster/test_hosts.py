@@ -67,10 +67,10 @@ def test_signals_reach_a_command_and_no_other(hosts):
     process = hosts[2].start(["bash", "-c", "trap 'echo got it; exit 7' USR1; echo up; while :; do sleep 0.05; done"])
     assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGUSR1)
-    assert process.communicate(timeout=5)[0] == "got it\n" and process.returncode == 7
+    assert process.communicate(timeout=60)[0] == "got it\n" and process.returncode == 7
     sleeper = hosts[2].start(["sleep", "60"])
     other = hosts[3].start(["sleep", "61"])
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not (hosts[2].processes() and hosts[3].processes()) and time.monotonic() < deadline:
         time.sleep(0.02)
     [(pid, command)] = hosts[2].processes()
@@ -86,18 +86,24 @@ def test_a_frozen_host_answers_nobody_until_it_thaws(hosts):
     with pytest.raises(subprocess.TimeoutExpired):
         hosts[0].run(["ssh", "node-3", "hostname"], timeout=1)
     hosts[3].thaw()
-    assert hosts[0].run(["ssh", "node-3", "hostname"], timeout=10).stdout == "node-3\n"
+    assert hosts[0].run(["ssh", "node-3", "hostname"], timeout=60).stdout == "node-3\n"
+
+
+def mounts_here() -> list[str]:
+    """Where something is mounted, but for what tests of another worker mount in their own folders."""
+    mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return [path for path in mounted if "/popen-gw" not in path]
 
 
 def test_hosts_stand_side_by_side_and_leave_nothing(hosts):
-    interfaces, mounts = sorted(os.listdir("/sys/class/net")), Path("/proc/self/mountinfo").read_text()
+    interfaces, mounts = sorted(os.listdir("/sys/class/net")), mounts_here()
     with TestHosts(2) as others:
         assert others[0].run(["ssh", "node-1", "hostname -I"]).stdout.strip() == hosts[1].address == others[1].address
         others[1].start(["sleep", "60"])
         pids = [process.pid for host in others for process in host.all_processes()]
         assert len(pids) >= 2 and sorted(os.listdir("/sys/class/net")) == interfaces
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids) and not others.folder.exists()
-    assert (sorted(os.listdir("/sys/class/net")), Path("/proc/self/mountinfo").read_text()) == (interfaces, mounts)
+    assert (sorted(os.listdir("/sys/class/net")), mounts_here()) == (interfaces, mounts)
 
 
 @pytest.mark.exhaustive
@@ -117,7 +123,7 @@ def test_hosts_end_with_the_process_that_started_them_even_after_kill_9(hosts, t
     assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

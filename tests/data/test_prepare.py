@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import BIN, ROOT, flags
-from rank_helper import on_ranks
+from ranks import on_ranks
 from small_hub import SmallHub
 from tiny import sentences, write_jsonl, write_texts
 
@@ -186,7 +186,7 @@ def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_pat
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        until = time.monotonic() + 120
+        until = time.monotonic() + 600
         while written() < least:
             assert process.poll() is None and time.monotonic() < until
             time.sleep(0.005)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 from conftest import grid, needed_cases, read_json
+from ranks import train_all
 from tiny import write_model
 
 pytestmark = pytest.mark.launch
@@ -42,7 +43,7 @@ def write_own_loss(tiny) -> Path:
 
 
 @pytest.fixture(scope="module")
-def logs(request, run, options, tiny, tmp_path_factory):
+def logs(request, options, tiny, tmp_path_factory):
     """Name of a run -> its log; two launches, of 1 and of 2 ranks, and one more that goes on with the runs of 2 ranks
     on 1. Only what selected tests need is trained.
     """
@@ -73,33 +74,18 @@ def logs(request, run, options, tiny, tmp_path_factory):
             **saves | kinds[kind] | more,
         )
 
-    def launch(world: int, cases: list[dict]) -> None:
+    def train(world: int, cases: list[dict]) -> None:
         cases = [case for case in cases if Path(case["output_dir"]).name in needed]
         made.update(Path(case["output_dir"]).name for case in cases)
         if not cases:
             return
-        path = folder / f"cases-{world}-{len(cases)}.json"
-        path.write_text(json.dumps(cases))
-        result = run(
-            [
-                "torchrun",
-                "--nproc_per_node",
-                str(world),
-                "--master_port",
-                f"2965{world}",
-                "tests/workers/train_cases.py",
-                path,
-            ],
-            timeout=900,
-            XDG_CACHE_HOME=str(folder / f"cache-{world}"),
-        )
-        assert result.returncode == 0, result.stderr[-4000:]
-        found[f"output of {world}"] = result.stdout
+        cases = [case | {"data_cache": str(folder / f"cache-{world}")} for case in cases]
+        found[f"output of {world}"] = train_all(world, cases, folder / f"log-{world}")
 
     found: dict = {}
     made: set[str] = set()
     needed = needed_cases(request)
-    launch(
+    train(
         2, [case(f"{kind}-2-{micro}", kind, micro, accumulation) for kind in DATA for micro, accumulation in SHARED[2]]
     )
     resumed = [
@@ -115,7 +101,7 @@ def logs(request, run, options, tiny, tmp_path_factory):
         )
     ).save_pretrained(tiny / "bloom")
     resumed.append(case("mixing", "packed", 8, 1, model=str(tiny / "bloom")))
-    launch(
+    train(
         1,
         [case(f"{kind}-1-{micro}", kind, micro, accumulation) for kind in DATA for micro, accumulation in SHARED[1]]
         + resumed,

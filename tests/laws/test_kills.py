@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, flags, read_json
-from rank_helper import ranks_below
+from ranks import ranks_below
 from safetensors.torch import load_file
 
 from dsft.checkpoints.manifest import checkpoints, integrity_errors
@@ -27,7 +27,7 @@ def deepspeed_buffers() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("deepspeed_*")}
 
 
-def wait_for(condition, process: subprocess.Popen, seconds: float = 120) -> bool:
+def wait_for(condition, process: subprocess.Popen, seconds: float = 600) -> bool:
     """Whether `condition()` came to hold before the process ended."""
     until = time.monotonic() + seconds
     while not condition() and process.poll() is None and time.monotonic() < until:
@@ -98,4 +98,8 @@ def test_twenty_kills_change_nothing_but_the_time(run, options, tmp_path):
     weights, known = (load_file(folder / "final" / "model.safetensors") for folder in (out, tmp_path / "whole"))
     assert weights.keys() == known.keys() and all(weights[name].equal(known[name]) for name in known)
     assert "is incomplete" not in text and text.count("was killed from outside") == KILLS
-    assert not any(start_time(pid) for pid in seen) and deepspeed_buffers() <= shared_memory
+    assert not any(start_time(pid) for pid in seen)
+    until = time.monotonic() + 120  # ranks of another test, beside this one, have theirs while they start
+    while not deepspeed_buffers() <= shared_memory and time.monotonic() < until:
+        time.sleep(0.1)
+    assert deepspeed_buffers() <= shared_memory

@@ -1,24 +1,25 @@
 """Trainings that resume on other ranks, in another ZeRO stage or with another offload equal uninterrupted ones."""
 
-import json
 from itertools import product
 from pathlib import Path
 
 import pytest
 from conftest import flags, grid, needed_cases, read_json
+from ranks import train_all
 from tiny import write_jsonl
 
 pytestmark = pytest.mark.launch
 STAGES, METHODS = ("1", "2", "3"), ("full", "lora")
 STEPS, SAVED_AT = 8, 3
+PLAIN_TRAINER = "tests/workers/plain_trainer.py"
 SEQUENCES_PER_STEP = 12
 """Divisible by 1, 2 and 3 ranks; the data's are not, so that each epoch ends in a step that is not full."""
 
 
 @pytest.fixture(scope="module")
-def losses(request, run, options, tiny, tmp_path_factory):
+def losses(request, options, tiny, tmp_path_factory):
     """By name of a run: its losses from the first step after the save on; what all printed; the evaluations. Four
-    launches, each of many runs: those that selected tests need.
+    worlds of ranks, each of many runs: those that selected tests need.
     """
     folder = tmp_path_factory.mktemp("resharding")
 
@@ -39,27 +40,12 @@ def losses(request, run, options, tiny, tmp_path_factory):
             **{"weight_decay": 0.1} | resumed | lora | more,
         )
 
-    def launch(world: int, cases: list[dict]) -> None:
+    def train(world: int, cases: list[dict]) -> None:
         cases = [case for case in cases if Path(case["output_dir"]).name in needed]
         made.update(Path(case["output_dir"]).name for case in cases)
         if not cases:
             return
-        path = folder / f"cases-{world}.json"
-        path.write_text(json.dumps(cases))
-        result = run(
-            [
-                "torchrun",
-                "--nproc_per_node",
-                str(world),
-                "--master_port",
-                f"2964{world}",
-                "tests/workers/train_cases.py",
-                path,
-            ],
-            timeout=900,
-        )
-        assert result.returncode == 0, result.stderr[-4000:]
-        outputs.append(result.stdout)
+        outputs.append(train_all(world, cases, folder / f"log-{len(outputs)}"))
 
     outputs: list[str] = []
     made: set[str] = set()
@@ -77,7 +63,7 @@ def losses(request, run, options, tiny, tmp_path_factory):
         "save_total_limit": 9,
     }
     kinds = [(method, zero) for method in METHODS for zero in STAGES]
-    launch(
+    train(
         2,
         [case(f"two-{method}-{zero}", method=method, zero=zero) for method, zero in kinds]
         + [case("best-of-two", method="full", zero="2", **best)]
@@ -87,7 +73,7 @@ def losses(request, run, options, tiny, tmp_path_factory):
             case("two-bf16", method="full", zero="2", bf16=True),
         ],
     )
-    launch(
+    train(
         1,
         [case("best-on-one", method="full", zero="1", source="best-of-two", **best)]
         + [case(f"one-{method}-{zero}", method=method, zero=zero) for method, zero in kinds]
@@ -96,14 +82,14 @@ def losses(request, run, options, tiny, tmp_path_factory):
             for method, zero in kinds
         ],
     )
-    launch(
+    train(
         3,
         [
             case(f"two-to-three-{method}-{zero}", method=method, zero=zero, source=f"two-{method}-{zero}")
             for method, zero in kinds
         ],
     )
-    launch(
+    train(
         2,
         [
             case(f"one-to-two-{method}-{zero}", method=method, zero=zero, source=f"one-{method}-{zero}")
@@ -223,23 +209,13 @@ def foreign(run, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("foreign")
     for zero in ("2", "3"):
         result = run(
-            [
-                "torchrun",
-                "--nproc_per_node",
-                "2",
-                "--master_port",
-                "29644",
-                "tests/workers/plain_trainer.py",
-                tiny / "model",
-                folder / zero,
-                zero,
-            ]
+            ["torchrun", "--standalone", "--nproc_per_node=2", PLAIN_TRAINER, tiny / "model", folder / zero, zero]
         )
         assert result.returncode == 0, result.stderr[-4000:]
     return folder
 
 
-def test_a_checkpoint_of_another_tool_is_resumed(run, options, tiny, foreign, tmp_path):
+def test_a_checkpoint_of_another_tool_is_resumed(options, tiny, foreign, tmp_path):
     """With its optimizer on one rank, and from its weights alone."""
     common = {"zero": "2", "logging_steps": 1, "eval_data": str(tiny / "held_out.jsonl"), "eval_on_start": True}
     cases = [
@@ -253,8 +229,7 @@ def test_a_checkpoint_of_another_tool_is_resumed(run, options, tiny, foreign, tm
     ]
     shards = {"gathered": foreign / "3" / "checkpoint-2", "step": foreign / "3" / "checkpoint-2" / "global_step2"}
     cases += [options(tmp_path / name, max_steps=2, model=str(path), **common) for name, path in shards.items()]
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    result = run(["python", "tests/workers/train_cases.py", tmp_path / "cases.json"])
+    output = train_all(1, cases, tmp_path / "log")
     logs = {
         path.parent.name: [
             entry.get("loss") or entry["eval_loss"]
@@ -263,8 +238,8 @@ def test_a_checkpoint_of_another_tool_is_resumed(run, options, tiny, foreign, tm
         ]
         for path in tmp_path.glob("*/run.json")
     }
-    assert set(logs) == {"resumed-2", "resumed-3", "gathered", "step"}, result.stdout + result.stderr
-    assert result.stdout.count("it is another tool's") == 2
+    assert set(logs) == {"resumed-2", "resumed-3", "gathered", "step"}, output
+    assert output.count("it is another tool's") == 2
     assert logs["gathered"] == logs["step"] and logs["resumed-2"][0] == pytest.approx(
         logs["gathered"][0], rel=1e-6
     )  # held out, before the first step

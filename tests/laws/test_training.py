@@ -1,16 +1,15 @@
-"""Real trainings on 2 ranks of one `deepspeed` launch, then one look at what each left on disk."""
+"""Real trainings on 2 ranks, then one look at what each left on disk."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, flags, grid, needed_cases, read_json
+from conftest import ROOT, flags, grid, launch_words, needed_cases, read_json
 from peft import PeftModel
+from ranks import PROBE, run_entry, train_all
 from tiny import ARCHITECTURES, write_model
 from transformers import AutoModelForCausalLM
-from workers.probe import PROBE
 
 from dsft.checkpoints.export import export
 from dsft.checkpoints.manifest import checkpoints
@@ -30,8 +29,8 @@ CONTINUES = {"resumed": "whole", "lora-resumed": "lora-whole", "adapter-continue
 
 
 @pytest.fixture(scope="module")
-def runs(request, run, tiny, options, tmp_path_factory):
-    """Folder with one run per case that a selected test needs; all trained in one launch."""
+def runs(request, tiny, options, tmp_path_factory):
+    """Folder with one run per case that a selected test needs; all trained by the same ranks."""
     folder = tmp_path_factory.mktemp("runs")
     cases = []
     for architecture in ARCHITECTURES:
@@ -140,15 +139,7 @@ def runs(request, run, tiny, options, tmp_path_factory):
     needed |= {CONTINUES[name] for name in needed & CONTINUES.keys()}
     cases = [case for case in cases if Path(case["output_dir"]).name in needed]
     assert {Path(case["output_dir"]).name for case in cases} == needed
-    path = folder / "cases.json"
-    path.write_text(json.dumps(cases))
-    result = run(
-        ["deepspeed", "--num_gpus", "2", "--master_port", "29631", "tests/workers/train_cases.py", path],
-        timeout=900,
-        DS_ACCELERATOR="cpu",
-    )
-    (folder / "log.txt").write_text(result.stdout + result.stderr)
-    assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
+    train_all(2, cases, folder / "log.txt")
     return folder
 
 
@@ -367,20 +358,20 @@ def test_run_json_tells_the_whole_story(runs):
     assert any("loss" in entry and "grad_norm" in entry for entry in results["log"])
 
 
-def test_a_model_of_nan_weights_stops_at_the_first_step(run, options, tiny, tmp_path):
+def test_a_model_of_nan_weights_stops_at_the_first_step(options, tiny, tmp_path):
     folder = shutil.copytree(tiny / "model", tmp_path / "nan")
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(float("nan"))
     model.save_pretrained(folder)
-    result = run(["dsft", "train", *flags(options(tmp_path / "run", model=str(folder)))])
+    result = run_entry("dsft.train", flags(options(tmp_path / "run", model=str(folder))), world=2)
     assert result.returncode == EXIT_STOPPED, result.stderr
     assert result.stderr.count("dsft: error: the loss is NaN or infinite at step 1; nothing had been saved yet") == 1
     assert "Traceback" not in result.stderr
     assert not list((tmp_path / "run").rglob("*.safetensors"))
 
 
-def test_a_loss_that_overflows_stops_and_leaves_the_checkpoint_as_it_was(run, options, tiny, tmp_path):
+def test_a_loss_that_overflows_stops_and_leaves_the_checkpoint_as_it_was(options, tiny, tmp_path):
     # The warm-up's first step has learning rate 0, the second overflows the weights, the third sees it.
     changes = {
         "max_steps": 9,
@@ -391,7 +382,7 @@ def test_a_loss_that_overflows_stops_and_leaves_the_checkpoint_as_it_was(run, op
         "save_steps": 1,
         "save_total_limit": 5,
     }
-    result = run(["dsft", "train", *flags(options(tmp_path / "run", **changes))])
+    result = run_entry("dsft.train", flags(options(tmp_path / "run", **changes)), world=2)
     assert result.returncode == EXIT_STOPPED, result.stdout + result.stderr
     assert (
         result.stderr.count("is NaN or infinite at step 3; the last checkpoint") == 1
@@ -401,57 +392,38 @@ def test_a_loss_that_overflows_stops_and_leaves_the_checkpoint_as_it_was(run, op
     assert all(torch.equal(before[name], kept[name]) for name in before)
 
 
-def test_a_stopped_run_says_so_in_its_report(run, options, tmp_path):
-    result = run(
-        ["python", "dsft/train.py", *flags(options(tmp_path / "run", learning_rate=1e30, max_grad_norm=0, max_steps=4))]
-    )
+def test_a_stopped_run_says_so_in_its_report(options, tmp_path):
+    result = run_entry("dsft.train", flags(options(tmp_path / "run", learning_rate=1e30, max_grad_norm=0, max_steps=4)))
     assert result.returncode == EXIT_STOPPED
     content = read_json(tmp_path / "run" / "run.json")
     assert content["status"] == "stopped" and "NaN or infinite" in content["error"] and content["results"]["steps"] >= 1
 
 
-def test_overwrite_replaces_a_run_and_auto_continues_one(run, options, tmp_path):
+def test_overwrite_replaces_a_run_and_auto_continues_one(options, tmp_path):
     out = tmp_path / "run"
-    command = ["python", "dsft/train.py"]
     saving = {"save_strategy": "steps", "save_steps": 2}
-    assert run([*command, *flags(options(out, **saving))]).returncode == 0
-    assert run([*command, *flags(options(out))]).returncode == 2
-    continued = run([*command, *flags(options(out, max_steps=4, resume_from_checkpoint="auto", **saving))])
+
+    def train(**changes):
+        return run_entry("dsft.train", flags(options(out, **changes)))
+
+    assert train(**saving).returncode == 0
+    assert train().returncode == 2
+    continued = train(max_steps=4, resume_from_checkpoint="auto", **saving)
     assert continued.returncode == 0 and "resuming from" in continued.stdout
     assert read_json(out / "run.json")["results"]["steps"] == 4
     final = (out / "final" / "model.safetensors").read_bytes()
-    finished = run([*command, *flags(options(out, max_steps=4, resume_from_checkpoint="auto", **saving))])
+    finished = train(max_steps=4, resume_from_checkpoint="auto", **saving)
     assert finished.returncode == 0 and "nothing left to train" in finished.stdout
     assert (out / "final" / "model.safetensors").read_bytes() == final
-    assert run([*command, *flags(options(out)), "--overwrite"]).returncode == 0
+    assert train(overwrite=True).returncode == 0
     assert read_json(out / "run.json")["results"]["steps"] == 2 and not checkpoints(str(out))
 
 
-LAUNCHERS = [
-    ["torchrun", "--nproc_per_node", "2", "--master_port", "29641", "dsft/train.py"],
-    [
-        "accelerate",
-        "launch",
-        "--config_file",
-        "ds_configs/accelerate/zero3_1x8.yaml",
-        "--num_processes",
-        "2",
-        "dsft/train.py",
-    ],
-    ["deepspeed", "--num_gpus", "2", "--master_port", "29642", "--module", "dsft.train"],
-    ["deepspeed", "--num_gpus", "2", "--master_port", "29643", "dsft/train.py"],
-]
-
-
 @pytest.mark.cases("llama-full-3")
-@pytest.mark.parametrize(
-    "launcher",
-    grid(LAUNCHERS, LAUNCHERS[:1]),
-    ids=lambda launcher: launcher[-1] if launcher[0] == "deepspeed" else launcher[0],
-)
+@pytest.mark.parametrize("launcher", grid(["torchrun", "accelerate", "module", "deepspeed"], ["torchrun"]))
 def test_every_launcher_trains_the_same_model(run, runs, options, tmp_path, launcher):
-    zero = {} if launcher[0] == "accelerate" else {"zero": "3"}  # accelerate's file says it
-    result = run([*launcher, *flags(options(tmp_path / "run", **zero))])
+    zero = {} if launcher == "accelerate" else {"zero": "3"}  # accelerate's file says it
+    result = run([*launch_words(launcher, "train"), *flags(options(tmp_path / "run", **zero))])
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("dsft: plan: 1 node x 2") == 1  # rank 0 alone prints
     content = read_json(tmp_path / "run" / "run.json")

@@ -11,6 +11,7 @@ import time
 import pytest
 from conftest import ROOT
 
+from dsft.runtime import distributed
 from dsft.watchdog.messages import LARGEST_BYTES, Connection, Server, connect, listen, wait_for_messages
 from dsft.watchdog.processes import descendants, start_time
 from dsft.watchdog.root_cause import Failure, Report, first_cause
@@ -24,7 +25,7 @@ def ended(tmp_path_factory):
     """(exit code, screen, seconds, processes left) of a job of two ranks per fault, all at once."""
     folders, jobs, results = {}, {}, {}
     start = time.monotonic()
-    for number, fault in enumerate(FAULTS):
+    for fault in FAULTS:
         folders[fault] = tmp_path_factory.mktemp(fault)
         command = [
             sys.executable,
@@ -33,7 +34,7 @@ def ended(tmp_path_factory):
             "--nproc_per_node",
             "2",
             "--master_port",
-            str(29651 + number),
+            str(distributed.free_port()),
             str(ROOT / "tests/workers/watched_rank.py"),
             fault,
             str(folders[fault]),
@@ -46,10 +47,10 @@ def ended(tmp_path_factory):
             text=True,
         )
     for fault, job in jobs.items():
-        screen, _ = job.communicate(timeout=240)
+        screen, _ = job.communicate(timeout=600)
         pids = [int(path.read_text()) for path in folders[fault].glob("pid_*")]
         assert len(pids) == 2, screen
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while time.monotonic() < until and any(start_time(pid) for pid in pids):
             time.sleep(0.2)
         results[fault] = (job.returncode, screen, time.monotonic() - start, [pid for pid in pids if start_time(pid)])
@@ -119,7 +120,7 @@ def test_a_connection_that_breaks_the_protocol_is_closed(line):
     connection = Connection(here)
     sender = threading.Thread(target=there.sendall, args=(line,))
     sender.start()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while not connection.closed and time.monotonic() < until:
         assert list(connection.read()) == []
     sender.join()
@@ -146,7 +147,7 @@ def test_a_server_accepts_only_who_shows_the_token(address):
     rude.send("end")
     wrong.send("hello", rank=2, token="guess")
     accepted = []
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while (not accepted or len(server.strangers) != 1) and time.monotonic() < until:
         accepted += server.accept()
     ((connection, hello),) = accepted

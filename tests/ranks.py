@@ -1,0 +1,174 @@
+"""Gloo ranks that start in a second: forked from one process that has imported everything and computed nothing."""
+
+import functools
+import gc
+import importlib
+import multiprocessing
+import os
+import pickle
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsft.runtime import distributed
+from dsft.watchdog.processes import descendants
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["dsft.train", "dsft.eval_ppl", "dsft.api", "deepspeed", "peft"])
+
+PROBE = torch.arange(1, 33).view(1, 32)
+"""The input whose logits tell whether two models are the same."""
+SECONDS = 900
+"""No call takes longer, even on a busy machine."""
+
+
+def on_ranks(
+    world: int,
+    function: Callable,
+    *arguments,
+    log: Path | None = None,
+    kill_when: Callable[[], bool] | None = None,
+    seed: int = 0,
+) -> list[Any] | None:
+    """What `function(*arguments)` returns on each of `world` new ranks, which print to `log`; None where `kill_when`
+    came true first and they were killed, one after the other in an order drawn from `seed`, as suddenly as a machine
+    loses power.
+
+    Raises:
+        AssertionError: with the end of the log, where a rank fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log, results = log or Path(folder, "log"), [Path(folder, str(rank)) for rank in range(world)]
+        work = [functools.partial(_as_rank, function, arguments, result) for result in results]
+        with _forked(work, out=log, err=log, environment=dict(os.environ)) as ranks:
+            until = time.monotonic() + SECONDS
+            while any(rank.is_alive() for rank in ranks) and not any(rank.exitcode for rank in ranks):
+                assert time.monotonic() < until, f"not done in {SECONDS} s: {log.read_text()[-5000:]}"
+                if kill_when is not None and kill_when():
+                    random.Random(seed).shuffle(ranks)
+                    for rank in ranks:
+                        rank.kill()
+                        rank.join()
+                    return None
+                time.sleep(0.001 if kill_when else 0.02)
+            assert not any(rank.exitcode for rank in ranks), log.read_text()[-5000:]
+        return [pickle.loads(result.read_bytes()) for result in results]
+
+
+def train_all(world: int, cases: list[dict], log: Path) -> str:
+    """Train each case, a dictionary of options, on the same new ranks; returns all that they printed.
+
+    After each training every rank computes the logits of `PROBE` with the trained model in memory; rank 0 writes them
+    to `logits.pt` in the run's folder, for the test to compare with the model that it loads from disk.
+    """
+    on_ranks(world, _trainings, cases, log=log)
+    return log.read_text()
+
+
+def run_entry(module: str, words: list, *, world: int = 1) -> subprocess.CompletedProcess:
+    """Run `main()` of a module with the command line `words`, as `world` ranks; the exit code is the first of a rank
+    that is not 0. For what an entry does after its start: tests of the start itself take the `run` fixture.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        work = [functools.partial(_entry, module, [str(word) for word in words])] * world
+        with _forked(work, out=out, err=err, environment=dict(os.environ)) as ranks:
+            for rank in ranks:
+                rank.join(SECONDS)
+        code = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+        return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
+
+
+@contextmanager
+def _forked(work: list[Callable], *, out: Path, err: Path, environment: dict) -> Iterator[list]:
+    """One new process for each of `work`, with the variables of a launcher where they are several; killed at the end
+    where they still are.
+    """
+    port = distributed.free_port()
+    out.touch()
+    ranks = []
+    for rank, task in enumerate(work):
+        variables = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(work)),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(len(work)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        variables = environment | {"OMP_NUM_THREADS": "1"} | (variables if len(work) > 1 else {})
+        ranks.append(_forks.Process(target=_begin, args=(task, out, err, variables)))
+        ranks[-1].start()
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def _begin(task: Callable, out: Path, err: Path, environment: dict) -> None:
+    for descriptor, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.environ.clear()
+    os.environ |= environment
+    torch.set_num_threads(1)
+    task()
+
+
+def _as_rank(function: Callable, arguments: tuple, result: Path) -> None:
+    distributed.start_ranks(timeout_seconds=SECONDS)
+    result.write_bytes(pickle.dumps(function(*arguments)))
+    distributed.stop_ranks()
+
+
+def _entry(module: str, words: list[str]) -> None:
+    sys.argv = [module, *words]
+    importlib.import_module(module).main()
+
+
+def train(options: dict):
+    """Train once, on the rank that this is."""
+    from dsft.config.options import TrainConfig
+    from dsft.config.reader import make_config
+    from dsft.training.run import finetune
+
+    problems: list[str] = []
+    return finetune(make_config(TrainConfig, options, problems), problems)
+
+
+def _trainings(cases: list[dict]) -> None:
+    for options in cases:
+        try:
+            trainer = train(options)
+            with torch.no_grad():
+                logits = trainer.model.eval()(input_ids=PROBE.to(trainer.args.device), use_cache=False).logits
+            if distributed.rank() == 0:
+                torch.save(logits.cpu(), Path(options["output_dir"]) / "logits.pt")
+            del trainer, logits
+        except Exception:
+            # One broken architecture must not hide the others; the test fails for want of logits.pt.
+            traceback.print_exc()
+        gc.collect()
+
+
+def ranks_below(pid: int) -> list[int]:
+    """Process ids of the ranks that a `deepspeed` launch started, without the launchers between."""
+    ranks = []
+    for child in descendants(pid):
+        try:
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"--local_rank" in command and b"launcher" not in command:
+            ranks.append(child)
+    return sorted(ranks)
