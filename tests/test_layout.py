@@ -100,7 +100,7 @@ UPWARD_IMPORTS: set[tuple[str, str]] = set()
 """(module, the room on its own or a higher floor that it imports). This list may only shrink."""
 LONG_FILES = {
     "planner/model_states.py": 443,
-    "planner/plan.py": 497,
+    "planner/plan.py": 444,
 }
 """File -> its lines, above LONGEST_FILE. This list may only shrink, and so may its numbers."""
 LONG_FUNCTIONS = {

@@ -5,9 +5,7 @@ end.
 """
 
 import json
-import os
 import shutil
-import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from dsft.checkpoints.manifest import MANIFEST, checkpoints, clean_up, integrity
 from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
 from dsft.runtime.console import say
-from dsft.runtime.disk import write_json
+from dsft.runtime.disk import check_writable, write_json
 
 FINAL = "final"
 
@@ -56,36 +54,6 @@ def check_output_dir(config, problems: list[str]) -> None:
             f"output_dir={path}: holds {content}; choose a new folder, continue it with --resume_from_checkpoint auto,"
             " or replace it with --overwrite"
         )
-
-
-def check_writable(output_dir: str, problems: list[str]) -> None:
-    """Check that `output_dir` is a folder, or one that can be made, on a disk that takes a few bytes."""
-    path = Path(output_dir)
-    if path.exists() and not path.is_dir():
-        problems.append(f"output_dir={path}: is a file, not a folder")
-        return
-    try:
-        with tempfile.TemporaryFile(dir=existing_parent(path)) as probe:
-            probe.write(b"\0" * 4096)
-            probe.flush()
-            os.fsync(probe.fileno())
-    except OSError as error:
-        problems.append(f"output_dir={path}: cannot be written ({error.strerror})")
-
-
-def check_free_space(output_dir: str, needed_bytes: int, problems: list[str]) -> None:
-    """Check that the disk has room for what the run writes at its end."""
-    free_bytes = shutil.disk_usage(existing_parent(Path(output_dir))).free
-    if free_bytes < needed_bytes:
-        problems.append(
-            f"output_dir={output_dir}: the trained weights need {needed_bytes / 1e9:.3g} GB, but the disk has"
-            f" {free_bytes / 1e9:.3g} GB free; choose another disk"
-        )
-
-
-def existing_parent(path: Path) -> Path:
-    """Return `path`, or the nearest folder above it that exists."""
-    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
 def clear_run(output_dir: str) -> None:

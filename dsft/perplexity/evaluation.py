@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from dsft.checkpoints.run_folder import FINAL, check_writable
+from dsft.checkpoints.run_folder import FINAL
 from dsft.config.deepspeed_json import check_nvme, check_section, read_zero_file, stage
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.sequences import IGNORED
@@ -40,6 +40,7 @@ from dsft.planner.evaluation_plan import (
 from dsft.planner.plan import Job, attention_of
 from dsft.planner.speeds import speeds_of
 from dsft.runtime import distributed
+from dsft.runtime.disk import check_writable
 from dsft.runtime.hardware import Machine, has_gpu, peak_memory_bytes
 from dsft.runtime.versions import versions
 from dsft.units import padded_width

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from dsft.checkpoints.manifest import read_manifest
 from dsft.checkpoints.run_folder import (
-    check_free_space,
     check_output_dir,
     is_finished,
     last_checkpoint,
@@ -43,6 +42,7 @@ from dsft.run_setup.checks import (
 from dsft.run_setup.plan import job_over_data, plan_run
 from dsft.runtime import distributed
 from dsft.runtime.console import say
+from dsft.runtime.disk import check_free_space
 from dsft.runtime.hardware import Machine
 
 

@@ -1,12 +1,9 @@
-"""What the user sees: lines of rank 0 only, and libraries kept quiet elsewhere."""
+"""What the user sees: lines of rank 0 only, and libraries that are quiet on the other ranks."""
 
 import logging
 import os
 import sys
 import warnings
-
-import datasets
-import transformers
 
 from dsft.runtime.distributed import rank
 
@@ -18,19 +15,23 @@ def say(line: str) -> None:
 
 
 def set_up_screen() -> None:
-    """Called by entry points, never on import: rank 0 shows warnings and progress bars, the other ranks only errors."""
+    """Let rank 0 show warnings and progress bars, the other ranks only errors. Entry points call it, no import does."""
+    import datasets
+    import transformers
+
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn after a fork otherwise
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING if rank() == 0 else logging.ERROR)
-    transformers.logging.set_verbosity_warning() if rank() == 0 else transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_warning()
     if rank():
+        transformers.logging.set_verbosity_error()
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
 
 
 def print_table(title: str, rows: dict[str, str]) -> None:
-    """Two columns on the screen: name and value."""
+    """Print two columns: name and value."""
     from rich.console import Console
     from rich.table import Table
 
@@ -38,5 +39,5 @@ def print_table(title: str, rows: dict[str, str]) -> None:
     table.columns[1].overflow = "fold"
     for name, value in rows.items():
         table.add_row(name, value)
-    # In a file or a pipe nothing is broken over lines, so that paths stay whole.
+    # In a file or a pipe nothing is broken over lines, so that paths stay in one piece.
     Console(width=None if sys.stdout.isatty() else 240).print(table)

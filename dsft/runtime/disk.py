@@ -1,9 +1,15 @@
-"""Files of results on disk: where this user's cache lies, and JSON that is complete or not there."""
+"""Disks: whether a folder can be written and has room, where this user's cache lies, and JSON that is complete or not
+there.
+"""
 
 import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
+
+from dsft.units import GB
 
 
 def user_cache() -> Path:
@@ -16,3 +22,42 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     beside.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
     os.replace(beside, path)
+
+
+def existing_parent(path: Path) -> Path:
+    """Return `path`, or the nearest folder above it that exists."""
+    absolute = path.expanduser().absolute()
+    return next(parent for parent in (absolute, *absolute.parents) if parent.exists())
+
+
+def free_bytes(folder: str | Path) -> int | None:
+    """Return the free bytes of the disk that holds `folder`, or will; None where it cannot be asked."""
+    try:
+        return shutil.disk_usage(existing_parent(Path(folder))).free
+    except (OSError, StopIteration):
+        return None
+
+
+def check_writable(output_dir: str, problems: list[str]) -> None:
+    """Check that `output_dir` is a folder, or one that can be made, on a disk that takes a few bytes."""
+    path = Path(output_dir)
+    if path.exists() and not path.is_dir():
+        problems.append(f"output_dir={path}: is a file, not a folder")
+        return
+    try:
+        with tempfile.TemporaryFile(dir=existing_parent(path)) as probe:
+            probe.write(b"\0" * 4096)
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        problems.append(f"output_dir={path}: cannot be written ({error.strerror})")
+
+
+def check_free_space(output_dir: str, needed_bytes: int, problems: list[str]) -> None:
+    """Check that the disk has room for what the run writes at its end."""
+    free = free_bytes(output_dir)
+    if free is not None and free < needed_bytes:
+        problems.append(
+            f"output_dir={output_dir}: the trained weights need {needed_bytes / GB:.3g} GB, but the disk has"
+            f" {free / GB:.3g} GB free; choose another disk"
+        )

@@ -1,8 +1,8 @@
 """This process among the others: start-up of the process group, and the few collectives dsft itself needs.
 
-Everything runs also as one process without a launcher. DeepSpeed makes the process group (it knows NCCL, gloo and the
-CPU's
-shared-memory collectives); a group made before `TrainingArguments` is what lets ZeRO-3 start on CPU ranks.
+Everything runs also as a single process without a launcher. DeepSpeed makes the process group (it knows NCCL, gloo and
+the CPU's shared-memory collectives); a group made before `TrainingArguments` is what lets ZeRO-3 start on CPU ranks.
+torch, which takes seconds to import, is imported inside functions.
 """
 
 import atexit
@@ -15,19 +15,16 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from dsft.errors import UserError, on_exit, raise_if_any
 from dsft.runtime.hardware import Machine, cpu_count, has_gpu, this_machine
-from dsft.runtime.launcher_env import choose_interface, map_launcher_variables
+from dsft.runtime.launcher_env import SINGLE_PROCESS_ENV, choose_interface, map_launcher_variables
 from dsft.runtime.op_locks import remove_old_locks
 from dsft.watchdog import client as watchdog
 
-SINGLE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-"""Launcher variable -> its value in a process without a launcher."""
+if TYPE_CHECKING:
+    import torch
 
 
 def world_size() -> int:
@@ -65,6 +62,9 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800) -> None:
     Raises:
         UserError: where a launcher set only some of its variables, and others cannot be derived (launcher_env.py).
     """
+    import torch
+    import torch.distributed as dist
+
     if dist.is_initialized():
         return
     if timeouts:
@@ -95,12 +95,12 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800) -> None:
 def _complete_launcher_variables() -> None:
     """Set what a launcher leaves out: all of its variables for a single process, the interface between nodes."""
     map_launcher_variables()
-    missing = [name for name in SINGLE_PROCESS if name not in os.environ]
+    missing = [name for name in SINGLE_PROCESS_ENV if name not in os.environ]
     if world_size() > 1 and missing:
         raise UserError(
             [f"WORLD_SIZE={world_size()} is set but {', '.join(missing)} is not: start dsft through a launcher"]
         )
-    for name, value in SINGLE_PROCESS.items():
+    for name, value in SINGLE_PROCESS_ENV.items():
         os.environ.setdefault(name, value)
     if world_size() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         os.environ["MASTER_PORT"] = str(free_port())  # torchrun's agent holds its port itself, and waits there
@@ -118,6 +118,8 @@ def _set_library_variables() -> None:
         if world_size() > 1:
             # The ranks of a node share its cores; left alone, each would take all of them.
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks_per_node())))
+            import torch
+
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     # A shell of ssh knows nothing of a Python environment; DeepSpeed looks for the environment's ninja.
     programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", "")
@@ -126,24 +128,31 @@ def _set_library_variables() -> None:
 
 
 def _shared_buffer() -> Path:
-    """This rank's buffer of DeepSpeed's collectives on CPU (deepspeed/ops/csrc/cpu/comm/shm.cpp), in memory as large as
-    it is: 66 MiB.
+    """Path of this rank's buffer of DeepSpeed's collectives on CPU (deepspeed/ops/csrc/cpu/comm/shm.cpp): 66 MiB of
+    memory.
 
-    Once every rank has mapped it nobody needs its name, but DeepSpeed never removes it, so that each launch would leave
-    one per rank.
+    Once every rank has mapped it nobody needs its name, but DeepSpeed never removes it: each launch would leave one per
+    rank.
     """
-    return Path(
-        f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{rank()}"
-    )
+    group = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
+    return Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{group}_{rank()}")
+
+
+def _several_ranks() -> Any:
+    """Return the module torch.distributed where this process is in a group of several ranks, else None."""
+    import torch.distributed as dist
+
+    return dist if dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
 def stop_ranks() -> None:
     """Leave the process group in order; a rank of several then ends its process here, with exit code 0.
 
     DeepSpeed keeps the group's threads alive into the interpreter's shutdown, where one that wants the interpreter's
-    lock
-    aborts the process now and then ("terminate called without an active exception"), after all work is done.
+    lock aborts the process now and then ("terminate called without an active exception"), after all work is done.
     """
+    import torch.distributed as dist
+
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -161,39 +170,39 @@ def raise_together(problems: list[str]) -> None:
 
 
 def from_all(values: list[Any]) -> list[Any]:
-    """All ranks' lists laid end to end, the same on every rank. Collective."""
-    everyone = [values]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, values)
-    return [value for one_rank in everyone for value in one_rank]
+    """Join all ranks' lists, in the order of ranks; the same on every rank. Collective."""
+    lists = [values]
+    if dist := _several_ranks():
+        lists *= dist.get_world_size()
+        dist.all_gather_object(lists, values)
+    return [value for of_rank in lists for value in of_rank]
 
 
 def wait_for_all() -> None:
-    """Go on when every rank is here. Collective."""
-    if dist.is_initialized():
+    """Continue when every rank is here. Collective."""
+    if dist := _several_ranks():
         dist.barrier()
 
 
 def wait_long(name: str) -> None:
-    """Go on when every rank is here, however long the others take: outside of any collective, whose timeout would end
-    the job, and with signs of life to the watchdog.
+    """Continue when every rank is here, however long the others take: outside of any collective, whose timeout would
+    end the job, and with heartbeats to the watchdog.
 
     Every rank calls it as often as the others with the same `name`.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if (dist := _several_ranks()) is None:
         return
     store = dist.distributed_c10d._get_default_store()
-    here = store.add(f"dsft/{name}", 1)
-    everyone = -(-here // dist.get_world_size()) * dist.get_world_size()  # of this call, after those before it
+    count = store.add(f"dsft/{name}", 1)
+    everyone = -(-count // dist.get_world_size()) * dist.get_world_size()  # of this call, after those before it
     while store.add(f"dsft/{name}", 0) < everyone:
         watchdog.heartbeat()
         time.sleep(0.2)
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:
-    """What `function()` returns on rank 0, on every rank: for decisions that must not differ. Its UserError is raised
-    on every rank. Collective.
+    """Return on every rank what `function()` returns on rank 0: for decisions that must not differ. Its UserError is
+    raised on every rank. Collective.
     """
     outcome: list[Any] = [None]
     if rank() == 0:
@@ -201,7 +210,7 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
             outcome = [function()]
         except UserError as error:
             outcome = [error]
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if dist := _several_ranks():
         dist.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], UserError):
         raise outcome[0]
@@ -209,43 +218,36 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
 
 
 def smallest_machine() -> Machine:
-    """The machine of this job: its hosts and their ranks, with the least memory that any rank sees. Uneven nodes count
-    as the one with most ranks. Collective.
+    """Return the machine of this job: its hosts and their ranks, with the least memory that any rank sees. Uneven nodes
+    count as the one with most ranks. Collective.
     """
-    mine = this_machine(nodes=1, ranks_per_node=ranks_per_node())
-    everyone = [(socket.gethostname(), mine)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone *= dist.get_world_size()
-        dist.all_gather_object(everyone, (socket.gethostname(), mine))
-    hosts = Counter(host for host, _ in everyone)  # a launcher's variables tell of this node alone
+    machines = from_all([(socket.gethostname(), this_machine(nodes=1, ranks_per_node=ranks_per_node()))])
+    hosts = Counter(host for host, _ in machines)  # a launcher's variables tell of this node alone
     return dataclasses.replace(
-        everyone[0][1],
+        machines[0][1],
         nodes=len(hosts),
         ranks_per_node=max(hosts.values()),
         host_names=tuple(sorted(hosts)),
-        device_bytes=min(one.device_bytes for _, one in everyone),
-        host_bytes=min(one.host_bytes for _, one in everyone),
+        device_bytes=min(machine.device_bytes for _, machine in machines),
+        host_bytes=min(machine.host_bytes for _, machine in machines),
     )
 
 
-def device() -> torch.device:
-    """The device of this rank."""
+def device() -> "torch.device":
+    """Return the device of this rank."""
+    import torch
+
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
 
 
-def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Element-wise sum over all ranks, on the CPU. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return values.cpu()
-    values = values.to(device())
-    dist.all_reduce(values)
+def sum_over_ranks(values: "torch.Tensor") -> "torch.Tensor":
+    """Sum element by element over all ranks; the result is on the CPU. Collective."""
+    if dist := _several_ranks():
+        values = values.to(device())
+        dist.all_reduce(values)
     return values.cpu()
 
 
 def max_over_ranks(value: float) -> float:
-    """The largest of all ranks' values. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
-    tensor = torch.tensor(value, dtype=torch.float64, device=device())
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return tensor.item()
+    """Return the largest of all ranks' values. Collective."""
+    return max(from_all([value]))

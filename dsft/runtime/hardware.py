@@ -97,9 +97,11 @@ def host_memory_bytes() -> int:
 
 def has_gpu() -> bool:
     """Whether ranks run on GPUs: where torch sees one, unless DS_ACCELERATOR=cpu asks for CPU ranks."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return False
     import torch
 
-    return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+    return torch.cuda.is_available()
 
 
 def cpu_count() -> int:
@@ -109,25 +111,19 @@ def cpu_count() -> int:
 
 def default_ranks() -> int:
     """Ranks to start on this machine: one per GPU, else up to 2 CPU processes."""
+    if not has_gpu():
+        return min(2, cpu_count())
     import torch
 
-    return torch.cuda.device_count() if has_gpu() else min(2, cpu_count())
+    return torch.cuda.device_count()
 
 
 def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None) -> Machine:
-    """The machine as found, without a disk for offload. Without GPUs each rank's device memory is its share of 85 % of
+    """Measure this machine, without a disk for offload. Without GPUs each rank's device memory is its share of 85 % of
     the host's.
     """
-    import torch
-
-    ranks = ranks_per_node or default_ranks()
-    host = host_memory_bytes()
-    if has_gpu():
-        # A rank of a launch asks its own GPU alone: to ask makes a context there, which takes memory.
-        own = os.environ.get("LOCAL_RANK")
-        device = min(_free_gpu_bytes(i) for i in ([int(own)] if own else range(torch.cuda.device_count())))
-    else:
-        device = int(0.85 * host / ranks)  # the rest is for the system and the launcher
+    ranks, host = ranks_per_node or default_ranks(), host_memory_bytes()
+    gpu_type, device = _ask_gpus() if has_gpu() else ("", int(0.85 * host / ranks))  # 15 %: system and launcher
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Machine(
         nodes=nodes,
@@ -137,18 +133,23 @@ def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None) -> Machin
         has_gpu=has_gpu(),
         measured=True,
         cores=cpu_count(),
-        gpu_type=torch.cuda.get_device_name(0) if has_gpu() else "",
+        gpu_type=gpu_type,
         interconnect=read_interconnect() if has_gpu() else "",
         memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
     )
 
 
-def _free_gpu_bytes(index: int) -> int:
-    """Memory of a GPU that other programs leave, the context of this one not counted against it."""
+def _ask_gpus() -> tuple[str, int]:
+    """(name of the GPUs, memory of the fullest that other programs leave). The context that asking makes on a GPU does
+    not count.
+    """
     import torch
 
-    free, total = torch.cuda.mem_get_info(index)
-    return min(total, free + GiB)
+    # A rank of a launch asks only its GPU: each context takes memory there.
+    rank_gpu = os.environ.get("LOCAL_RANK")
+    gpus = [int(rank_gpu)] if rank_gpu else range(torch.cuda.device_count())
+    memory = [torch.cuda.mem_get_info(gpu) for gpu in gpus]
+    return torch.cuda.get_device_name(0), min(min(total, free + GiB) for free, total in memory)
 
 
 def read_interconnect() -> str:

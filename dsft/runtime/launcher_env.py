@@ -1,9 +1,7 @@
-"""RANK, WORLD_SIZE and the others for processes that mpirun or srun started, and the network interface between the
-nodes.
+"""RANK, WORLD_SIZE and the others for processes that mpirun or srun started, and the network interface between nodes.
 
 torchrun, deepspeed and accelerate set these variables themselves, and then nothing is changed. Called before anything
-reads RANK: it decides which
-process prints. No process group is made here.
+reads RANK, which decides which process prints. No process group is made here.
 """
 
 import ipaddress
@@ -26,18 +24,19 @@ MPI_NAMES = {
     "MVAPICH": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
 }
 """Rank, number of ranks, and the same within the node, as each mpirun says them."""
+SINGLE_PROCESS_ENV = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+"""Launcher variable -> its value in a process without a launcher. MASTER_PORT is any free port."""
 INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """How each library wants the interface's name; without "=" NCCL takes it for the beginning of a name."""
 
 
 def unset_single_process_env() -> None:
-    """Remove the variables of a rank without others: a notebook that trained leaves them to the commands it starts, and
-    its process group has the port.
+    """Remove the variables of a single process: a notebook that trained leaves them to the commands it starts, and its
+    process group has the port.
     """
-    if (
-        os.environ.get("WORLD_SIZE") == "1" and "LOCAL_RANK" in os.environ
-    ):  # a pod alone in its job has no LOCAL_RANK, and needs the others
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    # A pod alone in its job has no LOCAL_RANK, and needs the others.
+    if os.environ.get("WORLD_SIZE") == "1" and "LOCAL_RANK" in os.environ:
+        for name in (*SINGLE_PROCESS_ENV, "MASTER_PORT"):
             os.environ.pop(name, None)
 
 
@@ -48,10 +47,10 @@ def map_launcher_variables() -> None:
     Raises:
         UserError: MPI over several nodes without MASTER_ADDR, which only the user knows.
     """
-    found = launcher_variables(os.environ)
-    for name, value in found.items():
+    variables = launcher_variables(os.environ)
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
-    if found and "MASTER_ADDR" not in os.environ:
+    if variables and "MASTER_ADDR" not in os.environ:
         raise UserError(
             [
                 "mpirun started these ranks on several nodes and MASTER_ADDR is not set: give the first node's address,"
@@ -61,37 +60,37 @@ def map_launcher_variables() -> None:
 
 
 def launcher_variables(given: Mapping[str, str]) -> dict[str, str]:
-    """The variables for this process from those in `given`; empty where RANK is there already or the process is the
-    only one.
+    """Derive the variables of this process from those in `given`; empty where RANK is there already or the process is
+    the only one.
 
     MPI goes before SLURM: mpirun inside a SLURM allocation starts its processes through srun, whose variables are those
     of its helpers.
     """
     if "RANK" in given:
         return {}
-    for rank, size, local_rank, local_size in MPI_NAMES.values():
-        if all(name in given for name in (rank, size, local_rank, local_size)) and int(given[size]) > 1:
-            found = _ranks(given[rank], given[size], given[local_rank], given[local_size])
-            if found["WORLD_SIZE"] == found["LOCAL_SIZE"]:
-                found["MASTER_ADDR"] = "127.0.0.1"
-            job = given.get("PMIX_NAMESPACE") or given.get("OMPI_MCA_ess_base_jobid") or given.get("SLURM_JOB_ID", "")
-            return found | {"MASTER_PORT": str(20000 + zlib.crc32(job.encode()) % 10000)}
-    if _is_slurm_task(given):
-        nodes = given.get("SLURM_STEP_NODELIST") or given["SLURM_JOB_NODELIST"]
-        local_size = _tasks_of_node(given["SLURM_STEP_TASKS_PER_NODE"], int(given["SLURM_NODEID"]))
-        # With --gpus-per-task each task sees its own GPU alone, as number 0.
-        visible = len(given["CUDA_VISIBLE_DEVICES"].split(",")) if given.get("CUDA_VISIBLE_DEVICES") else local_size
-        found = _ranks(
-            given["SLURM_PROCID"],
-            given["SLURM_STEP_NUM_TASKS"],
-            str(int(given["SLURM_LOCALID"]) % visible),
-            str(local_size),
-        )
-        return found | {
-            "MASTER_ADDR": first_host(nodes),
-            "MASTER_PORT": str(20000 + int(given["SLURM_JOB_ID"]) % 10000),
-        }
-    return {}
+    for names in MPI_NAMES.values():
+        if all(name in given for name in names) and int(given[names[1]]) > 1:
+            return _mpi_variables(given, *(given[name] for name in names))
+    return _slurm_variables(given) if _is_slurm_task(given) else {}
+
+
+def _mpi_variables(given: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> dict[str, str]:
+    variables = _ranks(rank, size, local_rank, local_size)
+    if size == local_size:
+        variables["MASTER_ADDR"] = "127.0.0.1"
+    job = given.get("PMIX_NAMESPACE") or given.get("OMPI_MCA_ess_base_jobid") or given.get("SLURM_JOB_ID", "")
+    return variables | {"MASTER_PORT": str(20000 + zlib.crc32(job.encode()) % 10000)}
+
+
+def _slurm_variables(given: Mapping[str, str]) -> dict[str, str]:
+    local_size = _tasks_of_node(given["SLURM_STEP_TASKS_PER_NODE"], int(given["SLURM_NODEID"]))
+    # With --gpus-per-task each task sees its own GPU alone, as number 0.
+    visible = len(given["CUDA_VISIBLE_DEVICES"].split(",")) if given.get("CUDA_VISIBLE_DEVICES") else local_size
+    local_rank = int(given["SLURM_LOCALID"]) % visible
+    return _ranks(given["SLURM_PROCID"], given["SLURM_STEP_NUM_TASKS"], str(local_rank), str(local_size)) | {
+        "MASTER_ADDR": first_host(given.get("SLURM_STEP_NODELIST") or given["SLURM_JOB_NODELIST"]),
+        "MASTER_PORT": str(20000 + int(given["SLURM_JOB_ID"]) % 10000),
+    }
 
 
 def _ranks(rank: str, size: str, local_rank: str, local_size: str) -> dict[str, str]:
@@ -127,20 +126,18 @@ def _tasks_of_node(counts: str, node: int) -> int:
 
 
 def choose_interface() -> None:
-    """Where ranks run on several nodes: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface that leads to
-    MASTER_ADDR, unless set.
+    """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to MASTER_ADDR, where ranks run on
+    several nodes and the user has not set them.
 
     gloo would take the address of the host's own name, which Debian's installer writes as 127.0.1.1 into /etc/hosts:
     other nodes cannot connect to that.
     """
-    several_nodes = int(os.environ.get("WORLD_SIZE", "1")) > int(
-        os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1")
-    )
-    if several_nodes and not all(name in os.environ for name in INTERFACE_VARIABLES):
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    local_size = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size
+    if int(world_size) > int(local_size) and not all(name in os.environ for name in INTERFACE_VARIABLES):
         interface = interface_towards(os.environ["MASTER_ADDR"])
-        for name, form in INTERFACE_VARIABLES.items():
-            if interface:
-                os.environ.setdefault(name, form.format(interface))
+        for name, form in INTERFACE_VARIABLES.items() if interface else ():
+            os.environ.setdefault(name, form.format(interface))
 
 
 def interface_towards(address: str) -> str | None:
@@ -150,19 +147,18 @@ def interface_towards(address: str) -> str | None:
     import psutil
 
     states = psutil.net_if_stats()
-    interfaces = {
-        name: [one.address.partition("%")[0] for one in addresses]
-        for name, addresses in psutil.net_if_addrs().items()
-        if name in states and states[name].isup
+    interface_of = {
+        entry.address.partition("%")[0]: name
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if name in states and states[name].isup and _is_reachable(entry.address.partition("%")[0])
     }
-    own = {one: name for name, addresses in interfaces.items() for one in addresses if _is_reachable(one)}
     # The address itself; where that is this machine's name on 127.0.1.1, the way to anywhere else (192.0.2.1 belongs to
     # nobody).
     for destination in (address, "192.0.2.1"):
-        name = own.get(outgoing_address(destination))
-        if name:
+        if name := interface_of.get(outgoing_address(destination)):
             return name
-    names = set(own.values())
+    names = set(interface_of.values())
     return names.pop() if len(names) == 1 else None
 
 

@@ -21,6 +21,7 @@ import psutil
 
 from dsft.cluster.doctor.facts import Gpu, Gpus, Interface, Network, NodeFacts
 from dsft.errors import one_line
+from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import cpu_count, host_memory_bytes
 from dsft.runtime.versions import PACKAGES, code_hash, git_commit
 from dsft.units import MiB
@@ -59,12 +60,12 @@ def node_facts(
         cores=cpu_count(),
         host_bytes=host_memory_bytes(),
         available_bytes=min(psutil.virtual_memory().available, host_memory_bytes()),
-        shm_bytes=_free("/dev/shm"),
+        shm_bytes=free_bytes("/dev/shm"),
         open_files=None if files == resource.RLIM_INFINITY else files,
         locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
         tools=_tools(),
         compile_error=compile_error() if compiles else "",
-        disks={folder: _free(folder) for folder in {*folders, *cache_folders().values()}},
+        disks={folder: free_bytes(folder) for folder in {*folders, *cache_folders().values()}},
         caches=cache_folders(),
         hub_offline=os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
         network=network_facts(),
@@ -223,12 +224,3 @@ def parse_gpus(text: str) -> Gpus:
 
 def _number(text: str) -> int:
     return int(text) if text.isdigit() else 0
-
-
-def _free(folder: str) -> int | None:
-    """Free bytes of the disk that holds `folder`, or will; None where it cannot be asked."""
-    path = Path(folder).absolute()
-    try:
-        return shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free
-    except (OSError, StopIteration):
-        return None

@@ -21,6 +21,7 @@ import psutil
 
 from dsft.cluster.doctor.facts import Connection, FileContent, Target
 from dsft.cluster.doctor.gather import cache_folders
+from dsft.runtime.disk import existing_parent
 
 CONNECT_SECONDS = 3.0
 """A connection in a cluster takes milliseconds; a firewall that drops packets answers never."""
@@ -149,10 +150,9 @@ def make_probe(folder: str, held: contextlib.ExitStack) -> tuple[str, str]:
     Returns:
         (path, "") or ("", why nothing can be written there).
     """
-    absolute = Path(folder).expanduser().absolute()
-    existing = next(parent for parent in (absolute, *absolute.parents) if parent.exists())
+    parent = existing_parent(Path(folder))
     try:
-        probe = held.enter_context(tempfile.NamedTemporaryFile(prefix=".dsft-doctor-", dir=existing))  # noqa: SIM115
+        probe = held.enter_context(tempfile.NamedTemporaryFile(prefix=".dsft-doctor-", dir=parent))  # noqa: SIM115
         probe.write(b"\0" * 65536)
         probe.flush()
         os.fsync(probe.fileno())
