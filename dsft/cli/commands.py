@@ -3,7 +3,7 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from dsft.cluster.launch.options import LaunchOptions
+from dsft.cluster.launch.options import HostFields, LaunchOptions
 from dsft.config.options import EvalConfig, TrainConfig
 
 
@@ -72,23 +72,9 @@ class PlanOptions(JobFields, HardwareFields):
 
 
 @dataclass(kw_only=True)
-class DoctorOptions:
-    """Nodes: which are examined, and how."""
+class DoctorOptions(HostFields):
+    """Examination: how much of it, and what is printed."""
 
-    hostfile: str | None = None
-    """DeepSpeed's host file: one line per node, `name slots=N`."""
-    include: str = ""
-    """Hosts and GPUs of the host file to use, as DeepSpeed writes it: node-1@node-2:0,2"""
-    exclude: str = ""
-    """Hosts and GPUs of the host file to leave out, in the same form."""
-    num_nodes: int | None = None
-    """Only the first so many hosts of the host file."""
-    num_gpus: int | None = None
-    """So many slots per node."""
-    master_addr: str = ""
-    """By default the first address that `hostname -I` prints on the first node, as deepspeed."""
-    master_port: int | None = None
-    """Port of the launch to come; by default 29500, and a warning where it is busy."""
     quick: bool = False
     """Without plan, compiler and the links of every pair (a ring of neighbours instead)."""
     only_findings: bool = False

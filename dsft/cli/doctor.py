@@ -9,8 +9,9 @@ from dsft.cli.commands import DoctorOptions
 from dsft.cli.doctor_report import show
 from dsft.cluster.doctor.examine import examine
 from dsft.cluster.doctor.findings import Report
+from dsft.cluster.launch.commands import hosts_of
 from dsft.errors import EXIT_USER_ERROR, UserError
-from dsft.runtime.hostfile import Node, local_node, read_hosts
+from dsft.runtime.hostfile import Node, local_node
 from dsft.runtime.launcher_env import map_launcher_variables
 
 
@@ -27,7 +28,7 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
             argv=run_words,
             quick=options.quick,
             master_port=options.master_port,
-            master_addr=options.master_addr,
+            master_addr=options.master_addr or "",
             ssh=bool(options.hostfile),
         )
     _print(report, options)
@@ -50,13 +51,7 @@ def _print(report: Report, options: DoctorOptions) -> None:
 
 def _nodes(options: DoctorOptions) -> list[Node]:
     if options.hostfile:
-        return read_hosts(
-            options.hostfile,
-            include=options.include,
-            exclude=options.exclude,
-            num_nodes=options.num_nodes or -1,
-            num_gpus=options.num_gpus or -1,
-        )
+        return hosts_of(options, options.hostfile)
     if options.include or options.exclude or (options.num_nodes or 1) > 1:
         raise UserError(["--include, --exclude and --num_nodes choose among the hosts of --hostfile; name one"])
     return [local_node(slots=options.num_gpus or None)]

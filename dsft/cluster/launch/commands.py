@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from dsft.cluster.launch.options import MODULES, LaunchOptions, given_node_rank
+from dsft.cluster.launch.options import MODULES, HostFields, LaunchOptions, given_node_rank
 from dsft.errors import UserError
 from dsft.runtime.distributed import free_port
 from dsft.runtime.hardware import default_ranks, has_gpu
@@ -44,7 +44,7 @@ def shown(command: list[str]) -> list[str]:
     return command
 
 
-def hosts_of(options: LaunchOptions, hostfile: str) -> list[Node]:
+def hosts_of(options: HostFields, hostfile: str) -> list[Node]:
     """The nodes of `hostfile` that take part, the first (rank 0's) first.
 
     Raises:

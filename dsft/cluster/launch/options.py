@@ -14,11 +14,11 @@ WAYS = ("hostfile", "nodes", "slurm", "accelerate")
 
 
 @dataclass(kw_only=True)
-class LaunchOptions:
-    """Ranks: how they are started; without hostfile, nodes, slurm or accelerate on all GPUs of this machine."""
+class HostFields:
+    """Hosts: those of a host file; without one this machine."""
 
     hostfile: str | None = None
-    """DeepSpeed's host file; `deepspeed` starts the ranks through pdsh and ssh from here."""
+    """DeepSpeed's host file: one line per node, `name slots=N`; reached through ssh from here."""
     include: str | None = None
     """Hosts and GPUs of the host file to use, as DeepSpeed writes it: node-0@node-1:0,2"""
     exclude: str | None = None
@@ -27,6 +27,16 @@ class LaunchOptions:
     """Only the first so many hosts of the host file."""
     num_gpus: int | None = None
     """Ranks on each node; by default its GPUs, without GPUs 2."""
+    master_addr: str | None = None
+    """Address of the first node, to which all ranks connect; by default that of the first host, or MASTER_ADDR."""
+    master_port: int | None = None
+    """By default MASTER_PORT, a free port where this machine starts all ranks, else 29500."""
+
+
+@dataclass(kw_only=True)
+class LaunchOptions(HostFields):
+    """Launch: how the ranks are started; without hostfile, nodes, slurm or accelerate on all GPUs of this machine."""
+
     no_ssh: bool = False
     """With a host file: the same command is given on every node, and nothing goes through ssh."""
     nodes: int | None = None
@@ -39,10 +49,6 @@ class LaunchOptions:
     """Inside sbatch or salloc: one srun task on each node of the allocation, `torchrun` in each."""
     accelerate: str | None = None
     """A config file of `accelerate launch`."""
-    master_addr: str | None = None
-    """Address of the first node; by default MASTER_ADDR, the first host of the host file or of the allocation."""
-    master_port: int | None = None
-    """By default MASTER_PORT, a free port where this machine starts all ranks, else 29500."""
     dry_run: bool = False
     """Print the command and stop."""
     no_preflight: bool = False
