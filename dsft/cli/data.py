@@ -20,10 +20,11 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
 from dsft.data.packing import PackedRows
 from dsft.data.prepare import cache_folder
-from dsft.data.sequences import IGNORED, Sequences, shown
+from dsft.data.sequences import IGNORED, Sequences, describe_counts
 from dsft.data.sequences import Sequence as TokenSequence
+from dsft.data.sources import FormattedSource
 from dsft.data.streaming import Stream
-from dsft.data.training_data import FormattedSource, TrainingData, check_sources, load_training_data
+from dsft.data.training_data import TrainingData, check_sources, load_training_data
 from dsft.errors import raise_if_any
 from dsft.models.tokenizer import check_tokenizer
 
@@ -40,9 +41,9 @@ def prepare_command(_options: PrepareOptions, argv: Sequence[str]) -> None:
     if config.streaming:
         raise_if_any(["streaming keeps nothing, so there is nothing to prepare; leave streaming out"])
     data = _load(config, sources, tokenizer)
-    print(f"dsft: {', '.join(map(str, sources['data']))}: {shown(data.counts)}")
+    print(f"dsft: {', '.join(map(str, sources['data']))}: {describe_counts(data.counts)}")
     if data.held_out_counts:
-        print(f"dsft: held out: {shown(data.held_out_counts)}")
+        print(f"dsft: held out: {describe_counts(data.held_out_counts)}")
     for note in data.notes:
         print(f"dsft: note: {note}")
     print(f"dsft: ready in {cache_folder(config)}; training with the same options and files takes it from there")
@@ -143,7 +144,9 @@ def _figures(items: Any, data: TrainingData) -> Table:
     for name, value in data.counts.items():
         table.add_row(
             name.replace("_", " "),
-            shown({name: value}).removesuffix(f" {name.replace('_', ' ')}").removeprefix(f"{name.replace('_', ' ')} ")
+            describe_counts({name: value})
+            .removesuffix(f" {name.replace('_', ' ')}")
+            .removeprefix(f"{name.replace('_', ' ')} ")
             or "0",
         )
     for name, value in (data.held_out_counts or {}).items():

@@ -1,8 +1,8 @@
-"""Chats in their template, and which of the tokens are an assistant's.
+"""Renders chats in their template, and finds which of the tokens are an assistant's.
 
 Where the template marks what is generated ({% generation %}), transformers says which tokens those are. Elsewhere the
-chat is rendered up to each answer
-and including it, and the tokens of each must begin the tokens of the next; where they do not, nothing is guessed.
+chat is rendered up to each answer and including it, and the tokens of each must begin the tokens of the next; where
+they do not, nothing is guessed.
 """
 
 import re
@@ -25,7 +25,7 @@ Spans = list[tuple[int, int]]
 
 
 def chat_tokens(chat: Chat, tokenizer: PreTrainedTokenizerBase, *, train_on: str) -> tuple[list[int], Spans]:
-    """(token ids, spans of them that are learnt).
+    """Returns (token ids, spans of them that are trained).
 
     Args:
         train_on: answers (all turns of assistants), last (the last of them) or all.
@@ -49,9 +49,7 @@ def chat_tokens(chat: Chat, tokenizer: PreTrainedTokenizerBase, *, train_on: str
 
 
 def _check_tools(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A template that does not know of tools leaves them out without a word, and an answer that is a call would be
-    empty.
-    """
+    """Raises where the template does not render tools: it leaves them out in silence, and a call would be empty."""
     calls = any(message.get("tool_calls") for message in chat.messages)
     if not chat.tools and not calls:
         return
@@ -60,15 +58,13 @@ def _check_tools(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
         for message in chat.messages
     ]
     texts = [
-        _render(tokenizer, one, len(one.messages), tokenize=False)
-        for one in (chat, replace(chat, tools=[]), replace(chat, messages=without))
+        _render(tokenizer, variant, len(variant.messages), tokenize=False)
+        for variant in (chat, replace(chat, tools=[]), replace(chat, messages=without))
     ]
-    left_out = ["tools"] * (bool(chat.tools) and texts[0] == texts[1]) + ["tool_calls"] * (
-        calls and texts[0] == texts[2]
-    )
-    if left_out:
+    is_dropped = {"tools": bool(chat.tools) and texts[0] == texts[1], "tool_calls": calls and texts[0] == texts[2]}
+    if dropped := [name for name in is_dropped if is_dropped[name]]:
         raise ValueError(
-            f"the chat template does not render {' and '.join(left_out)}; name one that does with chat_template, or"
+            f"the chat template does not render {' and '.join(dropped)}; name one that does with chat_template, or"
             " take them out of the data"
         )
 
@@ -76,8 +72,9 @@ def _check_tools(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
 def _marked(
     chat: Chat, tokenizer: PreTrainedTokenizerBase, template: str, turns: list[int], wanted: list[int]
 ) -> tuple[list[int], Spans]:
-    """transformers says which characters are generated; its own tokens of them leave out later turns where a token's
-    first character is trimmed (char_to_token).
+    """Finds the tokens of the characters that transformers says are generated.
+
+    Its own mask of tokens misses later turns where a token's first character is trimmed (char_to_token).
     """
     texts, stretches = render_jinja_template(
         [chat.messages],
@@ -129,7 +126,7 @@ def _span_of(turn: int, ids: list[int], chat: Chat, tokenizer: PreTrainedTokeniz
 def _render(
     tokenizer: PreTrainedTokenizerBase, chat: Chat, turns: int, *, tokenize: bool = True, **options: Any
 ) -> Any:
-    """The first `turns` messages as ids, or as text."""
+    """Renders the first `turns` messages as ids, or as text."""
     options |= {"tools": chat.tools} if chat.tools else {}
     # A list of one chat: transformers looks into the first message of a chat alone, and there may be none before a
     # first answer.

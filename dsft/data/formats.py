@@ -1,5 +1,6 @@
-"""What a row is, by its columns or as the user says, and its one form for tokenising: text, prompt with completion, or
-a chat.
+"""Finds the format of rows, by their columns or as the user says, and brings each row into one form for tokenising.
+
+The forms are text, prompt with completion, and chat. The formats:
 
 - text: the text column.
 - prompt_completion: `prompt` and `completion`; both texts, or both lists of messages.
@@ -16,15 +17,16 @@ import string
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsft.data.readers import BEGUN, GOES_ON
+from dsft.config.options import DataFields
+from dsft.data.readers import Row
 
-SHAPES = {
+FORMATS = {
     "messages": {"messages"},
     "sharegpt": {"conversations"},
     "alpaca": {"instruction", "output"},
     "prompt_completion": {"prompt", "completion"},
 }
-"""Shape -> the columns that show it, in the order of trying; the text column comes last."""
+"""Format -> the columns that show it, in the order of trying; the text column comes last."""
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -46,9 +48,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 @dataclass(frozen=True, kw_only=True)
 class Text:
     text: str
-    begun: bool = False
-    goes_on: bool = False
-    """A piece of a document; see files.py."""
+    starts_document: bool = True
+    ends_document: bool = True
+    """As of a Row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +71,53 @@ class EmptyAnswer(ValueError):
     """A row whose answer has no character: there is nothing to learn."""
 
 
-def find_format(columns: list[str], config: Any) -> str:
+@dataclass(frozen=True, kw_only=True)
+class FormatRules:
+    """What decides the tokens of a row, beside the tokenizer; the fields are those of `DataFields`."""
+
+    format: str
+    text_column: str
+    prompt_template: str | None
+    completion_template: str | None
+    train_on: str
+    seq_len: int
+    too_long: str
+    bad_rows: str
+    has_chat_pairs: bool = False
+    """Whether prompts and completions are lists of messages."""
+    keep_all: bool = False
+    """One sequence for each row, in order, also for rows to be dropped (evaluation): those have no trained token."""
+
+    @property
+    def is_text(self) -> bool:
+        """Documents of any length, all trained, to be laid end to end."""
+        return self.format == "text" or (self.format == "template" and not self.prompt_template)
+
+    @property
+    def is_chat(self) -> bool:
+        """Rows that only a tokenizer with a chat template can take."""
+        return self.format in ("messages", "sharegpt") or self.has_chat_pairs
+
+
+def format_rules(rows: list[Row], config: DataFields, *, keep_all: bool = False) -> FormatRules:
+    """Finds the format of a source by the columns of its first rows.
+
+    Raises:
+        ValueError: listing the columns there are.
     """
+    columns = dict.fromkeys(name for row in rows for name in row.values)
+    names = ("text_column", "prompt_template", "completion_template", "train_on", "seq_len", "too_long", "bad_rows")
+    return FormatRules(
+        format=find_format(list(columns), config),
+        has_chat_pairs=isinstance(rows[0].values.get("completion"), list),
+        keep_all=keep_all,
+        **{name: getattr(config, name) for name in names},
+    )
+
+
+def find_format(columns: list[str], config: DataFields) -> str:
+    """Finds the format by the columns, or as `data_format` says.
+
     Raises:
         ValueError: listing the columns there are.
     """
@@ -80,7 +127,7 @@ def find_format(columns: list[str], config: Any) -> str:
             if config.data_format == "template"
             else {config.text_column}
             if config.data_format == "text"
-            else SHAPES[config.data_format]
+            else FORMATS[config.data_format]
         )
         if missing := needed - set(columns):
             raise ValueError(
@@ -94,18 +141,18 @@ def find_format(columns: list[str], config: Any) -> str:
                 f"the template names the column {', '.join(sorted(missing))}; there are {', '.join(columns)}"
             )
         return "template"
-    for shape, wanted in [*SHAPES.items(), ("text", {config.text_column})]:
+    for name, wanted in [*FORMATS.items(), ("text", {config.text_column})]:
         if wanted <= set(columns):
-            return shape
-    known = "; ".join(", ".join(sorted(wanted)) for wanted in SHAPES.values())
+            return name
+    known = "; ".join(", ".join(sorted(wanted)) for wanted in FORMATS.values())
     raise ValueError(
-        f"columns of no known shape ({known}; {config.text_column}); there are {', '.join(columns)}. Name the text with"
-        " text_column, or write a completion_template"
+        f"columns of no known format ({known}; {config.text_column}); there are {', '.join(columns)}. Name the text"
+        " with text_column, or write a completion_template"
     )
 
 
-def template_columns(config: Any) -> set[str]:
-    """The columns that the user's templates name.
+def template_columns(config: DataFields | FormatRules) -> set[str]:
+    """Lists the columns that the user's templates name.
 
     Raises:
         ValueError: where a template is none.
@@ -126,24 +173,20 @@ def template_columns(config: Any) -> set[str]:
     return names
 
 
-def canonical(row: dict[str, Any], shape: str, config: Any, *, has_template: bool) -> Text | Pair | Chat:
-    """
+def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pair | Chat:
+    """Brings a row into its one form.
+
     Args:
         has_template: whether the tokenizer can render chats.
 
     Raises:
         EmptyAnswer, ValueError: what is wrong with the row.
     """
-    sample = _canonical(row, shape, config, has_template=has_template)
-    texts = (
-        [sample.text]
-        if isinstance(sample, Text)
-        else (
-            [sample.prompt, sample.completion]
-            if isinstance(sample, Pair)
-            else [message["content"] or "" for message in sample.messages]
-        )
-    )
+    sample = _canonical(row, rules, has_template)
+    if isinstance(sample, Chat):
+        texts = [message["content"] or "" for message in sample.messages]
+    else:
+        texts = [sample.text] if isinstance(sample, Text) else [sample.prompt, sample.completion]
     for text in texts:
         try:
             text.encode()
@@ -154,26 +197,27 @@ def canonical(row: dict[str, Any], shape: str, config: Any, *, has_template: boo
     return sample
 
 
-def _canonical(row: dict[str, Any], shape: str, config: Any, *, has_template: bool) -> Text | Pair | Chat:
-    if shape == "text":
+def _canonical(row: Row, rules: FormatRules, has_template: bool) -> Text | Pair | Chat:
+    values = row.values
+    if rules.format == "text":
         return Text(
-            text=_text(row, config.text_column, empty=True),
-            begun=row.get(BEGUN, False),
-            goes_on=row.get(GOES_ON, False),
+            text=_text(values, rules.text_column, empty=True),
+            starts_document=row.starts_document,
+            ends_document=row.ends_document,
         )
-    if shape == "template":
-        return _from_template(row, config)
-    if shape == "prompt_completion":
-        if config.of_chats:
-            if not (isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list)):
+    if rules.format == "template":
+        return _from_template(values, rules)
+    if rules.format == "prompt_completion":
+        if rules.has_chat_pairs:
+            if not (isinstance(values.get("prompt"), list) and isinstance(values.get("completion"), list)):
                 raise ValueError("prompt and completion must be lists of messages, as in the rows before")
-            return _chat(row["prompt"] + row["completion"], row, answers_from=len(row["prompt"]))
-        return _pair(_text(row, "prompt", empty=True), _text(row, "completion", empty=True))
-    if shape == "alpaca":
-        return _from_alpaca(row, has_template)
-    if shape == "sharegpt":
-        return _from_sharegpt(row)
-    return _chat(row.get("messages"), row)
+            return _chat(values["prompt"] + values["completion"], values, answers_from=len(values["prompt"]))
+        return _pair(_text(values, "prompt", empty=True), _text(values, "completion", empty=True))
+    if rules.format == "alpaca":
+        return _from_alpaca(values, has_template)
+    if rules.format == "sharegpt":
+        return _from_sharegpt(values)
+    return _chat(values.get("messages"), values)
 
 
 def _text(row: dict[str, Any], column: str, *, empty: bool = False) -> str:
@@ -195,15 +239,13 @@ def _pair(prompt: str, completion: str) -> Pair:
     return Pair(prompt=prompt, completion=completion)
 
 
-def _from_template(row: dict[str, Any], config: Any) -> Text | Pair:
+def _from_template(row: dict[str, Any], rules: FormatRules) -> Text | Pair:
     values = {
         name: row[name] if isinstance(row.get(name), (str, int, float)) else _text(row, name)
-        for name in template_columns(config)
+        for name in template_columns(rules)
     }
-    completion = config.completion_template.format(**values)
-    return (
-        _pair(config.prompt_template.format(**values), completion) if config.prompt_template else Text(text=completion)
-    )
+    completion = rules.completion_template.format(**values)
+    return _pair(rules.prompt_template.format(**values), completion) if rules.prompt_template else Text(text=completion)
 
 
 def _from_alpaca(row: dict[str, Any], has_template: bool) -> Pair | Chat:
@@ -273,7 +315,7 @@ def _chat(messages: Any, row: dict[str, Any], *, answers_from: int = 0) -> Chat:
 
 
 def _tools(value: Any) -> list[Any]:
-    """A list, or the same as JSON text."""
+    """Reads a list, or the same as JSON text."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -287,7 +329,7 @@ def _tools(value: Any) -> list[Any]:
 
 
 def text_of(sample: Text | Pair | Chat) -> str:
-    """What of a sample can be scored, as text: for bytes and words."""
+    """Returns the text of a sample that can be scored: for bytes and words."""
     if isinstance(sample, Text):
         return sample.text
     if isinstance(sample, Pair):

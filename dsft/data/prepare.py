@@ -1,7 +1,7 @@
 """Tokenises a source once, on all cores, for every rank that sees the same cache folder and for every later run.
 
-The first process to come holds a lock and works; the others wait for it outside of any collective, and tell their
-guards that it goes on.
+The first process to come holds a lock and works; the others wait for it outside of any collective, and send their
+watchdogs heartbeats meanwhile.
 """
 
 import hashlib
@@ -28,20 +28,20 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from dsft.data.readers import BEGUN, GOES_ON
+from dsft.data.formats import FormatRules
 from dsft.data.sources import Batch, Source
 from dsft.data.token_store import FACTS, Store, StoreWriter
-from dsft.data.tokenization import FormatRules, Tokens, tokenise
+from dsft.data.tokenization import Tokens, tokenise
 from dsft.errors import UserError, one_line
 from dsft.runtime.disk import user_cache
 from dsft.runtime.hardware import cpu_count
 from dsft.watchdog import client as watchdog
 
-FORM = 1
+VERSION = 1
 """Of the folders; a change of code that changes tokens raises it."""
-ALONE_BYTES = {True: 64 << 20, False: 8 << 20}
-"""Whether rows are tokenised many at once, by the tokenizer's own threads (chats are not) -> sources smaller than this
-are left to this process: workers take seconds to start.
+WORKERS_FROM_BYTES, WORKERS_FROM_BYTES_OF_CHATS = 64 << 20, 8 << 20
+"""Smaller sources are left to this process: workers take seconds to start. Texts and pairs are tokenised many at once
+by the tokenizer's own threads, chats one by one.
 """
 WORKER_BYTES = 400 << 20
 """What a worker takes with its imports; together they take at most a quarter of the memory that is free."""
@@ -57,7 +57,7 @@ class HeldOut:
     """True for the rows that are held out, False for the others."""
 
     def rows(self) -> Iterator[int]:
-        """The rows that are held out, from 0, without end."""
+        """Yields the rows that are held out, from 0, without end."""
         share, generator = Fraction(str(self.fraction)), random.Random(self.seed)
         for block in itertools.count():
             yield generator.randrange(math.ceil(block / share), math.ceil((block + 1) / share))
@@ -73,14 +73,14 @@ def cache_folder(config: Any) -> Path:
 def fingerprint(
     source: Source, rules: FormatRules, held_out: HeldOut | None, tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """Of everything that decides the tokens."""
+    """Hashes everything that decides the tokens."""
     if rules.is_text:
         rules = replace(rules, seq_len=0, too_long="")  # windows are cut when they are read
     backend = (
         tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(sorted(tokenizer.get_vocab().items()))
     )
-    made_from = [
-        FORM,
+    identity = [
+        VERSION,
         source.identity,
         asdict(rules),
         held_out and asdict(held_out),
@@ -89,7 +89,7 @@ def fingerprint(
         str(tokenizer.special_tokens_map),
         str(tokenizer.chat_template),
     ]
-    return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
 
 def prepare(
@@ -99,9 +99,9 @@ def prepare(
     cache: Path,
     *,
     held_out: HeldOut | None = None,
-    show: bool = True,
+    show_progress: bool = True,
 ) -> Store:
-    """The tokens of `source`, made now or earlier.
+    """Returns the tokens of `source`, made now or earlier.
 
     Raises:
         UserError: naming file and line of what cannot be used, or where nothing is left to train on.
@@ -117,10 +117,10 @@ def prepare(
     with _lock(place.with_name(f"{place.name}.lock")):
         if (place / FACTS).is_file():
             return Store(place)
-        if failed.is_file() and failed.stat().st_mtime >= came:  # while this process waited: it would come to the same
+        if failed.is_file() and failed.stat().st_mtime >= came:  # while this process waited: it would fail the same way
             raise UserError(json.loads(failed.read_text(encoding="utf-8")))
         try:
-            _write(source, rules, tokenizer, place, held_out, show=show)
+            _write(source, rules, tokenizer, place, held_out, show_progress=show_progress)
         except UserError as error:
             with suppress(OSError):  # of a full disk, say
                 failed.write_text(json.dumps(error.problems), encoding="utf-8")
@@ -131,7 +131,7 @@ def prepare(
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Waits for a process that is at work, however long it takes; the system gives the lock of a dead one back."""
+    """Waits for a process that is at work, however long it takes; the system frees the lock of a dead one."""
     lock = FileLock(path, fallback_to_soft=False)  # a soft one would outlive a killed process
     while True:
         try:
@@ -156,62 +156,58 @@ def _write(
     place: Path,
     held_out: HeldOut | None,
     *,
-    show: bool,
+    show_progress: bool,
 ) -> None:
-    writer = None
     start = time.perf_counter()
     name = source.key if held_out is None or not held_out.wanted else "held-out rows"
+    bar = tqdm(
+        total=source.total_bytes,
+        desc=f"Preparing {name}",
+        unit="B",
+        unit_scale=True,
+        disable=not show_progress,
+        dynamic_ncols=True,
+        mininterval=0.5,
+    )
     try:
-        writer = StoreWriter(place, largest_id=max(tokenizer.get_vocab().values()))
-        with tqdm(
-            total=source.total_bytes,
-            desc=f"Preparing {name}",
-            unit="B",
-            unit_scale=True,
-            disable=not show,
-            dynamic_ncols=True,
-            mininterval=0.5,
-        ) as bar:
-            for batch, made in _tokenised(
-                _batches(source, held_out), rules, tokenizer, workers=_workers(source, rules)
-            ):
-                writer.append(made)
+        with bar, StoreWriter(place, largest_id=max(tokenizer.get_vocab().values())) as writer:
+            batches = _batches(source, held_out)
+            for batch, tokens in _tokenised(batches, rules, tokenizer, workers=_workers(source, rules)):
+                writer.append(tokens)
                 watchdog.heartbeat()
                 bar.update(batch.position - bar.n if batch.position else 0)
                 bar.set_postfix_str(f"{writer.size / 1e6:.1f}M tokens", refresh=False)
-        seconds = time.perf_counter() - start
-        if not writer.counts["trained_tokens"] and (writer.counts["rows"] or held_out is None):
-            left_out = {
-                name: number
-                for name, number in writer.counts.items()
-                if number and name not in ("rows", "trained_tokens")
-            }
-            raise UserError(
-                [
-                    f"{source.key}: {source.name}: {writer.counts['rows']} rows give no token to train on (of"
-                    f" {writer.size} tokens; {left_out or 'nothing left out'})"
-                ]
-            )
-        writer.finish(shape=rules.shape, is_text=rules.is_text, source=source.name, seconds=seconds)
+            if not writer.counts["trained_tokens"] and (writer.counts["rows"] or held_out is None):
+                raise UserError([_nothing_to_train_on(source, writer)])
+            seconds = time.perf_counter() - start
+            writer.finish(format=rules.format, is_text=rules.is_text, source=source.name, seconds=seconds)
     except OSError as error:
         raise UserError(
             [f"data_cache: {place.parent}: {one_line(error)}; free some space or name another folder"]
         ) from None
-    finally:
-        if writer is not None:
-            writer.clean_up()
+
+
+def _nothing_to_train_on(source: Source, writer: StoreWriter) -> str:
+    dropped = {
+        name: number for name, number in writer.counts.items() if number and name not in ("rows", "trained_tokens")
+    }
+    return (
+        f"{source.key}: {source.name}: {writer.counts['rows']} rows give no token to train on (of {writer.size} tokens;"
+        f" {dropped or 'nothing left out'})"
+    )
 
 
 def _workers(source: Source, rules: FormatRules) -> int:
-    at_once = rules.shape in ("text", "template", "prompt_completion")
-    if source.total_bytes is not None and source.total_bytes < ALONE_BYTES[at_once]:
+    is_batched = rules.format in ("text", "template", "prompt_completion")
+    smallest = WORKERS_FROM_BYTES if is_batched else WORKERS_FROM_BYTES_OF_CHATS
+    if source.total_bytes is not None and source.total_bytes < smallest:
         return 1
     return max(1, min(cpu_count(), psutil.virtual_memory().available // 4 // WORKER_BYTES))
 
 
 @contextmanager
 def _threads_of_tokenizers() -> Iterator[None]:
-    """Else they are off, for the processes that torch's loader forks (screen.py)."""
+    """Turns them on; else they are off, for the processes that torch's loader forks (runtime/console.py)."""
     before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     try:
@@ -221,25 +217,33 @@ def _threads_of_tokenizers() -> Iterator[None]:
 
 
 def _batches(source: Source, held_out: HeldOut | None) -> Iterator[Batch]:
-    first, rows = 0, held_out.rows() if held_out else None
-    chosen = next(rows) if rows else -1
+    if held_out is None:
+        yield from source.batches()
+        return
+    first, held_out_rows = 0, held_out.rows()
+    following = next(held_out_rows)
     for batch in source.batches():
-        if rows is not None:
-            here = set()
-            while chosen < first + len(batch.rows):
-                here.add(chosen - first)
-                chosen = next(rows)
-            first += len(batch.rows)
-            batch = batch.select(i for i in range(len(batch.rows)) if (i in here) == held_out.wanted)
-            for row in batch.rows:  # a piece of a text is a document of its own here
-                row.pop(BEGUN, None), row.pop(GOES_ON, None)
-        yield batch
+        held_out_here = set()
+        while following < first + len(batch.rows):
+            held_out_here.add(following - first)
+            following = next(held_out_rows)
+        first += len(batch.rows)
+        yield replace(
+            batch,
+            rows=[
+                row._replace(
+                    starts_document=True, ends_document=True
+                )  # a piece of a text is a document of its own here
+                for index, row in enumerate(batch.rows)
+                if (index in held_out_here) == held_out.wanted
+            ],
+        )
 
 
 def _tokenised(
     batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase, *, workers: int
 ) -> Iterator[tuple[Batch, Tokens]]:
-    """In the order of the batches, with at most a few of them in memory."""
+    """Tokenises in the order of the batches, with at most a few of them in memory."""
     if workers == 1:
         with _threads_of_tokenizers():
             yield from ((batch, tokenise(batch, rules, tokenizer)) for batch in batches)
@@ -284,6 +288,6 @@ def _work(batch: Batch) -> Tokens:
 
 
 def _end_with_parent() -> None:
-    """Workers of a process that is killed would wait for work for ever."""
+    """Ends this worker with its parent: it would wait for work for ever."""
     multiprocessing.parent_process().join()
     os._exit(1)

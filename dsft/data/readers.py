@@ -1,8 +1,7 @@
-"""Rows of local files, one after the other, each with its number in the file; what is wrong is said with file and line.
+"""Reads the rows of local files in order, each with its number in the file; an error names file and line.
 
-Nothing is read whole but a .json file that is one list, so memory stays flat. `datasets` is not used here: it guesses
-column types over all rows,
-fills the keys that other rows have with None, and loses line numbers.
+Only a .json file that is one list is held in memory at once. `datasets` is not used here: it guesses column types over
+all rows, fills the keys that other rows have with None, and loses line numbers.
 """
 
 import codecs
@@ -14,7 +13,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
@@ -28,24 +27,33 @@ ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")
 """What `datasets.save_to_disk` writes beside the rows."""
 PIECE_BYTES = 1 << 14
 """A text file is one document; a longer one is read, and tokenised, in pieces of about this size."""
-BEGUN, GOES_ON = "dsft begun", "dsft goes on"
-"""Keys of a row that is a piece of a document: another one came before, another one follows."""
 
-Row = tuple[int, dict[str, Any], int]
-"""(number in the file from 1, values by column, bytes of the file read so far). The number is the line where the format
-has lines.
-"""
+
+class Row(NamedTuple):
+    """A row of a source; a long text file is one document of several rows."""
+
+    values: dict[str, Any]
+    """By column."""
+    number: int
+    """From 1 in its file or data set: the line where the format has lines, else the row."""
+    starts_document: bool = True
+    ends_document: bool = True
+    """Both False in the middle of a long document."""
+
+
+Rows = Iterator[tuple[Row, int]]
+"""(row, bytes of the file read so far)."""
 
 
 def ending(path: str | Path) -> str:
-    """.jsonl of a.jsonl and of a.jsonl.gz; nothing where it is none of ENDINGS."""
+    """Returns .jsonl for a.jsonl and for a.jsonl.gz; "" for what is none of ENDINGS."""
     path = Path(path)
     inner = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
     return inner if inner in ENDINGS else ""
 
 
 def find_files(entry: str, key: str) -> list[str]:
-    """Files of a path, folder or glob, sorted by name; none where `entry` must be the name of a hub data set.
+    """Lists the files of a path, folder or glob by name; none where `entry` must be the name of a hub data set.
 
     Raises:
         UserError: naming `key`, the option.
@@ -53,26 +61,26 @@ def find_files(entry: str, key: str) -> list[str]:
     path = Path(entry).expanduser()
     kinds = f"{', '.join(ENDINGS)} (also with {' or '.join(COMPRESSED)})"
     if path.is_file():
-        found = [str(path)]
+        files = [str(path)]
     elif path.is_dir():
-        found = sorted(
+        files = sorted(
             str(file)
             for file in path.iterdir()
             if file.is_file() and ending(file) and not file.name.startswith(".") and file.name not in ABOUT_DATA
         )
-        if not found:
+        if not files:
             raise UserError([f"{key}: the folder {entry} holds no {kinds} file"])
     else:
-        found = sorted(file for file in glob.glob(str(path), recursive=True) if Path(file).is_file())
-    if odd := [file for file in found if not ending(file)]:
-        raise UserError([f"{key}: {odd[0]} has none of the endings {kinds}"])
-    if not found and is_path(entry):
+        files = sorted(file for file in glob.glob(str(path), recursive=True) if Path(file).is_file())
+    if others := [file for file in files if not ending(file)]:
+        raise UserError([f"{key}: {others[0]} has none of the endings {kinds}"])
+    if not files and is_path(entry):
         raise UserError([f"{key}: {entry} does not exist (seen from {Path.cwd()})"])
-    return found
+    return files
 
 
 def is_path(entry: str) -> bool:
-    """Whether `entry`, where no file is, must be a path, not a name on the hub."""
+    """Tells whether `entry`, where no file is, must be a path, not a name on the hub."""
     return (
         bool(ending(entry))
         or entry.startswith((".", "~", "/"))
@@ -81,8 +89,8 @@ def is_path(entry: str) -> bool:
     )
 
 
-def read_file(path: str) -> Iterator[Row]:
-    """The rows of one file.
+def read_file(path: str) -> Rows:
+    """Reads the rows of one file.
 
     Raises:
         UserError: naming file and line.
@@ -100,7 +108,7 @@ def read_file(path: str) -> Iterator[Row]:
 
 
 def _open(path: str) -> tuple[BinaryIO, BinaryIO]:
-    """(content, the file itself, whose position says how much is read)."""
+    """Opens (content, the file itself, whose position says how much is read)."""
     raw = open(path, "rb")  # noqa: SIM115 - closed with the content, or by the garbage collector
     if path.endswith(".gz"):
         return gzip.open(raw), raw
@@ -121,7 +129,7 @@ def _lines(path: str) -> Iterator[tuple[int, str, int]]:
                 ) from None
 
 
-def _read_jsonl(path: str) -> Iterator[Row]:
+def _read_jsonl(path: str) -> Rows:
     for number, line, position in _lines(path):
         if not line.strip():
             continue
@@ -136,11 +144,11 @@ def _read_jsonl(path: str) -> Iterator[Row]:
                 else "nested too deeply"
             )
             raise UserError([f"{path}, line {number}: not valid JSON ({reason}): {line.strip()[:80]}"]) from None
-        yield number, _mapping(row, f"{path}, line {number}"), position
+        yield Row(_mapping(row, f"{path}, line {number}"), number), position
 
 
-def _read_json(path: str) -> Iterator[Row]:
-    """One list of objects, or one object per line."""
+def _read_json(path: str) -> Rows:
+    """Reads one list of objects, or one object per line."""
     content, raw = _open(path)
     with content, raw:
         start = content.read(1 << 16).lstrip(b"\xef\xbb\xbf \t\r\n")
@@ -163,7 +171,7 @@ def _read_json(path: str) -> Iterator[Row]:
             raise UserError([f"{path}: not valid JSON (nested too deeply)"]) from None
     size = raw_size(path)
     for number, row in enumerate(rows, start=1):
-        yield number, _mapping(row, f"{path}, row {number}"), size * number // len(rows)
+        yield Row(_mapping(row, f"{path}, row {number}"), number), size * number // len(rows)
 
 
 class _Duplicate(ValueError):
@@ -171,11 +179,11 @@ class _Duplicate(ValueError):
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    row = dict(pairs)
+    if len(row) < len(pairs):
         names = [name for name, _ in pairs]
         raise _Duplicate(repr(next(name for name in names if names.count(name) > 1)))
-    return found
+    return row
 
 
 def _mapping(row: Any, place: str) -> dict[str, Any]:
@@ -184,7 +192,7 @@ def _mapping(row: Any, place: str) -> dict[str, Any]:
     return row
 
 
-def _read_csv(path: str) -> Iterator[Row]:
+def _read_csv(path: str) -> Rows:
     position = 0
 
     def lines() -> Iterator[str]:
@@ -205,7 +213,7 @@ def _read_csv(path: str) -> Iterator[Row]:
                     [f"{path}, line {line}: {len(values)} values for {len(header)} columns ({', '.join(header)})"]
                 )
             if values:
-                yield line, dict(zip(header, values, strict=True)), position
+                yield Row(dict(zip(header, values, strict=True)), line), position
             line = reader.line_num + 1
     except csv.Error as error:
         raise UserError([f"{path}, line {reader.line_num}: not valid CSV ({error})"]) from None
@@ -213,14 +221,14 @@ def _read_csv(path: str) -> Iterator[Row]:
         csv.field_size_limit(limit)
 
 
-def _read_parquet(path: str) -> Iterator[Row]:
+def _read_parquet(path: str) -> Rows:
     with open(path, "rb") as raw:
         file = pyarrow.parquet.ParquetFile(raw)
         yield from _arrow_rows(path, file.schema_arrow, file.iter_batches(batch_size=256), file.metadata.num_rows)
 
 
-def _read_arrow(path: str) -> Iterator[Row]:
-    """Both forms of Arrow's own format; `datasets` writes the stream."""
+def _read_arrow(path: str) -> Rows:
+    """Reads both forms of Arrow's own format; `datasets` writes the stream."""
     with pyarrow.memory_map(path) as file:
         try:
             reader = pyarrow.ipc.open_stream(file)
@@ -238,7 +246,7 @@ def _slices(batch: pyarrow.RecordBatch) -> Iterator[pyarrow.RecordBatch]:
 
 def _arrow_rows(
     path: str, schema: pyarrow.Schema, batches: Iterator[pyarrow.RecordBatch], number_of_rows: int | None
-) -> Iterator[Row]:
+) -> Rows:
     if twice := [name for name in schema.names if schema.names.count(name) > 1]:
         raise UserError([f"{path}: the column {twice[0]!r} is there twice"])
     size, number = raw_size(path), 0
@@ -251,28 +259,28 @@ def _arrow_rows(
                 raise UserError(
                     [f"{path}, row {number}: not valid UTF-8 ({error.reason} at byte {error.start})"]
                 ) from None
-            yield number, without_filler(row), size * number // number_of_rows if number_of_rows else 0
+            yield Row(without_filler(row), number), size * number // number_of_rows if number_of_rows else 0
 
 
 def without_filler(value: Any) -> Any:
-    """Arrow gives every struct of a column the keys of all; those that are None were not there."""
+    """Drops keys that are None: Arrow gives every struct of a column the keys of all."""
     if isinstance(value, dict):
-        return {key: without_filler(one) for key, one in value.items() if one is not None}
-    return [without_filler(one) for one in value] if isinstance(value, list) else value
+        return {key: without_filler(item) for key, item in value.items() if item is not None}
+    return [without_filler(item) for item in value] if isinstance(value, list) else value
 
 
-def _read_text(path: str) -> Iterator[Row]:
-    """The file as one document, in pieces that end with a line before one that does not begin with white space: there
-    tokenizers begin a new word anyhow.
+def _read_text(path: str) -> Rows:
+    """Reads the file as one document, in pieces that end with a line.
+
+    The line after it does not begin with white space: there tokenizers begin a new word anyhow.
     """
     pieces = _pieces(path)
-    piece = next(pieces, None)
-    begun = False
+    piece, is_first = next(pieces, None), True
     while piece is not None:
         following = next(pieces, None)
         number, text, position = piece
-        yield number, {"text": text, BEGUN: begun, GOES_ON: following is not None}, position
-        piece, begun = following, True
+        yield Row({"text": text}, number, starts_document=is_first, ends_document=following is None), position
+        piece, is_first = following, False
 
 
 def _pieces(path: str) -> Iterator[tuple[int, str, int]]:
@@ -298,8 +306,9 @@ def _pieces(path: str) -> Iterator[tuple[int, str, int]]:
 
 
 def _cut_of(text: str) -> int:
-    """Where `text` can be cut: after its last line that is followed by no white space; 0 where that is nowhere and it
-    is not yet long.
+    """Finds where `text` can be cut: after its last line that no white space follows.
+
+    0 where there is no such line and the text is not yet long.
     """
     cut = text.rfind("\n", 0, len(text) - 1) + 1
     while cut and text[cut].isspace():

@@ -1,4 +1,4 @@
-"""What an epoch is made of: slices of prepared tokens, of one or several sources mixed by weight."""
+"""Defines what an epoch is made of: slices of prepared tokens, of one or several sources mixed by weight."""
 
 import hashlib
 from collections.abc import Iterable
@@ -17,11 +17,16 @@ Sequence = dict[str, np.ndarray]
 
 
 def sequence(ids: np.ndarray, trained: np.ndarray) -> Sequence:
-    """The first token of a sequence is never learnt: nothing stands before it."""
+    """Makes a sequence; its first token is never trained: nothing stands before it."""
     ids = np.asarray(ids, np.int64)
     labels = np.where(trained, ids, IGNORED)
     labels[:1] = IGNORED
     return {"input_ids": ids, "labels": labels}
+
+
+def sequences_in(items: Iterable[Sequence | list[Sequence]]) -> list[Sequence]:
+    """Lists the sequences of items, which are sequences or lists of them."""
+    return [sequence for item in items for sequence in (item if isinstance(item, list) else [item])]
 
 
 class Items(torch.utils.data.Dataset):
@@ -41,11 +46,9 @@ class Items(torch.utils.data.Dataset):
     def identity(self) -> dict[str, Any]:
         """Number of items, and a digest of their lengths and of tokens and labels of some evenly spread over them."""
         content = hashlib.sha256(np.asarray(self.lengths, np.int64).tobytes())
-        for index in range(0, len(self), max(1, len(self) // 1000)):
-            item = self[index]
-            for sequence in item if isinstance(item, list) else [item]:
-                content.update(sequence["input_ids"].tobytes())
-                content.update(sequence["labels"].tobytes())
+        for sequence in sequences_in(self[index] for index in range(0, len(self), max(1, len(self) // 1000))):
+            content.update(sequence["input_ids"].tobytes())
+            content.update(sequence["labels"].tobytes())
         return {"sequences of data": len(self), "content of data": content.hexdigest()[:16]}
 
 
@@ -72,17 +75,17 @@ class Sequences(Items):
         return Sequences(self.stores, self.places[indices], self.starts[indices], self.ends[indices])
 
 
-def sequences_of(stores: list[Store], *, seq_len: int, whole_documents: bool) -> Sequences:
-    """All sequences of `stores`, in order.
+def sequences_of(stores: list[Store], *, seq_len: int, keep_documents: bool) -> Sequences:
+    """Makes all sequences of `stores`, in order.
 
     Args:
         seq_len: text is laid end to end and cut into windows of so many tokens.
-        whole_documents: a text is a sequence of its own, cut only where it is longer (for packing).
+        keep_documents: a text is a sequence of its own, cut only where it is longer (for packing).
     """
     parts = []
     for place, store in enumerate(stores):
         if store.is_text:
-            ends = store.ends if whole_documents else np.array([len(store.tokens)])
+            ends = store.ends if keep_documents else np.array([len(store.tokens)])
             starts, ends = cut(ends, seq_len)
         else:
             starts, ends = np.concatenate([np.zeros(1, np.int64), store.ends])[: len(store.ends)], store.ends
@@ -91,7 +94,7 @@ def sequences_of(stores: list[Store], *, seq_len: int, whole_documents: bool) ->
 
 
 def cut(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, ends) of pieces of at most `length` tokens of documents that end at `ends`."""
+    """Cuts documents that end at `ends` into pieces of at most `length` tokens, as (starts, ends)."""
     begins = np.concatenate([np.zeros(1, np.int64), ends])[: len(ends)]
     pieces = -(-(ends - begins) // length)
     within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -100,30 +103,32 @@ def cut(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mix(sequences: Sequences, weights: list[float], *, seed: int) -> tuple[Sequences, list[float]]:
-    """(as many sequences as there are, of each source its share by weight; how often each source is gone through in
-    that).
+    """Draws as many sequences as there are, of each source its share by weight.
 
-    Drawn without repetition until a source is used up, then from its beginning again.
+    Each source is drawn without repetition until it is used up, then from its beginning again.
+
+    Returns:
+        (sequences, how often each source is gone through in them).
     """
     total, share = len(sequences), np.array(weights) / sum(weights)
     generator = np.random.default_rng(seed)
     drawn, passes = [], []
     for place, part in enumerate(share):
-        own = np.flatnonzero(sequences.places == place)
+        indices = np.flatnonzero(sequences.places == place)
         wanted = round(total * part)
-        rounds = [generator.permutation(own) for _ in range(-(-wanted // len(own)))]
-        drawn.append(np.sort(np.concatenate([own[:0], *rounds])[:wanted], kind="stable"))
-        passes.append(wanted / len(own))
+        rounds = [generator.permutation(indices) for _ in range(-(-wanted // len(indices)))]
+        drawn.append(np.sort(np.concatenate([indices[:0], *rounds])[:wanted], kind="stable"))
+        passes.append(wanted / len(indices))
     return sequences.select(np.concatenate(drawn)), passes
 
 
-def shown(counts: dict[str, Any]) -> str:
-    """Counts as a sentence's end; what is 0 is left out."""
+def describe_counts(counts: dict[str, Any]) -> str:
+    """Writes counts as a sentence's end, without those that are 0."""
     words = []
     for name, value in counts.items():
         text = name.replace("_", " ")
         if isinstance(value, list):
-            words.append(f"{text} {', '.join(f'{one:.3g}' for one in value)}")
+            words.append(f"{text} {', '.join(f'{number:.3g}' for number in value)}")
         elif isinstance(value, float):
             words.append(f"{text} {value:.1%}")
         elif value:
@@ -132,7 +137,7 @@ def shown(counts: dict[str, Any]) -> str:
 
 
 def count(sequences: Sequences, stores: list[Store], *, passes: list[float] | None = None) -> dict[str, Any]:
-    """For run.json: of all sources together, and how often each is gone through where they are mixed."""
+    """Counts all sources together for run.json, and how often each is gone through where they are mixed."""
     names = stores[0].counts.keys()
     counts: dict[str, Any] = {name: sum(store.counts[name] for store in stores) for name in names}
     counts["sequences"] = len(sequences)
@@ -141,5 +146,5 @@ def count(sequences: Sequences, stores: list[Store], *, passes: list[float] | No
             int((sequences.places == place).sum()) for place, store in enumerate(stores) if store.is_text
         )
     if passes is not None:
-        counts["passes"] = [round(one, 4) for one in passes]
+        counts["passes"] = [round(number, 4) for number in passes]
     return counts

@@ -1,13 +1,16 @@
-"""The entries of `data`: files, or a hub data set as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT (a slice such as train[:5%]
-included).
+"""Reads the entries of `data`: files, or a hub data set.
+
+A data set is written as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, with a split that may be a slice such as train[:5%].
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsft.data.readers import ending, find_files, raw_size, read_file, without_filler
+from dsft.config.options import DataFields
+from dsft.data.formats import FormatRules
+from dsft.data.readers import Row, Rows, ending, find_files, raw_size, read_file, without_filler
 from dsft.errors import UserError, one_line
 
 BATCH_ROWS, BATCH_CHARACTERS = 1000, 1 << 20
@@ -17,23 +20,15 @@ BATCH_ROWS, BATCH_CHARACTERS = 1000, 1 << 20
 class Batch:
     """Some rows of one file or hub data set."""
 
-    rows: list[dict[str, Any]]
-    numbers: list[int]
-    """Line or row of each, from 1."""
+    rows: list[Row]
     place: str
     """The file, or the data set's name."""
     position: int = 0
     """Bytes of the source read up to here; 0 where that is not known."""
 
-    def where(self, index: int) -> str:
-        return (
-            f"{self.place}, {'line' if ending(self.place) in ('.txt', '.jsonl', '.csv') else 'row'}"
-            f" {self.numbers[index]}"
-        )
-
-    def select(self, indices: Iterable[int]) -> "Batch":
-        indices = list(indices)
-        return replace(self, rows=[self.rows[i] for i in indices], numbers=[self.numbers[i] for i in indices])
+    def where(self, row: Row) -> str:
+        has_lines = ending(self.place) in (".txt", ".jsonl", ".csv")
+        return f"{self.place}, {'line' if has_lines else 'row'} {row.number}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,37 +52,37 @@ class Source:
 
     @property
     def identity(self) -> list[Any]:
-        """What changes when the content does: path, size and time of change of each file; name and split, and the
-        revision that is cached, on the hub.
+        """What changes when the content does.
+
+        Path, size and time of change of each file; on the hub name and split, and the revision that is cached.
         """
         if self.files:
             return [[str(Path(file).resolve()), raw_size(file), Path(file).stat().st_mtime_ns] for file in self.files]
         return [*self.hub, getattr(self._load(), "_fingerprint", "")]
 
     def batches(self) -> Iterator[Batch]:
-        """All rows in order.
+        """Reads all rows in order.
 
         Raises:
             UserError: naming the file and line, or the data set, that cannot be read.
         """
         before = 0
         for place, rows in self._parts():
-            batch: list[dict[str, Any]] = []
-            numbers: list[int] = []
+            batch: list[Row] = []
             size = position = 0
-            for number, row, position in rows:
+            for row, position in rows:
                 batch.append(row)
-                numbers.append(number)
-                size += _characters(row)
+                size += _characters(row.values)
                 if len(batch) == BATCH_ROWS or size >= BATCH_CHARACTERS:
-                    yield Batch(rows=batch, numbers=numbers, place=place, position=before + position)
-                    batch, numbers, size = [], [], 0
+                    yield Batch(rows=batch, place=place, position=before + position)
+                    batch, size = [], 0
             if batch:
-                yield Batch(rows=batch, numbers=numbers, place=place, position=before + position)
+                yield Batch(rows=batch, place=place, position=before + position)
             before += raw_size(place) if self.files else 0
 
     def first_batch(self) -> Batch:
-        """
+        """Reads the first rows.
+
         Raises:
             UserError: also where there is no row at all.
         """
@@ -95,11 +90,12 @@ class Source:
             return batch
         raise UserError([f"{self.name} holds no rows"])
 
-    def _parts(self) -> Iterator[tuple[str, Iterator[tuple[int, dict[str, Any], int]]]]:
+    def _parts(self) -> Iterator[tuple[str, Rows]]:
         if self.files:
             yield from ((file, read_file(file)) for file in self.files)
         else:
-            yield self.hub[0], ((number, without_filler(row), 0) for number, row in enumerate(self._load(), start=1))
+            rows = enumerate(self._load(), start=1)
+            yield self.hub[0], ((Row(without_filler(values), number), 0) for number, values in rows)
 
     def _load(self) -> Any:
         import datasets
@@ -116,8 +112,19 @@ class Source:
             ) from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class FormattedSource:
+    """A source and how its rows are read."""
+
+    source: Source
+    rules: FormatRules
+
+    def __str__(self) -> str:
+        return f"{self.source.name} ({self.rules.format})"
+
+
 def _characters(value: Any) -> int:
-    """Of all texts within a row."""
+    """Counts the characters of all texts within a row."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -125,14 +132,13 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, value)) if isinstance(value, Iterable) and not isinstance(value, bytes) else 0
 
 
-def find_sources(entries: list[str], config: Any, *, key: str, split: str, problems: list[str]) -> list[Source]:
-    """A source for each entry; what is wrong goes to `problems`.
+def find_sources(entries: list[str], config: DataFields, *, key: str, split: str, problems: list[str]) -> list[Source]:
+    """Finds the source of each entry; what is wrong goes to `problems`.
 
     Args:
-        config: DataFields.
         split: of a hub data set that names none.
     """
-    found = []
+    sources = []
     for entry in entries:
         try:
             files = find_files(entry, key)
@@ -142,7 +148,7 @@ def find_sources(entries: list[str], config: Any, *, key: str, split: str, probl
         name, _, rest = entry.partition(":")
         hub_config, _, hub_split = rest.partition(":")
         hub = None if files else (name, hub_config or config.data_name, hub_split or split)
-        found.append(
+        sources.append(
             Source(name=entry, key=key, files=tuple(files), hub=hub, streaming=getattr(config, "streaming", False))
         )
-    return found
+    return sources

@@ -1,9 +1,7 @@
-"""Sequences, or packed rows of them, from sources that are read and tokenised while training, without end and with
-nothing kept.
+"""Streams sequences, or packed rows of them, from sources that are tokenised while training, without end.
 
-Every rank reads the whole stream and takes its own part (accelerate's IterableDatasetShard), so that the order is the
-same on any number of ranks; a resumed
-run reads on from the beginning up to its place, which the Trainer does.
+Nothing is kept. Every rank reads the full stream and takes its part (accelerate's IterableDatasetShard), so that the
+order is the same on any number of ranks. The Trainer of a resumed run reads from the beginning up to its place.
 """
 
 import hashlib
@@ -11,17 +9,19 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from dsft.data.formats import FormatRules
 from dsft.data.packing import best_fit
 from dsft.data.readers import raw_size
-from dsft.data.sequences import Sequence, cut, sequence, shown
-from dsft.data.sources import Source
-from dsft.data.tokenization import FormatRules, tokenise
+from dsft.data.sequences import Sequence, cut, describe_counts, sequence
+from dsft.data.sources import FormattedSource, Source
+from dsft.data.tokenization import tokenise
 from dsft.errors import UserError
 
 PACKED_AT_ONCE = 1000
@@ -33,7 +33,7 @@ class Stream(torch.utils.data.IterableDataset):
 
     def __init__(
         self,
-        sources: list[tuple[Source, FormatRules]],
+        sources: list[FormattedSource],
         tokenizer: PreTrainedTokenizerBase,
         *,
         seq_len: int,
@@ -51,7 +51,10 @@ class Stream(torch.utils.data.IterableDataset):
     def identity(self) -> dict[str, Any]:
         """A digest of what the order depends on, for resuming."""
         order = json.dumps(
-            [[source.name, [raw_size(file) for file in source.files], asdict(rules)] for source, rules in self.sources]
+            [
+                [formatted.source.name, [*map(raw_size, formatted.source.files)], asdict(formatted.rules)]
+                for formatted in self.sources
+            ]
             + [self.weights, self.pack, self.shuffle_buffer],
             sort_keys=True,
         )
@@ -62,57 +65,53 @@ class Stream(torch.utils.data.IterableDataset):
         return _packed(sequences, self.seq_len) if self.pack else sequences
 
     def _mixed(self) -> Iterator[Sequence]:
-        parts = [self._sequences(source, rules) for source, rules in self.sources]
+        parts = [self._sequences(formatted.source, formatted.rules) for formatted in self.sources]
         generator, share = np.random.default_rng(self.seed), np.array(self.weights or [1.0] * len(parts))
         while True:
             yield next(parts[generator.choice(len(parts), p=share / share.sum())])
 
     def _sequences(self, source: Source, rules: FormatRules) -> Iterator[Sequence]:
-        left = np.zeros(0, np.int32)
+        rest = np.zeros(0, np.int32)
         while True:
             before = self.counts["tokens"]
             for batch in source.batches():
-                made = tokenise(batch, rules, self.tokenizer)
-                self.counts += made.counts + Counter(tokens=len(made.ids), trained_tokens=int(made.trained.sum()))
-                if not rules.is_text:
-                    starts = [0, *made.ends][: len(made.ends)]
-                    yield from (
-                        sequence(made.ids[start:end], made.trained[start:end])
-                        for start, end in zip(starts, made.ends, strict=True)
-                    )
-                    continue
-                tokens = np.concatenate([left, made.ids])
-                whole = (
-                    made.ends + len(left) if self.pack else np.zeros(0, np.int64)
-                )  # documents that may share a row; else all is laid end to end
-                rest = int(whole[-1]) if len(whole) else 0
-                starts, ends = cut(whole, self.seq_len)
-                more = np.arange(rest, len(tokens) - self.seq_len + 1, self.seq_len)
-                starts, ends = np.concatenate([starts, more]), np.concatenate([ends, more + self.seq_len])
-                yield from (
-                    sequence(tokens[start:end], np.ones(end - start, bool))
-                    for start, end in zip(starts, ends, strict=True)
-                )
-                left = tokens[ends[-1] if len(ends) else 0 :]
+                tokens = tokenise(batch, rules, self.tokenizer)
+                self.counts += tokens.counts
+                self.counts += Counter(tokens=len(tokens.ids), trained_tokens=int(tokens.trained.sum()))
+                if rules.is_text:
+                    ids, trained = np.concatenate([rest, tokens.ids]), np.ones(len(rest) + len(tokens.ids), bool)
+                    spans = self._spans_of_text(len(ids), tokens.ends + len(rest))
+                    rest = ids[spans[-1][1] if spans else 0 :]
+                else:
+                    ids, trained, spans = tokens.ids, tokens.trained, pairwise([0, *tokens.ends])
+                yield from (sequence(ids[start:end], trained[start:end]) for start, end in spans)
             if self.counts["tokens"] == before:
-                raise UserError([f"{source.key}: {source.name} gives no token to train on ({shown(self.counts)})"])
+                counts = describe_counts(self.counts)
+                raise UserError([f"{source.key}: {source.name} gives no token to train on ({counts})"])
+
+    def _spans_of_text(self, num_tokens: int, document_ends: np.ndarray) -> list[tuple[int, int]]:
+        """Cuts text: with packing into its documents, which may share a row; else it is laid end to end."""
+        complete = document_ends if self.pack else np.zeros(0, np.int64)
+        spans = list(zip(*(bounds.tolist() for bounds in cut(complete, self.seq_len)), strict=True))
+        starts = range(spans[-1][1] if spans else 0, num_tokens - self.seq_len + 1, self.seq_len)
+        return spans + [(start, start + self.seq_len) for start in starts]
 
 
-def _shuffled(sequences: Iterator[Sequence], room: int, generator: np.random.Generator) -> Iterator[Sequence]:
-    """Each time one of the next `room` sequences, drawn at random."""
-    held = [next(sequences) for _ in range(room)]
+def _shuffled(sequences: Iterator[Sequence], buffer_size: int, generator: np.random.Generator) -> Iterator[Sequence]:
+    """Yields each time one of the next `buffer_size` sequences, drawn at random."""
+    buffer = [next(sequences) for _ in range(buffer_size)]
     while True:
-        index = int(generator.integers(room))
-        yield held[index]
-        held[index] = next(sequences)
+        index = int(generator.integers(buffer_size))
+        yield buffer[index]
+        buffer[index] = next(sequences)
 
 
 def _packed(sequences: Iterator[Sequence], room: int) -> Iterator[list[Sequence]]:
-    """Best fit among the sequences at hand; those of the emptiest row wait for more."""
-    held: list[Sequence] = []
+    """Packs by best fit among the sequences at hand; those of the emptiest row wait for more."""
+    waiting: list[Sequence] = []
     while True:
-        held += [next(sequences) for _ in range(PACKED_AT_ONCE)]
-        rows = best_fit(np.array([len(one["input_ids"]) for one in held]), room)
-        *full, rest = sorted(rows, key=lambda row: -sum(len(held[index]["input_ids"]) for index in row))
-        yield from ([held[index] for index in row] for row in full)
-        held = [held[index] for index in rest]
+        waiting += [next(sequences) for _ in range(PACKED_AT_ONCE)]
+        lengths = np.array([len(sequence["input_ids"]) for sequence in waiting])
+        *full, emptiest = sorted(best_fit(lengths, room), key=lambda row: -lengths[row].sum())
+        yield from ([waiting[index] for index in row] for row in full)
+        waiting = [waiting[index] for index in emptiest]

@@ -1,10 +1,10 @@
-"""Tokens on disk, read without loading them: a folder that is complete or not there.
+"""Keeps tokens on disk, read without loading them: a folder that is complete or not there.
 
 tokens.bin    [F] uint16 or int32: all sequences (documents, where the data is text) end to end
 trained.bin   [F] bool
 ends.bin      [S] int64
 hashes.bin    [S] uint64
-facts.json    shape, counts, and what the tokens were made from
+facts.json    format, counts, and what the tokens were made from
 """
 
 import json
@@ -35,7 +35,7 @@ class Store:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """shape, is_text, source, seconds, dtype, counts, first_bad."""
+        """format, is_text, source, seconds, dtype, counts, first_bad."""
         return json.loads((self.folder / FACTS).read_text(encoding="utf-8"))
 
     @cached_property
@@ -65,13 +65,14 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
 
 
 def _duplicates(hashes: np.ndarray) -> int:
-    """How many are there already; a sixteenth at a time, so that memory stays small."""
+    """Counts hashes that are there already; a sixteenth at a time, so that memory stays small."""
     return len(hashes) - sum(len(np.unique(hashes[hashes >> np.uint64(60) == part])) for part in range(16))
 
 
 class StoreWriter:
-    """Writes a folder beside its place and puts it there when all is on disk; a killed one leaves only
-    `PLACE.partial`.
+    """Writes a folder beside its place and puts it there when all is on disk.
+
+    A killed writer leaves only `PLACE.partial`.
     """
 
     def __init__(self, place: Path, *, largest_id: int):
@@ -87,15 +88,15 @@ class StoreWriter:
         self.size = 0
         self.first_bad = ""
 
-    def append(self, made: Tokens) -> None:
-        made.ids.astype(self.dtype).tofile(self.files["tokens"])
-        made.trained.tofile(self.files["trained"])
-        (made.ends + self.size).tofile(self.files["ends"])
-        made.hashes.tofile(self.files["hashes"])
-        self.size += len(made.ids)
-        self.counts += made.counts
-        self.counts["trained_tokens"] += int(made.trained.sum())
-        self.first_bad = self.first_bad or made.first_bad
+    def append(self, tokens: Tokens) -> None:
+        tokens.ids.astype(self.dtype).tofile(self.files["tokens"])
+        tokens.trained.tofile(self.files["trained"])
+        (tokens.ends + self.size).tofile(self.files["ends"])
+        tokens.hashes.tofile(self.files["hashes"])
+        self.size += len(tokens.ids)
+        self.counts += tokens.counts
+        self.counts["trained_tokens"] += int(tokens.trained.sum())
+        self.first_bad = self.first_bad or tokens.first_bad
 
     def finish(self, **facts: Any) -> Store:
         for file in self.files.values():
@@ -123,7 +124,10 @@ class StoreWriter:
         self.partial.rename(self.place)
         return Store(self.place)
 
-    def clean_up(self) -> None:
+    def __enter__(self) -> "StoreWriter":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
         """Removes what was not finished."""
         for file in self.files.values():
             file.close()

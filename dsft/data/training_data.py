@@ -1,54 +1,42 @@
-"""From the options to what the Trainer is given: items, their collator, and what is said of them in the log and in
-run.json.
-"""
+"""Goes from the options to what the Trainer is given: items, their collator, and the counts of them."""
 
-import os
 import socket
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
-import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.utils import is_flash_attn_2_available
+from transformers import PreTrainedTokenizerBase
 
-from dsft.data.batches import Collator, EpochSampler, PackedCollator, PaddedToFullSteps, padding_share
-from dsft.data.formats import find_format
-from dsft.data.packing import PackedRows, batches_by_token_budget, best_fit, isolation_problem
+from dsft.config.options import DataFields, TrainConfig
+from dsft.data.batches import (
+    Collator,
+    EpochSampler,
+    LengthGrouping,
+    PackedCollator,
+    PaddedToFullSteps,
+    padding_share,
+)
+from dsft.data.formats import FormatRules, format_rules
+from dsft.data.packing import PackedRows, batches_by_token_budget, best_fit
 from dsft.data.prepare import HeldOut, cache_folder, prepare
-from dsft.data.readers import BEGUN, GOES_ON
 from dsft.data.sequences import Sequences, count, mix, sequences_of
-from dsft.data.sources import Source, find_sources
+from dsft.data.sources import FormattedSource, find_sources
 from dsft.data.streaming import Stream
 from dsft.data.token_store import Store
-from dsft.data.tokenization import FormatRules, tokenise
+from dsft.data.tokenization import tokenise
 from dsft.errors import UserError
-from dsft.models.build import DTYPES
 from dsft.models.tokenizer import split_tokens
 from dsft.runtime import distributed
-from dsft.runtime.hardware import has_gpu
 from dsft.units import padded_width
 
 CHECKED_ROWS = 50
 """Of each source, read and tokenised before anything else is done."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FormattedSource:
-    """A source and how its rows are read."""
-
-    source: Source
-    rules: FormatRules
-
-    def __str__(self) -> str:
-        return f"{self.source.name} ({self.rules.shape})"
-
-
 def check_sources(
     entries: list[str],
-    config: Any,
+    config: DataFields,
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     key: str,
@@ -56,30 +44,26 @@ def check_sources(
     problems: list[str],
     keep_all: bool = False,
 ) -> list[FormattedSource]:
-    """The sources with their shapes; what their first rows show already goes to `problems`."""
-    found = []
+    """Finds the sources and their formats; what is wrong with their first rows goes to `problems`."""
+    sources = []
     for source in find_sources(entries, config, key=key, split=split, problems=problems):
         try:
             batch = source.first_batch()
-            columns = dict.fromkeys(
-                name for row in batch.rows[:CHECKED_ROWS] for name in row if name not in (BEGUN, GOES_ON)
-            )
-            rules = FormatRules.of(
-                config, find_format(list(columns), config), first_row=batch.rows[0], keep_all=keep_all
-            )
+            batch = replace(batch, rows=batch.rows[:CHECKED_ROWS])
+            rules = format_rules(batch.rows, config, keep_all=keep_all)
             if tokenizer is not None:
                 _check_template(rules, tokenizer)
-                tokenise(batch.select(range(min(CHECKED_ROWS, len(batch.rows)))), rules, tokenizer)
-            found.append(FormattedSource(source=source, rules=rules))
+                tokenise(batch, rules, tokenizer)
+            sources.append(FormattedSource(source=source, rules=rules))
         except UserError as error:
             problems += [f"{key}: {problem}" for problem in error.problems]
         except ValueError as error:
             problems.append(f"{key}: {source.name}: {error}")
-    return found
+    return sources
 
 
 def _check_template(rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> None:
-    if (rules.shape in ("messages", "sharegpt") or rules.of_chats) and not tokenizer.chat_template:
+    if rules.is_chat and not tokenizer.chat_template:
         raise ValueError(
             f"the rows are chats, but the tokenizer {tokenizer.name_or_path} has no chat template; name one with"
             " chat_template, use a tokenizer of a chat model, or prompt and completion columns"
@@ -95,60 +79,24 @@ class TrainingData:
     held_out: Sequences | None
     counts: dict[str, Any]
     held_out_counts: dict[str, Any] | None
-    grouped: Literal["no", "within steps", "among steps"]
-    """Which sequences of like length go together, see EpochSampler."""
+    grouping: LengthGrouping = LengthGrouping.NONE
     notes: list[str] = field(default_factory=list)
 
     def count_padding(self, args: Any, world_size: int) -> None:
-        """Into `counts`: padding_share of the first epoch, or fill_rate of the packed rows.
+        """Adds the padding share of the first epoch to `counts`, where items are padded sequences.
 
         Args:
             args: TrainingArguments.
         """
         if isinstance(self.items, Sequences):
-            steps = PaddedToFullSteps(
-                self.items, args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
-            )
-            order = EpochSampler(steps, seed=args.data_seed or args.seed, step=lambda: 0, grouped=self.grouped).order(0)
-            self.counts["padding_share"] = round(
-                padding_share(order, steps.lengths, args.per_device_train_batch_size), 4
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Packing:
-    """Whether and how samples share rows."""
-
-    problem: str | None
-    """Why they cannot, in this architecture."""
-    attn_implementation: str | None
-    """That can keep them apart; None for what transformers picks."""
-
-    @property
-    def flash(self) -> bool:
-        return "flash" in (self.attn_implementation or "")
-
-
-def try_packing(config: Any, model_config: PreTrainedConfig) -> Packing:
-    """Flash attention where it is installed and can keep samples apart, else what the options or transformers say."""
-    asked, half = config.attn_implementation, config.dtype != "float32"
-    flash = ["flash_attention_2"] if asked is None and has_gpu() and half and is_flash_attn_2_available() else []
-    for implementation in [*flash, asked]:
-        on_gpu = "flash" in (implementation or "")
-        problem = isolation_problem(
-            model_config,
-            attn_implementation=implementation,
-            device=distributed.device() if on_gpu else torch.device("cpu"),
-            dtype=DTYPES[config.dtype] if on_gpu else torch.float32,
-            trust_remote_code=config.trust_remote_code,
-        )
-        if problem is None:
-            break
-    return Packing(problem=problem, attn_implementation=implementation)
+            micro_batch = args.per_device_train_batch_size
+            steps = PaddedToFullSteps(self.items, micro_batch * args.gradient_accumulation_steps * world_size)
+            sampler = EpochSampler(steps, seed=args.data_seed or args.seed, step=lambda: 0, grouping=self.grouping)
+            self.counts["padding_share"] = round(padding_share(sampler.order(0), steps.lengths, micro_batch), 4)
 
 
 def load_training_data(
-    config: Any,
+    config: TrainConfig,
     data: list[FormattedSource],
     held_out: list[FormattedSource],
     tokenizer: PreTrainedTokenizerBase,
@@ -156,7 +104,7 @@ def load_training_data(
     pack: bool,
     flash: bool,
 ) -> TrainingData:
-    """Prepared tokens as the Trainer's items. Every rank calls it; who comes first prepares.
+    """Prepares the tokens and makes the Trainer's items of them. Every rank calls it; who comes first prepares.
 
     Args:
         pack: whether samples share rows.
@@ -165,60 +113,82 @@ def load_training_data(
     Raises:
         UserError: naming file and line of what cannot be used.
     """
-    seed = config.training.get("data_seed") or config.training.get("seed", 42)
-    held_out_stores = _stores(held_out, config, tokenizer)
-    if config.eval_fraction and not config.eval_data:
-        held_out_stores = _stores(
-            data, config, tokenizer, HeldOut(fraction=config.eval_fraction, seed=seed, wanted=True)
-        )
-        if not any(store.counts["rows"] for store in held_out_stores):
-            raise UserError(
-                [
-                    f"eval_fraction={config.eval_fraction} of {', '.join(one.source.name for one in data)} is no row;"
-                    " raise it or give eval_data"
-                ]
-            )
-    held_out_sequences = (
-        sequences_of(held_out_stores, seq_len=config.seq_len, whole_documents=False) if held_out_stores else None
-    )
-    of_held_out = {
-        "held_out": held_out_sequences,
-        "held_out_counts": held_out_stores and count(held_out_sequences, held_out_stores),
-    }
-    pad = tokenizer.pad_token_id
-    notes = []
-    if config.chat_template and (cut := split_tokens(tokenizer, tokenizer.chat_template)):
-        notes.append(
-            f"chat_template={config.chat_template}: the tokenizer {tokenizer.name_or_path} has no token for"
-            f" {', '.join(cut)} and cuts {'it' if len(cut) == 1 else 'them'} into several; a template that fits it, or"
-            " plain, is learnt faster"
-        )
+    held_out_stores = _held_out_stores(config, data, held_out, tokenizer)
+    held_out_sequences = held_out_counts = None
+    if held_out_stores:
+        held_out_sequences = sequences_of(held_out_stores, seq_len=config.seq_len, keep_documents=False)
+        held_out_counts = count(held_out_sequences, held_out_stores)
+    notes, grouping = _notes_on_template(config, tokenizer), LengthGrouping.NONE
     if config.streaming:
         distributed.wait_long("prepared")
-        stream = Stream(
-            [(one.source, one.rules) for one in data],
+        items = Stream(
+            data,
             tokenizer,
             seq_len=config.seq_len,
             pack=pack,
             weights=config.data_weights,
-            seed=seed,
+            seed=_seed(config),
             shuffle_buffer=config.shuffle_buffer,
         )
-        return TrainingData(
-            items=stream,
-            collator=PackedCollator(pad, flash=flash) if pack else Collator(pad),
-            counts=stream.counts,
-            grouped="no",
-            notes=notes,
-            **of_held_out,
-        )
-
-    rest = (
-        HeldOut(fraction=config.eval_fraction, seed=seed, wanted=False)
-        if config.eval_fraction and not config.eval_data
-        else None
+        counts = items.counts
+    else:
+        stores = _training_stores(config, data, tokenizer)
+        sequences, passes = sequences_of(stores, seq_len=config.seq_len, keep_documents=pack), None
+        if config.data_weights:
+            sequences, passes = mix(sequences, config.data_weights, seed=_seed(config))
+        _check_same_on_all_hosts([sequences, *([held_out_sequences] if held_out_sequences else [])])
+        items, grouping, counts_of_items = _grouped(sequences, config, pack=pack)
+        counts = count(sequences, stores, passes=passes) | counts_of_items
+        notes += _notes_on_bad_rows(stores)
+    return TrainingData(
+        items=items,
+        collator=PackedCollator(tokenizer.pad_token_id, flash=flash) if pack else Collator(tokenizer.pad_token_id),
+        held_out=held_out_sequences,
+        counts=counts,
+        held_out_counts=held_out_counts,
+        grouping=grouping,
+        notes=notes,
     )
-    stores = _stores(data, config, tokenizer, rest)
+
+
+def _grouped(
+    sequences: Sequences, config: TrainConfig, *, pack: bool
+) -> tuple[Sequences | PackedRows, LengthGrouping, dict[str, Any]]:
+    """Makes (items, how the sampler groups them, their counts)."""
+    if pack:
+        rows = PackedRows(sequences, best_fit(sequences.lengths, config.seq_len))
+        fill_rate = float(sequences.lengths.sum() / (len(rows) * config.seq_len))
+        return rows, LengthGrouping.NONE, {"packed_rows": len(rows), "fill_rate": round(fill_rate, 4)}
+    if config.batch_tokens:
+        batches = PackedRows(sequences, batches_by_token_budget(sequences.lengths, config.batch_tokens))
+        widths = np.array([padded_width(sequences.lengths[group].max()) * len(group) for group in batches.groups])
+        share = float(1 - sequences.lengths.sum() / widths.sum())
+        return batches, LengthGrouping.NONE, {"filled_batches": len(batches), "padding_share": round(share, 4)}
+    strategies = {None: LengthGrouping.WITHIN_STEP, "group_by_length": LengthGrouping.ACROSS_STEPS}
+    strategy = config.training.get("train_sampling_strategy")
+    return sequences, strategies.get(strategy, LengthGrouping.NONE), {}
+
+
+def _held_out_stores(
+    config: TrainConfig,
+    data: list[FormattedSource],
+    held_out: list[FormattedSource],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Store]:
+    if held_out or not config.eval_fraction:
+        return _stores(held_out, config, tokenizer, None)
+    stores = _stores(data, config, tokenizer, _share(config, wanted=True))
+    if not any(store.counts["rows"] for store in stores):
+        names = ", ".join(formatted.source.name for formatted in data)
+        raise UserError([f"eval_fraction={config.eval_fraction} of {names} is no row; raise it or give eval_data"])
+    return stores
+
+
+def _training_stores(
+    config: TrainConfig, data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase
+) -> list[Store]:
+    has_share = config.eval_fraction and not config.eval_data
+    stores = _stores(data, config, tokenizer, _share(config, wanted=False) if has_share else None)
     if empty := [store.facts["source"] for store in stores if not len(store.ends)]:
         raise UserError(
             [
@@ -226,77 +196,65 @@ def load_training_data(
                 " give eval_data"
             ]
         )
-    sequences = sequences_of(stores, seq_len=config.seq_len, whole_documents=pack)
-    passes = None
-    if config.data_weights:
-        sequences, passes = mix(sequences, config.data_weights, seed=seed)
-    counts = count(sequences, stores, passes=passes)
-    notes += [
+    return stores
+
+
+def _stores(
+    data: list[FormattedSource], config: TrainConfig, tokenizer: PreTrainedTokenizerBase, held_out: HeldOut | None
+) -> list[Store]:
+    show_progress = not config.training.get("disable_tqdm")  # of the process that prepares; the others wait for it
+    return [
+        prepare(
+            formatted.source,
+            formatted.rules,
+            tokenizer,
+            cache_folder(config),
+            held_out=held_out,
+            show_progress=show_progress,
+        )
+        for formatted in data
+    ]
+
+
+def _seed(config: TrainConfig) -> int:
+    return config.training.get("data_seed") or config.training.get("seed", 42)
+
+
+def _share(config: TrainConfig, *, wanted: bool) -> HeldOut:
+    return HeldOut(fraction=config.eval_fraction, seed=_seed(config), wanted=wanted)
+
+
+def _notes_on_template(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    split = split_tokens(tokenizer, tokenizer.chat_template) if config.chat_template else []
+    if not split:
+        return []
+    return [
+        f"chat_template={config.chat_template}: the tokenizer {tokenizer.name_or_path} has no token for"
+        f" {', '.join(split)} and cuts {'it' if len(split) == 1 else 'them'} into several; a template that fits it, or"
+        " plain, is learnt faster"
+    ]
+
+
+def _notes_on_bad_rows(stores: list[Store]) -> list[str]:
+    return [
         f"{store.counts['dropped_bad']} rows of {store.facts['source']} are left out as bad; the first:"
         f" {store.facts['first_bad']}"
         for store in stores
         if store.counts["dropped_bad"]
     ]
-    _same_everywhere([sequences, *([held_out_sequences] if held_out_sequences else [])])
-    if pack:
-        rows = PackedRows(sequences, best_fit(sequences.lengths, config.seq_len))
-        counts |= {
-            "packed_rows": len(rows),
-            "fill_rate": round(float(sequences.lengths.sum() / (len(rows) * config.seq_len)), 4),
-        }
-        return TrainingData(
-            items=rows,
-            collator=PackedCollator(pad, flash=flash),
-            counts=counts,
-            grouped="no",
-            notes=notes,
-            **of_held_out,
-        )
-    if config.batch_tokens:
-        batches = PackedRows(sequences, batches_by_token_budget(sequences.lengths, config.batch_tokens))
-        widths = np.array([padded_width(sequences.lengths[group].max()) * len(group) for group in batches.groups])
-        counts |= {
-            "filled_batches": len(batches),
-            "padding_share": round(float(1 - sequences.lengths.sum() / widths.sum()), 4),
-        }
-        return TrainingData(
-            items=batches, collator=Collator(pad), counts=counts, grouped="no", notes=notes, **of_held_out
-        )
-    strategy = config.training.get("train_sampling_strategy")
-    grouped = {None: "within steps", "group_by_length": "among steps"}.get(strategy, "no")
-    return TrainingData(
-        items=sequences, collator=Collator(pad), counts=counts, grouped=grouped, notes=notes, **of_held_out
-    )
 
 
-def _stores(
-    data: list[FormattedSource], config: Any, tokenizer: PreTrainedTokenizerBase, held_out: HeldOut | None = None
-) -> list[Store]:
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank:
-        time.sleep(0.2)  # so that on each node the rank comes first that shows its progress
-    shows = local_rank == 0 and not config.training.get("disable_tqdm")
-    return [
-        prepare(one.source, one.rules, tokenizer, cache_folder(config), held_out=held_out, show=shows) for one in data
-    ]
-
-
-def _same_everywhere(parts: list[Sequences]) -> None:
-    """Nodes that prepared for themselves must have come to the same. Collective.
+def _check_same_on_all_hosts(parts: list[Sequences]) -> None:
+    """Compares what each node prepared for itself. Collective.
 
     Raises:
         UserError: naming the hosts.
     """
     distributed.wait_long("prepared")
-    mine = " ".join(part.identity["content of data"] for part in parts)
+    content = " ".join(part.identity["content of data"] for part in parts)
     hosts: dict[str, list[str]] = {}
-    for host, theirs in distributed.from_all([(socket.gethostname(), mine)]):
-        hosts.setdefault(theirs, []).append(host)
+    for host, content_there in distributed.from_all([(socket.gethostname(), content)]):
+        hosts.setdefault(content_there, []).append(host)
     if len(hosts) > 1:
-        raise UserError(
-            [
-                "data: the hosts read different rows:"
-                f" {'; '.join(', '.join(sorted(set(names))) for names in hosts.values())}; copy the same files to all"
-                " of them"
-            ]
-        )
+        groups = "; ".join(", ".join(sorted(set(names))) for names in hosts.values())
+        raise UserError([f"data: the hosts read different rows: {groups}; copy the same files to all of them"])

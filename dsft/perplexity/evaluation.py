@@ -23,7 +23,8 @@ from dsft.checkpoints.run_folder import FINAL
 from dsft.config.deepspeed_json import check_nvme, check_section, read_zero_file, stage
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.sequences import IGNORED
-from dsft.data.training_data import FormattedSource, check_sources
+from dsft.data.sources import FormattedSource
+from dsft.data.training_data import check_sources
 from dsft.errors import UserError
 from dsft.models.build import adapter_base, build_model, described_in, is_bare_config, resolve_dtype
 from dsft.models.size import ModelFacts, check_positions, measure_model

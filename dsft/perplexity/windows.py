@@ -21,7 +21,7 @@ perplexity.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -31,8 +31,8 @@ from transformers import PreTrainedTokenizerBase
 from dsft.config.options import EvalConfig
 from dsft.data.formats import Chat, EmptyAnswer, Pair, Text, canonical, text_of
 from dsft.data.sequences import IGNORED, Sequence, sequence
+from dsft.data.sources import FormattedSource
 from dsft.data.tokenization import tokenise
-from dsft.data.training_data import FormattedSource
 from dsft.errors import UserError, nearest
 
 Spans = Iterable[tuple[int, int, int]]
@@ -104,7 +104,7 @@ def build_windows(data: FormattedSource, config: EvalConfig, tokenizer: PreTrain
     if mode not in modes:
         *first, last = modes
         names = f"{', '.join(first)} or {last}" if first else last
-        raise UserError([f"mode={mode} does not fit the data, which holds {data.rules.shape}; use {names}"])
+        raise UserError([f"mode={mode} does not fit the data, which holds {data.rules.format}; use {names}"])
     windows = modes[mode](data, config, tokenizer)
     windows.mode = mode
     if not any(len(windows.pieces(window)[0]) for window in range(len(windows.spans))):
@@ -124,15 +124,15 @@ def read_samples(
     """
     documents = 0
     for batch in data.source.batches():
-        for index, row in enumerate(batch.rows):
+        for row in batch.rows:
             try:
-                sample = canonical(row, data.rules.shape, data.rules, has_template=bool(tokenizer.chat_template))
+                sample = canonical(row, data.rules, has_template=bool(tokenizer.chat_template))
             except EmptyAnswer:
                 sample = None
             except ValueError as error:
-                raise UserError([f"data: {batch.where(index)}: {error}"]) from None
+                raise UserError([f"data: {batch.where(row)}: {error}"]) from None
             yield sample
-            documents += not (isinstance(sample, Text) and sample.goes_on)
+            documents += sample.ends_document if isinstance(sample, Text) else 1
             if documents == config.max_documents:
                 return
 
@@ -142,7 +142,7 @@ def read_texts(data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedT
     texts, pieces = [], []
     for sample in read_samples(data, config, tokenizer):
         pieces.append(sample.text)
-        if not sample.goes_on:
+        if sample.ends_document:
             texts.append("".join(pieces))
             pieces = []
     return texts
@@ -250,9 +250,9 @@ def _answers(data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTok
     sequences: list[Sequence] = []
     counts: Counter = Counter()
     for batch in data.source.batches():
-        rows = range(min(len(batch.rows), len(texts) - len(sequences)))
+        rows = batch.rows[: len(texts) - len(sequences)]
         try:
-            tokens = tokenise(batch.select(rows), data.rules, tokenizer)
+            tokens = tokenise(replace(batch, rows=rows), data.rules, tokenizer)
         except UserError as error:
             raise UserError([f"data: {problem}" for problem in error.problems]) from None
         counts += tokens.counts

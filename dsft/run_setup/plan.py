@@ -16,7 +16,7 @@ from dsft.checkpoints.reshard import NOT_TAKEN_OVER
 from dsft.checkpoints.run_folder import read_run
 from dsft.config.deepspeed_json import nvme_path
 from dsft.config.options import TrainConfig
-from dsft.data.training_data import FormattedSource
+from dsft.data.sources import FormattedSource
 from dsft.errors import UserError, raise_if_any
 from dsft.models.size import ModelFacts, check_positions, measure_model
 from dsft.planner.fake_model import Attention

@@ -23,10 +23,12 @@ from dsft.checkpoints.run_folder import (
 )
 from dsft.config.deepspeed_json import adopt, read_zero_file
 from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
-from dsft.data.training_data import FormattedSource, Packing, check_sources, try_packing
+from dsft.data.sources import FormattedSource
+from dsft.data.training_data import check_sources
 from dsft.errors import UserError, raise_if_any
 from dsft.models.build import resolve_dtype
 from dsft.models.lora import adapters_of
+from dsft.models.packing_probe import Packing, try_packing
 from dsft.models.size import ModelFacts, check_positions, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.planner.plan import Job, Plan

@@ -14,7 +14,7 @@ from dsft.checkpoints.model_card import CARD, model_card
 from dsft.checkpoints.reshard import topology_change
 from dsft.checkpoints.run_folder import clear_run, read_run, write_run
 from dsft.config.options import TrainConfig, as_dict
-from dsft.data.sequences import shown
+from dsft.data.sequences import describe_counts
 from dsft.data.training_data import TrainingData, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved
 from dsft.models.build import build_model
@@ -84,8 +84,8 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
     """
     args = training_arguments(run.options, run.plan)  # before the model: ZeRO-3 shards while loading
     data.count_padding(args, distributed.world_size())
-    held_out = f"; held out: {shown(data.held_out_counts)}" if data.held_out else ""
-    say(f"data: {', '.join(map(str, run.data))}: {shown(data.counts)}{held_out}")
+    held_out = f"; held out: {describe_counts(data.held_out_counts)}" if data.held_out else ""
+    say(f"data: {', '.join(map(str, run.data))}: {describe_counts(data.counts)}{held_out}")
     for note in data.notes:
         say(f"note: {note}")
     with out_of_memory_explained(run, "while loading"):
@@ -183,7 +183,11 @@ def finish(
     if distributed.rank() == 0:
         results = {"train_loss": train_loss, "seconds": seconds, "final_model": str(final)} | trainer.results()
         write_run(run.output_dir, results=results, status="done", data=data.counts)  # a stream's are known only now
-        card = model_card(read_run(run.output_dir), data=shown(data.counts), held_out=shown(data.held_out_counts or {}))
+        card = model_card(
+            read_run(run.output_dir),
+            data=describe_counts(data.counts),
+            held_out=describe_counts(data.held_out_counts or {}),
+        )
         (final / CARD).write_text(card, encoding="utf-8")
         say(f"done: {final}; results in {run.output_dir}/run.json")
     return final

@@ -59,7 +59,7 @@ class PerplexityTrainer(SavingTrainer):
             save_minutes=save_minutes,
             data_identity=data.items.identity,
         )
-        self.grouped = data.grouped
+        self.grouping = data.grouping
         if not self.model_accepts_loss_kwargs:
             # Its own loss would be a mean over each micro batch, and NaN for blank ones.
             self.compute_loss_func = mean_over_the_global_batch
@@ -83,7 +83,7 @@ class PerplexityTrainer(SavingTrainer):
             seed=self.args.data_seed or self.args.seed,
             step=lambda: self.state.global_step,
             drop_last=self.args.dataloader_drop_last,
-            grouped=self.grouped,
+            grouping=self.grouping,
         )
 
     def evaluate(

@@ -15,10 +15,10 @@ from tiny import ARCHITECTURES, GATED
 from transformers import AutoConfig
 
 from dsft.config.options import TrainConfig
-from dsft.data.batches import Collator, EpochSampler, PackedCollator, PaddedToFullSteps, padding_share
-from dsft.data.packing import batches_by_token_budget, best_fit, isolation_problem
+from dsft.data.batches import Collator, EpochSampler, LengthGrouping, PackedCollator, PaddedToFullSteps, padding_share
+from dsft.data.packing import batches_by_token_budget, best_fit
 from dsft.data.sequences import IGNORED, sequence
-from dsft.data.training_data import try_packing
+from dsft.models.packing_probe import isolation_problem, try_packing
 from dsft.units import padded_width
 
 
@@ -112,7 +112,7 @@ BIG = GATED | {
 
 
 @pytest.mark.parametrize(
-    ("config", "problem"),
+    ("config", "expected"),
     [
         (transformers.LlamaConfig(**BIG), None),  # tried out small: the real one takes 280 GB
         (transformers.Gemma3TextConfig(num_hidden_layers=26), None),
@@ -126,9 +126,9 @@ BIG = GATED | {
     ],
     ids=["llama-70b", "gemma3", "deepseek-v3", "mamba", "lfm2", "bloom"],
 )
-def test_architectures_that_mix_tokens_otherwise_are_found_out(config, problem):
-    found = isolation_problem(config, attn_implementation=None, device=torch.device("cpu"), dtype=torch.float32)
-    assert found is None if problem is None else problem in found, found
+def test_architectures_that_mix_tokens_otherwise_are_found_out(config, expected):
+    problem = isolation_problem(config, attn_implementation=None, device=torch.device("cpu"), dtype=torch.float32)
+    assert problem is None if expected is None else expected in problem, problem
 
 
 def test_packing_is_tried_with_the_models_own_config(tiny):
@@ -152,8 +152,7 @@ def test_an_order_by_length_has_everything_once_and_pads_little():
     lengths = np.random.default_rng(0).integers(1, 1000, 1003)
     steps = PaddedToFullSteps(Numbered(lengths), 16)
     random, within, grouped = (
-        EpochSampler(steps, seed=1, step=lambda: 0, grouped=grouped)
-        for grouped in ("no", "within steps", "among steps")
+        EpochSampler(steps, seed=1, step=lambda: 0, grouping=grouping) for grouping in LengthGrouping
     )
     assert [sorted(within.order(0)[start : start + 16]) for start in range(0, 1008, 16)] == [
         sorted(random.order(0)[start : start + 16]) for start in range(0, 1008, 16)

@@ -28,14 +28,19 @@ from dsft.cli.data import prepare_command, preview_command
 from dsft.config.options import TrainConfig
 from dsft.data import prepare as preparing
 from dsft.data.batches import PackedCollator
+from dsft.data.formats import FormatRules, format_rules
 from dsft.data.prepare import HeldOut, fingerprint, prepare
-from dsft.data.sequences import IGNORED, cut, mix, sequences_of
+from dsft.data.readers import Row
+from dsft.data.sequences import IGNORED, cut, mix, sequences_in, sequences_of
 from dsft.data.sources import Source, find_sources
 from dsft.data.streaming import Stream
-from dsft.data.tokenization import FormatRules
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError
 from dsft.models.tokenizer import load_tokenizer
+
+
+def rules_of(*columns: str, **options) -> FormatRules:
+    return format_rules([Row(dict.fromkeys(columns), 1)], TrainConfig(**options))
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +79,12 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_many_processes_prepare_what_one_does(tiny, tokenizer, tmp_path, monkeypatch):
-    rules = FormatRules.of(TrainConfig(seq_len=32, too_long="split"), "prompt_completion", first_row={})
+    rules = rules_of("prompt", "completion", seq_len=32, too_long="split")
     path = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": text, "completion": text * 3} for text in sentences(5000)])
-    one = prepare(source_of(path), rules, tokenizer, tmp_path / "one", show=False)
-    monkeypatch.setattr(preparing, "ALONE_BYTES", {True: 0, False: 0})
+    one = prepare(source_of(path), rules, tokenizer, tmp_path / "one", show_progress=False)
+    monkeypatch.setattr(preparing, "WORKERS_FROM_BYTES", 0)
     monkeypatch.setattr(preparing, "cpu_count", lambda: 2)
-    two = prepare(source_of(path), rules, tokenizer, tmp_path / "two", show=False)
+    two = prepare(source_of(path), rules, tokenizer, tmp_path / "two", show_progress=False)
     assert (
         content(one.folder) == content(two.folder) and one.counts == two.counts and one.folder.name == two.folder.name
     )
@@ -88,11 +93,11 @@ def test_many_processes_prepare_what_one_does(tiny, tokenizer, tmp_path, monkeyp
 
 def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer, tmp_path):
     path = write_texts(tmp_path / "texts.jsonl", 5)
-    rules = FormatRules.of(TrainConfig(), "messages", first_row={})
+    rules = rules_of("messages")
     first = fingerprint(source_of(path), rules, None, tokenizer)
     assert fingerprint(source_of(path), rules, None, load_tokenizer(TrainConfig(model=str(tiny / "chat")))) == first
     others = {
-        fingerprint(source_of(path), FormatRules.of(TrainConfig(**change), "messages", first_row={}), None, tokenizer)
+        fingerprint(source_of(path), rules_of("messages", **change), None, tokenizer)
         for change in ({"seq_len": 8}, {"train_on": "last"}, {"too_long": "drop"}, {"bad_rows": "drop"})
     }
     others.add(fingerprint(source_of(path), rules, HeldOut(fraction=0.1, seed=1, wanted=True), tokenizer))
@@ -104,10 +109,7 @@ def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer,
     path.write_text(path.read_text().replace("the", "THE"))
     others.add(fingerprint(source_of(path), rules, None, tokenizer))
     assert len(others | {first}) == 8
-    texts = [
-        fingerprint(source_of(path), FormatRules.of(TrainConfig(seq_len=length), "text", first_row={}), None, tokenizer)
-        for length in (8, 16)
-    ]
+    texts = [fingerprint(source_of(path), rules_of("text", seq_len=length), None, tokenizer) for length in (8, 16)]
     assert texts[0] == texts[1]  # windows are cut when they are read
 
 
@@ -116,10 +118,10 @@ def _prepare_in_process(path: str, cache: str, model: str, results) -> None:
     try:
         prepare(
             source_of(path),
-            FormatRules.of(TrainConfig(seq_len=32), "text", first_row={}),
+            rules_of("text", seq_len=32),
             tokenizer,
             Path(cache),
-            show=False,
+            show_progress=False,
         )
         results.put(os.getpid())
     except UserError as error:
@@ -329,13 +331,13 @@ def test_small_sources_of_a_mix_may_have_nothing_to_hold_out(tokenizer, tmp_path
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_a_stream_goes_on_after_a_batch_without_samples_and_ends_where_there_are_none(
+def test_a_stream_continues_after_a_batch_without_samples_and_ends_where_there_are_none(
     tokenizer, tmp_path, config, pack
 ):
     rows = [{"prompt": f"{i} ", "completion": "x"} for i in range(1000)] + [{"prompt": "a", "completion": ""}]
     problems: list[str] = []
     for content, fine in ((rows, True), (rows[-1:], False), ([{"text": ""}], False)):
-        shaped = check_sources(
+        sources = check_sources(
             [str(write_jsonl(tmp_path / "rows.jsonl", content))],
             config(),
             tokenizer,
@@ -344,7 +346,7 @@ def test_a_stream_goes_on_after_a_batch_without_samples_and_ends_where_there_are
             problems=problems,
         )
         stream = Stream(
-            [(one.source, one.rules) for one in shaped],
+            sources,
             tokenizer,
             seq_len=32,
             pack=pack,
@@ -375,7 +377,7 @@ def test_a_node_that_prepares_longer_than_a_collective_may_take_is_waited_for(ti
     assert found[0] == found[1] > 0
 
 
-def test_sources_may_have_different_shapes_and_rows_of_one_may_not(tokenizer, tmp_path, config):
+def test_sources_may_have_different_formats_and_rows_of_one_may_not(tokenizer, tmp_path, config):
     write_texts(tmp_path / "a.jsonl", 5)
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "a ", "completion": "b"}, {"prompt": "a "}])
     with pytest.raises(UserError, match="b.jsonl, line 2: column 'completion' is missing"):
@@ -441,19 +443,19 @@ def test_cut_pieces_cover_every_document():
 
 
 @pytest.mark.parametrize("pack", [False, True])
-@pytest.mark.parametrize("shape", ["text", "pairs"])
-def test_a_stream_gives_what_preparation_gives_and_then_begins_again(tokenizer, tmp_path, config, shape, pack):
+@pytest.mark.parametrize("kind", ["text", "pairs"])
+def test_a_stream_gives_what_preparation_gives_and_then_begins_again(tokenizer, tmp_path, config, kind, pack):
     rows = (
         [{"text": text} for text in sentences(400)]
-        if shape == "text"
+        if kind == "text"
         else [{"prompt": f"{text} ", "completion": "x"} for text in sentences(400, longest=9)]
     )
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
     stored = loaded(config(data=[path]), tokenizer, pack=pack).items
     problems: list[str] = []
-    shaped = check_sources([path], config(), tokenizer, key="data", split="train", problems=problems)
+    sources = check_sources([path], config(), tokenizer, key="data", split="train", problems=problems)
     stream = Stream(
-        [(one.source, one.rules) for one in shaped],
+        sources,
         tokenizer,
         seq_len=32,
         pack=pack,
@@ -461,20 +463,20 @@ def test_a_stream_gives_what_preparation_gives_and_then_begins_again(tokenizer, 
         seed=1,
         shuffle_buffer=1,
     )
-    flat = (one for item in stream for one in (item if isinstance(item, list) else [item]))
-    if shape == "text" and not pack:  # windows run on over the end into the next pass
+    flat = (sequence for item in stream for sequence in sequences_in([item]))
+    if kind == "text" and not pack:  # windows run on over the end into the next pass
         passes = [one["input_ids"] for one in islice(flat, 3 * len(stored))]
         tokens = np.concatenate(passes)
         assert np.array_equal(tokens[: stored.stores[0].counts["tokens"]], stored.stores[0].tokens) and {
             len(one) for one in passes
         } == {32}
         return
-    number = sum(len(item) if isinstance(item, list) else 1 for item in stored)
-    wanted = sorted(one["labels"].tobytes() for item in stored for one in (item if isinstance(item, list) else [item]))
-    found = [one["labels"].tobytes() for one in islice(flat, 4 * number)]
+    wanted = sorted(sequence["labels"].tobytes() for sequence in sequences_in(stored))
+    number = len(wanted)
+    labels = [sequence["labels"].tobytes() for sequence in islice(flat, 4 * number)]
     if not pack:
-        assert sorted(found[:number]) == sorted(found[number : 2 * number]) == wanted
-    assert set(found) == set(wanted)
+        assert sorted(labels[:number]) == sorted(labels[number : 2 * number]) == wanted
+    assert set(labels) == set(wanted)
     if pack:
         lengths = [sum(len(one["input_ids"]) for one in row) for row in islice(iter(stream), 50)]
         assert max(lengths) <= 32 and np.mean(lengths) > 0.9 * 32
@@ -483,15 +485,12 @@ def test_a_stream_gives_what_preparation_gives_and_then_begins_again(tokenizer, 
 def test_a_stream_is_shuffled_with_a_seed(tokenizer, tmp_path, config):
     path = str(write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i} ", "completion": "x"} for i in range(300)]))
     problems: list[str] = []
-    shaped = [
-        (one.source, one.rules)
-        for one in check_sources([path, path], config(), tokenizer, key="data", split="train", problems=problems)
-    ]
+    sources = check_sources([path, path], config(), tokenizer, key="data", split="train", problems=problems)
     orders = [
         [
             one["input_ids"].tobytes()
             for one in islice(
-                iter(Stream(shaped, tokenizer, seq_len=32, pack=False, weights=[1, 2], seed=seed, shuffle_buffer=50)),
+                iter(Stream(sources, tokenizer, seq_len=32, pack=False, weights=[1, 2], seed=seed, shuffle_buffer=50)),
                 200,
             )
         ]
@@ -609,8 +608,12 @@ def test_processes_of_the_loader_get_the_folder_and_not_the_tokens(tokenizer, tm
 def test_mixing_takes_every_source_even_with_small_weights(tokenizer, tmp_path, config):
     path = write_texts(tmp_path / "a.jsonl", 50)
     store = prepare(
-        source_of(path), FormatRules.of(TrainConfig(), "text", first_row={}), tokenizer, tmp_path / "cache", show=False
+        source_of(path),
+        rules_of("text"),
+        tokenizer,
+        tmp_path / "cache",
+        show_progress=False,
     )
-    both = sequences_of([store, store], seq_len=16, whole_documents=False)
+    both = sequences_of([store, store], seq_len=16, keep_documents=False)
     mixed, passes = mix(both, [1, 9], seed=0)
     assert len(mixed) == len(both) and passes == pytest.approx([0.2, 1.8], rel=0.02)

@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from dsft.config.options import TrainConfig
-from dsft.data.readers import BEGUN, GOES_ON, PIECE_BYTES, find_files, read_file
+from dsft.data.readers import PIECE_BYTES, find_files, read_file
 from dsft.data.sources import find_sources
 from dsft.errors import UserError
 
@@ -66,7 +66,7 @@ def write(folder, name: str) -> str:
     ],
 )
 def test_every_format_gives_the_same_rows(tmp_path, name):
-    assert [row for _, row, _ in read_file(write(tmp_path, name))] == ROWS
+    assert [row.values for row, _ in read_file(write(tmp_path, name))] == ROWS
 
 
 def test_arrow_gives_no_keys_that_a_row_did_not_have(tmp_path):
@@ -79,7 +79,7 @@ def test_arrow_gives_no_keys_that_a_row_did_not_have(tmp_path):
         }
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert [row for _, row, _ in read_file(str(tmp_path / "a.parquet"))] == rows
+    assert [row.values for row, _ in read_file(str(tmp_path / "a.parquet"))] == rows
 
 
 @pytest.mark.parametrize("ending", ["txt", "txt.gz"])
@@ -87,15 +87,15 @@ def test_a_long_text_comes_in_pieces_that_are_the_text(tmp_path, ending):
     text = "".join(f"line {i} ü" + "\n" * (1 + i % 3) + " " * (i % 2) for i in range(400_000))
     path = tmp_path / f"a.{ending}"
     path.write_bytes(gzip.compress(text.encode()) if ending.endswith("gz") else text.encode())
-    rows = list(read_file(str(path)))
-    assert "".join(row["text"] for _, row, _ in rows) == text and len(rows) > 4
-    assert [row[BEGUN] for _, row, _ in rows] == [False] + [True] * (len(rows) - 1)
-    assert [row[GOES_ON] for _, row, _ in rows] == [True] * (len(rows) - 1) + [False]
-    for (_, row, _), (_number, following, _) in itertools.pairwise(rows):
-        assert row["text"].endswith("\n") and not following["text"][0].isspace()
-        assert len(row["text"]) < 2 * PIECE_BYTES
-    assert [number for number, _, _ in rows] == [
-        1 + text[: text.index(row["text"][:200])].count("\n") for _, row, _ in rows
+    rows = [row for row, _ in read_file(str(path))]
+    assert "".join(row.values["text"] for row in rows) == text and len(rows) > 4
+    assert [row.starts_document for row in rows] == [True] + [False] * (len(rows) - 1)
+    assert [row.ends_document for row in rows] == [False] * (len(rows) - 1) + [True]
+    for row, following in itertools.pairwise(rows):
+        assert row.values["text"].endswith("\n") and not following.values["text"][0].isspace()
+        assert len(row.values["text"]) < 2 * PIECE_BYTES
+    assert [row.number for row in rows] == [
+        1 + text[: text.index(row.values["text"][:200])].count("\n") for row in rows
     ]
 
 
@@ -107,7 +107,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
         ("a.json", '[{"text": "the model"}]'),
     ):
         (tmp_path / name).write_text("\ufeff" + content, encoding="utf-8")
-        assert [row["text"] for _, row, _ in read_file(str(tmp_path / name))] == ["the model"]
+        assert [row.values["text"] for row, _ in read_file(str(tmp_path / name))] == ["the model"]
 
 
 def test_an_empty_compressed_file_has_no_rows(tmp_path):
@@ -126,7 +126,7 @@ def test_batches_are_bounded_by_their_size_in_every_format(tmp_path):
 
 def test_a_text_of_one_line_is_not_held_whole(tmp_path):
     (tmp_path / "a.txt").write_text("x" * (11 * PIECE_BYTES))
-    assert [len(row["text"]) // PIECE_BYTES for _, row, _ in read_file(str(tmp_path / "a.txt"))] == [4] * 2 + [3]
+    assert [len(row.values["text"]) // PIECE_BYTES for row, _ in read_file(str(tmp_path / "a.txt"))] == [4] * 2 + [3]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import pytest
 
 from dsft.config.checks import check_config
 from dsft.config.options import TrainConfig
-from dsft.data.formats import find_format
-from dsft.data.readers import BEGUN, GOES_ON
+from dsft.data.formats import find_format, format_rules
+from dsft.data.readers import Row
 from dsft.data.sources import Batch
-from dsft.data.tokenization import FormatRules, Tokens, _encode, tokenise
+from dsft.data.tokenization import Tokens, _encode, tokenise
 from dsft.errors import UserError
 from dsft.models.tokenizer import PRESETS, check_tokenizer, load_template, load_tokenizer
 
@@ -29,14 +29,13 @@ def tokenizer(tiny):
     return load_tokenizer(TrainConfig(model=str(tiny / "chat")))
 
 
-def made(rows: list[dict], tokenizer, *, keep_all: bool = False, **options) -> Tokens:
-    config = TrainConfig(**({"seq_len": 64} | options))
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    return tokenise(
-        Batch(rows=rows, numbers=[*range(1, len(rows) + 1)], place="rows.jsonl"),
-        FormatRules.of(config, find_format(columns, config), first_row=rows[0], keep_all=keep_all),
-        tokenizer,
-    )
+def made(values: list[dict], tokenizer, **options) -> Tokens:
+    return made_of_rows([Row(row, number) for number, row in enumerate(values, start=1)], tokenizer, **options)
+
+
+def made_of_rows(rows: list[Row], tokenizer, *, keep_all: bool = False, **options) -> Tokens:
+    rules = format_rules(rows, TrainConfig(**({"seq_len": 64} | options)), keep_all=keep_all)
+    return tokenise(Batch(rows=rows, place="rows.jsonl"), rules, tokenizer)
 
 
 def trained(tokens: Tokens, tokenizer, index: int = 0) -> str:
@@ -86,7 +85,7 @@ def test_only_completion_and_end_token_are_trained(tokenizer):
     )  # nothing stands before the first
 
 
-SHAPES = {
+FORMATS = {
     "messages": {"messages": CHAT},
     "sharegpt": {
         "system": "be fast",
@@ -101,14 +100,14 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_chats_of_every_shape_become_the_same_tokens(tokenizer, shape):
-    tokens = made([SHAPES[shape]], tokenizer)
-    assert find_format(list(SHAPES[shape]), TrainConfig()) == shape
+@pytest.mark.parametrize("name", FORMATS)
+def test_chats_of_every_format_become_the_same_tokens(tokenizer, name):
+    tokens = made([FORMATS[name]], tokenizer)
+    assert find_format(list(FORMATS[name]), TrainConfig()) == name
     assert tokens.ids.tolist() == tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]
-    assert trained(tokens, tokenizer) == ("slow<|end|>" if shape == "prompt_completion" else "small<|end|>slow<|end|>")
-    assert trained(made([SHAPES[shape]], tokenizer, train_on="last"), tokenizer) == "slow<|end|>"
-    assert made([SHAPES[shape]], tokenizer, train_on="all").trained.sum() == len(tokens.ids) - 1
+    assert trained(tokens, tokenizer) == ("slow<|end|>" if name == "prompt_completion" else "small<|end|>slow<|end|>")
+    assert trained(made([FORMATS[name]], tokenizer, train_on="last"), tokenizer) == "slow<|end|>"
+    assert made([FORMATS[name]], tokenizer, train_on="all").trained.sum() == len(tokens.ids) - 1
 
 
 def test_alpaca_is_a_chat_where_there_is_a_template_and_headed_text_where_not(tokenizer, tiny):
@@ -320,15 +319,15 @@ def test_tokenizers_that_close_or_begin_each_text_do_so_once(tokenizer, tiny):
     )
     begins = copy.deepcopy(tokenizer)
     begins.backend_tokenizer.normalizer = normalizers.Prepend("_")
-    pieces = [{"text": "big ", BEGUN: False, GOES_ON: True}, {"text": "small", BEGUN: True, GOES_ON: False}]
+    pieces = [Row({"text": "big "}, 1, ends_document=False), Row({"text": "small"}, 2, starts_document=False)]
     rows = [{"prompt": "big ", "completion": "small"}, {"prompt": "q<|end|>", "completion": "a"}]
     assert (
-        closes.decode(made(pieces, closes).ids) == "big small<|end|>"
+        closes.decode(made_of_rows(pieces, closes).ids) == "big small<|end|>"
         and closes.decode(made([{"text": "a"}], closes).ids) == "a<|end|>"
     )
     assert closes.decode(made(rows, closes).ids) == "big small<|end|>q<|end|>a<|end|>"
     assert (
-        begins.decode(made(pieces, begins).ids) == "_big small<|end|>"
+        begins.decode(made_of_rows(pieces, begins).ids) == "_big small<|end|>"
         and begins.decode(made(rows[:1], begins).ids) == "_big small<|end|>"
     )
 
@@ -400,11 +399,11 @@ GOOD = {"messages": CHAT}
         ),
         ([GOOD, {"messages": [{"role": "tool", "content": "1"}, CHAT[2]]}], "message 1 is of a tool, after nothing"),
         (
-            [SHAPES["sharegpt"], {"conversations": [{"from": "someone", "value": "a"}]}],
+            [FORMATS["sharegpt"], {"conversations": [{"from": "someone", "value": "a"}]}],
             "turn 1 is from 'someone'; known are human",
         ),
         (
-            [SHAPES["sharegpt"], {"conversations": [{"from": ["human"], "value": "a"}]}],
+            [FORMATS["sharegpt"], {"conversations": [{"from": ["human"], "value": "a"}]}],
             r"turn 1 is from \['human'\]; known are human",
         ),
         ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "column 'completion' is missing"),
@@ -415,7 +414,7 @@ GOOD = {"messages": CHAT}
         ([{"text": "a"}, {"text": None}], "column 'text' is missing"),
         ([{"instruction": "a", "output": "b"}, {"instruction": "", "output": "b"}], "column 'instruction' is empty"),
         (
-            [SHAPES["prompt_completion"], {"prompt": "a", "completion": "b"}],
+            [FORMATS["prompt_completion"], {"prompt": "a", "completion": "b"}],
             "prompt and completion must be lists of messages, as in the rows before",
         ),
     ],
