@@ -121,15 +121,7 @@ def load_training_data(
     notes, grouping = _notes_on_template(config, tokenizer), LengthGrouping.NONE
     if config.streaming:
         distributed.wait_long("prepared")
-        items = Stream(
-            data,
-            tokenizer,
-            seq_len=config.seq_len,
-            pack=pack,
-            weights=config.data_weights,
-            seed=_seed(config),
-            shuffle_buffer=config.shuffle_buffer,
-        )
+        items = _stream(config, data, tokenizer, pack=pack)
         counts = items.counts
     else:
         stores = _training_stores(config, data, tokenizer)
@@ -148,6 +140,20 @@ def load_training_data(
         held_out_counts=held_out_counts,
         grouping=grouping,
         notes=notes,
+    )
+
+
+def _stream(
+    config: TrainConfig, data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase, *, pack: bool
+) -> Stream:
+    return Stream(
+        data,
+        tokenizer,
+        seq_len=config.seq_len,
+        pack=pack,
+        weights=config.data_weights,
+        seed=_seed(config),
+        shuffle_buffer=config.shuffle_buffer,
     )
 
 
