@@ -1,5 +1,6 @@
-"""`dsft prepare` and `dsft preview`: the data of a training, made ready ahead of it, and looked at. No GPU and no
-weights are needed.
+"""Runs `dsft prepare` and `dsft preview`: makes the data of a training ready ahead of it, and shows it.
+
+No GPU and no weights are needed.
 
 dsft prepare --config run.yaml
 dsft preview --config run.yaml --samples 5
@@ -20,7 +21,7 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
 from dsft.data.packing import PackedRows
 from dsft.data.prepare import cache_folder
-from dsft.data.sequences import IGNORED, Sequences, describe_counts
+from dsft.data.sequences import IGNORED, describe_counts, describe_value, sequences_in
 from dsft.data.sequences import Sequence as TokenSequence
 from dsft.data.sources import FormattedSource
 from dsft.data.streaming import Stream
@@ -33,7 +34,8 @@ STREAMED = 1000
 
 
 def prepare_command(_options: PrepareOptions, argv: Sequence[str]) -> None:
-    """
+    """Tokenises the data of a training ahead of it.
+
     Raises:
         UserError: with every problem of the options and the data.
     """
@@ -50,25 +52,24 @@ def prepare_command(_options: PrepareOptions, argv: Sequence[str]) -> None:
 
 
 def preview_command(options: PreviewOptions, argv: Sequence[str]) -> None:
-    """
+    """Prints samples as the model will see them, and figures.
+
     Raises:
         UserError: with every problem of the options and the data.
     """
     config, sources, tokenizer = _read(argv)
     data = _load(config, sources, tokenizer)
     console = Console(soft_wrap=True, highlight=False)
-    items: list[Any] = list(_taken(data.items, STREAMED)) if isinstance(data.items, Stream) else data.items
-    for _number, index in enumerate(
-        np.linspace(0, len(items) - 1, min(options.samples, len(items))).astype(int).tolist(), start=1
-    ):
-        item = items[index] if isinstance(items[index], list) else [items[index]]
-        tokens = sum(len(one["input_ids"]) for one in item)
+    items = list(itertools.islice(data.items, STREAMED)) if isinstance(data.items, Stream) else data.items
+    for index in np.linspace(0, len(items) - 1, min(options.samples, len(items))).astype(int).tolist():
+        sequences = sequences_in([items[index]])
+        tokens = sum(len(sequence["input_ids"]) for sequence in sequences)
         console.print(
             f"[bold]{'row' if isinstance(items, PackedRows) else 'sequence'} {index + 1}[/bold]: {tokens}"
-            f" tokens{f' of {len(item)} samples' if len(item) > 1 else ''}"
+            f" tokens{f' of {len(sequences)} samples' if len(sequences) > 1 else ''}"
         )
-        for one in item:
-            console.print(in_colour(one, tokenizer, marks=not console.is_terminal))
+        for sequence in sequences:
+            console.print(in_colour(sequence, tokenizer, marks=not console.is_terminal))
             console.print()
     console.print(
         "trained tokens are [green]green[/green]" if console.is_terminal else "trained tokens stand between ⟦ and ⟧"
@@ -82,7 +83,7 @@ def preview_command(options: PreviewOptions, argv: Sequence[str]) -> None:
 
 
 def in_colour(sequence: TokenSequence, tokenizer: PreTrainedTokenizerBase, *, marks: bool) -> Text:
-    """The tokens as text, special ones included, with the trained ones green, or between ⟦ and ⟧ with `marks`."""
+    """Decodes the tokens, special ones included, with the trained ones green, or between ⟦ and ⟧ with `marks`."""
     text = Text()
     trained = sequence["labels"] != IGNORED
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1), len(trained)]
@@ -119,20 +120,11 @@ def _load(
     )
 
 
-def _taken(stream: Stream, number: int):
-    items = iter(stream)
-    return (next(items) for _ in range(number))
-
-
 def _figures(items: Any, data: TrainingData) -> Table:
-    sequences = items.sequences if isinstance(items, PackedRows) else items
-    lengths = (
-        sequences.lengths
-        if isinstance(sequences, Sequences)
-        else np.array(
-            [len(one["input_ids"]) for item in sequences for one in (item if isinstance(item, list) else [item])]
-        )
-    )
+    if isinstance(items, list):  # the beginning of a stream
+        lengths = np.array([len(sequence["input_ids"]) for sequence in sequences_in(items)])
+    else:
+        lengths = (items.sequences if isinstance(items, PackedRows) else items).lengths
     table = Table("", "", show_header=False)
     table.add_row(
         "lengths",
@@ -142,13 +134,7 @@ def _figures(items: Any, data: TrainingData) -> Table:
     if "tokens" in data.counts:
         table.add_row("trained fraction", f"{data.counts['trained_tokens'] / data.counts['tokens']:.1%}")
     for name, value in data.counts.items():
-        table.add_row(
-            name.replace("_", " "),
-            describe_counts({name: value})
-            .removesuffix(f" {name.replace('_', ' ')}")
-            .removeprefix(f"{name.replace('_', ' ')} ")
-            or "0",
-        )
+        table.add_row(name.replace("_", " "), describe_value(value))
     for name, value in (data.held_out_counts or {}).items():
-        table.add_row(f"held out: {name.replace('_', ' ')}", f"{value:,}")
+        table.add_row(f"held out: {name.replace('_', ' ')}", describe_value(value))
     return table

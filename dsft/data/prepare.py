@@ -228,12 +228,11 @@ def _batches(source: Source, held_out: HeldOut | None) -> Iterator[Batch]:
             held_out_here.add(following - first)
             following = next(held_out_rows)
         first += len(batch.rows)
+        # A piece of a text is a document by itself here.
         yield replace(
             batch,
             rows=[
-                row._replace(
-                    starts_document=True, ends_document=True
-                )  # a piece of a text is a document of its own here
+                row._replace(starts_document=True, ends_document=True)
                 for index, row in enumerate(batch.rows)
                 if (index in held_out_here) == held_out.wanted
             ],

@@ -127,13 +127,18 @@ def describe_counts(counts: dict[str, Any]) -> str:
     words = []
     for name, value in counts.items():
         text = name.replace("_", " ")
-        if isinstance(value, list):
-            words.append(f"{text} {', '.join(f'{number:.3g}' for number in value)}")
-        elif isinstance(value, float):
-            words.append(f"{text} {value:.1%}")
+        if isinstance(value, list | float):
+            words.append(f"{text} {describe_value(value)}")
         elif value:
-            words.append(f"{value:,} {text}")
+            words.append(f"{describe_value(value)} {text}")
     return ", ".join(words)
+
+
+def describe_value(value: int | float | list[float]) -> str:
+    """Writes a count, a share or the passes over each source."""
+    if isinstance(value, list):
+        return ", ".join(f"{number:.3g}" for number in value)
+    return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
 
 
 def count(sequences: Sequences, stores: list[Store], *, passes: list[float] | None = None) -> dict[str, Any]:
