@@ -94,8 +94,8 @@ class DataFields:
     """A text with columns in braces that is trained on, such as "{answer}"; without prompt_template the texts are
     joined end to end."""
     chat_template: str | None = None
-    """A Jinja file or a preset such as chatml (dsft/models/templates) in place of the tokenizer's own; the final model keeps
-    it."""
+    """A Jinja file or a preset such as chatml (dsft/models/templates) in place of the tokenizer's own; the final model
+    keeps it."""
     data_name: str | None = None
     """Configuration of a hub data set that names none."""
     data_split: str = "train"
