@@ -15,8 +15,9 @@ from dsft.errors import UserError, raise_if_any
 from dsft.models.build import resolve_dtype
 from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation
 from dsft.planner.export import write_plan
+from dsft.planner.job import Job
 from dsft.planner.measuring import calibrate
-from dsft.planner.plan import Job, as_dict
+from dsft.planner.plan import as_dict
 from dsft.planner.speeds import GPUS, gpu_name
 from dsft.run_setup.plan import choose_plan, paper_job, speeds_for
 from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, parse_gpus, this_machine

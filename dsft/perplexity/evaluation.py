@@ -38,7 +38,7 @@ from dsft.planner.evaluation_plan import (
     choose_evaluation,
     evaluation_section,
 )
-from dsft.planner.plan import Job, attention_of
+from dsft.planner.job import Job, attention_of
 from dsft.planner.speeds import speeds_of
 from dsft.runtime import distributed
 from dsft.runtime.disk import check_writable

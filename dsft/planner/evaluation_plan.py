@@ -6,17 +6,18 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.config.deepspeed_json import get_value, read_zero_file
+from dsft.config.deepspeed_json import read_zero_file
 from dsft.errors import UserError
 from dsft.planner.host_memory import host_terms
-from dsft.planner.model_states import live_params, persistent_params
-from dsft.planner.plan import HOST_SHARE, Job, overhead
+from dsft.planner.job import Job
+from dsft.planner.limits import add_up
 from dsft.planner.speeds import Speeds
+from dsft.planner.stage3_states import gathered, shards
 from dsft.planner.step_time import GATHERS_PER_LAYER, collective_seconds, forward_flops_per_token
 from dsft.planner.terms import Term, peak_bytes
-from dsft.planner.zero_layout import describe_job, frozen_bytes
+from dsft.planner.zero_layout import ZeroLayout, describe_layout, frozen_bytes
 from dsft.runtime.hardware import Machine
-from dsft.units import DTYPE_BYTES, in_gib
+from dsft.units import in_gib
 
 NAMES = ("0", "3", "3-offload", "3-nvme")
 DEFAULT_BATCH_TOKENS = {True: 16384, False: 4096}
@@ -89,86 +90,61 @@ def choose_evaluation(plans: list[EvaluationPlan], machine: Machine) -> tuple[Ev
 
 
 def _plan(zero: str, batch_tokens: int, job: Job, machine: Machine, speeds: Speeds) -> EvaluationPlan:
-    section = evaluation_section(zero)
-    weights = _weight_terms(section, job, machine)
+    layout = _layout(evaluation_section(zero), job, machine)
+    weights = _weight_terms(layout)
     activations = _activation_terms(job, batch_tokens, machine)
-    terms = [*weights, *activations]
-    if machine.has_gpu:
-        terms.append(overhead(peak_bytes(terms, "device"), machine))
-    device, host = peak_bytes(terms, "device"), peak_bytes(terms, "host")
-    if not machine.has_gpu:
-        host += machine.ranks_per_node * device
-    binds = (
-        "GPU memory"
-        if machine.has_gpu and device > machine.device_bytes
-        else "host memory"
-        if host > HOST_SHARE * machine.host_bytes
-        else ""
-    )
+    terms, needs = add_up([*weights, *activations], machine)
     return EvaluationPlan(
         zero=zero,
         batch_tokens=batch_tokens,
         terms=tuple(terms),
         weight_bytes=peak_bytes(weights, "device"),
         activation_bytes=peak_bytes(activations, "device"),
-        device_bytes=device,
-        host_bytes=host,
+        device_bytes=needs.device_bytes,
+        host_bytes=needs.host_bytes,
         tokens_per_second=batch_tokens
         * machine.world_size
-        / _batch_seconds(section, batch_tokens, job, machine, speeds),
-        fits=not binds,
-        binds=binds,
+        / _batch_seconds(layout, batch_tokens, job, machine, speeds),
+        fits=not needs.binds,
+        binds=needs.binds,
     )
 
 
-def _weight_terms(section: dict[str, Any], job: Job, machine: Machine) -> list[Term]:
-    """The model with nothing to train: whole, or this rank's shard with what ZeRO-3 gathers for a moment."""
-    frozen = dataclasses.replace(job.size, num_trainable=0, trainable_numels=())
-    state = describe_job(
-        frozen,
+def _layout(section: dict[str, Any], job: Job, machine: Machine) -> ZeroLayout:
+    """Describe the model with nothing to train."""
+    return describe_layout(
+        dataclasses.replace(job.size, num_trainable=0, trainable_numels=()),
         {"zero_optimization": section},
         world_size=machine.world_size,
         ranks_per_node=machine.ranks_per_node,
         dtype=job.dtype,
         has_gpu=machine.has_gpu,
     )
-    w, psi, n = state.weight_bytes, frozen.num_params, machine.world_size
-    terms = host_terms(state)
-    if state.stage != 3:
-        weights, how = frozen_bytes(state)
-        terms.append(Term(name="weights", num_bytes=weights, formula=how))
-        if machine.has_gpu:  # every rank builds the model in host memory first
-            ranks = machine.ranks_per_node
-            terms.append(
-                Term(
-                    name="weights while loading",
-                    num_bytes=ranks * weights,
-                    phase="load",
-                    place="host",
-                    formula=f"{ranks} ranks x {how}",
-                )
-            )
-        return terms
-    if state.param_device == "none":
-        terms.append(Term(name="shard of the weights", num_bytes=w * psi // n, formula=f"{w} x {psi:,} / {n}"))
-    if state.gathers:
-        persistent, (live, most) = persistent_params(state)[0], live_params(state)
-        fetched = state.zero["stage3_prefetch_bucket_size"] + max(numel for numel, _ in frozen.numels)
-        terms += [
-            Term(name="persistent parameters", num_bytes=w * persistent, formula=f"{w} x {persistent:,}"),
-            Term(name="gathered parameters", num_bytes=w * live, formula=f"{w} x {live:,} of {most:,}"),
+
+
+def _weight_terms(layout: ZeroLayout) -> list[Term]:
+    """List the weights: all on every rank, or this rank's shard with what ZeRO-3 gathers for a moment."""
+    if layout.stage == 3:
+        return [*host_terms(layout), *shards(layout), *gathered(layout)]
+    weights, how = frozen_bytes(layout)
+    terms = [*host_terms(layout), Term(name="weights", num_bytes=weights, formula=how)]
+    if layout.has_gpu:  # every rank builds the model in host memory first
+        ranks = layout.ranks_per_node
+        terms.append(
             Term(
-                name="prefetch copies",
-                num_bytes=w * min(fetched, most),
-                formula=f"{w} x (prefetch bucket + parameter that fills it) = {w} x {min(fetched, most):,}",
-            ),
-        ]
+                name="weights while loading",
+                num_bytes=ranks * weights,
+                phase="load",
+                place="host",
+                formula=f"{ranks} ranks x {how}",
+            )
+        )
     return terms
 
 
 def _activation_terms(job: Job, batch_tokens: int, machine: Machine) -> list[Term]:
-    """The backbone without gradients, or, after it, hidden states and some rows and words of the logits: whichever is
-    more (dsft/perplexity/scoring.py).
+    """Count the backbone without gradients, or, after it, hidden states and a tile of the logits: whichever is more
+    (dsft/perplexity/scoring.py).
     """
     activations = job.evaluation_activations
     return [
@@ -183,21 +159,18 @@ def _activation_terms(job: Job, batch_tokens: int, machine: Machine) -> list[Ter
     ]
 
 
-def _batch_seconds(section: dict[str, Any], batch_tokens: int, job: Job, machine: Machine, speeds: Speeds) -> float:
-    """One forward on every rank: products and attention of a causal sequence, gathers, and what comes from host memory
-    or NVMe.
+def _batch_seconds(layout: ZeroLayout, batch_tokens: int, job: Job, machine: Machine, speeds: Speeds) -> float:
+    """Predict one forward on every rank: products and attention of a causal sequence, gathers, and what comes from host
+    memory or NVMe.
     """
-    size, width = job.size, DTYPE_BYTES[job.dtype]
+    size, weights = job.size, layout.weight_bytes * job.size.num_params
     compute = batch_tokens * forward_flops_per_token(size, job.seq_len) / speeds.flops
-    if section.get("stage") != 3:
+    if layout.stage != 3:
         return compute
-    moving = collective_seconds(
-        width * size.num_params, GATHERS_PER_LAYER * size.num_layers, machine, speeds, speeds.link_bytes
-    )
-    shard = width * size.num_params / machine.world_size
-    device = get_value(section, "offload_param.device") or "none"
-    if device != "none":
+    moving = collective_seconds(weights, GATHERS_PER_LAYER * size.num_layers, machine, speeds, speeds.link_bytes)
+    shard = weights / machine.world_size
+    if layout.param_device != "none":
         moving += shard / speeds.host_link_bytes
-    if device == "nvme":
+    if layout.param_device == "nvme":
         moving += shard * machine.ranks_per_node / speeds.nvme_bytes
     return max(compute, moving) if speeds.overlaps else compute + moving

@@ -1,7 +1,8 @@
 """Measures what ranks and their links reach: matrix products, memory, collectives, and exchanges between two ranks.
 
 `dsft plan --calibrate` measures this machine's ranks (`calibrate`); the doctor's smoke test measures the ranks of a run
-with the same functions. Every function that communicates needs a process group that stands.
+with the same functions. Every function that communicates needs a process group that stands. Imports no transformers:
+the ranks of a smoke test start fast.
 """
 
 import dataclasses
@@ -17,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from dsft.planner.measured_speeds import keep_ranks
-from dsft.planner.step_time import ADAM_BYTES
 from dsft.runtime.distributed import device, free_port, max_over_ranks, start_ranks, wait_for_all
 from dsft.runtime.hardware import Machine
 from dsft.units import MiB
@@ -160,10 +160,13 @@ def _training_flops(place: torch.device, dtype: torch.dtype) -> float:
 
 def _adam_bytes(place: torch.device) -> float:
     """Bytes per second of a rank's own memory in an update by fused AdamW."""
+    from dsft.planner.zero_layout import OPTIMIZERS
+
     weights = torch.nn.Parameter(torch.randn(_collective_numbers(place), device=place))
     weights.grad = torch.randn_like(weights)
     adam = torch.optim.AdamW([weights], fused=True)
-    return weights.numel() * ADAM_BYTES / _slowest_seconds(adam.step, place)
+    traffic = OPTIMIZERS["adamw_torch_fused"].traffic
+    return weights.numel() * traffic / _slowest_seconds(adam.step, place)
 
 
 def _collectives(place: torch.device, ranks: int) -> dict[str, float]:

@@ -12,16 +12,11 @@ uneven network.
 
 from dataclasses import dataclass
 
-from dsft.config.deepspeed_json import get_value
 from dsft.models.size import ModelSize
 from dsft.planner.speeds import Speeds
+from dsft.planner.zero_layout import ZeroLayout
 from dsft.runtime.hardware import Machine
-from dsft.units import DTYPE_BYTES
 
-ADAM_BYTES = 30
-"""Memory traffic of AdamW per parameter: read gradient 4 and master 4, m 4, v 4; write master 4, m 4, v 4, bf16 weight
-2.
-"""
 GATHERS_PER_LAYER = 8
 """Modules with weights of their own in a transformer layer, each a collective of ZeRO-3: q, k, v, o, gate, up, down and
 the norms.
@@ -64,8 +59,7 @@ def flops_per_token(size: ModelSize, seq_len: int, *, checkpointing: bool) -> fl
 
 
 def step_time(
-    size: ModelSize,
-    zero: dict,
+    layout: ZeroLayout,
     machine: Machine,
     speeds: Speeds,
     *,
@@ -73,18 +67,13 @@ def step_time(
     accumulation: int,
     seq_len: int,
     checkpointing: bool,
-    dtype: str,
 ) -> StepTime:
-    """Time of one optimizer step of `accumulation` micro steps of `micro_batch` sequences on every rank.
-
-    Args:
-        zero: the section zero_optimization, without "auto" (`resolve_auto`).
-    """
+    """Predict one optimizer step of `accumulation` micro steps of `micro_batch` sequences on every rank."""
     tokens = micro_batch * seq_len
-    compute = accumulation * tokens * flops_per_token(size, seq_len, checkpointing=checkpointing) / speeds.flops
-    communication = _communication_seconds(size, zero, machine, speeds, accumulation, dtype)
-    offload, optimizer = _update_seconds(size, zero, machine, speeds, accumulation, dtype)
-    if speeds.overlaps and zero["overlap_comm"]:
+    compute = accumulation * tokens * flops_per_token(layout.size, seq_len, checkpointing=checkpointing) / speeds.flops
+    communication = _communication_seconds(layout, machine, speeds, accumulation)
+    offload, optimizer = _update_seconds(layout, machine, speeds, accumulation)
+    if speeds.overlaps and layout.zero["overlap_comm"]:
         # Parameter transfers of offload are prefetched like gathers.
         moving = communication + offload
         busy = max(compute, moving) + OVERLAP_LOSS * min(compute, moving)
@@ -118,18 +107,16 @@ def collective_seconds(
     return max(inside, across) + calls * speeds.collective_seconds
 
 
-def _communication_seconds(
-    size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, accumulation: int, dtype: str
-) -> float:
-    width, stage = DTYPE_BYTES[dtype], zero["stage"]
-    weights, gradients = width * size.num_params, width * size.num_trainable
+def _communication_seconds(layout: ZeroLayout, machine: Machine, speeds: Speeds, accumulation: int) -> float:
+    size, zero = layout.size, layout.zero
+    weights, gradients = layout.weight_bytes * size.num_params, layout.weight_bytes * size.num_trainable
     buckets = size.num_trainable // zero["reduce_bucket_size"] + 1
-    if stage == 0:
+    if layout.stage == 0:
         return collective_seconds(2 * gradients, 2 * buckets, machine, speeds, speeds.all_reduce_bytes)
     reduce = collective_seconds(gradients, buckets, machine, speeds, speeds.reduce_bytes)
-    if stage < 3:
+    if layout.stage < 3:
         gather = collective_seconds(gradients, buckets, machine, speeds, speeds.link_bytes)
-        return (accumulation if stage == 2 else 1) * reduce + gather
+        return (accumulation if layout.stage == 2 else 1) * reduce + gather
     calls = GATHERS_PER_LAYER * size.num_layers
     forward = collective_seconds(weights, calls, machine, speeds, speeds.link_bytes)
     # With hpZ the forward's gather fills a second partition within the node, which the backward gathers from.
@@ -139,35 +126,27 @@ def _communication_seconds(
     return accumulation * (forward + backward + reduce)
 
 
-def _update_seconds(
-    size: ModelSize, zero: dict, machine: Machine, speeds: Speeds, accumulation: int, dtype: str
-) -> tuple[float, float]:
-    """(transfers, optimizer) of one step. A rank moves only its own shard; stages 0 updates everything on every
+def _update_seconds(layout: ZeroLayout, machine: Machine, speeds: Speeds, accumulation: int) -> tuple[float, float]:
+    """Predict (transfers, optimizer) of one step. A rank moves only its own shard; stage 0 updates everything on every
     rank.
     """
-    width = DTYPE_BYTES[dtype]
-    shards = machine.world_size if zero["stage"] else 1
-    own = size.num_trainable / shards
-    offload = 0.0
-    where = get_value(zero, "offload_optimizer.device") or "none"
-    ratio = zero["offload_optimizer"]["ratio"] if where != "none" else 0.0
-    optimizer = (1 - ratio) * own * ADAM_BYTES / speeds.device_bytes
+    size, optimizer = layout.size, layout.optimizer
+    updated = size.num_trainable / (machine.world_size if layout.stage else 1)
+    ratio = layout.zero["offload_optimizer"]["ratio"] if layout.optimizer_device != "none" else 0.0
+    transfers = 0.0
+    seconds = (1 - ratio) * updated * optimizer.traffic / speeds.device_bytes
     if ratio:
-        on_host = ratio * own
+        on_host = ratio * updated
+        if machine.has_gpu:  # gradients down each micro step, weights up once
+            transfers += (accumulation + 1) * layout.weight_bytes * on_host / speeds.host_link_bytes
+        seconds = max(seconds, on_host * machine.ranks_per_node / speeds.adam_params)
+    if layout.optimizer_device == "nvme":  # master and moments, read and written
+        moved = 2 * (optimizer.master + optimizer.state) * updated * machine.ranks_per_node
+        transfers += moved / speeds.nvme_bytes
+    if layout.param_device != "none":  # this rank's shard, for forward and backward
+        moved = 2 * accumulation * layout.weight_bytes * size.num_params / machine.world_size
         if machine.has_gpu:
-            offload += (
-                (accumulation + 1) * width * on_host / speeds.host_link_bytes
-            )  # gradients down each micro step, weights up once
-        optimizer = max(optimizer, on_host * machine.ranks_per_node / speeds.adam_params)
-    if where == "nvme":
-        offload += 2 * 12 * own * machine.ranks_per_node / speeds.nvme_bytes  # master, m and v read and written
-    params = get_value(zero, "offload_param.device") or "none"
-    if params != "none":
-        moved = (
-            2 * accumulation * width * size.num_params / machine.world_size
-        )  # this rank's shard, for forward and backward
-        if machine.has_gpu:
-            offload += moved / speeds.host_link_bytes
-        if params == "nvme":
-            offload += moved * machine.ranks_per_node / speeds.nvme_bytes
-    return offload, optimizer
+            transfers += moved / speeds.host_link_bytes
+        if layout.param_device == "nvme":
+            transfers += moved * machine.ranks_per_node / speeds.nvme_bytes
+    return transfers, seconds

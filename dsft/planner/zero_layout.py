@@ -1,7 +1,4 @@
-"""What the memory formulas read of model, DeepSpeed configuration and machine, and the counts they share.
-
-Letters, here and in `states` and `host_states`: psi parameters, psi_t trained ones, N ranks, w bytes of a weight.
-"""
+"""What the memory formulas read of model, DeepSpeed configuration and machine, and the counts they share."""
 
 import math
 from collections import Counter
@@ -17,8 +14,36 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class OptimizerMemory:
+    """Bytes per trained parameter that an optimizer takes beside weight and gradient."""
+
+    state: int
+    """Its moments."""
+    master: int = 4
+    """The fp32 copy of the weight that is updated."""
+    step: int
+    """Copies that it makes for a moment while it updates."""
+
+    @property
+    def traffic(self) -> int:
+        """Of one update: gradient 4, master and moments are read; master, moments and bf16 weight 2 are written."""
+        return 4 + 2 * (self.master + self.state) + 2
+
+    @property
+    def formula(self) -> str:
+        return f"fp32 master {self.master} + moments {self.state}"
+
+
+OPTIMIZERS = {
+    "adamw_torch_fused": OptimizerMemory(state=8, step=0),  # m 4 + v 4 in fp32 (ZeRO paper, table 1)
+    "adamw_torch": OptimizerMemory(state=8, step=8),  # two fp32 copies (torch/optim/adamw.py, _multi_tensor_adamw)
+}
+"""By transformers' name (the option `optim`). An optimizer that is not here is planned as `adamw_torch`."""
+
+
 def resolve_auto(zero_section: dict[str, Any], size: ModelSize) -> dict[str, Any]:
-    """The section zero_optimization as DeepSpeed will read it: "auto" filled from the hidden size, defaults for what is
+    """Read the section zero_optimization as DeepSpeed will: "auto" filled from the hidden size, defaults for what is
     missing.
 
     Source: HfTrainerDeepSpeedConfig.trainer_config_finalize (transformers/integrations/deepspeed.py) and
@@ -26,11 +51,11 @@ def resolve_auto(zero_section: dict[str, Any], size: ModelSize) -> dict[str, Any
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    h = size.hidden_size
+    hidden = size.hidden_size
     filled = {
-        "reduce_bucket_size": h * h,
-        "stage3_prefetch_bucket_size": int(0.9 * h * h),
-        "stage3_param_persistence_threshold": 10 * h,
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "stage3_param_persistence_threshold": 10 * hidden,
     }
     section = {key: filled.get(key) if value == "auto" else value for key, value in zero_section.items()}
     given = DeepSpeedZeroConfig(**{key: value for key, value in section.items() if value is not None})
@@ -38,8 +63,8 @@ def resolve_auto(zero_section: dict[str, Any], size: ModelSize) -> dict[str, Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroJob:
-    """What the formulas read of model, configuration and machine."""
+class ZeroLayout:
+    """How ZeRO spreads a model over the ranks, as far as memory depends on it."""
 
     size: ModelSize
     zero: dict[str, Any]
@@ -51,11 +76,11 @@ class ZeroJob:
     has_gpu: bool
     accumulates: bool
     """More than one micro batch per optimizer step, or not known."""
-    fused_optimizer: bool
+    optimizer: OptimizerMemory
 
     @property
     def weight_bytes(self) -> int:
-        """w: of a base weight, a gradient and a bucket's element. DeepSpeed accumulates and communicates in the model's
+        """Of a base weight, a gradient and a bucket's element. DeepSpeed accumulates and communicates in the model's
         dtype.
         """
         return DTYPE_BYTES[self.dtype]
@@ -66,24 +91,30 @@ class ZeroJob:
         return self.dtype != "float32"
 
     @property
-    def update_bytes(self) -> int:
-        """Per updated parameter, two fp32 copies that torch's AdamW makes where it is not fused."""
-        return 0 if self.fused_optimizer else 8
-
-    @property
-    def trained_bytes(self) -> int:
+    def trained_weight_bytes(self) -> int:
         """Of a trained weight. peft makes adapters in fp32; engine.py casts them to the model's dtype, but not where
         zero.Init made the base (`_cast_module_mixed_precision`).
         """
         return 4 if self.stage == 3 and self.size.lora_r else self.weight_bytes
 
     @property
-    def frozen(self) -> int:
+    def flat_gradient_bytes(self) -> int:
+        """Of a gradient on its way into the optimizer: a flat copy and one in fp32 (in fp32 the flat copy is it), and
+        the optimizer's own copies.
+        """
+        return (self.weight_bytes if self.has_fp32_master else 0) + 4 + self.optimizer.step
+
+    @property
+    def num_trainable(self) -> int:
+        return self.size.num_trainable
+
+    @property
+    def num_frozen(self) -> int:
         return self.size.num_params - self.size.num_trainable
 
     @property
     def share(self) -> int:
-        """psi_t / N: trained parameters whose optimizer states this rank holds."""
+        """Trained parameters whose optimizer states this rank holds."""
         return math.ceil(self.size.num_trainable / self.world_size)
 
     @property
@@ -120,16 +151,24 @@ class ZeroJob:
         full = self.zero["sub_group_size"]
         if full >= self.share or full == 0:
             return [self.share]
-        whole, rest = divmod(self.share, full)
-        return [full] * whole + ([rest] if rest else [])
+        number, rest = divmod(self.share, full)
+        return [full] * number + ([rest] if rest else [])
+
+    @property
+    def device_sub_groups(self) -> list[int]:
+        """Sub-groups that the device updates: all, or with offload the first int((1 - ratio) x their number)."""
+        groups = self.sub_groups
+        if self.optimizer_device == "none":
+            return groups
+        return groups[: int((1 - self.zero["offload_optimizer"]["ratio"]) * len(groups))]
 
     @property
     def gathers(self) -> bool:
-        """Whether ZeRO-3 builds whole parameters beside its partitions (`NoGatherHandle` on one rank)."""
+        """Whether ZeRO-3 builds full parameters beside its partitions (`NoGatherHandle` on one rank)."""
         return self.world_size > 1 or self.param_device != "none"
 
 
-def describe_job(
+def describe_layout(
     size: ModelSize,
     deepspeed_config: dict[str, Any],
     *,
@@ -137,17 +176,25 @@ def describe_job(
     ranks_per_node: int,
     dtype: str,
     has_gpu: bool,
-    fused_optimizer: bool = True,
-) -> ZeroJob:
-    """Raises ValueError where ZeRO-3 or offload of parameters is asked for with a quantised base, which transformers
-    does not shard.
+    optimizer: str = "adamw_torch_fused",
+) -> ZeroLayout:
+    """Describe how this configuration spreads a model over the ranks.
+
+    Args:
+        deepspeed_config: complete; "auto" is understood in the numbers that transformers fills.
+        dtype: of the computation; bfloat16 and float16 have fp32 master weights.
+        has_gpu: without, terms of place "device" are what one rank holds in host memory, and nothing is pinned.
+        optimizer: a key of OPTIMIZERS. With offload the optimizer is DeepSpeed's CPUAdam, which makes no copies.
+
+    Raises:
+        ValueError: where ZeRO-3 is asked for with a quantised base, which transformers does not shard.
     """
     zero = resolve_auto(deepspeed_config.get("zero_optimization", {}), size)
     if size.quantized_bits and zero["stage"] == 3:
         raise ValueError(
             "a quantised base is not sharded by ZeRO-3 (transformers skips zero.Init for it); use stage 0, 1 or 2"
         )
-    return ZeroJob(
+    return ZeroLayout(
         size=size,
         zero=zero,
         stage=zero["stage"],
@@ -156,40 +203,35 @@ def describe_job(
         dtype=dtype,
         has_gpu=has_gpu,
         accumulates=deepspeed_config.get("gradient_accumulation_steps", 1) != 1,
-        fused_optimizer=fused_optimizer,
+        optimizer=OPTIMIZERS.get(optimizer, OPTIMIZERS["adamw_torch"]),
     )
 
 
-def frozen_bytes(job: ZeroJob) -> tuple[int, str]:
-    """The base that adapters stand on, whole, and its arithmetic. Quantised, only linear layers are; bitsandbytes
-    leaves embedding and head.
+def frozen_bytes(layout: ZeroLayout) -> tuple[int, str]:
+    """Return the bytes of the base that adapters stand on, unsharded, and their arithmetic.
+
+    Quantised, only linear layers are; bitsandbytes leaves embedding and head.
     """
-    w, bits = job.weight_bytes, job.size.quantized_bits
+    weight_bytes, bits = layout.weight_bytes, layout.size.quantized_bits
     if not bits:
-        return w * job.frozen, f"{w} x {job.frozen:,} frozen"
-    plain = job.size.embedding_params + job.size.head_params
+        return weight_bytes * layout.num_frozen, f"{weight_bytes} x {layout.num_frozen:,} frozen"
+    plain = layout.size.embedding_params + layout.size.head_params
+    quantized = layout.num_frozen - plain
     per_weight = NF4_BYTES if bits == 4 else bits / 8
     return (
-        int(w * plain + per_weight * (job.frozen - plain)),
-        f"{w} x {plain:,} embedding and head + {per_weight:.3f} x {job.frozen - plain:,} quantised",
+        int(weight_bytes * plain + per_weight * quantized),
+        f"{weight_bytes} x {plain:,} embedding and head + {per_weight:.3f} x {quantized:,} quantised",
     )
 
 
-def partition_gradients(job: ZeroJob) -> int:
-    """Elements of the parameters that lie in one rank's share, each whole, on the rank that has most
+def partition_gradients(layout: ZeroLayout) -> int:
+    """Count the elements of the parameters that lie in one rank's share, each in full, on the rank that has most
     (`copy_grads_in_partition`).
 
     The embedding comes first: a rank that ends it holds all of it, and what follows. Any other parameter may lie across
     the share's border.
     """
-    first = 0 if job.size.lora_r else job.size.embedding_params
-    beyond = first - first % job.share if first > job.share else 0  # of the embedding, in the shares before
-    return min(job.size.num_trainable, beyond + job.share + job.largest_inner)
-
-
-def device_sub_groups(job: ZeroJob) -> list[int]:
-    """Sub-groups that the device updates: all, or with offload the first int((1 - ratio) x their number)."""
-    if job.optimizer_device == "none":
-        return job.sub_groups
-    groups = job.sub_groups
-    return groups[: int((1 - job.zero["offload_optimizer"]["ratio"]) * len(groups))]
+    share = layout.share
+    first = 0 if layout.size.lora_r else layout.size.embedding_params
+    before = first - first % share if first > share else 0  # of the embedding, in the shares before
+    return min(layout.num_trainable, before + share + layout.largest_inner)

@@ -20,8 +20,9 @@ from dsft.data.sources import FormattedSource
 from dsft.errors import UserError, raise_if_any
 from dsft.models.size import ModelFacts, check_positions, measure_model
 from dsft.planner.fake_model import Attention
+from dsft.planner.job import Job, attention_of
 from dsft.planner.measured_speeds import calibrated
-from dsft.planner.plan import Job, Plan, all_plans, attention_of, choose, reason
+from dsft.planner.plan import Plan, all_plans, choose, reason
 from dsft.planner.speeds import Speeds, speeds_of
 from dsft.runtime.hardware import Machine
 
@@ -67,7 +68,7 @@ def training_job(
         accumulation=training.get("gradient_accumulation_steps"),
         sequences_per_step=options.global_batch_size,
         checkpointing=checkpointing,
-        fused_optimizer=training.get("optim", "adamw_torch_fused") == "adamw_torch_fused",
+        optimizer=training.get("optim", "adamw_torch_fused"),
     )
 
 

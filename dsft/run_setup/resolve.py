@@ -31,7 +31,8 @@ from dsft.models.lora import adapters_of
 from dsft.models.packing_probe import Packing, try_packing
 from dsft.models.size import ModelFacts, check_positions, measure_model
 from dsft.models.tokenizer import check_tokenizer
-from dsft.planner.plan import Job, Plan
+from dsft.planner.job import Job
+from dsft.planner.plan import Plan
 from dsft.run_setup.arguments import ignored_options
 from dsft.run_setup.checks import (
     check_base,

@@ -172,9 +172,7 @@ def test_terms_add_up_and_show_their_numbers():
             num_attention_heads=4,
             rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
         ),
-        transformers.OpenAIGPTConfig(
-            vocab_size=1000, n_embd=64, n_layer=2, n_head=4
-        ),  # has no layers of the usual class
+        transformers.OpenAIGPTConfig(vocab_size=1000, n_embd=64, n_layer=2, n_head=4),  # other layers
     ],
     ids=["dynamic positions", "openai-gpt"],
 )

@@ -12,9 +12,10 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from dsft.config.deepspeed_json import compose, known_names, read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.models.size import measure_model
-from dsft.planner.model_states import load_terms, state_terms
+from dsft.planner.load_states import load_terms
+from dsft.planner.model_states import state_terms
 from dsft.planner.terms import peak_bytes
-from dsft.planner.zero_layout import resolve_auto
+from dsft.planner.zero_layout import OPTIMIZERS, OptimizerMemory, describe_layout, resolve_auto
 
 MODEL = {
     "vocab_size": 2520,
@@ -118,15 +119,16 @@ def sizes(tmp_path_factory):
 
 def predict(name: str, sizes, function=state_terms):
     """Terms of one rank, of both places together: what is offloaded lies in the same memory here."""
-    one = CASES[name]
-    terms = function(
-        sizes[one["model"]["tie_word_embeddings"], one["lora_r"]],
-        one["config"],
+    case = CASES[name]
+    layout = describe_layout(
+        sizes[case["model"]["tie_word_embeddings"], case["lora_r"]],
+        case["config"],
         world_size=WORLD_SIZE,
         ranks_per_node=RANKS_PER_NODE,
-        dtype=one["dtype"],
+        dtype=case["dtype"],
         has_gpu=False,
     )
+    terms = function(layout)
     return [
         (term, term.num_bytes // (RANKS_PER_NODE if term.place == "host" else 1))
         for term in terms
@@ -274,12 +276,17 @@ def test_auto_is_filled_as_transformers_fills_it(stage, sizes):
     assert ours["sub_group_size"] == 10**9 and ours["overlap_comm"] is (stage == 3)  # DeepSpeed's defaults
 
 
+def on_16_ranks(size, config: dict, **others):
+    placed = {"world_size": 16, "ranks_per_node": 8, "dtype": "bfloat16", "has_gpu": True}
+    return describe_layout(size, config, **placed | others)
+
+
 @pytest.mark.parametrize("name", known_names())
 @pytest.mark.parametrize("lora_r", [0, 32])
 def test_every_configuration_has_terms_with_their_arithmetic(name, lora_r, sizes):
-    config = compose(read_zero_file(name, []), ranks_per_node=8)
+    layout = on_16_ranks(sizes[False, lora_r], compose(read_zero_file(name, []), ranks_per_node=8))
     for function in (state_terms, load_terms):
-        terms = function(sizes[False, lora_r], config, world_size=16, ranks_per_node=8, dtype="bfloat16", has_gpu=True)
+        terms = function(layout)
         assert all(term.num_bytes > 0 and term.formula for term in terms) and peak_bytes(terms, "device") > 0
 
 
@@ -288,7 +295,7 @@ def test_pinned_memory_is_rounded_up_to_powers_of_two_on_gpu_nodes_only(sizes):
 
     def host(has_gpu: bool, pin: bool) -> dict[str, float]:
         config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": pin}}}
-        terms = state_terms(sizes[False, 0], config, world_size=16, ranks_per_node=8, dtype="bfloat16", has_gpu=has_gpu)
+        terms = state_terms(on_16_ranks(sizes[False, 0], config, has_gpu=has_gpu))
         return {term.name: term.num_bytes / 8 for term in terms if term.place == "host"}
 
     assert host(True, True)["fp32 gradients"] == 2**21  # of 4 x 457 thousand
@@ -306,7 +313,7 @@ def test_what_ratio_leaves_on_the_device_is_not_in_host_memory(sizes):
                 "offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": ratio},
             }
         }
-        terms = state_terms(sizes[False, 0], config, world_size=16, ranks_per_node=1, dtype="bfloat16", has_gpu=True)
+        terms = state_terms(on_16_ranks(sizes[False, 0], config, ranks_per_node=1))
         return sum(term.num_bytes for term in terms if term.place == place and term.phase == "always")
 
     kept = 5 * 50_000  # int((1 - 0.5) x 10 sub-groups)
@@ -316,17 +323,20 @@ def test_what_ratio_leaves_on_the_device_is_not_in_host_memory(sizes):
 def test_a_quantised_base_is_refused_by_stage_3(sizes):
     size = dataclasses.replace(sizes[False, 32], quantized_bits=4)
     with pytest.raises(ValueError, match="stage 0, 1 or 2"):
-        state_terms(
-            size, {"zero_optimization": {"stage": 3}}, world_size=16, ranks_per_node=8, dtype="bfloat16", has_gpu=True
-        )
-    weights = next(
-        t
-        for t in state_terms(
-            size, {"zero_optimization": {"stage": 2}}, world_size=16, ranks_per_node=8, dtype="bfloat16", has_gpu=True
-        )
-        if t.name == "weights"
-    )
+        on_16_ranks(size, {"zero_optimization": {"stage": 3}})
+    terms = state_terms(on_16_ranks(size, {"zero_optimization": {"stage": 2}}))
+    weights = next(term for term in terms if term.name == "weights")
     linear = size.num_params - size.num_trainable - size.embedding_params - size.head_params
     assert weights.num_bytes == pytest.approx(
         2 * (size.embedding_params + size.head_params + size.num_trainable) + 0.516 * linear, rel=1e-3
     )
+
+
+def test_an_optimizer_is_one_entry_of_the_table(sizes, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "one_moment", OptimizerMemory(state=4, step=0))
+    for stage in (0, 1, 2, 3):
+        states = {}
+        for optimizer in ("adamw_torch_fused", "one_moment"):
+            layout = on_16_ranks(sizes[False, 0], {"zero_optimization": {"stage": stage}}, optimizer=optimizer)
+            states[optimizer] = sum(term.num_bytes for term in state_terms(layout) if term.name == "optimizer state")
+        assert states["one_moment"] == pytest.approx(states["adamw_torch_fused"] * (4 + 4) / (4 + 8), rel=1e-6)

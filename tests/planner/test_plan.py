@@ -23,8 +23,9 @@ from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.size import measure_model
 from dsft.planner import measured_speeds
+from dsft.planner.candidates import NAMES, candidate_names, sub_group_size
 from dsft.planner.measuring import calibrate
-from dsft.planner.plan import NAMES, Plan, all_plans, candidate_names, choose, reason, sub_group_size
+from dsft.planner.plan import Plan, all_plans, choose, reason
 from dsft.planner.speeds import GPUS, gpu_name, parse_interconnect, speeds_of
 from dsft.planner.step_time import collective_seconds, flops_per_token
 from dsft.run_setup.plan import job_over_data, paper_job, plan_run

@@ -15,9 +15,10 @@ from dsft.config.options import TrainConfig
 from dsft.models.lora import adapters_of
 from dsft.models.size import empty_model, model_size
 from dsft.planner.activations import training_activations
+from dsft.planner.limits import CONTEXT_BYTES, FRAGMENTATION, HOST_SHARE, overhead
 from dsft.planner.model_states import state_terms
-from dsft.planner.plan import CONTEXT_BYTES, FRAGMENTATION, HOST_SHARE, overhead
 from dsft.planner.terms import Term, peak_bytes
+from dsft.planner.zero_layout import describe_layout
 from dsft.runtime.hardware import Machine
 from dsft.units import GB, GiB
 
@@ -107,7 +108,7 @@ class Published:
     accumulation: int = 1
     checkpointing: bool = True
     loss: str = "hf"
-    fused_optimizer: bool = True
+    optimizer: str = "adamw_torch_fused"
     logits_kept: int = 0
     """Bytes per token and word of the vocabulary that the trainer keeps beside the loss until after the backward."""
     measured: float
@@ -193,7 +194,7 @@ RUNS = {
         gpus=8,
         seq_len=8192,
         accumulation=2,
-        fused_optimizer=False,
+        optimizer="adamw_torch",
         logits_kept=2,
         measured=58 * GiB,
         counts="reserved",
@@ -206,7 +207,7 @@ RUNS = {
         seq_len=8192,
         accumulation=2,
         loss="fused",
-        fused_optimizer=False,
+        optimizer="adamw_torch",
         measured=42 * GiB,
         counts="reserved",
     ),
@@ -245,15 +246,16 @@ def predicted(run: Published) -> list[Term]:
             )
         ]
     else:
-        states = state_terms(
+        layout = describe_layout(
             size,
             {"zero_optimization": run.zero, "gradient_accumulation_steps": run.accumulation},
             world_size=run.gpus,
             ranks_per_node=run.gpus,
             dtype="bfloat16",
             has_gpu=True,
-            fused_optimizer=run.fused_optimizer,
+            optimizer=run.optimizer,
         )
+        states = state_terms(layout)
     kept = Term(
         name="logits kept",
         num_bytes=run.logits_kept * tokens * size.vocab_size,
@@ -287,7 +289,7 @@ def test_published_peaks_are_met_within_10_percent(name):
                 seq_len=8192,
                 accumulation=2,
                 loss="fused",
-                fused_optimizer=False,
+                optimizer="adamw_torch",
                 measured=0,
             ),
             79.6 * GiB,
@@ -300,7 +302,7 @@ def test_published_peaks_are_met_within_10_percent(name):
                 zero=AUTO | {"overlap_comm": True},
                 gpus=8,
                 seq_len=1024,
-                fused_optimizer=False,
+                optimizer="adamw_torch",
                 measured=0,
             ),
             139.8 * GiB,

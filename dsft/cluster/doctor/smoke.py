@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from dsft.cluster.doctor.links import combine, node_of_ranks, pair_rates, partners, slow_keys
-from dsft.cluster.doctor.measuring import all_reduce_bytes, exchange_rate, matmul_flops, median_seconds
 from dsft.cluster.doctor.phase import MARK
+from dsft.planner.measuring import all_reduce_bytes, exchange_rate, matmul_flops, median_seconds
 
 LIFE_SECONDS = 30
 """A rank that has not finished by then ends, wherever it waits; the head names it by the last it said."""

@@ -1,0 +1,108 @@
+"""Which configurations a plan tries: ZeRO files, the numbers in them, micro batches."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dsft.config.deepspeed_json import compose, get_value, read_zero_file
+from dsft.models.size import ModelSize
+from dsft.planner.job import Job
+from dsft.runtime.hardware import Machine
+
+SEQUENCES_PER_STEP = 64
+"""Sequences of one optimizer step over all ranks where nothing is said; at least one per rank."""
+LARGEST_MICRO_BATCH = 64
+SMALL_LIVE_PARAMS = 50_000_000
+"""stage3_max_live_parameters and stage3_max_reuse_distance, lowered together (one alone changes nothing), where 1e9
+would not fit.
+"""
+NAMES = (
+    "0",
+    "1",
+    "2",
+    "3",
+    "3-hpz",
+    "2-offload",
+    "3-offload-partial",
+    "3-offload-optimizer",
+    "3-offload-param",
+    "3-offload",
+    "3-nvme",
+)
+"""Candidates, simplest first: of two that are equally fast, the first is taken."""
+
+
+def candidate_names(size: ModelSize, machine: Machine) -> list[str]:
+    """List the configurations that make sense for this model and machine."""
+    left_out = set()
+    if machine.world_size == 1:
+        left_out |= {"0", "2"}  # nothing to shard: 1 is the same with fewer buffers
+    if machine.nodes == 1 or machine.ranks_per_node == 1:
+        left_out.add("3-hpz")
+    if not machine.has_gpu:
+        left_out |= {name for name in NAMES if "offload" in name}  # device and host are the same memory
+    if not machine.nvme_bytes:
+        left_out.add("3-nvme")
+    if size.quantized_bits:  # neither sharded by ZeRO-3 nor offloaded: transformers skips zero.Init for such a base
+        left_out |= {name for name in NAMES if name not in ("0", "1", "2")}
+    return [name for name in NAMES if name not in left_out]
+
+
+def batches(job: Job, world_size: int) -> Iterator[tuple[int, int]]:
+    """Yield (micro batch, accumulation) to try, smallest micro batch first; each makes up the sequences of a step on
+    all ranks.
+    """
+    if job.micro_batch:
+        per_step = job.sequences_per_step or job.micro_batch * world_size
+        yield job.micro_batch, job.accumulation or max(1, per_step // (job.micro_batch * world_size))
+        return
+    per_rank = max(1, (job.sequences_per_step or SEQUENCES_PER_STEP) // world_size)
+    for micro in range(1, min(per_rank, LARGEST_MICRO_BATCH) + 1):
+        if per_rank % micro == 0:
+            yield micro, per_rank // micro
+
+
+def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Machine) -> Iterator[dict[str, Any]]:
+    """Yield the configuration with numbers for this model, then with less memory; a JSON of the user's stays."""
+    config = compose(zero_file or read_zero_file(name, []), ranks_per_node=machine.ranks_per_node)
+    if zero_file is not None:
+        yield config
+        return
+    zero = config["zero_optimization"]
+    for part in ("offload_optimizer", "offload_param"):
+        if machine.nvme_path and get_value(zero, f"{part}.nvme_path"):
+            zero[part]["nvme_path"] = machine.nvme_path
+    if zero.get("stage") == 3:
+        zero["sub_group_size"] = sub_group_size(job.size, machine.world_size)
+    for key in ("reduce_bucket_size", "allgather_bucket_size"):
+        if isinstance(zero.get(key), int):  # allocated in full; some buckets per step are enough to overlap
+            enough = max(job.size.num_trainable // 8, max(numel for numel, _ in job.size.trainable_numels))
+            zero[key] = min(zero[key], -(-enough // 1024) * 1024)  # DeepSpeed wants an even number
+    shares = [1.0]
+    if "ratio" in (zero.get("offload_optimizer") or {}):
+        shares = [0.2, 0.4, 0.6, 0.8]
+        zero["sub_group_size"] = min(
+            zero["sub_group_size"], max(1, job.size.num_trainable // machine.world_size // 10)
+        )  # full sub-groups go to one side
+    for share in shares:
+        if "ratio" in (zero.get("offload_optimizer") or {}):
+            zero = zero | {"offload_optimizer": zero["offload_optimizer"] | {"ratio": share}}
+        yield config | {"zero_optimization": zero}
+    if zero.get("stage") == 3:
+        zero = zero | {"stage3_max_live_parameters": SMALL_LIVE_PARAMS, "stage3_max_reuse_distance": SMALL_LIVE_PARAMS}
+        yield config | {"zero_optimization": zero}
+    offloaded = [part for part in ("offload_optimizer", "offload_param") if get_value(zero, f"{part}.pin_memory")]
+    if offloaded:  # pinned memory is rounded up to powers of two, pageable memory is not
+        yield config | {"zero_optimization": zero | {part: zero[part] | {"pin_memory": False} for part in offloaded}}
+
+
+def sub_group_size(size: ModelSize, world_size: int) -> int:
+    """Choose the elements of the pieces in which a rank's shard is updated: they just about fill a power of two, which
+    pinned memory is rounded up to.
+
+    DeepSpeed closes a group once it has reached the number, so the largest shard of one parameter is left as margin.
+    """
+    margin = -(-max(numel for numel, _ in size.trainable_numels) // world_size)
+    power_of_two = 2**28
+    while power_of_two < 4 * margin:
+        power_of_two *= 2
+    return power_of_two - margin

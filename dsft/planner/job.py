@@ -1,0 +1,63 @@
+"""What the planner plans: a model and how it is trained, as far as memory and time depend on it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from peft import LoraConfig
+from transformers import PreTrainedConfig
+
+from dsft.models.size import ModelFacts, ModelSize
+from dsft.planner.activations import (
+    EvaluationActivations,
+    Loss,
+    TrainingActivations,
+    evaluation_activations,
+    training_activations,
+)
+from dsft.planner.fake_model import Attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be trained, as far as memory and time depend on it."""
+
+    size: ModelSize
+    model_config: PreTrainedConfig
+    dtype: str = "bfloat16"
+    """Of the computation. bfloat16 and float16 have fp32 master weights; with float32 everything is fp32."""
+    seq_len: int = 1024
+    attention: Attention = "flash"
+    loss: Loss = "hf"
+    adapters: LoraConfig | None = None
+    optimizer: str = "adamw_torch_fused"
+    """As transformers names it (the option `optim`); a key of zero_layout.OPTIMIZERS."""
+    micro_batch: int | None = None
+    """Sequences of one forward on one rank; None lets the plan choose."""
+    accumulation: int | None = None
+    sequences_per_step: int | None = None
+    """Of one optimizer step over all ranks."""
+    checkpointing: bool | None = None
+    """As the user set it; None lets the plan decide."""
+
+    @cached_property
+    def activations(self) -> TrainingActivations:
+        return training_activations(self.size, self.model_config, loss=self.loss, **self._traced())
+
+    @cached_property
+    def evaluation_activations(self) -> EvaluationActivations:
+        return evaluation_activations(self.size, self.model_config, **self._traced())
+
+    def _traced(self) -> dict[str, Any]:
+        names = ("dtype", "attention", "seq_len", "adapters")
+        return {name: getattr(self, name) for name in names}
+
+
+def attention_of(facts: ModelFacts, *, seq_len: int, padded: bool) -> Attention:
+    """Returns what attention holds: transformers leaves sdpa's mask out only where a batch has no padding and no
+    sliding window is reached.
+    """
+    if facts.attn_implementation != "sdpa":
+        return "eager" if facts.attn_implementation == "eager" else "flash"
+    window = getattr(facts.config.get_text_config(), "sliding_window", None)
+    return "sdpa" if padded or (window and seq_len >= window) else "flash"

@@ -1,0 +1,64 @@
+"""Memory while a model is loaded and handed to DeepSpeed.
+
+transformers maps checkpoint files into memory (under ZeRO-3 on rank 0 alone): pages that the kernel takes back when it
+needs them, so they are not counted; a file system that cannot map them needs the complete checkpoint on top.
+"""
+
+from dsft.planner.host_memory import process_term
+from dsft.planner.terms import Term
+from dsft.planner.zero_layout import ZeroLayout, frozen_bytes
+
+
+def load_terms(layout: ZeroLayout) -> list[Term]:
+    """List what one device, and one node's host memory, hold before training."""
+    size, weight_bytes, trained = layout.size, layout.weight_bytes, layout.num_trainable
+    # peft makes adapters in fp32, in full on every rank; DeepSpeed then converts or shards them.
+    adapters = 4 * trained if size.lora_r else 0
+    weights, how = frozen_bytes(layout) if size.lora_r else (weight_bytes * trained, f"{weight_bytes} x {trained:,}")
+    place = "host" if layout.has_gpu else "device"
+    terms = [process_term(layout, phase="load")]
+    if layout.stage == 3:
+        terms += _shards(layout, weights, how, adapters)
+    elif size.quantized_bits and layout.has_gpu:
+        plain = size.embedding_params + size.head_params  # prepare_model_for_kbit_training makes these fp32
+        weights += (4 - weight_bytes) * plain
+        terms.append(_load(layout, "weights", weights, f"{how}, embedding and head in fp32", place="device"))
+    else:
+        terms.append(_load(layout, "weights", weights, how, place=place))
+        if layout.has_gpu:
+            moved = weights + (weight_bytes * trained if size.lora_r else 0)
+            terms.append(_load(layout, "weights moved to the device", moved, how, place="device"))
+        elif layout.stage in (1, 2):
+            # Adapters in the model's dtype and their flat copy replace those in fp32.
+            flat = 2 * weight_bytes * trained - adapters if adapters else weight_bytes * trained
+            how = f"{weight_bytes} x {trained:,} (flatten_dense_tensors_aligned)"
+            terms.append(_load(layout, "flat copy of trained weights", max(0, flat), how, place="device"))
+    return terms + ([_load(layout, "adapters", adapters, f"4 x {trained:,}", place=place)] if adapters else [])
+
+
+def _shards(layout: ZeroLayout, weights: int, how: str, adapters: int) -> list[Term]:
+    """List what zero.Init makes of these bytes of weights: shards, one module after the other."""
+    # Of offload to NVMe at most: each shard is written out as it is made.
+    on_host = layout.has_gpu and layout.param_device != "none"
+    shards, over = weights // layout.world_size, layout.zero["zero_hpz_partition_size"]
+    # The module comes before the adapters.
+    largest = layout.weight_bytes * layout.size.largest_module_params - (0 if layout.has_gpu else adapters)
+    module_formula = f"{layout.weight_bytes} x {layout.size.largest_module_params:,}"
+    terms = [
+        _load(layout, "shards", shards, f"({how}) / {layout.world_size}", place="host" if on_host else "device"),
+        _load(layout, "one module, gathered", max(0, largest), module_formula, place="device"),
+    ]
+    if over > 1 and layout.param_device == "none":
+        terms.append(_load(layout, "secondary partition", weights // over, f"({how}) / {over}", place="device"))
+    return terms
+
+
+def _load(layout: ZeroLayout, name: str, num_bytes: int, formula: str, *, place: str) -> Term:
+    ranks = layout.ranks_per_node if place == "host" else 1
+    return Term(
+        name=name,
+        num_bytes=ranks * num_bytes,
+        phase="load",
+        place=place,
+        formula=f"{ranks} ranks x {formula}" if ranks > 1 else formula,
+    )
