@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.models.lora import add_lora, saved_lora_config
+from dsft.models.quantization import quantization_of
 from dsft.models.size import is_step_folder, load_model_config
 from dsft.runtime.hardware import has_gpu
 
@@ -66,7 +67,7 @@ def build_model(config, *, dtype: str, seed: int = 42) -> PreTrainedModel:
         )
     else:
         if method == "qlora":
-            options["quantization_config"] = _quantization(config, DTYPES[dtype])
+            options["quantization_config"] = quantization_of(config).load_config(DTYPES[dtype])
         model = load_weights(config.model, revision=config.revision, **options)
     if method == "qlora":
         from peft import prepare_model_for_kbit_training
@@ -140,17 +141,3 @@ def gathered(parameters: list[torch.Tensor]) -> Iterator[None]:
 
     with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
         yield
-
-
-def _quantization(config, compute_dtype: torch.dtype):
-    from transformers import BitsAndBytesConfig
-
-    if config.quantization_bits == 8:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute_dtype,
-        bnb_4bit_quant_storage=compute_dtype,  # so that DeepSpeed can shard the storage like any other weight
-    )

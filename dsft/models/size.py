@@ -21,6 +21,7 @@ from transformers import (
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.lora import adapters_of, check_lora_targets
+from dsft.models.quantization import Quantization, quantization_of
 from dsft.models.zero_shards import OPTIMIZER_FILES, step_folder
 
 CONFIG_ERRORS = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError)
@@ -69,8 +70,8 @@ class ModelSize:
     """The longest sequence the model has positions for; None where there is no limit."""
     lora_r: int
     """Rank of the adapters; 0 in full finetuning."""
-    quantized_bits: int
-    """Bits per base weight with qlora; 0 otherwise."""
+    quantization: Quantization | None
+    """Format of the base with qlora; None otherwise."""
 
 
 def empty_model(
@@ -245,7 +246,7 @@ def model_size(
         vocab_size=text.vocab_size,
         max_positions=getattr(text, "max_position_embeddings", None),
         lora_r=options.lora_r if adapters else 0,
-        quantized_bits=options.quantization_bits if options.method == "qlora" else 0,
+        quantization=quantization_of(options),
         **_widths(text),
     )
 

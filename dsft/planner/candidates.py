@@ -42,7 +42,7 @@ def candidate_names(size: ModelSize, machine: Machine) -> list[str]:
         left_out |= {name for name in NAMES if "offload" in name}  # device and host are the same memory
     if not machine.nvme_bytes:
         left_out.add("3-nvme")
-    if size.quantized_bits:  # neither sharded by ZeRO-3 nor offloaded: transformers skips zero.Init for such a base
+    if size.quantization:  # neither sharded by ZeRO-3 nor offloaded: transformers skips zero.Init for such a base
         left_out |= {name for name in NAMES if name not in ("0", "1", "2")}
     return [name for name in NAMES if name not in left_out]
 

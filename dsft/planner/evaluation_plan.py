@@ -58,7 +58,7 @@ def all_evaluation_plans(
     job: Job, machine: Machine, speeds: Speeds, *, batch_tokens: int | None = None
 ) -> list[EvaluationPlan]:
     """Every way of holding the model, simplest first, with `batch_tokens` or the default."""
-    if job.size.quantized_bits:
+    if job.size.quantization:
         raise UserError(["--perplexity plans a model as it lies on disk; leave out --method qlora"])
     names = [
         name for name in NAMES if (name != "3-nvme" or machine.nvme_bytes) and (name != "3-offload" or machine.has_gpu)

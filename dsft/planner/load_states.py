@@ -19,7 +19,7 @@ def load_terms(layout: ZeroLayout) -> list[Term]:
     terms = [process_term(layout, phase="load")]
     if layout.stage == 3:
         terms += _shards(layout, weights, how, adapters)
-    elif size.quantized_bits and layout.has_gpu:
+    elif size.quantization and layout.has_gpu:
         plain = size.embedding_params + size.head_params  # prepare_model_for_kbit_training makes these fp32
         weights += (4 - weight_bytes) * plain
         terms.append(_load(layout, "weights", weights, f"{how}, embedding and head in fp32", place="device"))

@@ -8,11 +8,6 @@ from typing import Any
 from dsft.models.size import ModelSize
 from dsft.units import DTYPE_BYTES
 
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Of a weight in nf4 with double quantisation: 4 bits, one 8-bit scale per 64 weights, one fp32 scale per 256 of those
-(QLoRA paper, section 3).
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerMemory:
@@ -190,7 +185,7 @@ def describe_layout(
         ValueError: where ZeRO-3 is asked for with a quantised base, which transformers does not shard.
     """
     zero = resolve_auto(deepspeed_config.get("zero_optimization", {}), size)
-    if size.quantized_bits and zero["stage"] == 3:
+    if size.quantization and zero["stage"] == 3:
         raise ValueError(
             "a quantised base is not sharded by ZeRO-3 (transformers skips zero.Init for it); use stage 0, 1 or 2"
         )
@@ -212,12 +207,12 @@ def frozen_bytes(layout: ZeroLayout) -> tuple[int, str]:
 
     Quantised, only linear layers are; bitsandbytes leaves embedding and head.
     """
-    weight_bytes, bits = layout.weight_bytes, layout.size.quantized_bits
-    if not bits:
+    weight_bytes, quantization = layout.weight_bytes, layout.size.quantization
+    if not quantization:
         return weight_bytes * layout.num_frozen, f"{weight_bytes} x {layout.num_frozen:,} frozen"
     plain = layout.size.embedding_params + layout.size.head_params
     quantized = layout.num_frozen - plain
-    per_weight = NF4_BYTES if bits == 4 else bits / 8
+    per_weight = quantization.weight_bytes
     return (
         int(weight_bytes * plain + per_weight * quantized),
         f"{weight_bytes} x {plain:,} embedding and head + {per_weight:.3f} x {quantized:,} quantised",

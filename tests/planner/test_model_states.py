@@ -11,6 +11,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from dsft.config.deepspeed_json import compose, known_names, read_zero_file
 from dsft.config.options import TrainConfig
+from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model
 from dsft.planner.load_states import load_terms
 from dsft.planner.model_states import state_terms
@@ -321,7 +322,7 @@ def test_what_ratio_leaves_on_the_device_is_not_in_host_memory(sizes):
 
 
 def test_a_quantised_base_is_refused_by_stage_3(sizes):
-    size = dataclasses.replace(sizes[False, 32], quantized_bits=4)
+    size = dataclasses.replace(sizes[False, 32], quantization=FORMATS[4])
     with pytest.raises(ValueError, match="stage 0, 1 or 2"):
         on_16_ranks(size, {"zero_optimization": {"stage": 3}})
     terms = state_terms(on_16_ranks(size, {"zero_optimization": {"stage": 2}}))

@@ -21,6 +21,7 @@ from dsft.config.deepspeed_json import check_section, read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
+from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model
 from dsft.planner import measured_speeds
 from dsft.planner.candidates import NAMES, candidate_names, sub_group_size
@@ -178,7 +179,7 @@ def test_candidates_are_those_that_make_sense(configs):
     size = measure_model(TrainConfig(model=configs["8b"])).size
     assert candidate_names(size, gpus(8, nodes=2, nvme_bytes=4 * 10**12)) == list(NAMES)
     assert "3-hpz" not in candidate_names(size, gpus(8)) and "3-nvme" not in candidate_names(size, gpus(8))
-    assert candidate_names(dataclasses.replace(size, quantized_bits=4), gpus(8)) == ["0", "1", "2"]
+    assert candidate_names(dataclasses.replace(size, quantization=FORMATS[4]), gpus(8)) == ["0", "1", "2"]
     for name in NAMES:
         problems: list[str] = []
         assert check_section(read_zero_file(name, problems), name) == problems == []
