@@ -98,8 +98,7 @@ FLOORS = {
 LONGEST_FILE, LONGEST_FUNCTION = 350, 50
 UPWARD_IMPORTS: set[tuple[str, str]] = set()
 """(module, the room on its own or a higher floor that it imports). This list may only shrink."""
-LONG_FILES = {
-}
+LONG_FILES = {}
 """File -> its lines, above LONGEST_FILE. This list may only shrink, and so may its numbers."""
 LONG_FUNCTIONS = {
 }
