@@ -100,8 +100,7 @@ UPWARD_IMPORTS: set[tuple[str, str]] = set()
 """(module, the room on its own or a higher floor that it imports). This list may only shrink."""
 LONG_FILES = {}
 """File -> its lines, above LONGEST_FILE. This list may only shrink, and so may its numbers."""
-LONG_FUNCTIONS = {
-}
+LONG_FUNCTIONS = {}
 """Function -> its lines, above LONGEST_FUNCTION. This list may only shrink, and so may its numbers."""
 
 
