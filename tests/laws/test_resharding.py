@@ -52,7 +52,7 @@ def losses(request, options, tiny, tmp_path_factory):
     needed = needed_cases(request)
     best = {
         "data": str(write_jsonl(folder / "unlike_held_out.jsonl", [{"text": "z" * 300}] * 40)),
-        "learning_rate": 1e-2,
+        "learning_rate": 0.1,
         "lr_scheduler_type": "constant",
         "load_best_model_at_end": True,
         "eval_strategy": "steps",
