@@ -1,20 +1,17 @@
 """The planner beside real training: predicted and measured memory and time of a step, over a grid of runs.
 
-    python benchmarks/plan_check.py --grid cpu --out plan_check_cpu.json        # 1 and 2 ranks, models of 0.5 B and 1 B
-    parameters, up to 20 GiB
-    python benchmarks/plan_check.py --grid ranking --out plan_ranking_cpu.json  # which of ZeRO 0-3, with and without
-    checkpointing, is fastest on 2 ranks
-    python benchmarks/plan_check.py --grid gpu --out plan_check_gpu.json        # all GPUs of this machine, 0.5 B to 8 B
-    parameters, under 8 minutes on one H200
-    python benchmarks/plan_check.py --grid tiny --out tiny.json                 # the same path in two minutes
+    python benchmarks/plan_check.py --grid NAME --out results.json
+
+    cpu      1 and 2 ranks, models of 0.5 B and 1 B parameters, up to 20 GiB
+    ranking  which of ZeRO 0-3, with and without checkpointing, is fastest on 2 ranks
+    gpu      all GPUs of this machine, 0.5 B to 8 B parameters, under 8 minutes on one H200
+    tiny     the same path in two minutes
 
 Each run is `dsft train` with random weights of a real architecture (no download), a few optimizer steps, on the demo
 corpus cut into full sequences. Training itself compares: the figures are those of `plan_check` in its run.json. Memory
-is not fitted to anything. In the grid `cpu` glibc is told to
-give freed memory back at once: else it keeps up to a fifth more than is held under ZeRO-3, whose gathered layers come
-and go, and resident memory
-would show that instead (seen with a model of 0.1 B; a GPU's allocator has its own share, `FRAGMENTATION` in
-dsft/planner/plan.py). For the
+is not fitted to anything. In the grid `cpu` glibc is told to give freed memory back at once: else it keeps up to a
+fifth more than is held under ZeRO-3, whose gathered layers come and go, and resident memory would show that instead
+(seen with a model of 0.1 B; a GPU's allocator has its own share, `FRAGMENTATION` in dsft/planner/limits.py). For the
 time of a step the machine is calibrated first (`dsft plan --calibrate`). What it does not do: several nodes, hpZ, NVMe,
 quantised bases.
 """
@@ -255,9 +252,9 @@ def print_table(rows: list[dict]) -> None:
             continue
         cells = []
         for name in names:
-            one = row["check"][name]
+            check = row["check"][name]
             scale = 1 if "time" in name else GiB
-            cells.append(f"{one['predicted'] / scale:.2f} / {one['measured'] / scale:.2f} ({one['error']:+.0%})")
+            cells.append(f"{check['predicted'] / scale:.2f} / {check['measured'] / scale:.2f} ({check['error']:+.0%})")
         print(start + " | ".join(cells) + " |")
 
 
@@ -271,7 +268,7 @@ def rankings(rows: list[dict]) -> list[dict]:
             groups.setdefault(
                 tuple(row[name] for name in ("model", "method", "micro_batch", "seq_len", "ranks", "dtype")), []
             ).append(row)
-    found = []
+    ranking = []
     for group in groups.values():
         if len(group) < 3:
             continue
@@ -279,7 +276,7 @@ def rankings(rows: list[dict]) -> list[dict]:
         fastest = min(group, key=lambda row: row["check"]["time of a step"]["measured"])
         ratio = chosen["check"]["time of a step"]["measured"] / fastest["check"]["time of a step"]["measured"]
         name = "{model} {method}, {micro_batch} x {seq_len}, {ranks} ranks, {dtype}".format(**chosen)
-        found.append(
+        ranking.append(
             {
                 "group": name,
                 "predicted_fastest": chosen["zero"],
@@ -291,7 +288,7 @@ def rankings(rows: list[dict]) -> list[dict]:
             f"\n{name}: predicted fastest ZeRO {chosen['zero']}, measured fastest ZeRO {fastest['zero']}; the predicted"
             f" one took {ratio:.2f} of its time"
         )
-    return found
+    return ranking
 
 
 def main() -> None:

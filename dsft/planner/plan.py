@@ -104,8 +104,10 @@ def all_plans(
 
 
 def _best_batch(plans: list[Plan], machine: Machine) -> Plan:
-    """The fastest that fits, else the smallest. The time model sees no launch overhead, so of equally fast ones the
-    largest micro batch that leaves a fifth of the memory free.
+    """Return the fastest that fits, else the smallest.
+
+    The time model sees no launch overhead, so of equally fast ones the largest micro batch that leaves a fifth of the
+    memory free.
     """
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
@@ -117,8 +119,9 @@ def _best_batch(plans: list[Plan], machine: Machine) -> Plan:
 
 
 def choose(plans: list[Plan], machine: Machine) -> Plan:
-    """The fastest that fits; where nothing fits, the one that lacks least. A gain below 1 % is no reason to leave a
-    simpler one.
+    """Return the fastest that fits; where nothing fits, the one that lacks least.
+
+    A gain below 1 % is no reason to leave a simpler one.
     """
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:

@@ -1,5 +1,5 @@
-"""How fast the hardware of a plan is: from data sheets by the GPU's name, from `--interconnect`, or measured
-(`calibration.py`).
+"""How fast the hardware of a plan is: from data sheets by the GPU's name and from `--interconnect`; what was measured
+takes their place (measured_speeds.py).
 
 Speeds are for ranking configurations; the memory predictions do not depend on them.
 """
@@ -138,9 +138,9 @@ def gpu_name(machine: Machine) -> str:
         UserError: where a type is given that is not in the table.
     """
     if machine.gpu_type:
-        found = [name for name in GPUS if re.search(rf"(?<![A-Z0-9]){name}(?![0-9])", machine.gpu_type.upper())]
-        if found:
-            return found[0]
+        known = [name for name in GPUS if re.search(rf"(?<![A-Z0-9]){name}(?![0-9])", machine.gpu_type.upper())]
+        if known:
+            return known[0]
         if not machine.measured:
             raise UserError([f"--gpu_type {machine.gpu_type}: unknown; there are {', '.join(GPUS)}"])
     enough = [memory for memory in TYPICAL if memory >= machine.device_bytes / GB * 0.98]

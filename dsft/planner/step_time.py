@@ -1,13 +1,14 @@
 """Predicts the time of one optimizer step, to rank configurations. Pure arithmetic.
 
 Products of matrices per token: 2 x active parameters forward, twice that backward (once with LoRA, whose base needs no
-weight gradients),
-once more forward with activation checkpointing. Traffic of ZeRO: stage 0, 1: gradients reduced and weights gathered
-once per step;
-stage 2: gradients in each micro step; stage 3: weights gathered for forward and backward of each micro step, gradients
-scattered
-(ZeRO paper, section 7; with LoRA the gradients are the adapters'). Left out: data loading, logging, stragglers, an
-uneven network.
+weight gradients), once more forward with activation checkpointing.
+
+Traffic of ZeRO (ZeRO paper, section 7; with LoRA the gradients are the adapters'):
+    stage 0, 1  gradients reduced and weights gathered once per step
+    stage 2     gradients reduced in each micro step
+    stage 3     weights gathered for forward and backward of each micro step, gradients scattered
+
+Left out: data loading, logging, stragglers, an uneven network.
 """
 
 from dataclasses import dataclass

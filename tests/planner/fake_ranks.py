@@ -150,7 +150,7 @@ def _engine(case: dict[str, Any], model):
 
 
 def dimensions(parameter: torch.nn.Parameter) -> int:
-    """Dimensions, of the whole parameter where ZeRO-3 holds a piece."""
+    """Dimensions, of the full parameter where ZeRO-3 holds a piece."""
     return len(parameter.ds_shape) if hasattr(parameter, "ds_shape") else parameter.dim()
 
 

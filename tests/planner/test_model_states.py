@@ -108,14 +108,14 @@ def measured(request):
 @pytest.fixture(scope="module")
 def sizes(tmp_path_factory):
     """By (tied, lora_r)."""
-    found = {}
+    sizes = {}
     for tied in (False, True):
         folder = tmp_path_factory.mktemp("model")
         LlamaConfig(**MODEL | {"tie_word_embeddings": tied}).save_pretrained(folder)
         path = str(folder / "config.json")
-        found[tied, 0] = measure_model(TrainConfig(model=path)).size
-        found[tied, 32] = measure_model(TrainConfig(model=path, method="lora", lora_r=32)).size
-    return found
+        sizes[tied, 0] = measure_model(TrainConfig(model=path)).size
+        sizes[tied, 32] = measure_model(TrainConfig(model=path, method="lora", lora_r=32)).size
+    return sizes
 
 
 def predict(name: str, sizes, function=state_terms):
@@ -160,7 +160,7 @@ def test_what_stays_between_steps(name, measured, sizes):
 
 
 # "ratio": without a GPU, CPUAdam updates what is left to the device as well, and needs nothing for it.
-# Offload while accumulating: the longest piece for the norm and the most whole gradients lie on different ranks.
+# Offload while accumulating: the longest piece for the norm and the most full gradients lie on different ranks.
 @pytest.mark.cases("{name}")
 @pytest.mark.parametrize("name", grid(sorted(CASES.keys() - {"3 offload half", "2 offload accumulating"}), QUICK))
 def test_the_peak_of_a_training_step(name, measured, sizes):

@@ -306,8 +306,8 @@ def test_a_resumed_run_keeps_its_plan_or_takes_one_that_can_take_it_over(configs
     checkpoint = tmp_path / "run" / "checkpoint-5"
     checkpoint.mkdir()
     (checkpoint / "manifest.json").write_text(json.dumps({"zero_stage": 3}))
-    anew, resumed = planned(config, gpus()), planned(config, gpus(), checkpoint=str(checkpoint))
-    assert anew.zero != "3" and (
+    fresh, resumed = planned(config, gpus()), planned(config, gpus(), checkpoint=str(checkpoint))
+    assert fresh.zero != "3" and (
         resumed.zero,
         resumed.activation_checkpointing,
         resumed.micro_batch,
@@ -446,13 +446,13 @@ def test_the_command_prints_table_reason_and_terms(configs, capsys):
 
 def test_the_command_as_json_and_as_files(configs, capsys, tmp_path):
     words = ["--model", configs["8b"], "--gpus", "8x80GB", "--gpu_type", "H100", "--tokens_per_step", str(64 * 1024)]
-    found = json.loads(run_plan(capsys, *words, "--json"))
-    chosen = found["chosen"]
+    printed = json.loads(run_plan(capsys, *words, "--json"))
+    chosen = printed["chosen"]
     assert (
         chosen["fits"]
         and chosen["reason"]
-        and found["model"]["num_params"] == 8_030_261_248
-        and len(found["candidates"]) > 15
+        and printed["model"]["num_params"] == 8_030_261_248
+        and len(printed["candidates"]) > 15
     )
     assert chosen["micro_batch"] * chosen["accumulation"] * 8 * 1024 == 64 * 1024
     run_plan(capsys, *words, "--write", str(tmp_path / "plan"))
@@ -474,14 +474,14 @@ def test_the_view_over_nodes_and_the_plan_of_an_evaluation(configs, capsys):
     rows = json.loads(run_plan(capsys, "--model", configs["8b"], "--gpus", "8x80GB", "--nodes", "1,2,8", "--json"))
     assert [row["nodes"] for row in rows] == [1, 2, 8] and rows[0]["tokens_per_second"] < rows[2]["tokens_per_second"]
     assert rows[0]["gpu_hours_per_1e9_tokens"] == pytest.approx(1e9 / rows[0]["tokens_per_second"] * 8 / 3600)
-    found = {
+    printed = {
         name: json.loads(run_plan(capsys, "--model", configs[name], "--perplexity", "--gpus", "8x80GB", "--json"))[
             "chosen"
         ]
         for name in ("8b", "70b", "405b")
     }
-    assert found["8b"]["zero"] == "0" and found["70b"]["zero"] == "3" and not found["405b"]["fits"]
-    assert found["8b"]["weight_bytes"] == 2 * 8_030_261_248
+    assert printed["8b"]["zero"] == "0" and printed["70b"]["zero"] == "3" and not printed["405b"]["fits"]
+    assert printed["8b"]["weight_bytes"] == 2 * 8_030_261_248
 
 
 @pytest.mark.parametrize(
