@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3
@@ -19,6 +20,9 @@ EXIT_UNSAVED = 4
 """Training went to its end, but a checkpoint on the way could not be saved."""
 EXIT_REQUEUE = 75
 """Training saved and ended since it was asked to (SIGUSR1); the same command resumes it (EX_TEMPFAIL of sysexits.h)."""
+
+RANK_0_SECONDS = 5
+"""A launcher kills all ranks as soon as one has ended: the others give rank 0 so long to print the message first."""
 
 
 class UserError(ValueError):
@@ -72,9 +76,6 @@ def on_exit(hook: Callable[[int, list[str]], None]) -> None:
 def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
     """Decorate an entry point, so that a `UserError` or `TrainingStopped` is one message on rank 0 and one exit code
     everywhere.
-
-    A launcher kills all ranks as soon as one has ended. The other ranks therefore give rank 0 a few seconds to speak
-    first.
     """
 
     @functools.wraps(main)
@@ -82,27 +83,28 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
         try:
             return main(*args, **kwargs)
         except (UserError, TrainingStopped) as error:
-            code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
-            lines = error.problems if isinstance(error, UserError) else [str(error)]
-            for hook in _exit_hooks:
-                hook(code, lines)
-            if int(os.environ.get("RANK", "0")) == 0:
-                print(
-                    "\n".join(f"dsft: {'error: ' * (code != EXIT_REQUEUE)}{line}" for line in lines),
-                    file=sys.stderr,
-                    flush=True,
-                )
-            else:
-                time.sleep(5)
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                # Skip interpreter shutdown: a process group with a dead peer would hang or add noise to the message.
-                sys.stdout.flush()
-                os._exit(code)
-            sys.exit(code)
+            _end(error)
 
     return wrapped
 
 
+def _end(error: UserError | TrainingStopped) -> NoReturn:
+    code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
+    lines = error.problems if isinstance(error, UserError) else [str(error)]
+    for hook in _exit_hooks:
+        hook(code, lines)
+    if int(os.environ.get("RANK", "0")) == 0:
+        head = "dsft: " if code == EXIT_REQUEUE else "dsft: error: "
+        print("\n".join(head + line for line in lines), file=sys.stderr, flush=True)
+    else:
+        time.sleep(RANK_0_SECONDS)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Skip interpreter shutdown: a process group with a dead peer would hang or add noise to the message.
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def one_line(error: BaseException) -> str:
-    """A library's message, cut to fit into one of ours."""
+    """Cut a library's message to fit into a message of dsft."""
     return " ".join(str(error).split())[:300]

@@ -1,4 +1,4 @@
-"""This process among the others: start-up of the process group, and the few collectives dsft itself needs.
+"""This process among the ranks: start-up of the process group, and the few collectives dsft itself needs.
 
 Everything runs also as a single process without a launcher. DeepSpeed makes the process group (it knows NCCL, gloo and
 the CPU's shared-memory collectives); a group made before `TrainingArguments` is what lets ZeRO-3 start on CPU ranks.

@@ -73,7 +73,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_gpus(text: str) -> tuple[int, int]:
-    """("8x80GB") -> (8, bytes of one).
+    """ "8x80GB" -> (8, bytes of each).
 
     Raises:
         UserError: where the text has another form or names no GPU.
@@ -87,7 +87,7 @@ def parse_gpus(text: str) -> tuple[int, int]:
 
 
 def host_memory_bytes() -> int:
-    """Memory this process's host may use: physical, or the cgroup's limit (v2, then v1) where that is smaller."""
+    """Memory that this process may use: the host's, or the cgroup's limit (v2, then v1) where that is smaller."""
     limits = [psutil.virtual_memory().total]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         if Path(path).is_file() and (text := Path(path).read_text().strip()).isdigit():
@@ -183,8 +183,8 @@ _earlier_peaks: dict[str, int] = {}
 
 
 def set_back_peaks() -> None:
-    """Peaks of this process count from now on, for `peak_resident_bytes` and torch; `peak_memory_bytes` keeps the whole
-    run's.
+    """Count peaks of this process from now on, in `peak_resident_bytes` and torch; `peak_memory_bytes` keeps those of
+    the full run.
     """
     _earlier_peaks.update(peak_memory_bytes())
     try:

@@ -1,20 +1,15 @@
-"""Locks that a killed process left on DeepSpeed's compiled operators: torch would wait for them for ever, without a
-word.
-"""
+"""Locks that a killed process left on DeepSpeed's compiled operators: torch would wait for them for ever in silence."""
 
 import os
 import time
 from pathlib import Path
 
 OLD_SECONDS = 300
-"""A compilation takes one or two minutes; a lock of another node on a shared home folder is not opened by a process
-here.
-"""
+"""A compilation takes a minute or two. Another node's lock on a shared home folder is not open in a process here."""
 
 
 def remove_old_locks() -> list[Path]:
-    """Remove the locks that no process of this machine holds and that are too old for another's. Returns what was
-    removed.
+    """Remove and return the locks that no process of this machine holds and that are too old for another's.
 
     The lock is a file that its owner keeps open (FileBaton in torch/utils/file_baton.py), beside the operator's build.
     """

@@ -1,9 +1,8 @@
-"""SIGUSR1 or SIGTERM asks a training to save and end, so that it can go on later: SLURM and Kubernetes send them before
-they take a node.
+"""SIGUSR1 or SIGTERM asks a training to save and end, so that it can resume later: SLURM and Kubernetes send them
+before they take a node.
 
-SIGUSR1 counts from the start, since SLURM may send it while the model loads (`--signal=USR1@300`). SIGTERM is taken for
-it only while
-training runs; before, it ends the process as usual.
+SIGUSR1 counts from the start, since SLURM may send it while the model loads (`--signal=USR1@300`). SIGTERM counts only
+while training runs; before, it ends the process as usual.
 """
 
 import contextlib
@@ -14,13 +13,13 @@ _asked = False
 
 
 def listen() -> None:
-    """From now on SIGUSR1 is noted. Any one rank that gets it is enough: the trainer lets all ranks agree."""
+    """Note SIGUSR1 from now on. It is enough that a single rank gets it: the trainer lets all ranks agree."""
     signal.signal(signal.SIGUSR1, _note)
 
 
 @contextlib.contextmanager
 def sigterm_saves() -> Iterator[None]:
-    """SIGTERM is noted as well inside a `with`. In the main thread only; elsewhere (a notebook's) nothing changes."""
+    """Note SIGTERM as well inside a `with`. In the main thread only; elsewhere (a notebook's) nothing changes."""
     try:
         before = signal.signal(signal.SIGTERM, _note)
     except ValueError:
@@ -33,7 +32,7 @@ def sigterm_saves() -> Iterator[None]:
 
 
 def is_asked() -> bool:
-    """Whether this rank was told."""
+    """Return whether this rank got a signal."""
     return _asked
 
 

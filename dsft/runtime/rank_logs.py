@@ -1,6 +1,6 @@
-"""One log file per rank, on each node: `logs/rank_3.log` in the run's folder. The screen is rank 0's alone.
+"""One log file per rank, on its node: `logs/rank_3.log` in the run's folder. The screen shows rank 0 alone.
 
-Rank 0 writes to both. Of the others everything goes to the file, also what libraries write without Python.
+Rank 0 writes to both. The other ranks write to the file, also where a library prints without Python.
 """
 
 import os
@@ -35,7 +35,7 @@ class _Both:
 
 
 def log_to_files(output_dir: str, *, append: bool) -> None:
-    """From now on this rank has its file. Without other ranks the screen is enough."""
+    """Give this rank its file from now on. Without other ranks the screen is enough."""
     if world_size() == 1:
         return
     path = Path(output_dir) / FOLDER / f"rank_{rank()}.log"
@@ -47,7 +47,7 @@ def log_to_files(output_dir: str, *, append: bool) -> None:
     )
     watchdog.set_log(path)
     if rank() == 0:
-        # Anew where an earlier run of this process had its file.
+        # An earlier run in this process may have had another file.
         sys.stdout, sys.stderr = (
             _Both(stream.screen if isinstance(stream, _Both) else stream, file) for stream in (sys.stdout, sys.stderr)
         )

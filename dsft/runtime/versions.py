@@ -12,7 +12,7 @@ PACKAGES = ("dsft", "torch", "deepspeed", "transformers", "accelerate", "peft", 
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of every package that a run's numbers depend on.
+    """Versions of Python and of every package that a run's numbers depend on.
 
     Raises:
         PackageNotFoundError: where one is not installed.
@@ -35,7 +35,7 @@ def git_commit() -> str | None:
 
 
 def code_hash() -> str:
-    """Of all Python files of the package: two nodes may both say "+changes" and run different code."""
+    """Hash all Python files of the package: two nodes may both say "+changes" and run different code."""
     folder = Path(__file__).resolve().parent.parent
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""What mpirun's and srun's own variables become; the real launchers run in cluster/test_launchers.py."""
+"""What the variables of mpirun and srun become; the real launchers run in cluster/test_launchers.py."""
 
 import os
 import socket
@@ -50,13 +50,16 @@ OPENMPI = {
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
-def ranks(found: dict) -> tuple:
-    return tuple(found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+def ranks(variables: dict) -> tuple:
+    return tuple(variables[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 
 
 def test_a_task_of_srun_is_a_rank_and_the_first_node_of_its_step_is_the_master():
-    found = launcher_variables(SLURM_TASK)
-    assert ranks(found) == ("2", "3", "1", "2") and (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("gpu08", "24567")
+    variables = launcher_variables(SLURM_TASK)
+    assert ranks(variables) == ("2", "3", "1", "2") and (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == (
+        "gpu08",
+        "24567",
+    )
 
 
 def test_a_task_that_sees_one_gpu_alone_takes_that_one():
@@ -81,18 +84,18 @@ def test_other_processes_are_left_alone(given):
 
 
 def test_openmpi_goes_before_slurm_whose_variables_are_those_of_its_helpers():
-    found = launcher_variables(SLURM_TASK | OPENMPI)
+    variables = launcher_variables(SLURM_TASK | OPENMPI)
     assert (
-        ranks(found) == ("5", "8", "1", "4")
-        and "MASTER_ADDR" not in found
-        and 20000 <= int(found["MASTER_PORT"]) < 30000
+        ranks(variables) == ("5", "8", "1", "4")
+        and "MASTER_ADDR" not in variables
+        and 20000 <= int(variables["MASTER_PORT"]) < 30000
     )
-    assert launcher_variables(OPENMPI | {"PMIX_NAMESPACE": "2718281"})["MASTER_PORT"] != found["MASTER_PORT"]
+    assert launcher_variables(OPENMPI | {"PMIX_NAMESPACE": "2718281"})["MASTER_PORT"] != variables["MASTER_PORT"]
 
 
 def test_mpi_on_one_node_needs_no_address():
-    found = launcher_variables(HYDRA)
-    assert ranks(found) == ("1", "2", "1", "2") and found["MASTER_ADDR"] == "127.0.0.1"
+    variables = launcher_variables(HYDRA)
+    assert ranks(variables) == ("1", "2", "1", "2") and variables["MASTER_ADDR"] == "127.0.0.1"
 
 
 def test_mpi_on_several_nodes_without_an_address_is_one_clear_error(monkeypatch):
@@ -128,13 +131,13 @@ def test_first_host_of_a_node_list(nodes, first):
 def an_interface() -> tuple[str, str]:
     """Name and IPv4 address of an interface of this machine that is not loopback."""
     for name, addresses in psutil.net_if_addrs().items():
-        for one in addresses:
+        for entry in addresses:
             if (
-                one.family == socket.AF_INET
-                and not one.address.startswith(("127.", "169.254."))
+                entry.family == socket.AF_INET
+                and not entry.address.startswith(("127.", "169.254."))
                 and psutil.net_if_stats()[name].isup
             ):
-                return name, one.address
+                return name, entry.address
     pytest.skip("this machine has no network")
 
 
@@ -160,7 +163,7 @@ def test_the_interface_is_named_only_across_nodes_and_only_where_unset(monkeypat
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == (name, "mine")
 
 
-def test_a_lone_rank_is_forgotten_by_a_command_and_not_by_a_call_within_its_process(monkeypatch):
+def test_a_command_unsets_the_variables_of_a_single_process_and_a_call_within_it_keeps_them(monkeypatch):
     """A notebook that trained holds the process group of these variables; the commands it starts inherit them."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, {"WORLD_SIZE": "1"}.get(name, "0"))
