@@ -3,10 +3,12 @@
 import copy
 import dataclasses
 import json
+import sys
 
 import pytest
 from conftest import grid
 from tiny import ARCHITECTURES, write_model
+from transformers import AutoConfig
 
 from dsft.cli.main import main
 from dsft.config.options import TrainConfig
@@ -58,3 +60,15 @@ def test_plan_and_train_make_the_same_choice_with_the_same_bytes(resolved, capsy
         main(["plan", *words, "--tokens_per_step", str(64 * 32), "--gpus", "8x80GB", "--json"])
         on_paper = json.loads(capsys.readouterr().out)["chosen"]
         assert on_paper == json.loads(json.dumps(as_dict(run.plan) | {"reason": run.reason}))
+
+
+def test_the_model_s_config_is_read_once(resolved, monkeypatch):
+    read, callers = AutoConfig.from_pretrained, []
+
+    def spy(name, *arguments, **options):
+        callers.append(sys._getframe(1).f_globals["__name__"])
+        return read(name, *arguments, **options)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", spy)
+    resolved(world=8, method="lora", packing=True)
+    assert [name for name in callers if name.startswith("dsft")] == ["dsft.models.size"], callers

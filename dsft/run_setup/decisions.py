@@ -1,0 +1,116 @@
+"""What is decided in the user's place, and why: options (and the files they name) in, decisions and problems out.
+
+Nothing is set here: `resolve.py` applies the decisions, in their order.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from dsft.checkpoints.manifest import read_manifest
+from dsft.config.deepspeed_json import read_zero_file
+from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
+from dsft.errors import raise_if_any
+from dsft.models.build import resolve_dtype
+from dsft.models.packing_probe import Packing
+
+
+def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -> tuple[list[Decision], list[str]]:
+    """Takes the deepspeed_config_file of `accelerate launch` as `zero`, unless the user named another: then both are
+    named.
+    """
+    file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if file == "none":
+        if "ACCELERATE_DEEPSPEED_ZERO_STAGE" in environment and options.zero == "auto":
+            return [], [
+                "accelerate's own DeepSpeed settings (zero_stage, offload ...) are not read; name a"
+                " deepspeed_config_file in its YAML, or set zero"
+            ]
+        return [], []
+    if options.zero == "auto":
+        return [Decision("zero", file, "it is accelerate's deepspeed_config_file")], []
+    if read_zero_file(options.zero, []) != read_zero_file(file, []):
+        return [], [f"zero={options.zero}, but accelerate's deepspeed_config_file is {file}; keep one"]
+    return [], []
+
+
+def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], list[str]]:
+    """Derives what follows from `global_batch_size`, or says which sizes would divide."""
+    total, training = options.global_batch_size, options.training
+    micro, accumulation = training.get("per_device_train_batch_size"), training.get("gradient_accumulation_steps")
+    if not total or (micro is not None and micro < 1):
+        return [], []
+    if accumulation and micro is None:
+        micro, rest = divmod(total, accumulation * world)
+        reason = f"global_batch_size={total} / (gradient_accumulation_steps={accumulation} x {world} ranks)"
+        problem = (
+            f"global_batch_size={total} is not divisible by gradient_accumulation_steps={accumulation} x {world} ranks;"
+            " leave gradient_accumulation_steps out"
+        )
+        return [Decision("per_device_train_batch_size", micro, reason)], [problem] if rest else []
+    if accumulation:  # both fixed, by a DeepSpeed JSON
+        problem = (
+            f"global_batch_size={total} (train_batch_size) is not per_device_train_batch_size={micro} x"
+            f" gradient_accumulation_steps={accumulation} x {world} ranks; leave one to follow"
+        )
+        return [], [problem] if micro * accumulation * world != total else []
+    per_step = (micro or 1) * world  # where it is not given, the plan chooses one that divides
+    if total % per_step:
+        lower = total // per_step * per_step
+        return [], [
+            f"global_batch_size={total} is not divisible by per_device_train_batch_size={micro or 1} x {world} ranks;"
+            f" try {' or '.join(str(n) for n in (lower, lower + per_step) if n)}, or another"
+            " per_device_train_batch_size"
+        ]
+    if micro is None:
+        return [], []
+    reason = f"global_batch_size={total} / (per_device_train_batch_size={micro} x {world} ranks)"
+    return [Decision("gradient_accumulation_steps", total // per_step, reason)], []
+
+
+def dtype_decisions(options: TrainConfig) -> list[Decision]:
+    """Makes `dtype` and the flags bf16 and fp16 one decision."""
+    training = options.training
+    flag = next((name for name in HALF_PRECISION if training.get(name)), None)
+    if flag:
+        dtype, reason = HALF_PRECISION[flag], f"{flag}=true"
+    elif options.dtype == "auto" and "bf16" in training:
+        dtype, reason = "float32", "bf16=false"
+    else:
+        dtype, reason = resolve_dtype(options.dtype), "auto is bfloat16 on a GPU that computes in it, else float32"
+    return [Decision("dtype", dtype, reason)] + [
+        Decision(name, dtype == half, f"dtype={dtype}") for name, half in HALF_PRECISION.items()
+    ]
+
+
+def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list[Decision]:
+    """Lets a training that resumes on another number of ranks take as many sequences per step as before, unless
+    `global_batch_size` says how many.
+
+    Raises:
+        UserError: where they cannot be shared by so many ranks.
+    """
+    manifest = read_manifest(Path(checkpoint))
+    if manifest is None or manifest["world_size"] == world or options.global_batch_size:
+        return []
+    total = manifest["run_identity"]["sequences per step"]
+    reason = f"{checkpoint} took so many on {manifest['world_size']} ranks"
+    kept = [
+        Decision("global_batch_size", total, reason),
+        Decision("gradient_accumulation_steps", None, "follows from global_batch_size"),
+    ]
+    decisions, problems = batch_decisions(decide(options, kept), world)
+    raise_if_any(
+        [
+            f"resume_from_checkpoint: {checkpoint} took {total} sequences per step, and so must what follows; {problem}"
+            for problem in problems
+        ]
+    )
+    return kept + decisions
+
+
+def packing_decisions(packing: Packing) -> list[Decision]:
+    """Packs where samples in one row can be kept apart, with the attention that can do it."""
+    return [
+        Decision("packing", packing.problem is None, packing.problem or "samples in one row are kept apart"),
+        Decision("attn_implementation", packing.attn_implementation, "it keeps packed samples apart"),
+    ]
