@@ -2,6 +2,7 @@ import json
 import subprocess
 
 import pytest
+from ranks import run_entry
 from tiny import ARCHITECTURES
 
 from dsft.demo_data import HELD_OUT_PERCENT, split_of, standard_library_docs
@@ -34,8 +35,8 @@ def test_plan_prints_a_table_and_nothing_else(run, tmp_path):
         (["trian"], "'trian' is no command; did you mean 'train'?"),
     ],
 )
-def test_commands_end_with_one_clear_line_and_2(run, arguments, expected):
-    result = run(["dsft", *arguments])
+def test_commands_end_with_one_clear_line_and_2(arguments, expected):
+    result = run_entry("dsft.cli.main", arguments)
     assert result.returncode == 2
     assert expected in result.stderr and result.stderr.count("dsft: error:") == 1 and "Traceback" not in result.stderr
 

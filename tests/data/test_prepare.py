@@ -132,7 +132,7 @@ def test_of_many_ranks_one_prepares_and_all_say_what_is_wrong(tiny, tmp_path):
     good = write_texts(tmp_path / "good.jsonl", 20_000)
     bad = tmp_path / "bad.jsonl"
     bad.write_text(good.read_text() + "{\n")
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     for path, expected in ((good, None), (bad, "bad.jsonl, line 20001: not valid JSON")):
         results = context.Queue()
         ranks = [
