@@ -150,7 +150,7 @@ def test_a_text_of_one_line_is_not_held_whole(tmp_path):
         ("a.json", b"[" * 100_000, "a.json: not valid JSON (nested too deeply)"),
         ("a.parquet", b"no parquet", "a.parquet cannot be read as parquet"),
         ("a.arrow", b"no arrow at all", "a.arrow cannot be read as arrow"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:40], "a.jsonl.gz cannot be read as jsonl"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:40], "a.jsonl.gz cannot be read as jsonl"),
         ("a.jsonl.zst", b"no zstandard", "a.jsonl.zst cannot be read as jsonl"),
     ],
 )
