@@ -24,32 +24,33 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_dtype(dtype: str) -> str:
-    """float32, bfloat16 or float16; "auto" is bfloat16 on a GPU that computes in it, float32 elsewhere."""
+    """Resolves "auto" to bfloat16 on a GPU that computes in it, and to float32 elsewhere."""
     if dtype != "auto":
         return dtype
     return "bfloat16" if has_gpu() and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
 
 
 def adapter_base(folder: str) -> str | None:
-    """The base model that an adapter folder names, or None where the folder holds no adapter."""
+    """Returns the base model that an adapter folder names, or None where the folder holds no adapter."""
     file = Path(folder) / "adapter_config.json"
     return json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"] if file.is_file() else None
 
 
 def is_bare_config(model: str) -> bool:
-    """Whether `model` is the path of a config file, which means random weights."""
+    """Tells whether `model` is the path of a config file, which means random weights."""
     return model.endswith(".json") and Path(model).is_file()
 
 
 def described_in(model: str) -> str:
-    """Where config and tokenizer of `model` lie: beside a config file or a DeepSpeed `global_step` folder, else in
-    itself.
+    """Returns where config and tokenizer of `model` lie.
+
+    Beside a config file or a DeepSpeed `global_step` folder, else in itself.
     """
     return str(Path(model).parent) if is_bare_config(model) or is_step_folder(model) else model
 
 
 def build_model(config, *, dtype: str, seed: int = 42) -> PreTrainedModel:
-    """The causal language model of `config`, with trainable adapters where the method has them.
+    """Builds the causal language model of `config`, with trainable adapters where the method has them.
 
     Args:
         dtype: of the weights: "float32", "bfloat16", "float16" or "auto".
@@ -82,7 +83,7 @@ def build_model(config, *, dtype: str, seed: int = 42) -> PreTrainedModel:
 
 
 def load_weights(name: str, **options) -> PreTrainedModel:
-    """The model of a hub id or folder; of an adapter folder, its base with the adapter over it (not merged).
+    """Loads the model of a hub id or folder; of an adapter folder, its base with the adapter over it (not merged).
 
     A checkpoint that holds only DeepSpeed's shards (of any ZeRO stage and number of ranks), or such a `global_step`
     folder, is read from these.
@@ -131,8 +132,9 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def gathered(parameters: list[torch.Tensor]) -> Iterator[None]:
-    """Parameters at their full size on every rank, and sharded again afterwards with what rank 0 made of them; a no-op
-    without ZeRO-3.
+    """Gathers parameters to their full size on every rank; a no-op without ZeRO-3.
+
+    Afterwards they are sharded again, with what rank 0 made of them.
     """
     if not is_deepspeed_zero3_enabled():
         yield
