@@ -76,9 +76,9 @@ def test_packed_loss_and_gradients_are_those_of_the_samples_alone(architecture, 
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(cls(**values)).train()
     groups = [random_sequences(384, [17, 80, 5, 1]), random_sequences(384, [33, 64], seed=1)]
-    trained = sum(int((one["labels"] != IGNORED).sum()) for group in groups for one in group)
+    trained = sum(int((item["labels"] != IGNORED).sum()) for group in groups for item in group)
     alone = loss_and_gradients(
-        model, [Collator(0)([one]) for group in groups for one in group if (one["labels"] != IGNORED).any()], trained
+        model, [Collator(0)([item]) for group in groups for item in group if (item["labels"] != IGNORED).any()], trained
     )
     packed = PackedCollator(0, flash=form == "flat")(groups)
     assert packed["input_ids"].shape == ((2, 104) if form == "rows" else (1, 208)) and "attention_mask" not in packed

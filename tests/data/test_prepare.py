@@ -81,14 +81,16 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_many_processes_prepare_what_one_does(tiny, tokenizer, tmp_path, monkeypatch):
     rules = rules_of("prompt", "completion", seq_len=32, too_long="split")
     path = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": text, "completion": text * 3} for text in sentences(5000)])
-    one = prepare(source_of(path), rules, tokenizer, tmp_path / "one", show_progress=False)
+    alone = prepare(source_of(path), rules, tokenizer, tmp_path / "one", show_progress=False)
     monkeypatch.setattr(preparing, "WORKERS_FROM_BYTES", 0)
     monkeypatch.setattr(preparing, "cpu_count", lambda: 2)
-    two = prepare(source_of(path), rules, tokenizer, tmp_path / "two", show_progress=False)
+    shared = prepare(source_of(path), rules, tokenizer, tmp_path / "two", show_progress=False)
     assert (
-        content(one.folder) == content(two.folder) and one.counts == two.counts and one.folder.name == two.folder.name
+        content(alone.folder) == content(shared.folder)
+        and alone.counts == shared.counts
+        and alone.folder.name == shared.folder.name
     )
-    assert one.counts["rows"] == 5000 and one.counts["split"] > 0 and one.tokens.dtype == np.uint16
+    assert alone.counts["rows"] == 5000 and alone.counts["split"] > 0 and alone.tokens.dtype == np.uint16
 
 
 def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer, tmp_path):
@@ -213,8 +215,8 @@ def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_pat
 
 
 def _group(leader: int) -> list[str]:
-    found = subprocess.run(["ps", "-eo", "pgid=,pid=,stat="], capture_output=True, text=True).stdout.splitlines()
-    return [line for line in found if line.split()[0] == str(leader) and not line.split()[2].startswith("Z")]
+    lines = subprocess.run(["ps", "-eo", "pgid=,pid=,stat="], capture_output=True, text=True).stdout.splitlines()
+    return [line for line in lines if line.split()[0] == str(leader) and not line.split()[2].startswith("Z")]
 
 
 MEASURE = """
@@ -268,10 +270,10 @@ def test_memory_does_not_grow_with_the_file(tiny, tmp_path, ending):
 def test_held_out_rows_are_a_seeded_share_and_none_is_in_both(tokenizer, tmp_path, config):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i} ", "completion": "x"} for i in range(1000)])
     data = loaded(config(data=[str(path)], eval_fraction=0.07), tokenizer)
-    texts = [{tokenizer.decode(one["input_ids"]) for one in part} for part in (data.items, data.held_out)]
+    texts = [{tokenizer.decode(item["input_ids"]) for item in part} for part in (data.items, data.held_out)]
     assert len(texts[0]) + len(texts[1]) == 1000 and not texts[0] & texts[1] and 65 <= len(texts[1]) <= 75
     other = loaded(config(data=[str(path)], eval_fraction=0.07, seed=7), tokenizer)
-    assert {tokenizer.decode(one["input_ids"]) for one in other.held_out} != texts[1]
+    assert {tokenizer.decode(item["input_ids"]) for item in other.held_out} != texts[1]
     with pytest.raises(UserError, match="eval_fraction=0.0001 of .*rows.jsonl is no row"):
         loaded(config(data=[str(path)], eval_fraction=0.0001, seed=0), tokenizer)
     for fraction in (0.001, 0.5, 0.9):
@@ -298,8 +300,8 @@ def test_windows_of_text_are_those_of_the_evaluator(tokenizer, tmp_path, config)
         tokenizer,
     )
     assert len(data.items) == len(windows.spans) and data.items.lengths[:-1].tolist() == [32] * (len(data.items) - 1)
-    assert np.array_equal(np.concatenate([one["input_ids"] for one in data.items]), windows.tokens)
-    assert data.counts["trained_tokens"] == sum(int((one["labels"] != IGNORED).sum()) for one in data.items)
+    assert np.array_equal(np.concatenate([item["input_ids"] for item in data.items]), windows.tokens)
+    assert data.counts["trained_tokens"] == sum(int((item["labels"] != IGNORED).sum()) for item in data.items)
 
 
 def test_sources_are_mixed_by_weight_with_a_seed(tokenizer, tmp_path, config):
@@ -307,15 +309,16 @@ def test_sources_are_mixed_by_weight_with_a_seed(tokenizer, tmp_path, config):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{i} ", "completion": "x"} for i in range(number)])
     options = {"data": [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")], "data_weights": [1.0, 3.0]}
     data = loaded(config(**options), tokenizer)
-    texts = [tokenizer.decode(one["input_ids"]) for one in data.items]
-    own = {name: [text for text in texts if text[0] == name] for name in "ab"}
-    assert (len(own["a"]), len(own["b"])) == (100, 300) and len(set(own["a"])) == 100 and len(set(own["b"])) == 100
+    texts = [tokenizer.decode(item["input_ids"]) for item in data.items]
+    by_source = {name: [text for text in texts if text[0] == name] for name in "ab"}
+    assert (len(by_source["a"]), len(by_source["b"])) == (100, 300)
+    assert len(set(by_source["a"])) == len(set(by_source["b"])) == 100
     assert data.counts["passes"] == [0.3333, 3.0]
     again, other = (loaded(config(**options, seed=seed), tokenizer).items for seed in (42, 43))
     assert (
-        [tokenizer.decode(one["input_ids"]) for one in again]
+        [tokenizer.decode(item["input_ids"]) for item in again]
         == texts
-        != [tokenizer.decode(one["input_ids"]) for one in other]
+        != [tokenizer.decode(item["input_ids"]) for item in other]
     )
 
 
@@ -373,8 +376,8 @@ def _waits(path: str, cache: str, model: str, seconds: float) -> int:
 
 def test_a_node_that_prepares_longer_than_a_collective_may_take_is_waited_for(tiny, tmp_path):
     path = str(write_texts(tmp_path / "a.jsonl", 50))
-    found = on_ranks(2, _waits, path, str(tmp_path / "cache"), str(tiny / "model"), 18.0)
-    assert found[0] == found[1] > 0
+    lengths = on_ranks(2, _waits, path, str(tmp_path / "cache"), str(tiny / "model"), 18.0)
+    assert lengths[0] == lengths[1] > 0
 
 
 def test_sources_may_have_different_formats_and_rows_of_one_may_not(tokenizer, tmp_path, config):
@@ -431,10 +434,10 @@ def test_packed_rows_hold_the_tokens_of_all_samples(tokenizer, tmp_path, config)
     )
     data = loaded(config(data=[str(tmp_path / "a.jsonl")], seq_len=64), tokenizer, pack=True)
     assert data.counts["fill_rate"] > 0.9 and isinstance(data.collator, PackedCollator)
-    assert sum(len(one["input_ids"]) for row in data.items for one in row) == data.counts["tokens"]
+    assert sum(len(item["input_ids"]) for row in data.items for item in row) == data.counts["tokens"]
     texts = loaded(config(data=[str(write_texts(tmp_path / "t.jsonl", 100))], seq_len=16), tokenizer, pack=True)
-    documents = [one for row in texts.items for one in row]
-    assert texts.counts["rows"] == 100 < len(documents) and max(len(one["input_ids"]) for one in documents) <= 16
+    documents = [item for row in texts.items for item in row]
+    assert texts.counts["rows"] == 100 < len(documents) and max(len(item["input_ids"]) for item in documents) <= 16
 
 
 def test_cut_pieces_cover_every_document():
@@ -465,10 +468,10 @@ def test_a_stream_gives_what_preparation_gives_and_then_begins_again(tokenizer, 
     )
     flat = (sequence for item in stream for sequence in sequences_in([item]))
     if kind == "text" and not pack:  # windows run on over the end into the next pass
-        passes = [one["input_ids"] for one in islice(flat, 3 * len(stored))]
+        passes = [item["input_ids"] for item in islice(flat, 3 * len(stored))]
         tokens = np.concatenate(passes)
         assert np.array_equal(tokens[: stored.stores[0].counts["tokens"]], stored.stores[0].tokens) and {
-            len(one) for one in passes
+            len(item) for item in passes
         } == {32}
         return
     wanted = sorted(sequence["labels"].tobytes() for sequence in sequences_in(stored))
@@ -478,7 +481,7 @@ def test_a_stream_gives_what_preparation_gives_and_then_begins_again(tokenizer, 
         assert sorted(labels[:number]) == sorted(labels[number : 2 * number]) == wanted
     assert set(labels) == set(wanted)
     if pack:
-        lengths = [sum(len(one["input_ids"]) for one in row) for row in islice(iter(stream), 50)]
+        lengths = [sum(len(item["input_ids"]) for item in row) for row in islice(iter(stream), 50)]
         assert max(lengths) <= 32 and np.mean(lengths) > 0.9 * 32
 
 
@@ -488,8 +491,8 @@ def test_a_stream_is_shuffled_with_a_seed(tokenizer, tmp_path, config):
     sources = check_sources([path, path], config(), tokenizer, key="data", split="train", problems=problems)
     orders = [
         [
-            one["input_ids"].tobytes()
-            for one in islice(
+            item["input_ids"].tobytes()
+            for item in islice(
                 iter(Stream(sources, tokenizer, seq_len=32, pack=False, weights=[1, 2], seed=seed, shuffle_buffer=50)),
                 200,
             )

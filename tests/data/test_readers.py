@@ -173,8 +173,8 @@ def test_invalid_text_inside_arrow_names_its_row(tmp_path):
 def test_folders_globs_and_names_on_the_hub(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "c.jsonl.gz", "notes.md", "._a.jsonl", "state.json", "dataset_info.json"):
         (tmp_path / name).write_bytes(gzip.compress(b"{}") if name.endswith("gz") else b"{}")
-    found = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jsonl.gz")]
-    assert find_files(str(tmp_path), "data") == found and find_files(str(tmp_path / "*.jsonl*"), "data") == found
+    files = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jsonl.gz")]
+    assert find_files(str(tmp_path), "data") == files and find_files(str(tmp_path / "*.jsonl*"), "data") == files
     problems: list[str] = []
     config = TrainConfig(data_name="small")
     sources = find_sources(

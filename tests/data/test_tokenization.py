@@ -1,4 +1,4 @@
-"""Shapes, masks and policies: which tokens a row becomes, which of them are learnt, and what is counted as left out."""
+"""Formats, masks and policies: which tokens a row becomes, which are trained, and what is counted as dropped."""
 
 import copy
 import json
@@ -357,9 +357,9 @@ def test_too_long_pairs_follow_the_policy_and_are_counted(tokenizer, policy, seq
     assert len(tokens.ends) == sequences and tokens.counts == {"rows": 2, counted: 1}
     assert np.diff([0, *tokens.ends]).max() <= 16
     if policy == "split":
-        whole = made(LONG, tokenizer, seq_len=999)
-        assert tokens.ids.tolist() == whole.ids.tolist()
-        lost = whole.trained & ~tokens.trained
+        complete = made(LONG, tokenizer, seq_len=999)
+        assert tokens.ids.tolist() == complete.ids.tolist()
+        lost = complete.trained & ~tokens.trained
         assert np.flatnonzero(lost).tolist() == [
             end for end in tokens.ends[1:-1]
         ]  # of each piece the first: nothing stands before it
