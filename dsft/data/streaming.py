@@ -2,6 +2,9 @@
 
 Nothing is kept. Every rank reads the full stream and takes its part (accelerate's IterableDatasetShard), so that the
 order is the same on any number of ranks. The Trainer of a resumed run reads from the beginning up to its place.
+
+Mixing and shuffling are done here, not by `datasets`: `interleave_datasets` reads the first five rows of each source
+once more to infer columns, so that the counts of what was read would be wrong, and it turns arrays into lists.
 """
 
 import hashlib
