@@ -517,6 +517,11 @@ def test_the_head_and_the_phases_need_no_torch_and_facts_travel_as_json():
     assert json.loads(result.stdout) == json.loads(json.dumps(dataclasses.asdict(facts)))
 
 
+def test_the_smoke_tests_ranks_import_torch_alone():
+    code = "import sys, dsft.cluster.doctor.smoke; assert not {'transformers', 'deepspeed'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 def test_a_node_that_runs_another_version_of_dsft_is_named():
     class Others:
         """Nodes that answer with the facts of another version; no phase comes after."""

@@ -271,7 +271,7 @@ def _measure(
 
 
 def _take_round_trips(report: Report, reached: dict[str, Reached]) -> None:
-    """Between CPU ranks the time of the smallest message is that of a plain socket (see `measuring.exchange_rate`)."""
+    """Between CPU ranks the time of the smallest message is that of a plain socket (see `exchange_rate`)."""
     names = list(report.facts)
     connections = [(name, other) for name, answer in reached.items() for other in answer.connections]
     for pair, rates in report.links.pairs.items():
