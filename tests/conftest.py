@@ -26,7 +26,15 @@ BIN = Path(sys.executable).parent
 class ByFile(LoadScopeScheduling):
     """Two workers side by side take a file at a time, so that what a module's fixture trained is trained once; all
     files of tests/cluster go to one worker, for their hosts are one set.
+
+    The first worker takes files from the front, where those are that start ranks, the other from the end: ranks of two
+    tests at once would wait for each other's cores, and DeepSpeed's collectives on CPU wait busily.
     """
+
+    def _assign_work_unit(self, node) -> None:
+        if node is not self.nodes[0]:
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+        super()._assign_work_unit(node)
 
     def _split_scope(self, nodeid: str) -> str:
         return "tests/cluster" if nodeid.startswith("tests/cluster/") else nodeid.partition("::")[0]
@@ -38,7 +46,7 @@ def pytest_xdist_make_scheduler(config, log) -> ByFile:
 
 
 def pytest_collection_modifyitems(items: list) -> None:
-    """Files that start ranks come first: two workers end at about the same time where the last file is a short one."""
+    """Files that start ranks come first."""
     starts_ranks = {item.path for item in items if item.get_closest_marker("launch") or "cluster" in item.path.parts}
     items.sort(key=lambda item: item.path not in starts_ranks)
 
