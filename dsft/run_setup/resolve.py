@@ -114,7 +114,7 @@ class _Draft:
 def resolve_run(
     options: TrainConfig, *, world: int, machine: Machine, problems: Sequence[str] = ()
 ) -> ResolvedRun | None:
-    """Checks and decides a whole training; None where its checkpoint is its end already. Collective.
+    """Checks and decides a training; None where its checkpoint is its end already. Collective.
 
     Args:
         world: number of ranks, for the batches.

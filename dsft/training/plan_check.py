@@ -4,7 +4,7 @@ Peaks are those of training, without loading, which maps checkpoint files into m
 needs it.
 Host memory is resident memory (RSS) of all ranks of a node and their child processes; pages that processes share count
 once for each.
-Held-out evaluation and checkpoints on the way are part of the peak over the whole training, but not of the plan.
+Held-out evaluation and checkpoints on the way are part of the peak over the full training, but not of the plan.
 """
 
 import socket
@@ -77,7 +77,7 @@ class PlanCheck(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.step_seconds:
-            self._compare("over the whole training")
+            self._compare("over the full training")
 
     def _compare(self, when: str) -> None:
         comparisons = compare(self.plan, self.step_seconds)

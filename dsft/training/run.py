@@ -1,4 +1,4 @@
-"""A whole finetuning, from options to the saved model and run.json; every rank runs it.
+"""A finetuning, from options to the saved model and run.json; every rank runs it.
 
 Reads top to bottom: options -> a decided run -> data -> trainer -> fit -> last evaluation, final model and report.
 """

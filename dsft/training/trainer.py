@@ -159,7 +159,7 @@ class PerplexityTrainer(SavingTrainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """The Trainer's, which logs the figures of the whole training. Collective."""
+        """The Trainer's, which logs the figures of the full training. Collective."""
         self._gather_peaks()
         return super()._finalize_training(*args, **kwargs)
 

@@ -284,7 +284,7 @@ def test_held_out_rows_are_a_seeded_share_and_none_is_in_both(tokenizer, tmp_pat
 
 
 def test_windows_of_text_are_those_of_the_evaluator(tokenizer, tmp_path, config):
-    """Over the whole corpus, not over batches of documents."""
+    """Over the full corpus, not over batches of documents."""
     from dsft.config.options import EvalConfig
     from dsft.perplexity.windows import build_windows
 

@@ -44,7 +44,7 @@ def write_own_loss(tiny) -> Path:
 
 @pytest.fixture(scope="module")
 def logs(request, options, tiny, tmp_path_factory):
-    """Name of a run -> its log; two launches, of 1 and of 2 ranks, and one more that goes on with the runs of 2 ranks
+    """Name of a run -> its log; two launches, of 1 and of 2 ranks, and one more that resumes the runs of 2 ranks
     on 1. Only what selected tests need is trained.
     """
     folder = tmp_path_factory.mktemp("global-batch")
@@ -80,9 +80,9 @@ def logs(request, options, tiny, tmp_path_factory):
         if not cases:
             return
         cases = [case | {"data_cache": str(folder / f"cache-{world}")} for case in cases]
-        found[f"output of {world}"] = train_all(world, cases, folder / f"log-{world}")
+        logs[f"output of {world}"] = train_all(world, cases, folder / f"log-{world}")
 
-    found: dict = {}
+    logs: dict = {}
     made: set[str] = set()
     needed = needed_cases(request)
     train(
@@ -108,8 +108,8 @@ def logs(request, options, tiny, tmp_path_factory):
     )
     assert made == needed
     if "streamed-1-8" in made:
-        found["data of the stream"] = read_json(folder / "streamed-1-8" / "run.json")["data"]
-    return found | {path.parent.name: read_json(path)["results"]["log"] for path in folder.glob("*/run.json")}
+        logs["data of the stream"] = read_json(folder / "streamed-1-8" / "run.json")["data"]
+    return logs | {path.parent.name: read_json(path)["results"]["log"] for path in folder.glob("*/run.json")}
 
 
 @pytest.mark.cases("own-loss-2-4", "padded-1-8")

@@ -45,8 +45,8 @@ def test_twenty_kills_change_nothing_but_the_time(run, options, tmp_path):
         "zero": "2",
         "lost_timeout": 10,
     }
-    whole = run(["dsft", "train", "--num_gpus", "2", *flags(options(tmp_path / "whole", **words))])
-    assert whole.returncode == 0, whole.stderr[-3000:]
+    uninterrupted = run(["dsft", "train", "--num_gpus", "2", *flags(options(tmp_path / "uninterrupted", **words))])
+    assert uninterrupted.returncode == 0, uninterrupted.stderr[-3000:]
     shared_memory = deepspeed_buffers()
     out, log = tmp_path / "killed", tmp_path / "log.txt"
     command = [
@@ -92,10 +92,10 @@ def test_twenty_kills_change_nothing_but_the_time(run, options, tmp_path):
             for entry in read_json(folder / "run.json")["results"]["log"]
             if "loss" in entry
         ]
-        for folder in (out, tmp_path / "whole")
+        for folder in (out, tmp_path / "uninterrupted")
     )
     assert losses == expected and len(losses) == STEPS
-    weights, known = (load_file(folder / "final" / "model.safetensors") for folder in (out, tmp_path / "whole"))
+    weights, known = (load_file(folder / "final" / "model.safetensors") for folder in (out, tmp_path / "uninterrupted"))
     assert weights.keys() == known.keys() and all(weights[name].equal(known[name]) for name in known)
     assert "is incomplete" not in text and text.count("was killed from outside") == KILLS
     assert not any(start_time(pid) for pid in seen)

@@ -24,7 +24,11 @@ QUICK = [
     for number, architecture in enumerate(ARCHITECTURES)
 ]
 """Every architecture once, both methods in both stages."""
-CONTINUES = {"resumed": "whole", "lora-resumed": "lora-whole", "adapter-continued": "lora-whole"}
+CONTINUES = {
+    "resumed": "uninterrupted",
+    "lora-resumed": "lora-uninterrupted",
+    "adapter-continued": "lora-uninterrupted",
+}
 """Cases that begin with what another one has left."""
 
 
@@ -66,7 +70,7 @@ def runs(request, tiny, options, tmp_path_factory):
             logging_steps=1,
         ),
         options(
-            folder / "whole",
+            folder / "uninterrupted",
             zero="3",
             max_steps=6,
             save_strategy="steps",
@@ -81,10 +85,10 @@ def runs(request, tiny, options, tmp_path_factory):
             save_strategy="steps",
             save_steps=3,
             logging_steps=1,
-            resume_from_checkpoint=str(folder / "whole" / "checkpoint-3"),
+            resume_from_checkpoint=str(folder / "uninterrupted" / "checkpoint-3"),
         ),
         options(
-            folder / "lora-whole",
+            folder / "lora-uninterrupted",
             zero="2",
             method="lora",
             max_steps=6,
@@ -99,7 +103,7 @@ def runs(request, tiny, options, tmp_path_factory):
             method="lora",
             max_steps=6,
             logging_steps=1,
-            resume_from_checkpoint=str(folder / "lora-whole" / "checkpoint-3"),
+            resume_from_checkpoint=str(folder / "lora-uninterrupted" / "checkpoint-3"),
         ),
         options(
             folder / "best",
@@ -124,7 +128,9 @@ def runs(request, tiny, options, tmp_path_factory):
             lora_target_modules=["q_proj", "down_proj"],
             lora_modules_to_save=["lm_head"],
         ),
-        options(folder / "adapter-continued", zero="3", method="lora", adapter=str(folder / "lora-whole" / "final")),
+        options(
+            folder / "adapter-continued", zero="3", method="lora", adapter=str(folder / "lora-uninterrupted" / "final")
+        ),
         options(folder / "checkpointing", zero="3", activation_checkpointing=True, method="lora"),
         options(folder / "bf16", zero="3", bf16=True, gradient_accumulation_steps=2),
         options(folder / "stage-0", zero="0"),
@@ -219,9 +225,9 @@ def test_the_last_evaluation_is_that_of_the_saved_model(runs, tiny):
 @pytest.mark.cases("accumulate-1", "accumulate-4")
 def test_accumulation_can_be_exchanged_for_batch_size(runs):
     """Sequences of different lengths: the loss is a mean over tokens, not over micro batches."""
-    one, four = (weights(runs / f"accumulate-{n}" / "final") for n in (1, 4))
-    for name in one:
-        torch.testing.assert_close(one[name], four[name], rtol=1e-4, atol=1e-5)
+    at_once, in_four = (weights(runs / f"accumulate-{n}" / "final") for n in (1, 4))
+    for name in at_once:
+        torch.testing.assert_close(at_once[name], in_four[name], rtol=1e-4, atol=1e-5)
     losses = [
         [
             entry["loss"]
@@ -233,15 +239,15 @@ def test_accumulation_can_be_exchanged_for_batch_size(runs):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-@pytest.mark.cases("{prefix}whole", "{prefix}resumed")
+@pytest.mark.cases("{prefix}uninterrupted", "{prefix}resumed")
 @pytest.mark.parametrize("prefix", ["", "lora-"])
 def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(runs, prefix):
-    whole, resumed = (
-        read_json(runs / f"{prefix}{name}" / "run.json")["results"]["log"] for name in ("whole", "resumed")
+    uninterrupted, resumed = (
+        read_json(runs / f"{prefix}{name}" / "run.json")["results"]["log"] for name in ("uninterrupted", "resumed")
     )
-    losses = [{entry["step"]: entry["loss"] for entry in log if "loss" in entry} for log in (whole, resumed)]
+    losses = [{entry["step"]: entry["loss"] for entry in log if "loss" in entry} for log in (uninterrupted, resumed)]
     assert losses[0] == losses[1] and set(losses[0]) == {1, 2, 3, 4, 5, 6}
-    assert torch.equal(trained_logits(runs / f"{prefix}whole"), trained_logits(runs / f"{prefix}resumed"))
+    assert torch.equal(trained_logits(runs / f"{prefix}uninterrupted"), trained_logits(runs / f"{prefix}resumed"))
 
 
 @pytest.mark.cases("best")
@@ -281,11 +287,11 @@ def test_dora_rslora_targets_and_modules_to_save_reach_peft(runs):
     assert set(adapter["target_modules"]) == {"q_proj", "down_proj"} and adapter["modules_to_save"] == ["lm_head"]
 
 
-@pytest.mark.cases("adapter-continued", "lora-whole")
+@pytest.mark.cases("adapter-continued", "lora-uninterrupted")
 def test_an_adapter_can_be_trained_on(runs):
     shape = read_json(runs / "adapter-continued" / "final" / "adapter_config.json")
     assert shape["r"] == 16
-    assert (trained_logits(runs / "adapter-continued") - trained_logits(runs / "lora-whole")).abs().max() > 1e-3
+    assert (trained_logits(runs / "adapter-continued") - trained_logits(runs / "lora-uninterrupted")).abs().max() > 1e-3
 
 
 @pytest.mark.cases("{name}")
@@ -322,7 +328,7 @@ def test_stages_and_files_agree(runs):
 
 
 @pytest.mark.cases("{name}")
-@pytest.mark.parametrize("name", ["whole", "lora-whole"])
+@pytest.mark.parametrize("name", ["uninterrupted", "lora-uninterrupted"])
 @pytest.mark.parametrize("zero", ["0", "3"])
 def test_perplexity_reads_shards_directly(runs, tiny, name, zero):
     """The folder of DeepSpeed's own shards, of 2 ranks under ZeRO-3 and ZeRO-2, read in one process, gives what the
@@ -337,11 +343,11 @@ def test_perplexity_reads_shards_directly(runs, tiny, name, zero):
     )
 
 
-@pytest.mark.cases("whole")
+@pytest.mark.cases("uninterrupted")
 def test_shards_alone_can_be_exported(runs, tmp_path):
-    source = shutil.copytree(runs / "whole" / "checkpoint-6", tmp_path / "shards")
+    source = shutil.copytree(runs / "uninterrupted" / "checkpoint-6", tmp_path / "shards")
     (source / "model.safetensors").unlink()
-    shards, final = weights(export(str(source), str(tmp_path / "out"))), weights(runs / "whole" / "final")
+    shards, final = weights(export(str(source), str(tmp_path / "out"))), weights(runs / "uninterrupted" / "final")
     assert all(torch.equal(shards[name], final[name]) for name in final)
 
 
@@ -428,6 +434,6 @@ def test_every_launcher_trains_the_same_model(run, runs, options, tmp_path, laun
     assert result.stdout.count("dsft: plan: 1 node x 2") == 1  # rank 0 alone prints
     content = read_json(tmp_path / "run" / "run.json")
     assert content["deepspeed"]["zero_optimization"]["stage"] == 3
-    expected, found = weights(runs / "llama-full-3" / "final"), weights(tmp_path / "run" / "final")
+    expected, trained = weights(runs / "llama-full-3" / "final"), weights(tmp_path / "run" / "final")
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(trained[name], expected[name], rtol=1e-4, atol=1e-5)
