@@ -67,6 +67,9 @@ class Sequences(Items):
         """[N] tokens."""
         return self.ends - self.starts
 
+    def __len__(self) -> int:
+        return len(self.places)  # without `lengths`, which takes a pass over all: it is asked for with each item
+
     def __getitem__(self, index: int) -> Sequence:
         store, span = self.stores[self.places[index]], slice(self.starts[index], self.ends[index])
         return sequence(store.tokens[span], store.trained[span])

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from dsft.config.options import TrainConfig
 from dsft.data.batches import Collator, EpochSampler, LengthGrouping, PackedCollator, PaddedToFullSteps, padding_share
 from dsft.data.packing import batches_by_token_budget, best_fit
-from dsft.data.sequences import IGNORED, sequence
+from dsft.data.sequences import IGNORED, Sequences, sequence
 from dsft.models.packing_probe import isolation_problem, try_packing
 from dsft.units import padded_width
 
@@ -162,6 +162,23 @@ def test_an_order_by_length_has_everything_once_and_pads_little():
     assert grouped.order(0)[-5:] == list(range(1003, 1008))  # blank ones fill the last step
     shares = [padding_share(order.order(0), steps.lengths, 4) for order in (random, within, grouped)]
     assert shares[2] < 0.03 < shares[1] < 0.2 < 0.3 < shares[0]
+
+
+class Tokens:
+    tokens, trained = np.arange(6, dtype=np.int32), np.ones(6, bool)
+
+
+def test_items_are_fetched_without_the_lengths_of_all_others(monkeypatch):
+    sequences = Sequences([Tokens()], np.zeros(3, np.int64), np.array([0, 2, 4]), np.array([2, 4, 6]))
+    steps = PaddedToFullSteps(sequences, 2)
+    monkeypatch.setattr(Sequences, "lengths", property(lambda _: pytest.fail("a pass over all sequences")))
+    assert [item["input_ids"].tolist() for item in steps.__getitems__(range(len(steps)))] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [0],
+    ]
+    assert len(sequences) == 3
 
 
 def test_padding_is_masked_and_unlabelled():
