@@ -27,8 +27,6 @@ def read_config(cls: type, argv: Sequence[str], problems: list[str]) -> Any:
 
 def make_config(cls: type, values: dict[str, Any], problems: list[str]) -> Any:
     """Makes the `cls` with these options by name, checked; faults go to `problems`."""
-    from transformers import TrainingArguments  # here: seconds, and the doctor reads flags without it
-
     dsft_types = field_types(cls)
     all_types = dsft_types
     if cls is TrainConfig:

@@ -5,6 +5,7 @@ What the options show by themselves is in `config/checks.py`.
 
 import importlib.util
 import warnings
+from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainingArguments
@@ -105,8 +106,8 @@ def check_base(options: TrainConfig) -> list[str]:
 
 
 def check_weights(options: TrainConfig) -> list[str]:
-    """A model's folder must hold weights."""
-    if has_weights(options.model):
+    """A model's folder must hold weights; that it holds no config is said where the model is measured."""
+    if has_weights(options.model) or not (Path(options.model) / "config.json").is_file():
         return []
     return [f"model={options.model}: holds a config but no weights; for random weights name its config.json"]
 

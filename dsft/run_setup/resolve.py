@@ -105,9 +105,10 @@ class _Draft:
         self.options, self.decisions, self.problems = options, list(decisions), list(problems)
 
     def take(self, decisions: Sequence[Decision], problems: Sequence[str] = ()) -> None:
-        news = [decision for decision in decisions if self.options.value(decision.name) != decision.value]
-        self.options = decide(self.options, news)
-        self.decisions += news
+        for decision in decisions:  # one after the other: a later one may give back what an earlier one took away
+            if self.options.value(decision.name) != decision.value:
+                self.options = decide(self.options, [decision])
+                self.decisions.append(decision)
         self.problems += problems
 
 

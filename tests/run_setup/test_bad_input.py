@@ -268,6 +268,12 @@ def test_a_folder_without_weights_and_a_foreign_tokenizer_are_refused(problems_o
     assert len(problems) == 1 and "but the model has embeddings for 100" in problems[0]
 
 
+def test_a_folder_without_config_is_not_said_to_hold_one(problems_of, tmp_path):
+    (tmp_path / "empty").mkdir()
+    problems = problems_of(model=str(tmp_path / "empty"))
+    assert len(problems) == 1 and "no causal language model can be built" in problems[0]
+
+
 def test_an_adapter_over_random_weights_is_refused(problems_of, tiny):
     problems = problems_of(model=str(tiny / "model" / "config.json"), method="lora")
     assert len(problems) == 1 and "an adapter is nothing without its base" in problems[0]

@@ -10,11 +10,13 @@ from conftest import grid
 from tiny import ARCHITECTURES, write_model
 from transformers import AutoConfig
 
+from dsft.checkpoints.manifest import MANIFEST
 from dsft.cli.main import main
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.planner.plan import as_dict
-from dsft.run_setup.resolve import resolve_run
+from dsft.run_setup.decisions import keep_global_batch
+from dsft.run_setup.resolve import _Draft, resolve_run
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -48,6 +50,19 @@ def test_every_decision_is_in_the_options_and_says_why(resolved):
     assert (run.plan.micro_batch, run.plan.accumulation) == (2, 4)
     with pytest.raises(dataclasses.FrozenInstanceError):
         run.options.packing = False
+
+
+def test_a_decision_that_gives_back_what_an_earlier_one_took_away_is_kept(options, tmp_path):
+    changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    config = make_config(TrainConfig, options(tmp_path / "run", **changes), [])
+    checkpoint = tmp_path / "checkpoint-1"
+    checkpoint.mkdir()
+    manifest = {"world_size": 8, "run_identity": {"sequences per step": 32}}
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    draft = _Draft(config)
+    draft.take(keep_global_batch(config, str(checkpoint), 4))
+    assert draft.options.value("global_batch_size") == 32
+    assert draft.options.value("gradient_accumulation_steps") == 4
 
 
 @pytest.mark.parametrize("architecture", grid(ARCHITECTURES, ["llama", "gemma3", "gpt2", "mixtral"]))
