@@ -68,8 +68,8 @@ class Process:
         if self.is_alive():
             try:
                 os.kill(self.pid, number)
-            except ProcessLookupError:
-                pass  # it ended just now
+            except (ProcessLookupError, PermissionError):
+                pass  # it ended just now, or is another user's: slurmstepd is root's
 
 
 def end(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from conftest import ROOT
 
 from dsft.runtime import distributed
 from dsft.watchdog.messages import LARGEST_BYTES, Connection, Server, connect, listen, wait_for_messages
-from dsft.watchdog.processes import descendants, start_time
+from dsft.watchdog.processes import Process, descendants, end, start_time
 from dsft.watchdog.root_cause import Failure, Report, first_cause
 
 FAULTS = ("none", "exception", "user-error", "same-error", "killed", "frozen", "stalled", "launcher")
@@ -172,6 +173,16 @@ def test_processes_are_read_from_proc():
             os.kill(pid, 9)
         child.wait()
     assert start_time(child.pid) is None
+
+
+def test_a_process_of_another_user_is_waited_for_without_an_error(monkeypatch):
+    """The launcher above a task of srun is slurmstepd, which runs as root."""
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    end([Process.of(os.getppid())], [(0, 0.0), (signal.SIGTERM, 0.0)])
 
 
 def test_a_sidecar_needs_no_library():
