@@ -12,7 +12,7 @@ import warnings
 
 from dsft.cli.commands import COMMANDS
 from dsft.cli.help import command_help, commands_help
-from dsft.config.reader import read_command, read_options
+from dsft.config.reader import read_command, read_options, split_flags
 from dsft.errors import EXIT_USER_ERROR, UserError, ends_with_clear_errors, nearest, raise_if_any
 from dsft.runtime.launcher_env import unset_single_process_env
 
@@ -37,7 +37,8 @@ def main(argv: list[str] | None = None) -> None:
     if name in ("train", "eval", "launch"):
         from dsft.cluster.launch.run import launch
 
-        sys.exit(launch(words if name == "launch" else ["--no_preflight", *argv]))
+        is_said, _ = split_flags(words, {"no_preflight": bool})
+        sys.exit(launch(words if name == "launch" else argv if is_said else ["--no_preflight", *argv]))
     run_command(name, words)
 
 

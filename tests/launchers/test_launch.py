@@ -10,6 +10,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
+from dsft.cli.main import main
 from dsft.cluster.launch.commands import BUILDERS, RUNNERS, build_command, shown
 from dsft.cluster.launch.environment import forwarded, write_env_file
 from dsft.cluster.launch.options import WAYS, read_launch
@@ -79,6 +80,8 @@ def test_accelerate_gets_the_script_and_this_nodes_number():
         ("--nodes two train", "nodes: 'two' is not a whole number"),
         ("--nodes=-1 train", "nodes=-1: needs a number of 0 or more"),
         ("--hostfile", "hostfile: needs a value"),
+        ("--hostfile= train", "--hostfile: needs a value"),
+        ("--nodes= train", "nodes: "),
         ("--nodes 2 --nodes 3 train", "--nodes is given 2 times (2, 3); keep one"),
         ("--nodes 2 train", "set --master_addr or MASTER_ADDR"),
         ("--nodes 2 --node_rank 2 --master_addr n0 train", "node rank 2: nodes are numbered from 0 to 1"),
@@ -101,6 +104,23 @@ def test_a_restart_resumes_from_the_last_checkpoint_whatever_the_first_start_did
     """An option that stands twice would be refused."""
     for words in ([*given, "--max_steps", "4"], ["--max_steps", "4", *given]):
         assert resumed(words) == ["--max_steps", "4", "--resume_from_checkpoint", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("words", "launched"),
+    [
+        ("train --max_steps 4", "--no_preflight train --max_steps 4"),
+        ("train --no_preflight --dry_run", "train --no_preflight --dry_run"),
+        ("train --no-preflight=false", "train --no-preflight=false"),
+        ("launch --nodes 2 train", "--nodes 2 train"),
+    ],
+)
+def test_only_launch_looks_first_unless_told_otherwise(words, launched, monkeypatch):
+    calls = []
+    monkeypatch.setattr("dsft.cluster.launch.run.launch", lambda argv: calls.append(argv) or 0)
+    with pytest.raises(SystemExit, match="0"):
+        main(words.split())
+    assert calls == [launched.split()]
 
 
 def test_secrets_and_what_a_shell_would_break_stay_here(tmp_path, monkeypatch):

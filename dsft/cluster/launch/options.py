@@ -95,6 +95,9 @@ def _check(options: LaunchOptions, problems: list[str]) -> None:
     for name in ("num_nodes", "num_gpus", "nodes", "node_rank", "master_port", "max_restarts"):
         if (getattr(options, name) or 0) < 0:
             problems.append(f"{name}={getattr(options, name)}: needs a number of 0 or more")
+    for name in ("hostfile", "include", "exclude", "accelerate", "master_addr"):
+        if getattr(options, name) == "":  # "$HOSTS" of a variable that is not set: not this machine instead
+            problems.append(f"--{name}: needs a value")
     for key in ("hostfile", "accelerate"):
         path = getattr(options, key)
         if path and not os.path.isfile(path):
