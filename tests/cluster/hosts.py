@@ -146,7 +146,7 @@ class Host:
         )
 
     def run(
-        self, command: list, *, cwd: Path = ROOT, timeout: float = 120, **environment: str
+        self, command: list, *, cwd: Path = ROOT, timeout: float = 300, **environment: str
     ) -> subprocess.CompletedProcess:
         """Run a command there and return its exit code and output.
 
@@ -198,6 +198,13 @@ class Host:
             except psutil.NoSuchProcess:
                 pass
         return commands
+
+    def is_idle(self, *, seconds: float = 60) -> bool:
+        """Whether `processes` names nothing, now or soon: what ends on a busy machine takes a moment."""
+        deadline = time.monotonic() + seconds
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return not self.processes()
 
     def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to a process of this host, by a pid from `processes`."""
@@ -328,7 +335,7 @@ class TestHosts:
             process.wait()
             process.stdout.close()
         self._started.clear()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while any(host.all_processes() for host in self.hosts) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert str(self.folder) not in Path("/proc/self/mountinfo").read_text(), (
@@ -360,7 +367,7 @@ class TestHosts:
             _wait_ready(process)
             host.init_pid = psutil.Process(process.pid).children()[0].pid
             self._connect(host)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while any(host.port_is_free(22) for host in self.hosts):
             assert time.monotonic() < deadline, "sshd did not come up"
             time.sleep(0.01)

@@ -114,7 +114,7 @@ class Slurm:
         assert result.returncode == 0, result.stderr
         return dict(word.split("=", 1) for word in result.stdout.split() if "=" in word)
 
-    def wait(self, number: int, *, timeout: float = 180, until=lambda job: job["JobState"] in ENDED) -> dict[str, str]:
+    def wait(self, number: int, *, timeout: float = 600, until=lambda job: job["JobState"] in ENDED) -> dict[str, str]:
         """The job's facts once `until` holds for them: by default once it has ended."""
         deadline = time.monotonic() + timeout
         while not until(job := self.job(number)):
@@ -127,7 +127,7 @@ class Slurm:
         self._daemons.append(host.start(command, stdout=log, stderr=log))
 
     def _wait_idle(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while self.hosts[0].run(["sinfo", "--noheader", "--format=%T %D"]).stdout.split() != [
             "idle",
             str(len(self.hosts)),

@@ -23,7 +23,7 @@ def doctor(hosts, slots: list[int], folder: Path, *options, first=0) -> tuple[di
     )
     report = json.loads(result.stdout)
     assert result.returncode == (0 if report["ok"] else 2), result.stderr
-    assert not any(host.processes() for host in hosts)
+    assert all(host.is_idle() for host in hosts)
     return report, {(entry["code"], entry["where"]) for entry in report["findings"] if entry["severity"] != "note"}
 
 
@@ -181,7 +181,7 @@ def test_a_missing_checkout_or_python_is_told_from_a_broken_ssh(hosts, tmp_path)
 @pytest.mark.exhaustive
 def test_a_busy_port_is_told_from_a_blocked_one(hosts, tmp_path):
     listening = hosts[0].start(
-        ["python", "-uc", "import socket, time; s = socket.create_server(('', 23456)); print('up'); time.sleep(60)"]
+        ["python", "-uc", "import socket, time; s = socket.create_server(('', 23456)); print('up'); time.sleep(600)"]
     )
     assert listening.stdout.readline() == "up\n"
     hostfile = hosts.hostfile(tmp_path / "hostfile", [1, 1])
@@ -328,10 +328,7 @@ def test_a_frozen_rank_is_named_and_not_waited_for(hosts, tmp_path):
     assert {(entry["code"], entry["where"]) for entry in report["findings"] if entry["code"].startswith("smoke")} == {
         ("smoke-silent", "rank 1 on node-1")
     }, report["findings"]
-    deadline = time.monotonic() + 60
-    while any(host.processes() for host in hosts) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(host.processes() for host in hosts), "phases or ranks were left"
+    assert all(host.is_idle() for host in hosts), "phases or ranks were left"
 
 
 @pytest.mark.exhaustive
@@ -360,7 +357,7 @@ def test_under_a_launcher_the_same_examination_runs_without_ssh(launcher, hosts,
             ]
             second = hosts[1].start(command)
             first = hosts[0].run(command)
-            second.communicate(timeout=60)
+            second.communicate(timeout=300)
         else:
             hosts.hostfile(tmp_path / "hostfile", [1, 1])
             first = hosts[0].run(

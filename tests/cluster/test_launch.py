@@ -13,7 +13,7 @@ from cluster.slurm import Slurm
 
 pytestmark = [pytest.mark.launch, pytest.mark.cluster]
 LAUNCH = ["python", "-m", "dsft.cli.main", "launch"]
-SECONDS = 180
+SECONDS = 600
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_the_same_command_on_every_node_needs_no_ssh(hosts, folder, through_ssh,
     ]
     other = hosts[1].start(words, stdout=None, stderr=None, NODE_RANK="1", MASTER_ADDR="node-0")
     result = hosts[0].run(words, timeout=SECONDS, NODE_RANK="0", MASTER_ADDR="node-0")
-    assert (result.returncode, other.wait(60)) == (0, 0), (result.stdout + result.stderr)[-5000:]
+    assert (result.returncode, other.wait(SECONDS)) == (0, 0), (result.stdout + result.stderr)[-5000:]
     assert trained(output_dir) == through_ssh[1]
     assert "dsft doctor: " in result.stdout
 

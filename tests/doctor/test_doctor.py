@@ -326,6 +326,14 @@ def test_every_message_is_tested_and_explained_in_the_docs():
     assert sorted(listed) == sorted(MESSAGES)
 
 
+def test_a_name_on_the_hub_is_reported_once_for_all_its_splits():
+    files, sources = RunFiles(data=["org/set:main:train", "org/set:main:test"]), {}
+    for name, answer in reached(cached=False).items():
+        sources[name] = dataclasses.replace(answer, contents=dict.fromkeys(files.data))
+    [lacking] = check_files(files, "n1", nodes(), sources)
+    assert (lacking.code, lacking.where) == ("hub-download", "n3")
+
+
 def test_of_a_silent_rank_the_others_time_outs_are_not_reported():
     [silent] = check_answers({0: "joining the others"}, [(0, "timed out")], TWO, {})
     assert (silent.code, silent.where) == ("smoke-silent", "rank 1 on b") and "nothing" in silent.message

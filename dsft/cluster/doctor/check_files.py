@@ -61,11 +61,15 @@ def check_files(
     files: RunFiles, first: str, facts: dict[str, NodeFacts], reached: dict[str, Reached]
 ) -> Iterator[Finding]:
     """Data and model the same everywhere, the output folder writable everywhere and shared."""
+    named_on_hub: set[str] = set()
     for source in (*files.data, *files.models):
         seen = {node: answer.contents[source] for node, answer in reached.items()}
         yield from check_content(source, seen, "data" if source in files.data else "model")
         if not any(seen.values()) and not is_path(source):
             name = source.partition(":")[0]
+            if name in named_on_hub:  # two splits of one data set
+                continue
+            named_on_hub.add(name)
             yield from check_hub(
                 name,
                 {node: answer.cached[name] for node, answer in reached.items()},
