@@ -36,6 +36,7 @@ from transformers import AutoTokenizer, Qwen3Config
 
 from dsft.demo_data import write_demo_data
 from dsft.runtime.hardware import GiB
+from dsft.training.plan_check import FULL_TRAINING
 
 STEPS = 5
 # Published shapes of Qwen3 (config.json of the models); the 1b is Llama 3.2 1B's widths. Vocabulary as the demo
@@ -220,7 +221,7 @@ def train(folder: Path, case: tuple, tokenizer: Path, vocab_size: int, *, verbos
         return case_as_dict | {"failed": (done.stdout or "")[-1500:] + (done.stderr or "")[-1500:]}
     run = json.loads((output / "run.json").read_text())
     shutil.rmtree(output)
-    return case_as_dict | {"check": run["results"]["plan_check"]["over the whole training"]}
+    return case_as_dict | {"check": run["results"]["plan_check"][FULL_TRAINING]}
 
 
 def saved_base(folder: Path, name: str, config: Path) -> Path:

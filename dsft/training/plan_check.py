@@ -27,6 +27,8 @@ from dsft.units import GiB
 FIRST_STEPS = 3
 """Steps after which the first comparison is made; the first one compiles and allocates, and its time does not count."""
 TOLERANCE = 0.1
+FULL_TRAINING = "over the full training"
+"""The comparison at the end, in `plan_check` of run.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ class PlanCheck(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.step_seconds:
-            self._compare("over the full training")
+            self._compare(FULL_TRAINING)
 
     def _compare(self, when: str) -> None:
         comparisons = compare(self.plan, self.step_seconds)
