@@ -90,7 +90,7 @@ def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list
         UserError: where they cannot be shared by so many ranks.
     """
     manifest = read_manifest(Path(checkpoint))
-    if manifest is None or manifest["world_size"] == world or options.global_batch_size:
+    if "run_identity" not in (manifest or {}) or manifest["world_size"] == world or options.global_batch_size:
         return []
     total = manifest["run_identity"]["sequences per step"]
     reason = f"{checkpoint} took so many on {manifest['world_size']} ranks"
