@@ -40,6 +40,7 @@ class ByFile(LoadScopeScheduling):
         return "tests/cluster" if nodeid.startswith("tests/cluster/") else nodeid.partition("::")[0]
 
 
+@pytest.hookimpl(optionalhook=True)  # without xdist all tests run in this process
 def pytest_xdist_make_scheduler(config, log) -> ByFile:
     config.option.loadscopereorder = False  # by number of tests; pytest_collection_modifyitems knows more of their time
     return ByFile(config, log)
