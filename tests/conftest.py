@@ -61,7 +61,7 @@ def cache(tmp_path_factory) -> None:
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
-def run_command(command: list[str], *, timeout: int = 600, **environment: str) -> subprocess.CompletedProcess:
+def run_command(command: list[str], *, timeout: int = 1800, **environment: str) -> subprocess.CompletedProcess:
     """Run from the checkout's root as a user would, in this environment; CPU ranks."""
     env = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"} | environment
     return subprocess.run(

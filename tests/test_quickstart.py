@@ -11,7 +11,7 @@ pytestmark = pytest.mark.launch
 
 def test_quickstart_does_the_whole_job(run, tmp_path):
     folder = tmp_path / "quickstart"
-    result = run(["dsft", "quickstart", folder], timeout=900)
+    result = run(["dsft", "quickstart", folder], timeout=3000)
     assert result.returncode == 0, result.stdout + result.stderr
     runs = {name: read_json(folder / "runs" / name / "run.json") for name in ("full", "lora")}
     for content in runs.values():
