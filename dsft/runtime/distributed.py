@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dsft.errors import UserError, on_exit, raise_if_any
 from dsft.runtime.hardware import Machine, cpu_count, has_gpu, this_machine
 from dsft.runtime.launcher_env import SINGLE_PROCESS_ENV, choose_interface, map_launcher_variables
-from dsft.runtime.op_locks import remove_old_locks
+from dsft.runtime.op_locks import name_owners_of_operator_locks
 from dsft.watchdog import client as watchdog
 
 if TYPE_CHECKING:
@@ -72,11 +72,7 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800) -> None:
         on_exit(watchdog.close)
     _complete_launcher_variables()
     _set_library_variables()
-    for lock in remove_old_locks():
-        print(
-            f"dsft: removed {lock}, left behind by a process that was killed while it loaded a compiled operator",
-            file=sys.stderr,
-        )
+    name_owners_of_operator_locks()
     import deepspeed  # here, so that `import dsft` stays light and DS_ACCELERATOR is read after it is set
 
     if has_gpu():

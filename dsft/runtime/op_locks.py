@@ -1,39 +1,208 @@
-"""Locks that a killed process left on DeepSpeed's compiled operators: torch would wait for them for ever in silence."""
+"""Locks on DeepSpeed's compiled operators: whoever waits for one says for whom, and a dead owner's lock is removed.
 
+torch waits for such a lock in silence and for ever, also where its owner was killed while it compiled.
+"""
+
+import contextlib
+import fcntl
+import json
 import os
+import socket
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
+from dsft.watchdog.processes import start_time
+
+SILENT_SECONDS = 10.0
+"""Of waiting or compiling before a line says so."""
+LOOK_SECONDS = 1.0
+"""Between two looks at a lock: one that its owner has just closed to remove it is not there at the second."""
 OLD_SECONDS = 300
-"""A compilation takes a minute or two. Another node's lock on a shared home folder is not open in a process here."""
+"""Without news a lock from elsewhere is taken for left behind: a compilation takes a minute or two."""
+LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay")
+"""File systems of one machine: who holds a lock there runs here."""
 
 
-def remove_old_locks() -> list[Path]:
-    """Remove and return the locks that no process of this machine holds and that are too old for another's.
+@dataclass(frozen=True)
+class Owner:
+    """The process that holds a lock, as it wrote it into the lock."""
 
-    The lock is a file that its owner keeps open (FileBaton in torch/utils/file_baton.py), beside the operator's build.
+    host: str
+    processes: str
+    """The namespace of its process id: containers of one machine count their processes each for itself."""
+    pid: int
+    started: str | None
+
+    @classmethod
+    def this_process(cls) -> "Owner":
+        return cls(socket.gethostname(), _namespace(), os.getpid(), start_time(os.getpid()))
+
+    def is_here(self) -> bool:
+        """Whether this process could see it run."""
+        return (self.host, self.processes) == (socket.gethostname(), _namespace())
+
+    def is_alive(self) -> bool:
+        return self.started is not None and start_time(self.pid) == self.started
+
+
+class OperatorLock:
+    """torch's lock on an operator's build folder (torch/utils/file_baton.py), with an owner.
+
+    It stays a file that exists as long as it is held, so that processes without dsft respect it and are respected.
     """
-    import torch.utils.cpp_extension as cpp_extension
 
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    removed = []
-    for lock in [*root.glob("*/lock"), *root.glob("*/*/lock")]:
+    def __init__(self, lock_file_path: str):
+        self.path = Path(lock_file_path)
+        self._descriptor = -1
+        self._timer: threading.Timer | None = None
+
+    def try_acquire(self) -> bool:
+        """Returns whether this process has the lock, and has to build. False once another has built and released it:
+        all waiting is done here, since torch builds only what it acquires at once.
+        """
+        start, is_said, suspect = time.monotonic(), False, None
+        while not self._make():
+            lock, reason = _identity(self.path), _left_behind(self.path)
+            if lock is None:
+                return False
+            if reason and lock == suspect and self._take_over(lock, reason):
+                return True
+            suspect = lock if reason else None
+            if not is_said and time.monotonic() - start > SILENT_SECONDS:
+                is_said = True
+                _say(f"waiting for {self.path}, held by {_holder(self.path)}; if that is wrong, remove the file")
+            time.sleep(LOOK_SECONDS)
+            if _identity(self.path) is None:
+                return False
+        return True
+
+    def wait(self) -> None:
+        """Nothing: `try_acquire` has waited."""
+
+    def release(self) -> None:
+        self._timer.cancel()
+        os.close(self._descriptor)
+        self.path.unlink(missing_ok=True)
+
+    def _make(self, path: Path | None = None) -> bool:
+        """Make the lock, or the file that will replace it, with this process's name in it; False where it exists."""
         try:
-            if time.time() - lock.stat().st_mtime > OLD_SECONDS and not _is_open(lock):
-                lock.unlink()
-                removed.append(lock)
-        except OSError:
-            continue  # another rank was faster, or it is not ours to remove
-    return removed
+            self._descriptor = os.open(path or self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        except FileExistsError:
+            return False
+        os.write(self._descriptor, json.dumps(asdict(Owner.this_process())).encode())
+        text = (
+            f"compiling DeepSpeed's operator {self.path.parent.name}, once for this machine; it takes a minute or two"
+        )
+        self._timer = threading.Timer(SILENT_SECONDS, _say, [text])
+        self._timer.daemon = True
+        self._timer.start()
+        return True
+
+    def _take_over(self, lock: tuple[int, int], reason: str) -> bool:
+        """Replace a lock that was left behind, unless another process was faster. There is no moment without a lock,
+        which other waiting processes would take for the end of the build.
+        """
+        with _alone(self.path.parent):
+            mine = self.path.with_name(f"lock.{socket.gethostname()}.{os.getpid()}")
+            if _identity(self.path) != lock or not self._make(mine):
+                return False
+            os.replace(mine, self.path)
+        _say(f"took over {self.path}, left behind: {reason}")
+        return True
 
 
-def _is_open(path: Path) -> bool:
-    """Whether a process of this machine, as far as this user may look, has the file open."""
+def name_owners_of_operator_locks() -> None:
+    """Let every operator that this process loads use `OperatorLock`."""
+    import torch.utils.cpp_extension
+
+    torch.utils.cpp_extension.FileBaton = OperatorLock
+
+
+def _left_behind(path: Path) -> str | None:
+    """Why nobody holds the lock any more; None where somebody does, or may."""
+    try:
+        stat, owner = path.stat(), _owner(path)
+    except OSError:
+        return None
+    if owner is not None and owner.is_here():
+        return None if owner.is_alive() else f"its owner, process {owner.pid}, is gone"
+    if _process_with(path) is not None:
+        return None
+    age = time.time() - stat.st_mtime
+    if owner is None and _is_local(path) and os.geteuid() in (0, stat.st_uid):
+        return "no process has it open"
+    return f"it is {age:.0f} s old, and no process here has it open" if age > OLD_SECONDS else None
+
+
+def _holder(path: Path) -> str:
+    """The process that holds the lock, as far as it can be told."""
+    owner, pid = _owner(path), _process_with(path)
+    if owner is not None:
+        return f"process {owner.pid} on {owner.host}"
+    return f"process {pid} on {socket.gethostname()}" if pid else "another machine's or another user's process"
+
+
+def _owner(path: Path) -> Owner | None:
+    """The owner that the lock names; torch's own lock names none."""
+    try:
+        return Owner(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _process_with(path: Path) -> int | None:
+    """A process of this machine, as far as this user may look, that has the file open."""
     wanted = str(path.resolve())
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             if os.readlink(descriptor) == wanted:
-                return True
+                return int(descriptor.parts[2])
         except OSError:
             continue
-    return False
+    return None
+
+
+def _is_local(path: Path) -> bool:
+    """Whether the file lies on a disk that no other machine writes to."""
+    mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    nearest = next((mounts[str(folder)] for folder in path.resolve().parents if str(folder) in mounts), "")
+    return nearest in LOCAL_FILE_SYSTEMS
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What distinguishes this lock from a later one of the same name; None where there is none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_ctime_ns
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time: the lock that one of several waiting ranks takes over must not be replaced by the next."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without such locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _say(line: str) -> None:
+    print(f"dsft: {socket.gethostname()}: {line}", file=sys.stderr, flush=True)

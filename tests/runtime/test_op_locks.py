@@ -1,18 +1,102 @@
+"""Locks on compiled operators: a live owner's is waited for and named, a dead owner's is taken over at once."""
+
+import json
 import os
+import subprocess
+import sys
+import threading
 import time
+from dataclasses import asdict, replace
 
-from dsft.runtime.op_locks import OLD_SECONDS, remove_old_locks
+import pytest
+from conftest import ROOT
+
+from dsft.runtime import op_locks
+from dsft.runtime.op_locks import OLD_SECONDS, OperatorLock, Owner, name_owners_of_operator_locks
+
+LOADS_AN_OPERATOR = """
+import torch.utils.cpp_extension as extension
+from dsft.runtime.op_locks import name_owners_of_operator_locks
+name_owners_of_operator_locks()
+print("loading", flush=True)
+extension._write_ninja_file_and_build_library = lambda **options: open(folder + "/built", "x").close()
+extension._import_module_from_library = lambda name, folder, is_python: open(folder + "/built").close()
+extension.load("probe", [], build_directory=folder)
+print("loaded", flush=True)
+"""
 
 
-def test_only_locks_that_are_old_and_held_by_nobody_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    locks = {name: tmp_path / name / "lock" for name in ("old", "held", "young")}
-    for lock in locks.values():
-        lock.parent.mkdir()
-        lock.touch()
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch):
+    monkeypatch.setattr(op_locks, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(op_locks, "SILENT_SECONDS", 0.3)
+
+
+def gone() -> Owner:
+    """A process of this machine that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return replace(Owner.this_process(), pid=process.pid)
+
+
+@pytest.mark.parametrize("content", ["owner", "none"])
+def test_a_fresh_lock_whose_owner_is_dead_is_taken_over_at_once(tmp_path, capfd, content):
+    path = tmp_path / "lock"
+    path.write_text(json.dumps(asdict(gone())) if content == "owner" else "")
+    lock = OperatorLock(str(path))
+    assert lock.try_acquire() and json.loads(path.read_text())["pid"] == os.getpid()
+    assert f"took over {path}" in capfd.readouterr().err
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_lock_that_is_held_is_waited_for_and_its_owner_named(tmp_path, capfd, named):
+    path = tmp_path / "lock"
+    if named:
+        holder = OperatorLock(str(path))
+        assert holder.try_acquire()
+    else:
+        file = path.open("w")  # as torch's own lock: open, and empty
+        long_ago = time.time() - 2 * OLD_SECONDS
+        os.utime(path, (long_ago, long_ago))
+    acquired = []
+    waiter = threading.Thread(target=lambda: acquired.append(OperatorLock(str(path)).try_acquire()))
+    waiter.start()
+    screen, until = "", time.monotonic() + 60
+    while f"waiting for {path}, held by process {os.getpid()} on " not in screen and time.monotonic() < until:
+        screen += capfd.readouterr().err
+        time.sleep(0.05)
+    assert waiter.is_alive() and time.monotonic() < until, screen
+    if named:
+        assert "compiling DeepSpeed's operator" in screen
+        holder.release()
+    else:
+        file.close()
+        path.unlink()
+    waiter.join(60)
+    assert acquired == [False]  # its owner has built
+
+
+def test_a_lock_of_another_machine_is_respected_until_it_is_old(tmp_path):
+    path = tmp_path / "lock"
+    path.write_text(json.dumps(asdict(replace(Owner.this_process(), host="elsewhere"))))
+    assert op_locks._left_behind(path) is None and "on elsewhere" in op_locks._holder(path)
     long_ago = time.time() - OLD_SECONDS - 60
-    os.utime(locks["old"], (long_ago, long_ago))
-    os.utime(locks["held"], (long_ago, long_ago))
-    with locks["held"].open():
-        assert remove_old_locks() == [locks["old"]]
-    assert not locks["old"].exists() and locks["held"].exists() and locks["young"].exists()
+    os.utime(path, (long_ago, long_ago))
+    assert "s old" in op_locks._left_behind(path)
+
+
+def test_one_of_several_waiting_processes_takes_a_dead_owners_lock_over_and_the_others_wait_for_its_build(tmp_path):
+    (tmp_path / "lock").write_text(json.dumps(asdict(gone())))
+    code = f"folder = {str(tmp_path)!r}\n{LOADS_AN_OPERATOR}"
+    ranks = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
+    assert [rank.wait(300) for rank in ranks] == [0, 0, 0] and (tmp_path / "built").exists()
+
+
+def test_torch_builds_with_this_lock(monkeypatch):
+    import torch.utils.cpp_extension
+
+    monkeypatch.setattr(torch.utils.cpp_extension, "FileBaton", None)
+    name_owners_of_operator_locks()
+    assert torch.utils.cpp_extension.FileBaton is OperatorLock
