@@ -34,6 +34,7 @@ class Saves:
     seconds: float = 0.0
     largest_bytes: int = 0
     failed: list[str] = field(default_factory=list)
+    """One entry for each save that failed, with all its problems."""
 
 
 class StagedSave:
@@ -82,6 +83,9 @@ class StagedSave:
             facts: for the manifest, beside the files.
         """
         start = time.monotonic()
+        distributed.first_on_rank_0(
+            self._clear_staging
+        )  # what a killed save left, on nodes with a disk of their own too
         # Room first: safetensors maps the file it writes, and a full disk then ends the process by a signal (SIGBUS).
         problems = distributed.from_all(self._lack_of_room(max(needed_bytes, saves.largest_bytes)))[:1]
         if not problems:
@@ -90,14 +94,15 @@ class StagedSave:
         problems = problems or self._publish(check, facts)
         saves.seconds += time.monotonic() - start
         if problems:
-            saves.failed += [f"{self.folder.name}: {problem}" for problem in problems]
-            if distributed.rank() == 0:
-                shutil.rmtree(self.staged.parent, ignore_errors=True)  # the room that it took
-            distributed.wait_for_all()
+            saves.failed.append(f"{self.folder.name}: {'; '.join(problems)}")
+            distributed.first_on_rank_0(self._clear_staging)  # the room that it took
             return False
         saves.number += 1
         saves.largest_bytes = max(saves.largest_bytes, sum(path.stat().st_size for path in files_of(self.folder)))
         return True
+
+    def _clear_staging(self) -> None:
+        shutil.rmtree(self.staged.parent, ignore_errors=True)
 
     def _lack_of_room(self, needed_bytes: int) -> list[str]:
         free_bytes = shutil.disk_usage(self.folder.parent).free

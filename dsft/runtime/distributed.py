@@ -213,6 +213,16 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
     return outcome[0]
 
 
+def first_on_rank_0(function: Callable[[], None]) -> None:
+    """Call `function` on rank 0, then on all others: for files of a folder that the nodes may share or not. Collective."""
+    if rank() == 0:
+        function()
+    wait_for_all()
+    if rank() != 0:
+        function()
+    wait_for_all()
+
+
 def smallest_machine() -> Machine:
     """Return the machine of this job: its hosts and their ranks, with the least memory that any rank sees. Uneven nodes
     count as the one with most ranks. Collective.

@@ -59,7 +59,7 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
         train_loss = fit(trainer, run)
         final = finish(trainer, run, data, train_loss=train_loss, start=start)
     if failed := trainer.saves.failed:
-        raise Unsaved(f"{final} is written, but {len(failed)} times a checkpoint was not: {failed[0]}")
+        raise Unsaved(f"{final} is written, but {plural(len(failed), 'checkpoint')} on the way not: {failed[0]}")
     return trainer
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, flags, read_json
-from ranks import run_entry
+from ranks import on_ranks, run_entry
 
 from dsft.checkpoints.manifest import (
     MANIFEST,
@@ -30,6 +30,7 @@ from dsft.checkpoints.manifest import (
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards
 from dsft.data.sequences import Items, sequence
 from dsft.errors import EXIT_UNSAVED
+from dsft.runtime import distributed
 from dsft.watchdog.processes import descendants
 
 
@@ -182,6 +183,35 @@ def test_a_save_is_published_or_leaves_the_last_good_checkpoint(tmp_path, fault,
             and read_manifest(checkpoint_folder(tmp_path, 10))["step"] == 10
         )
         assert (saves.number, saves.largest_bytes, saves.failed) == (1, 2, [])
+
+
+def two_saves_on_a_disk_of_its_own(folder: Path) -> tuple[list[str], list[Path]]:
+    """As each of two nodes that do not share their output folder; (failed saves, what is left on this rank's)."""
+    output_dir, saves = folder / f"node-{distributed.rank()}", Saves()
+    write_staged(output_dir, 3)  # a save that was killed
+    for step in (5, 10):
+        staged_save = StagedSave(output_dir, step)
+
+        def write(staged: Path = staged_save.staged) -> None:
+            staged.mkdir(parents=True)
+            (staged / TRAINER_STATE).write_text("{}")
+            (staged / f"rng_state_{distributed.rank()}.pth").touch()
+
+        staged_save.run(
+            write,
+            lambda staged: missing_shards(staged, 2, sharded=True),
+            needed_bytes=1,
+            facts={"step": step, "world_size": 2},
+            saves=saves,
+        )
+    return saves.failed, sorted(output_dir.rglob("*"))
+
+
+def test_saves_into_folders_that_are_not_shared_count_once_each_and_leave_nothing_on_any_node(tmp_path):
+    for failed, left in on_ranks(2, two_saves_on_a_disk_of_its_own, tmp_path):
+        assert left == []
+        assert [problem.partition(":")[0] for problem in failed] == ["checkpoint-5", "checkpoint-10"]
+        assert "optimizer states" in failed[0] and "1 of 2 ranks' random states" in failed[0]
 
 
 def test_the_tools_list_and_verify(tmp_path, capsys):
