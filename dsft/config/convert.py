@@ -12,6 +12,23 @@ from dsft.errors import nearest
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
+class DuplicateKey(ValueError):
+    """A key that one JSON object has twice: json.loads would take the last one without a word."""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The mapping of a JSON object, for `object_pairs_hook` of json.loads.
+
+    Raises:
+        DuplicateKey: naming the first key that is there twice.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise DuplicateKey(repr(next(name for name in names if names.count(name) > 1)))
+    return values
+
+
 def takes_list(hint: Any) -> bool:
     """Whether a field of this type can hold a list."""
     return any(typing.get_origin(member) in (list, Sequence) for member in (hint, *typing.get_args(hint)))
@@ -82,8 +99,10 @@ def _convert_enum(value: Any, hint: type[enum.Enum]) -> str:
 def _convert_dict(value: Any) -> dict:
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
+            value = json.loads(value, object_pairs_hook=unique_keys)
+        except DuplicateKey as error:
+            raise ValueError(f"the key {error} is there twice; keep one") from None
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise ValueError(f"{value!r} is not a mapping")

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dsft.config.convert import DuplicateKey, unique_keys
 from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
 from dsft.errors import nearest
 
@@ -24,6 +25,7 @@ SAME_THING = {
     "optimizer.params.weight_decay": "weight_decay",
     "scheduler.params.warmup_max_lr": "learning_rate",
     "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "max_steps",
     "bf16.enabled": "bf16",
     "fp16.enabled": "fp16",
 }
@@ -46,11 +48,14 @@ def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
         )
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except OSError as error:
         problems.append(f"zero={zero}: cannot be read ({error.strerror})")
         return {}
-    except ValueError as error:
+    except DuplicateKey as error:
+        problems.append(f"zero={zero}: the key {error} is there twice; keep one")
+        return {}
+    except (ValueError, RecursionError) as error:
         problems.append(f"zero={zero}: not valid JSON ({error})")
         return {}
     if not isinstance(content, dict):
@@ -100,22 +105,6 @@ def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[
                 " the JSON"
             )
     return decisions, problems
-
-
-def check_section(deepspeed_config: dict[str, Any], zero: str) -> list[str]:
-    """Asks DeepSpeed for its own rules of zero_optimization: unknown keys, wrong types, stages that do not exist."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from pydantic import ValidationError
-
-    section = deepspeed_config.get("zero_optimization", {})
-    try:
-        DeepSpeedZeroConfig(**{key: value for key, value in section.items() if value != "auto"})
-    except ValidationError as error:
-        return [
-            f"zero={zero}: zero_optimization.{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
-            for fault in error.errors()
-        ]
-    return []
 
 
 def check_nvme(deepspeed_config: dict[str, Any], zero: str) -> list[str]:

@@ -19,6 +19,7 @@ import pyarrow
 import pyarrow.parquet
 import zstandard
 
+from dsft.config.convert import DuplicateKey, unique_keys
 from dsft.errors import UserError
 
 ENDINGS = (".txt", ".json", ".jsonl", ".csv", ".parquet", ".arrow")
@@ -134,8 +135,8 @@ def _read_jsonl(path: str) -> Rows:
         if not line.strip():
             continue
         try:
-            row = json.loads(line.removeprefix("\ufeff"), object_pairs_hook=_unique)
-        except _Duplicate as error:
+            row = json.loads(line.removeprefix("\ufeff"), object_pairs_hook=unique_keys)
+        except DuplicateKey as error:
             raise UserError([f"{path}, line {number}: the column {error} is there twice"]) from None
         except (json.JSONDecodeError, RecursionError) as error:
             reason = (
@@ -158,8 +159,8 @@ def _read_json(path: str) -> Rows:
     content, raw = _open(path)
     with content, raw:
         try:
-            rows = json.loads(content.read().decode("utf-8-sig"), object_pairs_hook=_unique)
-        except _Duplicate as error:
+            rows = json.loads(content.read().decode("utf-8-sig"), object_pairs_hook=unique_keys)
+        except DuplicateKey as error:
             raise UserError([f"{path}: the column {error} is there twice in a row"]) from None
         except UnicodeDecodeError as error:
             raise UserError([f"{path}: not valid UTF-8 ({error.reason} at byte {error.start})"]) from None
@@ -172,18 +173,6 @@ def _read_json(path: str) -> Rows:
     size = raw_size(path)
     for number, row in enumerate(rows, start=1):
         yield Row(_mapping(row, f"{path}, row {number}"), number), size * number // len(rows)
-
-
-class _Duplicate(ValueError):
-    """A key that one JSON object has twice."""
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _Duplicate(repr(next(name for name in names if names.count(name) > 1)))
-    return row
 
 
 def _mapping(row: Any, place: str) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft.checkpoints.run_folder import FINAL
-from dsft.config.deepspeed_json import check_nvme, check_section, read_zero_file, stage
+from dsft.config.deepspeed_json import check_nvme, read_zero_file, stage
+from dsft.config.deepspeed_rules import read_sound_file
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.sequences import IGNORED
 from dsft.data.sources import FormattedSource
@@ -131,8 +132,8 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
 
 
 def _check_zero(zero: str, problems: list[str]) -> None:
-    zero_file = read_zero_file(zero, problems)
-    problems += check_section(zero_file, zero) + check_nvme(zero_file, zero)
+    zero_file = read_sound_file(zero, problems)
+    problems += check_nvme(zero_file, zero)
     if zero_file and stage(zero_file) != 3:
         problems.append(
             f"zero={zero}: evaluation holds a full model per rank (0) or shards of stage 3, not of stage"

@@ -66,6 +66,11 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
         )
     if "optimizer" in deepspeed_config and training.get("weight_decay"):
         notes.append("weight_decay: DeepSpeed's own optimizer applies it to norms and biases too")
+    if "scheduler" in deepspeed_config and "lr_scheduler_type" in training:
+        notes.append(
+            "lr_scheduler_type: ignored, because the DeepSpeed configuration brings"
+            f" {deepspeed_config['scheduler'].get('type')}"
+        )
     if size.unadapted_expert_params:
         notes.append(
             f"{size.unadapted_expert_params:,} parameters of experts get no adapter: peft's"

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from dsft.config.deepspeed_json import check_nvme, check_section, get_value, offloads, stage
+from dsft.config.deepspeed_json import check_nvme, get_value, offloads, stage
 from dsft.config.options import TrainConfig
 from dsft.errors import nearest, one_line
 from dsft.models.build import is_bare_config
@@ -30,8 +30,8 @@ REPORTERS = {
 
 
 def check_zero_file(zero_file: dict[str, Any], zero: str) -> list[str]:
-    """Lists what DeepSpeed or dsft cannot do of an explicit `zero`."""
-    problems = check_section(zero_file, zero) + check_nvme(zero_file, zero)
+    """Lists what dsft cannot do of an explicit `zero`, or this machine."""
+    problems = check_nvme(zero_file, zero)
     if (get_value(zero_file, "tensor_parallel.autotp_size") or 1) > 1:
         problems.append(
             f"zero={zero}: tensor_parallel is not supported: the Trainer would feed the ranks that share a layer"

@@ -19,7 +19,8 @@ from dsft.checkpoints.run_folder import (
     last_checkpoint,
     start_from_weights,
 )
-from dsft.config.deepspeed_json import adopt, read_zero_file
+from dsft.config.deepspeed_json import adopt
+from dsft.config.deepspeed_rules import read_sound_file
 from dsft.config.options import Decision, TrainConfig, decide
 from dsft.data.sources import FormattedSource
 from dsft.data.training_data import check_sources
@@ -174,7 +175,7 @@ def check_run(options: TrainConfig, world: int, problems: Sequence[str] = ()) ->
         check_output_dir(options, draft.problems)
     draft.take(*accelerate_decisions(options, os.environ))
     if draft.options.zero != "auto":
-        zero_file = read_zero_file(draft.options.zero, draft.problems)
+        zero_file = read_sound_file(draft.options.zero, draft.problems)
         draft.take(*adopt(zero_file, draft.options))
         draft.problems += check_zero_file(zero_file, draft.options.zero)
     named = any("global_batch_size" in problem for problem in draft.problems)

@@ -17,7 +17,8 @@ from transformers import AutoConfig, LlamaConfig, LlavaConfig, MixtralConfig
 
 import dsft
 from dsft.cli.main import main
-from dsft.config.deepspeed_json import check_section, read_zero_file
+from dsft.config.deepspeed_json import read_zero_file
+from dsft.config.deepspeed_rules import check_deepspeed_json
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
@@ -182,7 +183,7 @@ def test_candidates_are_those_that_make_sense(configs):
     assert candidate_names(dataclasses.replace(size, quantization=FORMATS[4]), gpus(8)) == ["0", "1", "2"]
     for name in NAMES:
         problems: list[str] = []
-        assert check_section(read_zero_file(name, problems), name) == problems == []
+        assert check_deepspeed_json(read_zero_file(name, problems), name) == problems == []
 
 
 def test_lowered_live_parameters_come_together(configs):
@@ -458,7 +459,7 @@ def test_the_command_as_json_and_as_files(configs, capsys, tmp_path):
     run_plan(capsys, *words, "--write", str(tmp_path / "plan"))
     problems: list[str] = []
     written = read_zero_file(str(tmp_path / "plan/deepspeed.json"), problems)
-    assert check_section(written, "written") == problems == [] and "auto" not in json.dumps(
+    assert check_deepspeed_json(written, "written") == problems == [] and "auto" not in json.dumps(
         {key: value for key, value in written.items() if key != "optimizer"}
     )
     assert written["train_batch_size"] == 64 and written["zero_optimization"]["stage"] == int(chosen["zero"][0])
