@@ -6,24 +6,40 @@ import pytest
 from conftest import read_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dsft.cli import quickstart
+from dsft.cli.commands import FolderOptions
+
 pytestmark = pytest.mark.launch
 
 
-def test_quickstart_does_the_whole_job(run, tmp_path):
+@pytest.mark.parametrize("steps", [6, pytest.param(None, marks=pytest.mark.exhaustive, id="whole")])
+def test_quickstart_does_the_whole_job(run, monkeypatch, capfd, tmp_path, steps):
+    """Whole, as its user types it; in the quick tier each training ends after some steps."""
     folder = tmp_path / "quickstart"
-    result = run(["dsft", "quickstart", folder], timeout=3000)
-    assert result.returncode == 0, result.stdout + result.stderr
+    if steps is None:
+        result = run(["dsft", "quickstart", folder], timeout=3000)
+        assert result.returncode == 0, result.stdout + result.stderr
+        out = result.stdout
+    else:
+        shorter = {
+            title: f"{command} --max_steps {steps}" if command.startswith("train ") else command
+            for title, command in quickstart.STEPS.items()
+        }
+        monkeypatch.setattr(quickstart, "STEPS", shorter)
+        quickstart.run(FolderOptions(str(folder)))
+        out = capfd.readouterr().out
     runs = {name: read_json(folder / "runs" / name / "run.json") for name in ("full", "lora")}
     for content in runs.values():
         assert content["status"] == "done"
         before = next(entry["eval_perplexity"] for entry in content["results"]["log"] if "eval_perplexity" in entry)
-        assert content["results"]["eval_perplexity"] < 0.98 * before
+        assert content["results"]["eval_perplexity"] < (0.98 if steps is None else 1) * before
     assert (
         runs["full"]["plan"]["zero"] == "3"
         and runs["lora"]["plan"]["zero"] in ("0", "1", "2")
         and "is the fastest that fits" in runs["lora"]["plan"]["reason"]
     )
-    assert runs["full"]["results"]["eval_perplexity"] < 1000  # of 4,096 words
+    if steps is None:
+        assert runs["full"]["results"]["eval_perplexity"] < 1000  # of 4,096 words
     (merged,) = read_json(folder / "perplexity" / "perplexity.json")["results"]
     assert merged["perplexity"] == pytest.approx(runs["lora"]["results"]["eval_perplexity"], rel=1e-4)
 
@@ -34,4 +50,4 @@ def test_quickstart_does_the_whole_job(run, tmp_path):
     png = (folder / "loss.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", png[16:24]) > (600, 300)
     for part in ("perplexity", "tokens/s", "peak", "loss.png", "merged", "next"):
-        assert part in result.stdout
+        assert part in out

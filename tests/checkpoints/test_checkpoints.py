@@ -2,15 +2,13 @@
 
 import json
 import os
-import signal
 import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, flags, read_json
-from ranks import on_ranks, run_entry
+from conftest import flags, read_json
+from ranks import on_ranks, run_entry, train, train_all
 
 from dsft.checkpoints.manifest import (
     MANIFEST,
@@ -31,7 +29,6 @@ from dsft.checkpoints.save import Saves, StagedSave, missing_shards
 from dsft.data.sequences import Items, sequence
 from dsft.errors import EXIT_UNSAVED
 from dsft.runtime import distributed
-from dsft.watchdog.processes import descendants
 
 
 def write_staged(output_dir: Path, step: int, content: str = "weights") -> Path:
@@ -236,36 +233,21 @@ def test_the_tools_list_and_verify(tmp_path, capsys):
     assert "no: model.safetensors is missing" in out and f"to resume from {tmp_path}/checkpoint-5" in out
 
 
-@pytest.mark.launch
-def test_a_run_killed_while_it_saves_resumes_from_the_last_complete_checkpoint(run, options, tmp_path):
-    out = tmp_path / "run"
-    words = flags(
-        options(out, max_steps=40, save_strategy="steps", save_steps=2, save_total_limit=3, zero="3", logging_steps=1)
+def test_a_run_killed_while_it_saves_resumes_from_the_last_complete_checkpoint(options, tmp_path):
+    out, staging = tmp_path / "run", tmp_path / "run" / ".saving"
+    words = options(
+        out, max_steps=40, save_strategy="steps", save_steps=2, save_total_limit=3, zero="3", logging_steps=1
     )
-    process = subprocess.Popen(
-        ["dsft", "train", "--num_gpus", "2", *words],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    until = time.monotonic() + 600
-    staging = out / ".saving"
-    while (
-        not (len(checkpoints(out)) > 1 and staging.is_dir() and any(staging.glob("*/*")))
-        and process.poll() is None
-        and time.monotonic() < until
-    ):
-        time.sleep(0.001)
-    for pid in [*descendants(process.pid), process.pid]:  # the ranks first, at once
-        os.kill(pid, signal.SIGKILL)
-    process.wait()
-    assert process.returncode < 0, "it was never seen saving"
+
+    def saving() -> bool:
+        return len(checkpoints(out)) > 1 and staging.is_dir() and any(staging.glob("*/*"))
+
+    assert on_ranks(2, train, words, kill_when=saving) is None, "it was never seen saving"
     for folder in checkpoints(out):
         assert integrity_errors(folder, hashes=True) == []
-    result = run(["dsft", "train", "--num_gpus", "2", *words, "--resume_from_checkpoint", "auto"])
-    assert result.returncode == 0 and "resuming from" in result.stdout, result.stdout + result.stderr
-    assert "a save that did not end" in result.stdout and not staging.exists()
+    log = train_all(2, [words | {"resume_from_checkpoint": "auto"}], tmp_path / "log")
+    assert "resuming from" in log and "a save that did not end" in log, log
+    assert not staging.exists()
     assert read_json(out / "run.json")["results"]["steps"] == 40
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 import transformers
-from conftest import BIN, LAUNCHERS, ROOT, flags, launch_words, read_json
+from conftest import BIN, ROOT, launch_words, read_json
 from datasets import load_dataset
 from ranks import on_ranks, run_entry
 from tiny import ARCHITECTURES, GATED, sentences, write_jsonl, write_texts
@@ -31,7 +31,6 @@ from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.resume import ResumeLog, fingerprint
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import build_windows, rolling_spans, sliding_spans, windows_of_sequences, words_in
-from dsft.runtime.hardware import default_ranks
 from dsft.units import padded_width
 
 MODES = [
@@ -390,32 +389,6 @@ def test_the_evaluate_library_computes_the_same_from_sums_and_from_texts(tiny):
     texts = [row["text"] for row in map(json.loads, (tiny / "held_out.jsonl").open())]
     from_texts = metric.compute(predictions=texts, model=str(tiny / "model"), mode="rolling", seq_len=32)
     assert from_texts["perplexity"] == pytest.approx(result.perplexity, rel=1e-6)
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize(
-    "names",
-    [("deepspeed", "python"), pytest.param((*LAUNCHERS, "dsft"), marks=pytest.mark.exhaustive)],
-    ids=["two", "all"],
-)
-def test_every_launcher_gives_the_same_bits(run, tiny, tmp_path, names):
-    ranks = {"python": 1, "dsft": default_ranks()}
-    nats = {}
-    for name in names:
-        options = {
-            "model": tiny / "model",
-            "data": tiny / "held_out.jsonl",
-            "seq_len": 64,
-            "output_dir": tmp_path / name,
-        }
-        command = ["dsft", "eval"] if name == "dsft" else launch_words(name, "eval_ppl")
-        result = run([*command, *flags(options)])
-        assert result.returncode == 0, result.stderr
-        assert result.stdout.count("nats per token") == 1  # rank 0 alone prints
-        (report,) = read_json(tmp_path / name / "perplexity.json")["results"]
-        assert report["ranks"] == ranks.get(name, 2)
-        nats[name] = report["nats"]
-    assert len(nats) == len(names) and len(set(nats.values())) == 1, nats
 
 
 @pytest.mark.launch

@@ -236,7 +236,7 @@ def test_arithmetic_of_a_step(configs):
     assert seconds["1"] < seconds["2"] < seconds["3-hpz"] < seconds["3"]
 
 
-@pytest.mark.parametrize("architecture", grid(ARCHITECTURES, ["llama", "gemma3", "gpt2", "mixtral"]))
+@pytest.mark.parametrize("architecture", grid(ARCHITECTURES, ["gemma3", "gpt2"]))
 def test_every_architecture_can_be_planned(tmp_path, architecture):
     cls, values = ARCHITECTURES[architecture]
     cls(**values).save_pretrained(tmp_path)
@@ -395,10 +395,11 @@ def compiled_ops() -> str:
     return os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path(root) / "torch_extensions" / f"{python}_cpu")
 
 
-def test_measured_speeds_take_the_place_of_assumed_ones(tmp_path, monkeypatch):
+@pytest.mark.parametrize("ranks", grid([1, 2], [1]))
+def test_measured_speeds_take_the_place_of_assumed_ones(tmp_path, monkeypatch, ranks):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", compiled_ops())  # else the ranks compile DeepSpeed's operators again
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    machine = dataclasses.replace(this_machine(ranks_per_node=2), has_gpu=False, gpu_type="")
+    machine = dataclasses.replace(this_machine(ranks_per_node=ranks), has_gpu=False, gpu_type="")
     assumed = speeds_of(machine, dtype="float32")
     assert measured_speeds.calibrated(assumed, machine, dtype="float32") == assumed
     path = calibrate(machine, dtype="float32")
@@ -406,9 +407,9 @@ def test_measured_speeds_take_the_place_of_assumed_ones(tmp_path, monkeypatch):
     assert path.is_file() and "measured on this machine" in measured.source
     assert (
         measured.flops > 1e9
-        and measured.link_bytes > 1e6
-        and 0 < measured.collective_seconds < 1
         and measured.flops != assumed.flops
+        and (measured.link_bytes == assumed.link_bytes) == (ranks == 1)
+        and (ranks == 1 or (measured.link_bytes > 1e6 and 0 < measured.collective_seconds < 1))
     )
     on_paper, with_gpu = dataclasses.replace(machine, measured=False), dataclasses.replace(machine, gpu_type="T4")
     for other, dtype in ((on_paper, "float32"), (with_gpu, "float32"), (machine, "bfloat16")):

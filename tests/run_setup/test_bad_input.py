@@ -5,7 +5,6 @@ import subprocess
 
 import pytest
 import torch
-from conftest import LAUNCHERS, flags, grid, launch_words
 from tiny import write_jsonl
 
 from dsft.config.options import TrainConfig
@@ -327,21 +326,6 @@ def test_home_is_expanded_in_paths(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = make_config(TrainConfig, {"output_dir": "~/run", "model": "~/m"}, [])
     assert config.training["output_dir"] == str(tmp_path / "run") and config.model == str(tmp_path / "m")
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("launcher", grid([*LAUNCHERS, "dsft"], ["deepspeed", "torchrun"]))  # the two exit codes
-def test_on_every_launcher_rank_0_speaks_once_and_ranks_exit_with_2(run, options, tmp_path, launcher):
-    command = ["dsft", "train"] if launcher == "dsft" else launch_words(launcher, "train")
-    result = run([*command, *flags(options(tmp_path / "run", bogus=1, data="nowhere.jsonl"))])
-    # torchrun, also under accelerate, turns every exit code of a rank into 1 and reports the rank's own.
-    assert result.returncode == (1 if launcher in ("torchrun", "accelerate") else 2), result.stderr
-    if result.returncode == 1:
-        assert "exitcode  : 2" in result.stderr
-    assert result.stderr.count("dsft: error: bogus: unknown key") == 1
-    assert result.stderr.count("dsft: error: data: nowhere.jsonl does not exist") == 1
-    assert 'dsft/train.py", line' not in result.stderr  # no traceback of ours
-    assert not (tmp_path / "run").exists()
 
 
 def test_tensor_parallelism_is_refused_since_no_model_would_be_saved(problems_of, tmp_path):
