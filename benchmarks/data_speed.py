@@ -81,7 +81,7 @@ def text_rows(options: argparse.Namespace) -> list[dict]:
 
 
 def instruction_rows(options: argparse.Namespace) -> list[dict]:
-    found = [
+    rows = [
         json.loads(line)
         for path in sorted(options.instructions.glob("*.jsonl"))
         for line in path.read_text(encoding="utf-8").splitlines()
@@ -89,7 +89,7 @@ def instruction_rows(options: argparse.Namespace) -> list[dict]:
     return [
         {"prompt": f"{copy} {row['question']}\n", "completion": row["answer"]}
         for copy in range(options.copies)
-        for row in found
+        for row in rows
     ]
 
 
@@ -112,18 +112,18 @@ def run(tool: str, python: str, folder: Path, tokenizer: Path) -> dict:
         )
     if result.returncode:
         raise SystemExit(f"{tool}: {result.stderr[-3000:]}")
-    found = json.loads(result.stdout.splitlines()[-1])
-    print(tool, folder.name, found, file=sys.stderr, flush=True)
-    return found
+    measured = json.loads(result.stdout.splitlines()[-1])
+    print(tool, folder.name, measured, file=sys.stderr, flush=True)
+    return measured
 
 
 def summary(rounds: list[dict]) -> dict:
-    seconds = statistics.median(one["seconds"] for one in rounds)
+    seconds = statistics.median(run["seconds"] for run in rounds)
     tokens = rounds[0]["tokens"]
     return {
         "version": rounds[0]["version"],
         "tokens": tokens,
-        "seconds": [round(one["seconds"], 2) for one in rounds],
+        "seconds": [round(run["seconds"], 2) for run in rounds],
         "tokens_per_second": round(tokens / seconds),
     }
 
@@ -244,7 +244,7 @@ def fullness(options: argparse.Namespace) -> list[dict]:
     from dsft.data.training_data import check_sources, load_training_data
     from dsft.models.tokenizer import load_tokenizer
 
-    found = []
+    rates = []
     for path in sorted(options.instructions.glob("*.jsonl")):
         for seq_len in (512, 1024, 2048, 4096):
             with tempfile.TemporaryDirectory() as cache:
@@ -283,7 +283,7 @@ def fullness(options: argparse.Namespace) -> list[dict]:
                         ("among_steps", LengthGrouping.ACROSS_STEPS),
                     )
                 }
-                found.append(
+                rates.append(
                     {
                         "file": path.name,
                         "seq_len": seq_len,
@@ -295,7 +295,7 @@ def fullness(options: argparse.Namespace) -> list[dict]:
                         "padding_share_filled_8192": made["filled"].counts["padding_share"],
                     }
                 )
-    return found
+    return rates
 
 
 if __name__ == "__main__":

@@ -462,8 +462,8 @@ def compare_zero(args: argparse.Namespace, model: Path, tokenizer: PreTrainedTok
     load_model(model, "float32").save_pretrained(folder / "weights")
     launches: dict[str, list[dict]] = {"0": [], "3": []}
     for _ in range(args.zero_repeats):
-        for zero, found in launches.items():
-            found.append(zero_seconds(args, folder / "weights", tokenizer, folder, zero))
+        for zero, measured in launches.items():
+            measured.append(zero_seconds(args, folder / "weights", tokenizer, folder, zero))
     pairs = list(zip(launches["0"], launches["3"], strict=True))
     return {
         "launches": launches,
@@ -486,26 +486,26 @@ def summarise(runs: list[dict], jobs: list[tuple[str, int | str]], dtype: str, d
         job: sorted((run for run in table if (run["subject"], run["setting"]) == job), key=lambda run: run["round"])
         for job in jobs
     }
-    own = [job for job in jobs if job[0] == "dsft"][-1]
+    last_dsft = [job for job in jobs if job[0] == "dsft"][-1]
     rows = []
-    for (subject, setting), found in by_job.items():
+    for (subject, setting), runs_of_job in by_job.items():
         rows.append(
             {
                 "name": name_of(subject, setting),
                 "subject": subject,
                 "setting": setting,
-                "cpu_ms_per_token": statistics.median(run["cpu_ms_per_token"] for run in found),
-                "tokens_per_cpu_second": 1e3 / statistics.median(run["cpu_ms_per_token"] for run in found),
-                "extra_memory_mib": statistics.median(run["extra_memory_bytes"] for run in found) / MIB,
+                "cpu_ms_per_token": statistics.median(run["cpu_ms_per_token"] for run in runs_of_job),
+                "tokens_per_cpu_second": 1e3 / statistics.median(run["cpu_ms_per_token"] for run in runs_of_job),
+                "extra_memory_mib": statistics.median(run["extra_memory_bytes"] for run in runs_of_job) / MIB,
                 "share_of_floor": statistics.median(
-                    run["floor_ms_per_token"] / run["cpu_ms_per_token"] for run in found
+                    run["floor_ms_per_token"] / run["cpu_ms_per_token"] for run in runs_of_job
                 ),
                 "time_over_dsft": statistics.median(
                     run["cpu_ms_per_token"] / ours["cpu_ms_per_token"]
-                    for run, ours in zip(found, by_job[own], strict=True)
+                    for run, ours in zip(runs_of_job, by_job[last_dsft], strict=True)
                 ),
-                "perplexity": found[0]["perplexity"],
-                "relative_difference": found[0]["perplexity"] / by_job[own][0]["perplexity"] - 1,
+                "perplexity": runs_of_job[0]["perplexity"],
+                "relative_difference": runs_of_job[0]["perplexity"] / by_job[last_dsft][0]["perplexity"] - 1,
             }
         )
     return {
@@ -537,10 +537,10 @@ def goals_of(tables: list[dict], zero: dict | None) -> list[dict]:
             subject: min(row["time_over_dsft"] for row in table["rows"] if row["subject"] == subject)
             for subject in SUBJECTS
         }
-        own = [row for row in table["rows"] if row["subject"] == "dsft"][-1]
+        last_dsft = [row for row in table["rows"] if row["subject"] == "dsft"][-1]
         if table["data"] == "full":
             if table["dtype"] == "float32":
-                aim(f"share of the floor ({where})", own["share_of_floor"], 0.75)
+                aim(f"share of the floor ({where})", last_dsft["share_of_floor"], 0.75)
             aim(
                 f"speed over lm-evaluation-harness at its best batch ({where})",
                 fastest["lm_eval"],
@@ -550,7 +550,7 @@ def goals_of(tables: list[dict], zero: dict | None) -> list[dict]:
             harness = next(row for row in table["rows"] if (row["subject"], row["setting"]) == ("lm_eval", 8))
             aim(
                 f"extra memory over lm-evaluation-harness at batch 8 ({where})",
-                own["extra_memory_mib"] / harness["extra_memory_mib"],
+                last_dsft["extra_memory_mib"] / harness["extra_memory_mib"],
                 0.1,
                 at_most=True,
             )

@@ -78,7 +78,7 @@ def dtype_decisions(options: TrainConfig) -> list[Decision]:
     else:
         dtype, reason = resolve_dtype(options.dtype), "auto is bfloat16 on a GPU that computes in it, else float32"
     return [Decision("dtype", dtype, reason)] + [
-        Decision(name, dtype == half, f"dtype={dtype}") for name, half in HALF_PRECISION.items()
+        Decision(name, dtype == flagged, f"dtype={dtype}") for name, flagged in HALF_PRECISION.items()
     ]
 
 

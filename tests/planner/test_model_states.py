@@ -137,9 +137,9 @@ def predict(name: str, sizes, function=state_terms):
     ]
 
 
-def assert_close(measured: int, predicted: int, what: str):
+def assert_close(measured: int, predicted: int, name: str):
     assert predicted == pytest.approx(measured, rel=TOLERANCE), (
-        f"{what}: predicted {predicted:,}, measured {measured:,}, ratio {predicted / max(measured, 1):.3f}"
+        f"{name}: predicted {predicted:,}, measured {measured:,}, ratio {predicted / max(measured, 1):.3f}"
     )
 
 
