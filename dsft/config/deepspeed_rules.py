@@ -230,16 +230,16 @@ def _optimizers(name: str) -> tuple[list[type], Collection[str]]:
     from deepspeed.ops.lamb import FusedLamb
     from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 
-    own = {
+    known_classes = {
         "Adam": [FusedAdam, DeepSpeedCPUAdam, torch.optim.Adam],
         "AdamW": [FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW],
         "Adagrad": [DeepSpeedCPUAdagrad, torch.optim.Adagrad],
         "Lamb": [FusedLamb],
         "Lion": [FusedLion, DeepSpeedCPULion],
     }
-    classes = {known.lower(): known_classes for known, known_classes in own.items()}.get(name.lower())
+    classes = {known.lower(): kinds for known, kinds in known_classes.items()}.get(name.lower())
     plain = getattr(torch.optim, name, None)
-    return classes or ([plain] if inspect.isclass(plain) and name != "Optimizer" else []), own
+    return classes or ([plain] if inspect.isclass(plain) and name != "Optimizer" else []), known_classes
 
 
 def _schedulers(name: str) -> tuple[list[type], Collection[str]]:
