@@ -14,7 +14,8 @@ from dsft.config.reader import make_config, read_yaml
 from dsft.errors import raise_if_any
 from dsft.models.build import build_model, resolve_dtype
 from dsft.models.size import ModelSize
-from dsft.perplexity.evaluation import Evaluation, evaluate
+from dsft.perplexity.evaluation import evaluate
+from dsft.perplexity.result import Evaluation
 from dsft.planner.plan import Plan
 from dsft.run_setup.plan import choose_plan, paper_job
 from dsft.runtime import distributed

@@ -19,7 +19,7 @@ from dsft.config.options import EvalConfig
 from dsft.config.reader import read_config
 from dsft.errors import ends_with_clear_errors
 from dsft.perplexity.evaluation import evaluate
-from dsft.perplexity.report import summary, write_results
+from dsft.perplexity.report import summary
 from dsft.runtime import distributed
 from dsft.runtime.console import print_table, set_up_screen
 from dsft.runtime.launcher_env import map_launcher_variables
@@ -32,13 +32,10 @@ def main(argv: list[str] | None = None) -> None:
     config = read_config(EvalConfig, sys.argv[1:] if argv is None else argv, problems)
     set_up_screen()
     distributed.start_ranks(timeouts=config, timeout_seconds=max(1800, config.load_timeout))
-    results = []
     for evaluation in evaluate(config, problems, progress=True):
-        results.append(evaluation)
         if distributed.rank() == 0:
-            if config.output_dir:
-                write_results(Path(config.output_dir), results)
-            print_table(f"Perplexity of {evaluation.model} on {evaluation.data}", summary(evaluation))
+            known = " (known from an earlier evaluation)" if evaluation.is_known else ""
+            print_table(f"Perplexity of {evaluation.model} on {evaluation.data}{known}", summary(evaluation))
     distributed.stop_ranks()
 
 

@@ -28,7 +28,7 @@ from dsft.data.training_data import check_sources
 from dsft.errors import raise_if_any
 from dsft.models.build import resolve_dtype
 from dsft.models.tokenizer import load_tokenizer
-from dsft.perplexity.evaluation import loaded_for_scoring
+from dsft.perplexity.loading import loaded_for_scoring
 from dsft.perplexity.windows import read_samples, read_texts
 
 DARKEST_NATS = 8.0

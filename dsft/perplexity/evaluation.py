@@ -5,7 +5,6 @@ _Candidate (known without weights) -> zero -> loaded_for_scoring -> Evaluation o
 
 import contextlib
 import dataclasses
-import gc
 import random
 import time
 from collections.abc import Iterator
@@ -15,8 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.integrations import HfDeepSpeedConfig
+from transformers import PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft.checkpoints.run_folder import FINAL
@@ -27,18 +25,17 @@ from dsft.data.sequences import IGNORED
 from dsft.data.sources import FormattedSource
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError
-from dsft.models.build import adapter_base, build_model, described_in, is_bare_config, resolve_dtype
+from dsft.models.build import adapter_base, described_in, is_bare_config, resolve_dtype
 from dsft.models.size import ModelFacts, check_positions, measure_model
 from dsft.models.tokenizer import check_tokenizer
-from dsft.perplexity.resume import ResumeLog, fingerprint, model_hash
+from dsft.perplexity.identity import fingerprint, model_identity
+from dsft.perplexity.loading import loaded_for_scoring
+from dsft.perplexity.report import Results
+from dsft.perplexity.result import Evaluation
+from dsft.perplexity.resume import ResumeLog
 from dsft.perplexity.scoring import Perplexity, evaluate_windows
 from dsft.perplexity.windows import Windows, build_windows, check_mode
-from dsft.planner.evaluation_plan import (
-    DEFAULT_BATCH_TOKENS,
-    all_evaluation_plans,
-    choose_evaluation,
-    evaluation_section,
-)
+from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS, all_evaluation_plans, choose_evaluation
 from dsft.planner.job import Job, attention_of
 from dsft.planner.speeds import speeds_of
 from dsft.runtime import distributed
@@ -48,60 +45,6 @@ from dsft.runtime.versions import versions
 from dsft.units import padded_width
 from dsft.watchdog import client as watchdog
 
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """Holds one result and how it came about."""
-
-    perplexity: Perplexity
-    model: str
-    data: str
-    mode: str
-    options: dict[str, Any]
-    """seq_len, stride, scope, bos, separator, dtype, batch_tokens ... as they were."""
-    zero: str
-    truncated_documents: int
-    """Answers cut to seq_len; their cut-off tokens are not scored."""
-    seconds: float
-    """Scoring alone, without loading; of this run, where an earlier one had scored a part."""
-    peak_memory_bytes: dict[str, int]
-    """Of the rank that needed most: "host", and "gpu" where there is one."""
-    model_hash: str
-    largest_difference: float | None
-    """With `verify`: largest |nats - plain nats| / plain nats over the documents that were scored again."""
-
-    def report(self) -> dict[str, Any]:
-        """Return the report for perplexity.json; docs of the modes are in dsft/perplexity/windows.py."""
-        result = self.perplexity
-        return {
-            "model": self.model,
-            "data": self.data,
-            "mode": self.mode,
-            "perplexity": result.perplexity,
-            "nats": result.nats,
-            "tokens": result.tokens,
-            "nats_per_token": result.loss,
-            "bytes": result.bytes,
-            "words": result.words,
-            "word_perplexity": result.word_perplexity,
-            "byte_perplexity": result.byte_perplexity,
-            "bits_per_byte": result.bits_per_byte,
-            "documents": result.documents,
-            "unscored_documents": result.unscored_documents,
-            "truncated_documents": self.truncated_documents,
-            "options": self.options,
-            "zero": self.zero,
-            "ranks": distributed.world_size(),
-            "seconds": self.seconds,
-            "tokens_per_second": result.fed_tokens / self.seconds,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "model_hash": self.model_hash,
-            "verified_difference": self.largest_difference,
-            "definition": f"perplexity = exp(nats / tokens), mode {self.mode} of dsft/perplexity/windows.py",
-            "versions": versions(),
-        }
-
-
 OPTIONS = ("seq_len", "stride", "scope", "bos", "separator", "max_documents", "attn_implementation", "too_long")
 """That change a result, beside mode, dtype and batch_tokens."""
 
@@ -109,7 +52,8 @@ OPTIONS = ("seq_len", "stride", "scope", "bos", "separator", "max_documents", "a
 def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress: bool = False) -> Iterator[Evaluation]:
     """Yield the perplexity of each of `config.model` on each of `config.data`, as they come.
 
-    Collective, after `distributed.start_ranks()`.
+    Collective, after `distributed.start_ranks()`. With an output_dir each is written before it is yielded, and those
+    that an earlier evaluation left there are taken over.
 
     Raises:
         UserError: with all problems of the options, the data and the models' folders, on every rank, before anything is
@@ -127,8 +71,9 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
     data_sets = {source: _read(source, config, candidates, problems) for source in config.data}
     distributed.raise_together([*dict.fromkeys(problems)])
     machine = distributed.smallest_machine()
+    results = Results(Path(config.output_dir)) if config.output_dir else None
     for candidate in candidates:
-        yield from _evaluate_candidate(candidate, data_sets, machine, progress=progress)
+        yield from _evaluate_candidate(candidate, data_sets, machine, results, progress=progress)
 
 
 def _check_zero(zero: str, problems: list[str]) -> None:
@@ -216,106 +161,99 @@ def choose_zero(candidate: _Candidate, machine: Machine, dtype: str) -> str:
 
 
 def _evaluate_candidate(
-    candidate: _Candidate, data_sets: dict[str, FormattedSource], machine: Machine, *, progress: bool
+    candidate: _Candidate,
+    data_sets: dict[str, FormattedSource],
+    machine: Machine,
+    results: Results | None,
+    *,
+    progress: bool,
 ) -> Iterator[Evaluation]:
     config = candidate.config
     dtype = resolve_dtype(config.dtype)
-    zero = choose_zero(candidate, machine, dtype) if config.zero == "auto" else config.zero
-    all_windows = {source: build_windows(data, config, candidate.tokenizer) for source, data in data_sets.items()}
-    with loaded_for_scoring(config, zero, dtype) as model:
-        for source, windows in all_windows.items():
-            yield _evaluate_windows(model, candidate, windows, source, zero, dtype, progress=progress)
+    identity = model_identity(config.model, revision=config.revision, seed=config.seed)
+    jobs = []
+    for source, data in data_sets.items():
+        windows = build_windows(data, config, candidate.tokenizer)
+        options = _options(config, windows, dtype)
+        jobs.append(_Job(source, windows, options, identity["content"], fingerprint(identity, windows, options)))
+    known = {job.source: results and results.known(job.fingerprint, verified=bool(config.verify)) for job in jobs}
+    if all(known.values()):
+        zero, loading = "", contextlib.nullcontext()
+    else:
+        zero = choose_zero(candidate, machine, dtype) if config.zero == "auto" else config.zero
+        loading = loaded_for_scoring(config, zero, dtype)
+    with loading as model:
+        for job in jobs:
+            evaluation = known[job.source]
+            log = None
+            if evaluation is None:
+                log = ResumeLog(Path(config.output_dir), job.fingerprint) if config.output_dir else None
+                evaluation = _evaluate_job(model, candidate, job, zero, machine, log, progress=progress)
+            if results:
+                results.add(evaluation)
+            if log:  # a result that is written needs its parts no longer
+                log.remove()
+            yield evaluation
 
 
-@contextlib.contextmanager
-def loaded_for_scoring(config: Any, zero: str, dtype: str) -> Iterator[PreTrainedModel]:
-    """Load the model of `config` in evaluation mode; its memory is given back at the end, for the next one."""
-    _free_memory()  # an earlier sharded model is in cycles
-    try:
-        with _replicated(config, dtype) if zero == "0" else _sharded(config, zero, dtype) as model:
-            yield model.eval()
-    finally:
-        _free_memory()
+@dataclass(frozen=True)
+class _Job:
+    """Holds one data set for one model."""
+
+    source: str
+    windows: Windows
+    options: dict[str, Any]
+    model_hash: str
+    fingerprint: str
 
 
-def _free_memory() -> None:
-    gc.collect()
-    if has_gpu():
-        torch.cuda.empty_cache()
-
-
-@contextlib.contextmanager
-def _replicated(config: Any, dtype: str) -> Iterator[PreTrainedModel]:
-    model = build_model(config, dtype=dtype, seed=config.seed).to(distributed.device())
-    try:
-        yield model
-    finally:
-        model.to("meta")  # frees the weights, whoever still holds the module
-
-
-@contextlib.contextmanager
-def _sharded(config: Any, zero: str, dtype: str) -> Iterator[PreTrainedModel]:
-    import deepspeed
-
-    zero_file = read_zero_file(zero, [])
-    deepspeed_config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "fp16": {"enabled": dtype == "float16"},
-        "steps_per_print": 10**9,
-        "zero_optimization": evaluation_section(zero),
-        **({"aio": zero_file["aio"]} if "aio" in zero_file else {}),
-    }
-    registered = HfDeepSpeedConfig(deepspeed_config)  # from_pretrained shards while this object lives
-    try:
-        model = build_model(config, dtype=dtype, seed=config.seed)
-        engine = deepspeed.initialize(model=model, config=deepspeed_config)[0]
-        try:
-            yield engine.module
-        finally:
-            engine.destroy()
-    finally:
-        del registered
-        unset_hf_deepspeed_config()
-
-
-def _evaluate_windows(
-    model: nn.Module, candidate: _Candidate, windows: Windows, source: str, zero: str, dtype: str, *, progress: bool
-) -> Evaluation:
-    config = candidate.config
+def _options(config: Any, windows: Windows, dtype: str) -> dict[str, Any]:
+    """Return the options that change a result."""
     batch_tokens = config.batch_tokens or max(padded_width(config.seq_len), DEFAULT_BATCH_TOKENS[has_gpu()])
     options = {name: getattr(config, name) for name in OPTIONS}
-    options |= {"dtype": dtype, "mode": windows.mode, "batch_tokens": batch_tokens}
-    log = None
-    if config.output_dir:
-        log = ResumeLog(Path(config.output_dir), fingerprint(config.model, windows, options))
-    start = time.perf_counter()
+    return options | {"dtype": dtype, "mode": windows.mode, "batch_tokens": batch_tokens}
+
+
+def _evaluate_job(
+    model: nn.Module,
+    candidate: _Candidate,
+    job: _Job,
+    zero: str,
+    machine: Machine,
+    log: ResumeLog | None,
+    *,
+    progress: bool,
+) -> Evaluation:
+    config = candidate.config
     with watchdog.phase("evaluating"):
+        start = time.perf_counter()
         result = evaluate_windows(
             model,
-            windows,
+            job.windows,
             pad_token_id=candidate.tokenizer.pad_token_id,
-            batch_tokens=batch_tokens,
+            batch_tokens=job.options["batch_tokens"],
             device=distributed.device(),
             collective_forward=zero != "0",
             log=log,
             progress=progress and distributed.rank() == 0,
         )
-    seconds = time.perf_counter() - start
-    difference = verify(model, windows, result, config.verify, seed=config.seed) if config.verify else None
-    if log:
-        log.remove()
+        seconds = time.perf_counter() - start
+        difference = verify(model, job.windows, result, config.verify, seed=config.seed) if config.verify else None
     return Evaluation(
         perplexity=result,
         model=config.model,
-        data=source,
-        mode=windows.mode,
-        options=options,
+        data=job.source,
+        mode=job.windows.mode,
+        options=job.options,
         zero=zero,
-        truncated_documents=windows.truncated_documents,
+        ranks=distributed.world_size(),
+        machine=str(machine),
+        truncated_documents=job.windows.truncated_documents,
         seconds=seconds,
-        model_hash=model_hash(config.model),
-        largest_difference=difference,
+        model_hash=job.model_hash,
+        fingerprint=job.fingerprint,
+        versions=versions(),
+        verified_difference=difference,
         peak_memory_bytes={name: int(distributed.max_over_ranks(value)) for name, value in peak_memory_bytes().items()},
     )
 
@@ -334,6 +272,7 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
         documents, counts = windows.pieces(window)
         if chosen.isdisjoint(documents.tolist()):
             continue
+        watchdog.heartbeat()
         ids, targets = (
             torch.from_numpy(array.astype("int64")).to(distributed.device())
             for array in windows.inputs_and_targets(window)

@@ -1,46 +1,15 @@
 """Records the results of an evaluation while it runs, so that an interrupted one resumes where it was.
 
-Each rank appends a line for each batch it scored to a file of its own, in a folder named by the fingerprint of model,
-data and options. Batches do not depend on the number of ranks, so another number may resume.
+Each rank appends a line for each batch it scored to a file of its own, in a folder named by the fingerprint
+(`identity.py`) of model, data and options. Batches do not depend on the number of ranks, so another number may resume.
 """
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from dsft.perplexity.windows import Windows
 from dsft.runtime import distributed
-
-SAMPLED_BYTES = 1 << 20
-
-
-def fingerprint(model: str, windows: Windows, options: dict[str, Any]) -> str:
-    """Hash the model's files, the tokens with their windows, and the options that change a result."""
-    digest = hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode())
-    digest.update(model_hash(model).encode())
-    for array in (windows.tokens, windows.scorable, windows.document_starts, windows.spans):
-        digest.update(array.tobytes())
-    return digest.hexdigest()
-
-
-def model_hash(model: str) -> str:
-    """Hash names, sizes, and the first and last MiB of a folder's files; the name alone where it is no folder here."""
-    digest = hashlib.sha256()
-    path = Path(model)
-    if not path.is_dir():
-        digest.update(path.read_bytes() if path.is_file() else model.encode())
-    for file in sorted(path.rglob("*.*")) if path.is_dir() else ():
-        if file.suffix in (".safetensors", ".bin", ".pt", ".json"):
-            size = file.stat().st_size
-            digest.update(f"{file.relative_to(path)} {size}".encode())
-            with file.open("rb") as content:
-                digest.update(content.read(SAMPLED_BYTES))
-                content.seek(max(0, size - SAMPLED_BYTES))
-                digest.update(content.read())
-    return digest.hexdigest()
 
 
 class ResumeLog:

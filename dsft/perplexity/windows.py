@@ -74,6 +74,11 @@ class Windows:
         targets[: scored_from - start - 1] = IGNORED
         return self.tokens[start : end - 1], targets
 
+    def content(self) -> Iterator[np.ndarray]:
+        """Yield all that a result depends on, to be hashed."""
+        yield from (self.tokens, self.scorable, self.document_starts, self.spans)
+        yield from (self.document_bytes, self.document_words)
+
     def pieces(self, window: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (documents, scored tokens of each) in a window, in order: what its sum of nats is split into."""
         _, end, scored_from = self.spans[window]

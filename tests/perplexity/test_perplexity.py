@@ -28,7 +28,8 @@ from dsft.models.chunked_head import ChunkedHead
 from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity import scoring
 from dsft.perplexity.evaluation import evaluate
-from dsft.perplexity.resume import ResumeLog, fingerprint
+from dsft.perplexity.identity import fingerprint, model_identity
+from dsft.perplexity.resume import ResumeLog
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import build_windows, rolling_spans, sliding_spans, windows_of_sequences, words_in
 from dsft.units import padded_width
@@ -150,7 +151,7 @@ def test_perplexity_is_the_definition(tiny, mode):
         math.fsum(result.document_nats) == pytest.approx(result.nats, rel=1e-12)
         and result.document_tokens.sum() == tokens
     )
-    assert evaluation.largest_difference < 1e-5
+    assert evaluation.verified_difference < 1e-5
 
 
 def test_every_text_token_is_scored_once_and_counts_match_the_text(tiny):
@@ -225,17 +226,22 @@ def test_what_changes_a_result_changes_the_fingerprint(tiny, tmp_path):
     windows = windows_for(mode_options(tiny, {"mode": "rolling"}))
     others = windows_for(mode_options(tiny, {"mode": "sliding"}))
     model = shutil.copytree(tiny / "model", tmp_path / "model")
-    prints = [
-        fingerprint(str(model), windows, {"dtype": "float32"}),
-        fingerprint(str(model), windows, {"dtype": "bfloat16"}),
-        fingerprint(str(model), others, {"dtype": "float32"}),
-    ]
+
+    def print_of(windows=windows, **options) -> str:
+        return fingerprint(model_identity(str(model), revision=None, seed=42), windows, {"dtype": "float32"} | options)
+
+    content = model_identity(str(model), revision=None, seed=42)["content"]
+    prints = [print_of(), print_of(dtype="bfloat16"), print_of(others)]
+    assert print_of() == prints[0]
+    (model / "model.safetensors").touch()
+    prints.append(print_of())
+    assert model_identity(str(model), revision=None, seed=42)["content"] == content  # model_hash of the report
     with (model / "model.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"x")
-    prints.append(fingerprint(str(model), windows, {"dtype": "float32"}))
-    assert len(set(prints)) == 4
-    assert fingerprint(str(model), windows, {"dtype": "float32"}) == prints[-1]
+    prints.append(print_of())
+    assert model_identity(str(model), revision=None, seed=42)["content"] != content
+    assert len(set(prints)) == 5
 
 
 def test_batch_size_does_not_move_the_result(tiny):
