@@ -10,6 +10,7 @@ names on disk are those in memory.
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -32,6 +33,7 @@ from dsft.checkpoints.tensor_sources import (
 )
 from dsft.errors import UserError, one_line
 from dsft.models.build import DTYPES, adapter_base, described_in, load_weights
+from dsft.models.pickles import safe_unpickling
 from dsft.models.size import is_step_folder, load_model_config
 from dsft.models.zero_shards import step_folder
 from dsft.runtime.console import say
@@ -56,12 +58,22 @@ def find_weights(source: str) -> Path:
     return folder
 
 
-def export(source: str, out: str, *, dtype: str = "auto", max_shard_size: str = "5GB") -> Path:
+def export(
+    source: str,
+    out: str,
+    *,
+    dtype: str = "auto",
+    max_shard_size: str = "5GB",
+    trust_remote_code: bool = False,
+    trust_checkpoint: bool = False,
+) -> Path:
     """Write `source` as safetensors, config and tokenizer to the new folder `out`; an adapter is merged into its base.
 
     Args:
         dtype: of the written weights; "auto" keeps the source's.
         max_shard_size: of a file of the result, which is about what is in memory at a time.
+        trust_remote_code: run code that the model brings along; it is copied to `out`.
+        trust_checkpoint: read pickles whatever they ask for, see pickles.py.
 
     Raises:
         UserError: where `source` holds no weights or `out` holds files already.
@@ -72,52 +84,65 @@ def export(source: str, out: str, *, dtype: str = "auto", max_shard_size: str = 
     beside = target.absolute().with_name(f"{target.name}.unfinished")
     shutil.rmtree(beside, ignore_errors=True)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(described_in(str(folder)))
-        try:
-            weights = _weights_of(folder)
-        except NotStreamable as why:
-            say(f"the full model is taken into memory: {why}")
-            _write_loaded(folder, beside, dtype, max_shard_size=max_shard_size)
-        else:
-            _write_streamed(folder, beside, weights, dtype, max_shard_size=max_shard_size)
+        with safe_unpickling(trust=trust_checkpoint):
+            _write(folder, beside, dtype, max_shard_size=max_shard_size, trust_remote_code=trust_remote_code)
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError([f"{source}: cannot be exported ({one_line(error)})"]) from None
-    tokenizer.save_pretrained(beside)
     if target.is_dir():
         target.rmdir()  # it is empty
     beside.rename(target)
     return target
 
 
-def merge(adapter: str, out: str, *, dtype: str = "auto") -> Path:
-    """Export something that must be an adapter (or a run that trained one).
+def merge(source: str, out: str, **options: Any) -> Path:
+    """Export something that must be an adapter (or a run that trained one), with the options of `export`.
 
     Raises:
         UserError: where it is none.
     """
-    folder = find_weights(adapter)
+    folder = find_weights(source)
     if adapter_base(str(folder)) is None:
         raise UserError([f"{folder}: is no adapter, it has no adapter_config.json; use dsft export"])
-    return export(str(folder), out, dtype=dtype)
+    return export(str(folder), out, **options)
 
 
-def _weights_of(folder: Path) -> WeightsSource:
+def _write(folder: Path, out: Path, dtype: str, *, max_shard_size: str, trust_remote_code: bool) -> None:
+    """Write weights, config and tokenizer, weight by weight where that can be."""
+    options = {"max_shard_size": max_shard_size, "trust_remote_code": trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(described_in(str(folder)), trust_remote_code=trust_remote_code)
+    try:
+        weights = _weights_of(folder, trust_remote_code=trust_remote_code)
+    except NotStreamable as why:
+        say(f"the full model is taken into memory: {why}")
+        _write_loaded(folder, out, dtype, **options)
+    else:
+        _write_streamed(folder, out, weights, dtype, **options)
+    tokenizer.save_pretrained(out)
+
+
+def _weights_of(folder: Path, *, trust_remote_code: bool) -> WeightsSource:
     if adapter_base(str(folder)) is not None:
-        return MergedSource(folder)
+        return MergedSource(folder, trust_remote_code=trust_remote_code)
     if any(folder.glob("*.safetensors")):
         return SafetensorsSource(folder)
-    return ShardsSource(step_folder(folder) or folder, load_model_config(described_in(str(folder))))
+    config = load_model_config(described_in(str(folder)), trust_remote_code=trust_remote_code)
+    return ShardsSource(step_folder(folder) or folder, config, trust_remote_code=trust_remote_code)
 
 
-def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str) -> None:
-    model = load_weights(str(folder), dtype="auto" if dtype == "auto" else DTYPES[dtype])
+def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, trust_remote_code: bool) -> None:
+    dtype = "auto" if dtype == "auto" else DTYPES[dtype]
+    model = load_weights(str(folder), dtype=dtype, trust_remote_code=trust_remote_code)
     if isinstance(model, PeftModel):
         model = model.merge_and_unload(safe_merge=True)  # refuses NaN
     model.save_pretrained(out, max_shard_size=max_shard_size)
-    check_export(out, model)
+    check_export(out, model, trust_remote_code=trust_remote_code)
 
 
-def _write_streamed(folder: Path, out: Path, weights: WeightsSource, dtype: str, *, max_shard_size: str) -> None:
+def _write_streamed(
+    folder: Path, out: Path, weights: WeightsSource, dtype: str, *, max_shard_size: str, trust_remote_code: bool
+) -> None:
     """Write files of up to `max_shard_size`, each read back before the next one begins, and what describes them."""
     out.mkdir(parents=True)
     written_dtype = DTYPES.get(dtype, weights.dtype)
@@ -138,15 +163,17 @@ def _write_streamed(folder: Path, out: Path, weights: WeightsSource, dtype: str,
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (out / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-    _write_config(folder, out, written_dtype)
-    check_export(out)
+    _write_config(folder, out, written_dtype, trust_remote_code=trust_remote_code)
+    check_export(out, trust_remote_code=trust_remote_code)
 
 
-def _write_config(folder: Path, out: Path, dtype: torch.dtype) -> None:
+def _write_config(folder: Path, out: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> None:
     base = adapter_base(str(folder))
     described = local_folder(base) if base else Path(described_in(str(folder)))
-    config = load_model_config(str(described))
+    config = load_model_config(str(described), trust_remote_code=trust_remote_code)
     config.dtype = dtype
     config.save_pretrained(out)
-    if (described / "generation_config.json").is_file():
-        shutil.copy(described / "generation_config.json", out)
+    code = described.glob("*.py") if getattr(config, "auto_map", None) else ()
+    for file in (described / "generation_config.json", *code):
+        if file.is_file():
+            shutil.copy(file, out)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -116,30 +117,54 @@ def integrity_errors(folder: Path, *, hashes: bool = False) -> list[str]:
     """Compare a checkpoint with its manifest: files, sizes and, where asked for (it reads everything), hashes."""
     try:
         manifest = read_manifest(folder)
-    except ValueError:
+        files = manifest and {name: listed["size"] for name, listed in manifest["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
         return [f"{MANIFEST} cannot be read"]
     if manifest is None:
         return [f"it has no {MANIFEST}"]
     errors = []
-    for name, listed in manifest["files"].items():
+    for name, size in files.items():
         path = folder / name
         if not path.is_file():
             errors.append(f"{name} is missing")
-        elif path.stat().st_size != listed["size"]:
-            errors.append(f"{name} has {path.stat().st_size:,} bytes, {listed['size']:,} were written")
-        elif hashes and hash_and_sync(path)["sha256"] != listed["sha256"]:
-            errors.append(f"the content of {name} has changed")
-    return errors
+        elif path.stat().st_size != size:
+            errors.append(f"{name} has {path.stat().st_size:,} bytes, {size:,} were written")
+    return errors or (content_errors(folder, files_of(folder)) if hashes else [])
 
 
-def last_good(output_dir: str | Path) -> tuple[Path | None, list[tuple[Path, list[str]]]]:
-    """Find the newest checkpoint without integrity errors, and the newer ones to be skipped, with theirs.
+def content_errors(folder: Path, files: list[Path]) -> list[str]:
+    """Read those `files` of a checkpoint that its manifest lists, and name each whose content is another."""
+    listed = (read_manifest(folder) or {"files": {}})["files"]
+    names = [str(file.relative_to(folder)) for file in files]
+    return [
+        f"the content of {name} has changed"
+        for name in names
+        if name in listed and hash_and_sync(folder / name)["sha256"] != listed[name]["sha256"]
+    ]
 
-    A checkpoint without a manifest is taken as it is: it is another tool's, or an earlier dsft's.
+
+def resume_errors(folder: Path, *, other_tools: Container[str] | None = None) -> list[str]:
+    """List why a run cannot resume from a checkpoint, by its files and their sizes.
+
+    Args:
+        other_tools: names of the checkpoints that need no manifest, since another tool wrote them; None stands for all.
+    """
+    needs_manifest = other_tools is not None and folder.name not in other_tools
+    return integrity_errors(folder) if needs_manifest or (folder / MANIFEST).is_file() else []
+
+
+def last_good(
+    output_dir: str | Path, *, other_tools: Container[str] | None = None, before: Path | None = None
+) -> tuple[Path | None, list[tuple[Path, list[str]]]]:
+    """Find the newest checkpoint without `resume_errors`, and the newer ones to be skipped, with theirs.
+
+    Args:
+        before: a checkpoint; it and all newer ones are left out.
     """
     skipped: list[tuple[Path, list[str]]] = []
-    for folder in reversed(checkpoints(output_dir)):
-        errors = integrity_errors(folder) if (folder / MANIFEST).is_file() else []
+    folders = checkpoints(output_dir)
+    for folder in reversed(folders[: folders.index(before)] if before else folders):
+        errors = resume_errors(folder, other_tools=other_tools)
         if not errors:
             return folder, skipped
         skipped.append((folder, errors))

@@ -63,14 +63,16 @@ def check_written(path: Path, written: TensorSource, memory: Mapping[str, torch.
 
 
 @torch.no_grad()
-def check_export(folder: Path, model: PreTrainedModel | None = None) -> None:
+def check_export(folder: Path, model: PreTrainedModel | None = None, *, trust_remote_code: bool = False) -> None:
     """Load `folder` as its user will: every weight must be there and, where a `model` is given, equal the model's.
 
     Raises:
         RuntimeError: naming the first weight that is missing or differs.
     """
     placement = {"device_map": "meta"} if model is None else {"dtype": model.dtype}
-    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **placement)
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, trust_remote_code=trust_remote_code, **placement
+    )
     if missing := sorted(info["missing_keys"]):
         raise RuntimeError(
             f"{folder}: {len(missing)} weights are missing from what was written, the first is {missing[0]}"

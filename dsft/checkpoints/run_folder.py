@@ -5,6 +5,7 @@ end.
 """
 
 import json
+import os
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,13 +13,15 @@ from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from dsft.checkpoints.manifest import MANIFEST, checkpoints, clean_up, integrity_errors, last_good
+from dsft.checkpoints.manifest import MANIFEST, checkpoints, last_good, resume_errors
 from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
 from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable, write_json
 
-FINAL = "final"
+FINAL, RUN = "final", "run.json"
+JOB = "DSFT_JOB"
+"""Variable by which `dsft launch --overwrite` tells its restarts from the run that they replace."""
 
 
 def check_output_dir(config, problems: list[str]) -> None:
@@ -49,7 +52,7 @@ def check_output_dir(config, problems: list[str]) -> None:
             " replace the run with --overwrite"
         )
     if any(path.iterdir()) and not config.overwrite and not resume:
-        content = "another run" if (path / "run.json").is_file() else "other files"
+        content = "another run" if (path / RUN).is_file() else "other files"
         problems.append(
             f"output_dir={path}: holds {content}; choose a new folder, continue it with --resume_from_checkpoint auto,"
             " or replace it with --overwrite"
@@ -62,30 +65,55 @@ def clear_run(output_dir: str) -> None:
     for folder in (*path.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), path / FINAL):
         if folder.is_dir():
             shutil.rmtree(folder)
-    (path / "run.json").unlink(missing_ok=True)
+    (path / RUN).unlink(missing_ok=True)
 
 
-def last_checkpoint(config) -> str | None:
-    """Find the checkpoint to resume from, once what killed saves left is removed. None starts from the beginning.
+def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | None:
+    """Find the checkpoint to resume from, by its files and their sizes. None starts from the beginning.
+
+    Args:
+        before: a checkpoint that cannot be used; with `auto` an older one is sought.
 
     Raises:
-        UserError: where the checkpoint that was named is incomplete.
+        UserError: where the one that was named is incomplete, or none can be used.
     """
     output_dir, resume = config.training["output_dir"], config.training.get("resume_from_checkpoint")
-    for path in clean_up(output_dir):
-        say(f"removed {path}: a save that did not end")
-    if resume and resume != "auto":
-        errors = integrity_errors(Path(resume)) if (Path(resume) / MANIFEST).is_file() else []
+    if not resume or (config.overwrite and _is_of_another_job(output_dir)):
+        return None
+    if resume != "auto":
+        errors = resume_errors(Path(resume), other_tools=_other_tools(config, Path(resume).parent))
         raise_if_any(
             [f"resume_from_checkpoint={resume}: {error}; it is incomplete, use another or auto" for error in errors]
         )
         return resume
-    if not resume:
-        return None
-    good, skipped = last_good(output_dir)
+    good, skipped = last_good(
+        output_dir, other_tools=_other_tools(config, Path(output_dir)), before=before and Path(before)
+    )
     for path, errors in skipped:
         say(f"{path} is incomplete and is skipped: {'; '.join(errors[:3])}")
+    if good is None and (skipped or before) and not config.overwrite:
+        raise UserError(
+            [
+                f"resume_from_checkpoint=auto: no checkpoint in {output_dir} can be used; start anew with --overwrite"
+                " true, or take one as it is with --verify_resume false and its folder"
+            ]
+        )
     return str(good) if good else None
+
+
+def _is_of_another_job(output_dir: str) -> bool:
+    """Whether the folder still holds the run that this job of `dsft launch` was told to replace."""
+    job = os.environ.get(JOB)
+    return job is not None and (_known_run(output_dir) or {}).get("job") != job
+
+
+def _other_tools(config: TrainConfig, folder: Path) -> list[str] | None:
+    """Return the names of the checkpoints that lay in a folder before dsft's first run there; None where all may be."""
+    return (_known_run(folder) or {}).get("other_tools_checkpoints") if config.verify_resume else None
+
+
+def _known_run(folder: str | Path) -> dict[str, Any] | None:
+    return read_run(str(folder)) if (Path(folder) / RUN).is_file() else None
 
 
 def start_from_weights(config: TrainConfig, checkpoint: str) -> list[Decision]:
@@ -118,9 +146,15 @@ def is_finished(checkpoint: str, training: dict[str, Any]) -> bool:
 
 def write_run(output_dir: str, **sections: Any) -> None:
     """Add or replace sections of run.json."""
-    path = Path(output_dir) / "run.json"
+    path = Path(output_dir) / RUN
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = read_run(output_dir) if path.is_file() else {"created": datetime.now(UTC).isoformat(timespec="seconds")}
+    content = _known_run(output_dir) or {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "job": os.environ.get(JOB),
+        "other_tools_checkpoints": [
+            folder.name for folder in checkpoints(output_dir) if not (folder / MANIFEST).is_file()
+        ],
+    }
     write_json(path, content | sections)
 
 
@@ -130,7 +164,7 @@ def read_run(output_dir: str) -> dict[str, Any]:
     Raises:
         UserError: where the folder is no run.
     """
-    path = Path(output_dir) / "run.json"
+    path = Path(output_dir) / RUN
     if not path.is_file():
         raise UserError([f"{output_dir}: is no run folder, it has no run.json"])
     return json.loads(path.read_text(encoding="utf-8"))

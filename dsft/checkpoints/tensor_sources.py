@@ -22,6 +22,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from dsft.models.build import adapter_base
 from dsft.models.lora import saved_lora_config
+from dsft.models.pickles import check_weight_files
 from dsft.models.size import empty_model, load_model_config
 from dsft.models.zero_shards import ZeroShards
 
@@ -86,9 +87,9 @@ class SafetensorsSource(SafetensorsFiles):
 class ShardsSource:
     """Gives the weights of a fully finetuned model out of ZeRO's shards, in float32."""
 
-    def __init__(self, checkpoint: Path, config: PreTrainedConfig):
+    def __init__(self, checkpoint: Path, config: PreTrainedConfig, *, trust_remote_code: bool = False):
         self.shards = ZeroShards(checkpoint)
-        model = empty_model(config)
+        model = empty_model(config, trust_remote_code=trust_remote_code)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         if self.shapes != self.shards.shapes:
             raise NotStreamable("some weights are not in the optimizer's shards, or have other names on disk")
@@ -102,14 +103,16 @@ class ShardsSource:
 class MergedSource:
     """Gives the weights of an adapter merged into its base by peft, layer by layer."""
 
-    def __init__(self, adapter: Path):
+    def __init__(self, adapter: Path, *, trust_remote_code: bool = False):
+        check_weight_files(adapter)
         base = local_folder(adapter_base(str(adapter)))
         self.base, self.weights = SafetensorsSource(base), load_peft_weights(str(adapter), device="cpu")
         self.shapes, self.dtype = self.base.shapes, self.base.dtype
-        config = load_model_config(str(base))
+        config = load_model_config(str(base), trust_remote_code=trust_remote_code)
         peft_config = saved_lora_config(str(adapter))
         with torch.device("meta"):
-            adapted = get_peft_model(empty_model(config), peft_config, low_cpu_mem_usage=True)
+            empty = empty_model(config, trust_remote_code=trust_remote_code)
+            adapted = get_peft_model(empty, peft_config, low_cpu_mem_usage=True)
         self.layers = {
             name.removeprefix("base_model.model."): module
             for name, module in adapted.named_modules()

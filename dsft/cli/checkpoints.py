@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
-from dsft.checkpoints.manifest import checkpoints, files_of, integrity_errors, read_manifest
+from dsft.checkpoints.manifest import MANIFEST, checkpoints, files_of, integrity_errors, read_manifest
+from dsft.checkpoints.run_folder import FINAL
 from dsft.cli.commands import FolderOptions
 from dsft.errors import UserError, raise_if_any
+from dsft.models.pickles import is_read_pickle, pickle_errors
 from dsft.units import GB, plural
 
 
@@ -46,17 +48,25 @@ def show_checkpoints(options: FolderOptions) -> None:
 
 
 def verify_checkpoint(options: FolderOptions) -> None:
-    """Read every file of a checkpoint and compare it with the manifest.
+    """Read every file of a checkpoint, or of all that a run's folder holds, and compare it with the manifest.
 
     Raises:
-        UserError: with everything that differs.
+        UserError: with everything that differs, and every pickle that asks for foreign classes.
     """
-    folder, path = options.folder, Path(options.folder)
+    path = Path(options.folder)
     if not path.is_dir():
-        raise UserError([f"{folder}: is no folder"])
-    raise_if_any([f"{folder}: {error}" for error in integrity_errors(path, hashes=True)])
-    files = plural(len(files_of(path)), "file")
-    print(f"dsft: {folder} is complete: {files}, {_num_bytes(path) / GB:.3g} GB, as they were written")
+        raise UserError([f"{path}: is no folder"])
+    folders = [path] if (path / MANIFEST).is_file() else _folders_of_run(path)
+    raise_if_any([f"{folder}: {error}" for folder in folders for error in integrity_errors(folder, hashes=True)])
+    raise_if_any(pickle_errors(file for folder in folders for file in files_of(folder) if is_read_pickle(file)))
+    for folder in folders:
+        files = plural(len(files_of(folder)), "file")
+        print(f"dsft: {folder} is complete: {files}, {_num_bytes(folder) / GB:.3g} GB, as they were written")
+
+
+def _folders_of_run(path: Path) -> list[Path]:
+    """Return the checkpoints and the final model of a run's folder; itself where it has none."""
+    return [*checkpoints(path), *(folder for folder in [path / FINAL] if folder.is_dir())] or [path]
 
 
 def _num_bytes(folder: Path) -> int:

@@ -107,6 +107,10 @@ class ExportOptions:
     _: KW_ONLY
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the written weights; auto keeps theirs."""
+    trust_remote_code: bool = False
+    """Run code that a model repository brings along."""
+    trust_checkpoint: bool = False
+    """Read pickles that ask for other classes than checkpoints hold: they may run any code."""
 
 
 @dataclass

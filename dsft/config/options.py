@@ -48,6 +48,9 @@ class ModelFields:
     """eager, sdpa, flash_attention_2 ...; by default what transformers picks."""
     trust_remote_code: bool = False
     """Run code that a model repository brings along."""
+    trust_checkpoint: bool = False
+    """Read pickles (DeepSpeed's shards, `*.bin`) that ask for other classes than checkpoints hold: they may run any
+    code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +165,9 @@ class StepFields:
     resume_weights_only: bool = False
     """Take only the weights of resume_from_checkpoint: another optimizer, data or number of steps may follow, in a new
     output_dir."""
+    verify_resume: bool = True
+    """Compare every byte of the checkpoint to resume from with its manifest, while data and model load; auto takes the
+    next older one where something has changed."""
     overwrite: bool = False
     """Replace the run that output_dir holds."""
 

@@ -15,9 +15,12 @@ from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from dsft.errors import raise_if_any
 from dsft.models.lora import add_lora, saved_lora_config
+from dsft.models.pickles import check_weight_files, pickle_errors, safe_unpickling
 from dsft.models.quantization import quantization_of
 from dsft.models.size import is_step_folder, load_model_config
+from dsft.models.zero_shards import step_folder
 from dsft.runtime.hardware import has_gpu
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,7 +59,11 @@ def build_model(config, *, dtype: str, seed: int = 42) -> PreTrainedModel:
         dtype: of the weights: "float32", "bfloat16", "float16" or "auto".
         seed: of the random weights where the model is a config.json alone, and of new adapters.
     """
-    dtype = resolve_dtype(dtype)
+    with safe_unpickling(trust=config.trust_checkpoint):
+        return _build(config, dtype=resolve_dtype(dtype), seed=seed)
+
+
+def _build(config, *, dtype: str, seed: int) -> PreTrainedModel:
     options = {"dtype": DTYPES[dtype], "trust_remote_code": config.trust_remote_code}
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
@@ -76,6 +83,8 @@ def build_model(config, *, dtype: str, seed: int = 42) -> PreTrainedModel:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if method != "full":
         set_seed(seed)
+        if config.adapter:
+            check_weight_files(Path(config.adapter))
         model = add_lora(model, config, adapter=config.adapter)
         # activation checkpointing over a frozen embedding needs an input with a gradient
         model.enable_input_require_grads()
@@ -92,7 +101,9 @@ def load_weights(name: str, **options) -> PreTrainedModel:
     if is_step_folder(name) or (
         folder.is_dir() and not any(folder.glob("*.safetensors*")) and any(folder.glob("global_step*"))
     ):
+        raise_if_any(pickle_errors(sorted(step_folder(folder).glob("*.pt"))))
         return _load_zero_shards(folder, **options)
+    check_weight_files(folder)
     base = adapter_base(name)
     if base:
         return PeftModel.from_pretrained(load_weights(base, **options), name)

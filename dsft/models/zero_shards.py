@@ -10,20 +10,19 @@ stage 3 cuts every parameter.
 """
 
 import math
-import pickle
 import re
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dsft.errors import UserError, one_line
+from dsft.errors import UserError
+from dsft.models.pickles import load_pickle
 
 FP32 = "fp32"
 """Name of the trained weights themselves among the states."""
-OPTIMIZER_FILES = "*_optim_states.pt"
+OPTIMIZER_FILES, MODEL_FILES = "*_optim_states.pt", "*_model_states.pt"
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class ZeroShards:
                 [f"{self.folder}: was saved with tensor parallelism; convert it with DeepSpeed's ds_to_universal.py"]
             )
         self.world_size = len(files)
-        self.model_state = _load(min(self.folder.glob("*_model_states.pt"), key=_number))
+        self.model_state = self._read_model_state()
         """Counters of the engine and, under "lr_scheduler", the state of a scheduler that DeepSpeed ran."""
         self.shapes: dict[str, tuple[int, ...]] = {
             name: tuple(shape) for group in self.model_state["param_shapes"] for name, shape in group.items()
@@ -80,7 +79,7 @@ class ZeroShards:
         """Of the optimizer; None where it does not count."""
         self._pieces: dict[str, list[_Piece]] = {}
         for rank, file in enumerate(files):
-            states = _load(file)["optimizer_state_dict"]
+            states = load_pickle(file)["optimizer_state_dict"]
             if rank == 0:
                 self.loss_scaler = states.get("loss_scaler")
             self._add_stage_3(states, rank) if states.get("zero_stage", 1) == 3 else self._add_stage_1_and_2(states)
@@ -114,6 +113,18 @@ class ZeroShards:
             offset += piece.numel
         return out
 
+    def _read_model_state(self) -> dict[str, Any]:
+        file = min(self.folder.glob(MODEL_FILES), key=_number, default=None)
+        state = load_pickle(file) if file else {}
+        if not state.get("param_shapes"):
+            raise UserError(
+                [
+                    f"{file or self.folder / MODEL_FILES}: {'has no param_shapes' if file else 'is missing'}, which say"
+                    " how the shards are cut; take a checkpoint that was written in full"
+                ]
+            )
+        return state
+
     def _add_stage_1_and_2(self, states: dict[str, Any]) -> None:
         for group, flat in enumerate(states["single_partition_of_fp32_groups"]):
             flats = self._flats(flat, states["base_optimizer_state"], group)
@@ -139,14 +150,6 @@ class ZeroShards:
         return {FP32: weights} | {
             key: value for key, value in state.items() if torch.is_tensor(value) and value.dim() == weights.dim()
         }
-
-
-def _load(file: Path) -> dict[str, Any]:
-    try:
-        # weights_only=False as in DeepSpeed, which pickles objects of its own.
-        return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        raise UserError([f"{file}: cannot be read ({one_line(error)})"]) from error
 
 
 def _number(path: Path) -> list[int]:

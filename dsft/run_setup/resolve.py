@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from dsft.checkpoints.manifest import clean_up
 from dsft.checkpoints.run_folder import (
     check_output_dir,
     is_finished,
@@ -229,6 +230,8 @@ def resume_decisions(options: TrainConfig, world: int) -> tuple[str | None, list
     Raises:
         UserError: where the checkpoint that was named is not complete, or does not fit this run.
     """
+    for path in clean_up(options.training["output_dir"]):
+        say(f"removed {path}: a save that did not end")
     checkpoint = last_checkpoint(options)
     if checkpoint and options.resume_weights_only:
         return None, start_from_weights(options, checkpoint), False

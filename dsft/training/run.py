@@ -4,6 +4,7 @@ Reads top to bottom: options -> a decided run -> data -> trainer -> fit -> last 
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,12 +13,14 @@ from dsft.checkpoints.identity import check_identity
 from dsft.checkpoints.manifest import checkpoints
 from dsft.checkpoints.model_card import CARD, model_card
 from dsft.checkpoints.reshard import topology_change
-from dsft.checkpoints.run_folder import clear_run, read_run, write_run
+from dsft.checkpoints.run_folder import clear_run, last_checkpoint, read_run, write_run
+from dsft.checkpoints.verification import Verification
 from dsft.config.options import TrainConfig, as_dict
 from dsft.data.sequences import describe_counts
 from dsft.data.training_data import TrainingData, load_training_data
-from dsft.errors import Requeue, TrainingStopped, Unsaved
+from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError
 from dsft.models.build import build_model
+from dsft.models.pickles import safe_unpickling
 from dsft.planner.plan import as_dict as plan_as_dict
 from dsft.run_setup.arguments import training_arguments
 from dsft.run_setup.resolve import ResolvedRun, resolve_run
@@ -38,12 +41,18 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
         TrainingStopped: where the loss is NaN or infinite, or a stop was asked for.
         Unsaved: at the end, where a checkpoint on the way could not be saved.
     """
+    with safe_unpickling(trust=options.trust_checkpoint):
+        return _finetune(options, problems)
+
+
+def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTrainer | None:
     machine = distributed.smallest_machine()
     run = resolve_run(options, world=distributed.world_size(), machine=machine, problems=problems)
     if run is None:
         return None
     log_to_files(run.output_dir, append=run.checkpoint is not None)
     describe_plan(run)
+    verification = run.checkpoint and Verification(run.checkpoint, hashes=run.options.verify_resume)
     data = load_training_data(
         run.options,
         run.data,
@@ -53,6 +62,8 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
         flash=run.options.packing and run.packing.flash,
     )
     trainer = build_trainer(run, data)
+    if verification:
+        run = with_verified_checkpoint(run, verification, trainer)
     start = time.perf_counter()
     with run_report(run, data, trainer):
         describe_start(run, trainer)
@@ -77,11 +88,7 @@ def describe_plan(run: ResolvedRun) -> None:
 
 
 def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
-    """Loads the model into a trainer over the data, and compares them with the checkpoint to resume from.
-
-    Raises:
-        UserError: where the checkpoint is of another run.
-    """
+    """Loads the model into a trainer over the data."""
     args = training_arguments(run.options, run.plan)  # before the model: ZeRO-3 shards while loading
     data.count_padding(args, distributed.world_size())
     held_out = f"; held out: {describe_counts(data.held_out_counts)}" if data.held_out else ""
@@ -90,7 +97,7 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
         say(f"note: {note}")
     with out_of_memory_explained(run, "while loading"):
         model = build_model(run.options, dtype=run.options.dtype, seed=args.seed)
-    trainer = PerplexityTrainer(
+    return PerplexityTrainer(
         model,
         args,
         tokenizer=run.tokenizer,
@@ -98,9 +105,27 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
         plan=run.plan,
         save_minutes=run.options.save_minutes,
     )
-    if run.checkpoint:
+
+
+def with_verified_checkpoint(run: ResolvedRun, verification: Verification, trainer: PerplexityTrainer) -> ResolvedRun:
+    """Returns the run as it resumes from a checkpoint whose content is what was written. Collective.
+
+    Raises:
+        UserError: where that is none, a pickle in it asks for foreign classes, or it is of another run.
+    """
+    errors = verification.errors()
+    if not errors:
         distributed.on_rank_0(lambda: check_identity(run.checkpoint, trainer.run_identity))
-    return trainer
+        return run
+    changed = "; ".join(errors[:3])
+    if run.options.training["resume_from_checkpoint"] != "auto":
+        way_out = "use another or auto, or take it as it is with --verify_resume false"
+        raise UserError([f"resume_from_checkpoint={run.checkpoint}: {changed}; {way_out}"])
+    say(f"{run.checkpoint} is damaged and is skipped: {changed}")
+    older = distributed.on_rank_0(lambda: last_checkpoint(run.options, before=run.checkpoint))
+    run = dataclasses.replace(run, checkpoint=older)
+    # None is what overwrite asks for: a new start.
+    return with_verified_checkpoint(run, Verification(older, hashes=True), trainer) if older else run
 
 
 @contextlib.contextmanager

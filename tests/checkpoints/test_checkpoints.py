@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import flags, read_json
 from ranks import on_ranks, run_entry, train, train_all
 
@@ -36,7 +37,7 @@ def write_staged(output_dir: Path, step: int, content: str = "weights") -> Path:
     (staged / f"global_step{step}").mkdir(parents=True)
     (staged / TRAINER_STATE).write_text("{}")
     (staged / "model.safetensors").write_text(content)
-    (staged / f"global_step{step}" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_text("state")
+    torch.save({}, staged / f"global_step{step}" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     return staged
 
 

@@ -1,0 +1,61 @@
+"""Verifies a checkpoint before a run resumes from it: every byte against the manifest, and that no pickle runs code."""
+
+import re
+import threading
+import time
+from pathlib import Path
+
+from dsft.checkpoints.manifest import content_errors, files_of
+from dsft.models.pickles import is_read_pickle, pickle_errors
+from dsft.runtime import distributed
+from dsft.runtime.console import say
+from dsft.watchdog import client as watchdog
+
+_OF_RANK = re.compile(r"(?:pp_rank|rng_state)_(\d+)")
+
+
+def share_of_rank(files: list[Path], *, rank: int, world_size: int) -> list[Path]:
+    """Return the files that `rank` reads: its own shards, which its node then has in memory, and a part of the rest."""
+    own = [_OF_RANK.search(file.name) for file in files]
+    ranks = [int(match[1]) if match else number for number, match in enumerate(own)]
+    return [file for file, of in zip(files, ranks, strict=True) if of % world_size == rank]
+
+
+class Verification:
+    """Hashes this rank's share of a checkpoint in a thread, while data and model load."""
+
+    def __init__(self, checkpoint: str, *, hashes: bool):
+        """Args: `hashes`: else only the pickles are looked at."""
+        self.folder, self.seconds = Path(checkpoint), 0.0
+        world_size = distributed.world_size()
+        self._files = share_of_rank(files_of(self.folder), rank=distributed.rank(), world_size=world_size)
+        self._errors: list[str] = []
+        self._thread = threading.Thread(target=self._hash, daemon=True)
+        if hashes:
+            self._thread.start()
+
+    def _hash(self) -> None:
+        start = time.monotonic()
+        try:
+            self._errors = content_errors(self.folder, self._files)
+        except OSError as error:
+            self._errors = [str(error)]
+        self.seconds = time.monotonic() - start
+
+    def errors(self) -> list[str]:
+        """Return what has changed since the checkpoint was written, on any rank. Collective.
+
+        Raises:
+            UserError: where a pickle asks for a class that no checkpoint holds.
+        """
+        start = time.monotonic()
+        while self._thread.is_alive():
+            watchdog.heartbeat()
+            self._thread.join(1)
+        distributed.wait_long("verification")
+        errors, waited = distributed.from_all(self._errors), time.monotonic() - start
+        if self._thread.ident:
+            say(f"{self.folder}: hashed in {self.seconds:.3g} s while loading, {waited:.3g} s of them waited for")
+        if not errors:
+            distributed.raise_together(pickle_errors(file for file in self._files if is_read_pickle(file)))
+        return errors

@@ -1,0 +1,210 @@
+"""Foreign code in pickles is refused, wherever a checkpoint or a model is read; what was written by dsft is read."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import flags
+from ranks import on_ranks, run_entry, train, train_all
+from safetensors.torch import load_file
+from tiny import write_model
+from transformers import AutoTokenizer
+
+from dsft.checkpoints.export import export
+from dsft.checkpoints.manifest import MANIFEST, files_of, hash_and_sync
+from dsft.cli.main import main
+from dsft.errors import UserError
+from dsft.models.pickles import load_pickle, safe_unpickling
+from dsft.models.zero_shards import ZeroShards
+
+STEP = "checkpoint-2/global_step2"
+
+
+class Payload:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, trace: Path):
+        self.trace = trace
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.trace),)
+
+
+def poison(file: Path, trace: Path, *, old_format: bool = False) -> None:
+    """Add a payload to what a file of `torch.save` holds."""
+    content = torch.load(file, map_location="cpu", weights_only=False)
+    torch.save({**content, "added": Payload(trace)}, file, _use_new_zipfile_serialization=not old_format)
+
+
+def list_again(checkpoint: Path) -> None:
+    """Give a changed checkpoint a manifest that fits, as whoever changed it would."""
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    files = {str(path.relative_to(checkpoint)): hash_and_sync(path) for path in files_of(checkpoint)}
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest | {"files": files}))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, options) -> Path:
+    """Runs of 2 steps with a checkpoint each, in ZeRO 0 and 2."""
+    folder = tmp_path_factory.mktemp("runs")
+    words = {"save_strategy": "steps", "save_steps": 2}
+    train_all(2, [options(folder / zero, zero=zero, **words) for zero in ("0", "2")], folder / "log")
+    return folder
+
+
+@pytest.fixture
+def copy(runs, tmp_path):
+    """Copies a run of `runs` for a test to change."""
+    return lambda zero: Path(shutil.copytree(runs / zero, tmp_path / zero))
+
+
+SHARDS = ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", SHARDS)
+@pytest.mark.parametrize("old_format", [False, True])
+def test_export_of_a_poisoned_shard_names_the_class_and_runs_nothing_unless_trusted(copy, tmp_path, name, old_format):
+    run, trace = copy("2"), tmp_path / "trace"
+    poison(run / STEP / name, trace, old_format=old_format)
+    (run / "checkpoint-2" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=rf"{name}: holds \w+\.mkdir, .*--trust_checkpoint"):
+        export(str(run / "checkpoint-2"), str(tmp_path / "out"))
+    assert not trace.exists()
+    export(str(run / "checkpoint-2"), str(tmp_path / "out"), trust_checkpoint=True)
+    assert trace.exists()
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", SHARDS)
+def test_eval_of_a_poisoned_shard_names_the_class_and_runs_nothing(copy, tiny, tmp_path, name):
+    run, trace = copy("2"), tmp_path / "trace"
+    poison(run / STEP / name, trace)
+    words = {"model": run / STEP, "data": tiny / "held_out.jsonl", "seq_len": 64}
+    shutil.copy(tiny / "model" / "config.json", run / "checkpoint-2")
+    refused = run_entry("dsft.eval_ppl", flags(words))
+    assert refused.returncode == 2 and f"{name}: holds" in refused.stderr and "mkdir" in refused.stderr, refused.stderr
+    assert "Traceback" not in refused.stderr and not trace.exists()
+
+
+@pytest.mark.parametrize(("weights", "file"), [("model", "pytorch_model.bin"), ("adapter", "adapter_model.bin")])
+def test_poisoned_weights_of_a_model_or_an_adapter_are_refused(tmp_path, weights, file):
+    from transformers import AutoModelForCausalLM
+
+    from dsft.config.options import TrainConfig
+    from dsft.models.build import build_model
+    from dsft.models.lora import add_lora
+
+    folder, trace = tmp_path / weights, tmp_path / "trace"
+    write_model(tmp_path / "model")
+    if weights == "adapter":
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        add_lora(model, TrainConfig(method="lora")).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(tmp_path / "model").save_pretrained(folder)
+    (safe,) = folder.glob("*.safetensors")
+    torch.save(load_file(safe), folder / file)
+    safe.unlink()
+    poison(folder / file, trace)
+    for read in (
+        lambda: build_model(TrainConfig(model=str(folder)), dtype="float32"),
+        lambda: build_model(
+            TrainConfig(model=str(tmp_path / "model"), method="lora", adapter=str(folder)), dtype="float32"
+        ),
+    )[: 1 if weights == "model" else 2]:
+        with pytest.raises(UserError, match=rf"{file}: holds \w+\.mkdir"):
+            read()
+    assert not trace.exists()
+
+
+def resume(cases: list[dict]) -> list[str]:
+    """What each resumed training ended with, on the rank that this is."""
+    ends = []
+    for options in cases:
+        try:
+            train(options)
+            ends.append("done")
+        except UserError as error:
+            ends.append(str(error))
+    return ends
+
+
+@pytest.mark.launch
+def test_a_resume_from_a_poisoned_file_is_refused_on_all_ranks_before_anything_runs(runs, options, tmp_path):
+    """DeepSpeed reads its shards itself on the ranks that wrote them; without a manifest dsft reads them."""
+    files = {
+        "0": [f"{STEP}/mp_rank_00_model_states.pt"],
+        "2": [
+            f"{STEP}/{SHARDS[0]}",
+            f"{STEP}/{SHARDS[1]}",
+            "checkpoint-2/rng_state_1.pth",
+            "checkpoint-2/scheduler.pt",
+        ],
+    }
+    cases, names = [], []
+    for stage, file, is_ours in [
+        *((zero, file, True) for zero, of_zero in files.items() for file in of_zero),
+        *(("2", file, False) for file in files["2"][:2]),
+        ("2", "checkpoint-2/training_args.bin", True),
+    ]:
+        run = Path(shutil.copytree(runs / stage, tmp_path / str(len(cases))))
+        trace = tmp_path / f"trace {len(cases)}"
+        if file.endswith("training_args.bin"):
+            torch.save({"added": Payload(trace)}, run / file)
+        else:
+            poison(run / file, trace)
+        if is_ours:
+            list_again(run / "checkpoint-2")
+        else:  # another tool's
+            (run / "checkpoint-2" / MANIFEST).unlink()
+            (run / "run.json").unlink()
+        names.append(Path(file).name)
+        cases.append(options(run, zero=stage, max_steps=3, resume_from_checkpoint="auto"))
+    *refused, of_training_args = zip(*on_ranks(2, resume, cases), strict=True)
+    for name, ends in zip(names, refused, strict=False):
+        assert all(f"{name}: holds" in end and "mkdir" in end and "--trust_checkpoint" in end for end in ends), ends
+    assert of_training_args == ("done", "done"), "nobody reads it"
+    assert not list(tmp_path.glob("trace*"))
+
+
+@pytest.mark.launch
+def test_verify_names_a_pickle_with_foreign_code(copy, tmp_path, capsys):
+    run = copy("2")
+    poison(run / STEP / SHARDS[1], tmp_path / "trace")
+    list_again(run / "checkpoint-2")
+    with pytest.raises(SystemExit):
+        main(["verify", str(run / "checkpoint-2")])
+    assert f"{SHARDS[1]}: holds" in capsys.readouterr().err and not (tmp_path / "trace").exists()
+
+
+def test_a_forced_weights_only_load_ends_with_its_context(tmp_path, monkeypatch):
+    torch.save({"added": Payload(tmp_path / "trace")}, tmp_path / "file.pt")
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    for _ in range(2):
+        with pytest.raises(UserError, match="mkdir"), safe_unpickling(trust=False):
+            torch.load(tmp_path / "file.pt", weights_only=False)  # as DeepSpeed calls it
+        with pytest.raises(UserError, match="mkdir"):
+            load_pickle(tmp_path / "file.pt")
+    assert not (tmp_path / "trace").exists()
+    torch.load(tmp_path / "file.pt", weights_only=False)
+    assert (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"state", b"PK\x03\x04 and no more", bytes(range(256))])
+def test_a_file_that_is_no_pickle_is_named(tmp_path, content):
+    (tmp_path / "file.pt").write_bytes(content)
+    with pytest.raises(UserError, match=r"file\.pt: cannot be read"):
+        load_pickle(tmp_path / "file.pt")
+
+
+def test_shards_without_the_shapes_of_their_parameters_are_refused(tmp_path):
+    step = tmp_path / "global_step2"
+    step.mkdir()
+    torch.save({"optimizer_state_dict": {}}, step / SHARDS[1])
+    with pytest.raises(UserError, match=r"_model_states.pt: is missing"):
+        ZeroShards(step)
+    torch.save({"module": {}}, step / SHARDS[0])
+    with pytest.raises(UserError, match="has no param_shapes"):
+        ZeroShards(step)
