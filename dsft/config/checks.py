@@ -4,8 +4,40 @@ What needs the model, the data, the machine or the DeepSpeed JSON is checked in 
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from dsft.config.options import HALF_PRECISION, SHARDING_ARGUMENTS, EvalConfig, TimeoutFields, TrainConfig
+
+AT_LEAST_1 = """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size
+    lora_r lora_alpha shuffle_buffer max_documents ddp_timeout"""
+MORE_THAN_0 = "num_train_epochs logging_steps save_steps eval_steps save_minutes"
+NOT_NEGATIVE = "learning_rate weight_decay warmup_steps max_grad_norm adam_epsilon dataloader_num_workers verify"
+SHARES = "eval_fraction lora_dropout adam_beta1 adam_beta2 label_smoothing_factor"
+BOUNDS: list[tuple[str, Callable[[float], bool], str]] = [
+    (AT_LEAST_1, lambda value: value >= 1, "be at least 1"),
+    (MORE_THAN_0, lambda value: value > 0, "be more than 0"),
+    (NOT_NEGATIVE, lambda value: value >= 0, "not be negative"),
+    (SHARES, lambda value: 0 <= value < 1, "be at least 0 and less than 1"),
+    ("seed data_seed", lambda value: 0 <= value < 2**32, f"be at least 0 and less than {2**32}"),
+    ("max_steps", lambda value: value >= 1 or value == -1, "be at least 1, or -1 to go by num_train_epochs"),
+    (
+        " ".join(timeout.name for timeout in dataclasses.fields(TimeoutFields)),
+        lambda value: value > 0,
+        "be more than 0 seconds",
+    ),
+]
+"""(names of options, whether a value can be, what it must be). Options that are not set are not looked at."""
+
+
+def check_bounds(options: TrainConfig | EvalConfig) -> list[str]:
+    """Lists the numbers that no run can mean."""
+    problems = []
+    for names, is_possible, bounds in BOUNDS:
+        for name in names.split():
+            value = options.value(name)
+            if isinstance(value, int | float) and not is_possible(value):
+                problems.append(f"{name}={value}: must {bounds}")
+    return problems
 
 
 def check_config(options: TrainConfig | EvalConfig) -> list[str]:
@@ -15,9 +47,7 @@ def check_config(options: TrainConfig | EvalConfig) -> list[str]:
         problems.append("model: missing; name a hub id, a local folder or a config.json")
     if not options.data:
         problems.append("data: missing; name a file, a folder, a glob or a hub data set")
-    for timeout in dataclasses.fields(TimeoutFields):
-        if not getattr(options, timeout.name) > 0:
-            problems.append(f"{timeout.name}={getattr(options, timeout.name)}: must be more than 0 seconds")
+    problems += check_bounds(options)
     if options.seq_len < 2:
         problems.append(
             f"seq_len={options.seq_len}: a window needs at least 2 tokens, one of context and one to predict"
@@ -44,10 +74,6 @@ def _check_training(options: TrainConfig) -> list[str]:
             )
     if options.resume_weights_only and not training.get("resume_from_checkpoint"):
         problems.append("resume_weights_only: name the checkpoint with resume_from_checkpoint")
-    if options.save_minutes is not None and not options.save_minutes > 0:
-        problems.append(f"save_minutes={options.save_minutes}: must be more than 0")
-    if training.get("learning_rate", 0) < 0:
-        problems.append(f"learning_rate={training['learning_rate']}: must not be negative")
     metric = training.get("metric_for_best_model")
     if metric and metric.removeprefix("eval_") not in ("loss", "perplexity"):
         problems.append(f"metric_for_best_model={metric}: evaluation gives loss and perplexity")
@@ -55,8 +81,6 @@ def _check_training(options: TrainConfig) -> list[str]:
         problems.append("load_best_model_at_end needs complete checkpoints; set save_only_model: false")
     if options.method == "full" and options.adapter:
         problems.append(f"adapter={options.adapter} needs method lora or qlora; method is full")
-    if not 0 <= options.lora_dropout < 1:
-        problems.append(f"lora_dropout={options.lora_dropout}: must be at least 0 and less than 1")
     return problems + _check_dtype(options)
 
 
@@ -73,10 +97,6 @@ def _check_dtype(options: TrainConfig) -> list[str]:
 
 def _check_batches(options: TrainConfig) -> list[str]:
     problems, training = [], options.training
-    for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "lora_r"):
-        value = options.value(key)
-        if value is not None and value < 1:
-            problems.append(f"{key}={value}: must be at least 1")
     if options.global_batch_size and "gradient_accumulation_steps" in training:
         problems.append("global_batch_size and gradient_accumulation_steps are both set; keep one, the other follows")
     if options.batch_tokens is None:
@@ -99,8 +119,6 @@ def _check_batches(options: TrainConfig) -> list[str]:
 
 def _check_data(options: TrainConfig) -> list[str]:
     problems = []
-    if not 0 <= options.eval_fraction < 1:
-        problems.append(f"eval_fraction={options.eval_fraction}: must be at least 0 and less than 1")
     if options.data_weights and len(options.data_weights) != len(options.data):
         problems.append(
             f"data_weights: {len(options.data_weights)} weights for {len(options.data)} entries of data; give one for"
@@ -110,8 +128,6 @@ def _check_data(options: TrainConfig) -> list[str]:
         problems.append(
             f"data_weights={options.data_weights}: each must be more than 0; leave an entry of data out instead"
         )
-    if options.shuffle_buffer < 1:
-        problems.append(f"shuffle_buffer={options.shuffle_buffer}: must be at least 1")
     if not options.streaming:
         return problems
     if not options.training.get("max_steps", -1) > 0:
@@ -139,10 +155,6 @@ def _check_evaluation(options: EvalConfig) -> list[str]:
             f"stride={options.stride}: must be at least 1 and less than seq_len={options.seq_len}, so that every token"
             " has context"
         )
-    if options.max_documents is not None and options.max_documents < 1:
-        problems.append(f"max_documents={options.max_documents}: must be at least 1")
     if options.bad_rows != "error":
         problems.append(f"bad_rows={options.bad_rows}: an evaluation scores every row; fix or remove the bad ones")
-    if options.verify < 0:
-        problems.append(f"verify={options.verify}: must be 0 or a number of documents")
     return problems

@@ -2,6 +2,7 @@
 
 import enum
 import json
+import math
 import types
 import typing
 from collections.abc import Sequence
@@ -126,13 +127,14 @@ def _convert_int(value: Any) -> int:
 
 
 def _convert_float(value: Any) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, str):
+    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
-            return float(value)  # also YAML's `1e-4`, which PyYAML reads as a string
-        except ValueError:
-            pass
+            number = float(value)  # also YAML's `1e-4`, which PyYAML reads as a string
+        except (ValueError, OverflowError):
+            raise ValueError(f"{value!r} is not a number") from None
+        if not math.isfinite(number):
+            raise ValueError(f"{value!r} is not a finite number")
+        return number
     raise ValueError(f"{value!r} is not a number")
 
 

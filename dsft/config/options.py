@@ -265,6 +265,10 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     seed: int = 42
     """Seed of the weights where the model is a config.json alone, and of the documents to verify."""
 
+    def value(self, name: str) -> Any:
+        """The option called `name`; None where there is none, or it is not set."""
+        return getattr(self, name, None)
+
 
 def as_dict(options: TrainConfig | EvalConfig) -> dict[str, Any]:
     """Returns the options for run.json; tokens of services are left out."""

@@ -108,13 +108,23 @@ def padding_share(order: list[int], lengths: np.ndarray, batch: int) -> float:
     return float(1 - lengths_of_batches.sum() / (widths * batch).sum())
 
 
+def shuffle_seed(data_seed: int | None, seed: int) -> int:
+    """Returns the seed of all that is drawn of the data: `data_seed` where it is given, 0 too."""
+    return seed if data_seed is None else data_seed
+
+
+def count_tokens(sequences: list[Sequence]) -> torch.Tensor:
+    """Counts the tokens of a batch, [1], without padding and blank sequences."""
+    return torch.tensor([sum(len(sequence["input_ids"]) for sequence in sequences if sequence is not BLANK)])
+
+
 class Collator:
     """Pads sequences on the right to the longest, rounded up to a multiple of 8.
 
     Items that are lists of sequences are taken apart.
 
     Returns input_ids, attention_mask and labels of shape [batch, time]; padding has attention 0 and label -100, so the
-    choice of the pad token changes no loss.
+    choice of the pad token changes no loss. num_tokens [1] is for the Trainer, not for the model.
     """
 
     def __init__(self, pad_token_id: int):
@@ -131,7 +141,8 @@ class Collator:
             ids_BT[row, :length] = torch.as_tensor(sequence["input_ids"])
             mask_BT[row, :length] = 1
             labels_BT[row, :length] = torch.as_tensor(sequence["labels"])
-        return {"input_ids": ids_BT, "attention_mask": mask_BT, "labels": labels_BT}
+        counted = {"num_tokens": count_tokens(sequences)}
+        return {"input_ids": ids_BT, "attention_mask": mask_BT, "labels": labels_BT} | counted
 
 
 class PackedCollator:
@@ -139,7 +150,8 @@ class PackedCollator:
 
     Returns input_ids, labels and position_ids (restarting with each sequence), of shape [batch, time], and no
     attention_mask: transformers makes its block mask from the positions only where none is given. With flash attention
-    the rows too are laid end to end, [1, batch * time], with the bounds of all sequences beside them.
+    the rows too are laid end to end, [1, batch * time], with the bounds of all sequences beside them. num_tokens [1] is
+    for the Trainer, not for the model.
     """
 
     def __init__(self, pad_token_id: int, *, flash: bool):
@@ -148,17 +160,20 @@ class PackedCollator:
     def __call__(self, groups: list[list[Sequence]]) -> dict[str, Any]:
         longest = padded_width(max(sum(len(sequence["input_ids"]) for sequence in group) for group in groups))
         rows = [self._row(group, longest) for group in groups]
+        num_tokens = count_tokens(sequences_in(groups))
         if self.flash:
             lengths = [length for _, _, row_lengths in rows for length in row_lengths]
             return {
                 "input_ids": torch.cat([ids for ids, _, _ in rows])[None],
                 "labels": torch.cat([labels for _, labels, _ in rows])[None],
                 **positions(lengths, flash=True),
+                "num_tokens": num_tokens,
             }
         return {
             "input_ids": torch.stack([ids for ids, _, _ in rows]),
             "labels": torch.stack([labels for _, labels, _ in rows]),
             "position_ids": torch.cat([positions(lengths)["position_ids"] for _, _, lengths in rows]),
+            "num_tokens": num_tokens,
         }
 
     def _row(self, group: list[Sequence], longest: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:

@@ -16,6 +16,7 @@ from dsft.data.batches import (
     PackedCollator,
     PaddedToFullSteps,
     padding_share,
+    shuffle_seed,
 )
 from dsft.data.formats import FormatRules, format_rules
 from dsft.data.packing import PackedRows, batches_by_token_budget, best_fit
@@ -91,7 +92,8 @@ class TrainingData:
         if isinstance(self.items, Sequences):
             micro_batch = args.per_device_train_batch_size
             steps = PaddedToFullSteps(self.items, micro_batch * args.gradient_accumulation_steps * world_size)
-            sampler = EpochSampler(steps, seed=args.data_seed or args.seed, step=lambda: 0, grouping=self.grouping)
+            seed = shuffle_seed(args.data_seed, args.seed)
+            sampler = EpochSampler(steps, seed=seed, step=lambda: 0, grouping=self.grouping)
             self.counts["padding_share"] = round(padding_share(sampler.order(0), steps.lengths, micro_batch), 4)
 
 
@@ -223,7 +225,7 @@ def _stores(
 
 
 def _seed(config: TrainConfig) -> int:
-    return config.training.get("data_seed") or config.training.get("seed", 42)
+    return shuffle_seed(config.training.get("data_seed"), config.training.get("seed", 42))
 
 
 def _share(config: TrainConfig, *, wanted: bool) -> HeldOut:

@@ -35,9 +35,6 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
         "activation_checkpointing": plan.activation_checkpointing,
         "deepspeed": plan.deepspeed_config,
     }
-    if options.packing:
-        # Without an attention mask, transformers takes end tokens for padding.
-        values["include_num_input_tokens_seen"] = options.training.get("include_num_input_tokens_seen", "all")
     if options.streaming:
         # Every rank reads; batches that rank 0 deals out would need one width.
         values["accelerator_config"] = {"dispatch_batches": False}

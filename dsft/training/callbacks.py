@@ -1,8 +1,11 @@
 """What a training shows and tells while it runs: the progress bar with one line per log, and the heartbeat."""
 
+import math
+
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
+from dsft.runtime.console import say
 from dsft.watchdog import client as watchdog
 
 LOGGED = {
@@ -19,6 +22,9 @@ LOGGED = {
 }
 """Metric of the log -> its name in the line, in the line's order; other metrics are in run.json alone."""
 
+AS_GOOD_AS_GUESSING = 0.01
+"""A loss within this share of ln(vocabulary) is that of guessing."""
+
 
 class Heartbeat(TrainerCallback):
     """Tells the watchdog of each step; the first one may take as long as loading, since it compiles and allocates."""
@@ -29,6 +35,37 @@ class Heartbeat(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         watchdog.set_phase("training")
         watchdog.heartbeat(state.global_step)
+
+
+class LearningCheck(TrainerCallback):
+    """Says where nothing is learnt: a gradient norm of 0, or a loss that stays at that of guessing, ln(vocabulary)."""
+
+    def __init__(self, vocab_size: int):
+        self.guessing = math.log(vocab_size)
+        self.vocab_size = vocab_size
+        self.losses: list[float] = []
+        self.warnings: list[str] = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs.get("grad_norm") == 0 and not self.warnings:
+            self._warn(
+                f"the gradient norm is 0 at step {state.global_step}: this step teaches nothing. Usual causes: weights"
+                " that are all zero, frozen parameters, or rows whose answers are all cut off"
+            )
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if len(self.losses) > 1 and all(abs(loss / self.guessing - 1) < AS_GOOD_AS_GUESSING for loss in self.losses):
+            self._warn(
+                f"the loss stays at {self.guessing:.4g}, that of guessing among {self.vocab_size} tokens: nothing is"
+                " learnt. Usual causes: a learning rate too low, too few steps, or random weights where trained ones"
+                " were meant"
+            )
+
+    def _warn(self, text: str) -> None:
+        self.warnings.append(text)
+        say(f"warning: {text}")
 
 
 class ProgressLog(TrainerCallback):

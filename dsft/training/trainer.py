@@ -17,7 +17,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
 from dsft.checkpoints.manifest import checkpoints
-from dsft.data.batches import EpochSampler, PaddedToFullSteps
+from dsft.data.batches import EpochSampler, PaddedToFullSteps, shuffle_seed
 from dsft.data.sequences import Sequences
 from dsft.data.streaming import Stream
 from dsft.data.training_data import TrainingData
@@ -28,7 +28,7 @@ from dsft.planner.plan import Plan
 from dsft.runtime import preemption
 from dsft.runtime.distributed import max_over_ranks, sum_over_ranks
 from dsft.runtime.hardware import peak_memory_bytes
-from dsft.training.callbacks import Heartbeat, ProgressLog
+from dsft.training.callbacks import Heartbeat, LearningCheck, ProgressLog
 from dsft.training.plan_check import PlanCheck
 from dsft.training.saving_trainer import SavingTrainer
 from dsft.units import GiB, padded_width
@@ -67,6 +67,8 @@ class PerplexityTrainer(SavingTrainer):
             self.remove_callback(printer)
         for callback in (ProgressLog, Heartbeat):
             self.add_callback(callback)
+        self.learning = LearningCheck(model.config.get_text_config().vocab_size)
+        self.add_callback(self.learning)
         self.is_stopping = False
         self.peaks: dict[str, float] = {}
         self.plan_check = PlanCheck(plan)
@@ -80,7 +82,7 @@ class PerplexityTrainer(SavingTrainer):
             return super()._get_train_sampler(data)
         return EpochSampler(
             data,
-            seed=self.args.data_seed or self.args.seed,
+            seed=shuffle_seed(self.args.data_seed, self.args.seed),
             step=lambda: self.state.global_step,
             drop_last=self.args.dataloader_drop_last,
             grouping=self.grouping,
@@ -124,6 +126,7 @@ class PerplexityTrainer(SavingTrainer):
         """The Trainer's step; then every rank learns whether any rank's loss is NaN or infinite or any was asked to
         stop, and all stop together.
         """
+        self.num_tokens = inputs.pop("num_tokens")
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.bad_losses += ~loss.isfinite()
         if not self.accelerator.sync_gradients:  # the same on all ranks; micro batches in between are not waited for
@@ -144,6 +147,15 @@ class PerplexityTrainer(SavingTrainer):
                 " model that training started from"
             )
         return loss
+
+    def _track_num_input_tokens(self, inputs: dict[str, torch.Tensor]) -> None:
+        """Counts tokens without padding; the Trainer's own takes end tokens for it in packed rows, which have no mask.
+        Collective.
+        """
+        if self.args.include_num_input_tokens_seen != "non_padding":
+            super()._track_num_input_tokens(inputs)
+            return
+        self.state.num_input_tokens_seen += int(sum_over_ranks(self.num_tokens))
 
     def _gather_peaks(self) -> None:
         """Learns the largest peak memory of one rank so far, for the log. Collective."""
@@ -189,6 +201,7 @@ class PerplexityTrainer(SavingTrainer):
             **{name: evaluation[name] for name in evaluated if name in evaluation},
             "best_checkpoint": self.state.best_model_checkpoint,
             "saves": dataclasses.asdict(self.saves),
+            "warnings": self.learning.warnings,
             "plan_check": self.plan_check.comparisons,
             "log": log,
         }

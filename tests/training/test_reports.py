@@ -1,0 +1,77 @@
+"""What a training says of itself: tokens without padding, and that nothing is learnt."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import read_json
+from ranks import train_all
+from tiny import write_jsonl
+from transformers import AutoModelForCausalLM
+
+from dsft.data.batches import BLANK, Collator, PackedCollator
+from dsft.data.sequences import sequence
+
+
+def _sequence(length: int):
+    return sequence(np.arange(1, length + 1), np.ones(length, bool))
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_a_batch_tells_its_tokens_without_padding_and_blank_sequences(flash):
+    packed = PackedCollator(0, flash=flash)([[_sequence(3), _sequence(4)], [_sequence(5)], [BLANK]])
+    assert packed["num_tokens"].tolist() == [12]
+    assert Collator(0)([_sequence(3), _sequence(11), BLANK])["num_tokens"].tolist() == [14]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, options, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reports")
+    rows = [{"prompt": "a b", "completion": " model" * number} for number in range(1, 12)]
+    data = str(write_jsonl(folder / "pairs.jsonl", rows))
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model")
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    zeros = folder / "model of zeros"
+    model.save_pretrained(zeros)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (zeros / name).write_bytes((tiny / "model" / name).read_bytes())
+    common = {"data": data, "per_device_train_batch_size": 1, "logging_steps": 1}
+    cases = {
+        "packed": common | {"packing": True, "max_steps": None, "num_train_epochs": 2},
+        "padded": common | {"max_steps": None, "num_train_epochs": 2},
+        "zeros": common | {"model": str(zeros), "max_steps": 3},
+        "learns": common | {"max_steps": 12},
+        "data_seed 0": common | {"data_seed": 0, "eval_fraction": 0.3},
+        "data_seed 42": common | {"data_seed": 42, "eval_fraction": 0.3},
+        "seed 42": common | {"seed": 42, "eval_fraction": 0.3},
+    }
+    log = train_all(1, [options(folder / name, **changes) for name, changes in cases.items()], folder / "log")
+    return folder, log
+
+
+def test_tokens_seen_are_those_of_the_data_packed_or_padded(runs):
+    folder, _ = runs
+    counts = {name: read_json(folder / name / "run.json") for name in ("packed", "padded")}
+    for run in counts.values():
+        assert run["results"]["tokens_seen"] == 2 * run["data"]["tokens"], json.dumps(run["data"])
+
+
+def test_data_seed_0_is_a_seed_like_any_other(runs):
+    folder, _ = runs
+    names = ("data_seed 0", "data_seed 42", "seed 42")
+    results = [read_json(folder / name / "run.json")["results"] for name in names]
+    losses = [[entry["loss"] for entry in result["log"] if "loss" in entry] for result in results]
+    assert losses[0] != losses[1] == losses[2], "the order of the rows"
+    held_out = [result["eval_perplexity"] for result in results]
+    assert held_out[0] != held_out[1] == held_out[2], "the rows held out"
+
+
+def test_a_gradient_of_0_and_a_loss_that_stays_at_guessing_are_said(runs):
+    folder, log = runs
+    warnings = {name: read_json(folder / name / "run.json")["results"]["warnings"] for name in ("zeros", "learns")}
+    assert warnings["learns"] == []
+    gradient, loss = warnings["zeros"]
+    assert "the gradient norm is 0 at step 1" in gradient and "that of guessing among 384 tokens" in loss
+    assert log.count(f"dsft: warning: {gradient}") == log.count(f"dsft: warning: {loss}") == 1
