@@ -15,12 +15,14 @@ from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from dsft.errors import raise_if_any
+from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.lora import add_lora, saved_lora_config
 from dsft.models.pickles import check_weight_files, pickle_errors, safe_unpickling
 from dsft.models.quantization import quantization_of
-from dsft.models.size import is_step_folder, load_model_config
+from dsft.models.size import has_only_shards, is_step_folder, load_model_config
+from dsft.models.weights import loading_problems
 from dsft.models.zero_shards import step_folder
+from dsft.runtime import distributed
 from dsft.runtime.hardware import has_gpu
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -96,11 +98,12 @@ def load_weights(name: str, **options) -> PreTrainedModel:
 
     A checkpoint that holds only DeepSpeed's shards (of any ZeRO stage and number of ranks), or such a `global_step`
     folder, is read from these.
+
+    Raises:
+        UserError: where a weight would not be what it is on disk, on every rank.
     """
     folder = Path(name)
-    if is_step_folder(name) or (
-        folder.is_dir() and not any(folder.glob("*.safetensors*")) and any(folder.glob("global_step*"))
-    ):
+    if has_only_shards(name):
         raise_if_any(pickle_errors(sorted(step_folder(folder).glob("*.pt"))))
         return _load_zero_shards(folder, **options)
     check_weight_files(folder)
@@ -108,7 +111,25 @@ def load_weights(name: str, **options) -> PreTrainedModel:
     if base:
         return PeftModel.from_pretrained(load_weights(base, **options), name)
     # Adapters remember this name: absolute, it stays right when they are loaded from another working folder.
-    return AutoModelForCausalLM.from_pretrained(str(folder.resolve()) if folder.is_dir() else name, **options)
+    return _load_files(str(folder.resolve()) if folder.is_dir() else name, **options)
+
+
+def _load_files(name: str, **options) -> PreTrainedModel:
+    try:
+        # Mismatched tensors stand in the report, as the missing ones do.
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except RuntimeError as error:
+        if "Error(s) in loading state_dict" not in str(error):
+            raise
+        problems = [f"model={name}: {one_line(error)}"]  # under ZeRO-3 rank 0 alone sees shapes
+    else:
+        if getattr(model.config, "quantization_config", None):
+            info["unexpected_keys"] = set()  # scales and the like, which belong to the quantised weights
+        problems = loading_problems(name, info)
+    distributed.raise_together(problems)
+    return model
 
 
 def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
@@ -133,7 +154,7 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
         wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     missing = sorted(wanted.keys() - state.keys())
     if missing:
-        raise ValueError(f"{folder} lacks {len(missing)} weights of the model, the first is {missing[0]}")
+        raise UserError([f"model={folder}: lacks {len(missing)} weights of the model, the first is {missing[0]}"])
     with torch.no_grad():
         for name, tensor in wanted.items():
             with gathered([tensor]):

@@ -22,7 +22,7 @@ from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.lora import adapters_of, check_lora_targets
 from dsft.models.quantization import Quantization, quantization_of
-from dsft.models.zero_shards import OPTIMIZER_FILES, step_folder
+from dsft.models.zero_shards import step_folder
 
 CONFIG_ERRORS = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError)
 """What transformers raises where a config cannot be found, read or built from."""
@@ -202,11 +202,11 @@ def check_positions(facts: ModelFacts, *, seq_len: int, model: str) -> list[str]
     return [f"seq_len={seq_len} is beyond the {positions} positions of {model}; lower seq_len"]
 
 
-def has_weights(model: str) -> bool:
-    """Whether `model`, where it is a folder, holds weights of any form."""
+def has_only_shards(model: str) -> bool:
+    """Whether the weights of `model` lie in DeepSpeed's shards: in its `global_step` folder, or it is one."""
     folder = Path(model)
-    return not folder.is_dir() or any(
-        path for pattern in ("*.safetensors", "*.bin", "global_step*", OPTIMIZER_FILES) for path in folder.glob(pattern)
+    return is_step_folder(model) or (
+        folder.is_dir() and not any(folder.glob("*.safetensors*")) and any(folder.glob("global_step*"))
     )
 
 

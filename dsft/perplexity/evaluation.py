@@ -1,10 +1,9 @@
 """Evaluates models on data sets: loads each model replicated or sharded, and yields each result as soon as it is known.
 
-_Candidate (known without weights) -> zero -> loaded_for_scoring -> Evaluation of each data set
+Candidate (known without weights) -> zero -> loaded_for_scoring -> Evaluation of each data set
 """
 
 import contextlib
-import dataclasses
 import random
 import time
 from collections.abc import Iterator
@@ -14,20 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from dsft.checkpoints.run_folder import FINAL
-from dsft.config.deepspeed_json import check_nvme, read_zero_file, stage
+from dsft.config.deepspeed_json import check_nvme, stage
 from dsft.config.deepspeed_rules import read_sound_file
-from dsft.config.options import EvalConfig, TrainConfig
+from dsft.config.options import EvalConfig
 from dsft.data.sequences import IGNORED
 from dsft.data.sources import FormattedSource
-from dsft.data.training_data import check_sources
-from dsft.errors import UserError
-from dsft.models.build import adapter_base, described_in, is_bare_config, resolve_dtype
-from dsft.models.size import ModelFacts, check_positions, measure_model
-from dsft.models.tokenizer import check_tokenizer
+from dsft.models.build import resolve_dtype
+from dsft.perplexity.candidates import Candidate, choose_zero, read_data
 from dsft.perplexity.identity import fingerprint, model_identity
 from dsft.perplexity.loading import loaded_for_scoring
 from dsft.perplexity.report import Results
@@ -35,9 +29,7 @@ from dsft.perplexity.result import Evaluation
 from dsft.perplexity.resume import ResumeLog
 from dsft.perplexity.scoring import Perplexity, evaluate_windows
 from dsft.perplexity.windows import Windows, build_windows, check_mode
-from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS, all_evaluation_plans, choose_evaluation
-from dsft.planner.job import Job, attention_of
-from dsft.planner.speeds import speeds_of
+from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS
 from dsft.runtime import distributed
 from dsft.runtime.disk import check_writable
 from dsft.runtime.hardware import Machine, has_gpu, peak_memory_bytes
@@ -67,9 +59,12 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
         check_writable(config.output_dir, problems)
     if config.zero not in ("auto", "0"):
         _check_zero(config.zero, problems)
-    candidates = [_Candidate.of(config, name, problems) for name in config.model]
-    data_sets = {source: _read(source, config, candidates, problems) for source in config.data}
+    candidates = [Candidate.of(config, name, problems) for name in config.model]
+    data_sets = {source: read_data(source, config, candidates, problems) for source in config.data}
     distributed.raise_together([*dict.fromkeys(problems)])
+    distributed.raise_together(
+        [problem for candidate in candidates for problem in candidate.check_weights(local=False)]
+    )
     machine = distributed.smallest_machine()
     results = Results(Path(config.output_dir)) if config.output_dir else None
     for candidate in candidates:
@@ -86,82 +81,8 @@ def _check_zero(zero: str, problems: list[str]) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Candidate:
-    """Holds a model to evaluate, as far as it is known without its weights."""
-
-    config: Any
-    """The EvalConfig with `model` being the one folder or hub id that is loaded."""
-    tokenizer: PreTrainedTokenizerBase | None
-    facts: ModelFacts | None
-    """Of the model, of its base where it is an adapter."""
-
-    @classmethod
-    def of(cls, config: EvalConfig, model: str, problems: list[str]) -> "_Candidate":
-        """Find what `model` means: a run's folder stands for its final model."""
-        is_run = (Path(model) / "run.json").is_file()
-        config = dataclasses.replace(config, model=str(Path(model) / FINAL) if is_run else model)
-        facts = _measure(config, problems)
-        return cls(
-            config=config,
-            tokenizer=check_tokenizer(config, problems) if facts or config.tokenizer else None,
-            facts=facts,
-        )
-
-
-def _measure(config: EvalConfig, problems: list[str]) -> ModelFacts | None:
-    """Measure the model that `config` names, or the base of an adapter."""
-    folder = config.model if is_bare_config(config.model) else described_in(config.model)
-    names = ("revision", "trust_remote_code", "attn_implementation")
-    options = {name: getattr(config, name) for name in names}
-    try:
-        facts = measure_model(TrainConfig(model=adapter_base(folder) or folder, **options))
-    except UserError as error:
-        problems += error.problems
-        return None
-    problems += check_positions(facts, seq_len=config.seq_len, model=config.model)
-    return facts
-
-
-def _read(source: str, config: EvalConfig, candidates: list[_Candidate], problems: list[str]) -> FormattedSource | None:
-    """Read the first rows of a source with the tokenizer of each model."""
-    checked = [
-        check_sources(
-            [source], config, candidate.tokenizer, key="data", split=config.data_split, problems=problems, keep_all=True
-        )
-        for candidate in candidates
-    ]
-    return next((sources[0] for sources in checked if sources), None)
-
-
-def choose_zero(candidate: _Candidate, machine: Machine, dtype: str) -> str:
-    """Choose as the planner does: one copy per rank where it fits, else shards of ZeRO-3, else shards in host memory.
-
-    Raises:
-        UserError: where nothing fits.
-    """
-    job = Job(
-        size=candidate.facts.size,
-        model_config=candidate.facts.config,
-        dtype=dtype,
-        seq_len=candidate.config.seq_len,
-        attention=attention_of(candidate.facts, seq_len=candidate.config.seq_len, padded=False),
-    )
-    speeds = speeds_of(machine, dtype=job.dtype)
-    plans = all_evaluation_plans(job, machine, speeds, batch_tokens=candidate.config.batch_tokens)
-    chosen, why = choose_evaluation(plans, machine)
-    if not chosen.fits:
-        raise UserError(
-            [
-                f"zero=auto for {candidate.config.model}: {why} Use more GPUs or nodes, a smaller batch_tokens or"
-                " seq_len, or set zero yourself"
-            ]
-        )
-    return chosen.zero
-
-
 def _evaluate_candidate(
-    candidate: _Candidate,
+    candidate: Candidate,
     data_sets: dict[str, FormattedSource],
     machine: Machine,
     results: Results | None,
@@ -216,7 +137,7 @@ def _options(config: Any, windows: Windows, dtype: str) -> dict[str, Any]:
 
 def _evaluate_job(
     model: nn.Module,
-    candidate: _Candidate,
+    candidate: Candidate,
     job: _Job,
     zero: str,
     machine: Machine,

@@ -8,14 +8,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedConfig, Trainer, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dsft.config.deepspeed_json import check_nvme, get_value, offloads, stage
 from dsft.config.options import TrainConfig
 from dsft.errors import nearest, one_line
 from dsft.models.build import is_bare_config
-from dsft.models.size import has_weights
+from dsft.models.weights import adapter_problems, weight_problems
 from dsft.run_setup.arguments import with_defaults
 from dsft.runtime.hardware import has_gpu
 
@@ -105,11 +105,20 @@ def check_base(options: TrainConfig) -> list[str]:
     ]
 
 
-def check_weights(options: TrainConfig) -> list[str]:
-    """A model's folder must hold weights; that it holds no config is said where the model is measured."""
-    if has_weights(options.model) or not (Path(options.model) / "config.json").is_file():
-        return []
-    return [f"model={options.model}: holds a config but no weights; for random weights name its config.json"]
+def check_weights(options: TrainConfig, config: PreTrainedConfig, *, local: bool) -> list[str]:
+    """Compares the weights of model and adapter with the model's config.
+
+    Args:
+        local: those that lie in a folder, else those of the hub, which are downloaded for it.
+    """
+    problems = []
+    if Path(options.model).exists() == local:
+        problems += weight_problems(
+            options.model, config, revision=options.revision, trust_remote_code=options.trust_remote_code
+        )
+    if options.adapter and Path(options.adapter).exists() == local:
+        problems += adapter_problems(options.adapter, config, trust_remote_code=options.trust_remote_code)
+    return problems
 
 
 def check_held_out(options: TrainConfig) -> list[str]:

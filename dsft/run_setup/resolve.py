@@ -129,6 +129,7 @@ def resolve_run(
     """
     checked = check_run(options, world, problems)
     distributed.raise_together([*checked.problems])
+    distributed.raise_together(check_weights(checked.options, checked.model.config, local=False))
     draft = _Draft(checked.options, checked.decisions)
     # What depends on the disk or the clock is decided once, by rank 0.
     checkpoint, decisions, finished = distributed.on_rank_0(lambda: resume_decisions(draft.options, world))
@@ -210,12 +211,13 @@ def check_run(options: TrainConfig, world: int, problems: Sequence[str] = ()) ->
 
 
 def _measured(options: TrainConfig, problems: list[str]) -> ModelFacts | None:
-    problems += check_base(options) + check_weights(options)
+    problems += check_base(options)
     try:
         model = measure_model(options)
     except UserError as error:
         problems += error.problems
         return None
+    problems += check_weights(options, model.config, local=True)
     problems += check_positions(model, seq_len=options.seq_len, model=options.model)
     if options.training.get("output_dir") and not any(problem.startswith("output_dir") for problem in problems):
         # What is written at the end; checkpoints come on top.

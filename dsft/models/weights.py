@@ -1,0 +1,192 @@
+"""Compares the weights of a model or an adapter with its config before they are loaded.
+
+transformers and peft give random numbers to what is missing or of another shape, and drop what has no place. Here their
+own loading runs over empty tensors (names and shapes, no memory, no content is read), with all its renamings, ties and
+exceptions; what it reports is an error. A file that cannot be read is named.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import get_peft_model, set_peft_model_state_dict
+from safetensors import SafetensorError
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from dsft.errors import UserError, one_line
+from dsft.models.lora import saved_lora_config
+from dsft.models.pickles import load_pickle
+from dsft.models.size import empty_model, has_only_shards
+from dsft.units import plural
+
+FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
+"""What a file of weights, or its index, raises that was cut, or holds something else."""
+MODEL_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def weight_problems(
+    model: str, config: PreTrainedConfig, *, revision: str | None = None, trust_remote_code: bool = False
+) -> list[str]:
+    """Lists what is wrong with the weights of a folder or hub id, which are downloaded where they are not here yet.
+
+    What only a load can tell is left to it: DeepSpeed's shards, and formats that are quantised on disk.
+    """
+    if model.endswith(".json") or has_only_shards(model) or getattr(config, "quantization_config", None):
+        return []
+    try:
+        files = _files(model, MODEL_FILES, revision)
+        if not files:
+            return [f"model={model}: holds a config but no weights; for random weights name its config.json"]
+        tensors = _empty_tensors(files)
+        architecture = type(empty_model(config, trust_remote_code=trust_remote_code))
+        with _quiet():
+            _, info = architecture.from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                device_map="meta",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except UserError as error:
+        return [f"model={model}: {problem}" for problem in error.problems]
+    except RuntimeError as error:  # of a renaming, after transformers has shown its report
+        return [f"model={model}: its weights do not fit its config ({one_line(error)})"]
+    return loading_problems(model, info)
+
+
+def loading_problems(model: str, info: dict[str, Any]) -> list[str]:
+    """Lists what transformers' loading report (`output_loading_info`) says of tensors that did not come as they are."""
+    problems = []
+    if missing := info["missing_keys"]:
+        problems.append(
+            f"model={model}: {plural(len(missing), 'tensor')} of the model missing from its weights,"
+            f" {_some(missing)}; random numbers would stand there. Copy or download the model again"
+        )
+    problems += [
+        f"model={model}: {name} is {list(found)} in its weights, {list(expected)} by its config;"
+        " are both of the same model?"
+        for name, found, expected in sorted(info["mismatched_keys"])[:1]
+    ]
+    if unexpected := info["unexpected_keys"]:
+        problems.append(
+            f"model={model}: {plural(len(unexpected), 'tensor')} of its weights have no place in the model,"
+            f" {_some(unexpected)}; is its config of another model? Where they may go, load and save it once with"
+            " transformers (from_pretrained, save_pretrained)"
+        )
+    return problems
+
+
+def adapter_problems(
+    adapter: str, config: PreTrainedConfig, *, key: str = "adapter", trust_remote_code: bool = False
+) -> list[str]:
+    """Lists what is wrong with an adapter over the base of `config`.
+
+    Args:
+        key: the option that names it.
+    """
+    if has_only_shards(adapter):
+        return []
+    try:
+        files = _files(adapter, ADAPTER_FILES)
+        if not files:
+            return [f"{key}={adapter}: holds no {ADAPTER_FILES[0]}"]
+        tensors = _empty_tensors(files)
+        with torch.device("meta"):
+            model = get_peft_model(empty_model(config, trust_remote_code=trust_remote_code), saved_lora_config(adapter))
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = set_peft_model_state_dict(model, tensors, low_cpu_mem_usage=True)
+    except UserError as error:
+        return [f"{key}={adapter}: {problem}" for problem in error.problems]
+    except KeyError as error:  # of peft: a module that was saved as a whole
+        return [f"{key}={adapter}: 1 tensor of the adapter missing from its weights, {error}"]
+    except (RuntimeError, ValueError) as error:  # shapes, target modules
+        return [f"{key}={adapter}: does not fit its base ({one_line(error)})"]
+    problems = []
+    if missing := trained.intersection(result.missing_keys):
+        problems.append(f"{plural(len(missing), 'tensor')} of the adapter missing from its weights, {_some(missing)}")
+    if result.unexpected_keys:
+        problems.append(
+            f"{plural(len(result.unexpected_keys), 'tensor')} of its weights have no place in the model,"
+            f" {_some(result.unexpected_keys)}; was it trained on another base?"
+        )
+    return [f"{key}={adapter}: {problem}" for problem in problems]
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *others = sorted(names)
+    return f"the first is {first}" if others else first
+
+
+def _files(name: str, candidates: tuple[str, ...], revision: str | None = None) -> list[str]:
+    """Finds the first of `candidates` in a folder or on the hub, or all that an index names; none without any.
+
+    Raises:
+        UserError: naming the index that cannot be read, or the file that it names and that is not there.
+    """
+    with _named(name):
+        paths = (
+            cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+            for file in candidates
+        )
+        path = next((path for path in paths if path), None)
+    if path is None or not path.endswith(".json"):
+        return [path] if path else []
+    with _named(path):
+        files, _ = get_checkpoint_shard_files(name, path, revision=revision)
+    if lost := [Path(file).name for file in files if not Path(file).is_file()]:
+        raise UserError([f"{lost[0]} is not there, which {Path(path).name} names; copy or download it again"])
+    return files
+
+
+def _empty_tensors(files: list[str]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of the files on the meta device.
+
+    Raises:
+        UserError: naming the file that cannot be read.
+    """
+    tensors = {}
+    for file in files:
+        with _named(file):
+            if file.endswith(".bin"):
+                tensors |= {name: tensor.to("meta") for name, tensor in load_pickle(Path(file)).items()}
+            else:
+                tensors |= load_state_dict(file, map_location="meta")
+    return tensors
+
+
+@contextlib.contextmanager
+def _named(file: str) -> Iterator[None]:
+    """Turns what reading a file raises into an error that names it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except FILE_ERRORS as error:
+        raise UserError(
+            [f"{Path(file).name}: cannot be read ({one_line(error)}); copy or download it again"]
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps transformers' own report and progress bar from the screen."""
+    level, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()

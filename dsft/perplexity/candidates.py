@@ -1,0 +1,114 @@
+"""Finds what is known of the models to evaluate before their weights are loaded, and how each is held in memory."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from dsft.checkpoints.run_folder import FINAL
+from dsft.config.options import EvalConfig, TrainConfig
+from dsft.data.sources import FormattedSource
+from dsft.data.training_data import check_sources
+from dsft.errors import UserError
+from dsft.models.build import adapter_base, described_in, is_bare_config
+from dsft.models.size import ModelFacts, check_positions, measure_model
+from dsft.models.tokenizer import check_tokenizer
+from dsft.models.weights import adapter_problems, weight_problems
+from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation
+from dsft.planner.job import Job, attention_of
+from dsft.planner.speeds import speeds_of
+from dsft.runtime.hardware import Machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Holds a model to evaluate, as far as it is known without its weights."""
+
+    config: Any
+    """The EvalConfig with `model` being the one folder or hub id that is loaded."""
+    tokenizer: PreTrainedTokenizerBase | None
+    facts: ModelFacts | None
+    """Of the model, of its base where it is an adapter."""
+
+    @classmethod
+    def of(cls, config: EvalConfig, model: str, problems: list[str]) -> "Candidate":
+        """Find what `model` means: a run's folder stands for its final model."""
+        is_run = (Path(model) / "run.json").is_file()
+        config = dataclasses.replace(config, model=str(Path(model) / FINAL) if is_run else model)
+        facts = _measure(config, problems)
+        candidate = cls(
+            config=config,
+            tokenizer=check_tokenizer(config, problems, vocab_size=facts and facts.size.vocab_size)
+            if facts or config.tokenizer
+            else None,
+            facts=facts,
+        )
+        problems += candidate.check_weights(local=True) if facts else []
+        return candidate
+
+    def check_weights(self, *, local: bool) -> list[str]:
+        """Compare the weights that lie in a folder, or those of the hub, with the config."""
+        config = self.config
+        base = adapter_base(described_in(config.model))
+        known = {"trust_remote_code": config.trust_remote_code}
+        problems = []
+        if Path(base or config.model).exists() == local:
+            problems += weight_problems(base or config.model, self.facts.config, revision=config.revision, **known)
+        if base and local:
+            problems += adapter_problems(config.model, self.facts.config, key="model", **known)
+        return problems
+
+
+def _measure(config: EvalConfig, problems: list[str]) -> ModelFacts | None:
+    """Measure the model that `config` names, or the base of an adapter."""
+    folder = config.model if is_bare_config(config.model) else described_in(config.model)
+    names = ("revision", "trust_remote_code", "attn_implementation")
+    options = {name: getattr(config, name) for name in names}
+    try:
+        facts = measure_model(TrainConfig(model=adapter_base(folder) or folder, **options))
+    except UserError as error:
+        problems += error.problems
+        return None
+    problems += check_positions(facts, seq_len=config.seq_len, model=config.model)
+    return facts
+
+
+def read_data(
+    source: str, config: EvalConfig, candidates: list[Candidate], problems: list[str]
+) -> FormattedSource | None:
+    """Read the first rows of a source with the tokenizer of each model."""
+    checked = [
+        check_sources(
+            [source], config, candidate.tokenizer, key="data", split=config.data_split, problems=problems, keep_all=True
+        )
+        for candidate in candidates
+    ]
+    return next((sources[0] for sources in checked if sources), None)
+
+
+def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
+    """Choose as the planner does: one copy per rank where it fits, else shards of ZeRO-3, else shards in host memory.
+
+    Raises:
+        UserError: where nothing fits.
+    """
+    job = Job(
+        size=candidate.facts.size,
+        model_config=candidate.facts.config,
+        dtype=dtype,
+        seq_len=candidate.config.seq_len,
+        attention=attention_of(candidate.facts, seq_len=candidate.config.seq_len, padded=False),
+    )
+    speeds = speeds_of(machine, dtype=job.dtype)
+    plans = all_evaluation_plans(job, machine, speeds, batch_tokens=candidate.config.batch_tokens)
+    chosen, why = choose_evaluation(plans, machine)
+    if not chosen.fits:
+        raise UserError(
+            [
+                f"zero=auto for {candidate.config.model}: {why} Use more GPUs or nodes, a smaller batch_tokens or"
+                " seq_len, or set zero yourself"
+            ]
+        )
+    return chosen.zero

@@ -1,0 +1,203 @@
+"""Weights that are missing, of another shape, left over or unreadable end a run before it starts."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import flags, grid
+from ranks import on_ranks, run_entry, train
+from safetensors.torch import load_file, save_file
+from tiny import write_model, write_tokenizer
+from transformers import AutoModelForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
+
+from dsft.api import build_model, evaluate_perplexity
+from dsft.config.options import EvalConfig, TrainConfig
+from dsft.errors import UserError
+from dsft.models.size import load_model_config
+from dsft.models.weights import weight_problems
+from dsft.perplexity.evaluation import evaluate
+
+LOST = "model.layers.1.mlp.up_proj.weight"
+INDEX = "model.safetensors.index.json"
+
+
+def change_tensors(folder: Path, change, *, file: str = "model.safetensors") -> None:
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def shard(folder: Path) -> list[Path]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="30KB")
+    return sorted(folder.glob("model-*.safetensors"))
+
+
+def as_pickle(folder: Path) -> Path:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return folder / "pytorch_model.bin"
+
+
+DAMAGES = {
+    "missing": (lambda folder: change_tensors(folder, lambda tensors: tensors.pop(LOST)), [LOST, "missing"]),
+    "mismatched": (
+        lambda folder: change_tensors(folder, lambda tensors: tensors.update({LOST: torch.ones(3, 5)})),
+        [f"{LOST} is [3, 5] in its weights, [48, 32] by its config"],
+    ),
+    "unexpected": (
+        lambda folder: change_tensors(folder, lambda tensors: tensors.update({"extra.weight": torch.ones(3)})),
+        ["extra.weight", "no place in the model", "save_pretrained"],
+    ),
+    "truncated": (lambda folder: cut(folder / "model.safetensors"), ["model.safetensors: cannot be read"]),
+    "corrupt": (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 900), ["cannot be read"]),
+    "empty": (lambda folder: (folder / "model.safetensors").write_bytes(b""), ["model.safetensors: cannot be read"]),
+    "no-weights": (lambda folder: (folder / "model.safetensors").unlink(), ["holds a config but no weights"]),
+    "shard-lost": (lambda folder: shard(folder)[1].unlink(), ["model-00002-of-", "is not there", INDEX]),
+    "shard-cut": (lambda folder: cut(shard(folder)[0]), ["model-00001-of-", "cannot be read"]),
+    "index-corrupt": (
+        lambda folder: shard(folder) and (folder / INDEX).write_text('{"weight_map": '),
+        [f"{INDEX}: cannot be read"],
+    ),
+    "index-other": (lambda folder: shard(folder) and (folder / INDEX).write_text("[]"), [f"{INDEX}: cannot be read"]),
+    "pickle-cut": (lambda folder: cut(as_pickle(folder)), ["pytorch_model.bin: cannot be read"]),
+    "pickle-other": (
+        lambda folder: as_pickle(folder).write_bytes(b"\x80\x02not a pickle"),
+        ["pytorch_model.bin: cannot be read"],
+    ),
+}
+
+
+def damaged(tiny: Path, folder: Path, kind: str) -> Path:
+    shutil.copytree(tiny / "model", folder)
+    DAMAGES[kind][0](folder)
+    return folder
+
+
+def problems_in(folder: Path) -> list[str]:
+    return weight_problems(str(folder), load_model_config(str(folder)))
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_each_damage_is_named_once(tiny, tmp_path, kind):
+    problems = problems_in(damaged(tiny, tmp_path / kind, kind))
+    assert len(problems) == 1, problems
+    assert all(part in problems[0] for part in [f"model={tmp_path / kind}", *DAMAGES[kind][1]]), problems[0]
+
+
+@pytest.mark.parametrize("kind", ["missing", "mismatched", "unexpected", "shard-lost", "truncated"])
+def test_an_evaluation_of_damaged_weights_ends_before_it_starts(tiny, tmp_path, kind):
+    folder = damaged(tiny, tmp_path / kind, kind)
+    with pytest.raises(UserError, match="model=") as caught:
+        evaluate_perplexity(model=str(folder), data=str(tiny / "held_out.jsonl"), seq_len=32, progress=False)
+    assert all(part in str(caught.value) for part in DAMAGES[kind][1])
+
+
+def test_missing_weights_end_a_load_whoever_asks_for_it(tiny, tmp_path):
+    folder = damaged(tiny, tmp_path / "model", "missing")
+    with pytest.raises(UserError, match=LOST):
+        build_model(TrainConfig(model=str(folder)), dtype="float32")
+
+
+def test_sharded_weights_of_either_format_and_tied_ones_are_whole(tiny, tmp_path):
+    for name, change in {"shards": shard, "pickle": as_pickle}.items():
+        change(shutil.copytree(tiny / "model", tmp_path / name))
+        assert problems_in(tmp_path / name) == []
+    for architecture in ("gpt2", "gemma3", "mixtral"):  # tied, tied, experts stored one by one
+        assert problems_in(write_model(tmp_path / architecture, architecture)) == []
+
+
+def _refusals(training: dict, evaluation: dict) -> list[str]:
+    """What this rank says of a training, an evaluation, and a load without the checks before them."""
+
+    def load() -> None:
+        section = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": int(training["zero"])}}
+        registered = HfDeepSpeedConfig(section)  # shards while it lives
+        build_model(TrainConfig(model=training["model"]), dtype="float32")
+        del registered
+
+    said = []
+    for start in (lambda: train(training), lambda: next(evaluate(EvalConfig(**evaluation))), load):
+        try:
+            start()
+            said.append("nothing")
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("kind", grid(["missing", "mismatched", "unexpected"], ["missing"]))
+@pytest.mark.parametrize("zero", grid(["0", "3"], ["3"]))
+def test_every_rank_refuses_them_sharded_or_not(tiny, options, tmp_path, kind, zero):
+    folder = damaged(tiny, tmp_path / kind, kind)
+    training = options(tmp_path / "run", model=str(folder), zero=zero)
+    evaluation = {"model": [str(folder)], "data": [str(tiny / "held_out.jsonl")], "seq_len": 32, "zero": zero}
+    for trained, evaluated, loaded in on_ranks(2, _refusals, training, evaluation):
+        assert all(DAMAGES[kind][1][0] in text and "\n" not in text for text in (trained, evaluated))
+        # Under ZeRO-3 transformers reports no tensors that are left over.
+        assert LOST in loaded or kind == "unexpected"
+    assert not (tmp_path / "run" / "final").exists()
+
+
+@pytest.fixture
+def adapter(tiny, tmp_path) -> Path:
+    config = TrainConfig(model=str(tiny / "model"), method="lora", lora_modules_to_save=["lm_head"])
+    build_model(config, dtype="float32").save_pretrained(tmp_path / "adapter")
+    return write_tokenizer(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda tensors: tensors.pop(min(name for name in tensors if "lora_A" in name)), ["lora_A", "missing"]),
+        (lambda tensors: tensors.pop("base_model.model.lm_head.weight"), ["lm_head", "missing"]),
+        (
+            lambda tensors: tensors.update({"base_model.model.model.layers.7.x.lora_A.weight": torch.ones(2, 2)}),
+            ["layers.7"],
+        ),
+        (lambda tensors: tensors.update({min(tensors): torch.ones(3, 3)}), ["[3, 3]"]),
+    ],
+    ids=["tensor", "module", "unexpected", "mismatched"],
+)
+def test_a_damaged_adapter_is_refused_in_training_and_evaluation(tiny, options, adapter, tmp_path, change, expected):
+    change_tensors(adapter, change, file="adapter_model.safetensors")
+    run = options(tmp_path / "run", method="lora", adapter=str(adapter))
+    evaluation = {"model": str(adapter), "data": str(tiny / "held_out.jsonl"), "seq_len": 32}
+    result = run_entry("dsft.train", flags(run))
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("dsft: error:") == 1 and "Traceback" not in result.stderr
+    with pytest.raises(UserError) as caught:
+        evaluate_perplexity(**evaluation, progress=False)
+    for text, name in ((result.stderr, f"adapter={adapter}"), (str(caught.value), f"model={adapter}")):
+        assert all(part in text for part in [name, *expected]), text
+
+
+def test_an_adapter_that_lost_its_file_or_whose_file_is_cut_names_it(tiny, options, adapter, tmp_path):
+    evaluation = {"model": str(adapter), "data": str(tiny / "held_out.jsonl"), "seq_len": 32, "progress": False}
+    assert evaluate_perplexity(**evaluation).perplexity.tokens > 0
+    cut(adapter / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"adapter_model.safetensors: cannot be read"):
+        evaluate_perplexity(**evaluation)
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(UserError, match="holds no adapter_model.safetensors"):
+        evaluate_perplexity(**evaluation)
+
+
+def test_an_adapter_of_another_base_is_refused(tiny, options, adapter, tmp_path):
+    other = write_model(tmp_path / "other", hidden_size=64)
+    result = run_entry(
+        "dsft.train", flags(options(tmp_path / "run", model=str(other), method="lora", adapter=str(adapter)))
+    )
+    assert result.returncode == 2 and f"adapter={adapter}" in result.stderr, result.stderr
+    content = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(content | {"base_model_name_or_path": str(other)}))
+    with pytest.raises(UserError, match="does not fit its base"):
+        evaluate_perplexity(model=str(adapter), data=str(tiny / "held_out.jsonl"), seq_len=32, progress=False)
