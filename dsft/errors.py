@@ -93,12 +93,13 @@ def _end(error: UserError | TrainingStopped) -> NoReturn:
     lines = error.problems if isinstance(error, UserError) else [str(error)]
     for hook in _exit_hooks:
         hook(code, lines)
-    if int(os.environ.get("RANK", "0")) == 0:
+    rank, world_size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    if not rank.isdecimal() or int(rank) == 0:  # a rank that is no number may be the error
         head = "dsft: " if code == EXIT_REQUEUE else "dsft: error: "
         print("\n".join(head + line for line in lines), file=sys.stderr, flush=True)
     else:
         time.sleep(RANK_0_SECONDS)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if world_size.isdecimal() and int(world_size) > 1:
         # Skip interpreter shutdown: a process group with a dead peer would hang or add noise to the message.
         sys.stdout.flush()
         os._exit(code)

@@ -6,6 +6,7 @@ dsft train --help [all]           the options of one, in short or all of them
 """
 
 import importlib
+import os
 import signal
 import sys
 import warnings
@@ -14,13 +15,14 @@ from dsft.cli.commands import COMMANDS
 from dsft.cli.help import command_help, commands_help
 from dsft.config.reader import read_command, read_options, split_flags
 from dsft.errors import EXIT_USER_ERROR, UserError, ends_with_clear_errors, nearest, raise_if_any
-from dsft.runtime.launcher_env import unset_single_process_env
+from dsft.runtime.launcher_env import check_environment, unset_single_process_env
 
 
 @ends_with_clear_errors
 def main(argv: list[str] | None = None) -> None:
     if argv is None:  # a process of its own; a caller's process may hold the group of these variables
         unset_single_process_env()
+        check_environment(os.environ)
         argv = sys.argv[1:]
     name, *words = argv or ["--help"]
     if {"-h", "--help"} & {name, *words}:

@@ -11,7 +11,7 @@ import socket
 import zlib
 from collections.abc import Mapping
 
-from dsft.errors import UserError
+from dsft.errors import UserError, raise_if_any
 
 MPI_NAMES = {
     "OpenMPI": (
@@ -29,6 +29,50 @@ SINGLE_PROCESS_ENV = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER
 INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """How each library wants the interface's name; without "=" NCCL takes it for the beginning of a name."""
 
+LEAST = {
+    "RANK": 0,
+    "WORLD_SIZE": 1,
+    "LOCAL_RANK": 0,
+    "LOCAL_SIZE": 1,
+    "LOCAL_WORLD_SIZE": 1,
+    "MASTER_PORT": 1,
+    "OMP_NUM_THREADS": 1,
+    **{name: number for names in MPI_NAMES.values() for name, number in zip(names, (0, 1, 0, 1), strict=True)},
+    "SLURM_NODEID": 0,
+    "SLURM_LOCALID": 0,
+    "SLURM_PROCID": 0,
+    "SLURM_STEP_NUM_TASKS": 1,
+    "SLURM_JOB_ID": 0,
+}
+"""Variable that must be a whole number, where it is set -> the least it can be."""
+ACCELERATORS = ("cuda", "cpu")
+"""What DS_ACCELERATOR may ask for."""
+
+
+def check_environment(given: Mapping[str, str]) -> None:
+    """Check the variables that are read as numbers or names, before anything reads them.
+
+    Raises:
+        UserError: naming each that is none.
+    """
+    problems = [
+        f"{name}={given[name]} in the environment: must be a whole number from {least} on; unset it, or start dsft"
+        " through a launcher, which sets it"
+        for name, least in LEAST.items()
+        if name in given and not (re.fullmatch(r"[0-9]+", given[name].strip()) and int(given[name]) >= least)
+    ]
+    if not problems and int(given.get("RANK", "0")) >= int(given.get("WORLD_SIZE", "1")) and "WORLD_SIZE" in given:
+        problems.append(
+            f"RANK={given['RANK']} in the environment, but WORLD_SIZE={given['WORLD_SIZE']}: ranks are counted from 0"
+        )
+    accelerator = given.get("DS_ACCELERATOR", "cpu")
+    if accelerator not in ACCELERATORS:
+        problems.append(
+            f"DS_ACCELERATOR={accelerator} in the environment: must be {' or '.join(ACCELERATORS)}; unset it to take"
+            " the GPUs there are"
+        )
+    raise_if_any(problems)
+
 
 def unset_single_process_env() -> None:
     """Remove the variables of a single process: a notebook that trained leaves them to the commands it starts, and its
@@ -45,8 +89,9 @@ def map_launcher_variables() -> None:
     there. Safe to call again.
 
     Raises:
-        UserError: MPI over several nodes without MASTER_ADDR, which only the user knows.
+        UserError: MPI over several nodes without MASTER_ADDR, which only the user knows; a variable that is no number.
     """
+    check_environment(os.environ)
     variables = launcher_variables(os.environ)
     for name, value in variables.items():
         os.environ.setdefault(name, value)

@@ -6,10 +6,12 @@ import sys
 
 import psutil
 import pytest
+from ranks import run_entry
 
 from dsft.cli.main import main
 from dsft.errors import UserError
 from dsft.runtime.launcher_env import (
+    check_environment,
     choose_interface,
     first_host,
     interface_towards,
@@ -174,3 +176,43 @@ def test_a_command_unsets_the_variables_of_a_single_process_and_a_call_within_it
     with pytest.raises(SystemExit):
         main()
     assert "LOCAL_RANK" not in os.environ and "MASTER_PORT" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("WORLD_SIZE", "two"),
+        ("WORLD_SIZE", "0"),
+        ("WORLD_SIZE", ""),
+        ("RANK", "first"),
+        ("RANK", "-1"),
+        ("LOCAL_RANK", "0.5"),
+        ("LOCAL_SIZE", "x"),
+        ("MASTER_PORT", "http"),
+        ("OMP_NUM_THREADS", "0"),
+        ("PMI_SIZE", "x"),
+        ("SLURM_JOB_ID", "x"),
+        ("DS_ACCELERATOR", "banana"),
+        ("DS_ACCELERATOR", ""),
+    ],
+)
+def test_a_variable_that_is_no_number_or_accelerator_is_named(name, value):
+    with pytest.raises(UserError) as error:
+        check_environment({name: value})
+    assert len(error.value.problems) == 1 and error.value.problems[0].startswith(f"{name}={value} in the environment")
+
+
+def test_a_rank_beyond_the_world_is_named():
+    with pytest.raises(UserError, match="RANK=5 in the environment, but WORLD_SIZE=2"):
+        check_environment({"RANK": "5", "WORLD_SIZE": "2"})
+    check_environment({"RANK": "5"})
+    check_environment({})
+
+
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "two"), ("RANK", "first"), ("DS_ACCELERATOR", "banana")])
+@pytest.mark.parametrize("module", ["dsft.train", "dsft.cli.main"])
+def test_every_entry_says_it_in_one_line(monkeypatch, module, name, value):
+    monkeypatch.setenv(name, value)
+    result = run_entry(module, ["train", "--model", "m"])
+    assert result.returncode == 2 and result.stderr.count("dsft: error: ") == 1, result.stderr
+    assert f"{name}={value} in the environment" in result.stderr and "Traceback" not in result.stderr
