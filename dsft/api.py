@@ -9,12 +9,13 @@ result = dsft.evaluate_perplexity(model="runs/first", data="held_out.jsonl", seq
 
 from typing import Any
 
-from dsft.config.options import EvalConfig, TrainConfig
+from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config, read_yaml
 from dsft.errors import raise_if_any
 from dsft.models.build import build_model, resolve_dtype
 from dsft.models.size import ModelSize
 from dsft.perplexity.evaluation import evaluate
+from dsft.perplexity.of_training import evaluation_config
 from dsft.perplexity.result import Evaluation
 from dsft.planner.plan import Plan
 from dsft.run_setup.plan import choose_plan, paper_job
@@ -85,7 +86,7 @@ def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:
         TrainingStopped: where a loss is NaN or infinite.
     """
     problems: list[str] = []
-    config = make_config(EvalConfig, options, problems)
+    config = evaluation_config(options, problems)
     if len(config.model) > 1 or len(config.data) > 1:
         problems.append("evaluate_perplexity takes one model and one data set; call it for each, or use dsft eval")
     distributed.start_ranks()

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dsft.checkpoints.manifest import checkpoints
-from dsft.checkpoints.run_folder import FINAL, read_run
+from dsft.checkpoints.run_folder import FINAL, path_of, read_run
 from dsft.cluster.launch.run import launch
 from dsft.config.options import EvalConfig
 from dsft.config.reader import make_config
@@ -29,14 +29,11 @@ from dsft.errors import raise_if_any
 from dsft.models.build import resolve_dtype
 from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity.loading import loaded_for_scoring
+from dsft.perplexity.of_training import shared_options
 from dsft.perplexity.windows import read_samples, read_texts
 
 DARKEST_NATS = 8.0
 """Tokens of this loss or more have the full colour: a probability of 1 in 3,000 or less."""
-SHARED_OPTIONS = (
-    *("dtype", "tokenizer", "revision", "trust_remote_code", "attn_implementation"),
-    *("data_format", "text_column", "seed"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,23 +93,9 @@ def kind_of(folder: Path) -> str | None:
     return "shards" if any(folder.glob("global_step*")) else None
 
 
-def path_of(name: str, run_folder: str) -> str:
-    """Find a model or tokenizer that run.json names. A relative path starts where the training was started."""
-    output_dir, started_in = Path(read_run(run_folder)["config"]["output_dir"]), Path(run_folder).resolve()
-    for part in reversed(output_dir.parts):
-        if started_in.name != part:
-            return name  # an absolute output_dir, or a run that was moved
-        started_in = started_in.parent
-    return str(started_in / name) if (started_in / name).exists() else name
-
-
 def evaluation_options(run_folder: str) -> dict[str, Any]:
-    """Return the options of a run that its evaluation must share, such as dtype, tokenizer and columns."""
-    config = read_run(run_folder)["config"]
-    options = {name: config[name] for name in SHARED_OPTIONS if config.get(name)}
-    if "tokenizer" in options:
-        options["tokenizer"] = path_of(options["tokenizer"], run_folder)
-    return options
+    """Return the options of a run that its evaluation must share, such as dtype, tokenizer, templates and columns."""
+    return shared_options(read_run(run_folder)["config"], run_folder)
 
 
 def evaluate_on_ranks(num_ranks: int, models: Iterable[str], data: str, **options: Any) -> None:
@@ -130,12 +113,14 @@ def evaluate_on_ranks(num_ranks: int, models: Iterable[str], data: str, **option
         )
 
 
-def read_results(folder: str, paths: dict[str, str]) -> tuple[dict[str, dict], dict[str, list[dict]]]:
-    """Read (reports, documents) of the models of `paths` (name -> path), both by name, as an evaluation left them."""
+def read_results(folder: str, paths: dict[str, str], data: str) -> tuple[dict[str, dict], dict[str, list[dict]]]:
+    """Read (reports, documents) of the models of `paths` (name -> path) on `data`, both by name."""
     reports = json.loads((Path(folder) / "perplexity.json").read_text(encoding="utf-8"))["results"]
-    by_path = {report["model"]: report for report in reports}
+    by_path = {report["model"]: report for report in reports if report["data"] == data}
     rows = pyarrow.parquet.read_table(Path(folder) / "documents.parquet").to_pylist()
-    documents = {name: [row for row in rows if row["model"] == path] for name, path in paths.items()}
+    documents = {
+        name: [row for row in rows if (row["model"], row["data"]) == (path, data)] for name, path in paths.items()
+    }
     return {name: by_path[path] for name, path in paths.items()}, documents
 
 

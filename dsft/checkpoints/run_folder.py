@@ -168,3 +168,13 @@ def read_run(output_dir: str) -> dict[str, Any]:
     if not path.is_file():
         raise UserError([f"{output_dir}: is no run folder, it has no run.json"])
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def path_of(name: str, run_folder: str) -> str:
+    """Find a file or folder that run.json names. A relative path starts where the training was started."""
+    output_dir, started_in = Path(read_run(run_folder)["config"]["output_dir"]), Path(run_folder).resolve()
+    for part in reversed(output_dir.parts):
+        if started_in.name != part:
+            return name  # an absolute output_dir, or a run that was moved
+        started_in = started_in.parent
+    return str(started_in / name) if (started_in / name).exists() else name

@@ -140,7 +140,7 @@ class Command:
 _TRAIN = """model dtype method lora_r adapter data chat_template seq_len train_on eval_data eval_fraction packing zero
     global_batch_size output_dir per_device_train_batch_size learning_rate num_train_epochs max_steps save_steps
     resume_from_checkpoint hostfile num_gpus"""
-_EVAL = "model dtype data seq_len mode stride max_documents zero batch_tokens output_dir hostfile num_gpus"
+_EVAL = "run model dtype data seq_len mode stride max_documents zero batch_tokens output_dir hostfile num_gpus"
 _DOCTOR = """\
   dsft doctor                                    this machine
   dsft doctor --hostfile H --config run.yaml     every host of H through ssh, and the run's files and plan

@@ -238,6 +238,13 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     model: list[str] = field(default_factory=list)
     """One or more of: hub id, folder, adapter's folder, run's folder, DeepSpeed checkpoint (also its global_step
     folder), config.json."""
+    run: str | None = None
+    """A training's run folder: its final model, the form of its data and its held-out data are taken, where no other
+    option says otherwise; so does --config with a training's file."""
+    eval_fraction: float = 0.0
+    """Score only the rows of `data` that a training with this eval_fraction and data_seed holds out."""
+    data_seed: int = 42
+    """Of the training, for eval_fraction."""
     mode: str = "auto"
     """What is scored, see the README; auto is windows for text and answers for prompts with completions and chats."""
     stride: int | None = None

@@ -5,12 +5,9 @@ watchdogs heartbeats meanwhile.
 """
 
 import hashlib
-import itertools
 import json
-import math
 import multiprocessing
 import os
-import random
 import signal
 import threading
 import time
@@ -18,8 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
-from fractions import Fraction
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +25,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from dsft.data.formats import FormatRules
-from dsft.data.sources import Batch, Source
+from dsft.data.sources import Batch, HeldOut, Source, batches_of
 from dsft.data.token_store import FACTS, Store, StoreWriter
 from dsft.data.tokenization import Tokens, tokenise
 from dsft.errors import UserError, one_line
@@ -45,22 +41,6 @@ by the tokenizer's own threads, chats one by one.
 """
 WORKER_BYTES = 400 << 20
 """What a worker takes with its imports; together they take at most a quarter of the memory that is free."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldOut:
-    """A seeded share of the rows: one of each 1 / fraction consecutive ones."""
-
-    fraction: float
-    seed: int
-    wanted: bool
-    """True for the rows that are held out, False for the others."""
-
-    def rows(self) -> Iterator[int]:
-        """Yields the rows that are held out, from 0, without end."""
-        share, generator = Fraction(str(self.fraction)), random.Random(self.seed)
-        for block in itertools.count():
-            yield generator.randrange(math.ceil(block / share), math.ceil((block + 1) / share))
 
 
 def cache_folder(config: Any) -> Path:
@@ -171,7 +151,7 @@ def _write(
     )
     try:
         with bar, StoreWriter(place, largest_id=max(tokenizer.get_vocab().values())) as writer:
-            batches = _batches(source, held_out)
+            batches = batches_of(source, held_out)
             for batch, tokens in _tokenised(batches, rules, tokenizer, workers=_workers(source, rules)):
                 writer.append(tokens)
                 watchdog.heartbeat()
@@ -214,29 +194,6 @@ def _threads_of_tokenizers() -> Iterator[None]:
         yield
     finally:
         os.environ["TOKENIZERS_PARALLELISM"] = before
-
-
-def _batches(source: Source, held_out: HeldOut | None) -> Iterator[Batch]:
-    if held_out is None:
-        yield from source.batches()
-        return
-    first, held_out_rows = 0, held_out.rows()
-    following = next(held_out_rows)
-    for batch in source.batches():
-        held_out_here = set()
-        while following < first + len(batch.rows):
-            held_out_here.add(following - first)
-            following = next(held_out_rows)
-        first += len(batch.rows)
-        # A piece of a text is a document by itself here.
-        yield replace(
-            batch,
-            rows=[
-                row._replace(starts_document=True, ends_document=True)
-                for index, row in enumerate(batch.rows)
-                if (index in held_out_here) == held_out.wanted
-            ],
-        )
 
 
 def _tokenised(

@@ -3,8 +3,13 @@
 A data set is written as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, with a split that may be a slice such as train[:5%].
 """
 
+import functools
+import itertools
+import math
+import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -98,18 +103,47 @@ class Source:
             yield self.hub[0], ((Row(without_filler(values), number), 0) for number, values in rows)
 
     def _load(self) -> Any:
-        import datasets
+        return _load_from_hub(*self.hub, streaming=self.streaming)
 
-        name, config, split = self.hub
-        try:
-            return datasets.load_dataset(name, config, split=split, streaming=self.streaming)
-        except Exception as error:  # the hub client raises dozens of kinds; each is the user's to see in one line
-            raise UserError(
-                [
-                    f"{name} is neither a file here (seen from {Path.cwd()}) nor a hub data set that can be read:"
-                    f" {type(error).__name__}: {one_line(error)[:300]}"
-                ]
-            ) from None
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """A seeded share of the rows: one of each 1 / fraction consecutive ones."""
+
+    fraction: float
+    seed: int
+    wanted: bool
+    """True for the rows that are held out, False for the others."""
+
+    def rows(self) -> Iterator[int]:
+        """Yields the rows that are held out, from 0, without end."""
+        share, generator = Fraction(str(self.fraction)), random.Random(self.seed)
+        for block in itertools.count():
+            yield generator.randrange(math.ceil(block / share), math.ceil((block + 1) / share))
+
+
+def batches_of(source: Source, held_out: HeldOut | None) -> Iterator[Batch]:
+    """Reads all rows of a source, or those that `held_out` wants, in order."""
+    if held_out is None:
+        yield from source.batches()
+        return
+    first, held_out_rows = 0, held_out.rows()
+    following = next(held_out_rows)
+    for batch in source.batches():
+        held_out_here = set()
+        while following < first + len(batch.rows):
+            held_out_here.add(following - first)
+            following = next(held_out_rows)
+        first += len(batch.rows)
+        # A piece of a text is a document by itself here.
+        yield replace(
+            batch,
+            rows=[
+                row._replace(starts_document=True, ends_document=True)
+                for index, row in enumerate(batch.rows)
+                if (index in held_out_here) == held_out.wanted
+            ],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +152,31 @@ class FormattedSource:
 
     source: Source
     rules: FormatRules
+    held_out: HeldOut | None = None
+    """The share of the rows that is read; None for all of them."""
+
+    def batches(self) -> Iterator[Batch]:
+        """Reads the rows in order."""
+        return batches_of(self.source, self.held_out)
 
     def __str__(self) -> str:
         return f"{self.source.name} ({self.rules.format})"
+
+
+@functools.cache
+def _load_from_hub(name: str, config: str | None, split: str, *, streaming: bool) -> Any:
+    """Loads a data set once for everyone in this process who reads it."""
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, config, split=split, streaming=streaming)
+    except Exception as error:  # the hub client raises dozens of kinds; each is the user's to see in one line
+        raise UserError(
+            [
+                f"{name} is neither a file here (seen from {Path.cwd()}) nor a hub data set that can be read:"
+                f" {type(error).__name__}: {one_line(error)[:300]}"
+            ]
+        ) from None
 
 
 def _characters(value: Any) -> int:

@@ -20,9 +20,9 @@ from dsft.data.batches import (
 )
 from dsft.data.formats import FormatRules, format_rules
 from dsft.data.packing import PackedRows, batches_by_token_budget, best_fit
-from dsft.data.prepare import HeldOut, cache_folder, prepare
+from dsft.data.prepare import cache_folder, prepare
 from dsft.data.sequences import Sequences, count, mix, sequences_of
-from dsft.data.sources import FormattedSource, find_sources
+from dsft.data.sources import FormattedSource, HeldOut, find_sources
 from dsft.data.streaming import Stream
 from dsft.data.token_store import Store
 from dsft.data.tokenization import tokenise
@@ -120,7 +120,7 @@ def load_training_data(
     if held_out_stores:
         held_out_sequences = sequences_of(held_out_stores, seq_len=config.seq_len, keep_documents=False)
         held_out_counts = count(held_out_sequences, held_out_stores)
-    notes, grouping = _notes_on_template(config, tokenizer), LengthGrouping.NONE
+    notes, grouping = notes_on_escapes(config) + _notes_on_template(config, tokenizer), LengthGrouping.NONE
     if config.streaming:
         distributed.wait_long("prepared")
         items = _stream(config, data, tokenizer, pack=pack)
@@ -230,6 +230,16 @@ def _seed(config: TrainConfig) -> int:
 
 def _share(config: TrainConfig, *, wanted: bool) -> HeldOut:
     return HeldOut(fraction=config.eval_fraction, seed=_seed(config), wanted=wanted)
+
+
+def notes_on_escapes(config: DataFields) -> list[str]:
+    """Finds line breaks in templates that a shell or plain YAML has left as two characters."""
+    return [
+        f"{key}={getattr(config, key)!r} holds a backslash with an n after it, and no line break; for one write"
+        " $'...\\n' in a shell, or double quotes in YAML"
+        for key in ("prompt_template", "completion_template", "separator")
+        if "\\n" in (getattr(config, key, None) or "")
+    ]
 
 
 def _notes_on_template(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:

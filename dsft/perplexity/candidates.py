@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dsft.checkpoints.run_folder import FINAL
 from dsft.config.options import EvalConfig, TrainConfig
-from dsft.data.sources import FormattedSource
+from dsft.data.sources import FormattedSource, HeldOut
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError
 from dsft.models.build import adapter_base, described_in, is_bare_config
@@ -85,7 +85,11 @@ def read_data(
         )
         for candidate in candidates
     ]
-    return next((sources[0] for sources in checked if sources), None)
+    found = next((sources[0] for sources in checked if sources), None)
+    if found and config.eval_fraction:
+        share = HeldOut(fraction=config.eval_fraction, seed=config.data_seed, wanted=True)
+        return dataclasses.replace(found, held_out=share)
+    return found
 
 
 def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:

@@ -53,6 +53,8 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
         TrainingStopped: where a loss is NaN or infinite.
     """
     problems = [] if problems is None else problems
+    if config.run:
+        distributed.raise_together(problems)  # without the run nothing else can be said
     unset_hf_deepspeed_config()  # of a training earlier in this process: models are measured on the meta device
     check_mode(config.mode, problems)
     if config.output_dir:

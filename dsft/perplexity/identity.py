@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from dsft.models.build import adapter_base, described_in, is_bare_config
-from dsft.models.size import is_step_folder
+from dsft.models.size import has_only_shards, is_step_folder
 from dsft.perplexity.windows import Windows
 from dsft.runtime import distributed
 from dsft.runtime.hardware import has_gpu
@@ -92,7 +92,7 @@ def _files_read(path: Path) -> list[Path]:
     files = [file for file in folder.iterdir() if file.suffix in READ_ENDINGS and file.name not in RESULTS]
     if is_step_folder(str(path)):
         files += path.rglob("*.pt")
-    elif not any(file.suffix == ".safetensors" for file in files):
+    elif has_only_shards(str(path)):
         files += [*folder.glob("global_step*/*"), *folder.glob("latest")]
     return sorted(file for file in files if file.is_file())
 

@@ -128,7 +128,7 @@ def read_samples(
         UserError: with file and line of a row that cannot be used.
     """
     documents = 0
-    for batch in data.source.batches():
+    for batch in data.batches():
         for row in batch.rows:
             try:
                 sample = canonical(row, data.rules, has_template=bool(tokenizer.chat_template))
@@ -254,7 +254,7 @@ def _answers(data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTok
     texts = [text_of(sample) if sample else "" for sample in read_samples(data, config, tokenizer)]
     sequences: list[Sequence] = []
     counts: Counter = Counter()
-    for batch in data.source.batches():
+    for batch in data.batches():
         rows = batch.rows[: len(texts) - len(sequences)]
         try:
             tokens = tokenise(replace(batch, rows=rows), data.rules, tokenizer)

@@ -29,10 +29,10 @@ from dsft.config.options import TrainConfig
 from dsft.data import prepare as preparing
 from dsft.data.batches import PackedCollator
 from dsft.data.formats import FormatRules, format_rules
-from dsft.data.prepare import HeldOut, fingerprint, prepare
+from dsft.data.prepare import fingerprint, prepare
 from dsft.data.readers import Row
 from dsft.data.sequences import IGNORED, cut, mix, sequences_in, sequences_of
-from dsft.data.sources import Source, find_sources
+from dsft.data.sources import HeldOut, Source, find_sources
 from dsft.data.streaming import Stream
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError

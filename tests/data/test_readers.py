@@ -12,7 +12,7 @@ import zstandard
 
 from dsft.config.options import TrainConfig
 from dsft.data.readers import PIECE_BYTES, find_files, read_file
-from dsft.data.sources import find_sources
+from dsft.data.sources import Source, find_sources
 from dsft.errors import UserError
 
 ROWS = [{"prompt": "what is ä?", "completion": 'a\nline, "quoted"'}, {"prompt": "", "completion": "b"}]
@@ -201,3 +201,18 @@ def test_folders_globs_and_names_on_the_hub(tmp_path):
         ["does", "not", "exist"],
         ["has", "none", "of"],
     ]
+
+
+def test_a_data_set_of_the_hub_is_loaded_once(monkeypatch):
+    loads = []
+
+    def load_dataset(name, config, *, split, streaming):
+        loads.append(name)
+        return datasets.Dataset.from_dict({"text": ["a", "b"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for _ in range(2):  # two models that are evaluated on it
+        source = Source(name="owner/once", key="data", hub=("owner/once", None, "train"))
+        assert [row.values["text"] for batch in source.batches() for row in batch.rows] == ["a", "b"]
+        assert source.first_batch().rows and source.identity
+    assert loads == ["owner/once"]

@@ -1,0 +1,110 @@
+"""Takes from a training what its evaluation shares: model, tokenizer, templates, the form of the data, held-out data.
+
+dsft eval --run runs/first            the run's own run.json
+dsft eval --config run.yaml           a training's file: the model is the base until output_dir holds a final model
+
+What the user says beside it wins.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsft.checkpoints.run_folder import FINAL, path_of, read_run
+from dsft.config.options import HALF_PRECISION, EvalConfig, TrainConfig
+from dsft.config.reader import check_values, field_types, make_config, read_flags, read_yaml
+from dsft.data.batches import shuffle_seed
+from dsft.errors import UserError
+
+SHARED = (
+    *("dtype", "tokenizer", "revision", "trust_remote_code", "attn_implementation", "seed"),
+    *("data_format", "text_column", "prompt_template", "completion_template", "chat_template", "train_on", "too_long"),
+)
+"""Options that mean the same in training and evaluation, beside seq_len and the data."""
+PATHS = ("tokenizer", "chat_template")
+"""Those of SHARED that may be paths."""
+
+
+def read_evaluation(argv: Sequence[str], problems: list[str]) -> EvalConfig:
+    """Read the options of `dsft eval`; faults go to `problems`."""
+    flags = read_flags(argv, problems)
+    path = flags.pop("config", None)
+    if path is not None and not isinstance(path, str):
+        problems.append("--config: needs the path of one YAML file")
+        path = None
+    values = read_yaml(path, problems) if path else {}
+    if _is_training(values):
+        values = check_values(values, _training_types(), problems)
+        values = _of_training(values, values.get("output_dir"), problems, overridden=flags)
+    return evaluation_config(values | flags, problems)
+
+
+def evaluation_config(values: Mapping[str, Any], problems: list[str]) -> EvalConfig:
+    """Make the options of an evaluation from those that are given, with those of `run` below them."""
+    run = values.get("run")
+    if isinstance(run, str):
+        try:
+            options = read_run(run)["config"]
+        except UserError as error:
+            problems += [f"run: {problem}" for problem in error.problems]
+            return make_config(EvalConfig, {"model": run, "data": run} | values, problems)
+        if "model" not in values and not (Path(run) / FINAL).is_dir():
+            problems.append(f"run={run}: holds no final model yet; name a checkpoint with model")
+        values = _of_training(options, run, problems, overridden=values) | values
+    return make_config(EvalConfig, dict(values), problems)
+
+
+def shared_options(options: Mapping[str, Any], run_folder: str | None = None) -> dict[str, Any]:
+    """Return the options of a training that its evaluation must share.
+
+    Args:
+        run_folder: where they are those of its run.json, whose paths start where the training was started.
+    """
+    shared = {name: options[name] for name in SHARED if options.get(name) not in (None, "")}
+    for flag, dtype in HALF_PRECISION.items():
+        if options.get(flag):
+            shared["dtype"] = dtype
+    if run_folder:
+        shared |= {name: path_of(shared[name], run_folder) for name in PATHS if name in shared}
+    return shared
+
+
+def _is_training(values: Mapping[str, Any]) -> bool:
+    """Whether a file is a training's: it says what only a training is told."""
+    return not (_training_types().keys() - field_types(EvalConfig).keys()).isdisjoint(values)
+
+
+def _training_types() -> dict[str, Any]:
+    from transformers import TrainingArguments
+
+    return field_types(TrainConfig, TrainingArguments)
+
+
+def _of_training(
+    options: Mapping[str, Any], output_dir: str | None, problems: list[str], *, overridden: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the options of an evaluation that a training's options imply."""
+    is_run = bool(output_dir) and (Path(output_dir) / "run.json").is_file()
+    values = shared_options(options, output_dir if is_run else None)
+    values |= {name: options[name] for name in ("seq_len", "data_name") if options.get(name) is not None}
+    has_model = is_run and (Path(output_dir) / FINAL).is_dir()
+    if has_model or options.get("model"):
+        values["model"] = output_dir if has_model else options["model"]
+    if "data" in overridden:
+        return values
+    held_out, fraction = options.get("eval_data"), options.get("eval_fraction")
+    if held_out:
+        values |= {"data": held_out, "data_split": options.get("eval_split") or TrainConfig.eval_split}
+    elif fraction:
+        values |= {"data": options.get("data"), "data_split": options.get("data_split") or TrainConfig.data_split}
+        values |= {
+            "eval_fraction": fraction,
+            "data_seed": shuffle_seed(options.get("data_seed"), options.get("seed", 42)),
+        }
+    else:
+        problems.append("data: the training holds no data out (eval_data, eval_fraction); name some with data")
+        values["data"] = options.get("data")
+    if is_run:
+        entries = values["data"] if isinstance(values["data"], list) else [values["data"]]
+        values["data"] = [path_of(entry, output_dir) for entry in entries]
+    return values

@@ -1,0 +1,83 @@
+"""An evaluation takes from a training what both must share."""
+
+import json
+
+import pytest
+import yaml
+from conftest import read_json
+from ranks import run_entry, train_all
+from tiny import write_jsonl, write_pairs
+
+from dsft import notebook as tools
+from dsft.api import evaluate_perplexity
+from dsft.errors import UserError
+from dsft.perplexity.of_training import read_evaluation
+
+TEMPLATES = {"prompt_template": "Q: {ask}\nA: ", "completion_template": "{answer}"}
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, tmp_path_factory):
+    """Trained: `share`, which holds a share of its texts out, and `templates`, with held-out rows in columns."""
+    folder = tmp_path_factory.mktemp("runs")
+    base = {"model": str(tiny / "model"), "seq_len": 48, "max_steps": 2, "per_device_train_batch_size": 2}
+    base |= {"learning_rate": 1e-2, "save_strategy": "no", "disable_tqdm": True, "eval_strategy": "steps"}
+    rows = [json.loads(line) for line in write_pairs(folder / "pairs.jsonl", 30).read_text().splitlines()]
+    rows = write_jsonl(folder / "rows.jsonl", [{"ask": row["prompt"], "answer": row["completion"] * 3} for row in rows])
+    share = base | {"data": str(tiny / "texts.jsonl"), "eval_fraction": 0.2, "data_seed": 3}
+    templates = base | TEMPLATES | {"data": str(rows), "eval_data": str(rows), "train_on": "all", "eval_steps": 2}
+    cases = {"share": share, "templates": templates}
+    train_all(1, [case | {"output_dir": str(folder / name)} for name, case in cases.items()], folder / "log")
+    for name, case in cases.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(case | {"output_dir": str(folder / name)}))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["share", "templates"])
+def test_the_evaluation_of_a_run_is_that_of_its_training(runs, name):
+    logged = read_json(runs / name / "run.json")["results"]["eval_perplexity"]
+    evaluation = evaluate_perplexity(run=str(runs / name), progress=False)
+    assert evaluation.perplexity.perplexity == pytest.approx(logged, rel=1e-6)
+    assert evaluation.model == str(runs / name / "final")
+
+
+def test_a_file_of_a_training_is_read_by_the_evaluation(runs, tmp_path):
+    """The command line alone adds where results go; the literal escape in a flag is said."""
+    config, out = runs / "share.yaml", tmp_path / "out"
+    done = run_entry("dsft.eval_ppl", ["--config", config, "--output_dir", out, "--separator", r"\n\n"])
+    assert done.returncode == 0, done.stderr
+    assert "holds a backslash with an n after it" in done.stdout
+    (report,) = read_json(out / "perplexity.json")["results"]
+    assert report["model"] == str(runs / "share" / "final") and not (runs / "share" / "perplexity.json").exists()
+
+
+def test_what_is_read_of_a_training(runs, tiny, tmp_path):
+    values = yaml.safe_load((runs / "templates.yaml").read_text()) | {"output_dir": str(tmp_path / "new")}
+
+    def read(*flags: str, **changes):
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(values | changes))
+        problems: list[str] = []
+        return read_evaluation(["--config", str(tmp_path / "run.yaml"), *flags], problems), problems
+
+    config, problems = read()
+    assert problems == [] and config.model == [str(tiny / "model")]  # nothing is trained yet
+    shared = {"train_on": "all", "seq_len": 48} | TEMPLATES
+    assert {name: getattr(config, name) for name in shared} == shared and config.output_dir is None
+    config, problems = read("--model", "other", "--data", "a.jsonl", "--seq_len", "32", eval_data=[])
+    assert problems == [] and (config.model, config.data, config.seq_len) == (["other"], ["a.jsonl"], 32)
+    assert "holds no data out" in " ".join(read(eval_data=[])[1])
+    assert "leraning_rate: unknown key" in " ".join(read(leraning_rate=1.0)[1])
+    options = tools.evaluation_options(str(runs / "templates"))
+    assert {name: options[name] for name in ("train_on", "too_long", *TEMPLATES)} == {
+        "train_on": "all", "too_long": "truncate", **TEMPLATES
+    }  # fmt: skip
+
+
+def test_a_run_that_cannot_be_evaluated_is_one_problem(runs, tmp_path):
+    for run, part in ((tmp_path, "is no run folder"), (tmp_path / "started", "holds no final model yet")):
+        if run != tmp_path:
+            run.mkdir()
+            (run / "run.json").write_text((runs / "share" / "run.json").read_text())
+        with pytest.raises(UserError, match=part) as caught:
+            evaluate_perplexity(run=str(run), progress=False)
+        assert len(caught.value.problems) == 1, caught.value.problems
