@@ -23,7 +23,7 @@ class Machine:
 
     nodes: int
     ranks_per_node: int
-    """One rank per GPU; without GPUs, CPU processes."""
+    """One rank per GPU; without GPUs, CPU processes. The most of any node, where they are uneven."""
     device_bytes: int
     """Memory of one GPU; without GPUs, one rank's share of the host's."""
     host_bytes: int
@@ -43,17 +43,20 @@ class Machine:
     """How much memory one process may lock (ulimit -l); None without a limit. DeepSpeed's NVMe buffers are locked."""
     host_names: tuple[str, ...] = ()
     """Of the nodes, sorted, where they are known: rates measured between them are found by these."""
+    num_ranks: int = 0
+    """On all nodes; 0: as many on each."""
     measured: bool = False
     """Whether this is the machine dsft runs on, not one on paper."""
 
     @property
     def world_size(self) -> int:
-        return self.nodes * self.ranks_per_node
+        return self.num_ranks or self.nodes * self.ranks_per_node
 
     def __str__(self) -> str:
         device = "GPU" if self.has_gpu else "CPU rank"
+        ranks = plural(self.ranks_per_node, device) + (f" at most, {self.num_ranks} in all," if self.num_ranks else "")
         return (
-            f"{plural(self.nodes, 'node')} x {plural(self.ranks_per_node, device)} of {self.device_bytes / GiB:.0f}"
+            f"{plural(self.nodes, 'node')} x {ranks} of {self.device_bytes / GiB:.0f}"
             f" GiB, {self.host_bytes / GiB:.0f} GiB host memory per node"
             + (f", {self.nvme_bytes / GiB:,.0f} GiB NVMe" if self.nvme_bytes else "")
             + (f", {self.memlock_bytes / GiB:.3g} GiB may be locked" if self.memlock_bytes is not None else "")

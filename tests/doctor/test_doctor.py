@@ -88,6 +88,7 @@ def node(name: str, **changes) -> NodeFacts:
         "disks": {"/cache": 900 * GiB, "runs/first": 900 * GiB},
         "caches": {"hub": "/cache"},
         "hub_offline": False,
+        "clock_synchronized": True,
         "tools": {
             "c++": "/usr/bin/c++",
             "ninja": "/usr/bin/ninja",
@@ -258,6 +259,7 @@ CASES = {
         *check_disk(RUN, {"n3": node("n3", disks={"runs/first": 2**20})}, None),
     ],
     "wrong-sum": lambda: links(measured(wrong=[4])),
+    "packet-loss": lambda: links(measured(lost={0: 0.001, 2: 0.05})),
     "slow-link": lambda: links(
         measured(
             pairs={
@@ -298,6 +300,21 @@ def test_every_finding_fires_alone_and_names_the_place(code):
     for entry in findings:
         assert PLACES.get(code, "n3") in entry.where
         assert entry.message and entry.why == MESSAGES[code][1] and entry.fix
+
+
+def test_of_two_clocks_none_is_blamed_without_a_reason():
+    offsets = {"n1": 0.0, "n2": -100.0}
+    [both] = check_clocks(offsets)
+    assert both.where == "n1, n2" and "differ by 100 s" in both.message and "n1, n2" in both.fix
+    [told] = check_clocks(offsets, not_synchronized=["n1"])
+    assert "no time service keeps that of n1" in told.message and told.fix.startswith("on n1:")
+    [odd] = check_clocks(offsets | {"n3": -100.0})
+    assert odd.where == "n1" and "100 s ahead" in odd.message
+
+
+def test_other_versions_are_replaced_by_a_command_that_works():
+    [entry] = check_versions(nodes(versions__torch="2.13.0+cpu"))
+    assert entry.fix.endswith("-m pip install -c constraints.txt -e .") and "torch==" not in entry.fix
 
 
 def test_no_finding_fires_on_healthy_nodes():
@@ -381,7 +398,10 @@ def test_outliers():
 
 
 def test_rates_of_ranks_side_by_side_add_up_and_the_slower_direction_counts():
-    rank = {"inside": 0.0, "flops": 1.0, "wrong": False, "collective_seconds": 1e-4, "again": []}
+    rank = {"inside": 0.0, "flops": 1.0, "wrong": False, "collective_seconds": 1e-4, "again": []} | {
+        "sent": 10_000,
+        "sent_again": 0,
+    }
     total = combine(
         [
             rank | {"pairs": {1: (5.0, 1e-5)}},

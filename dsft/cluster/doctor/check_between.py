@@ -3,7 +3,7 @@ in, findings out.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from dsft.cluster.doctor.facts import NodeFacts, Reached
 from dsft.cluster.doctor.findings import Finding, finding, join
@@ -11,7 +11,6 @@ from dsft.cluster.doctor.findings import Finding, finding, join
 CLOCK_SECONDS = 2.0
 CODE_ROWS = ("dsft commit", "dsft code")
 DRIVER_ROWS = ("GPU driver", "GPU type")
-NOT_INSTALLED_BY_NAME = ("python", "torch's CUDA", "dsft", "NCCL")
 
 
 def differences(facts: dict[str, NodeFacts]) -> dict[str, dict[str, str]]:
@@ -28,11 +27,9 @@ def check_versions(facts: dict[str, NodeFacts]) -> Iterator[Finding]:
     packages = {row: versions for row, versions in rows.items() if row not in CODE_ROWS + DRIVER_ROWS}
     if packages:
         odd = _odd_nodes(packages)
-        pins = [f"{row}=={_usual(packages[row])}" for row in packages if row not in NOT_INSTALLED_BY_NAME]
         fix = "install every node from the same Python and constraints.txt, or mount one environment on all"
-        if "python" not in packages:
-            wanted = " ".join(pins) or "-c constraints.txt -e ."
-            fix = f"on {join(odd)}: {first.python_path} -m pip install {wanted}"
+        if "python" not in packages:  # not by the versions' names: no index has torch 2.13.0+cpu
+            fix = f"on {join(odd)}, in {first.folder}: {first.python_path} -m pip install -c constraints.txt -e ."
         yield finding("versions", join(odd), _spreads(packages), fix)
     code = {row: rows[row] for row in CODE_ROWS if row in rows}
     if "dsft code" in code:  # the same files are the same code, whatever git says
@@ -45,16 +42,32 @@ def check_versions(facts: dict[str, NodeFacts]) -> Iterator[Finding]:
         yield finding("driver-versions", join(_odd_nodes(drivers)), _spreads(drivers), fix)
 
 
-def check_clocks(offsets: dict[str, float]) -> Iterator[Finding]:
-    """`offsets`: seconds by which each node's clock is ahead of one of them."""
+def check_clocks(offsets: dict[str, float], *, not_synchronized: Collection[str] = ()) -> Iterator[Finding]:
+    """Clocks that are wrong, or differ without telling which is.
+
+    Args:
+        offsets: seconds by which each node's clock is ahead of one of them.
+        not_synchronized: nodes whose kernel says that no time service keeps its clock.
+    """
     if len(offsets) < 2:
         return
-    usual = sorted(offsets.values())[(len(offsets) - 1) // 2]
-    for node, offset in offsets.items():
-        seconds = offset - usual
-        if abs(seconds) > CLOCK_SECONDS:
+    near = {
+        node: [other for other in offsets if abs(offsets[other] - offsets[node]) <= CLOCK_SECONDS] for node in offsets
+    }
+    agreeing = max(near.values(), key=len)
+    odd = [node for node in offsets if node not in agreeing]
+    if len(agreeing) > len(offsets) / 2:
+        for node in odd:
+            seconds = offsets[node] - offsets[agreeing[0]]
             message = f"its clock is {abs(seconds):.0f} s {'ahead of' if seconds > 0 else 'behind'} the others'"
             yield finding("clocks", node, message, f"on {node}: timedatectl set-ntp true (or chronyc makestep)")
+    elif odd:  # as many say one thing as another
+        suspects = [node for node in offsets if node in not_synchronized]
+        seconds = max(offsets.values()) - min(offsets.values())
+        said = f"; no time service keeps that of {join(suspects)}" if 0 < len(suspects) < len(offsets) else ""
+        message = f"their clocks differ by {seconds:.0f} s, and which is right cannot be told from here{said}"
+        fix = f"on {join(suspects or list(offsets))}: timedatectl (is it synchronized?), then timedatectl set-ntp true"
+        yield finding("clocks", join(list(offsets)), message, fix)
 
 
 def check_names(facts: dict[str, NodeFacts], reached: dict[str, Reached]) -> Iterator[Finding]:

@@ -9,6 +9,8 @@ from dsft.cluster.doctor.findings import Finding, finding, join
 from dsft.cluster.doctor.links import Measured, pair_rates, slow_keys, slow_nodes
 
 BELOW_ASSUMED = 0.5
+LOST = 0.01
+"""Of the segments; a sound network between nodes loses less than one in thousands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,9 @@ def check_measured(
             " diag -r 3) and cards; another NCCL (pip install nvidia-nccl-cu12==...)",
         )
     yield from _check_pairs(measured, names, used)
+    for node in [node for node, share in measured.lost.items() if share > LOST]:
+        message = f"{measured.lost[node]:.1%} of its TCP segments had to be sent again: packets are lost on the way"
+        yield finding("packet-loss", names[node], message, _look_at(names[node], used))
     for node in slow_keys(measured.inside):
         fastest = in_rate(max(measured.inside.values()))
         yield finding(

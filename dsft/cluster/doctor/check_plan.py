@@ -86,6 +86,7 @@ def _machine(facts: dict[str, NodeFacts], slots: dict[str, int]) -> Machine:
     return Machine(
         nodes=len(facts),
         ranks_per_node=ranks,
+        num_ranks=0 if len(set(slots.values())) == 1 else sum(slots.values()),
         device_bytes=free,
         host_bytes=host_bytes,
         has_gpu=bool(gpus),

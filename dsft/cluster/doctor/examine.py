@@ -183,7 +183,7 @@ def _check_nodes(report: Report, reached: dict[str, Reached], used: dict[str, st
     return [
         *(finding for findings in by_itself for finding in findings),
         *check_versions(facts),
-        *check_clocks(clocks),
+        *check_clocks(clocks, not_synchronized=[name for name, node in facts.items() if not node.clock_synchronized]),
         *check_names(facts, reached),
         *check_interfaces(facts, used),
     ]

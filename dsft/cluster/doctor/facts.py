@@ -92,6 +92,8 @@ class NodeFacts:
     caches: dict[str, str]
     """Folders of the hub's models, data sets, and compiled operators."""
     hub_offline: bool
+    clock_synchronized: bool
+    """A time service keeps the clock, as the kernel says."""
     network: Network
     open_port: int = 0
     """A freely chosen port that the node listens on during the examination."""

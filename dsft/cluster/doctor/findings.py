@@ -109,6 +109,7 @@ MESSAGES: dict[str, tuple[Severity, str]] = {
     "smoke-failed": ("error", "training joins and adds up in the same way"),
     "smoke-silent": ("error", "every collective of the training would wait for it"),
     "wrong-sum": ("error", "gradients would be wrong without a word"),
+    "packet-loss": ("warning", "each lost packet holds a collective up until it is sent again"),
     "slow-link": ("warning", "every collective waits for the slowest link"),
     "slow-node": ("warning", "every collective waits for the slowest link, and all of this node's are slow"),
     "slow-inside": ("warning", "every collective waits for the slowest node"),

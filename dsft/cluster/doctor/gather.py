@@ -2,6 +2,7 @@
 deepspeed, and makes no context on a GPU.
 """
 
+import ctypes
 import ctypes.util
 import dataclasses
 import importlib.metadata
@@ -30,6 +31,8 @@ NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 GPU_QUERY = "index,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total,temperature.gpu"
 PROGRAM = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_max_threads() == 0; }\n"
 COMPILE_SECONDS = 15
+TIME_ERROR = 5
+"""adjtimex: the clock is not synchronized."""
 SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA")
 
 
@@ -68,6 +71,7 @@ def node_facts(
         disks={folder: free_bytes(folder) for folder in {*folders, *cache_folders().values()}},
         caches=cache_folders(),
         hub_offline=os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
+        clock_synchronized=clock_synchronized(),
         network=network_facts(),
     )
     return facts if slots else dataclasses.replace(facts, slots=len(facts.usable_gpus) or min(2, facts.cores))
@@ -83,6 +87,12 @@ def cache_folders() -> dict[str, str]:
         "data sets": os.path.expanduser(os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets")),
         "operators": os.path.expanduser(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"),
     }
+
+
+def clock_synchronized() -> bool:
+    """Whether a time service keeps this machine's clock: what `timedatectl` asks, adjtimex(2)."""
+    timex = ctypes.create_string_buffer(512)  # of zeros: read only
+    return ctypes.CDLL(None).adjtimex(timex) not in (-1, TIME_ERROR)
 
 
 def network_facts() -> Network:

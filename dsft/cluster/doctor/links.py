@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+MIN_SEGMENTS = 1000
+"""Of fewer, a share says little."""
 SLOW = 0.7
 """Of the median: slower than this, a link or rank is named."""
 
@@ -29,6 +31,8 @@ class Measured:
     """Rank -> floating-point operations per second of a matrix product."""
     wrong: list[int] = field(default_factory=list)
     """Ranks that got a wrong sum."""
+    lost: dict[int, float] = field(default_factory=dict)
+    """Node -> share of the TCP segments of the measurement that it had to send again."""
     collective_seconds: float = 0.0
     """Of the smallest all-reduce over all ranks."""
 
@@ -60,6 +64,7 @@ def combine(of_ranks: list[dict[str, Any]], node_of: list[int]) -> Measured:
             pair["seconds"] = max(pair["seconds"], seconds)
         if measured["inside"]:
             total.inside[node] = min(total.inside.get(node, measured["inside"]), measured["inside"])
+        total.lost[node] = max(total.lost.get(node, 0.0), measured["sent_again"] / max(measured["sent"], MIN_SEGMENTS))
         total.flops[rank] = measured["flops"]
         total.wrong += [rank] if measured["wrong"] else []
         total.collective_seconds = max(total.collective_seconds, measured["collective_seconds"])

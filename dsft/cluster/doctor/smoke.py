@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,8 +130,9 @@ def measure_all(place: Place, report: Callable[[str], None]) -> list[dict[str, A
     """Every rank's measurements, on every rank, for `links.combine`. `report` is told each stage as it begins. Like all
     functions below it is collective.
     """
+    before = tcp_segments()
     report("adding up numbers of all ranks")
-    mine: dict[str, Any] = {"wrong": _wrong_sum(place), "pairs": {}, "again": []}
+    mine: dict[str, Any] = {"wrong": _wrong_sum(place), "pairs": {}, "again": [], "sent": 0, "sent_again": 0}
     few = torch.zeros(16, device=place.device)
     mine["collective_seconds"] = median_seconds(lambda: dist.all_reduce(few), place.device)
     report("exchanging with other nodes")
@@ -155,7 +157,15 @@ def measure_all(place: Place, report: Callable[[str], None]) -> list[dict[str, A
             time.sleep(0.05)
             mine["flops"] = max(mine["flops"], matmul_flops(place.device))
         dist.barrier()
+    mine["sent"], mine["sent_again"] = (now - then for now, then in zip(tcp_segments(), before, strict=True))
     return _gather(mine)
+
+
+def tcp_segments() -> tuple[int, int]:
+    """(sent, sent again) of TCP by this machine so far: OutSegs and RetransSegs of /proc/net/snmp (RFC 4022)."""
+    names, values = (line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line[:4] == "Tcp:")
+    counts = dict(zip(names, values, strict=True))
+    return int(counts["OutSegs"]), int(counts["RetransSegs"])
 
 
 def _gather(mine: dict[str, Any]) -> list[dict[str, Any]]:
