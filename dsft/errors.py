@@ -18,8 +18,12 @@ EXIT_STOPPED = 3
 """Training stopped itself, for example at a NaN loss; what was saved before is intact."""
 EXIT_UNSAVED = 4
 """Training went to its end, but a checkpoint on the way could not be saved."""
+EXIT_NOT_STARTED = 5
+"""The ranks did not meet within `start_timeout`; nothing was begun."""
 EXIT_REQUEUE = 75
 """Training saved and ended since it was asked to (SIGUSR1); the same command resumes it (EX_TEMPFAIL of sysexits.h)."""
+EXIT_INTERRUPTED = 130
+"""Ctrl-C: 128 and the number of the signal, as shells have it."""
 
 RANK_0_SECONDS = 5
 """A launcher kills all ranks as soon as one has ended: the others give rank 0 so long to print the message first."""
@@ -49,7 +53,23 @@ class Unsaved(TrainingStopped):
     """Training is done, its final model is written, but a checkpoint could not be saved."""
 
 
-EXIT_CODES = {UserError: EXIT_USER_ERROR, Requeue: EXIT_REQUEUE, Unsaved: EXIT_UNSAVED, TrainingStopped: EXIT_STOPPED}
+class NotStarted(RuntimeError):
+    """The ranks did not meet; the message says which came, and what to look at."""
+
+
+class Interrupted(RuntimeError):
+    """Ctrl-C."""
+
+
+EXIT_CODES = {
+    UserError: EXIT_USER_ERROR,
+    NotStarted: EXIT_NOT_STARTED,
+    Interrupted: EXIT_INTERRUPTED,
+    Requeue: EXIT_REQUEUE,
+    Unsaved: EXIT_UNSAVED,
+    TrainingStopped: EXIT_STOPPED,
+}
+"""A subclass before its base."""
 
 
 def raise_if_any(problems: list[str]) -> None:
@@ -64,17 +84,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
-_exit_hooks: list[Callable[[int, list[str]], None]] = []
+_exit_hooks: list[Callable[[int, list[str]], bool]] = []
 
 
-def on_exit(hook: Callable[[int, list[str]], None]) -> None:
-    """Call `hook(exit code, lines of the message)` before a rank ends with an error of this module."""
+def on_exit(hook: Callable[[int, list[str]], bool]) -> None:
+    """Call `hook(exit code, lines of the message)` before a rank ends with an error of this module. It returns whether
+    it will print them, unless rank 0 does.
+    """
     if hook not in _exit_hooks:
         _exit_hooks.append(hook)
 
 
 def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
-    """Decorate an entry point, so that a `UserError` or `TrainingStopped` is one message on rank 0 and one exit code
+    """Decorate an entry point, so that an error of this module, or Ctrl-C, is one message on rank 0 and one exit code
     everywhere.
     """
 
@@ -82,24 +104,25 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
     def wrapped(*args, **kwargs):
         try:
             return main(*args, **kwargs)
-        except (UserError, TrainingStopped) as error:
+        except tuple(EXIT_CODES) as error:
             _end(error)
+        except KeyboardInterrupt:
+            _end(Interrupted("interrupted (Ctrl-C)"))
 
     return wrapped
 
 
-def _end(error: UserError | TrainingStopped) -> NoReturn:
+def _end(error: Exception) -> NoReturn:
     code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
     lines = error.problems if isinstance(error, UserError) else [str(error)]
-    for hook in _exit_hooks:
-        hook(code, lines)
-    rank, world_size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
-    if not rank.isdecimal() or int(rank) == 0:  # a rank that is no number may be the error
-        head = "dsft: " if code == EXIT_REQUEUE else "dsft: error: "
+    is_passed_on = any([hook(code, lines) for hook in _exit_hooks])
+    is_rank_0 = os.environ.get("RANK", "0") == "0"  # as text: what is wrong may be this variable
+    if is_rank_0 or (not is_passed_on and os.environ.get("LOCAL_RANK", "0") == "0"):
+        head = "dsft: " if code in (EXIT_REQUEUE, EXIT_INTERRUPTED) else "dsft: error: "
         print("\n".join(head + line for line in lines), file=sys.stderr, flush=True)
-    else:
+    if not is_rank_0:
         time.sleep(RANK_0_SECONDS)
-    if world_size.isdecimal() and int(world_size) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         # Skip interpreter shutdown: a process group with a dead peer would hang or add noise to the message.
         sys.stdout.flush()
         os._exit(code)

@@ -17,10 +17,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsft.errors import UserError, on_exit, raise_if_any
+from dsft.errors import NotStarted, UserError, on_exit, one_line, raise_if_any
 from dsft.runtime.hardware import Machine, cpu_count, has_gpu, this_machine
 from dsft.runtime.launcher_env import SINGLE_PROCESS_ENV, choose_interface, map_launcher_variables
 from dsft.runtime.op_locks import name_owners_of_operator_locks
+from dsft.runtime.ports import port_owner
 from dsft.watchdog import client as watchdog
 
 if TYPE_CHECKING:
@@ -60,13 +61,16 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800) -> None:
         timeout_seconds: of a collective.
 
     Raises:
-        UserError: where a launcher set only some of its variables, and others cannot be derived (launcher_env.py).
+        UserError: where a launcher set only some of its variables, and others cannot be derived (launcher_env.py); or
+            the port is busy.
+        NotStarted: where other ranks do not come.
     """
     import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
         return
+    map_launcher_variables()
     if timeouts:
         watchdog.start(timeouts)
         on_exit(watchdog.close)
@@ -78,7 +82,10 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800) -> None:
     if has_gpu():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     meet_seconds = timeouts.start_timeout if timeouts else 300
-    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=meet_seconds))
+    try:
+        deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=meet_seconds))
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise _not_met(error, meet_seconds) from error
     # The ranks have met; the watchdog's limits are shorter, so that it is the watchdog that says what happened.
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds))
     if not has_gpu() and world_size() > 1:
@@ -88,9 +95,26 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800) -> None:
         watchdog.connect(on_rank_0(watchdog.coordinator_port))
 
 
+def _not_met(error: RuntimeError, seconds: float) -> UserError | NotStarted:
+    """What keeps the ranks from meeting, and the way out."""
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if "EADDRINUSE" in str(error):
+        owner = port_owner(int(port))
+        return UserError(
+            [
+                f"MASTER_PORT={port}: is in use on {socket.gethostname()} by {owner}; give another to the launcher"
+                " (--master_port N), on every node the same, or end that process"
+            ]
+        )
+    return NotStarted(
+        f"rank {rank()} of {world_size()} on {socket.gethostname()} has not met the others at {address} port {port}"
+        f" (start_timeout={seconds:g} s): {one_line(error).partition('. ')[0]}. Did all nodes start, and do they reach"
+        f" that address? dsft doctor, started like this run, says what is in the way"
+    )
+
+
 def _complete_launcher_variables() -> None:
     """Set what a launcher leaves out: all of its variables for a single process, the interface between nodes."""
-    map_launcher_variables()
     missing = [name for name in SINGLE_PROCESS_ENV if name not in os.environ]
     if world_size() > 1 and missing:
         raise UserError(
@@ -230,12 +254,15 @@ def smallest_machine() -> Machine:
     """Return the machine of this job: its hosts and their ranks, with the least memory that any rank sees. Uneven nodes
     count as the one with most ranks. Collective.
     """
+    # a launcher's variables tell of this node alone
     machines = from_all([(socket.gethostname(), this_machine(nodes=1, ranks_per_node=ranks_per_node()))])
-    hosts = Counter(host for host, _ in machines)  # a launcher's variables tell of this node alone
+    hosts = Counter(host for host, _ in machines)
+    is_even = len(set(hosts.values())) == 1
     return dataclasses.replace(
         machines[0][1],
         nodes=len(hosts),
         ranks_per_node=max(hosts.values()),
+        num_ranks=0 if is_even else len(machines),
         host_names=tuple(sorted(hosts)),
         device_bytes=min(machine.device_bytes for _, machine in machines),
         host_bytes=min(machine.host_bytes for _, machine in machines),

@@ -4,12 +4,13 @@ torchrun, deepspeed and accelerate set these variables themselves, and then noth
 reads RANK, which decides which process prints. No process group is made here.
 """
 
+import contextlib
 import ipaddress
 import os
 import re
 import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from dsft.errors import UserError, raise_if_any
 
@@ -24,7 +25,8 @@ MPI_NAMES = {
     "MVAPICH": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
 }
 """Rank, number of ranks, and the same within the node, as each mpirun says them."""
-SINGLE_PROCESS_ENV = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+LOOPBACK = "127.0.0.1"
+SINGLE_PROCESS_ENV = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": LOOPBACK}
 """Launcher variable -> its value in a process without a launcher. MASTER_PORT is any free port."""
 INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """How each library wants the interface's name; without "=" NCCL takes it for the beginning of a name."""
@@ -122,7 +124,7 @@ def launcher_variables(given: Mapping[str, str]) -> dict[str, str]:
 def _mpi_variables(given: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> dict[str, str]:
     variables = _ranks(rank, size, local_rank, local_size)
     if size == local_size:
-        variables["MASTER_ADDR"] = "127.0.0.1"
+        variables["MASTER_ADDR"] = LOOPBACK
     job = given.get("PMIX_NAMESPACE") or given.get("OMPI_MCA_ess_base_jobid") or given.get("SLURM_JOB_ID", "")
     return variables | {"MASTER_PORT": str(20000 + zlib.crc32(job.encode()) % 10000)}
 
@@ -207,6 +209,14 @@ def interface_towards(address: str) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
+def _addresses_of_interfaces() -> list[str]:
+    import psutil
+
+    up = [name for name, card in psutil.net_if_stats().items() if card.isup]
+    entries = psutil.net_if_addrs()
+    return [entry.address.partition("%")[0] for name in up for entry in entries.get(name, [])]
+
+
 def _is_reachable(text: str) -> bool:
     """Whether other machines could connect to this address of an interface (which may be a hardware address)."""
     try:
@@ -221,9 +231,23 @@ def outgoing_address(destination: str) -> str | None:
     a way there.
     """
     try:
-        family, kind, _, _, target = socket.getaddrinfo(destination, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            return probe.getsockname()[0].partition("%")[0]
+        targets = socket.getaddrinfo(destination, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return None
+    for family, kind, _, _, target in targets:  # a name may have an IPv4 address that this machine has no way to
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return probe.getsockname()[0].partition("%")[0]
+    return None
+
+
+def own_addresses(names: Iterable[str]) -> list[str]:
+    """The addresses of this machine at which the machines `names` reach it, also where its own name is 127.0.1.1; the
+    loopback address where there is no network.
+    """
+    towards = [address for name in names if (address := outgoing_address(name))]
+    # ssh may know names that do not resolve here.
+    for addresses in (towards, _addresses_of_interfaces()):
+        if reachable := [address for address in dict.fromkeys(addresses) if _is_reachable(address)]:
+            return reachable
+    return [LOOPBACK]

@@ -1,34 +1,42 @@
-"""SIGUSR1 or SIGTERM asks a training to save and end, so that it can resume later: SLURM and Kubernetes send them
-before they take a node.
+"""SIGUSR1, SIGTERM or a first Ctrl-C asks a training to save and end, so that it can resume later: SLURM and Kubernetes
+send the signals before they take a node.
 
-SIGUSR1 counts from the start, since SLURM may send it while the model loads (`--signal=USR1@300`). SIGTERM counts only
-while training runs; before, it ends the process as usual.
+SIGUSR1 counts from the start, since SLURM may send it while the model loads (`--signal=USR1@300`). The others count
+only while training runs; before, they end the process as usual. In a notebook Ctrl-C stays what it is.
 """
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 
 _asked = False
+_is_listening = False
 
 
 def listen() -> None:
     """Note SIGUSR1 from now on. It is enough that a single rank gets it: the trainer lets all ranks agree."""
+    global _is_listening
+    _is_listening = True
     signal.signal(signal.SIGUSR1, _note)
 
 
 @contextlib.contextmanager
-def sigterm_saves() -> Iterator[None]:
-    """Note SIGTERM as well inside a `with`. In the main thread only; elsewhere (a notebook's) nothing changes."""
+def signals_save() -> Iterator[None]:
+    """Note SIGTERM, and Ctrl-C where `listen` was called, as well inside a `with`. In the main thread only; elsewhere
+    (a notebook's) nothing changes.
+    """
+    numbers = [signal.SIGTERM, *([signal.SIGINT] if _is_listening else [])]
     try:
-        before = signal.signal(signal.SIGTERM, _note)
+        before = {number: signal.signal(number, _note) for number in numbers}
     except ValueError:
         yield
         return
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def is_asked() -> bool:
@@ -38,4 +46,8 @@ def is_asked() -> bool:
 
 def _note(number: int, frame: object) -> None:
     global _asked
+    if number == signal.SIGINT:
+        if _asked:
+            raise KeyboardInterrupt
+        os.write(2, b"dsft: Ctrl-C: saves and ends after this step; a second one ends at once\n")
     _asked = True

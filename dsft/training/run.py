@@ -178,7 +178,7 @@ def fit(trainer: PerplexityTrainer, run: ResolvedRun) -> float:
     Raises:
         Requeue: on every rank, where one was asked to stop; what could be saved is.
     """
-    with preemption.sigterm_saves(), out_of_memory_explained(run, "in training"):
+    with preemption.signals_save(), out_of_memory_explained(run, "in training"):
         output = trainer.train(resume_from_checkpoint=run.checkpoint)
     if not trainer.is_stopping:
         return output.training_loss

@@ -2,11 +2,14 @@
 
 Each rank has a small process beside it, its sidecar (standard library only), which keeps running when the rank hangs,
 is frozen or killed. Rank 0's sidecar also runs the coordinator, to which all sidecars report. `client.py` is what the
-rank itself calls, `launcher_link.py` ties the job to `dsft launch`, and `deadlines.py` holds every limit.
+rank itself calls, `launcher_link.py` ties the job to `dsft launch`, `launch_guard.py` ends its launcher where it is
+killed, and `deadlines.py` holds every limit.
 
     rank 1 --- sidecar 1 --\
-                            coordinator (in sidecar 0) --- dsft launch
+                            coordinator (in sidecar 0) --- dsft launch --- its guard
     rank 0 --- sidecar 0 --/
+
+Before the ranks have met, the first sidecar of each node is connected to `dsft launch` itself.
 
 Nothing here computes or moves training data.
 """

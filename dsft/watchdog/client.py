@@ -42,6 +42,7 @@ class _Client:
         self.timeouts, self.sidecar, self.listener = timeouts, sidecar, listener
         self.phase, self.last_heartbeat = "starting", 0.0
         self.log: Path | None = None
+        self.has_met = False
 
 
 _client: _Client | None = None
@@ -97,6 +98,7 @@ def connect(coordinator: tuple[int, str] | None) -> None:
         return
     port, token = coordinator
     _client.sidecar.send("connect", address=os.environ["MASTER_ADDR"], port=port, token=token)
+    _client.has_met = True
     set_phase("loading")
     if _client.listener:
         _client.listener.close()  # the sidecar has its own
@@ -132,13 +134,18 @@ def set_log(path: Path) -> None:
         _client.sidecar.send("log", path=str(path.resolve()))
 
 
-def close(exit_code: int = 0, lines: list[str] | None = None) -> None:
-    """Tell that this rank is about to end by itself with `exit_code`, and with the error messages `lines`."""
+def close(exit_code: int = 0, lines: list[str] | None = None) -> bool:
+    """Tell that this rank is about to end by itself with `exit_code`, and with the error messages `lines`. Returns
+    whether the coordinator will print those.
+    """
     global _client
-    if _client is not None:
-        _client.sidecar.send("close", exit_code=exit_code, lines=lines or [])
-        _client.sidecar.close()
-        _client = None
+    if _client is None:
+        return False
+    has_met = _client.has_met
+    _client.sidecar.send("close", exit_code=exit_code, lines=lines or [])
+    _client.sidecar.close()
+    _client = None
+    return has_met
 
 
 def _report_error(kind: type[BaseException], error: BaseException, trace) -> None:
@@ -148,9 +155,6 @@ def _report_error(kind: type[BaseException], error: BaseException, trace) -> Non
         if _client.log:
             with _client.log.open("a", encoding="utf-8") as file:
                 file.write(text)
-        if issubclass(kind, KeyboardInterrupt):
-            _client.sidecar.send("failed", failure=Failure.INTERRUPTED, text="was interrupted (Ctrl-C)")
-        else:
-            _client.sidecar.send("failed", failure=Failure.ERROR, text=text[-LONGEST_TRACEBACK:])
+        _client.sidecar.send("failed", failure=Failure.ERROR, text=text[-LONGEST_TRACEBACK:])
         time.sleep(VERDICT_SECONDS)
     sys.stderr.write(text)  # nobody has ended this rank: then it speaks for itself

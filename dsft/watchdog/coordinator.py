@@ -17,7 +17,6 @@ from dsft.watchdog.deadlines import (
     RANK_0_FIRST_SECONDS,
     heartbeat_seconds,
 )
-from dsft.watchdog.launcher_link import connect_to_launcher
 from dsft.watchdog.messages import Connection, Server
 from dsft.watchdog.root_cause import Failure, Report, first_cause
 
@@ -62,9 +61,19 @@ class ErrorLine:
 
 
 class Coordinator:
-    """Args: `server` for sidecars that know its token, `say` what prints a line on the screen."""
+    """Args: `server` for sidecars that know its token, `say` what prints a line on the screen, `launcher` rank 0's
+    connection to `dsft launch`.
+    """
 
-    def __init__(self, server: Server, world_size: int, lost_timeout: float, *, say: Callable[[str], None]):
+    def __init__(
+        self,
+        server: Server,
+        world_size: int,
+        lost_timeout: float,
+        *,
+        say: Callable[[str], None],
+        launcher: Connection | None = None,
+    ):
         self.server, self.world_size, self.lost_timeout, self.say = server, world_size, lost_timeout, say
         self.state, self.deadline = JobState.RUNNING, math.inf
         self.members: list[Member] = []
@@ -73,7 +82,9 @@ class Coordinator:
         self.printed: set[str] = set()
         self.unprinted: list[ErrorLine] = []
         self.last_sent = 0.0
-        self.launcher = connect_to_launcher()
+        self.launcher = launcher
+        if launcher:
+            launcher.send("met")
 
     def sources(self) -> list[Connection | Server | None]:
         """Everything that a message may come from."""
@@ -217,12 +228,12 @@ class Coordinator:
             match message:
                 case {"type": "signal", "number": number}:
                     self._tell_all("signal", number=number)
-                case {"type": "end", "reason": reason}:
-                    pass
-        if self.launcher.closed:
-            reason = reason or "dsft launch is gone"
-        if reason:
+                case {"type": "end"}:
+                    reason = "dsft launch ends them"
+        if self.launcher.closed and not reason:
+            reason = "dsft launch is gone"
             self.say(f"{reason}: all {self.world_size} ranks are being ended")
+        if reason:
             self._end_ranks(reason, now)
 
     def _end_ranks(self, reason: str, now: float) -> None:

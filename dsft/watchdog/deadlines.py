@@ -40,6 +40,8 @@ END_SECONDS = 15.0
 """For sidecars to end their ranks and hang up, before the coordinator stops waiting."""
 LAUNCHER_SECONDS = 15.0
 """For a launcher to end after its ranks."""
+END_LAUNCHER_SECONDS = 10.0
+"""Between SIGTERM and SIGKILL for a launcher, which may be ending other nodes."""
 
 
 def heartbeat_seconds(lost_timeout: float) -> float:

@@ -109,12 +109,13 @@ def listen() -> socket.socket:
     return socket.create_server(("", 0), backlog=1024)
 
 
-def connect(address: str, port: int, *, seconds: float = CONNECT_SECONDS) -> Connection | None:
-    """Return a connection, or None where nobody answers in time."""
-    try:
-        connection = socket.create_connection((address, port), timeout=seconds)
-    except OSError:
-        return None
+def connect(address: str, port: int, *, seconds: float = CONNECT_SECONDS) -> Connection:
+    """Return a connection.
+
+    Raises:
+        OSError: where nobody answers in time.
+    """
+    connection = socket.create_connection((address, port), timeout=seconds)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(connection)
 

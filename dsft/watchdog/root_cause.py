@@ -17,8 +17,6 @@ class Failure(StrEnum):
 
     ERROR = "error"
     """A Python exception that nobody caught."""
-    INTERRUPTED = "interrupted"
-    """Ctrl-C."""
     DIED = "died"
     STALLED = "stalled"
     """No progress within the limit of its phase."""

@@ -24,12 +24,14 @@ from dsft.watchdog.deadlines import (
     TERMINATE_SECONDS,
     heartbeat_seconds,
 )
+from dsft.watchdog.launcher_link import VARIABLE, connect_to_launcher
 from dsft.watchdog.messages import Connection, Server, connect, wait_for_messages
 from dsft.watchdog.processes import Process, descendants, end, launchers_of
 from dsft.watchdog.root_cause import Failure, Report
 
 LONGEST_STACKS = 20_000
 """Characters, from their end."""
+LAUNCHER_GONE = f"was started by a dsft launch that is gone; if it is an old one's, unset {VARIABLE} (.deepspeed_env)"
 
 
 class RankState(Enum):
@@ -62,15 +64,20 @@ class Sidecar:
         self.from_rank = Connection(socket.socket(fileno=os.dup(0)))
         self.to_coordinator: Connection | None = None
         self.coordinator: Coordinator | None = None
+        self.to_launcher: Connection | None = None
+        """To `dsft launch`, from the first rank of each node."""
         self.last_progress = self.last_heard = self.last_sent = time.monotonic()
         self.stopped_since: float | None = None
 
     def run(self) -> None:
         """Watch until the rank has ended and, beside rank 0, until nobody needs the coordinator any more."""
+        if self.is_first_of_node:
+            self._connect_to_launcher()
         last_pass = time.monotonic()
         while self._is_watching() or (self.coordinator and not self.coordinator.is_over()):
             server = self.coordinator.sources() if self.coordinator else []
-            wait_for_messages([self.from_rank, self.to_coordinator, *server], POLL_SECONDS)
+            sources = [self.from_rank, self.to_coordinator, self.to_launcher, *server]
+            wait_for_messages(sources, POLL_SECONDS)
             now = time.monotonic()
             if now - last_pass > self.lost_timeout / 2:  # this process was stopped: first read what came meanwhile
                 self.last_heard = self.last_progress = now
@@ -78,6 +85,7 @@ class Sidecar:
             if self._is_watching():
                 self._read_rank()
                 self._read_coordinator()
+                self._read_launcher()
             if self._is_watching():
                 self._inspect_rank(now)
                 self._keep_in_touch(now)
@@ -121,9 +129,13 @@ class Sidecar:
     def _connect(self, address: str, port: int, token: str) -> None:
         if self.listener is not None:
             server = Server(self.listener, token)
-            self.coordinator = Coordinator(server, self.world_size, self.lost_timeout, say=say)
-        self.to_coordinator = connect(address, port, seconds=min(CONNECT_SECONDS, self.lost_timeout))
-        if self.to_coordinator is None:
+            self.coordinator = Coordinator(
+                server, self.world_size, self.lost_timeout, say=say, launcher=self.to_launcher
+            )
+            self.to_launcher = None
+        try:
+            self.to_coordinator = connect(address, port, seconds=min(CONNECT_SECONDS, self.lost_timeout))
+        except OSError:
             say(
                 f"note: rank {self.rank} on {self.host} cannot reach {address}:{port}, where faults are reported; a"
                 " fault of another node ends this one only by time-outs"
@@ -131,6 +143,31 @@ class Sidecar:
             return
         self.last_heard = time.monotonic()
         self.to_coordinator.send("hello", rank=self.rank, host=self.host, token=token)
+
+    def _connect_to_launcher(self) -> None:
+        try:
+            self.to_launcher = connect_to_launcher(self.rank, self.host)
+        except ConnectionRefusedError:
+            self._report(Failure.LAUNCHER_GONE, LAUNCHER_GONE)
+            return
+        if self.to_launcher is None and VARIABLE in os.environ:
+            say(f"note: {self.host} cannot reach dsft launch, whose end would not end the ranks here")
+
+    def _read_launcher(self) -> None:
+        """Do what `dsft launch` asks of this node; where it is gone before the ranks meet, nobody waits for them."""
+        if self.to_launcher is None or not self._is_watching():
+            return
+        for message in self.to_launcher.read():
+            match message:
+                case {"type": "signal", "number": number}:
+                    self.process.signal(number)
+                case {"type": "end"} if self.to_coordinator is None:
+                    self._end_rank()  # dsft launch has said why
+                    return
+                case {"type": "end"}:  # of this node alone, where each has a dsft launch of its own
+                    self._report(Failure.LAUNCHER_GONE, "was ended by the dsft launch of its node")
+        if self.to_launcher.closed and self.to_coordinator is None:
+            self._report(Failure.LAUNCHER_GONE, LAUNCHER_GONE)
 
     def _read_coordinator(self) -> None:
         if self.to_coordinator is None or not self._is_watching():
@@ -188,6 +225,8 @@ class Sidecar:
             report = Report(self.rank, self.host, failure, text)
             has_traceback = failure is Failure.ERROR and not report.is_consequence
             say(f"error: {report.sentence()}" + (f"\n{text.rstrip()}" if has_traceback else ""))
+            if self.to_launcher:
+                self.to_launcher.send("failed", cause=report.sentence())
         self._end_rank()
 
     def _leave(self, message: dict[str, Any]) -> None:
@@ -196,6 +235,8 @@ class Sidecar:
         if self.to_coordinator:
             self.to_coordinator.send("close", exit_code=message["exit_code"], lines=message["lines"])
             self.to_coordinator.close()
+        elif self.to_launcher and message["exit_code"]:
+            self.to_launcher.send("done", exit_code=message["exit_code"])
 
     def _end_rank(self) -> None:
         """End the rank and all that it started: politely, then not."""

@@ -185,8 +185,11 @@ def test_a_killed_launch_takes_the_ranks_of_all_hosts_along(hosts, folder):
 
 
 @pytest.mark.exhaustive
-def test_ctrl_c_ends_all_hosts(hosts, folder):
+def test_a_second_ctrl_c_ends_all_hosts(hosts, folder):
     job = Job(hosts, folder, "interrupted", LAUNCH)
+    hosts[1].kill(job.rank(1), signal.SIGSTOP)  # so that the first one cannot be followed
+    job.process.send_signal(signal.SIGINT)
+    wait_until(lambda: "a second one ends them at once" in job.screen(), job.screen)
     job.process.send_signal(signal.SIGINT)
     code, _ = job.ended()
     assert code == 130
@@ -198,3 +201,97 @@ def test_sigusr1_to_the_launch_saves_on_all_hosts_and_a_restart_goes_on(hosts, f
     job.process.send_signal(signal.SIGUSR1)
     code, _ = job.ended()
     assert code == 75 and read_json(job.output_dir / "run.json")["status"] == "preempted"
+
+
+def test_a_launch_that_is_killed_before_the_ranks_have_met_leaves_nothing_on_any_host(hosts, folder):
+    """Over IPv6 alone, from a host that is not in the host file."""
+    head, nodes = hosts[2], [hosts[0], hosts[1]]
+    before = {host: host.etc_hosts.read_text() for host in hosts}
+    for number, host in enumerate(hosts):
+        address(host, "flush", "dev", "eth0", "scope", "global")
+        address(host, "add", f"fd77::{number + 1}/64", "dev", "eth0", "nodad")
+        names = "".join(f"fd77::{other + 1} node-{other}\n" for other in range(len(hosts)))
+        host.etc_hosts.write_text(f"127.0.0.1 localhost\n{names}")
+    rule = ["ip6tables", "INPUT", "-p", "tcp", "--dport", str(PORT), "-j", "DROP"]
+    assert nodes[0].run([rule[0], "-I", *rule[1:]]).returncode == 0  # the ranks cannot meet
+    try:
+        (folder / "hosts-v6").write_text("first slots=1\nsecond slots=1\n")
+        alias = "Host {}\n  HostName {}\n  StrictHostKeyChecking no\n"
+        (head.home / ".ssh/config").write_text(alias.format("first", "fd77::1") + alias.format("second", "fd77::2"))
+        words = ["--hostfile", folder / "hosts-v6", "--master_addr", "fd77::1", "--master_port", PORT]
+        launch = head.start(
+            [*LAUNCH[:5], *words, "train", "--config", folder / "run.yaml", "--output_dir", folder / "never"],
+            stdout=(folder / "v6.log").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        wait_until(lambda: all(sidecars(host) for host in nodes), lambda: (folder / "v6.log").read_text())
+        assert all("=fd77::3:" in launcher_variable(host) for host in nodes)
+        launch.kill()
+        wait_until(lambda: not any(host.processes() for host in (head, *nodes)), lambda: left_on(head, *nodes))
+    finally:
+        nodes[0].run([rule[0], "-D", *rule[1:]])
+        for host, text in before.items():
+            host.etc_hosts.write_text(text)
+            address(host, "flush", "dev", "eth0", "scope", "global")
+            address(host, "add", f"{host.address}/24", "dev", "eth0")
+        (head.home / ".ssh/config").unlink()
+
+
+def address(host, *words: str) -> None:
+    result = host.run(["ip", "address", *words])
+    assert result.returncode == 0, result.stderr
+
+
+def sidecars(host) -> list[int]:
+    return [pid for pid, command in host.processes() if "dsft.watchdog.sidecar" in command]
+
+
+def launcher_variable(host) -> str:
+    """Where the ranks of this host look for their launch."""
+    variables = Path(f"/proc/{sidecars(host)[0]}/environ").read_text().split("\0")
+    return next(variable for variable in variables if variable.startswith("DSFT_LAUNCHER="))
+
+
+def left_on(*hosts) -> str:
+    return "\n".join(f"{host.name}: {command}" for host in hosts for _, command in host.processes())
+
+
+def wait_until(condition, why_not) -> None:
+    deadline = time.monotonic() + CLEAN_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, why_not()
+        time.sleep(0.2)
+
+
+def test_a_host_whose_ssh_fails_ends_the_start_at_once_and_is_named(hosts, folder):
+    keys = hosts[1].home / ".ssh/authorized_keys"
+    trusted = keys.read_text()
+    keys.write_text("")
+    try:
+        words = [str(hosts.hostfile(folder / "hostfile", [1, 1])) if word == "HOSTFILE" else word for word in LAUNCH]
+        result = hosts[0].run([*words, "--config", folder / "run.yaml", "--output_dir", folder / "never"])
+    finally:
+        keys.write_text(trusted)
+    assert result.returncode == 1 and "node-1: ssh has ended with exit code 255" in result.stderr, result.stderr
+    assert hosts[0].is_idle() and "start_timeout" not in result.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_is_done_though_an_ssh_session_died_has_exit_code_0(hosts, folder):
+    job = Job(hosts, folder, "ssh-died", [*LAUNCH, "--max_steps", "60"])
+    [session] = [pid for pid, command in hosts[0].processes() if command.startswith("ssh ") and " node-1 " in command]
+    hosts[0].kill(session)
+    code, _ = job.ended()
+    assert code == 0 and "node-1: ssh exited with exit code" in job.screen(), job.screen()
+
+
+@pytest.mark.exhaustive
+def test_a_restart_waits_for_the_node_that_is_away(hosts, folder):
+    launch = [*LAUNCH[:4], "--max_restarts", "1", *LAUNCH[5:]]  # with a preflight
+    job = Job(hosts, folder, "away", [*launch, "--max_steps", "100", "--overwrite", "false"])
+    hosts[1].cut()
+    wait_until(lambda: "the restart waits for the nodes" in job.screen(), job.screen)
+    assert "host-unreachable" in job.screen() and "node-1" in job.screen()
+    hosts[1].heal()
+    code, _ = job.ended()
+    assert code == 0 and read_json(job.output_dir / "run.json")["results"]["steps"] == 100

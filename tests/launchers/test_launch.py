@@ -14,7 +14,6 @@ from ranks import ranks_below
 
 from dsft.cli.main import main
 from dsft.cluster.launch.commands import BUILDERS, RUNNERS, build_command, shown
-from dsft.cluster.launch.environment import forwarded, write_env_file
 from dsft.cluster.launch.options import WAYS, read_launch
 from dsft.cluster.launch.run import resumed
 from dsft.errors import UserError
@@ -125,25 +124,6 @@ def test_only_launch_looks_first_unless_told_otherwise(words, launched, monkeypa
     assert calls == [launched.split()]
 
 
-def test_secrets_and_what_a_shell_would_break_stay_here(tmp_path, monkeypatch):
-    environment = {
-        "HF_HOME": "/hf",
-        "HF_TOKEN": "t",
-        "WANDB_API_KEY": "k",
-        "NCCL_DEBUG": "INFO",
-        "HF_X": 'a"b',
-        "EDITOR": "vi",
-        "OMP_NUM_THREADS": "3",
-        "CUDA_VISIBLE_DEVICES": "0",
-    }
-    assert forwarded(environment) == {"HF_HOME": "/hf", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3"}
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / ".deepspeed_env").write_text("HF_HOME=/own\n")
-    path = write_env_file({"HF_HOME": "/hf"})
-    assert path.read_text().splitlines()[-1] == "HF_HOME=/own"  # DeepSpeed takes the last
-    path.unlink()
-
-
 @pytest.fixture(scope="module")
 def job(tiny, tmp_path_factory):
     """Starts `dsft train` for long on 2 ranks in the background and waits for its first step; gives (process, log,
@@ -197,12 +177,18 @@ def all_end(pids: list[int]) -> bool:
 
 
 @pytest.mark.launch
-def test_ctrl_c_ends_every_process_and_says_so(job):
+def test_a_second_ctrl_c_ends_every_process_and_says_so_without_a_traceback(job):
     process, log, _ = job()
     family = descendants(process.pid)
+    os.kill(ranks_below(process.pid)[1], signal.SIGSTOP)  # so that the first one cannot be followed
+    process.send_signal(signal.SIGINT)
+    until = time.monotonic() + 60
+    while "a second one ends them at once" not in log.read_text() and time.monotonic() < until:
+        time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert process.wait(300) == 128 + signal.SIGINT
     assert all_end(family), log.read_text()
+    assert "dsft: Ctrl-C: all ranks are being ended" in log.read_text() and "Traceback" not in log.read_text()
 
 
 @pytest.mark.exhaustive
@@ -216,7 +202,13 @@ def test_a_killed_launch_takes_its_ranks_along(job):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGUSR1,
+        *(pytest.param(number, marks=pytest.mark.exhaustive) for number in (signal.SIGTERM, signal.SIGINT)),
+    ],
+)
 def test_a_run_that_is_asked_to_end_saves_and_ends_with_the_code_to_requeue(job, number):
     from conftest import read_json
 

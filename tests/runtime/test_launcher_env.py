@@ -17,6 +17,7 @@ from dsft.runtime.launcher_env import (
     interface_towards,
     launcher_variables,
     map_launcher_variables,
+    own_addresses,
 )
 
 # As slurmd of 22.05 sets them for task 3 of `srun -N2 -n3`, the second node holding two.
@@ -216,3 +217,10 @@ def test_every_entry_says_it_in_one_line(monkeypatch, module, name, value):
     result = run_entry(module, ["train", "--model", "m"])
     assert result.returncode == 2 and result.stderr.count("dsft: error: ") == 1, result.stderr
     assert f"{name}={value} in the environment" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_other_machines_never_get_this_ones_loopback_address():
+    """Also for a name that only ssh knows, and one that /etc/hosts maps to 127.0.1.1."""
+    for names in (["known-to-ssh-alone"], ["localhost"]):
+        addresses = own_addresses(names)
+        assert addresses and not any(address.startswith("127.") or address == "::1" for address in addresses)

@@ -17,11 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from dsft.cluster.doctor.facts import Connection, FileContent, Target
 from dsft.cluster.doctor.gather import cache_folders
 from dsft.runtime.disk import existing_parent
+from dsft.runtime.ports import port_owner
 
 CONNECT_SECONDS = 3.0
 """A connection in a cluster takes milliseconds; a firewall that drops packets answers never."""
@@ -74,17 +73,7 @@ def listen(port: int) -> tuple[Listener | None, str]:
     try:
         return Listener(port), ""
     except OSError as error:
-        return None, f"in use by {_owner(port)}" if error.errno == errno.EADDRINUSE else str(error)
-
-
-def _owner(port: int) -> str:
-    """The process that listens there, as far as this user may know."""
-    try:
-        connections = [entry for entry in psutil.net_connections("inet") if entry.status == psutil.CONN_LISTEN]
-        pid = next((entry.pid for entry in connections if entry.laddr.port == port), None)
-        return f"process {pid} ({' '.join(psutil.Process(pid).cmdline())[:120]})" if pid else "another user's process"
-    except (psutil.Error, OSError):
-        return "another process"
+        return None, f"in use by {port_owner(port)}" if error.errno == errno.EADDRINUSE else str(error)
 
 
 def connect_all(targets: list[dict[str, Any]]) -> list[Connection]:

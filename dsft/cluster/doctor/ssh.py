@@ -13,32 +13,21 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from dsft.cluster.doctor.findings import Finding, finding
 from dsft.cluster.doctor.phase import MARK
+from dsft.cluster.launch.environment import remote_environment
 from dsft.runtime.hostfile import Node
 
 OPTIONS = ("BatchMode=yes", "ConnectTimeout=5", "ServerAliveInterval=3", "ServerAliveCountMax=3")
 SSH = ["ssh", *(word for option in OPTIONS for word in ("-o", option))]
-EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-"""Variables that DeepSpeed's launcher hands to the nodes, by how their names begin (deepspeed/launcher/runner.py,
-EXPORT_ENVS and the accelerator's).
-"""
 
 
-def exported_variables() -> dict[str, str]:
-    """What `deepspeed --hostfile` sets on the nodes: variables of this shell by name, PYTHONPATH, and the lines of
-    `.deepspeed_env`.
-    """
-    variables = {name: value for name, value in os.environ.items() if name.startswith(EXPORTED)}
-    variables["PYTHONPATH"] = ":".join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    for folder in (Path.home(), Path()):
-        file = folder / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-        if file.is_file():
-            variables |= dict(line.strip().split("=", 1) for line in file.read_text().splitlines() if "=" in line)
-    return variables
+def ssh_command(host: str, words: list[str], variables: dict[str, str]) -> list[str]:
+    """A command on a host, in this folder and with these variables."""
+    exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in variables.items())
+    return [*SSH, host, f"{exports}cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"]
 
 
 class StragglerDeadline:
@@ -55,14 +44,15 @@ class StragglerDeadline:
 
 
 class PhaseCommand:
-    """One phase on one node, started as DeepSpeed starts its launcher there: the same Python in the same folder."""
+    """One phase on one node, started as DeepSpeed starts its launcher there: the same Python in the same folder, with
+    `variables` through ssh; without them here.
+    """
 
-    def __init__(self, node: Node, phase: str, *, ssh: bool):
+    def __init__(self, node: Node, phase: str, variables: dict[str, str] | None):
         self.phase, self.exit_code = phase, None
-        words, variables = [sys.executable, "-m", "dsft.cluster.doctor.phase", phase], exported_variables()
-        if ssh:
-            exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in variables.items())
-            words = [*SSH, node.name, f"{exports}cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"]
+        words = [sys.executable, "-m", "dsft.cluster.doctor.phase", phase]
+        if variables is not None:
+            words = ssh_command(node.name, words, variables)
         self._process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
@@ -70,7 +60,7 @@ class PhaseCommand:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env=os.environ | ({} if ssh else {"PYTHONPATH": variables["PYTHONPATH"]}),
+            env=os.environ | {"PYTHONPATH": ":".join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))},
             start_new_session=True,
         )
         self._errors: list[str] = []
@@ -128,7 +118,8 @@ class SshNodes:
     """The nodes of a host file; without `ssh` this machine alone."""
 
     def __init__(self, nodes: list[Node], *, ssh: bool):
-        self._nodes, self._ssh = {node.name: node for node in nodes}, ssh
+        self._nodes = {node.name: node for node in nodes}
+        self._variables = remote_environment(os.environ) if ssh else None
         self._commands: dict[tuple[str, str], PhaseCommand] = {}
         """By phase and node."""
         self._lost: dict[str, Finding] = {}
@@ -143,7 +134,7 @@ class SshNodes:
     def start(self, phase: str) -> None:
         """Start a phase on all nodes ahead of its input: what it imports takes seconds."""
         for name in self._nodes:
-            self._commands[phase, name] = PhaseCommand(self._nodes[name], phase, ssh=self._ssh)
+            self._commands[phase, name] = PhaseCommand(self._nodes[name], phase, self._variables)
 
     def end(self, phase: str) -> None:
         """End a phase that has answered: its ports are closed, its probe is gone."""
@@ -183,7 +174,7 @@ class SshNodes:
 
         def ask(name: str, deadline: float, stragglers: StragglerDeadline) -> Any:
             if (phase, name) not in self._commands:
-                self._commands[phase, name] = PhaseCommand(self._nodes[name], phase, ssh=self._ssh)
+                self._commands[phase, name] = PhaseCommand(self._nodes[name], phase, self._variables)
             self._commands[phase, name].send(inputs[name])
             while "event" in (line := self._commands[phase, name].next_line(deadline, stragglers)):
                 on_event(line["event"])

@@ -59,6 +59,15 @@ def hosts_of(options: HostFields, hostfile: str) -> list[Node]:
     )
 
 
+def nodes_through_ssh(options: LaunchOptions) -> list[Node]:
+    """The nodes that the launcher of this machine starts ranks on through ssh.
+
+    Raises:
+        UserError: as `read_hosts`.
+    """
+    return hosts_of(options, options.hostfile) if options.hostfile and not options.no_ssh else []
+
+
 def _runner(name: str, flags: dict[str, object]) -> list[str]:
     """A launcher with its flags; True stands for a flag without a value, None for one that is left out."""
     words = [sys.executable, "-m", RUNNERS[name]]

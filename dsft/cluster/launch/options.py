@@ -56,6 +56,8 @@ class LaunchOptions(HostFields):
     max_restarts: int = 0
     """So often a training that failed is started again from its last checkpoint; not after an error of the options, nor
     after Ctrl-C."""
+    wait_for_nodes: float = 900
+    """With a host file: seconds that a restart waits until the preflight finds no error any more."""
 
     @property
     def way(self) -> str:
@@ -92,7 +94,7 @@ def _check(options: LaunchOptions, problems: list[str]) -> None:
             problems.append(f"--{name} chooses from a host file; --{options.way} takes its nodes from elsewhere")
     if options.no_ssh and not (options.hostfile or options.nodes):
         problems.append("--no_ssh: name the nodes, with --hostfile, or --nodes N and MASTER_ADDR")
-    for name in ("num_nodes", "num_gpus", "nodes", "node_rank", "master_port", "max_restarts"):
+    for name in ("num_nodes", "num_gpus", "nodes", "node_rank", "master_port", "max_restarts", "wait_for_nodes"):
         if (getattr(options, name) or 0) < 0:
             problems.append(f"{name}={getattr(options, name)}: needs a number of 0 or more")
     for name in ("hostfile", "include", "exclude", "accelerate", "master_addr"):

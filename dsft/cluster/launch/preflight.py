@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import yaml
@@ -18,6 +19,8 @@ from dsft.runtime.hostfile import DEFAULT_PORT
 
 DOCTOR = "dsft.cli.doctor"
 QUICK = ["--quick", "--only_findings"]
+WAIT_SECONDS = 10.0
+"""Between two looks at nodes that are not there."""
 
 
 def examine_first(options: LaunchOptions, script: list[str]) -> None:
@@ -31,6 +34,29 @@ def examine_first(options: LaunchOptions, script: list[str]) -> None:
         raise UserError(
             ["the preflight found errors (above; docs/doctor.md explains each); --no_preflight starts all the same"]
         )
+
+
+def wait_until_examined(options: LaunchOptions, script: list[str]) -> None:
+    """Before a restart: let the doctor examine the nodes again and again until it finds no error, and print what it
+    finds where that has changed.
+
+    Raises:
+        UserError: where that takes longer than `wait_for_nodes`.
+    """
+    deadline, before = time.monotonic() + options.wait_for_nodes, ""
+    while True:
+        result = subprocess.run(_command(options, script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        if result.returncode == 0:
+            return
+        if result.stdout != before:
+            print(result.stdout, end="", flush=True)
+            before = result.stdout
+        left = deadline - time.monotonic()
+        if left <= 0:
+            text = "the nodes are still not ready (above); the last checkpoint is complete, the same command resumes"
+            raise UserError([f"--wait_for_nodes {options.wait_for_nodes:g}: {text}"])
+        print(f"dsft: the restart waits for the nodes, {left:.0f} s at most", file=sys.stderr, flush=True)
+        time.sleep(min(WAIT_SECONDS, left))
 
 
 def _command(options: LaunchOptions, script: list[str]) -> list[str]:

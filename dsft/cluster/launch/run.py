@@ -10,17 +10,17 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-from dsft.cluster.launch.commands import build_command, hosts_of, shown
-from dsft.cluster.launch.environment import SSH_OPTIONS, forwarded, write_env_file
+from dsft.cluster.launch.commands import build_command, nodes_through_ssh, shown
+from dsft.cluster.launch.environment import launcher_environment
 from dsft.cluster.launch.options import MODULES, LaunchOptions, read_launch
-from dsft.cluster.launch.preflight import examine_first
+from dsft.cluster.launch.preflight import examine_first, wait_until_examined
+from dsft.cluster.launch.ssh_sessions import SshSessions
 from dsft.config.reader import split_flags
 from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_UNSAVED, EXIT_USER_ERROR
 from dsft.runtime.distributed import free_port
-from dsft.runtime.hardware import has_gpu
-from dsft.runtime.launcher_env import launcher_variables, outgoing_address
+from dsft.runtime.launcher_env import launcher_variables
+from dsft.watchdog.launch_guard import LaunchGuard, signal_group
 from dsft.watchdog.launcher_link import LauncherLink
 
 END_SECONDS = 10
@@ -34,6 +34,7 @@ class LauncherProcess:
     def __init__(self, options: LaunchOptions, command: list[str], *, saves: bool):
         """Args: `saves`: the ranks save and end where they are asked to."""
         self.options, self.command, self.saves = options, command, saves
+        self.nodes = nodes_through_ssh(options)
         self.link = LauncherLink()
         self.interrupted = 0
         self._end_at: float | None = None
@@ -41,11 +42,15 @@ class LauncherProcess:
         self._is_asked = False
 
     def run(self) -> int:
-        """Returns the exit code. SIGUSR1 and a first SIGTERM ask the ranks to save and end; Ctrl-C, SIGHUP and a second
-        SIGTERM end them on all nodes.
+        """Returns the exit code. SIGUSR1, a first SIGTERM and a first Ctrl-C ask the ranks to save and end; SIGHUP and
+        a second one of them end the ranks on all nodes.
         """
-        environment, env_file = self._environment()
-        process = subprocess.Popen(self.command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        environment, env_file = launcher_environment(self.options, self.nodes, self.link)
+        stderr = subprocess.PIPE if self.nodes else None
+        process = subprocess.Popen(
+            self.command, env=environment, stdin=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+        )
+        guard, sessions = LaunchGuard(process.pid), SshSessions(process) if self.nodes else None
         handlers = {
             number: signal.signal(number, lambda received, _: self._signalled(received, process))
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -54,84 +59,99 @@ class LauncherProcess:
         try:
             while process.poll() is None:
                 self._listen()
+                if sessions:
+                    self._look_at(sessions)
                 self._see_to_the_end(process)
             self._listen()
-            if self.link.exit_code is None:
-                self.link.end_ranks(f"the launcher has ended with exit code {process.returncode}")
+            if self.link.exit_code is None and not self.link.failure:
+                if process.returncode and self.link.coordinator and not self.link.coordinator.closed:
+                    say(f"the launcher has ended with exit code {process.returncode}: all ranks are being ended")
+                self.link.end_ranks()
         finally:
-            end_group(process)
+            end_launcher(process)
+            if sessions:
+                sessions.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             self.link.close()
+            guard.close()
             if env_file:
                 env_file.unlink(missing_ok=True)
         return self._code(process.returncode)
 
-    def _environment(self) -> tuple[dict[str, str], Path | None]:
-        """For the launcher; with a host file also the file of variables that it takes to the other nodes."""
-        first = self.options.master_addr or os.environ.get("MASTER_ADDR") or "127.0.0.1"
-        if self.options.hostfile:
-            first = hosts_of(self.options, self.options.hostfile)[0].name
-        added = self.link.variable(outgoing_address(first) or "127.0.0.1") | (
-            {} if has_gpu() else {"DS_ACCELERATOR": "cpu"}
-        )
-        environment = os.environ | added
-        if not self.options.hostfile or self.options.no_ssh:
-            return environment, None
-        env_file = write_env_file(forwarded(os.environ | added))
-        ssh = f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS}".strip()
-        return environment | {"DS_ENV_FILE": str(env_file), "PDSH_SSH_ARGS_APPEND": ssh}, env_file
-
     def _listen(self) -> None:
         self.link.read(wait_seconds=0.2)
-        while self._for_ranks and self.link.coordinator:
+        while self._for_ranks and self.link.sidecars:
             self.link.signal_ranks(self._for_ranks.pop())
 
+    def _look_at(self, sessions: SshSessions) -> None:
+        """End a start that waits for a node whose ssh has ended before its ranks came."""
+        first_rank = 0
+        for node in self.nodes:
+            code = sessions.ended.get(node.name)
+            if code is not None and first_rank not in self.link.sidecars and self.link.coordinator is None:
+                sessions.ended.clear()
+                if code == EXIT_USER_ERROR:  # it has said what is wrong
+                    self.link.exit_code = code
+                else:
+                    self._fail(f"{node.name}: ssh has ended with exit code {code} before its ranks came; see above")
+            first_rank += node.slots or 0
+
+    def _fail(self, cause: str) -> None:
+        if not self.link.failure:
+            self.link.failure = cause
+            say(f"error: {cause}")
+
     def _signalled(self, number: int, process: subprocess.Popen) -> None:
-        if number == signal.SIGTERM and self.saves and self.link.coordinator and not self._is_asked:
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        if number != signal.SIGHUP and self.saves and self.link.sidecars and not self._is_asked:
             self._is_asked = True
             self._for_ranks.append(signal.SIGUSR1)
-            os.write(2, b"dsft: SIGTERM: the ranks are asked to save and end; a second one ends them at once\n")
+            say(f"{name}: the ranks are asked to save and end; a second one ends them at once")
             return
+        if not self.interrupted:
+            say(f"{name}: all ranks are being ended")
         self.interrupted = number
-        self.link.end_ranks(f"dsft launch got {signal.Signals(number).name}")
-        signal_group(process, number)
-        self._end_at = self._end_at or time.monotonic() + END_SECONDS
+        self._end(process)
 
     def _see_to_the_end(self, process: subprocess.Popen) -> None:
         if (self.link.failure or self.link.exit_code) and self._end_at is None:
-            self._end_at = time.monotonic() + END_SECONDS
+            self._end(process)
         if self._end_at is not None and time.monotonic() > self._end_at:
-            end_group(process)
+            end_launcher(process)
+
+    def _end(self, process: subprocess.Popen) -> None:
+        """Ask all ranks to end, and the launcher where no rank has come to be asked; later it is ended."""
+        self._end_at = self._end_at or time.monotonic() + END_SECONDS
+        self.link.end_ranks()
+        if not self.link.sidecars:
+            signal_group(process.pid, signal.SIGTERM)
 
     def _code(self, returncode: int) -> int:
         if self.interrupted:
             return 128 + self.interrupted
-        if self.link.exit_code:
+        if self.link.exit_code is not None:  # also 0, where all is done and an ssh session died on the way
             return self.link.exit_code
         if self.link.failure and not 0 < returncode < 128:
             return 1  # also where a launcher that waited for a lost node had to be ended
         return returncode if returncode >= 0 else 128 - returncode
 
 
-def signal_group(process: subprocess.Popen, number: int) -> None:
-    """To the launcher and what it started here."""
-    try:
-        os.killpg(process.pid, number)
-    except ProcessLookupError:
-        pass
-
-
-def end_group(process: subprocess.Popen) -> None:
+def end_launcher(process: subprocess.Popen) -> None:
     """End the launcher and what it left here, such as an ssh to a node that does not answer."""
     if process.poll() is None:
-        signal_group(process, signal.SIGTERM)
+        signal_group(process.pid, signal.SIGTERM)
         try:
             process.wait(KILL_SECONDS)
         except subprocess.TimeoutExpired:
             pass
-    signal_group(process, signal.SIGKILL)
+    signal_group(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def say(line: str) -> None:
+    """Also inside a signal's handler, where `print` may not be called."""
+    os.write(2, f"dsft: {line}\n".encode())
 
 
 def resumed(script: list[str]) -> list[str]:
@@ -158,6 +178,8 @@ def launch(argv: list[str]) -> int:
     for attempt in range(options.max_restarts + 1):
         if attempt and name == "train":  # an evaluation resumes by itself
             script = resumed(script)
+        if attempt and nodes_through_ssh(options) and not options.no_preflight:
+            wait_until_examined(options, script)
         command = build_command(options, name, script)
         print("dsft: " + shlex.join(shown(command)), flush=True)
         if options.dry_run:

@@ -1,0 +1,79 @@
+"""The variables of this shell on other nodes: one list, for the ranks as for the doctor that examines before them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsft.cluster.doctor.ssh import ssh_command
+from dsft.cluster.launch.commands import build_command
+from dsft.cluster.launch.environment import forwarded, remote_environment
+from dsft.cluster.launch.options import read_launch
+from dsft.cluster.launch.run import LauncherProcess
+
+PDSH = """#!/bin/bash
+while [ "$1" != -w ]; do shift; done
+shift 2
+command="$*"
+shown=" -c 'import os; print(dict(os.environ))' #"
+exec env -i bash -c "${command/ -u -m deepspeed.launcher.launch/$shown}"
+"""
+"""Runs its command here, in an environment as empty as a remote shell's, with Python in the place of the ranks."""
+SSH = """#!/bin/bash
+while [ "$1" = -o ]; do shift 2; done
+[ "$2" = hostname ] && exec hostname
+exec env -i bash -c "${*:2}"
+"""
+SET = {
+    "HF_HOME": "/data/hf",
+    "NCCL_DEBUG": "INFO",
+    "UCX_TLS": "tcp,self",
+    "OMP_NUM_THREADS": "3",
+    "XDG_CACHE_HOME": "/data/cache and more",
+    "PYTHONPATH": "/data/lib",
+    "HF_TOKEN": "t",
+    "EDITOR": "vi",
+}
+REMOTE_SHELL = {"PWD", "SHLVL", "_", "OLDPWD"}
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch):
+    for name, text in {"pdsh": PDSH, "ssh": SSH}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, value in SET.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("node-0 slots=1\nnode-1 slots=1\n")
+    Path(".deepspeed_env").write_text("HF_HOME=/own\nMY_OWN=1\nDSFT_LAUNCHER=10.0.0.1:1:of-an-earlier-launch\n")
+
+
+def test_the_doctor_sees_the_environment_of_the_ranks(shell, capfd):
+    options, name, script = read_launch(
+        ["--hostfile", "hosts", "--master_addr", "node-0", "--master_port", "1", "train"]
+    )
+    LauncherProcess(options, build_command(options, name, script), saves=False).run()
+    ranks = eval(capfd.readouterr().out)
+    words = [sys.executable, "-c", "import os; print(dict(os.environ))"]
+    command = ssh_command("node-1", words, remote_environment(os.environ))
+    doctor = eval(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert "of-an-earlier-launch" not in ranks.pop("DSFT_LAUNCHER")
+    for variables in (ranks, doctor):
+        for name in REMOTE_SHELL:
+            variables.pop(name, None)
+    assert ranks == doctor
+    assert ranks["HF_HOME"] == "/own" and ranks["MY_OWN"] == "1" and ranks["DS_ACCELERATOR"] == "cpu"
+    assert ranks["PYTHONPATH"] == f"{os.getcwd()}:/data/lib" and ranks["XDG_CACHE_HOME"] == SET["XDG_CACHE_HOME"]
+    assert "HF_TOKEN" not in ranks and "EDITOR" not in ranks
+
+
+def test_secrets_and_what_a_shell_would_break_stay_here():
+    environment = {"HF_HOME": "/hf", "HF_TOKEN": "t", "WANDB_API_KEY": "k", "NCCL_DEBUG": "INFO", "HF_X": 'a"b'}
+    assert forwarded(environment | {"EDITOR": "vi", "CUDA_VISIBLE_DEVICES": "0"}) == {
+        "HF_HOME": "/hf",
+        "NCCL_DEBUG": "INFO",
+    }

@@ -1,0 +1,153 @@
+"""`dsft launch` and its job are tied together before the ranks meet; the job is a process of the watchdog alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+from conftest import ROOT
+
+from dsft.cluster.launch.options import LaunchOptions
+from dsft.cluster.launch.run import LauncherProcess
+from dsft.watchdog.processes import descendants, start_time
+
+RANK = """
+import os, signal, sys, time
+from types import SimpleNamespace
+from dsft.watchdog import client
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+start = lambda: client.start(SimpleNamespace(start_timeout=300, lost_timeout=60, load_timeout=300))
+def is_tied():
+    import psutil
+    [sidecar] = psutil.Process().children()
+    return any(connection.status == "ESTABLISHED" for connection in sidecar.net_connections("tcp"))
+def wait_until_tied():
+    while not is_tied():
+        time.sleep(0.1)
+    time.sleep(0.5)  # the launch looks five times a second
+def to_another_host():
+    if os.fork():
+        time.sleep(1000)  # as an ssh
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+def say(word):
+    path = os.environ["FOLDER"] + "/" + word
+    open(path + "-", "w").write(str(os.getpid()))
+    os.rename(path + "-", path)
+"""
+LAUNCH = """
+import sys
+from dsft.cluster.launch.options import LaunchOptions
+from dsft.cluster.launch.run import LauncherProcess
+sys.exit(LauncherProcess(LaunchOptions(), [sys.executable, "-c", sys.argv[1]], saves=True).run())
+"""
+WAITS = """
+start()
+signal.signal(signal.SIGUSR1, lambda *_: (client.close(75), os._exit(75)))
+wait_until_tied()
+say("ready")
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch):
+    """Starts a launch, in a process of its own, of one rank that does this; gives it once the rank is `ready`."""
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+    started = []
+
+    def start(work: str) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, RANK + work], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        wait_until((tmp_path / "ready").exists)
+        return process
+
+    yield start
+    with suppress(FileNotFoundError, ProcessLookupError):  # one on "another host"
+        os.kill(int((tmp_path / "ready").read_text()), signal.SIGKILL)
+    for process in started:
+        for pid in (*descendants(process.pid), process.pid) if process.poll() is None else ():
+            os.kill(pid, signal.SIGKILL)
+
+
+def wait_until(condition) -> None:
+    until = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def exit_code(work: str) -> int:
+    return LauncherProcess(LaunchOptions(), [sys.executable, "-c", RANK + work], saves=True).run()
+
+
+def test_a_run_that_is_done_has_exit_code_0_though_its_launcher_ends_with_255(monkeypatch):
+    """As pdsh does where an ssh session died on the way."""
+    monkeypatch.chdir(ROOT)
+    assert (
+        exit_code("start(); client.connect(client.coordinator_port()); client.close(); time.sleep(2); sys.exit(255)")
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("work", "code"),
+    [
+        ("start(); client.close(2, ['x']); time.sleep(100)", 2),
+        ("start(); client._report_error(ValueError, ValueError(3), None)", 1),
+    ],
+    ids=["says why", "exception"],
+)
+def test_a_rank_that_fails_before_the_others_came_ends_the_launch_with_its_code(monkeypatch, work, code):
+    monkeypatch.chdir(ROOT)
+    assert exit_code(work) == code
+
+
+@pytest.mark.parametrize(
+    "work",
+    ["say('ready'); time.sleep(1000)", WAITS, "to_another_host()" + WAITS],
+    ids=["before its sidecar", "before the ranks meet", "on another host"],
+)
+def test_a_killed_launch_leaves_nothing_before_the_ranks_have_met(launch, work, tmp_path):
+    process = launch(work)
+    family = {*descendants(process.pid), int((tmp_path / "ready").read_text())}
+    assert len(family) >= 2
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(start_time(pid) for pid in family))
+
+
+def test_a_rank_that_comes_after_its_launch_was_killed_ends(launch, tmp_path):
+    process = launch("to_another_host(); say('ready'); time.sleep(3); start(); time.sleep(1000)")
+    process.kill()
+    process.wait()
+    rank = int((tmp_path / "ready").read_text())
+    wait_until(lambda: start_time(rank) is None)
+    assert "was started by a dsft launch that is gone" in process.stderr.read()
+
+
+def test_ctrl_c_asks_the_ranks_to_save_and_a_second_one_ends_them_at_once(launch):
+    process = launch(WAITS)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 75
+    assert (
+        process.stderr.read() == "dsft: Ctrl-C: the ranks are asked to save and end; a second one ends them at once\n"
+    )
+
+
+def test_a_second_ctrl_c_ends_the_ranks_at_once(launch):
+    notes = "signal.signal(signal.SIGUSR1, lambda *_: say('asked')); start(); wait_until_tied(); say('ready')"
+    process = launch(f"{notes}\nwhile True: time.sleep(9)")
+    family = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: os.path.exists(os.environ["FOLDER"] + "/asked"))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 130
+    wait_until(lambda: not any(start_time(pid) for pid in family))
+    assert process.stderr.read().splitlines()[1:] == ["dsft: Ctrl-C: all ranks are being ended"]

@@ -1,0 +1,79 @@
+"""What keeps ranks from starting is said in one message with its own exit code, and Ctrl-C in one line."""
+
+import os
+import signal
+import socket
+
+import pytest
+from ranks import run_entry
+
+from dsft.errors import EXIT_INTERRUPTED, EXIT_NOT_STARTED, EXIT_USER_ERROR, ends_with_clear_errors
+from dsft.runtime import preemption
+from dsft.runtime.distributed import free_port
+
+FIRST_OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.fixture
+def busy_port():
+    with socket.create_server(("", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def start(tmp_path, monkeypatch, variables: dict):
+    """A training of one rank that finds these variables of a launcher."""
+    for name, value in (FIRST_OF_TWO | variables).items():
+        monkeypatch.setenv(name, value)
+    words = ["--model", "m", "--data", "d", "--output_dir", tmp_path, "--start_timeout", "2"]
+    return run_entry("dsft.train", words)
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "named"),
+    [
+        ({"RANK": "5"}, EXIT_USER_ERROR, "RANK=5 in the environment, but WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "two"}, EXIT_USER_ERROR, "WORLD_SIZE=two in the environment"),
+        ({}, EXIT_NOT_STARTED, "rank 0 of 2 on"),
+        ({"RANK": "1"}, EXIT_NOT_STARTED, "rank 1 of 2 on"),
+    ],
+)
+def test_a_rank_that_cannot_meet_the_others_says_why(tmp_path, monkeypatch, variables, code, named):
+    result = start(tmp_path, monkeypatch, {"MASTER_PORT": str(free_port())} | variables)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("dsft: ")]
+    assert result.returncode == code and len(lines) == 1 and named in lines[0], result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_busy_port_is_named_with_its_owner_and_the_way_out(tmp_path, monkeypatch, busy_port):
+    result = start(tmp_path, monkeypatch, {"MASTER_PORT": str(busy_port)})
+    assert result.returncode == EXIT_USER_ERROR and "Traceback" not in result.stderr, result.stderr
+    assert f"MASTER_PORT={busy_port}: is in use on" in result.stderr and f"process {os.getpid()} (" in result.stderr
+
+
+def test_a_first_ctrl_c_lets_a_training_save_and_a_second_one_ends_it(monkeypatch, capfd):
+    monkeypatch.setattr(preemption, "_asked", False)
+    monkeypatch.setattr(preemption, "_is_listening", True)
+    with preemption.signals_save():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert preemption.is_asked() and capfd.readouterr().err.count("dsft: Ctrl-C: saves and ends") == 1
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_in_a_notebook_ctrl_c_stays_what_it_is(monkeypatch):
+    monkeypatch.setattr(preemption, "_asked", False)
+    monkeypatch.setattr(preemption, "_is_listening", False)
+    with preemption.signals_save(), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_is_one_line(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+
+    @ends_with_clear_errors
+    def main() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == EXIT_INTERRUPTED and capsys.readouterr().err == "dsft: interrupted (Ctrl-C)\n"
