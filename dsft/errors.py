@@ -17,7 +17,7 @@ EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3
 """Training stopped itself, for example at a NaN loss; what was saved before is intact."""
 EXIT_UNSAVED = 4
-"""Training went to its end, but a checkpoint on the way could not be saved."""
+"""Training went to its end, but the final model or a checkpoint on the way could not be saved."""
 EXIT_NOT_STARTED = 5
 """The ranks did not meet within `start_timeout`; nothing was begun."""
 EXIT_REQUEUE = 75
@@ -50,7 +50,7 @@ class Requeue(TrainingStopped):
 
 
 class Unsaved(TrainingStopped):
-    """Training is done, its final model is written, but a checkpoint could not be saved."""
+    """Training is done, but its final model or a checkpoint could not be saved; the message says what is left."""
 
 
 class NotStarted(RuntimeError):

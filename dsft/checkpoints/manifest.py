@@ -8,12 +8,13 @@ only; what the ranks do together is in `save.py`.
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from dsft.checkpoints.removal import discard, discard_if_possible, empty_trash
 
 STAGING = ".saving"
 REPLACED = ".replaced"
@@ -48,7 +49,7 @@ def hash_and_sync(path: Path) -> dict[str, Any]:
 
 
 def publish(staged: Path, manifest: dict[str, Any]) -> Path:
-    """Write the manifest and move a checkpoint from staging to its name, over an earlier one of the same step.
+    """Write the manifest and move a checkpoint, or the final model, from staging to its name, over an earlier one.
 
     Returns its folder.
     """
@@ -60,13 +61,13 @@ def publish(staged: Path, manifest: dict[str, Any]) -> Path:
         _sync_folder(folder)
     final, replaced = staged.parent.parent / staged.name, staged.parent.parent / REPLACED
     if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+        discard(replaced)
         replaced.mkdir()
         final.rename(replaced / final.name)
     staged.rename(final)
-    staged.parent.rmdir()
     _sync_folder(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    for folder in (staged.parent, replaced):
+        discard_if_possible(folder)
     return final
 
 
@@ -84,13 +85,14 @@ def clean_up(output_dir: str | Path) -> list[Path]:
     Returns what was removed.
     """
     root, removed = Path(output_dir), []
-    for moved in (root / REPLACED).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+    for moved in (root / REPLACED).glob("*"):
         if not (root / moved.name).exists():
             moved.rename(root / moved.name)
     for folder in (root / STAGING, root / REPLACED):
         if folder.is_dir():
             removed += [path for path in folder.iterdir()] or [folder]
-            shutil.rmtree(folder, ignore_errors=True)
+            discard_if_possible(folder)
+    empty_trash(root)
     return removed
 
 
@@ -171,20 +173,19 @@ def last_good(
     return None, skipped
 
 
-def prune(output_dir: str | Path, *, limit: int | None, best: str | None) -> list[Path]:
-    """Remove the oldest checkpoints beyond `limit`; the newest and the `best` stay. Returns what was removed."""
+def prune(output_dir: str | Path, *, limit: int | None, best: str | None, newest: Path | None = None) -> list[str]:
+    """Remove the oldest checkpoints beyond `limit`; the newest and the `best` stay. Returns what could not be removed.
+
+    Args:
+        newest: by default the one of the highest step. Those of higher steps are of a future that was given up (they
+            are damaged, say), and go first.
+    """
     folders = checkpoints(output_dir)
     if not limit or len(folders) <= limit:
-        return []
-    keep = {folders[-1], *(path for path in folders if best and path.resolve() == Path(best).resolve())}
-    others = [path for path in folders if path not in keep]
-    removed = others[: len(folders) - max(limit, len(keep))]
-    for path in removed:
-        # Away from its name first: a removal that is interrupted leaves no half checkpoint.
-        staged = path.parent / STAGING / path.name
-        staged.parent.mkdir(exist_ok=True)
-        shutil.rmtree(staged, ignore_errors=True)
-        path.rename(staged)
-        shutil.rmtree(staged)
-        staged.parent.rmdir()
-    return removed
+        return empty_trash(Path(output_dir))
+    newest = newest or folders[-1]
+    keep = {newest, *(path for path in folders if best and path.resolve() == Path(best).resolve())}
+    position = folders.index(newest)
+    others = [path for path in (*folders[position:], *folders[:position]) if path not in keep]
+    # Away from its name first: a removal that is interrupted leaves no half checkpoint.
+    return [error for path in others[: len(folders) - max(limit, len(keep))] for error in discard_if_possible(path)]

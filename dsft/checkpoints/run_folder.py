@@ -6,7 +6,6 @@ end.
 
 import json
 import os
-import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dsft.checkpoints.manifest import MANIFEST, checkpoints, last_good, resume_errors
+from dsft.checkpoints.removal import discard
 from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
 from dsft.runtime.console import say
@@ -60,11 +60,18 @@ def check_output_dir(config, problems: list[str]) -> None:
 
 
 def clear_run(output_dir: str) -> None:
-    """Remove what an earlier run left: checkpoints, the final model, run.json. Other files stay."""
+    """Remove what an earlier run left: checkpoints, the final model, run.json. Other files stay.
+
+    Raises:
+        UserError: where a checkpoint resists: a later resume would take it for one of the new run.
+    """
     path = Path(output_dir)
     for folder in (*path.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), path / FINAL):
-        if folder.is_dir():
-            shutil.rmtree(folder)
+        try:
+            for error in discard(folder) if folder.is_dir() else ():
+                say(f"warning: {error}: is left of the run that was replaced; a later save tries again")
+        except OSError as error:
+            raise UserError([f"overwrite: {folder} cannot be removed ({error}); choose another output_dir"]) from None
     (path / RUN).unlink(missing_ok=True)
 
 

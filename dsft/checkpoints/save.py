@@ -17,7 +17,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, files_of, hash_and_sync, publish, staging_folder
+from dsft.checkpoints.manifest import STAGING, TRAINER_STATE, files_of, hash_and_sync, publish
+from dsft.checkpoints.removal import discard_if_possible
 from dsft.errors import one_line
 from dsft.models.zero_shards import OPTIMIZER_FILES
 from dsft.runtime import distributed
@@ -38,10 +39,13 @@ class Saves:
 
 
 class StagedSave:
-    """Carries one save of all ranks from the first byte in `.saving/` to the checkpoint at its name."""
+    """Carries one save of all ranks from the first byte in `.saving/` to the folder at its name.
 
-    def __init__(self, output_dir: str | Path, step: int):
-        self.staged, self.folder = staging_folder(output_dir, step), checkpoint_folder(output_dir, step)
+    It is a checkpoint, or the final model.
+    """
+
+    def __init__(self, folder: Path):
+        self.staged, self.folder = folder.parent / STAGING / folder.name, folder
         self.errors: list[str] = []
         """What this rank could not write."""
 
@@ -83,11 +87,11 @@ class StagedSave:
             facts: for the manifest, beside the files.
         """
         start = time.monotonic()
-        distributed.first_on_rank_0(
-            self._clear_staging
-        )  # what a killed save left, on nodes with a disk of their own too
+        # What a killed save left goes first, on nodes with their own disks too: it would be published with the rest.
+        distributed.first_on_rank_0(self._clear_staging)
         # Room first: safetensors maps the file it writes, and a full disk then ends the process by a signal (SIGBUS).
-        problems = distributed.from_all(self._lack_of_room(max(needed_bytes, saves.largest_bytes)))[:1]
+        lacks = self._leftovers() or self._lack_of_room(max(needed_bytes, saves.largest_bytes))
+        problems = distributed.from_all(lacks)[:1]
         if not problems:
             self.attempt(write)
             problems = distributed.from_all([f"rank {distributed.rank()}: {error}" for error in self.errors])
@@ -102,14 +106,17 @@ class StagedSave:
         return True
 
     def _clear_staging(self) -> None:
-        shutil.rmtree(self.staged.parent, ignore_errors=True)
+        discard_if_possible(self.staged.parent)
+
+    def _leftovers(self) -> list[str]:
+        return [f"{self.staged} is left of an earlier save and cannot be moved"] if self.staged.exists() else []
 
     def _lack_of_room(self, needed_bytes: int) -> list[str]:
         free_bytes = shutil.disk_usage(self.folder.parent).free
         if free_bytes >= needed_bytes:
             return []
         free, needed = f"{free_bytes / 1e9:.3g} GB", f"{needed_bytes / 1e9:.3g} GB"
-        return [f"{free} are free on {socket.gethostname()}, and a checkpoint takes {needed}"]
+        return [f"{free} are free on {socket.gethostname()}, and {self.folder.name} takes {needed}"]
 
     def _publish(self, check: Callable[[Path], list[str]], facts: dict[str, Any]) -> list[str]:
         """Hash the files, each rank its share, and move the checkpoint to its name. Returns problems. Collective."""

@@ -49,9 +49,9 @@ from dsft.run_setup.decisions import (
     packing_decisions,
 )
 from dsft.run_setup.plan import job_over_data, plan_run
+from dsft.run_setup.room import check_room
 from dsft.runtime import distributed
 from dsft.runtime.console import say
-from dsft.runtime.disk import check_free_space
 from dsft.runtime.hardware import Machine
 
 
@@ -220,9 +220,7 @@ def _measured(options: TrainConfig, problems: list[str]) -> ModelFacts | None:
     problems += check_weights(options, model.config, local=True)
     problems += check_positions(model, seq_len=options.seq_len, model=options.model)
     if options.training.get("output_dir") and not any(problem.startswith("output_dir") for problem in problems):
-        # What is written at the end; checkpoints come on top.
-        weight_bytes = model.size.num_trainable * (4 if options.dtype == "float32" else 2)
-        check_free_space(options.training["output_dir"], weight_bytes, problems)
+        problems += check_room(options, model.size.num_trainable)
     return model
 
 

@@ -9,8 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dsft.units import GB
-
 
 def user_cache() -> Path:
     """The folder `dsft` in the user's cache; XDG_CACHE_HOME is followed."""
@@ -20,8 +18,12 @@ def user_cache() -> Path:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write beside and rename, so that a reader or a crash never sees part of a file."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    beside.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    try:
+        beside.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def existing_parent(path: Path) -> Path:
@@ -51,13 +53,3 @@ def check_writable(output_dir: str, problems: list[str]) -> None:
             os.fsync(probe.fileno())
     except OSError as error:
         problems.append(f"output_dir={path}: cannot be written ({error.strerror})")
-
-
-def check_free_space(output_dir: str, needed_bytes: int, problems: list[str]) -> None:
-    """Check that the disk has room for what the run writes at its end."""
-    free = free_bytes(output_dir)
-    if free is not None and free < needed_bytes:
-        problems.append(
-            f"output_dir={output_dir}: the trained weights need {needed_bytes / GB:.3g} GB, but the disk has"
-            f" {free / GB:.3g} GB free; choose another disk"
-        )

@@ -3,6 +3,7 @@
 Rank 0 writes to both. The other ranks write to the file, also where a library prints without Python.
 """
 
+import contextlib
 import os
 import socket
 import sys
@@ -23,11 +24,13 @@ class _Both:
         self.screen, self.file = screen, file
 
     def write(self, text: str) -> int:
-        self.file.write(text)
+        with contextlib.suppress(OSError):  # a full disk must not end the run; the screen has it
+            self.file.write(text)
         return self.screen.write(text)
 
     def flush(self) -> None:
-        self.file.flush()
+        with contextlib.suppress(OSError):
+            self.file.flush()
         self.screen.flush()
 
     def __getattr__(self, name: str):

@@ -5,15 +5,18 @@ Reads top to bottom: options -> a decided run -> data -> trainer -> fit -> last 
 
 import contextlib
 import dataclasses
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from dsft.checkpoints.identity import check_identity
 from dsft.checkpoints.manifest import checkpoints
 from dsft.checkpoints.model_card import CARD, model_card
 from dsft.checkpoints.reshard import topology_change
-from dsft.checkpoints.run_folder import clear_run, last_checkpoint, read_run, write_run
+from dsft.checkpoints.room import give_room, reserve_room
+from dsft.checkpoints.run_folder import FINAL, clear_run, last_checkpoint, read_run, write_run
 from dsft.checkpoints.verification import Verification
 from dsft.config.options import TrainConfig, as_dict
 from dsft.data.sequences import describe_counts
@@ -39,7 +42,7 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
     Raises:
         UserError: with `problems` and all others that can be found before weights load, on every rank.
         TrainingStopped: where the loss is NaN or infinite, or a stop was asked for.
-        Unsaved: at the end, where a checkpoint on the way could not be saved.
+        Unsaved: at the end, where the final model or a checkpoint on the way could not be saved.
     """
     with safe_unpickling(trust=options.trust_checkpoint):
         return _finetune(options, problems)
@@ -132,34 +135,50 @@ def with_verified_checkpoint(run: ResolvedRun, verification: Verification, train
 def run_report(run: ResolvedRun, data: TrainingData, trainer: PerplexityTrainer) -> Iterator[None]:
     """Keeps run.json inside a `with`: running, then stopped or preempted; `finish` says done. Collective.
 
-    An earlier run in the folder is replaced here, when nothing of the set-up can fail any more.
+    An earlier run in the folder is replaced here, when nothing of the set-up can fail any more, and room for the final
+    model is reserved.
     """
-    if distributed.rank() == 0:
-        if run.options.overwrite and run.checkpoint is None:
-            clear_run(run.output_dir)
-        write_run(
-            run.output_dir,
-            config=as_dict(run.options),
-            decisions=[vars(decision) for decision in run.decisions],
-            plan=plan_as_dict(run.plan) | {"reason": run.reason},
-            machine=str(run.machine),
-            deepspeed=run.plan.deepspeed_config,
-            versions=versions(),
-            git_commit=git_commit(),
-            world_size=distributed.world_size(),
-            data=data.counts,
-            held_out=data.held_out_counts,
-            status="running",
-        )
-    distributed.wait_for_all()
+    distributed.on_rank_0(lambda: _begin(run, data, trainer))
     try:
         yield
     except TrainingStopped as error:
         outcome = {"status": "preempted"} if isinstance(error, Requeue) else {"status": "stopped", "error": str(error)}
         if distributed.rank() == 0:
-            write_run(run.output_dir, results=trainer.results(), **outcome)
+            _write_results(run, trainer, **outcome)
         distributed.wait_for_all()  # every rank stops together, and the first one that ends has the others killed
         raise
+    finally:
+        if distributed.rank() == 0:
+            give_room(run.output_dir)
+
+
+def _begin(run: ResolvedRun, data: TrainingData, trainer: PerplexityTrainer) -> None:
+    if run.options.overwrite and run.checkpoint is None:
+        clear_run(run.output_dir)
+    reserve_room(run.output_dir, trainer.final_bytes)
+    write_run(
+        run.output_dir,
+        config=as_dict(run.options),
+        decisions=[vars(decision) for decision in run.decisions],
+        plan=plan_as_dict(run.plan) | {"reason": run.reason},
+        machine=str(run.machine),
+        deepspeed=run.plan.deepspeed_config,
+        versions=versions(),
+        git_commit=git_commit(),
+        world_size=distributed.world_size(),
+        data=data.counts,
+        held_out=data.held_out_counts,
+        status="running",
+    )
+
+
+def _write_results(run: ResolvedRun, trainer: PerplexityTrainer, *, results: dict[str, Any] | None = None, **sections):
+    """Writes how the run ended to run.json; a full disk does not change that."""
+    give_room(run.output_dir)
+    try:
+        write_run(run.output_dir, results=(results or {}) | trainer.results(), **sections)
+    except OSError as error:
+        say(f"warning: {run.output_dir}/run.json could not be written ({error})")
 
 
 def describe_start(run: ResolvedRun, trainer: PerplexityTrainer) -> None:
@@ -205,14 +224,38 @@ def finish(
             f"{plural(saves.number, 'checkpoint')} saved in {saves.seconds:.3g} s, {saves.seconds / seconds:.1%} of the"
             f" run; the largest is {saves.largest_bytes / 1e9:.3g} GB"
         )
+    if final is None:
+        raise Unsaved(_way_to_the_final_model(trainer, run))
     if distributed.rank() == 0:
-        results = {"train_loss": train_loss, "seconds": seconds, "final_model": str(final)} | trainer.results()
-        write_run(run.output_dir, results=results, status="done", data=data.counts)  # a stream's are known only now
-        card = model_card(
-            read_run(run.output_dir),
-            data=describe_counts(data.counts),
-            held_out=describe_counts(data.held_out_counts or {}),
-        )
-        (final / CARD).write_text(card, encoding="utf-8")
+        results = {"train_loss": train_loss, "seconds": seconds, "final_model": str(final)}
+        # A stream's counts are known only now.
+        _write_results(run, trainer, results=results, status="done", data=data.counts)
+        _write_card(final, run, data)
         say(f"done: {final}; results in {run.output_dir}/run.json")
     return final
+
+
+def _write_card(final: Path, run: ResolvedRun, data: TrainingData) -> None:
+    card = model_card(
+        read_run(run.output_dir),
+        data=describe_counts(data.counts),
+        held_out=describe_counts(data.held_out_counts or {}),
+    )
+    try:
+        (final / CARD).write_text(card, encoding="utf-8")
+    except OSError as error:
+        say(f"warning: {final / CARD} could not be written ({error})")
+
+
+def _way_to_the_final_model(trainer: PerplexityTrainer, run: ResolvedRun) -> str:
+    """Says why the final model is not written, and the command that makes it of the last checkpoint."""
+    failed, saved = trainer.final_save.failed[0], checkpoints(run.output_dir)
+    if not saved:
+        return f"{run.output_dir}: the final model could not be saved ({failed}), and there is no checkpoint"
+    step = int(saved[-1].name.rpartition("-")[2])
+    which = "the last step's" if step == trainer.state.global_step else f"step {step}'s"
+    command = shlex.join(["dsft", "export", str(saved[-1]), str(saved[-1].parent / FINAL)])
+    return (
+        f"{run.output_dir}: the final model could not be saved ({failed}). {saved[-1]} is complete, with {which}"
+        f" weights; once there is room: {command}"
+    )

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer
 
@@ -12,16 +13,20 @@ from dsft.checkpoints.identity import run_identity
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, prune
 from dsft.checkpoints.readback import readback_errors, trained_shapes
 from dsft.checkpoints.reshard import restore, topology_change
+from dsft.checkpoints.room import give_room
 from dsft.checkpoints.run_folder import FINAL
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards
 from dsft.checkpoints.tensor_sources import SafetensorsFiles
 from dsft.config.deepspeed_json import offloads, stage
 from dsft.runtime.console import say
-from dsft.runtime.distributed import max_over_ranks
 from dsft.watchdog import client as watchdog
 
 SAMPLED_TENSORS = 16
 """Of the final model, read back and compared in full."""
+BYTES_PER_TOKEN = 200
+"""Of a tokenizer's files, at most: Llama 3's take 134."""
+SMALL_FILES_BYTES = 100_000
+"""Of the config, the model card, the training arguments and run.json."""
 
 
 class SavingTrainer(Trainer):
@@ -42,7 +47,13 @@ class SavingTrainer(Trainer):
         }
         self.save_minutes = save_minutes
         shapes = trained_shapes(model)
-        self.saves, self._num_trained = Saves(), sum(map(math.prod, shapes.values()))
+        self.saves, self.final_save = Saves(), Saves()
+        self._num_trained = sum(map(math.prod, shapes.values()))
+        self._weight_bytes = sum(
+            math.prod(shapes[name]) * parameter.element_size()
+            for name, parameter in model.named_parameters()
+            if name in shapes
+        )
         self.run_identity = run_identity(
             shapes,
             data=data_identity,
@@ -53,7 +64,6 @@ class SavingTrainer(Trainer):
         )
         self._saved_at = time.monotonic()
         self._staged_save: StagedSave | None = None
-        self._final_errors: list[str] = []
 
     def is_save_due(self) -> bool:
         """Tell whether `save_minutes` are over since the last save, by this rank's clock."""
@@ -99,7 +109,7 @@ class SavingTrainer(Trainer):
         """
         step, output_dir = self.state.global_step, self.args.output_dir
         losses = (entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry)
-        save = self._staged_save = StagedSave(output_dir, step)
+        save = self._staged_save = StagedSave(checkpoint_folder(output_dir, step))
         with watchdog.phase("saving"):
             is_saved = save.run(
                 lambda: self._write_checkpoint(model, trial, save),
@@ -115,7 +125,13 @@ class SavingTrainer(Trainer):
                 " checkpoints stay"
             )
         elif self.is_world_process_zero():
-            prune(output_dir, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
+            for error in prune(
+                output_dir,
+                limit=self.args.save_total_limit,
+                best=self.state.best_model_checkpoint,
+                newest=save.folder,
+            ):
+                say(f"warning: {error}; an older checkpoint could not be removed, the next save tries again")
 
     def _write_checkpoint(self, model: nn.Module, trial: Any, save: StagedSave) -> None:
         best = self.state.best_model_checkpoint
@@ -128,20 +144,35 @@ class SavingTrainer(Trainer):
             self.state.save_to_json(str(save.staged / TRAINER_STATE))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        save, sampled, errors = self._staged_save, SAMPLED_TENSORS, self._final_errors
+        save = self._staged_save
         if save is None:
-            super()._save(output_dir, state_dict)
-        else:
-            sampled, errors = 0, save.errors
-            save.attempt(lambda: super(SavingTrainer, self)._save(output_dir, state_dict))
-        if self.args.should_save and not errors:
-            errors += readback_errors(SafetensorsFiles(Path(output_dir)), state_dict or {}, sampled=sampled)
+            return super()._save(output_dir, state_dict)
+        state_dict = self._tied_again(state_dict or {})
+        save.attempt(lambda: super(SavingTrainer, self)._save(output_dir, state_dict))
+        if self.args.should_save and not save.errors:
+            sampled = SAMPLED_TENSORS if save.folder.name == FINAL else 0
+            save.errors += readback_errors(SafetensorsFiles(Path(output_dir)), state_dict, sampled=sampled)
+
+    def _tied_again(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Let the names of one parameter share a tensor, as in the model, so that it is written once.
+
+        Under ZeRO 0 to 2 accelerate gives every name a copy (clone_tensors_for_torch_save).
+        """
+        names: dict[torch.nn.Parameter, str] = {}
+        first = {
+            name: names.setdefault(parameter, name)
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
+        }
+        return {name: state_dict.get(first.get(name, name), tensor) for name, tensor in state_dict.items()}
 
     def _checkpoint_bytes(self) -> int:
         """Return at least what is saved: the trained weights and, to resume, an fp32 copy with Adam's two moments."""
-        return self._num_trained * (
-            next(self.model.parameters()).element_size() + (0 if self.args.save_only_model else 12)
-        )
+        return self._weight_bytes + (0 if self.args.save_only_model else 12 * self._num_trained)
+
+    @property
+    def final_bytes(self) -> int:
+        """Return what the final model takes: the trained weights, the tokenizer, and what describes them."""
+        return self._weight_bytes + BYTES_PER_TOKEN * len(self.processing_class) + SMALL_FILES_BYTES
 
     def _check_saved(self, folder: Path) -> list[str]:
         problems = self._missing_weights(folder)
@@ -152,16 +183,21 @@ class SavingTrainer(Trainer):
     def _missing_weights(self, folder: Path) -> list[str]:
         return readback_errors(SafetensorsFiles(folder), {}, num_elements=self._num_trained)
 
-    def save_final(self) -> Path:
-        """Save the model (LoRA: the adapter) to `final/`, count its elements and read a sample back. Collective."""
-        folder = Path(self.args.output_dir) / FINAL
-        watchdog.set_phase("saving")
-        self._final_errors = []
-        self.save_model(str(folder))
-        errors = self._missing_weights(folder) + self._final_errors if self.is_world_process_zero() else []
-        if max_over_ranks(float(len(errors))):
-            raise RuntimeError(
-                f"{folder} is incomplete, do not use it: {'; '.join(errors[:5])} (see the checkpoints for intact"
-                " weights)"
+    def save_final(self) -> Path | None:
+        """Save the model (LoRA: the adapter) to `final/`, count its elements and read a sample back. Collective.
+
+        Returns None where it could not be saved; `final_save.failed` says why.
+        """
+        save = self._staged_save = StagedSave(Path(self.args.output_dir) / FINAL)
+        if self.is_world_process_zero():
+            give_room(self.args.output_dir)
+        with watchdog.phase("saving"):
+            is_saved = save.run(
+                lambda: self.save_model(str(save.staged)),
+                self._missing_weights,
+                saves=self.final_save,
+                needed_bytes=self._weight_bytes,
+                facts={"step": self.state.global_step, **self.topology},
             )
-        return folder
+        self._staged_save = None
+        return save.folder if is_saved else None
