@@ -71,7 +71,7 @@ def _add_texts(builder: "_TokensBuilder", texts: list[Text], tokenizer: PreTrain
     """Adds documents as they stand, an end token after each."""
     first = _encode(tokenizer, [text.text for text in texts if text.starts_document])
     later = _continued(tokenizer, [text.text for text in texts if not text.starts_document])
-    closes, end = _closes(tokenizer), _end_tokens(tokenizer)
+    closes, end = closes_texts(tokenizer), _end_tokens(tokenizer)
     for text in texts:
         ids = next(first if text.starts_document else later)
         if closes and text.starts_document:
@@ -93,7 +93,7 @@ def _add_pairs(
     """Adds prompt and completion as they stand, then the end token."""
     prompts = _encode(tokenizer, [pair.prompt for _, pair in samples if pair])
     completions = _continued(tokenizer, [pair.completion for _, pair in samples if pair])
-    closes, end = _closes(tokenizer), _end_tokens(tokenizer)
+    closes, end = closes_texts(tokenizer), _end_tokens(tokenizer)
     for row, pair in samples:
         if pair is None:
             builder.blank()
@@ -128,7 +128,7 @@ def _end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
-def _closes(tokenizer: PreTrainedTokenizerBase) -> bool:
+def closes_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Tells whether the tokenizer puts an end token after each text by itself."""
     return next(_encode(tokenizer, ["a"]))[-1:] == [tokenizer.eos_token_id]
 

@@ -32,7 +32,7 @@ from dsft.config.options import EvalConfig
 from dsft.data.formats import Chat, EmptyAnswer, Pair, Text, canonical, text_of
 from dsft.data.sequences import IGNORED, Sequence, sequence
 from dsft.data.sources import FormattedSource
-from dsft.data.tokenization import tokenise
+from dsft.data.tokenization import closes_texts, tokenise
 from dsft.errors import UserError, nearest
 
 Spans = Iterable[tuple[int, int, int]]
@@ -196,7 +196,8 @@ def _of_corpus(
     separator = "" if config.separator in ("eos", "none") else config.separator
     # Each document but the first carries the separator before it.
     documents = _encode([separator + text if index else text for index, text in enumerate(texts)], config, tokenizer)
-    if config.separator == "eos" and tokenizer.eos_token_id is not None:
+    is_closed = config.bos == "auto" and closes_texts(tokenizer)  # by the tokenizer itself
+    if config.separator == "eos" and tokenizer.eos_token_id is not None and not is_closed:
         documents = [[*ids, tokenizer.eos_token_id] if ids else ids for ids in documents]
     tokens, starts = _concatenate(documents)
     return _of_texts(texts, tokens, starts, spans_of(0, len(tokens)))

@@ -16,6 +16,7 @@ from conftest import BIN, ROOT, launch_words, read_json
 from datasets import load_dataset
 from ranks import on_ranks, run_entry
 from tiny import ARCHITECTURES, GATED, sentences, write_jsonl, write_texts
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.api import evaluate_perplexity
@@ -266,6 +267,19 @@ def test_bos_and_max_documents(tiny, tmp_path):
     assert without.documents == 5 and with_bos.tokens == without.tokens + 5  # the first token has context now
     with pytest.raises(UserError, match="bos=on: the tokenizer .* has no BOS token"):
         evaluate_perplexity(**options | {"bos": "on"})
+
+
+@pytest.mark.parametrize("mode", ["windows", "sliding"])
+def test_a_tokenizer_that_closes_texts_gives_one_end_token_between_documents(tiny, tmp_path, mode):
+    folder = shutil.copytree(tiny / "model", tmp_path / "closing")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    end = (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end[0]}", special_tokens=[end])
+    tokenizer.save_pretrained(folder)
+    plain, closing = (
+        windows_for(mode_options(tiny, {"mode": mode}) | {"model": [str(model)]}) for model in (tiny / "model", folder)
+    )
+    assert closing.tokens.tolist() == plain.tokens.tolist()
 
 
 def test_a_document_of_one_token_is_counted_as_unscored_and_a_long_one_is_not_cut(tiny, tmp_path):
