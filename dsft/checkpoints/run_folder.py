@@ -18,10 +18,10 @@ from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
 from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable, write_json
+from dsft.runtime.launcher_env import JOB
+from dsft.runtime.run_lock import LOCK
 
 FINAL, RUN = "final", "run.json"
-JOB = "DSFT_JOB"
-"""Variable by which `dsft launch --overwrite` tells its restarts from the run that they replace."""
 
 
 def check_output_dir(config, problems: list[str]) -> None:
@@ -51,7 +51,7 @@ def check_output_dir(config, problems: list[str]) -> None:
             f"resume_from_checkpoint=auto: {path} holds a finished run without checkpoints; choose a new output_dir, or"
             " replace the run with --overwrite"
         )
-    if any(path.iterdir()) and not config.overwrite and not resume:
+    if any(file.name != LOCK for file in path.iterdir()) and not config.overwrite and not resume:
         content = "another run" if (path / RUN).is_file() else "other files"
         problems.append(
             f"output_dir={path}: holds {content}; choose a new folder, continue it with --resume_from_checkpoint auto,"

@@ -14,6 +14,9 @@ from collections.abc import Iterable, Mapping
 
 from dsft.errors import UserError, raise_if_any
 
+JOB = "DSFT_JOB"
+"""Variable with an id of a `dsft launch`: its restarts tell their own run from the one that `overwrite` replaces."""
+
 MPI_NAMES = {
     "OpenMPI": (
         "OMPI_COMM_WORLD_RANK",

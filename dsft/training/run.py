@@ -30,6 +30,7 @@ from dsft.run_setup.resolve import ResolvedRun, resolve_run
 from dsft.runtime import distributed, preemption
 from dsft.runtime.console import say
 from dsft.runtime.rank_logs import log_to_files
+from dsft.runtime.run_lock import only_run_in
 from dsft.runtime.versions import git_commit, versions
 from dsft.training.out_of_memory import out_of_memory_explained
 from dsft.training.trainer import PerplexityTrainer
@@ -44,7 +45,7 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
         TrainingStopped: where the loss is NaN or infinite, or a stop was asked for.
         Unsaved: at the end, where the final model or a checkpoint on the way could not be saved.
     """
-    with safe_unpickling(trust=options.trust_checkpoint):
+    with safe_unpickling(trust=options.trust_checkpoint), only_run_in(options.training.get("output_dir")):
         return _finetune(options, problems)
 
 

@@ -16,10 +16,10 @@ from dsft.cluster.launch.environment import launcher_environment
 from dsft.cluster.launch.options import MODULES, LaunchOptions, read_launch
 from dsft.cluster.launch.preflight import examine_first, wait_until_examined
 from dsft.cluster.launch.ssh_sessions import SshSessions
-from dsft.config.reader import split_flags
+from dsft.config.reader import read_file_and_flags, split_flags
 from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_UNSAVED, EXIT_USER_ERROR
 from dsft.runtime.distributed import free_port
-from dsft.runtime.launcher_env import launcher_variables
+from dsft.runtime.launcher_env import JOB, launcher_variables
 from dsft.watchdog.launch_guard import LaunchGuard, signal_group
 from dsft.watchdog.launcher_link import LauncherLink
 
@@ -160,6 +160,11 @@ def resumed(script: list[str]) -> list[str]:
     return [*others, "--resume_from_checkpoint", "auto"]
 
 
+def asks_to_resume(script: list[str]) -> bool:
+    """Whether the words of a training, or its YAML file, say from where it resumes."""
+    return "resume_from_checkpoint" in read_file_and_flags(script, [])
+
+
 def launch(argv: list[str]) -> int:
     """Print and run the command for `[options] train|eval [words]`, again after a failure up to `max_restarts` times;
     returns the exit code.
@@ -175,6 +180,9 @@ def launch(argv: list[str]) -> int:
         options.master_port = free_port()  # chosen here, so that the preflight looks at the one that is used
     if not (options.no_preflight or options.dry_run):
         examine_first(options, script)
+    os.environ.pop(JOB, None)
+    if name == "train" and not asks_to_resume(script):
+        os.environ[JOB] = uuid.uuid4().hex  # a restart resumes this job's run alone
     for attempt in range(options.max_restarts + 1):
         if attempt and name == "train":  # an evaluation resumes by itself
             script = resumed(script)

@@ -1,0 +1,150 @@
+"""Keeps two runs out of one folder: rank 0 of a run holds `.lock` there, which is stale once its process is gone.
+
+On the same machine the process tells. From another one only the heartbeat does: the time of the file, by the clock of
+the file system that both see.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dsft.errors import UserError
+from dsft.runtime import distributed
+from dsft.runtime.console import say
+from dsft.watchdog.processes import Process
+
+LOCK = ".lock"
+BEAT_SECONDS = 5.0
+STALE_SECONDS = 30.0
+
+
+@contextlib.contextmanager
+def only_run_in(output_dir: str | None) -> Iterator[None]:
+    """Hold the lock of `output_dir` inside a `with`. A folder that cannot be written is left to the checks. Collective.
+
+    Raises:
+        UserError: on every rank, where another run is alive there.
+    """
+    lock = RunLock(Path(output_dir)) if output_dir and distributed.rank() == 0 else None
+    distributed.on_rank_0(lambda: lock.acquire() if lock else None)
+    try:
+        yield
+    finally:
+        if lock:
+            lock.release()
+
+
+class RunLock:
+    """Holds one folder for this process."""
+
+    def __init__(self, folder: Path):
+        self.file, self._ended = folder / LOCK, threading.Event()
+        self._made_folder = self._is_held = False
+
+    def acquire(self) -> None:
+        """Take the lock, over a stale one where there is one.
+
+        Raises:
+            UserError: naming the owner, where it is alive.
+        """
+        try:
+            self._made_folder = not self.file.parent.exists()
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            while not self._create():
+                self._take_away_stale()
+        except OSError:
+            return
+        self._is_held = True
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def release(self) -> None:
+        """Give the folder back; one that was made for the lock alone goes."""
+        self._ended.set()
+        if self._is_held and _owner(self.file) == _this_process():
+            self.file.unlink(missing_ok=True)
+        if self._made_folder:
+            with contextlib.suppress(OSError):  # the run wrote into it
+                self.file.parent.rmdir()
+
+    def _create(self) -> bool:
+        try:
+            descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(_this_process(), file)
+        return True
+
+    def _take_away_stale(self) -> None:
+        owner = _owner(self.file)
+        if not self._is_stale(owner):
+            who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
+            raise UserError(
+                [
+                    f"output_dir={self.file.parent}: {who} is training there now; wait for its end, or choose another"
+                    " folder"
+                ]
+            )
+        stale = self.file.with_name(f"{LOCK}.{os.getpid()}")
+        with contextlib.suppress(FileNotFoundError):  # another start was faster
+            self.file.rename(stale)
+            if _owner(stale) != owner:  # it took the lock in between: that is its lock
+                stale.rename(self.file)
+            stale.unlink(missing_ok=True)
+
+    def _is_stale(self, owner: dict[str, Any] | None) -> bool:
+        if owner and owner["machine"] == _this_process()["machine"]:
+            return not Process(owner["pid"], owner["started"]).is_alive()
+        beat, until = _modified(self.file), time.monotonic() + STALE_SECONDS
+        if self._now() - beat > STALE_SECONDS:
+            return True
+        say(f"{self.file} is of a run on another machine; waiting up to {STALE_SECONDS:.0f} s for its sign of life")
+        while time.monotonic() < until:
+            time.sleep(0.2)
+            if _modified(self.file) != beat:
+                return False
+        return True
+
+    def _now(self) -> float:
+        """Return the time by the clock of the file system."""
+        probe = self.file.with_name(f"{LOCK}.{os.getpid()}.now")
+        probe.touch()
+        try:
+            return _modified(probe)
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            with contextlib.suppress(OSError):  # a file system that is away for a while
+                os.utime(self.file)
+
+
+def _modified(file: Path) -> float:
+    return file.stat().st_mtime if file.exists() else 0.0
+
+
+def _owner(file: Path) -> dict[str, Any] | None:
+    try:
+        owner = json.loads(file.read_text(encoding="utf-8"))
+        return owner if owner.keys() >= {"host", "machine", "pid", "started"} else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _this_process() -> dict[str, Any]:
+    """Describe this process; ids are of its boot and its container."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    process = Process.of(os.getpid())
+    return {
+        "host": socket.gethostname(),
+        "machine": f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}",
+        "pid": process.pid,
+        "started": process.started,
+    }
