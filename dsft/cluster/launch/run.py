@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 
 from dsft.cluster.launch.commands import build_command, nodes_through_ssh, shown
 from dsft.cluster.launch.environment import launcher_environment
@@ -183,6 +184,13 @@ def launch(argv: list[str]) -> int:
     os.environ.pop(JOB, None)
     if name == "train" and not asks_to_resume(script):
         os.environ[JOB] = uuid.uuid4().hex  # a restart resumes this job's run alone
+    try:
+        return _run_with_restarts(options, name, script)
+    finally:
+        os.environ.pop(JOB, None)
+
+
+def _run_with_restarts(options: LaunchOptions, name: str, script: list[str]) -> int:
     for attempt in range(options.max_restarts + 1):
         if attempt and name == "train":  # an evaluation resumes by itself
             script = resumed(script)
