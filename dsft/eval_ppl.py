@@ -32,7 +32,9 @@ def main(argv: list[str] | None = None) -> None:
     problems: list[str] = []
     config = read_evaluation(sys.argv[1:] if argv is None else argv, problems)
     set_up_screen()
-    distributed.start_ranks(timeouts=config, timeout_seconds=max(1800, config.load_timeout))
+    distributed.start_ranks(
+        timeouts=config, timeout_seconds=max(1800, config.load_timeout), output_dir=config.output_dir
+    )
     for note in notes_on_escapes(config):
         say(f"note: {note}")
     for evaluation in evaluate(config, problems, progress=True):

@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     distributed.start_ranks(
         timeouts=options,
         timeout_seconds=options.training.get("ddp_timeout", max(1800, options.load_timeout, options.save_timeout)),
+        output_dir=options.training.get("output_dir"),
     )
     finetune(options, problems)
     distributed.stop_ranks()

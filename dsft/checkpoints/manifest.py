@@ -115,6 +115,14 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
+def manifest_hash(folder: Path) -> str:
+    """Tell one checkpoint from another at the same path, on hosts that may not share it."""
+    path = folder / MANIFEST
+    if path.is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return f"no {MANIFEST}" if folder.is_dir() else "no such folder"
+
+
 def integrity_errors(folder: Path, *, hashes: bool = False) -> list[str]:
     """Compare a checkpoint with its manifest: files, sizes and, where asked for (it reads everything), hashes."""
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dsft.config.convert import DuplicateKey, unique_keys
 from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
+from dsft.config.sent_files import read_text
 from dsft.errors import nearest
 
 _HERE = Path(__file__).resolve().parent.parent
@@ -40,7 +41,7 @@ def known_names() -> list[str]:
 def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
     """The DeepSpeed configuration called `zero` (a name or a path), as it stands in its file."""
     named = CONFIG_DIR / f"zero{zero.replace('-', '_')}.json"
-    path = named if named.is_file() else Path(zero).expanduser()
+    path = named if named.is_file() else Path(zero)
     if path.suffix != ".json":
         problems.append(
             f"zero={zero}: unknown; use auto, {', '.join(known_names())}, or the path of a DeepSpeed"
@@ -48,7 +49,7 @@ def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
         )
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
+        content = json.loads(read_text(path), object_pairs_hook=unique_keys)
     except OSError as error:
         problems.append(f"zero={zero}: cannot be read ({error.strerror})")
         return {}

@@ -8,6 +8,7 @@ each class, headed by its docstring.
 """
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +20,8 @@ SHARDING_ARGUMENTS = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
 """Fields of TrainingArguments that are refused: `zero` says how states are sharded."""
 IGNORED_ARGUMENTS = ("use_cpu", "remove_unused_columns")
 """Fields of TrainingArguments that dsft sets whatever the user says."""
+NODES_OWN = ("data_cache", "logging_dir", "local_rank")
+"""Options that may differ between the nodes of a run: places on one machine."""
 TRAINING_DEFAULTS = {
     "logging_steps": 10,
     "logging_first_step": True,
@@ -275,6 +278,23 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     def value(self, name: str) -> Any:
         """The option called `name`; None where there is none, or it is not set."""
         return getattr(self, name, None)
+
+
+def common_options(options: TrainConfig | EvalConfig) -> dict[str, Any]:
+    """Returns the options that must be the same on all ranks, by name.
+
+    Each node's home folder is written as ~. `output_dir` is left out where each node may have one of its own: in an
+    evaluation, and in a training without checkpoints.
+    """
+    values, home = as_dict(options), os.path.expanduser("~/")
+    own = set(NODES_OWN)
+    if isinstance(options, EvalConfig) or values.get("save_strategy") == "no":
+        own.add("output_dir")
+    return {
+        name: f"~/{value[len(home) :]}" if isinstance(value, str) and value.startswith(home) else value
+        for name, value in values.items()
+        if name not in own
+    }
 
 
 def as_dict(options: TrainConfig | EvalConfig) -> dict[str, Any]:

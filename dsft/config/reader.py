@@ -9,7 +9,6 @@ import dataclasses
 import os
 import typing
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,6 +16,7 @@ import yaml
 from dsft.config.checks import check_config
 from dsft.config.convert import BOOLEANS, convert, takes_list
 from dsft.config.options import TrainConfig
+from dsft.config.sent_files import read_text
 from dsft.errors import nearest, raise_if_any
 
 
@@ -73,7 +73,7 @@ def read_file_and_flags(argv: Sequence[str], problems: list[str]) -> dict[str, A
 def read_yaml(path: str, problems: list[str]) -> dict[str, Any]:
     """The mapping in a YAML file; an unreadable or malformed file goes to `problems` with its line."""
     try:
-        loader = _Loader(Path(path).read_text(encoding="utf-8"))
+        loader = _Loader(read_text(path))
         content = loader.get_single_data()
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"--config {path}: cannot be read ({error})")

@@ -1,6 +1,5 @@
 """Goes from the options to what the Trainer is given: items, their collator, and the counts of them."""
 
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +28,7 @@ from dsft.data.tokenization import tokenise
 from dsft.errors import UserError
 from dsft.models.tokenizer import split_tokens
 from dsft.runtime import distributed
+from dsft.runtime.agreement import SAME_FILES, require_agreement
 from dsft.units import padded_width
 
 CHECKED_ROWS = 50
@@ -270,9 +270,4 @@ def _check_same_on_all_hosts(parts: list[Sequences]) -> None:
     """
     distributed.wait_long("prepared")
     content = " ".join(part.identity["content of data"] for part in parts)
-    hosts: dict[str, list[str]] = {}
-    for host, content_there in distributed.from_all([(socket.gethostname(), content)]):
-        hosts.setdefault(content_there, []).append(host)
-    if len(hosts) > 1:
-        groups = "; ".join(", ".join(sorted(set(names))) for names in hosts.values())
-        raise UserError([f"data: the hosts read different rows: {groups}; copy the same files to all of them"])
+    require_agreement({SAME_FILES: {"content of data": content}})

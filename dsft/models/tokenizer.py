@@ -9,6 +9,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dsft.config.options import EvalConfig, TrainConfig
+from dsft.config.sent_files import read_text
 from dsft.errors import one_line
 from dsft.models.build import described_in
 
@@ -66,9 +67,8 @@ def load_template(name: str) -> str:
     Raises:
         ValueError: where it is neither.
     """
-    path = PRESETS.get(name, Path(name).expanduser())
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(PRESETS.get(name, name))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{name} is neither a file that can be read ({error}) nor one of the presets {', '.join(sorted(PRESETS))}"

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from dsft.config.deepspeed_json import check_nvme, stage
+from dsft.config.deepspeed_json import check_nvme, read_zero_file, stage
 from dsft.config.deepspeed_rules import read_sound_file
-from dsft.config.options import EvalConfig
+from dsft.config.options import EvalConfig, common_options
 from dsft.data.sequences import IGNORED
 from dsft.data.sources import FormattedSource
 from dsft.models.build import resolve_dtype
@@ -31,6 +31,7 @@ from dsft.perplexity.scoring import Perplexity, evaluate_windows
 from dsft.perplexity.windows import Windows, build_windows, check_mode
 from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS
 from dsft.runtime import distributed
+from dsft.runtime.agreement import SAME_FILES, require_agreement, require_same_start
 from dsft.runtime.disk import check_writable
 from dsft.runtime.hardware import Machine, has_gpu, peak_memory_bytes
 from dsft.runtime.versions import versions
@@ -55,6 +56,7 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
     problems = [] if problems is None else problems
     if config.run:
         distributed.raise_together(problems)  # without the run nothing else can be said
+    require_same_start(common_options(config), problems)
     unset_hf_deepspeed_config()  # of a training earlier in this process: models are measured on the meta device
     check_mode(config.mode, problems)
     if config.output_dir:
@@ -99,6 +101,10 @@ def _evaluate_candidate(
         windows = build_windows(data, config, candidate.tokenizer)
         options = _options(config, windows, dtype)
         jobs.append(_Job(source, windows, options, identity["content"], fingerprint(identity, windows, options)))
+    facts = {f"tokens of {job.source}": job.fingerprint for job in jobs} | {
+        f"files of {config.model}": identity["content"]
+    }
+    require_agreement({SAME_FILES: facts | {f"content of {config.zero}": read_zero_file(config.zero, [])}})
     known = {job.source: results and results.known(job.fingerprint, verified=bool(config.verify)) for job in jobs}
     if all(known.values()):
         zero, loading = "", contextlib.nullcontext()

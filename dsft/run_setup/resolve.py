@@ -9,11 +9,12 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from dsft.checkpoints.manifest import clean_up
+from dsft.checkpoints.manifest import clean_up, manifest_hash
 from dsft.checkpoints.run_folder import (
     check_output_dir,
     is_finished,
@@ -22,7 +23,7 @@ from dsft.checkpoints.run_folder import (
 )
 from dsft.config.deepspeed_json import adopt
 from dsft.config.deepspeed_rules import read_sound_file
-from dsft.config.options import Decision, TrainConfig, decide
+from dsft.config.options import Decision, TrainConfig, common_options, decide
 from dsft.data.sources import FormattedSource
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError
@@ -51,6 +52,7 @@ from dsft.run_setup.decisions import (
 from dsft.run_setup.plan import job_over_data, plan_run
 from dsft.run_setup.room import check_room
 from dsft.runtime import distributed
+from dsft.runtime.agreement import SAME_FILES, SAME_OPTIONS, require_agreement
 from dsft.runtime.console import say
 from dsft.runtime.hardware import Machine
 
@@ -137,6 +139,7 @@ def resolve_run(
         way_out = "raise max_steps or num_train_epochs to continue"
         say(f"nothing left to train: {checkpoint} is the end of this run; {way_out}")
         return None
+    _require_same_run(draft.options, checked.zero_file, checkpoint)
     draft.take(decisions)
     model = dataclasses.replace(checked.model, adapters=adapters_of(draft.options))
     packing = None
@@ -164,6 +167,18 @@ def resolve_run(
         checkpoint=checkpoint,
         notes=tuple(notes),
     )
+
+
+def _require_same_run(options: TrainConfig, zero_file: dict[str, Any] | None, checkpoint: str | None) -> None:
+    """Compare what each rank has made of its options by itself, and the files that they name. Collective.
+
+    Raises:
+        UserError: on every rank, with what differs and where.
+    """
+    files = {f"content of {options.zero}": zero_file}
+    if checkpoint:
+        files[f"{checkpoint} to resume from"] = manifest_hash(Path(checkpoint))
+    require_agreement({SAME_OPTIONS: common_options(options), SAME_FILES: files})
 
 
 def check_run(options: TrainConfig, world: int, problems: Sequence[str] = ()) -> CheckedRun:

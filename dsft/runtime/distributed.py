@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsft.errors import NotStarted, UserError, on_exit, one_line, raise_if_any
 from dsft.runtime.hardware import Machine, cpu_count, has_gpu, this_machine
+from dsft.runtime.job_token import job_name, meet_own_job
 from dsft.runtime.launcher_env import SINGLE_PROCESS_ENV, choose_interface, map_launcher_variables
 from dsft.runtime.op_locks import name_owners_of_operator_locks
 from dsft.runtime.ports import port_owner
@@ -53,16 +54,17 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800) -> None:
+def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_dir: str | None = None) -> None:
     """Join the process group of all ranks; without a launcher, be the only one.
 
     Args:
         timeouts: anything with the fields of `config.TimeoutFields`, for a job under the watchdog.
         timeout_seconds: of a collective.
+        output_dir: of the run, which tells its ranks from those of another job at the same port.
 
     Raises:
         UserError: where a launcher set only some of its variables, and others cannot be derived (launcher_env.py); or
-            the port is busy.
+            the port is busy, or another job meets there.
         NotStarted: where other ranks do not come.
     """
     import torch
@@ -82,8 +84,11 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800) -> None:
     if has_gpu():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     meet_seconds = timeouts.start_timeout if timeouts else 300
+    timeout = timedelta(seconds=meet_seconds)
     try:
-        deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=meet_seconds))
+        store = meet_own_job(job_name(output_dir), timeout=timeout)
+        deepspeed.init_distributed(verbose=False, timeout=timeout)
+        del store
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise _not_met(error, meet_seconds) from error
     # The ranks have met; the watchdog's limits are shorter, so that it is the watchdog that says what happened.
@@ -185,8 +190,15 @@ def stop_ranks() -> None:
 
 
 def raise_together(problems: list[str]) -> None:
-    """Raise the union of all ranks' problems on every rank, so that none waits for one that stopped. Collective."""
-    raise_if_any(from_all(problems))
+    """Raise the union of all ranks' problems on every rank, so that none waits for one that stopped. Collective.
+
+    A problem that not all ranks have is named with the first host and rank that has it.
+    """
+    ranks, places = from_all([(f"{socket.gethostname()}, rank {rank()}", problems)]), {}
+    for place, problems_there in ranks:
+        for problem in dict.fromkeys(problems_there):
+            places.setdefault(problem, []).append(place)
+    raise_if_any([problem if len(on) == len(ranks) else f"{problem} (on {on[0]})" for problem, on in places.items()])
 
 
 def from_all(values: list[Any]) -> list[Any]:

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 PACKAGES = ("dsft", "torch", "deepspeed", "transformers", "accelerate", "peft", "datasets", "safetensors")
+NUMERIC_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "tokenizers", "datasets", "numpy")
+OPTIONAL_PACKAGES = ("bitsandbytes", "flash_attn", "kernels", "liger-kernel", "triton")
+"""They compute where they are installed, and something else computes where they are not."""
 
 
 def versions() -> dict[str, str]:
@@ -18,6 +21,17 @@ def versions() -> dict[str, str]:
         PackageNotFoundError: where one is not installed.
     """
     return {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def numeric_versions() -> dict[str, str]:
+    """Versions of what changes the numbers or the tokens of a run; of Python without the last digit, which does not."""
+    found = {"python": ".".join(map(str, sys.version_info[:2]))}
+    for name in (*NUMERIC_PACKAGES, *OPTIONAL_PACKAGES):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
 
 def git_commit() -> str | None:
@@ -35,9 +49,9 @@ def git_commit() -> str | None:
 
 
 def code_hash() -> str:
-    """Hash all Python files of the package: two nodes may both say "+changes" and run different code."""
+    """Hash the package's Python files and chat templates: two nodes may both say "+changes" and run different code."""
     folder = Path(__file__).resolve().parent.parent
     total = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(path for suffix in ("py", "jinja") for path in folder.rglob(f"*.{suffix}")):
         total.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
     return total.hexdigest()[:12]

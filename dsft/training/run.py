@@ -18,7 +18,7 @@ from dsft.checkpoints.reshard import topology_change
 from dsft.checkpoints.room import give_room, reserve_room
 from dsft.checkpoints.run_folder import FINAL, clear_run, last_checkpoint, read_run, write_run
 from dsft.checkpoints.verification import Verification
-from dsft.config.options import TrainConfig, as_dict
+from dsft.config.options import TrainConfig, as_dict, common_options
 from dsft.data.sequences import describe_counts
 from dsft.data.training_data import TrainingData, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError
@@ -28,6 +28,7 @@ from dsft.planner.plan import as_dict as plan_as_dict
 from dsft.run_setup.arguments import training_arguments
 from dsft.run_setup.resolve import ResolvedRun, resolve_run
 from dsft.runtime import distributed, preemption
+from dsft.runtime.agreement import require_same_start
 from dsft.runtime.console import say
 from dsft.runtime.rank_logs import log_to_files
 from dsft.runtime.run_lock import only_run_in
@@ -50,6 +51,7 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
 
 
 def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTrainer | None:
+    require_same_start(common_options(options), list(problems))
     machine = distributed.smallest_machine()
     run = resolve_run(options, world=distributed.world_size(), machine=machine, problems=problems)
     if run is None:

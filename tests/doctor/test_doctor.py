@@ -29,6 +29,7 @@ from dsft.cluster.doctor.check_between import (
 )
 from dsft.cluster.doctor.check_files import (
     RunFiles,
+    check_config,
     check_content,
     check_disk,
     check_files,
@@ -43,7 +44,7 @@ from dsft.cluster.doctor.facts import Connection, FileContent, NodeFacts, Reache
 from dsft.cluster.doctor.findings import MESSAGES, Finding, Report, finding
 from dsft.cluster.doctor.gather import node_facts, parse_gpus
 from dsft.cluster.doctor.links import Measured, all_rounds, combine, ring_rounds, slow_keys, slow_nodes
-from dsft.cluster.doctor.reach import file_content
+from dsft.cluster.doctor.reach import config_values, file_content
 from dsft.cluster.doctor.ssh import ssh_error
 from dsft.errors import UserError
 from dsft.planner.measured_speeds import keep_links, speeds_file, with_links
@@ -144,6 +145,7 @@ def reached(**changes) -> dict[str, Reached]:
             outgoing="10.0.0.9",
             contents=dict.fromkeys(RUN.data),
             cached={"org/set": changes.get("cached", True)},
+            config=changes.get("config", {"learning_rate": "0.1"}),
             sees_probe=changes.get("sees_probe", True),
         )
 
@@ -168,7 +170,7 @@ WHERE = RanksOfNodes(names=NAMES, ranks=[[0, 1], [2, 3], [4, 5]])
 TWO = RanksOfNodes(names=["a", "b"], ranks=[[0], [1]])
 GPU_SPEEDS = SimpleNamespace(network_bytes=40e9, all_reduce_bytes=300e9, overlaps=True, source="data sheet")
 SLOW = {"bytes_per_second": 4e9, "seconds": 1e-3}
-RUN = RunFiles(data=["org/set"], output_dir="runs/first")
+RUN = RunFiles(data=["org/set"], output_dir="runs/first", config="run.yaml")
 HERE, OTHER = FileContent(files=1, bytes=10, hash="a"), FileContent(files=1, bytes=10, hash="b")
 
 
@@ -247,6 +249,10 @@ CASES = {
     "interface": lambda: check_interfaces(nodes(network__variables={"NCCL_SOCKET_IFNAME": "=ens5"}), USED),
     "interface-speed": lambda: check_interfaces(nodes(network__interfaces__eth0__mbit=1000), USED),
     "infiniband": lambda: check_interfaces(nodes(network__infiniband=[]), USED),
+    "config-differs": lambda: [
+        *check_files(RUN, "n1", nodes(), reached(config={"learning_rate": "0.2"})),
+        *check_files(RUN, "n1", nodes(), reached(config=None)),
+    ],
     "data-missing": lambda: check_content("/d/t.jsonl", {"n1": HERE, "n3": None}, "data"),
     "data-differs": lambda: check_content("/d/t.jsonl", {"n1": HERE, "n3": OTHER}, "data"),
     "model-missing": lambda: check_content("/models/m", {"n1": None, "n3": None}, "model"),
@@ -315,6 +321,17 @@ def test_of_two_clocks_none_is_blamed_without_a_reason():
 def test_other_versions_are_replaced_by_a_command_that_works():
     [entry] = check_versions(nodes(versions__torch="2.13.0+cpu"))
     assert entry.fix.endswith("-m pip install -c constraints.txt -e .") and "torch==" not in entry.fix
+
+
+def test_another_configuration_is_named_with_its_values_and_is_a_note_where_one_is_sent(tmp_path):
+    (tmp_path / "run.yaml").write_text("# a comment\nlearning_rate: 0.10\nhub_token: secret\n")
+    first = config_values(str(tmp_path / "run.yaml"))
+    assert first == {"learning_rate": "0.1"} and config_values(str(tmp_path / "no.yaml")) is None
+    [entry] = check_config(RUN, {"n1": first, "n2": {"learning_rate": "0.2"}, "n3": None})
+    assert entry.severity == "error" and entry.where == "n3, n2"
+    assert entry.message == "run.yaml: it is not on n3; learning_rate is 0.1 on n1, 0.2 on n2"
+    [entry] = check_config(dataclasses.replace(RUN, config_is_sent=True), {"n1": first, "n2": None})
+    assert entry.severity == "note"
 
 
 def test_no_finding_fires_on_healthy_nodes():
@@ -453,10 +470,9 @@ def test_the_runs_files_are_read_from_yaml_and_flags(tmp_path):
     files = read_run_files(
         ["--config", str(tmp_path / "run.yaml"), "--output_dir", "runs/y", "--save_strategy", "no", "--adapter", "l"]
     )
-    assert (
-        files == RunFiles(data=["a.jsonl", "b.jsonl"], models=["m", "l"], output_dir="runs/y", saves=False, nvme=True)
-        and read_run_files([]) == RunFiles()
-    )
+    expected = {"data": ["a.jsonl", "b.jsonl"], "models": ["m", "l"], "output_dir": "runs/y"}
+    assert files == RunFiles(**expected, saves=False, nvme=True, config=str(tmp_path / "run.yaml"))
+    assert read_run_files([]) == RunFiles()
     assert next(check_output(files, "n1", {}, {"n2": False})).severity == "note", (
         "local disks do where no checkpoint is written"
     )

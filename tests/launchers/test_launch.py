@@ -14,8 +14,13 @@ from ranks import ranks_below
 
 from dsft.cli.main import main
 from dsft.cluster.launch.commands import BUILDERS, RUNNERS, build_command, shown
+from dsft.cluster.launch.environment import forwarded
 from dsft.cluster.launch.options import WAYS, read_launch
 from dsft.cluster.launch.run import resumed
+from dsft.cluster.launch.shared import shared_environment
+from dsft.config.deepspeed_json import read_zero_file
+from dsft.config.reader import read_file_and_flags
+from dsft.config.sent_files import sent_files
 from dsft.errors import UserError
 from dsft.watchdog.processes import descendants, is_launcher, start_time
 
@@ -51,10 +56,53 @@ def test_nodes_without_ssh_take_their_place_from_the_environment(monkeypatch):
     expected = f"torchrun --nnodes 2 --nproc_per_node 8 {static} --module dsft.train"
     assert command("--nodes 2 --num_gpus 8 train") == expected.split()
     monkeypatch.delenv("RANK")
-    rendezvous = "--rdzv_backend c10d --rdzv_endpoint 10.0.0.1:23456 --rdzv_id dsft"
-    assert command("--nodes 2 train")[5:11] == rendezvous.split()
+    rendezvous = "--rdzv_backend c10d --rdzv_endpoint 10.0.0.1:23456 --rdzv_id"
+    assert command("--nodes 2 train")[5:10] == rendezvous.split()
     words = command("--hostfile hostfiles/2x8 --no-ssh --node_rank 1 train")
     assert " ".join(words[3:8]) == "--no_ssh --node_rank 1 --master_addr 10.0.0.1" and "23456" in words
+
+
+def test_jobs_given_on_every_node_get_an_id_and_a_port_of_their_own(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "node-0")
+    for name in ("MASTER_PORT", "RANK", "NODE_RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    launch = "--nodes 2 train --config run.yaml --output_dir runs/{} --data_cache /scratch/{}"
+    first, again, other = (command(launch.format(*names))[8:11] for names in (("a", "x"), ("a", "y"), ("b", "x")))
+    assert first == again and first[0].startswith("node-0:2")
+    assert first[0] != other[0] and first[2] != other[2]
+    no_ssh = "--hostfile hostfiles/2x8 --no_ssh --node_rank 0 train --output_dir runs/{}"
+    ports = {command(no_ssh.format(name))[command(no_ssh.format(name)).index("--master_port") + 1] for name in "aab"}
+    assert len(ports) == 2 and "29500" not in ports
+
+
+def test_one_launch_for_all_nodes_sends_the_configuration_and_what_it_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("zero: zero.json\nchat_template: chatml\nlearning_rate: 0.1\n")
+    (tmp_path / "zero.json").write_text("{}")
+    options = read_launch(["--hostfile", str(ROOT / "hostfiles/2x8"), "train"])[0]
+    variables, notes = shared_environment(options, ["--config", "run.yaml"])
+    assert notes == [] and forwarded(variables) == variables
+    monkeypatch.setenv("DSFT_FILES", variables["DSFT_FILES"])
+    assert set(sent_files()) == {"run.yaml", "zero.json"}
+    (tmp_path / "run.yaml").unlink()
+    assert read_file_and_flags(["--config", "run.yaml", "--seed", "1"], []) == {
+        "zero": "zero.json",
+        "chat_template": "chatml",
+        "learning_rate": 0.1,
+        "seed": "1",
+    }
+    assert read_zero_file("zero.json", []) == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "told"), [("hub_token: hf_abc\n", "holds hub_token and is not sent"), ("#" * 2, "")]
+)
+def test_a_configuration_with_a_token_is_not_sent(content, told, tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text(content)
+    options = read_launch(["--hostfile", str(ROOT / "hostfiles/2x8"), "train"])[0]
+    variables, notes = shared_environment(options, ["--config", str(tmp_path / "run.yaml")])
+    monkeypatch.setenv("DSFT_FILES", variables["DSFT_FILES"])
+    assert (told in " ".join(notes)) and (str(tmp_path / "run.yaml") in sent_files()) == (not told)
 
 
 def test_every_way_has_a_launcher_and_the_watchdog_knows_its_processes():

@@ -12,7 +12,8 @@ from typing import Any
 
 from dsft.cluster.doctor.facts import FileContent, NodeFacts, Reached
 from dsft.cluster.doctor.findings import Finding, finding, join
-from dsft.config.reader import read_file_and_flags
+from dsft.config.reader import read_file_and_flags, read_flags
+from dsft.config.sent_files import sent_files
 from dsft.data.readers import is_path
 from dsft.units import GiB, plural
 
@@ -31,6 +32,10 @@ class RunFiles:
     saves: bool = True
     """Whether checkpoints are written while training."""
     nvme: bool = False
+    config: str = ""
+    """Path of its YAML file."""
+    config_is_sent: bool = False
+    """`dsft launch` sends that of the first node to all."""
 
     @property
     def hub_names(self) -> list[str]:
@@ -42,6 +47,7 @@ def read_run_files(argv: list[str]) -> RunFiles:
     """The files that `dsft train` or `dsft eval` with these options would use; none without options."""
     problems: list[str] = []  # reported by the plan, or by training itself
     values = read_file_and_flags(argv, problems)
+    config = "".join(_words(read_flags(argv, []).get("config"))[:1])
     keys = ("data", "eval_data", "model", "tokenizer", "adapter", "output_dir", "zero")
     words = {key: _words(values.get(key)) for key in keys}
     return RunFiles(
@@ -50,6 +56,8 @@ def read_run_files(argv: list[str]) -> RunFiles:
         output_dir="".join(words["output_dir"][:1]),
         saves=str(values.get("save_strategy", "steps")) != "no",
         nvme="nvme" in "".join(words["zero"]),
+        config=config,
+        config_is_sent=config in sent_files(),
     )
 
 
@@ -61,6 +69,8 @@ def check_files(
     files: RunFiles, first: str, facts: dict[str, NodeFacts], reached: dict[str, Reached]
 ) -> Iterator[Finding]:
     """Data and model the same everywhere, the output folder writable everywhere and shared."""
+    if files.config:
+        yield from check_config(files, {node: answer.config for node, answer in reached.items()})
     named_on_hub: set[str] = set()
     for source in (*files.data, *files.models):
         seen = {node: answer.contents[source] for node, answer in reached.items()}
@@ -80,6 +90,29 @@ def check_files(
         errors = {node: answer.output_error for node, answer in facts.items()}
         seen = {node: answer.sees_probe for node, answer in reached.items() if answer.sees_probe is not None}
         yield from check_output(files, first, errors, seen)
+
+
+def check_config(files: RunFiles, seen: dict[str, dict[str, str] | None]) -> Iterator[Finding]:
+    """`seen`: the configuration file on each node. Where `dsft launch` sends one, a difference is a note."""
+    lacking = [node for node, values in seen.items() if values is None]
+    if len(lacking) == len(seen):
+        return  # reported by the reader of options
+    read = {node: values for node, values in seen.items() if values is not None}
+    first = next(iter(read))
+    odd, texts = lacking[:], [f"it is not on {join(lacking)}"] if lacking else []
+    for key in dict.fromkeys(key for values in read.values() for key in values):
+        nodes: dict[str, list[str]] = {}
+        for node, values in read.items():
+            nodes.setdefault(values.get(key, "not set"), []).append(node)
+        if len(nodes) > 1:
+            texts.append(f"{key} is " + ", ".join(f"{value[:80]} on {join(on)}" for value, on in nodes.items()))
+            odd += [node for node in read if read[node].get(key) != read[first].get(key)]
+    if odd:
+        copy = f"rsync -a {os.path.abspath(files.config)} {{}}:{os.path.abspath(files.config)}"
+        fix = f"on {first}: {copy.format(odd[0])}; `dsft launch --hostfile` sends the one from where it is started"
+        severity = "note" if files.config_is_sent else None
+        message = f"{files.config}: {'; '.join(texts)}"
+        yield finding("config-differs", join([*dict.fromkeys(odd)]), message, fix, severity=severity)
 
 
 def check_content(source: str, seen: dict[str, FileContent | None], kind: str) -> Iterator[Finding]:

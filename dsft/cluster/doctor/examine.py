@@ -149,6 +149,7 @@ def _reach(nodes: Nodes, report: Report, files: RunFiles, master: str, port: int
             "master": master,
             "sources": [*files.data, *files.models],
             "hub_names": files.hub_names,
+            "config": files.config,
             "probe": facts[first].probe if name != first else "",
         }
     return _typed(Reached, nodes.run("reach", inputs), report)

@@ -189,6 +189,9 @@ class Reached:
     """The run's data and models; None where nothing is there."""
     cached: dict[str, bool]
     """Whether each name on the hub is in this node's cache."""
+    config: dict[str, str] | None
+    """The keys of the run's configuration file with their values; None where there is no such file, or none was asked
+    for."""
     sees_probe: bool | None
     """Whether the file that the first node has made shows here; None where it was not asked."""
 

@@ -90,6 +90,10 @@ MESSAGES: dict[str, tuple[Severity, str]] = {
     "interface-speed": ("warning", "the slowest card sets the pace of every collective"),
     "infiniband": ("warning", "NCCL falls back to plain sockets on all nodes, or fails to connect"),
     # Files.
+    "config-differs": (
+        "error",
+        "a rank with other options computes something else; training compares them and ends at its start",
+    ),
     "data-missing": ("error", "every node reads the data itself"),
     "data-differs": ("error", "ranks would train on different data, or disagree about the number of steps and hang"),
     "model-missing": ("error", "every node reads the model and tokenizer itself"),

@@ -24,7 +24,16 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from dsft.cluster.doctor.gather import addresses_of, node_facts
-from dsft.cluster.doctor.reach import Listener, connect_all, file_content, is_cached, listen, make_probe, sees
+from dsft.cluster.doctor.reach import (
+    Listener,
+    config_values,
+    connect_all,
+    file_content,
+    is_cached,
+    listen,
+    make_probe,
+    sees,
+)
 from dsft.runtime.launcher_env import outgoing_address
 
 MARK = "dsft-doctor:"
@@ -71,6 +80,7 @@ def reach(
     master: str,
     sources: list[str],
     hub_names: list[str],
+    config: str,
     probe: str,
 ) -> dict[str, Any]:
     """`Reached` of this node.
@@ -81,6 +91,7 @@ def reach(
         master: address of rank 0's node.
         sources: files, folders and globs of the run.
         hub_names: models and data sets that may have to be downloaded.
+        config: of the run, a YAML file; empty: none.
         probe: a file that the first node has made; empty: none.
     """
     with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
@@ -92,6 +103,7 @@ def reach(
         "outgoing": outgoing_address(master) or "",
         "contents": {source: content and dataclasses.asdict(content) for source, content in contents.items()},
         "cached": {name: is_cached(name) for name in hub_names},
+        "config": config_values(config) if config else None,
         "sees_probe": sees(probe) if probe else None,
     }
 

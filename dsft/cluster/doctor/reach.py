@@ -17,6 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dsft.cluster.doctor.facts import Connection, FileContent, Target
 from dsft.cluster.doctor.gather import cache_folders
 from dsft.runtime.disk import existing_parent
@@ -131,6 +133,16 @@ def file_content(source: str) -> FileContent | None:
 
 def _is_ignored(path: Path) -> bool:
     return any(part.startswith((".", "checkpoint-")) for part in path.parts)
+
+
+def config_values(path: str) -> dict[str, str] | None:
+    """Keys and values of this node's own YAML file, without tokens; None where it cannot be read."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
+    values = content.items() if isinstance(content, dict) else ()
+    return {str(key): str(value) for key, value in values if not str(key).endswith("_token")}
 
 
 def make_probe(folder: str, held: contextlib.ExitStack) -> tuple[str, str]:

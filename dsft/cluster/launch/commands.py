@@ -13,10 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dsft.cluster.launch.options import MODULES, HostFields, LaunchOptions, given_node_rank
+from dsft.cluster.launch.shared import job_id, job_port
 from dsft.errors import UserError
 from dsft.runtime.distributed import free_port
 from dsft.runtime.hardware import default_ranks, has_gpu
-from dsft.runtime.hostfile import DEFAULT_PORT, Node, read_hosts
+from dsft.runtime.hostfile import Node, read_hosts
 
 RUNNERS = {
     "deepspeed": "deepspeed.launcher.runner",
@@ -85,7 +86,7 @@ def _deepspeed(options: LaunchOptions, module: str, script: list[str]) -> list[s
         first = hosts_of(options, options.hostfile)[0].name
         flags |= {"no_ssh": True, "node_rank": _place_in_hostfile(options)}
         address = address or os.environ.get("MASTER_ADDR", first)
-        port = port or int(os.environ.get("MASTER_PORT", DEFAULT_PORT))  # the same on all nodes
+        port = job_port(options, script)  # the same on all nodes
     elif options.hostfile and not shutil.which("pdsh"):
         raise UserError(
             [
@@ -128,7 +129,7 @@ def _torchrun(options: LaunchOptions, module: str, script: list[str]) -> list[st
                 " same on every node"
             ]
         )
-    port = options.master_port or int(os.environ.get("MASTER_PORT", DEFAULT_PORT))
+    port = job_port(options, script)
     rank = given_node_rank(options, os.environ)
     if rank is not None and rank >= options.nodes:
         raise UserError(
@@ -136,7 +137,7 @@ def _torchrun(options: LaunchOptions, module: str, script: list[str]) -> list[st
         )
     flags = {"nnodes": options.nodes, "nproc_per_node": options.num_gpus or default_ranks()}
     if rank is None:
-        flags |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{address}:{port}", "rdzv_id": "dsft"}
+        flags |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{address}:{port}", "rdzv_id": job_id(options, script)}
     else:
         flags |= {"node_rank": rank, "master_addr": address, "master_port": port}
     return [*_runner("torchrun", flags), "--module", module, *script]

@@ -3,7 +3,6 @@ by the same way as the launch.
 """
 
 import dataclasses
-import os
 import shlex
 import subprocess
 import sys
@@ -14,8 +13,8 @@ import yaml
 
 from dsft.cluster.launch.commands import build_command, shown
 from dsft.cluster.launch.options import LaunchOptions
+from dsft.cluster.launch.shared import job_port
 from dsft.errors import UserError
-from dsft.runtime.hostfile import DEFAULT_PORT
 
 DOCTOR = "dsft.cli.doctor"
 QUICK = ["--quick", "--only_findings"]
@@ -79,7 +78,7 @@ def _by_launcher(options: LaunchOptions, script: list[str]) -> list[str]:
     """
     port = None
     if options.way != "slurm":
-        port = (options.master_port or int(os.environ.get("MASTER_PORT", DEFAULT_PORT))) + 1
+        port = job_port(options, script) + 1
     command = build_command(dataclasses.replace(options, num_gpus=1, master_port=port), DOCTOR, [*QUICK, *script])
     print("dsft: preflight: " + shlex.join(shown(command)), flush=True)
     return command

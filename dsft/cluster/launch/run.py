@@ -16,6 +16,7 @@ from dsft.cluster.launch.commands import build_command, nodes_through_ssh, shown
 from dsft.cluster.launch.environment import launcher_environment
 from dsft.cluster.launch.options import MODULES, LaunchOptions, read_launch
 from dsft.cluster.launch.preflight import examine_first, wait_until_examined
+from dsft.cluster.launch.shared import set_shared
 from dsft.cluster.launch.ssh_sessions import SshSessions
 from dsft.config.reader import read_file_and_flags, split_flags
 from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_UNSAVED, EXIT_USER_ERROR
@@ -179,6 +180,8 @@ def launch(argv: list[str]) -> int:
         os.execv(sys.executable, [sys.executable, "-m", MODULES[name], *script])
     if options.hostfile and options.master_port is None and not options.no_ssh:
         options.master_port = free_port()  # chosen here, so that the preflight looks at the one that is used
+    if not options.dry_run:
+        set_shared(options, script)
     if not (options.no_preflight or options.dry_run):
         examine_first(options, script)
     os.environ.pop(JOB, None)
