@@ -149,9 +149,8 @@ def resolve_run(
         model = dataclasses.replace(model, attn_implementation=packing.attn_implementation or model.attn_implementation)
     job = job_over_data(draft.options, model, checked.data)
     plan, reason = distributed.on_rank_0(lambda: _plan(draft.options, job, machine, checked.zero_file, checkpoint))
-    notes = ignored_options(draft.options, plan.deepspeed_config, model.size)
-    if packing and packing.problem:
-        notes.insert(0, packing_note(packing))
+    notes = [packing_note(packing)] if packing and packing.problem else []
+    notes += ignored_options(draft.options, plan.deepspeed_config, model.size)
     return ResolvedRun(
         options=draft.options,
         decisions=tuple(draft.decisions),
