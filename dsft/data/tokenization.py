@@ -69,7 +69,7 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
 
 def _add_texts(builder: "_TokensBuilder", texts: list[Text], tokenizer: PreTrainedTokenizerBase) -> None:
     """Adds documents as they stand, an end token after each."""
-    first = _encode(tokenizer, [text.text for text in texts if text.starts_document])
+    first = encode(tokenizer, [text.text for text in texts if text.starts_document])
     later = _continued(tokenizer, [text.text for text in texts if not text.starts_document])
     closes, end = closes_texts(tokenizer), _end_tokens(tokenizer)
     for text in texts:
@@ -91,7 +91,7 @@ def _add_pairs(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Adds prompt and completion as they stand, then the end token."""
-    prompts = _encode(tokenizer, [pair.prompt for _, pair in samples if pair])
+    prompts = encode(tokenizer, [pair.prompt for _, pair in samples if pair])
     completions = _continued(tokenizer, [pair.completion for _, pair in samples if pair])
     closes, end = closes_texts(tokenizer), _end_tokens(tokenizer)
     for row, pair in samples:
@@ -130,7 +130,7 @@ def _end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def closes_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Tells whether the tokenizer puts an end token after each text by itself."""
-    return next(_encode(tokenizer, ["a"]))[-1:] == [tokenizer.eos_token_id]
+    return next(encode(tokenizer, ["a"]))[-1:] == [tokenizer.eos_token_id]
 
 
 def _continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:
@@ -138,18 +138,18 @@ def _continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator
 
     That is without the blank that some tokenizers put before each text (SentencePiece's dummy prefix).
     """
-    before = next(_encode(tokenizer, ["\n"], special=False))
-    probe = next(_encode(tokenizer, ["\na"], special=False))
-    if probe[: len(before)] != before or probe[len(before) :] == next(_encode(tokenizer, ["a"], special=False)):
-        return _encode(tokenizer, texts, special=False)
-    joined = _encode(tokenizer, [f"\n{text}" for text in texts], special=False)
+    before = next(encode(tokenizer, ["\n"], special=False))
+    probe = next(encode(tokenizer, ["\na"], special=False))
+    if probe[: len(before)] != before or probe[len(before) :] == next(encode(tokenizer, ["a"], special=False)):
+        return encode(tokenizer, texts, special=False)
+    joined = encode(tokenizer, [f"\n{text}" for text in texts], special=False)
     return (
-        ids[len(before) :] if ids[: len(before)] == before else next(_encode(tokenizer, [text], special=False))
+        ids[len(before) :] if ids[: len(before)] == before else next(encode(tokenizer, [text], special=False))
         for ids, text in zip(joined, texts, strict=True)
     )
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool = True) -> Iterator[list[int]]:
+def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool = True) -> Iterator[list[int]]:
     """Encodes as `tokenizer(texts)` does.
 
     Args:

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -31,8 +31,8 @@ from transformers import PreTrainedTokenizerBase
 from dsft.config.options import EvalConfig
 from dsft.data.formats import Chat, EmptyAnswer, Pair, Text, canonical, text_of
 from dsft.data.sequences import IGNORED, Sequence, sequence
-from dsft.data.sources import FormattedSource
-from dsft.data.tokenization import closes_texts, tokenise
+from dsft.data.sources import BATCH_ROWS, FormattedSource
+from dsft.data.tokenization import closes_texts, encode, tokenise
 from dsft.errors import UserError, nearest
 
 Spans = Iterable[tuple[int, int, int]]
@@ -182,10 +182,10 @@ def _of_documents(
     prefix: Iterable[int] = (),
 ) -> Windows:
     """Cut each document by itself."""
-    documents = [[*prefix, *ids] for ids in _encode(texts, config, tokenizer)]
-    tokens, starts = _concatenate(documents)
+    before = np.array([*prefix], dtype=np.int32)
+    tokens, starts = _concatenate(np.append(before, ids) for ids in _encode(texts, config, tokenizer))
     ends = np.append(starts[1:], len(tokens))
-    spans = [span for start, end in zip(starts, ends, strict=True) for span in spans_of(start, end)]
+    spans = (span for start, end in zip(starts, ends, strict=True) for span in spans_of(start, end))
     return _of_texts(texts, tokens, starts, spans)
 
 
@@ -195,10 +195,12 @@ def _of_corpus(
     """Cut all documents as one text, with the separator between them."""
     separator = "" if config.separator in ("eos", "none") else config.separator
     # Each document but the first carries the separator before it.
-    documents = _encode([separator + text if index else text for index, text in enumerate(texts)], config, tokenizer)
+    separated = [separator + text if index else text for index, text in enumerate(texts)] if separator else texts
+    documents = _encode(separated, config, tokenizer)
     is_closed = config.bos == "auto" and closes_texts(tokenizer)  # by the tokenizer itself
     if config.separator == "eos" and tokenizer.eos_token_id is not None and not is_closed:
-        documents = [[*ids, tokenizer.eos_token_id] if ids else ids for ids in documents]
+        end = np.int32(tokenizer.eos_token_id)
+        documents = (np.append(ids, end) if len(ids) else ids for ids in documents)
     tokens, starts = _concatenate(documents)
     return _of_texts(texts, tokens, starts, spans_of(0, len(tokens)))
 
@@ -208,19 +210,20 @@ def _of_texts(texts: list[str], tokens: np.ndarray, starts: np.ndarray, spans: S
         tokens=tokens,
         scorable=np.ones(len(tokens), dtype=bool),
         document_starts=starts,
-        spans=np.array(list(spans), dtype=np.int64).reshape(-1, 3),
+        spans=np.fromiter(chain.from_iterable(spans), dtype=np.int64).reshape(-1, 3),
         document_bytes=np.array([len(text.encode()) for text in texts]),
         document_words=np.array([words_in(text) for text in texts]),
     )
 
 
-def _encode(texts: list[str], config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the token ids of each document, with BOS where the options ask for it."""
+def _encode(texts: list[str], config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
+    """Yield the token ids of each document [T] int32, with BOS where the options ask for it."""
     if config.bos == "on" and tokenizer.bos_token_id is None:
         raise UserError([f"bos=on: the tokenizer {tokenizer.name_or_path} has no BOS token; use auto or off"])
     bos = [tokenizer.bos_token_id] if config.bos == "on" else []
-    encoded = tokenizer(texts, add_special_tokens=config.bos == "auto", verbose=False)["input_ids"]
-    return [[*bos, *ids] for ids in encoded]
+    for start in range(0, len(texts), BATCH_ROWS):  # as Python lists, tokens take many times the room of the text
+        for ids in encode(tokenizer, texts[start : start + BATCH_ROWS], special=config.bos == "auto"):
+            yield np.array([*bos, *ids], dtype=np.int32)
 
 
 def disjoint_spans(start: int, end: int, length: int) -> Spans:
