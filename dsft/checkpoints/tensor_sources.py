@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 from huggingface_hub import snapshot_download
-from peft import get_peft_model, load_peft_weights
+from peft import get_peft_model, get_peft_model_state_dict, load_peft_weights
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import ModulesToSaveWrapper
@@ -20,6 +20,7 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from dsft.errors import UserError
 from dsft.models.build import adapter_base
 from dsft.models.lora import saved_lora_config
 from dsft.models.pickles import check_weight_files
@@ -113,6 +114,16 @@ class MergedSource:
         with torch.device("meta"):
             empty = empty_model(config, trust_remote_code=trust_remote_code)
             adapted = get_peft_model(empty, peft_config, low_cpu_mem_usage=True)
+        state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        needed = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        for name, tensor in self.weights.items():
+            if needed.get(name, tuple(tensor.shape)) != tuple(tensor.shape):
+                raise UserError(
+                    [
+                        f"{adapter}: is of another base than {base}: {name} is {list(tensor.shape)}, and this base"
+                        f" needs {list(needed[name])}; name its own base in adapter_config.json"
+                    ]
+                )
         self.layers = {
             name.removeprefix("base_model.model."): module
             for name, module in adapted.named_modules()

@@ -66,6 +66,18 @@ def test_export_refuses_what_it_would_lose_or_cannot_find(tiny, tmp_path):
         find_weights(str(tmp_path / "run"))
 
 
+def test_an_adapter_of_another_base_is_refused(adapter, tmp_path):
+    _, folder = adapter
+    write_model(tmp_path / "other", hidden_size=64)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": str(tmp_path / "other")})
+    )
+    with pytest.raises(UserError, match=r"is of another base than .*lora_\w.* is \[\d+, \d+\]"):
+        merge(str(folder), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_damaged_export_is_noticed(tiny, tmp_path):
     out = export(str(tiny / "model"), str(tmp_path / "out"))
     other = AutoModelForCausalLM.from_pretrained(out)
