@@ -1,4 +1,7 @@
-"""What a training shows and tells while it runs: the progress bar with one line per log, and the heartbeat."""
+"""What a training shows and tells while it runs: metrics, the progress bar with one line per log, and the heartbeat.
+
+A new metric is a line of `gather_extra_metrics`, and of LOGGED where the line of the log shows it.
+"""
 
 import math
 
@@ -6,6 +9,9 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from dsft.runtime.console import say
+from dsft.runtime.distributed import max_over_ranks
+from dsft.runtime.hardware import peak_memory_bytes
+from dsft.units import GiB
 from dsft.watchdog import client as watchdog
 
 LOGGED = {
@@ -24,6 +30,16 @@ LOGGED = {
 
 AS_GOOD_AS_GUESSING = 0.01
 """A loss within this share of ln(vocabulary) is that of guessing."""
+
+
+def gather_extra_metrics() -> dict[str, float]:
+    """Gather what each log entry holds beside the Trainer's own metrics: the largest peak memory of one rank so far.
+
+    Collective.
+    """
+    return {
+        f"peak_{name}_gib": round(max_over_ranks(num_bytes) / GiB, 3) for name, num_bytes in peak_memory_bytes().items()
+    }
 
 
 class Heartbeat(TrainerCallback):

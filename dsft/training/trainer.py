@@ -26,12 +26,11 @@ from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.planner.plan import Plan
 from dsft.runtime import preemption
-from dsft.runtime.distributed import max_over_ranks, sum_over_ranks
-from dsft.runtime.hardware import peak_memory_bytes
-from dsft.training.callbacks import Heartbeat, LearningCheck, ProgressLog
+from dsft.runtime.distributed import sum_over_ranks
+from dsft.training.callbacks import Heartbeat, LearningCheck, ProgressLog, gather_extra_metrics
 from dsft.training.plan_check import PlanCheck
 from dsft.training.saving_trainer import SavingTrainer
-from dsft.units import GiB, padded_width
+from dsft.units import padded_width
 from dsft.watchdog import client as watchdog
 
 
@@ -70,7 +69,7 @@ class PerplexityTrainer(SavingTrainer):
         self.learning = LearningCheck(model.config.get_text_config().vocab_size)
         self.add_callback(self.learning)
         self.is_stopping = False
-        self.peaks: dict[str, float] = {}
+        self.extra_metrics: dict[str, float] = {}
         self.plan_check = PlanCheck(plan)
         self.add_callback(self.plan_check)
         self.bad_losses = torch.zeros((), dtype=torch.int64, device=args.device)
@@ -115,7 +114,7 @@ class PerplexityTrainer(SavingTrainer):
             f"{metric_key_prefix}_tokens": result.tokens,
             f"{metric_key_prefix}_runtime": time.perf_counter() - start,
         }
-        self._gather_peaks()
+        self.extra_metrics = gather_extra_metrics()
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -157,27 +156,20 @@ class PerplexityTrainer(SavingTrainer):
             return
         self.state.num_input_tokens_seen += int(sum_over_ranks(self.num_tokens))
 
-    def _gather_peaks(self) -> None:
-        """Learns the largest peak memory of one rank so far, for the log. Collective."""
-        self.peaks = {
-            f"peak_{name}_gib": round(max_over_ranks(num_bytes) / GiB, 3)
-            for name, num_bytes in peak_memory_bytes().items()
-        }
-
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """The Trainer's, after every step; `should_log` is the same on all ranks. Collective."""
         if self.control.should_log:
-            self._gather_peaks()
+            self.extra_metrics = gather_extra_metrics()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """The Trainer's, which logs the figures of the full training. Collective."""
-        self._gather_peaks()
+        self.extra_metrics = gather_extra_metrics()
         return super()._finalize_training(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the peaks that were gathered last."""
-        super().log(logs | self.peaks, start_time)
+        """Adds the extra metrics gathered last."""
+        super().log(logs | self.extra_metrics, start_time)
 
     def last_evaluation(self) -> dict[str, float]:
         """Finds the newest log entry with eval_loss; before any, one of step -1."""
