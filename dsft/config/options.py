@@ -78,8 +78,8 @@ class LoraFields:
     """Rank-stabilised scale (arXiv 2312.03732)."""
     adapter: str | None = None
     """Folder or hub id of an adapter to train further; its own shape replaces the lora_* options."""
-    quantization_bits: Literal[4, 8] = 4
-    """Bits of the base model's weights with method qlora (bitsandbytes)."""
+    quantization: str = "nf4"
+    """Format of the base model's weights with method qlora, such as nf4 or int8 (dsft/models/quantization.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ import torch
 from transformers import BitsAndBytesConfig
 
 from dsft.config.options import TrainConfig
+from dsft.errors import UserError, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +16,7 @@ class Quantization:
     """How a base's linear layers are stored; bitsandbytes leaves embedding and head as they are."""
 
     format: str
-    """As bitsandbytes names it."""
+    """As bitsandbytes and the option `quantization` name it."""
     bits: int
     """Of one weight, without scales."""
     scale_bytes: float = 0.0
@@ -38,14 +39,24 @@ class Quantization:
         )
 
 
-FORMATS = {
+_KNOWN = (
     # Double quantisation: one 8-bit scale per 64 weights, one fp32 scale per 256 of those (QLoRA paper, section 3).
-    4: Quantization(format="nf4", bits=4, scale_bytes=1 / 64 + 4 / (64 * 256)),
-    8: Quantization(format="int8", bits=8),
-}
-"""By the option `quantization_bits`."""
+    Quantization(format="nf4", bits=4, scale_bytes=1 / 64 + 4 / (64 * 256)),
+    Quantization(format="int8", bits=8),
+)
+FORMATS = {quantization.format: quantization for quantization in _KNOWN}
+"""By the option `quantization`. A new format is one value above."""
 
 
 def quantization_of(options: TrainConfig) -> Quantization | None:
-    """Return the format of the base under these options; None where it is not quantised."""
-    return FORMATS[options.quantization_bits] if options.method == "qlora" else None
+    """Return the format of the base under these options; None where it is not quantised.
+
+    Raises:
+        UserError: where there is no such format.
+    """
+    if options.method != "qlora":
+        return None
+    if options.quantization not in FORMATS:
+        known = f"{', '.join(FORMATS)}{nearest(options.quantization, FORMATS)}"
+        raise UserError([f"quantization={options.quantization}: is none of {known}"])
+    return FORMATS[options.quantization]

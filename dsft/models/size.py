@@ -173,6 +173,8 @@ def measure_model(options: TrainConfig, *, text_only: bool = False) -> ModelFact
     try:
         adapters = adapters_of(options)
         size = model_size(model, options, adapters=adapters, other_params=other_params)
+    except UserError:
+        raise  # it names its option
     except AttributeError as error:
         raise UserError([f"model={options.model}: its architecture cannot be measured ({one_line(error)})"]) from error
     except (

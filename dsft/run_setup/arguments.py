@@ -8,6 +8,7 @@ from transformers import TrainingArguments
 from dsft.config.options import IGNORED_ARGUMENTS, TRAINING_DEFAULTS, LoraFields, TrainConfig
 from dsft.models.size import ModelSize
 from dsft.planner.plan import Plan
+from dsft.planner.zero_layout import OPTIMIZERS
 from dsft.runtime.hardware import has_gpu
 
 
@@ -54,7 +55,7 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
     for name in IGNORED_ARGUMENTS:
         if name in training:
             notes.append(f"{name}: ignored, dsft sets it (DS_ACCELERATOR=cpu in the environment asks for CPU ranks)")
-    if training.get("optim", "adamw_torch").partition("_")[0] != "adamw":
+    if "optim" in training and training["optim"] not in OPTIMIZERS:
         notes.append(f"optim={training['optim']}: its memory and time are planned as AdamW's")
     if "optimizer" in deepspeed_config and "optim" in training:
         notes.append(
@@ -79,12 +80,12 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
 def _ignored_adapter_options(options: TrainConfig) -> list[str]:
     notes, defaults = [], LoraFields()
     names = [field.name for field in dataclasses.fields(LoraFields)]
-    names = [name for name in names if name not in ("method", "adapter", "quantization_bits")]
+    names = [name for name in names if name not in ("method", "adapter", "quantization")]
     changed = [name for name in names if getattr(options, name) != getattr(defaults, name)]
     if changed and options.method == "full":
         notes.append(f"{', '.join(changed)}: ignored, because method is full; set method: lora")
     if changed and options.adapter:
         notes.append(f"{', '.join(changed)}: ignored, because adapter={options.adapter} brings its own shape")
-    if options.method != "qlora" and options.quantization_bits != defaults.quantization_bits:
-        notes.append(f"quantization_bits: ignored, because method is {options.method}; set method: qlora")
+    if options.method != "qlora" and options.quantization != defaults.quantization:
+        notes.append(f"quantization: ignored, because method is {options.method}; set method: qlora")
     return notes

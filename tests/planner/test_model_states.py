@@ -322,7 +322,7 @@ def test_what_ratio_leaves_on_the_device_is_not_in_host_memory(sizes):
 
 
 def test_a_quantised_base_is_refused_by_stage_3(sizes):
-    size = dataclasses.replace(sizes[False, 32], quantization=FORMATS[4])
+    size = dataclasses.replace(sizes[False, 32], quantization=FORMATS["nf4"])
     with pytest.raises(ValueError, match="stage 0, 1 or 2"):
         on_16_ranks(size, {"zero_optimization": {"stage": 3}})
     terms = state_terms(on_16_ranks(size, {"zero_optimization": {"stage": 2}}))

@@ -180,7 +180,7 @@ def test_candidates_are_those_that_make_sense(configs):
     size = measure_model(TrainConfig(model=configs["8b"])).size
     assert candidate_names(size, gpus(8, nodes=2, nvme_bytes=4 * 10**12)) == list(NAMES)
     assert "3-hpz" not in candidate_names(size, gpus(8)) and "3-nvme" not in candidate_names(size, gpus(8))
-    assert candidate_names(dataclasses.replace(size, quantization=FORMATS[4]), gpus(8)) == ["0", "1", "2"]
+    assert candidate_names(dataclasses.replace(size, quantization=FORMATS["nf4"]), gpus(8)) == ["0", "1", "2"]
     for name in NAMES:
         problems: list[str] = []
         assert check_deepspeed_json(read_zero_file(name, problems), name) == problems == []

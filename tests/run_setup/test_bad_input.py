@@ -100,6 +100,12 @@ def test_what_needs_a_gpu_says_so(problems_of):
     assert any("method=qlora needs a GPU" in problem for problem in problems_of(method="qlora"))
 
 
+def test_an_unknown_quantisation_lists_those_that_there_are(problems_of):
+    problems = problems_of(method="qlora", quantization="nf8")
+    assert "quantization=nf8: is none of nf4, int8; did you mean 'nf4'?" in problems
+    assert not any("quantization=" in problem for problem in problems_of(method="qlora", quantization="int8"))
+
+
 def test_quantisation_names_what_it_cannot_be_combined_with(problems_of, tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 3}}))

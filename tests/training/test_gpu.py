@@ -6,6 +6,8 @@ import pytest
 import torch
 from conftest import flags, read_json
 
+from dsft.models.quantization import FORMATS
+
 pytestmark = [
     pytest.mark.launch,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is false here"),
@@ -26,8 +28,10 @@ def test_training_takes_bfloat16_and_reports_gpu_memory(run, options, tmp_path, 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs the package bitsandbytes")
-@pytest.mark.parametrize("bits", [4, 8])
-def test_qlora_trains_over_a_quantised_base(run, options, tmp_path, bits):
-    result = run(["dsft", "train", *flags(options(tmp_path / "run", method="qlora", quantization_bits=bits, zero="2"))])
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_qlora_trains_over_a_quantised_base(run, options, tmp_path, quantization):
+    result = run(
+        ["dsft", "train", *flags(options(tmp_path / "run", method="qlora", quantization=quantization, zero="2"))]
+    )
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "run" / "final" / "adapter_config.json").is_file()
