@@ -67,7 +67,7 @@ Trained from `{config["model"]}` with dsft on {run["machine"]}, {plural(run["wor
 
 ## Measured
 
-{_list({text: f"{results[name]:,.6g}" for name, text in METRICS.items() if results.get(name) is not None})}
+{_list({text: _number(results[name]) for name, text in METRICS.items() if results.get(name) is not None})}
 
 ## Versions
 
@@ -87,3 +87,7 @@ def _metadata(config: dict[str, Any]) -> str:
 
 def _list(values: dict[str, Any]) -> str:
     return "\n".join(f"- {name}: {value}" for name, value in values.items())
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"

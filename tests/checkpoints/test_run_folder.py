@@ -1,13 +1,22 @@
-"""Which run a restarted launch resumes: its own, never the one that it was told to replace."""
+"""A run's folder: what stands in run.json, what a start resumes, what an overwrite removes, and when a run is done."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from dsft.checkpoints.manifest import TRAINER_STATE, publish, staging_folder
-from dsft.checkpoints.run_folder import last_checkpoint, read_run, write_run
+from dsft.checkpoints.manifest import MANIFEST, TRAINER_STATE, hash_and_sync, publish, staging_folder
+from dsft.checkpoints.run_folder import (
+    clear_run,
+    is_finished,
+    last_checkpoint,
+    read_run,
+    start_from_weights,
+    write_run,
+)
 from dsft.cluster.launch.run import asks_to_resume, resumed
 from dsft.config.options import TrainConfig
+from dsft.errors import UserError
 from dsft.runtime.launcher_env import JOB
 
 
@@ -40,3 +49,100 @@ def test_a_job_is_told_apart_only_where_its_user_did_not_ask_to_resume(tmp_path)
     assert asks_to_resume(resumed(["--config", str(file)])) and asks_to_resume(["--resume-from-checkpoint=auto"])
     file.write_text("resume_from_checkpoint: auto\n")
     assert asks_to_resume(["--config", str(file)]) and asks_to_resume([f"--config={file}"])
+
+
+def write_checkpoint(folder: Path, step: int, *, epoch: float | None = None, whole: bool = True) -> str:
+    path = folder / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": step, "epoch": epoch}))
+    (path / "model.safetensors").write_text("weights")
+    files = {file.name: hash_and_sync(file) for file in path.iterdir()}
+    (path / MANIFEST).write_text(json.dumps({"files": files}))
+    if not whole:
+        (path / "model.safetensors").write_text("w")
+    return str(path)
+
+
+def config(folder: Path, resume: str | bool | None = None, **changes) -> TrainConfig:
+    return TrainConfig(training={"output_dir": str(folder), "resume_from_checkpoint": resume}, **changes)
+
+
+def test_sections_of_run_json_are_added_and_replaced_and_the_first_write_stays_its_date(tmp_path):
+    folder = tmp_path / "runs" / "first"
+    write_run(str(folder), status="running", config={"seed": 1})
+    created = read_run(str(folder))["created"]
+    (folder / "run.json").write_text((folder / "run.json").read_text().replace(created, "2020-01-01T00:00:00+00:00"))
+    write_run(str(folder), status="done", results={"steps": 2})
+    expected = {
+        "created": "2020-01-01T00:00:00+00:00",
+        "status": "done",
+        "config": {"seed": 1},
+        "results": {"steps": 2},
+    }
+    assert expected.items() <= read_run(str(folder)).items()
+    assert sorted(path.name for path in folder.iterdir()) == ["run.json"]
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path):
+    with pytest.raises(UserError, match=f"{tmp_path}: is no run folder, it has no run.json"):
+        read_run(str(tmp_path))
+
+
+def test_an_overwrite_removes_what_a_run_wrote_and_nothing_else(tmp_path):
+    write_checkpoint(tmp_path, 5)
+    write_run(str(tmp_path), status="done")
+    for name in ("final", "logs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "checkpoint-list").touch()  # a file of the user, by that name
+    clear_run(str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-list", "logs", "notes.txt"]
+    clear_run(str(tmp_path))  # nothing is left to remove
+
+
+def test_a_run_resumes_where_it_was_asked_to(tmp_path, capsys):
+    first, second = write_checkpoint(tmp_path, 5), write_checkpoint(tmp_path, 10)
+    assert last_checkpoint(config(tmp_path)) is None
+    assert last_checkpoint(config(tmp_path, "auto")) == second
+    assert last_checkpoint(config(tmp_path, first)) == first
+    assert last_checkpoint(config(tmp_path / "empty", "auto")) is None
+    assert capsys.readouterr().out == "", "nothing was skipped or removed"
+
+
+def test_an_incomplete_checkpoint_is_skipped_and_refused_where_it_was_named(tmp_path, capsys):
+    good, broken = write_checkpoint(tmp_path, 5), write_checkpoint(tmp_path, 10, whole=False)
+    assert last_checkpoint(config(tmp_path, "auto")) == good
+    assert f"{broken} is incomplete and is skipped: model.safetensors has 1 bytes" in capsys.readouterr().out
+    with pytest.raises(UserError, match=f"resume_from_checkpoint={broken}: model.safetensors has 1 bytes"):
+        last_checkpoint(config(tmp_path, broken))
+    (Path(broken) / MANIFEST).unlink()  # another tool's checkpoint is taken as it is
+    assert last_checkpoint(config(tmp_path, broken)) == broken
+
+
+@pytest.mark.parametrize(("method", "option"), [("full", "model"), ("lora", "adapter")])
+def test_weights_alone_start_a_new_run_beside_the_old_one(tmp_path, method, option):
+    checkpoint = write_checkpoint(tmp_path / "old", 5)
+    decisions = start_from_weights(config(tmp_path / "new", method=method), checkpoint)
+    assert {decision.name: decision.value for decision in decisions} == {
+        option: checkpoint,
+        "resume_from_checkpoint": None,
+    }
+    assert {decision.reason for decision in decisions} == {"resume_weights_only"}
+    with pytest.raises(UserError, match=f"{checkpoint} lies in output_dir={tmp_path / 'old'}.* name another"):
+        start_from_weights(config(tmp_path / "old", method=method), checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("step", "epoch", "training", "expected"),
+    [
+        (5, 0.5, {"max_steps": 5}, True),
+        (4, 9.0, {"max_steps": 5}, False),  # max_steps goes before epochs
+        (5, 2.9, {}, False),  # transformers' 3 epochs
+        (5, 3.0, {}, True),
+        (5, 1.0, {"num_train_epochs": 1, "max_steps": -1}, True),
+        (5, 1.0, {"num_train_epochs": 2}, False),
+        (5, None, {}, False),
+    ],
+)
+def test_a_run_is_finished_by_its_steps_or_else_by_its_epochs(tmp_path, step, epoch, training, expected):
+    assert is_finished(write_checkpoint(tmp_path, step, epoch=epoch), training) is expected

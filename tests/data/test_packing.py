@@ -34,6 +34,20 @@ def test_best_fit_places_every_sequence_once_and_within_the_room(lengths):
     assert len(totals) < 2 or totals[0] + totals[1] > 64
 
 
+@pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [
+        ([60, 30, 25, 15], [[60, 25, 15], [30]]),  # two that fill the row go before the longest that fits
+        ([60, 30, 20, 20], [[60, 20, 20], [30]]),  # of one length
+        ([60, 30, 20], [[60, 30], [20]]),
+        ([50, 50, 40, 10, 10], [[50, 50], [40, 10, 10]]),
+    ],
+)
+def test_best_fit_fills_a_row_with_the_two_that_fit_best(lengths, rows):
+    lengths = np.array(lengths)
+    assert [sorted(lengths[row].tolist(), reverse=True) for row in best_fit(lengths, 100)] == rows
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=100))
 def test_batches_filled_by_tokens_hold_every_sequence_once_and_at_most_so_many_tokens(lengths):

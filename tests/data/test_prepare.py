@@ -32,7 +32,7 @@ from dsft.data.formats import FormatRules, format_rules
 from dsft.data.prepare import fingerprint, prepare
 from dsft.data.readers import Row
 from dsft.data.sequences import IGNORED, cut, mix, sequences_in, sequences_of
-from dsft.data.sources import HeldOut, Source, find_sources
+from dsft.data.sources import BATCH_ROWS, HeldOut, Source, find_sources
 from dsft.data.streaming import Stream
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError
@@ -281,6 +281,18 @@ def test_held_out_rows_are_a_seeded_share_and_none_is_in_both(tokenizer, tmp_pat
             itertools.takewhile(lambda row: row < 3000, HeldOut(fraction=fraction, seed=1, wanted=True).rows())
         )
         assert len(set(taken)) == len(taken) == pytest.approx(3000 * fraction, abs=1) and taken == sorted(taken)
+
+
+def test_rows_are_held_out_of_every_batch_that_is_read(tokenizer, tmp_path, config):
+    number = 2 * BATCH_ROWS + 500
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i} ", "completion": "x"} for i in range(number)])
+    data = loaded(config(data=[str(path)], eval_fraction=0.1), tokenizer)
+    rows = [
+        [int(tokenizer.decode(item["input_ids"]).split()[0]) for item in part] for part in (data.items, data.held_out)
+    ]
+    assert sorted(rows[0] + rows[1]) == list(range(number))
+    shares = np.histogram(rows[1], bins=4, range=(0, number))[0] / (number / 4)
+    assert all(0.05 < share < 0.15 for share in shares), shares
 
 
 def test_windows_of_text_are_those_of_the_evaluator(tokenizer, tmp_path, config):

@@ -142,6 +142,7 @@ def test_a_text_of_one_line_is_not_held_whole(tmp_path):
         ("a.json", b'[{"a": "\xff"}]', "a.json: not valid UTF-8"),
         ("a.csv", b"text,text\na,b\n", "a.csv, line 1: the column 'text' is there twice"),
         ("a.csv", b'text,id\n"a\nb",1\nc\n', "a.csv, line 4: 1 values for 2 columns (text, id)"),
+        ("a.csv", b"text,id\nc\n", "a.csv, line 2: 1 values for 2 columns (text, id)"),
         ("a.csv", b'text\n"a" b\n', "a.csv, line 2: not valid CSV"),
         ("a.csv", b"text\n\xff\n", "a.csv, line 2: not valid UTF-8"),
         ("a.txt", b"one\ntwo \xff\n", "a.txt, line 2: not valid UTF-8"),
@@ -175,6 +176,9 @@ def test_folders_globs_and_names_on_the_hub(tmp_path):
         (tmp_path / name).write_bytes(gzip.compress(b"{}") if name.endswith("gz") else b"{}")
     files = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jsonl.gz")]
     assert find_files(str(tmp_path), "data") == files and find_files(str(tmp_path / "*.jsonl*"), "data") == files
+    (tmp_path / "below" / "deep").mkdir(parents=True)
+    (tmp_path / "below" / "deep" / "d.jsonl").write_text("{}")
+    assert find_files(str(tmp_path / "**" / "*.jsonl"), "data") == [*files[:2], str(tmp_path / "below/deep/d.jsonl")]
     problems: list[str] = []
     config = TrainConfig(data_name="small")
     sources = find_sources(

@@ -16,7 +16,7 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.planner.plan import as_dict
 from dsft.run_setup.decisions import keep_global_batch
-from dsft.run_setup.resolve import _Draft, resolve_run
+from dsft.run_setup.resolve import _Draft, resolve_run, resume_decisions
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -48,6 +48,7 @@ def test_every_decision_is_in_the_options_and_says_why(resolved):
         == "global_batch_size=64 / (per_device_train_batch_size=2 x 8 ranks)"
     )
     assert (run.plan.micro_batch, run.plan.accumulation) == (2, 4)
+    assert run.model.attn_implementation == "sdpa" and run.packing.attn_implementation is None
     with pytest.raises(dataclasses.FrozenInstanceError):
         run.options.packing = False
 
@@ -63,6 +64,27 @@ def test_a_decision_that_gives_back_what_an_earlier_one_took_away_is_kept(option
     draft.take(keep_global_batch(config, str(checkpoint), 4))
     assert draft.options.value("global_batch_size") == 32
     assert draft.options.value("gradient_accumulation_steps") == 4
+
+
+def test_a_checkpoint_is_resumed_ended_or_taken_for_its_weights(tmp_path):
+    def decided(step: int | None, **changes):
+        run = tmp_path / f"run-{step}"
+        if step is not None:
+            checkpoint = run / f"checkpoint-{step}"
+            checkpoint.mkdir(parents=True, exist_ok=True)
+            (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step, "epoch": 0.1}))
+        training = {"output_dir": str(run), "resume_from_checkpoint": "auto", "max_steps": 8}
+        config = TrainConfig(training=training | changes.pop("training", {}), **changes)
+        path, decisions, is_end = resume_decisions(config, 2)
+        assert path in (None, str(run / f"checkpoint-{step}"))
+        return path is not None, {decision.name: decision.value for decision in decisions}, is_end
+
+    assert decided(5) == (True, {}, False)
+    assert decided(8) == (True, {}, True)
+    assert decided(None) == decided(None, resume_weights_only=True) == (False, {}, False), "nothing is there"
+    other = {"output_dir": str(tmp_path / "new"), "resume_from_checkpoint": str(tmp_path / "run-8" / "checkpoint-8")}
+    weights = {"model": other["resume_from_checkpoint"], "resume_from_checkpoint": None}
+    assert decided(8, resume_weights_only=True, training=other) == (False, weights, False)
 
 
 @pytest.mark.parametrize("architecture", grid(ARCHITECTURES, ["llama", "gemma3", "gpt2", "mixtral"]))

@@ -1,0 +1,84 @@
+"""What a training is given, and the figures of it that run.json shows."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tiny import write_pairs
+
+from dsft.config.options import TrainConfig
+from dsft.data.batches import EpochSampler, LengthGrouping, PaddedToFullSteps
+from dsft.data.packing import PackedRows
+from dsft.data.sequences import sequences_in
+from dsft.data.training_data import check_sources, load_training_data
+from dsft.models.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return load_tokenizer(TrainConfig(model=str(tiny / "model")))
+
+
+@pytest.fixture
+def load(tokenizer, tmp_path):
+    path = str(write_pairs(tmp_path / "pairs.jsonl", 31))
+
+    def make(**options):
+        config = TrainConfig(data=[path], seq_len=32, data_cache=str(tmp_path / "cache"), model="unused", **options)
+        problems: list[str] = []
+        data = check_sources([path], config, tokenizer, key="data", split="train", problems=problems)
+        assert problems == []
+        return load_training_data(config, data, [], tokenizer, pack=False, flash=False)
+
+    return make
+
+
+def padding_of(batches: list[dict], tokens: int) -> float:
+    """Share of what a model computes that is no token."""
+    return 1 - tokens / sum(batch["input_ids"].numel() for batch in batches)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "grouping"),
+    [
+        (None, LengthGrouping.WITHIN_STEP),
+        ("random", LengthGrouping.NONE),
+        ("group_by_length", LengthGrouping.ACROSS_STEPS),
+    ],
+)
+def test_the_share_of_padding_is_that_of_the_batches_of_the_first_epoch(load, strategy, grouping):
+    data = load(training={"train_sampling_strategy": strategy} if strategy else {})
+    assert data.grouping is grouping
+    steps = PaddedToFullSteps(data.items, 2 * 4 * 3)
+    for data_seed, seed in ((None, 7), (8, 8), (0, 0)):
+        args = SimpleNamespace(
+            per_device_train_batch_size=2, gradient_accumulation_steps=4, data_seed=data_seed, seed=7
+        )
+        data.count_padding(args, 3)
+        order = EpochSampler(steps, seed=seed, step=lambda: 0, grouping=grouping).order(0)
+        assert len(order) == 48, "blank sequences fill the last step"
+        batches = [data.collator([steps[index] for index in order[at : at + 2]]) for at in range(0, 48, 2)]
+        share = padding_of(batches, data.items.lengths.sum())
+        assert data.counts["padding_share"] == pytest.approx(share, abs=1e-4)
+
+
+def test_batches_filled_by_tokens_hold_every_sequence_once_within_the_budget(load):
+    plain, data = load(), load(batch_tokens=64)
+    assert isinstance(data.items, PackedRows) and data.grouping is LengthGrouping.NONE
+    batches = [data.collator([group]) for group in data.items]
+    assert data.counts["filled_batches"] == len(batches) > 1
+    assert all(batch["input_ids"].numel() <= 64 for batch in batches)
+    share = padding_of(batches, data.counts["tokens"])
+    assert data.counts["padding_share"] == pytest.approx(share, abs=1e-4) and share > 0
+    ids = [sorted(tuple(item["input_ids"]) for item in items) for items in (plain.items, sequences_in(data.items))]
+    assert ids[0] == ids[1] and np.sum(plain.items.lengths) == data.counts["tokens"]
+    data.count_padding(SimpleNamespace(per_device_train_batch_size=1), 2)  # is known already
+    assert data.counts["padding_share"] == pytest.approx(share, abs=1e-4)
+
+
+def test_a_seed_of_the_data_of_0_is_a_seed(load):
+    def held_out(**training):
+        items = load(eval_fraction=0.5, training=training).held_out
+        return sorted(tuple(item["input_ids"]) for item in items)
+
+    assert held_out(data_seed=0, seed=5) == held_out(seed=0) != held_out(seed=5)

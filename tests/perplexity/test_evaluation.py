@@ -1,0 +1,68 @@
+"""What an evaluation tells of itself: its report, its progress, what is wrong with a model, answers without a token."""
+
+import math
+
+import pytest
+from tiny import write_jsonl
+
+from dsft.api import evaluate_perplexity
+from dsft.errors import UserError
+
+
+@pytest.fixture
+def evaluated(tiny):
+    def make(**changes):
+        base = {"model": str(tiny / "model"), "data": str(tiny / "held_out.jsonl"), "seq_len": 32, "max_documents": 4}
+        return evaluate_perplexity(**base | {"progress": False} | changes)
+
+    return make
+
+
+def test_the_report_holds_every_figure_of_the_result_and_how_it_came_about(evaluated, tiny):
+    evaluation = evaluated(verify=2, zero="0", stride=8, mode="sliding", batch_tokens=64)
+    report, result = evaluation.report(), evaluation.perplexity
+    figures = ("perplexity", "nats", "tokens", "bytes", "words", "documents", "unscored_documents")
+    assert {name: report[name] for name in figures} == {name: getattr(result, name) for name in figures}
+    assert report["nats_per_token"] == result.nats / result.tokens
+    assert report["bits_per_byte"] == result.nats / math.log(2) / result.bytes
+    assert report["byte_perplexity"] == pytest.approx(2 ** report["bits_per_byte"])
+    assert report["word_perplexity"] == math.exp(result.nats / result.words)
+    assert (report["model"], report["data"]) == (str(tiny / "model"), str(tiny / "held_out.jsonl"))
+    assert (report["mode"], report["zero"], report["ranks"], report["truncated_documents"]) == ("sliding", "0", 1, 0)
+    options = {"seq_len": 32, "stride": 8, "scope": "corpus", "dtype": "float32", "batch_tokens": 64}
+    assert options.items() <= report["options"].items()
+    assert 0 <= report["verified_difference"] < 1e-5
+    assert report["tokens_per_second"] == result.fed_tokens / report["seconds"] > 0
+    assert report["peak_memory_bytes"]["host"] > 0 and len(report["model_hash"]) == 64
+
+
+def test_progress_counts_tokens_and_can_be_turned_off(evaluated, capsys):
+    evaluated(progress=True)
+    said = capsys.readouterr().err
+    assert "Perplexity: " in said and "token/s" in said
+    evaluated()
+    assert "Perplexity" not in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_one_problem(evaluated):
+    with pytest.raises(UserError) as caught:
+        evaluated(model="./nowhere")
+    assert len(caught.value.problems) == 1 and "./nowhere" in caught.value.problems[0]
+
+
+def test_rows_without_an_answer_stay_in_their_place_and_count_nothing(evaluated, tmp_path):
+    rows = [{"prompt": "the ", "completion": text} for text in ("", "big model", "", "", "small loss", "")]
+    path, alone = (
+        str(write_jsonl(tmp_path / name, part)) for name, part in (("all.jsonl", rows), ("alone.jsonl", rows[1:5:3]))
+    )
+    result = evaluated(
+        data=path, max_documents=None, seq_len=8, batch_tokens=8
+    ).perplexity  # batches with nothing to score
+    expected = evaluated(data=alone, max_documents=None, seq_len=8, batch_tokens=8).perplexity
+    assert [bool(tokens) for tokens in result.document_tokens] == [False, True, False, False, True, False]
+    assert result.document_nats[[1, 4]].tolist() == expected.document_nats.tolist()
+    assert result.nats == expected.nats and result.unscored_documents == 4 and result.bytes == expected.bytes
+
+
+def test_auto_holds_one_copy_of_a_model_that_fits(evaluated):
+    assert evaluated(max_documents=1).report()["zero"] == "0"

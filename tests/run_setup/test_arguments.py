@@ -1,0 +1,128 @@
+"""What transformers is told, and what the user is told of options without effect."""
+
+from types import SimpleNamespace
+
+import pytest
+from ranks import on_ranks
+
+from dsft.config.options import TrainConfig
+from dsft.planner.zero_layout import OPTIMIZERS
+from dsft.run_setup.arguments import ignored_options, training_arguments, with_defaults
+
+SIZE = SimpleNamespace(unadapted_expert_params=0)
+PLAN = SimpleNamespace(
+    micro_batch=3,
+    accumulation=2,
+    activation_checkpointing=True,
+    deepspeed_config={"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto"},
+)
+
+
+def test_the_users_values_lie_over_dsfts_defaults():
+    values = with_defaults(TrainConfig(training={"logging_steps": 3}))
+    assert values["logging_steps"] == 3 and values["save_total_limit"] == 2 and values["eval_strategy"] == "no"
+    assert values["use_cpu"] is True and values["remove_unused_columns"] is False
+    assert "save_strategy" not in values and "activation_checkpointing_kwargs" not in values
+
+
+def test_held_out_data_is_evaluated_each_epoch_and_the_best_model_is_saved_when_evaluated():
+    held_out = TrainConfig(eval_fraction=0.1, training={"load_best_model_at_end": True})
+    assert with_defaults(held_out)["eval_strategy"] == with_defaults(held_out)["save_strategy"] == "epoch"
+    steps = TrainConfig(eval_data=["x"], training={"load_best_model_at_end": True, "eval_strategy": "steps"})
+    assert with_defaults(steps)["save_strategy"] == "steps"
+    own = TrainConfig(eval_data=["x"], training={"load_best_model_at_end": True, "save_strategy": "best"})
+    assert with_defaults(own)["save_strategy"] == "best"
+
+
+def test_of_two_names_for_activation_checkpointing_transformers_gets_one():
+    old = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    values = with_defaults(TrainConfig(training=old))
+    assert values["activation_checkpointing_kwargs"] == {"use_reentrant": True}
+    assert not values.keys() & old.keys()
+
+
+def _told(many: list[TrainConfig]) -> list[dict]:
+    names = (
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "activation_checkpointing",
+        "include_num_input_tokens_seen",
+    )
+    told = []
+    for options in many:
+        args = training_arguments(options, PLAN)
+        config = args.hf_deepspeed_config
+        told.append(
+            {name: getattr(args, name) for name in names}
+            | {"dispatch_batches": args.accelerator_config.dispatch_batches, "zero3": config.is_zero3()}
+        )
+    return told
+
+
+def test_the_plan_decides_batches_and_checkpointing(tmp_path):
+    training = {"output_dir": str(tmp_path), "report_to": "none", "max_steps": 2}
+    many = [
+        TrainConfig(training=training),
+        TrainConfig(training=training | {"per_device_train_batch_size": 7, "gradient_checkpointing": False}),
+        TrainConfig(training=training, batch_tokens=64),
+        TrainConfig(training=training, packing=True),
+        TrainConfig(training=training, streaming=True),
+    ]
+    plain, own, filled, packed, stream = on_ranks(1, _told, many)[0]
+    assert (
+        plain
+        == own
+        == {
+            "per_device_train_batch_size": 3,
+            "gradient_accumulation_steps": 2,
+            "activation_checkpointing": True,
+            "include_num_input_tokens_seen": "non_padding",
+            "dispatch_batches": None,
+            "zero3": False,
+        }
+    )
+    assert filled == plain | {"per_device_train_batch_size": 1}
+    assert packed == plain
+    assert stream == plain | {"dispatch_batches": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "deepspeed_config", "parts"),
+    [
+        (TrainConfig(), {}, []),
+        (TrainConfig(training={"train_sampling_strategy": "random"}), {}, []),
+        (TrainConfig(training={"train_sampling_strategy": "random"}, packing=True), {}, ["train_sampling_strategy"]),
+        (TrainConfig(training={"train_sampling_strategy": "random"}, batch_tokens=9), {}, ["train_sampling_strategy"]),
+        (TrainConfig(training={"train_sampling_strategy": "random"}, streaming=True), {}, ["train_sampling_strategy"]),
+        (TrainConfig(eval_data=["x"]), {}, []),
+        (TrainConfig(eval_data=["x"], eval_fraction=0.1), {}, ["eval_fraction: ignored, because eval_data"]),
+        (TrainConfig(training={"use_cpu": True}), {}, ["use_cpu: ignored", "DS_ACCELERATOR=cpu"]),
+        (TrainConfig(training={"optim": "sgd"}), {}, ["optim=sgd: its memory", "AdamW's"]),
+        (TrainConfig(training={"optim": "adamw_8bit"}), {}, ["optim=adamw_8bit: its memory"]),
+        (TrainConfig(training={"optim": "adamw_torch"}), {"optimizer": {"type": "AdamW"}}, ["optim: ignored", "AdamW"]),
+        (TrainConfig(), {"optimizer": {"type": "AdamW"}}, []),
+        (TrainConfig(training={"weight_decay": 0.1}), {"optimizer": {"type": "AdamW"}}, ["weight_decay: DeepSpeed's"]),
+        (TrainConfig(training={"weight_decay": 0.1}), {}, []),
+        (TrainConfig(lora_r=8, use_dora=True), {}, ["lora_r, use_dora: ignored, because method is full"]),
+        (TrainConfig(method="lora", lora_r=8), {}, []),
+        (TrainConfig(method="lora", quantization="int8"), {}, ["quantization: ignored, because method is lora"]),
+        (TrainConfig(method="qlora", quantization="int8"), {}, []),
+        (TrainConfig(method="lora", lora_r=8, adapter="a"), {}, ["lora_r: ignored, because adapter=a"]),
+    ],
+)
+def test_an_option_without_effect_says_why_in_one_note(options, deepspeed_config, parts):
+    notes = ignored_options(options, deepspeed_config, SIZE)
+    assert len(notes) == bool(parts), notes
+    assert not parts or notes[0].startswith(parts[0])
+    assert all(part in notes[0] for part in parts)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_of_the_planner_needs_no_note(optimizer):
+    assert ignored_options(TrainConfig(training={"optim": optimizer}), {}, SIZE) == []
+
+
+def test_experts_that_get_no_adapter_are_counted():
+    size = SimpleNamespace(unadapted_expert_params=1234)
+    (note,) = ignored_options(TrainConfig(method="lora", lora_target_modules=["q_proj"]), {}, size)
+    assert note.startswith("1,234 parameters of experts get no adapter") and "q_proj" in note

@@ -1,0 +1,113 @@
+"""The plan of a run: what a checkpoint keeps, what a machine or the NVMe of a DeepSpeed JSON allows."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from tiny import GATED
+
+from dsft.checkpoints.manifest import MANIFEST
+from dsft.checkpoints.reshard import NOT_TAKEN_OVER
+from dsft.checkpoints.run_folder import write_run
+from dsft.config.deepspeed_json import read_zero_file
+from dsft.config.options import TrainConfig
+from dsft.errors import UserError
+from dsft.models.size import measure_model
+from dsft.planner.job import Job
+from dsft.run_setup.plan import TRAINING_MICRO_BATCH, choose_plan, plan_run, smaller_plan, training_job
+from dsft.runtime.hardware import Machine
+from dsft.units import GB
+
+EIGHT_GPUS = Machine(nodes=1, ranks_per_node=8, device_bytes=80 * GB, host_bytes=1000 * GB, has_gpu=True)
+EARLIER = {"zero": "1", "activation_checkpointing": True, "micro_batch": 2, "accumulation": 3}
+
+
+@pytest.fixture(scope="module")
+def facts(tiny):
+    return measure_model(TrainConfig(model=str(tiny / "model")))
+
+
+def job_of(facts, options: TrainConfig) -> Job:
+    return training_job(options, facts, attention="flash", default_micro_batch=TRAINING_MICRO_BATCH)
+
+
+def checkpoint_in(folder: Path, *, world_size: int, zero_stage: int) -> str:
+    write_run(str(folder), world_size=world_size, plan=EARLIER)
+    path = folder / "checkpoint-5"
+    path.mkdir()
+    (path / MANIFEST).write_text(json.dumps({"world_size": world_size, "zero_stage": zero_stage}))
+    return str(path)
+
+
+def test_a_resume_on_as_many_ranks_keeps_the_earlier_plan(facts, tmp_path):
+    options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)})
+    checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
+    choice = plan_run(options, job_of(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
+    assert {name: getattr(choice.plan, name) for name in EARLIER} == EARLIER
+    assert choice.reason.startswith("zero=1 is what the resumed run began with")
+    fresh = plan_run(options, job_of(facts, options), EIGHT_GPUS)
+    assert fresh.reason.startswith(f"{fresh.plan.label} is the fastest that fits")
+    assert fresh.plan.micro_batch == TRAINING_MICRO_BATCH
+
+
+def test_a_zero_that_the_user_names_goes_before_that_of_the_earlier_run(facts, tmp_path):
+    options = TrainConfig(dtype="bfloat16", zero="3", training={"output_dir": str(tmp_path)})
+    checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
+    choice = plan_run(options, job_of(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
+    assert choice.plan.zero == "3" and choice.reason.startswith("zero=3 was asked for")
+
+
+def test_a_resume_on_other_ranks_chooses_among_what_can_take_the_checkpoint_over(facts, tmp_path):
+    machine = dataclasses.replace(EIGHT_GPUS, nvme_bytes=4000 * GB)
+    options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)})
+    checkpoint = checkpoint_in(tmp_path, world_size=2, zero_stage=2)
+    job = job_of(facts, options)
+    considered = {plan.zero for plan in plan_run(options, job, machine, checkpoint=checkpoint).candidates}
+    everything = {plan.zero for plan in plan_run(options, job, machine).candidates}
+    assert everything - considered == set(NOT_TAKEN_OVER) <= everything
+
+
+def test_what_was_not_sharded_stays_so_on_other_ranks(facts, tmp_path):
+    options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)})
+    checkpoint = checkpoint_in(tmp_path, world_size=2, zero_stage=0)
+    choice = plan_run(options, job_of(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
+    assert choice.plan.zero == "0" and "is what the resumed run began with" in choice.reason
+
+
+def test_what_cannot_fit_is_refused_with_what_would_unless_memory_is_not_to_be_checked(facts, tmp_path):
+    options = TrainConfig(dtype="bfloat16", zero="0", training={"output_dir": str(tmp_path)})
+    job, machine = job_of(facts, options), dataclasses.replace(EIGHT_GPUS, device_bytes=GB // 100)
+    with pytest.raises(UserError, match="zero=0 cannot fit: .* use more GPUs or nodes.*memory_check=false starts it"):
+        plan_run(options, job, machine)
+    choice = plan_run(dataclasses.replace(options, memory_check=False), job, machine)
+    assert not choice.plan.fits and choice.plan.zero == "0"
+
+
+def test_the_nvme_that_a_deepspeed_json_names_is_counted(facts, tmp_path):
+    content = read_zero_file("3-nvme", [])
+    for part in ("offload_optimizer", "offload_param"):
+        content["zero_optimization"][part]["nvme_path"] = str(tmp_path)
+    file = tmp_path / "nvme.json"
+    file.write_text(json.dumps(content))
+    options = TrainConfig(dtype="bfloat16", zero=str(file), training={"output_dir": str(tmp_path / "run")})
+    choice = plan_run(options, job_of(facts, options), EIGHT_GPUS, zero_file=content)
+    assert choice.plan.fits and choice.plan.zero == str(file)
+    with pytest.raises(UserError, match="of NVMe per node"):  # the same without the disk
+        nowhere = {"zero_optimization": content["zero_optimization"] | {"offload_optimizer": {"device": "nvme"}}}
+        nowhere["zero_optimization"]["offload_param"] = {"device": "nvme"}
+        plan_run(options, job_of(facts, options), EIGHT_GPUS, zero_file=nowhere)
+
+
+def test_a_smaller_plan_takes_at_least_a_tenth_less_for_the_same_steps(tmp_path):
+    transformers.LlamaConfig(**GATED | {"vocab_size": 32_000}).save_pretrained(tmp_path)
+    facts = measure_model(TrainConfig(model=str(tmp_path / "config.json")))
+    options = TrainConfig(dtype="bfloat16", seq_len=256, training={"per_device_train_batch_size": 64})
+    job = job_of(facts, options)
+    plan = choose_plan(job, EIGHT_GPUS, zero="0").plan
+    smaller = smaller_plan(job, EIGHT_GPUS, plan)
+    assert smaller.device_bytes <= 0.9 * plan.device_bytes
+    assert smaller.micro_batch * smaller.accumulation == plan.micro_batch * plan.accumulation
+    smallest = dataclasses.replace(plan, device_bytes=GB // 100)
+    assert smaller_plan(job, EIGHT_GPUS, smallest) is None
