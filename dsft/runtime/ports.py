@@ -8,6 +8,9 @@ def port_owner(port: int) -> str:
     try:
         connections = [entry for entry in psutil.net_connections("inet") if entry.status == psutil.CONN_LISTEN]
         pid = next((entry.pid for entry in connections if entry.laddr.port == port), None)
-        return f"process {pid} ({' '.join(psutil.Process(pid).cmdline())[:120]})" if pid else "another user's process"
+        if pid is None:
+            return "another user's process"
+        command = " ".join(" ".join(psutil.Process(pid).cmdline()).split())
+        return f"process {pid} ({command[:120]})"
     except (psutil.Error, OSError):
         return "another process"

@@ -124,8 +124,9 @@ def test_the_quick_part_measures_a_ring(hosts, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_uneven_slots_are_measured_inside_the_node_too(hosts, tmp_path):
-    report, _ = doctor(hosts, [1, 2], tmp_path, "--quick")
+def test_uneven_slots_are_measured_inside_the_node_too_and_planned_as_they_are(hosts, run_files, tmp_path):
+    batch = ["--global_batch_size", "3", "--per_device_train_batch_size", "1"]
+    report, _ = doctor(hosts, [1, 2], tmp_path, *options_of(run_files), *batch)
     assert (
         report["ok"] and report["slots"] == {"node-0": 1, "node-1": 2} and len(report["links"]["flops_of_ranks"]) == 3
     )
@@ -279,6 +280,14 @@ def test_a_clock_that_is_ahead_is_named(hosts, tmp_path):
         rc.unlink()
     assert ("clocks", "node-2") in places
     assert "100 s ahead" in next(entry["message"] for entry in report["findings"] if entry["code"] == "clocks")
+
+
+@pytest.mark.exhaustive
+def test_lost_packets_are_found_between_two_hosts(hosts, tmp_path):
+    rule = "INPUT -p tcp -s 10.77.0.1 -m statistic --mode nth --every 20 --packet 9 -j DROP"
+    with changed(hosts[1], f"iptables -A {rule}", f"iptables -D {rule}"):
+        report, places = doctor(hosts, [1, 1], tmp_path, "--quick")
+    assert ("packet-loss", "node-0") in places, report["findings"]
 
 
 @pytest.mark.exhaustive

@@ -39,6 +39,7 @@ from dsft.cluster.doctor.check_files import (
 )
 from dsft.cluster.doctor.check_links import RanksOfNodes, check_answers, check_assumed, check_measured
 from dsft.cluster.doctor.check_node import check_node
+from dsft.cluster.doctor.check_plan import _machine
 from dsft.cluster.doctor.examine import examine_through
 from dsft.cluster.doctor.facts import Connection, FileContent, NodeFacts, Reached
 from dsft.cluster.doctor.findings import MESSAGES, Finding, Report, finding
@@ -306,6 +307,13 @@ def test_every_finding_fires_alone_and_names_the_place(code):
     for entry in findings:
         assert PLACES.get(code, "n3") in entry.where
         assert entry.message and entry.why == MESSAGES[code][1] and entry.fix
+
+
+def test_uneven_slots_are_planned_as_so_many_ranks():
+    facts = {name: node(name) for name in ("n1", "n2")}
+    machine = _machine(facts, {"n1": 1, "n2": 2})
+    assert machine.world_size == 3 and "at most, 3 in all" in str(machine)
+    assert _machine(facts, {"n1": 2, "n2": 2}).world_size == 4
 
 
 def test_of_two_clocks_none_is_blamed_without_a_reason():

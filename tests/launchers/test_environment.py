@@ -9,9 +9,10 @@ import pytest
 
 from dsft.cluster.doctor.ssh import ssh_command
 from dsft.cluster.launch.commands import build_command
-from dsft.cluster.launch.environment import forwarded, remote_environment
+from dsft.cluster.launch.environment import forwarded, launcher_environment, remote_environment
 from dsft.cluster.launch.options import read_launch
 from dsft.cluster.launch.run import LauncherProcess
+from dsft.watchdog.launcher_link import LauncherLink
 
 PDSH = """#!/bin/bash
 while [ "$1" != -w ]; do shift; done
@@ -77,3 +78,15 @@ def test_secrets_and_what_a_shell_would_break_stay_here():
         "HF_HOME": "/hf",
         "NCCL_DEBUG": "INFO",
     }
+
+
+def test_accelerate_leaves_no_file_of_variables_in_the_working_folder(tmp_path, monkeypatch):
+    """It appends every variable, secrets too, to DeepSpeed's file of them."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").touch()
+    options, _, _ = read_launch(["--accelerate", "config.yaml", "train"])
+    environment, path = launcher_environment(options, [], link := LauncherLink())
+    assert environment["DS_ENV_FILE"] == str(path) and path.parent != tmp_path
+    assert not environment["DSFT_LAUNCHER"].startswith("127.")  # its pdsh form starts ranks elsewhere
+    path.unlink()
+    link.close()

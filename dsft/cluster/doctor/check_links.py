@@ -45,7 +45,7 @@ def check_measured(
         )
     yield from _check_pairs(measured, names, used)
     for node in [node for node, share in measured.lost.items() if share > LOST]:
-        message = f"{measured.lost[node]:.1%} of its TCP segments had to be sent again: packets are lost on the way"
+        message = f"{measured.lost[node]:.1%} of its TCP segments were sent again: packets from it get lost"
         yield finding("packet-loss", names[node], message, _look_at(names[node], used))
     for node in slow_keys(measured.inside):
         fastest = in_rate(max(measured.inside.values()))
