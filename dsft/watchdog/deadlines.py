@@ -13,6 +13,8 @@ PHASE_LIMITS = {
 }
 """Phase of a rank -> the option that limits it, in seconds without progress."""
 
+IMPORT_SECONDS = 60.0
+"""For a rank to import its libraries, from a slow disk, before it tries to meet the others."""
 POLL_SECONDS = 0.5
 """How often a sidecar looks at its rank; also the least time between two heartbeats of a rank."""
 CONNECT_SECONDS = 20.0

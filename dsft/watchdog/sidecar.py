@@ -17,6 +17,7 @@ from typing import Any
 from dsft.watchdog.coordinator import Coordinator
 from dsft.watchdog.deadlines import (
     CONNECT_SECONDS,
+    IMPORT_SECONDS,
     KILL_SECONDS,
     LAUNCHER_SECONDS,
     POLL_SECONDS,
@@ -60,7 +61,8 @@ class Sidecar:
         self.launchers = launchers_of(self.process.pid)
         self.state = RankState.RUNNING
         self.phase, self.step = "starting", -1
-        self.limit = 2.0 * options["start_timeout"]  # the process group gives up after one, and says more
+        # The process group gives up after one, with a retry, and says more.
+        self.limit = 2.0 * options["start_timeout"] + IMPORT_SECONDS
         self.from_rank = Connection(socket.socket(fileno=os.dup(0)))
         self.to_coordinator: Connection | None = None
         self.coordinator: Coordinator | None = None
