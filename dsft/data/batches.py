@@ -125,14 +125,19 @@ class Collator:
 
     Returns input_ids, attention_mask and labels of shape [batch, time]; padding has attention 0 and label -100, so the
     choice of the pad token changes no loss. num_tokens [1] is for the Trainer, not for the model.
+
+    Args:
+        seq_len: that padding does not go beyond: the model may have positions for no more. None: no limit.
     """
 
-    def __init__(self, pad_token_id: int):
-        self.pad_token_id = pad_token_id
+    def __init__(self, pad_token_id: int, *, seq_len: int | None = None):
+        self.pad_token_id, self.seq_len = pad_token_id, seq_len
 
     def __call__(self, items: list[Sequence] | list[list[Sequence]]) -> dict[str, torch.Tensor]:
         sequences = sequences_in(items)
-        shape = (len(sequences), padded_width(max(len(sequence["input_ids"]) for sequence in sequences)))
+        longest = max(len(sequence["input_ids"]) for sequence in sequences)
+        width = padded_width(longest)
+        shape = (len(sequences), max(longest, min(width, self.seq_len or width)))
         ids_BT = torch.full(shape, self.pad_token_id, dtype=torch.long)
         mask_BT = torch.zeros(shape, dtype=torch.long)
         labels_BT = torch.full(shape, IGNORED, dtype=torch.long)

@@ -136,7 +136,9 @@ def load_training_data(
         notes += _notes_on_bad_rows(stores)
     return TrainingData(
         items=items,
-        collator=PackedCollator(tokenizer.pad_token_id, flash=flash) if pack else Collator(tokenizer.pad_token_id),
+        collator=PackedCollator(tokenizer.pad_token_id, flash=flash)
+        if pack
+        else Collator(tokenizer.pad_token_id, seq_len=config.seq_len),
         held_out=held_out_sequences,
         counts=counts,
         held_out_counts=held_out_counts,

@@ -16,7 +16,7 @@ def add_lora(model: PreTrainedModel, options: LoraFields, *, adapter: str | None
     """Returns `model` with trainable adapters as the options say, or with those of the folder `adapter`."""
     if adapter:
         return PeftModel.from_pretrained(model, adapter, is_trainable=True)
-    return get_peft_model(model, lora_config(options))
+    return get_peft_model(model, lora_config(options, model))
 
 
 def saved_lora_config(adapter: str) -> PeftConfig:
@@ -26,8 +26,8 @@ def saved_lora_config(adapter: str) -> PeftConfig:
     return config
 
 
-def lora_config(options: LoraFields) -> LoraConfig:
-    """Composes peft's configuration from the lora_* options."""
+def lora_config(options: LoraFields, model: PreTrainedModel) -> LoraConfig:
+    """Composes peft's configuration from the lora_* options for a model; the meta device is enough."""
     targets = options.lora_target_modules
     return LoraConfig(
         task_type="CAUSAL_LM",
@@ -35,17 +35,31 @@ def lora_config(options: LoraFields) -> LoraConfig:
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
         target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+        exclude_modules=_not_linear(model) or None,
         modules_to_save=options.lora_modules_to_save or None,
         use_dora=options.use_dora,
         use_rslora=options.use_rslora,
     )
 
 
-def adapters_of(options: TrainConfig) -> PeftConfig | None:
-    """Returns the adapters that a training starts with: none, those of a saved adapter, or new ones."""
+def _not_linear(model: PreTrainedModel) -> list[str]:
+    """Returns the names of linear layers of which an architecture made a class of its own, as Llama 4 of its router,
+    which returns two tensors: peft would take them for the output of a linear layer.
+    """
+    return sorted(
+        {
+            ".".join(name.split(".")[-2:])
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and type(module).__module__ == type(model).__module__
+        }
+    )
+
+
+def adapters_of(options: TrainConfig, model: PreTrainedModel) -> PeftConfig | None:
+    """Returns the adapters that a training of `model` starts with: none, those of a saved adapter, or new ones."""
     if options.method == "full":
         return None
-    return saved_lora_config(options.adapter) if options.adapter else lora_config(options)
+    return saved_lora_config(options.adapter) if options.adapter else lora_config(options, model)
 
 
 def check_lora_targets(model: PreTrainedModel, options: TrainConfig) -> list[str]:
@@ -55,7 +69,8 @@ def check_lora_targets(model: PreTrainedModel, options: TrainConfig) -> list[str
     """
     adaptable = (torch.nn.Linear, Conv1D, torch.nn.Embedding)
     named = dict(model.named_modules())
-    leaves = [name for name, module in named.items() if isinstance(module, adaptable)]
+    others = tuple(_not_linear(model))
+    leaves = [name for name, module in named.items() if isinstance(module, adaptable) and not name.endswith(others)]
     linear = sorted({name.rsplit(".", 1)[-1] for name in leaves if not isinstance(named[name], torch.nn.Embedding)})
 
     def missing(targets: list[str], names: Iterable[str]) -> list[str]:

@@ -3,20 +3,19 @@
 The trial runs a small model of the same architecture with random weights; it loads no weight.
 """
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
 from dsft.config.options import TrainConfig
 from dsft.errors import one_line
 from dsft.models.build import DTYPES
-from dsft.models.size import empty_model
+from dsft.models.small_model import TooLarge, small_model
 from dsft.runtime import distributed
 from dsft.runtime.hardware import has_gpu
 
@@ -69,16 +68,10 @@ def isolation_problem(
     """
     options = {"attn_implementation": attn_implementation} if attn_implementation else {}
     try:
-        small = _small(config)
-        empty = empty_model(small, trust_remote_code=trust_remote_code)
-        num_params = sum(parameter.numel() for parameter in empty.parameters())
-        if num_params > LARGEST_TRIED:
-            return (
-                "it cannot be tried with a small model of this architecture, which would have"
-                f" {num_params:,} parameters"
-            )
-        model = AutoModelForCausalLM.from_config(small, trust_remote_code=trust_remote_code, dtype=dtype, **options)
+        model = small_model(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
         first, second, alone = _try_row(model.to(device).eval())
+    except TooLarge as error:
+        return f"it cannot be tried with a small model of this architecture, which would have {error}"
     except Exception as error:  # whatever an architecture's own code makes of sizes or positions it was not made for
         return (
             f"it cannot be tried with a small model of this architecture ({type(error).__name__}:"
@@ -127,53 +120,3 @@ def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: 
         "max_length_q": longest,
         "max_length_k": longest,
     }
-
-
-SMALL = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "n_embd": 64,
-    "n_head": 4,
-    "n_inner": None,
-    "head_dim": 16,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "ffn_dim": 64,
-    "word_embed_proj_dim": 64,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "rotary_dim": 16,
-    "vocab_size_per_layer_input": 128,
-}
-LARGEST_TRIED = 100_000_000
-"""Parameters; no architecture that SMALL knows comes near."""
-LAYER_NAMES = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-
-
-def _small(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Makes the same architecture with narrow layers, few of them but one of each kind."""
-    small = copy.deepcopy(config.get_text_config())
-    heads = getattr(small, "num_attention_heads", None)
-    key_heads = {1: 1, heads: SMALL["num_attention_heads"]}.get(
-        getattr(small, "num_key_value_heads", None), SMALL["num_key_value_heads"]
-    )
-    kept = ["head_dim"] * hasattr(small, "qk_rope_head_dim")  # latent attention: it is derived
-    for name, value in (SMALL | {"num_key_value_heads": key_heads}).items():
-        if isinstance(vars(small).get(name), int) and name not in kept:
-            setattr(small, name, value)
-    small.pad_token_id = 0
-    kinds = vars(small).get("layer_types")
-    layers = max(2, *(kinds.index(kind) + 1 for kind in set(kinds))) if kinds else 2
-    for name in LAYER_NAMES:
-        if isinstance(getattr(small, name, None), int):
-            setattr(small, name, min(layers, getattr(small, name)))
-    if kinds:
-        small.layer_types = kinds[:layers]
-    return small

@@ -1,6 +1,7 @@
 """Counts a model's parameters and the widths that memory formulas need, without weights (meta device)."""
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -155,7 +156,7 @@ def measure_model(options: TrainConfig, *, text_only: bool = False) -> ModelFact
     Raises:
         UserError: where no model can be built from what is there, or its adapters do not fit it.
     """
-    other_params = 0
+    other_params, config = 0, None
     try:
         config = load_model_config(
             options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
@@ -166,12 +167,12 @@ def measure_model(options: TrainConfig, *, text_only: bool = False) -> ModelFact
             config, trust_remote_code=options.trust_remote_code, attn_implementation=options.attn_implementation
         )
     except CONFIG_ERRORS as error:
-        raise UserError([_no_model(options.model, error)]) from error
+        raise UserError([_no_model(options.model, error, config)]) from error
     if options.method != "full" and not options.adapter:
         raise_if_any(check_lora_targets(model, options))
     attn_implementation = model.config.get_text_config()._attn_implementation
     try:
-        adapters = adapters_of(options)
+        adapters = adapters_of(options, model)
         size = model_size(model, options, adapters=adapters, other_params=other_params)
     except UserError:
         raise  # it names its option
@@ -182,18 +183,53 @@ def measure_model(options: TrainConfig, *, text_only: bool = False) -> ModelFact
         OSError,
     ) as error:  # peft's: targets it cannot adapt, an adapter that is missing or of another model
         name = f"adapter={options.adapter}" if options.adapter else "lora_target_modules"
-        raise UserError([f"{name}: {one_line(error)}"]) from error
+        why = "there is no such folder" if options.adapter and is_missing_path(options.adapter) else one_line(error)
+        raise UserError([f"{name}: {why}"]) from error
     return ModelFacts(config=config, size=size, attn_implementation=attn_implementation, adapters=adapters)
 
 
-def _no_model(model: str, error: BaseException) -> str:
+def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
+    """A model that changes its weights inside a forward cannot be sharded."""
+    if stage < 3 or size.model_type != "rwkv":
+        return []
+    return [
+        f"model={model}: RWKV rescales its weights inside a forward (rescale_every), which shards of ZeRO-3 do not"
+        " allow; use zero 0, in training also 1 or 2"
+    ]
+
+
+def is_missing_path(name: str) -> bool:
+    """Whether `name` can only be a path, and nothing is there: no hub id looks so, or the folder above it exists."""
+    is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
+    in_a_folder = "/" in name and Path(name).parent.is_dir()
+    return not Path(name).exists() and (in_a_folder or not is_hub_id)
+
+
+def _no_model(model: str, error: BaseException, config: PreTrainedConfig | None) -> str:
+    """Says why no model can be built of `model`, and the way out that its folder shows."""
+    folder = Path(model)
+    if is_missing_path(model):
+        return f"model={model}: there is no such folder or file"
+    if folder.is_file() and folder.suffix != ".json":
+        return (
+            f"model={model}: is a file; name the folder of a model, or a config.json. Of a GGUF file, take the model"
+            " that it was made from: GGUF is a format for inference"
+        )
+    if config is not None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
+        return f"model={model}: its architecture {config.model_type} is no causal language model, which dsft trains"
+    why = one_line(error)
+    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
+    if checkpoints and not (folder / "config.json").exists():
+        return f"model={model}: holds checkpoints, but no model of its own; name one of them, such as {checkpoints[-1]}"
+    if any(folder.glob("*.gguf")):
+        why = "GGUF is a format for inference; take the model that it was made from"
     way_out = (
         "; DeepSpeed's shards lie there without a description: copy config.json and the tokenizer's files of the model"
         " they were trained from beside them"
         if step_folder(model) is not None
         else ""
     )
-    return f"model={model}: no causal language model can be built from what is there ({one_line(error)}){way_out}"
+    return f"model={model}: no causal language model can be built from what is there ({why}){way_out}"
 
 
 def check_positions(facts: ModelFacts, *, seq_len: int, model: str) -> list[str]:
@@ -202,6 +238,12 @@ def check_positions(facts: ModelFacts, *, seq_len: int, model: str) -> list[str]
     if not positions or seq_len <= positions:
         return []
     return [f"seq_len={seq_len} is beyond the {positions} positions of {model}; lower seq_len"]
+
+
+def max_positions(text: PreTrainedConfig) -> int | None:
+    """The longest sequence that a text model of this config has positions for; None where there is no limit."""
+    positions = _first(text, "max_position_embeddings", "max_seq_len", "max_sequence_length", "max_positions")
+    return positions if isinstance(positions, int) and positions > 0 else None  # XLNet says -1
 
 
 def has_only_shards(model: str) -> bool:
@@ -246,7 +288,7 @@ def model_size(
         numels=_numels(model.parameters()),
         trainable_numels=_numels(trained),
         vocab_size=text.vocab_size,
-        max_positions=getattr(text, "max_position_embeddings", None),
+        max_positions=max_positions(text),
         lora_r=options.lora_r if adapters else 0,
         quantization=quantization_of(options),
         **_widths(text),

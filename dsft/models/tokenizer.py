@@ -12,6 +12,7 @@ from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.sent_files import read_text
 from dsft.errors import one_line
 from dsft.models.build import described_in
+from dsft.models.size import is_missing_path
 
 PRESETS = {path.stem: path for path in (Path(__file__).parent / "templates").glob("*.jinja")}
 
@@ -37,6 +38,9 @@ def check_tokenizer(
     try:
         tokenizer = _load_without_template(config)
     except (OSError, ValueError, KeyError, ImportError) as error:
+        if config.tokenizer and is_missing_path(config.tokenizer):
+            problems.append(f"tokenizer={config.tokenizer}: there is no such folder")
+            return None
         problems.append(
             f"tokenizer: none found for {config.tokenizer or config.model}; set tokenizer to a hub id or a folder that"
             f" has one ({one_line(error)})"

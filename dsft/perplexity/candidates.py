@@ -13,6 +13,7 @@ from dsft.data.sources import FormattedSource, HeldOut
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError
 from dsft.models.build import adapter_base, described_in, is_bare_config
+from dsft.models.row_rules import not_causal, sees_later_tokens
 from dsft.models.size import ModelFacts, check_positions, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.models.weights import adapter_problems, weight_problems
@@ -72,6 +73,8 @@ def _measure(config: EvalConfig, problems: list[str]) -> ModelFacts | None:
         problems += error.problems
         return None
     problems += check_positions(facts, seq_len=config.seq_len, model=config.model)
+    if sees_later_tokens(facts.config, trust_remote_code=config.trust_remote_code):
+        problems.append(not_causal(config.model))
     return facts
 
 

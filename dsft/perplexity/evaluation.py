@@ -20,7 +20,9 @@ from dsft.config.deepspeed_rules import read_sound_file
 from dsft.config.options import EvalConfig, common_options
 from dsft.data.sequences import IGNORED
 from dsft.data.sources import FormattedSource
+from dsft.errors import raise_if_any
 from dsft.models.build import resolve_dtype
+from dsft.models.size import check_sharding
 from dsft.perplexity.candidates import Candidate, choose_zero, read_data
 from dsft.perplexity.identity import fingerprint, model_identity
 from dsft.perplexity.loading import loaded_for_scoring
@@ -110,6 +112,7 @@ def _evaluate_candidate(
         zero, loading = "", contextlib.nullcontext()
     else:
         zero = choose_zero(candidate, machine, dtype) if config.zero == "auto" else config.zero
+        raise_if_any(check_sharding(candidate.facts.size, stage=0 if zero == "0" else 3, model=config.model))
         loading = loaded_for_scoring(config, zero, dtype)
     with loading as model:
         for job in jobs:

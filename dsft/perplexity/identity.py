@@ -20,7 +20,7 @@ from dsft.runtime import distributed
 from dsft.runtime.hardware import has_gpu
 from dsft.runtime.versions import versions
 
-SCORING = 1
+SCORING = 2
 """A change of code that changes nats raises it."""
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")
 """Whose versions can change nats."""

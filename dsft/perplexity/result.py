@@ -59,6 +59,7 @@ class Evaluation:
             "documents": result.documents,
             "unscored_documents": result.unscored_documents,
             "fed_tokens": result.fed_tokens,
+            "rows_alone": result.rows_alone,
             "tokens_per_second": result.fed_tokens / self.seconds,
             "definition": f"perplexity = exp(nats / tokens), mode {self.mode} of dsft/perplexity/windows.py",
         }
@@ -80,6 +81,7 @@ class Evaluation:
             nats=report["nats"],
             tokens=report["tokens"],
             fed_tokens=report["fed_tokens"],
+            rows_alone=report["rows_alone"],
             **{f"document_{name}": documents[name] for name in DOCUMENT_COLUMNS},
         )
         own = {field.name: report[field.name] for field in fields(cls) if field.name in report}

@@ -28,10 +28,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dsft.data.sequences import IGNORED
 from dsft.errors import TrainingStopped
 from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead
+from dsft.models.row_rules import RowRules, row_rules
 from dsft.perplexity.resume import ResumeLog
 from dsft.perplexity.windows import Windows
 from dsft.runtime.distributed import sum_over_ranks
-from dsft.units import padded_width
 from dsft.watchdog import client as watchdog
 
 
@@ -53,6 +53,8 @@ class Perplexity:
     """[D] int64."""
     fed_tokens: int
     """Tokens fed to the model now, over all ranks; less than all windows hold where a part was known already."""
+    rows_alone: bool = False
+    """Whether each window was a batch of its own, since rows change each other's logits in this architecture."""
 
     @property
     def documents(self) -> int:
@@ -98,21 +100,18 @@ def exp(value: float) -> float:
     return math.exp(value) if value < 709 else math.inf
 
 
-def form_batches(lengths: np.ndarray, batch_tokens: int) -> list[list[int]]:
-    """Group windows, longest first, up to `batch_tokens` tokens with padding. Depends on the data alone."""
+def form_batches(lengths: np.ndarray, batch_tokens: int, rules: RowRules) -> list[list[int]]:
+    """Group windows, longest first, up to `batch_tokens` tokens with padding. Depends on data and model alone."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     batches: list[list[int]] = []
     for index in order:
-        if batches and batch_width(lengths[batches[-1][0]]) * (len(batches[-1]) + 1) <= batch_tokens:
+        longest = lengths[batches[-1][0]] if batches else 0
+        fits = batches and rules.width(longest) * (len(batches[-1]) + 1) <= batch_tokens
+        if fits and rules.share(longest, lengths[index]):
             batches[-1].append(index)
         else:
             batches.append([index])
     return batches
-
-
-def batch_width(longest: int) -> int:
-    """Return the padded length of a batch, of at least one token: a document of one token feeds none."""
-    return padded_width(max(1, int(longest)))
 
 
 @torch.no_grad()
@@ -137,7 +136,9 @@ def evaluate_windows(
     Raises:
         TrainingStopped: where a document's loss is NaN or infinite, naming the first such document.
     """
-    batches = form_batches(windows.lengths, batch_tokens)
+    was_training = model.training
+    rules = row_rules(model.eval())
+    batches = form_batches(windows.lengths, batch_tokens, rules)
     pieces = [[windows.pieces(window) for window in batch] for batch in batches]
     ends = np.cumsum([0, *(sum(len(documents) for documents, _ in batch) for batch in pieces)])
     places = [slice(start, end) for start, end in pairwise(ends.tolist())]
@@ -145,32 +146,27 @@ def evaluate_windows(
     left = {index: batch for index, batch in enumerate(batches) if index not in known}
     # Every piece is filled in on one rank and 0 on all others, so summing over ranks adds only zeros: no rounding.
     nats = torch.zeros(int(ends[-1]), dtype=torch.float64)
-    scored = _score_batches(
-        model,
-        windows,
-        left,
-        pad_token_id=pad_token_id,
-        device=device,
-        collective_forward=collective_forward,
-        progress=progress,
-    )
-    for index, token_nats in scored:
+    how = {"pad_token_id": pad_token_id, "device": device, "progress": progress}
+    for index, token_nats in _score_batches(model, windows, left, rules, collective_forward=collective_forward, **how):
         counts = [int(count) for _, counts in pieces[index] for count in counts]
         batch_nats = [part.sum().item() for part in token_nats.split(counts)]
         nats[places[index]] = torch.tensor(batch_nats, dtype=torch.float64)
         if log:
             log.record(index, batch_nats)
+    model.train(was_training)
     nats = sum_over_ranks(nats)
     for index, batch_nats in known.items():
         nats[places[index]] = torch.tensor(batch_nats, dtype=torch.float64)
     fed_tokens = sum(int(windows.lengths[batch].sum()) for batch in left.values())
-    return _add_up(windows, nats.numpy(), [piece for batch in pieces for piece in batch], fed_tokens=fed_tokens)
+    pieces = [piece for batch in pieces for piece in batch]
+    return _add_up(windows, nats.numpy(), pieces, fed_tokens=fed_tokens, rows_alone=rules.alone)
 
 
 def _score_batches(
     model: nn.Module,
     windows: Windows,
     batches: dict[int, list[int]],
+    rules: RowRules,
     *,
     pad_token_id: int,
     device: torch.device,
@@ -185,12 +181,10 @@ def _score_batches(
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     indices = list(batches)
     tokens = [int(windows.lengths[batch].sum()) for batch in batches.values()]
-    was_training = model.training
-    model.eval()
     dummy = torch.full((1, 8), pad_token_id, device=device)
     head = ChunkedHead(model, VOCAB_TILE[device.type])
     scorer = head if head.agrees(dummy) else model
-    collated = _collated_ahead(windows, [batches[index] for index in indices[rank::world]], pad_token_id)
+    collated = _collated_ahead(windows, [batches[index] for index in indices[rank::world]], rules, pad_token_id)
     with tqdm(
         total=sum(tokens), desc="Perplexity", unit="token", unit_scale=True, disable=not progress, leave=False
     ) as bar:
@@ -202,27 +196,28 @@ def _score_batches(
                 score(scorer, {"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
             bar.update(sum(tokens[turn : turn + world]))
             watchdog.heartbeat()
-    model.train(was_training)
 
 
-def _collated_ahead(windows: Windows, batches: list[list[int]], pad_token_id: int) -> Iterator[dict[str, torch.Tensor]]:
+def _collated_ahead(
+    windows: Windows, batches: list[list[int]], rules: RowRules, pad_token_id: int
+) -> Iterator[dict[str, torch.Tensor]]:
     """Collate the batches, the next one in a second thread while the model runs on this one."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         ahead = None
         for batch in batches:
-            ready, ahead = ahead, thread.submit(_collate, windows, batch, pad_token_id)
+            ready, ahead = ahead, thread.submit(_collate, windows, batch, rules, pad_token_id)
             if ready is not None:
                 yield ready.result()
         if ahead is not None:
             yield ahead.result()
 
 
-def _collate(windows: Windows, batch: list[int], pad_token_id: int) -> dict[str, torch.Tensor]:
+def _collate(windows: Windows, batch: list[int], rules: RowRules, pad_token_id: int) -> dict[str, torch.Tensor]:
     """Return input_ids and targets [B, T], padded on the right.
 
     No token sees what comes after it, so no attention mask is needed.
     """
-    shape = (len(batch), batch_width(windows.lengths[batch[0]]))
+    shape = (len(batch), rules.width(windows.lengths[batch[0]]))
     ids_BT, targets_BT = np.full(shape, pad_token_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
     for row, window in enumerate(batch):
         ids, targets = windows.inputs_and_targets(window)
@@ -301,7 +296,12 @@ def token_nats(
 
 
 def _add_up(
-    windows: Windows, nats: np.ndarray, pieces: list[tuple[np.ndarray, np.ndarray]], *, fed_tokens: int
+    windows: Windows,
+    nats: np.ndarray,
+    pieces: list[tuple[np.ndarray, np.ndarray]],
+    *,
+    fed_tokens: int,
+    rows_alone: bool,
 ) -> Perplexity:
     """Add pieces up to documents and to the total, exactly rounded (math.fsum), so in no order in particular."""
     documents = np.concatenate([piece for piece, _ in pieces])
@@ -324,4 +324,5 @@ def _add_up(
         document_bytes=windows.document_bytes,
         document_words=windows.document_words,
         fed_tokens=fed_tokens,
+        rows_alone=rows_alone,
     )

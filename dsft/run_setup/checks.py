@@ -45,6 +45,8 @@ def check_machine(options: TrainConfig, zero_file: dict[str, Any] | None) -> lis
     problems = []
     if options.dtype == "float16" and not has_gpu():
         problems.append("fp16 needs a GPU; on CPU use bf16 or float32")
+    if options.training.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
+        problems.append("use_liger_kernel: the package liger_kernel is not installed; pip install liger-kernel")
     return problems + _check_reporters(options) + _check_quantization(options, zero_file)
 
 

@@ -21,15 +21,16 @@ from dsft.checkpoints.run_folder import (
     last_checkpoint,
     start_from_weights,
 )
-from dsft.config.deepspeed_json import adopt
+from dsft.config.deepspeed_json import adopt, stage
 from dsft.config.deepspeed_rules import read_sound_file
 from dsft.config.options import Decision, TrainConfig, common_options, decide
 from dsft.data.sources import FormattedSource
 from dsft.data.training_data import check_sources
-from dsft.errors import UserError
-from dsft.models.lora import adapters_of
+from dsft.errors import UserError, raise_if_any
+from dsft.models.lora import saved_lora_config
 from dsft.models.packing_probe import Packing, try_packing
-from dsft.models.size import ModelFacts, check_positions, measure_model
+from dsft.models.row_rules import not_causal, sees_later_tokens
+from dsft.models.size import ModelFacts, check_positions, check_sharding, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.planner.job import Job
 from dsft.planner.plan import Plan
@@ -141,7 +142,7 @@ def resolve_run(
         return None
     _require_same_run(draft.options, checked.zero_file, checkpoint)
     draft.take(decisions)
-    model = dataclasses.replace(checked.model, adapters=adapters_of(draft.options))
+    model = _with_adapter(checked, draft.options)
     packing = None
     if draft.options.packing:
         packing = distributed.on_rank_0(lambda: try_packing(draft.options, model.config))
@@ -180,6 +181,13 @@ def _require_same_run(options: TrainConfig, zero_file: dict[str, Any] | None, ch
     require_agreement({SAME_OPTIONS: common_options(options), SAME_FILES: files})
 
 
+def _with_adapter(checked: CheckedRun, options: TrainConfig) -> ModelFacts:
+    """Returns the model with the adapter that training starts with, which may be a checkpoint's weights."""
+    if options.adapter in (None, checked.options.adapter):
+        return checked.model
+    return dataclasses.replace(checked.model, adapters=saved_lora_config(options.adapter))
+
+
 def check_run(options: TrainConfig, world: int, problems: Sequence[str] = ()) -> CheckedRun:
     """Finds everything that can be known wrong before weights load, and decides what needs no other rank.
 
@@ -203,6 +211,8 @@ def check_run(options: TrainConfig, world: int, problems: Sequence[str] = ()) ->
     model = tokenizer = None
     if options.model:
         model = _measured(options, draft.problems)
+    if model and zero_file:  # before the plan, whose trace of such a model takes minutes
+        draft.problems += check_sharding(model.size, stage=stage(zero_file), model=options.model)
     if options.model and (model or options.tokenizer):  # where there is no model, its missing tokenizer is no news
         tokenizer = check_tokenizer(options, draft.problems, vocab_size=model and model.size.vocab_size)
     data, held_out = (
@@ -232,6 +242,8 @@ def _measured(options: TrainConfig, problems: list[str]) -> ModelFacts | None:
         problems += error.problems
         return None
     problems += check_weights(options, model.config, local=True)
+    if sees_later_tokens(model.config, trust_remote_code=options.trust_remote_code):
+        problems.append(not_causal(options.model))
     problems += check_positions(model, seq_len=options.seq_len, model=options.model)
     if options.training.get("output_dir") and not any(problem.startswith("output_dir") for problem in problems):
         problems += check_room(options, model.size.num_trainable)
@@ -266,4 +278,5 @@ def _plan(
     options: TrainConfig, job: Job, machine: Machine, zero_file: dict[str, Any] | None, checkpoint: str | None
 ) -> tuple[Plan, str]:
     choice = plan_run(options, job, machine, zero_file=zero_file, checkpoint=checkpoint)
+    raise_if_any(check_sharding(job.size, stage=stage(choice.plan.deepspeed_config), model=options.model))
     return choice.plan, choice.reason

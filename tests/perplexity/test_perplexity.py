@@ -26,6 +26,7 @@ from dsft.data.sequences import IGNORED, sequence
 from dsft.data.training_data import check_sources
 from dsft.errors import TrainingStopped, UserError
 from dsft.models.chunked_head import ChunkedHead
+from dsft.models.row_rules import RowRules
 from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity import scoring
 from dsft.perplexity.evaluation import evaluate
@@ -82,7 +83,7 @@ def _sums(many_options: list[dict]) -> list[tuple[float, int]]:
 
 def test_batches_take_each_window_once_and_keep_the_budget():
     lengths = np.array([5, 300, 7, 7, 64, 1, 12])
-    batches = form_batches(lengths, 64)
+    batches = form_batches(lengths, 64, RowRules())
     assert sorted(index for batch in batches for index in batch) == list(range(7))
     assert all(len(batch) == 1 or padded_width(max(lengths[batch])) * len(batch) <= 64 for batch in batches)
 

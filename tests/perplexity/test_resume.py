@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from dsft.api import evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
+from dsft.models.row_rules import RowRules
 from dsft.perplexity import scoring
 from dsft.perplexity.evaluation import evaluate
 from dsft.watchdog import client as watchdog
@@ -96,7 +97,7 @@ def test_finished_models_of_a_list_are_taken_over(tiny, tmp_path, interrupt_afte
     options = eval_options(tiny, tiny) | {"model": models}
     expected = [evaluation.perplexity for evaluation in evaluate(EvalConfig(**options))]
     options["output_dir"] = str(out)
-    num_batches = len(scoring.form_batches(expected[0].document_tokens, 64))
+    num_batches = len(scoring.form_batches(expected[0].document_tokens, 64, RowRules()))
     interrupted = evaluate(EvalConfig(**options))
     next(interrupted)
     interrupted.close()  # as a kill before the second model

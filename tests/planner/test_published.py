@@ -225,8 +225,9 @@ RUNS = {
 
 def predicted(run: Published) -> list[Term]:
     config = TrainConfig(model="published", method="lora" if run.lora else "full", **run.lora)
-    adapters = adapters_of(config)
-    size = model_size(empty_model(run.model), config, adapters=adapters)
+    model = empty_model(run.model)
+    adapters = adapters_of(config, model)
+    size = model_size(model, config, adapters=adapters)
     activations = training_activations(
         size,
         run.model,

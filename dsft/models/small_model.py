@@ -1,0 +1,78 @@
+"""Builds a small model of any architecture, with random weights, to try out how it computes."""
+
+import copy
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from dsft.models.size import empty_model
+
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_inner": None,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "ffn_dim": 64,
+    "word_embed_proj_dim": 64,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "rotary_dim": 16,
+    "vocab_size_per_layer_input": 128,
+}
+LARGEST_TRIED = 100_000_000
+"""Parameters; no architecture that SMALL knows comes near."""
+LAYER_NAMES = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
+
+class TooLarge(Exception):
+    """Says how many parameters the small model would have."""
+
+
+def small_model(
+    config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False, **options
+) -> PreTrainedModel:
+    """Builds the architecture of `config` with narrow layers, few of them but one of each kind.
+
+    Raises:
+        TooLarge: where it would have more than LARGEST_TRIED parameters.
+        Exception: whatever an architecture's own code makes of sizes that it was not made for.
+    """
+    small = _small_config(config)
+    empty = empty_model(small, trust_remote_code=trust_remote_code)
+    num_params = sum(parameter.numel() for parameter in empty.parameters())
+    if num_params > LARGEST_TRIED:
+        raise TooLarge(f"{num_params:,} parameters")
+    return AutoModelForCausalLM.from_config(small, trust_remote_code=trust_remote_code, dtype=dtype, **options)
+
+
+def _small_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Makes the same architecture with narrow layers, few of them but one of each kind."""
+    small = copy.deepcopy(config.get_text_config())
+    heads = getattr(small, "num_attention_heads", None)
+    key_heads = {1: 1, heads: SMALL["num_attention_heads"]}.get(
+        getattr(small, "num_key_value_heads", None), SMALL["num_key_value_heads"]
+    )
+    kept = ["head_dim"] * hasattr(small, "qk_rope_head_dim")  # latent attention: it is derived
+    for name, value in (SMALL | {"num_key_value_heads": key_heads}).items():
+        if isinstance(vars(small).get(name), int) and name not in kept:
+            setattr(small, name, value)
+    small.pad_token_id = 0
+    kinds = vars(small).get("layer_types")
+    layers = max(2, *(kinds.index(kind) + 1 for kind in set(kinds))) if kinds else 2
+    for name in LAYER_NAMES:
+        if isinstance(getattr(small, name, None), int):
+            setattr(small, name, min(layers, getattr(small, name)))
+    if kinds:
+        small.layer_types = kinds[:layers]
+    return small

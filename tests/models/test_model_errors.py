@@ -1,0 +1,144 @@
+"""A model that cannot be trained or scored is refused in one sentence that says what is there and what to name."""
+
+import shutil
+
+import pytest
+import transformers
+from conftest import flags
+from ranks import run_entry
+from safetensors.torch import load_file
+from tiny import ARCHITECTURES, GATED, write_model
+
+from dsft.api import evaluate_perplexity
+from dsft.config.options import TrainConfig
+from dsft.config.reader import make_config
+from dsft.errors import UserError
+from dsft.models.size import max_positions
+from dsft.run_setup.resolve import check_run
+
+
+@pytest.fixture
+def problems_of(options, tmp_path):
+    def check(**changes) -> list[str]:
+        problems: list[str] = []
+        config = make_config(TrainConfig, options(tmp_path / "run", **changes), problems)
+        return list(check_run(config, 2, problems).problems)
+
+    return check
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/where", "PARENT/nowhere", "some/deep/path"])
+def test_a_path_that_is_not_there_is_called_a_path(problems_of, tmp_path, name):
+    name = name.replace("PARENT", str(tmp_path))
+    for changes in ({"model": name}, {"tokenizer": name}):
+        (key,) = changes
+        problems = problems_of(**changes)
+        assert len(problems) == 1 and f"{key}={name}: there is no such folder" in problems[0], problems
+    problems = problems_of(method="lora", adapter=name)
+    assert len(problems) == 1 and f"adapter={name}: there is no such folder" in problems[0], problems
+
+
+def test_a_hub_id_is_still_one(problems_of):
+    problems = problems_of(model="some-owner/some-model")
+    assert len(problems) == 1 and "there is no such folder" not in problems[0]
+
+
+@pytest.mark.parametrize("architecture", ["t5", "clip"])
+def test_an_architecture_of_another_kind_is_named_without_a_list_of_classes(problems_of, tiny, tmp_path, architecture):
+    folder = shutil.copytree(tiny / "model", tmp_path / architecture)
+    transformers.CONFIG_MAPPING[architecture]().save_pretrained(folder)
+    problems = problems_of(model=str(folder))
+    assert len(problems) == 1 and f"its architecture {architecture} is no causal language model" in problems[0]
+    assert len(problems[0]) < 250
+
+
+def test_a_gguf_file_is_told_from_a_config(problems_of, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\x00")
+    for name in (tmp_path / "model.gguf", tmp_path):
+        problems = problems_of(model=str(name))
+        assert len(problems) == 1 and "GGUF is a format for inference" in problems[0], problems
+
+
+def test_the_parent_of_checkpoints_names_the_last_one(problems_of, tiny, tmp_path):
+    for step in (5, 20, 100):
+        shutil.copytree(tiny / "model", tmp_path / "runs" / f"checkpoint-{step}")
+    problems = problems_of(model=str(tmp_path / "runs"))
+    assert len(problems) == 1 and f"such as {tmp_path / 'runs' / 'checkpoint-100'}" in problems[0], problems
+
+
+def test_the_limit_of_positions_is_found_by_its_names():
+    assert max_positions(transformers.MptConfig(max_seq_len=100)) == 100
+    assert max_positions(transformers.GPT2Config(n_positions=100)) == 100
+    assert max_positions(transformers.XLNetConfig()) is None  # it says -1
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "mpt"])
+def test_training_and_evaluation_take_as_many_tokens_as_there_are_positions(
+    tiny, options, tmp_path, monkeypatch, architecture
+):
+    mpt = (transformers.MptConfig, {"vocab_size": 384, "d_model": 32, "n_layers": 2, "n_heads": 4, "eos_token_id": 0})
+    monkeypatch.setitem(ARCHITECTURES, "mpt", mpt)
+    name = "n_positions" if architecture == "gpt2" else "max_seq_len"
+    model = write_model(tmp_path / "model", architecture, **{name: 100})
+    chosen = options(tmp_path / "run", model=str(model), seq_len=100, eval_fraction=0.2)
+    result = run_entry("dsft.train", flags(chosen))
+    assert result.returncode == 0, result.stderr
+    evaluation = {"model": str(model), "data": str(tiny / "texts.jsonl"), "mode": "windows", "progress": False}
+    assert evaluate_perplexity(**evaluation, seq_len=100).perplexity.tokens > 100
+    with pytest.raises(UserError, match="seq_len=101 is beyond the 100 positions"):
+        evaluate_perplexity(**evaluation, seq_len=101)
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused_in_an_evaluation(tiny, tmp_path):
+    model = write_model(tmp_path / "model", vocab_size=100)
+    with pytest.raises(UserError, match="but the model has embeddings for 100"):
+        evaluate_perplexity(model=str(model), data=str(tiny / "texts.jsonl"), seq_len=32, progress=False)
+
+
+def test_a_config_without_weights_is_refused_in_an_evaluation(tiny, tmp_path):
+    folder = shutil.copytree(tiny / "model", tmp_path / "bare")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="holds a config but no weights"):
+        evaluate_perplexity(model=str(folder), data=str(tiny / "texts.jsonl"), seq_len=32, progress=False)
+
+
+def test_liger_kernels_need_their_package(problems_of):
+    problems = problems_of(use_liger_kernel=True)
+    assert len(problems) == 1 and "pip install liger-kernel" in problems[0], problems
+
+
+LLAMA_4 = (
+    transformers.Llama4TextConfig,
+    GATED
+    | {
+        "head_dim": 8,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 2,
+        "moe_layers": [0, 1],
+        "attention_chunk_size": 64,
+        "layer_types": ["full_attention"] * 2,
+    },
+)
+
+
+def test_lora_leaves_the_router_of_llama_4_as_it_is(options, problems_of, tmp_path, monkeypatch):
+    """peft takes it for a linear layer, but it returns scores and logits."""
+    monkeypatch.setitem(ARCHITECTURES, "llama4", LLAMA_4)
+    model = write_model(tmp_path / "model", "llama4")
+    problems = problems_of(model=str(model), method="lora", lora_target_modules=["router"])
+    assert len(problems) == 1 and "'router' matches no layer" in problems[0], problems
+    result = run_entry("dsft.train", flags(options(tmp_path / "run", model=str(model), method="lora", max_steps=1)))
+    assert result.returncode == 0, result.stderr
+    assert not any("router" in name for name in load_file(tmp_path / "run" / "final" / "adapter_model.safetensors"))
+
+
+def test_rwkv_is_not_sharded(tiny, options, tmp_path, monkeypatch):
+    config = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 64, "eos_token_id": 0}
+    monkeypatch.setitem(ARCHITECTURES, "rwkv", (transformers.RwkvConfig, config))
+    model = write_model(tmp_path / "model", "rwkv")
+    result = run_entry("dsft.train", flags(options(tmp_path / "run", model=str(model), zero="3")))
+    assert result.returncode == 2 and "RWKV rescales its weights" in result.stderr, result.stderr
+    evaluation = {"model": str(model), "data": str(tiny / "texts.jsonl"), "seq_len": 32, "progress": False}
+    with pytest.raises(UserError, match="RWKV rescales its weights"):
+        evaluate_perplexity(**evaluation, zero="3")
+    assert evaluate_perplexity(**evaluation, zero="0").perplexity.tokens > 100

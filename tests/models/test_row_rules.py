@@ -1,0 +1,151 @@
+"""No token sees a later one, and no row another of its batch: what breaks this is refused, or scored alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from conftest import flags, grid
+from ranks import on_ranks, run_entry
+from tiny import ARCHITECTURES, COMMON, write_model, write_texts
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from dsft.api import evaluate_perplexity
+from dsft.config.options import EvalConfig
+from dsft.data.sequences import IGNORED, sequence
+from dsft.errors import UserError
+from dsft.models.row_rules import RowRules, sees_later_tokens
+from dsft.models.small_model import small_model
+from dsft.perplexity.evaluation import evaluate
+from dsft.perplexity.scoring import evaluate_windows, form_batches
+from dsft.perplexity.windows import windows_of_sequences
+
+CPU = torch.device("cpu")
+ENCODER = (transformers.BertConfig, COMMON | {"intermediate_size": 48})
+LONG = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0, 6.0, 8.0, 9.0],
+    }
+}
+
+
+def encoder(folder, monkeypatch):
+    monkeypatch.setitem(ARCHITECTURES, "bert", ENCODER)
+    return write_model(folder, "bert")
+
+
+def windows_of(lengths):
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(1, 120, (length,), generator=generator).numpy() for length in lengths]
+    return windows_of_sequences([sequence(row, row > 0) for row in rows])
+
+
+def nats(model, windows, batch_tokens: int):
+    result = evaluate_windows(
+        model, windows, pad_token_id=0, batch_tokens=batch_tokens, device=CPU, collective_forward=False
+    )
+    return torch.tensor(result.document_nats), result
+
+
+@torch.no_grad()
+def plain_nats(model, windows, window: int) -> float:
+    """A window alone, with full logits and no padding."""
+    ids, targets = (torch.from_numpy(array.astype("int64")) for array in windows.inputs_and_targets(window))
+    logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum").item()
+
+
+def test_an_encoder_is_refused_in_training_and_evaluation(tiny, options, tmp_path, monkeypatch):
+    model = encoder(tmp_path / "bert", monkeypatch)
+    result = run_entry("dsft.train", flags(options(tmp_path / "run", model=str(model))))
+    assert result.returncode == 2 and result.stderr.count("dsft: error:") == 1, result.stderr
+    assert "its tokens see later ones" in result.stderr and "is_decoder" in result.stderr
+    with pytest.raises(UserError, match="its tokens see later ones"):
+        evaluate_perplexity(model=str(model), data=str(tiny / "held_out.jsonl"), seq_len=32, progress=False)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    with pytest.raises(UserError, match="its tokens see later ones"):
+        nats(loaded, windows_of([5, 9]), 64)
+
+
+def test_the_same_architecture_as_a_decoder_is_taken():
+    config, values = ENCODER
+    assert sees_later_tokens(config(**values)) and not sees_later_tokens(config(**values, is_decoder=True))
+
+
+def test_batches_keep_to_one_side_of_a_limit_with_their_padding():
+    rules = RowRules(limits=(100, 200))
+    lengths = [205, 199, 150, 101, 100, 97, 96, 3]
+    batches = form_batches(lengths, 10_000, rules)
+    assert [[lengths[index] for index in batch] for batch in batches] == [[205], [199, 150, 101], [100, 97, 96, 3]]
+    assert [rules.width(length) for length in (205, 199, 101, 97, 96, 0)] == [208, 200, 104, 100, 96, 8]
+    alone = RowRules(alone=True)
+    assert form_batches(lengths, 10_000, alone) == [[index] for index in range(8)] and alone.width(97) == 97
+
+
+@pytest.fixture(scope="module")
+def phi(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("longrope") / "phi3"
+    return write_model(folder, "phi3", original_max_position_embeddings=64, **LONG)
+
+
+def test_longrope_gives_a_row_the_same_nats_alone_and_in_a_batch(phi):
+    model = AutoModelForCausalLM.from_pretrained(phi).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    windows = windows_of([60, 63, 64, 65, 90, 30, 120, 57])
+    alone, batched = nats(model, windows, 1)[0], nats(model, windows, 10_000)[0]
+    torch.testing.assert_close(batched, alone, rtol=1e-6, atol=0)
+
+
+def _sums(options: dict) -> tuple:
+    result = next(evaluate(EvalConfig(**options))).perplexity
+    return result.nats, result.document_nats.tolist()
+
+
+def test_longrope_has_the_same_bits_on_1_and_2_ranks(phi, tmp_path):
+    data = write_texts(tmp_path / "texts.jsonl", 30)
+    options = {"model": [str(phi)], "data": [str(data)], "seq_len": 100, "mode": "rolling", "batch_tokens": 400}
+    assert on_ranks(2, _sums, options) == [_sums(options)] * 2
+    assert _sums(options)[0] == pytest.approx(_sums(options | {"batch_tokens": 8})[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("positions", [100, 256])
+@pytest.mark.parametrize("architecture", ["gpt2", "opt", "llama"])
+def test_as_many_tokens_as_there_are_positions_are_scored(tiny, tmp_path, monkeypatch, architecture, positions):
+    """Padding to a multiple of 8 stays within them."""
+    opt = (transformers.OPTConfig, COMMON | {"ffn_dim": 64, "word_embed_proj_dim": 32})
+    monkeypatch.setitem(ARCHITECTURES, "opt", opt)
+    name = "n_positions" if architecture == "gpt2" else "max_position_embeddings"
+    model = write_model(tmp_path / "model", architecture, **{name: positions})
+    options = {"model": str(model), "data": str(tiny / "texts.jsonl"), "seq_len": positions, "mode": "windows"}
+    assert evaluate_perplexity(**options, progress=False).perplexity.tokens > 100
+
+
+QUICK_ARCHITECTURES = ("llama", "bert", "gpt2", "mixtral", "mamba", "reformer", "xlnet", "rwkv")
+
+
+@pytest.mark.parametrize("architecture", grid(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, QUICK_ARCHITECTURES))
+def test_in_every_architecture_a_row_scores_the_same_alone_and_in_a_batch(architecture):
+    """Or it is refused, since its tokens see later ones."""
+    try:
+        torch.manual_seed(0)
+        model = small_model(CONFIG_MAPPING[architecture]()).eval()
+        model(input_ids=torch.ones(1, 9, dtype=torch.long), use_cache=False).logits[0]
+    except Exception as error:
+        pytest.skip(f"no small one can be built and run: {type(error).__name__} {error}"[:200])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)  # so that attention is not almost even
+    windows = windows_of([9, 33, 16, 24, 5, 33])
+    if sees_later_tokens(CONFIG_MAPPING[architecture]()):
+        with pytest.raises(UserError, match="see later ones"):
+            nats(model, windows, 8)
+        return
+    plain = torch.tensor([plain_nats(model, windows, window) for window in range(6)], dtype=torch.float64)
+    for batch_tokens in (1, 1000):
+        torch.testing.assert_close(nats(model, windows, batch_tokens)[0], plain, rtol=1e-6, atol=1e-6)
