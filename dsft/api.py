@@ -11,7 +11,7 @@ from typing import Any
 
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config, read_yaml
-from dsft.errors import raise_if_any
+from dsft.errors import UserError, raise_if_any
 from dsft.models.build import build_model, resolve_dtype
 from dsft.models.size import ModelSize
 from dsft.perplexity.evaluation import evaluate
@@ -33,6 +33,8 @@ def load_config(path: str | None = None, **options: Any) -> TrainConfig:
     """
     problems: list[str] = []
     values = read_yaml(path, problems) if path else {}
+    if values is None:
+        raise UserError(problems)
     config = make_config(TrainConfig, values | options, problems)
     raise_if_any(problems)
     return config

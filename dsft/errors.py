@@ -8,6 +8,7 @@ exit code 2. It does not catch our own bugs: those keep their traceback and Pyth
 import difflib
 import functools
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -82,6 +83,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """ "; did you mean 'x'?" for the known name most like `name`, or an empty string."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def without_second_errors(problems: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Leaves out the problems of options that `known` ones name, or suggest instead of what was written: what is said
+    of a default that nobody meant is no news.
+    """
+    named = re.compile(r"^-*(\w+)(?:[:=]| is given)|did you mean '(\w+)'")
+    names = {name for problem in known for match in named.findall(problem) for name in match if name}
+    if not names:
+        return [*problems]
+    # A name of one word, such as model, is a word of many sentences too.
+    words = "|".join(name if "_" in name else f"^{name}(?=[:=])" for name in sorted(names))
+    return [problem for problem in problems if not re.search(rf"(?<!\w)(?:{words})(?!\w)", problem)]
 
 
 _exit_hooks: list[Callable[[int, list[str]], bool]] = []

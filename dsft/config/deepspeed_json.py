@@ -49,7 +49,7 @@ def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
         )
         return {}
     try:
-        content = json.loads(read_text(path), object_pairs_hook=unique_keys)
+        content = json.loads(read_text(path), object_pairs_hook=unique_keys, parse_constant=_no_json)
     except OSError as error:
         problems.append(f"zero={zero}: cannot be read ({error.strerror})")
         return {}
@@ -63,6 +63,10 @@ def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
         problems.append(f"zero={zero}: must hold a JSON object")
         return {}
     return content
+
+
+def _no_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
 
 
 def get_value(deepspeed_config: dict[str, Any], key: str) -> Any:

@@ -8,6 +8,7 @@ asks for. Its pydantic models refuse unknown keys themselves.
 import inspect
 import json
 import logging
+import math
 from collections.abc import Collection, Iterator, KeysView
 from typing import Any
 
@@ -70,7 +71,7 @@ def _check_numbers(key: str, value: Any) -> list[str]:
     problems = []
     for place, number in _leaves(key, value):
         kind = NUMBERS.get(place)
-        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        is_number = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
         if number == AUTO:
             if place.removesuffix(".device") in NO_DEFAULT:
                 problems.append(f'{place}="auto": nothing fills this in; write it, or leave it out')

@@ -17,12 +17,15 @@ from dsft.config.checks import check_config
 from dsft.config.convert import BOOLEANS, convert, takes_list
 from dsft.config.options import TrainConfig
 from dsft.config.sent_files import read_text
-from dsft.errors import nearest, raise_if_any
+from dsft.errors import nearest, one_line, raise_if_any, without_second_errors
 
 
 def read_config(cls: type, argv: Sequence[str], problems: list[str]) -> Any:
-    """Reads the `cls` that `argv` (and its `--config FILE`) describe. A fault goes to `problems`."""
-    return make_config(cls, read_file_and_flags(argv, problems), problems)
+    """Reads the `cls` that `argv` (and its `--config FILE`) describe; faults go to `problems`. The defaults where the
+    file cannot be read, of which nothing else is said then.
+    """
+    values = read_file_and_flags(argv, problems)
+    return cls() if values is None else make_config(cls, values, problems)
 
 
 def make_config(cls: type, values: dict[str, Any], problems: list[str]) -> Any:
@@ -35,7 +38,8 @@ def make_config(cls: type, values: dict[str, Any], problems: list[str]) -> Any:
         all_types = field_types(cls, TrainingArguments)
     if values.get("resume_from_checkpoint") is True:  # the bare flag, and what transformers' own scripts take
         values = values | {"resume_from_checkpoint": "auto"}
-    checked = check_values(values, all_types, problems)
+    refused: list[str] = []
+    checked = check_values(values, all_types, refused)
     for key in ("output_dir", "model", "tokenizer", "adapter"):
         if isinstance(checked.get(key), str):
             checked[key] = os.path.expanduser(checked[key])
@@ -43,7 +47,7 @@ def make_config(cls: type, values: dict[str, Any], problems: list[str]) -> Any:
     if cls is TrainConfig:
         options["training"] = {key: value for key, value in checked.items() if key not in dsft_types}
     config = cls(**options)
-    problems += check_config(config)
+    problems += refused + without_second_errors(check_config(config), refused)
     return config
 
 
@@ -61,32 +65,42 @@ def is_option(field: dataclasses.Field) -> bool:
     return field.init and field.metadata.get("option", True)
 
 
-def read_file_and_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
-    """Option -> value of `--config FILE` with all other flags over it, unchecked."""
+def read_file_and_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any] | None:
+    """Option -> value of `--config FILE` with all flags over it, unchecked; None where the file cannot be read."""
     flags = read_flags(argv, problems)
+    values = read_named_file(flags, problems)
+    return None if values is None else values | flags
+
+
+def read_named_file(flags: dict[str, Any], problems: list[str]) -> dict[str, Any] | None:
+    """Takes `--config FILE` out of the flags: the mapping in it, an empty one without; None where it is unreadable."""
     path = flags.pop("config", None)
-    if path is not None and not isinstance(path, str):
-        problems.append("--config: needs the path of one YAML file")
-    return (read_yaml(path, problems) if isinstance(path, str) else {}) | flags
+    if path is None or isinstance(path, str):
+        return {} if path is None else read_yaml(path, problems)
+    problems.append("--config: needs the path of one YAML file")
+    return None
 
 
-def read_yaml(path: str, problems: list[str]) -> dict[str, Any]:
-    """The mapping in a YAML file; an unreadable or malformed file goes to `problems` with its line."""
+def read_yaml(path: str, problems: list[str]) -> dict[str, Any] | None:
+    """The mapping in a YAML file; None where it is unreadable or malformed, which goes to `problems` with its line."""
     try:
         loader = _Loader(read_text(path))
         content = loader.get_single_data()
-    except (OSError, UnicodeDecodeError) as error:
-        problems.append(f"--config {path}: cannot be read ({error})")
-        return {}
-    except yaml.YAMLError as error:
-        problems.append(f"--config {path}: not valid YAML: {' '.join(str(error).split())}")
-        return {}
+    except OSError as error:
+        problems.append(f"--config {path}: cannot be read ({error.strerror})")
+        return None
+    except UnicodeDecodeError as error:
+        problems.append(f"--config {path}: not valid UTF-8 ({error.reason} at byte {error.start})")
+        return None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2024-13-01
+        problems.append(f"--config {path}: not valid YAML: {one_line(error)}")
+        return None
     problems += [f"--config {path}: {repeated}" for repeated in loader.repeated]
     if content is None:
         return {}
     if not isinstance(content, dict):
         problems.append(f"--config {path}: must hold 'key: value' lines, found a {type(content).__name__}")
-        return {}
+        return None
     return {str(key): value for key, value in content.items()}
 
 

@@ -223,11 +223,9 @@ def _canonical(row: Row, rules: FormatRules, has_template: bool) -> Text | Pair 
 def _text(row: dict[str, Any], column: str, *, empty: bool = False) -> str:
     value = row.get(column)
     if not isinstance(value, str):
-        raise ValueError(
-            f"column {column!r} is missing"
-            if value is None
-            else f"column {column!r} must hold text; it holds {type(value).__name__}"
-        )
+        if value is None:
+            raise ValueError(f"column {column!r} is {'null' if column in row else 'missing'}")
+        raise ValueError(f"column {column!r} must hold text; it holds {type(value).__name__}")
     if not value and not empty:
         raise ValueError(f"column {column!r} is empty")
     return value

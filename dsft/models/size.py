@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from peft import PeftConfig, PeftModel, get_peft_model
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -25,7 +26,10 @@ from dsft.models.lora import adapters_of, check_lora_targets
 from dsft.models.quantization import Quantization, quantization_of
 from dsft.models.zero_shards import step_folder
 
-CONFIG_ERRORS = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError)
+CONFIG_ERRORS = (
+    *(OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, StrictDataclassError),
+    *(RuntimeError, ArithmeticError, AssertionError, IndexError),  # of sizes that no tensor can have
+)
 """What transformers raises where a config cannot be found, read or built from."""
 
 

@@ -12,7 +12,7 @@ from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.sent_files import read_text
 from dsft.errors import one_line
 from dsft.models.build import described_in
-from dsft.models.size import is_missing_path
+from dsft.models.size import CONFIG_ERRORS, is_missing_path
 
 PRESETS = {path.stem: path for path in (Path(__file__).parent / "templates").glob("*.jinja")}
 
@@ -37,7 +37,7 @@ def check_tokenizer(
     """Loads the tokenizer, and adds to `problems` what is missing or unreadable, or beyond the model's `vocab_size`."""
     try:
         tokenizer = _load_without_template(config)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except CONFIG_ERRORS as error:
         if config.tokenizer and is_missing_path(config.tokenizer):
             problems.append(f"tokenizer={config.tokenizer}: there is no such folder")
             return None

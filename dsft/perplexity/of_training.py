@@ -12,7 +12,7 @@ from typing import Any
 
 from dsft.checkpoints.run_folder import FINAL, path_of, read_run
 from dsft.config.options import HALF_PRECISION, EvalConfig, TrainConfig
-from dsft.config.reader import check_values, field_types, make_config, read_flags, read_yaml
+from dsft.config.reader import check_values, field_types, make_config, read_flags, read_named_file
 from dsft.data.batches import shuffle_seed
 from dsft.errors import UserError
 
@@ -28,11 +28,9 @@ PATHS = ("tokenizer", "chat_template")
 def read_evaluation(argv: Sequence[str], problems: list[str]) -> EvalConfig:
     """Read the options of `dsft eval`; faults go to `problems`."""
     flags = read_flags(argv, problems)
-    path = flags.pop("config", None)
-    if path is not None and not isinstance(path, str):
-        problems.append("--config: needs the path of one YAML file")
-        path = None
-    values = read_yaml(path, problems) if path else {}
+    values = read_named_file(flags, problems)
+    if values is None:  # of an unreadable file nothing else can be said
+        return EvalConfig()
     if _is_training(values):
         values = check_values(values, _training_types(), problems)
         values = _of_training(values, values.get("output_dir"), problems, overridden=flags)

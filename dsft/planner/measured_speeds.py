@@ -87,10 +87,12 @@ def _with_ranks(speeds: "Speeds", machine: "Machine", *, dtype: str) -> "Speeds"
 
 
 def _ranks_key(machine: "Machine", dtype: str) -> str:
-    """Name this host, its CPU and GPU, how many ranks share them, and in how many bits they compute."""
+    """Name this host, its CPU, the cores that may be used and GPU, how many ranks share them, and in how many bits they
+    compute.
+    """
     return (
-        f"{socket.gethostname()}, {_cpu_name()}, {machine.gpu_type or 'no GPU'}: {machine.ranks_per_node} ranks,"
-        f" {8 * DTYPE_BYTES[dtype]} bits"
+        f"{socket.gethostname()}, {machine.cores} x {_cpu_name()}, {machine.gpu_type or 'no GPU'}:"
+        f" {machine.ranks_per_node} ranks, {8 * DTYPE_BYTES[dtype]} bits"
     )
 
 

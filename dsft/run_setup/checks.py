@@ -4,7 +4,9 @@ What the options show by themselves is in `config/checks.py`.
 """
 
 import importlib.util
+import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,7 @@ def _check_quantization(options: TrainConfig, zero_file: dict[str, Any] | None) 
     problems = []
     if not has_gpu():
         problems.append("method=qlora needs a GPU (bitsandbytes); on CPU use method: lora")
-    if importlib.util.find_spec("bitsandbytes") is None:
+    elif importlib.util.find_spec("bitsandbytes") is None:
         problems.append("method=qlora: the package bitsandbytes is not installed; pip install bitsandbytes")
     if zero_file and (stage(zero_file) == 3 or offloads(zero_file)):
         # transformers skips zero.Init for quantised models (modeling_utils.py), so ZeRO-3 would not shard them at load.
@@ -80,10 +82,14 @@ def _check_quantization(options: TrainConfig, zero_file: dict[str, Any] | None) 
     return problems
 
 
-def check_training_arguments(options: TrainConfig) -> list[str]:
+def check_training_arguments(options: TrainConfig, known: Sequence[str] = ()) -> list[str]:
     """Asks transformers for its own rules between its fields, of a throw-away object without DeepSpeed, and whether
     the optimizer's package is there.
+
+    Args:
+        known: problems found so far; what transformers says of an option that is named there is no news.
     """
+    named = {re.match(r"\w*", problem)[0] for problem in known} & options.training.keys()
     values = with_defaults(options)
     for name in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"):
         values.pop(name, None)
@@ -93,7 +99,7 @@ def check_training_arguments(options: TrainConfig) -> list[str]:
             args = TrainingArguments(**values | {"output_dir": values.get("output_dir") or "unused", "report_to": []})
             Trainer.get_optimizer_cls_and_kwargs(args)
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
-        return [one_line(error)]
+        return [] if any(re.search(rf"\b{name}\b", str(error)) for name in named) else [one_line(error)]
     return []
 
 

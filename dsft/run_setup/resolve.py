@@ -26,7 +26,7 @@ from dsft.config.deepspeed_rules import read_sound_file
 from dsft.config.options import Decision, TrainConfig, common_options, decide
 from dsft.data.sources import FormattedSource
 from dsft.data.training_data import check_sources
-from dsft.errors import UserError, raise_if_any
+from dsft.errors import UserError, raise_if_any, without_second_errors
 from dsft.models.lora import saved_lora_config
 from dsft.models.packing_probe import Packing, try_packing
 from dsft.models.row_rules import not_causal, sees_later_tokens
@@ -207,7 +207,8 @@ def check_run(options: TrainConfig, world: int, problems: Sequence[str] = ()) ->
     draft.take(decisions, [] if named else not_divisible)
     draft.take(dtype_decisions(draft.options))
     options = draft.options
-    draft.problems += check_machine(options, zero_file) + check_training_arguments(options) + check_held_out(options)
+    draft.problems += check_machine(options, zero_file) + check_held_out(options)
+    draft.problems += check_training_arguments(options, draft.problems)
     model = tokenizer = None
     if options.model:
         model = _measured(options, draft.problems)
@@ -225,7 +226,7 @@ def check_run(options: TrainConfig, world: int, problems: Sequence[str] = ()) ->
     return CheckedRun(
         options=options,
         decisions=tuple(draft.decisions),
-        problems=tuple(draft.problems),
+        problems=(*problems, *without_second_errors(draft.problems[len(problems) :], problems)),
         model=model,
         tokenizer=tokenizer,
         data=tuple(data),

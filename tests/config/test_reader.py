@@ -5,7 +5,7 @@ import pytest
 from transformers import TrainingArguments
 
 from dsft.cluster.launch.options import LaunchOptions
-from dsft.config.options import TrainConfig
+from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import (
     check_values,
     field_types,
@@ -140,6 +140,28 @@ def test_yaml_faults_name_file_and_line(tmp_path):
     broken = tmp_path / "run.yaml"
     broken.write_text("a: 1\nb: [\n")
     problems: list[str] = []
-    assert read_yaml(str(broken), problems) == {}
-    assert read_yaml(str(tmp_path / "missing.yaml"), problems) == {}
+    assert read_yaml(str(broken), problems) is None
+    assert read_yaml(str(tmp_path / "missing.yaml"), problems) is None
     assert "run.yaml" in problems[0] and "line 3" in problems[0] and "missing.yaml" in problems[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"a: 1\nb: [\n", "not valid YAML"),
+        (b"a: \xff\n", "not valid UTF-8 (invalid start byte at byte 3)"),
+        (b"- a\n- b\n", "must hold 'key: value' lines, found a list"),
+        (b"a: \x00", "not valid YAML"),
+        (b"day: 2024-13-01\n", "not valid YAML"),
+        (None, "cannot be read (No such file or directory)"),
+    ],
+    ids=["syntax", "bytes", "list", "control character", "date", "missing"],
+)
+def test_an_unreadable_file_is_the_only_problem(tmp_path, content, expected):
+    path = tmp_path / "run.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    for cls in (TrainConfig, EvalConfig):
+        problems: list[str] = []
+        assert read_config(cls, ["--config", str(path), "--seq_len", "8"], problems) == cls()
+        assert len(problems) == 1 and problems[0].startswith(f"--config {path}: {expected}"), problems

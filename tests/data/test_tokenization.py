@@ -411,7 +411,7 @@ GOOD = {"messages": CHAT}
             [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 3}],
             "column 'completion' must hold text; it holds int",
         ),
-        ([{"text": "a"}, {"text": None}], "column 'text' is missing"),
+        ([{"text": "a"}, {"text": None}], "column 'text' is null"),
         ([{"instruction": "a", "output": "b"}, {"instruction": "", "output": "b"}], "column 'instruction' is empty"),
         (
             [FORMATS["prompt_completion"], {"prompt": "a", "completion": "b"}],

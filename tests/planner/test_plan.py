@@ -412,7 +412,13 @@ def test_measured_speeds_take_the_place_of_assumed_ones(tmp_path, monkeypatch, r
         and (ranks == 1 or (measured.link_bytes > 1e6 and 0 < measured.collective_seconds < 1))
     )
     on_paper, with_gpu = dataclasses.replace(machine, measured=False), dataclasses.replace(machine, gpu_type="T4")
-    for other, dtype in ((on_paper, "float32"), (with_gpu, "float32"), (machine, "bfloat16")):
+    more_cores = dataclasses.replace(machine, cores=machine.cores + 1)  # of the same host, in another allocation
+    for other, dtype in (
+        (on_paper, "float32"),
+        (with_gpu, "float32"),
+        (more_cores, "float32"),
+        (machine, "bfloat16"),
+    ):
         assert measured_speeds.calibrated(assumed, other, dtype=dtype) == assumed
     monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
     assert measured_speeds.calibrated(assumed, machine, dtype="float32") == assumed

@@ -80,6 +80,7 @@ def test_a_good_configuration_has_no_problems(problems_of):
         ({"report_to": "mlflow"}, ["report_to=mlflow", "pip install mlflow"]),
         ({"optim": "adamw_bnb_8bit"}, ["bitsandbytes"]),
         ({"learning_rate": -1}, ["learning_rate=-1.0: must not be negative"]),
+        ({"logging_steps": 0}, ["logging_steps=0.0: must be more than 0"]),
         ({"metric_for_best_model": "accuracy"}, ["metric_for_best_model=accuracy"]),
         (
             {"method": "lora", "lora_target_modules": ["self_attn"]},
@@ -136,6 +137,7 @@ def test_all_problems_come_at_once(problems_of):
         ),
         ("latin.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', ["latin.jsonl, line 2", "not valid UTF-8"]),
         ("empty.jsonl", "", ["empty.jsonl is empty"]),
+        ("null.jsonl", '{"text": "a"}\n{"text": null}\n', ["null.jsonl, line 2: column 'text' is null"]),
         ("columns.jsonl", '{"body": "a", "title": "b"}\n', ["there are body, title", "text_column"]),
         ("number.jsonl", '{"text": 1}\n', ["number.jsonl, line 1: column 'text' must hold text; it holds int"]),
         ("header.csv", "text\n", ["holds no rows"]),

@@ -46,7 +46,7 @@ class RunFiles:
 def read_run_files(argv: list[str]) -> RunFiles:
     """The files that `dsft train` or `dsft eval` with these options would use; none without options."""
     problems: list[str] = []  # reported by the plan, or by training itself
-    values = read_file_and_flags(argv, problems)
+    values = read_file_and_flags(argv, problems) or {}
     config = "".join(_words(read_flags(argv, []).get("config"))[:1])
     keys = ("data", "eval_data", "model", "tokenizer", "adapter", "output_dir", "zero")
     words = {key: _words(values.get(key)) for key in keys}

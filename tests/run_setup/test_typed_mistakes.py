@@ -1,0 +1,180 @@
+"""Bad input as users type it, each case one command: exit code 2 and one line that names the key or file.
+
+The seconds of a case are those of a forked process, so the quick tier takes a few of them.
+"""
+
+import json
+import shutil
+
+import pytest
+from conftest import grid
+from ranks import run_entry
+from tiny import write_jsonl
+
+TRAIN = "train --model MODEL --data TEXTS --output_dir NEW --max_steps 1 --seq_len 32 --disable_tqdm"
+EVAL = "eval --model MODEL --data TEXTS --seq_len 32"
+CASES = {
+    # the command itself
+    "tran": "'tran' is no command; did you mean 'train'",
+    "plan": "model: missing",
+    "plan --model MODEL --gpus 8": "--gpus '8'",
+    "plan --model MODEL --gpus 8x80": "'80' is not a size",
+    "plan --model MODEL --gpus 8x80GB --gpu_type H999": "--gpu_type H999: unknown",
+    "plan --model MODEL --hostfile nowhere": "nowhere: no such file",
+    "plan --model nowhere/model.json": "model",
+    "plan --model MODEL --modell x": "--modell: unknown option; did you mean '--model'",
+    "checkpoints NEW": "holds no checkpoints",
+    "verify NEW": "is no folder",
+    "verify": "folder: missing",
+    "export NEW": "out: missing",
+    "export NEW OUT": "NEW",
+    "export MODEL OUT --dtype double": "dtype: 'double' is none of",
+    "merge MODEL OUT": "MODEL",
+    "preview --data TEXTS": "model: missing",
+    "preview --model MODEL --data nowhere.txt": "nowhere.txt does not exist",
+    "prepare --model MODEL --data EMPTY": "is empty",
+    "launch --nodes two train": "nodes: 'two' is not a whole number",
+    "launch --hostfile nowhere train": "there is no such file",
+    "launch --hostfile TEXTS --slurm train": "one way to start",
+    "launch tain": "'tain' stands where train or eval is expected",
+    # names of options
+    f"{TRAIN} --learning_rat 1": "learning_rat: unknown key; did you mean 'learning_rate'",
+    f"{TRAIN} --lr 1e-3": "lr: unknown key",
+    f"{TRAIN} --batch_size 4": "batch_size: unknown key",
+    f"{TRAIN} --gpus 4": "gpus: unknown key",
+    f"{TRAIN} --method lorra": "method: 'lorra' is none of",
+    f"{TRAIN} --zero 4": "zero=4: unknown",
+    f"{TRAIN} --zero 3-ofload": "did you mean '3-offload'",
+    f"{TRAIN} --zero nowhere.json": "zero=nowhere.json: cannot be read",
+    f"{TRAIN} --deepspeed x.json": "deepspeed: dsft sets up sharding itself",
+    f"{TRAIN} --fsdp full_shard": "fsdp: dsft sets up sharding itself",
+    f"{TRAIN} --optim adamx": "optim: 'adamx' is none of",
+    f"{TRAIN} --lr_scheduler_type cosin": "did you mean 'cosine'",
+    f"{TRAIN} --eval_strategy step": "eval_strategy: 'step' is none of",
+    f"{TRAIN} --save_strategy sometimes": "save_strategy: 'sometimes' is none of",
+    f"{TRAIN} --report_to tensorbord": "did you mean 'tensorboard'",
+    f"{TRAIN} --report_to wandb": "pip install wandb",
+    f"{TRAIN} --attn_implementation flash": "flash",
+    f"{TRAIN} --dtype bf16": "dtype: 'bf16' is none of",
+    f"{TRAIN} --too_long cut": "too_long: 'cut' is none of",
+    # values
+    f"{TRAIN} --learning_rate fast": "learning_rate: 'fast' is not a number",
+    f"{TRAIN} --learning_rate nan": "learning_rate: 'nan' is not a finite number",
+    f"{TRAIN} --learning_rate -1": "learning_rate=-1.0: must not be negative",
+    f"{TRAIN} --learning_rate": "learning_rate: needs a value",
+    f"{TRAIN} --seed -1": "seed=-1: must be at least 0",
+    f"{TRAIN} --num_train_epochs 0": "num_train_epochs=0.0: must be more than 0",
+    f"{TRAIN} --warmup_steps -1": "warmup_steps=-1.0: must not be negative",
+    f"{TRAIN} --logging_steps 0": "logging_steps=0.0: must be more than 0",
+    f"{TRAIN} --per_device_train_batch_size 0": "per_device_train_batch_size=0: must be at least 1",
+    f"{TRAIN} --per_device_train_batch_size 1.5": "'1.5' is not a whole number",
+    f"{TRAIN} --gradient_accumulation_steps 0": "gradient_accumulation_steps=0: must be at least 1",
+    f"{TRAIN} --eval_fraction 1": "eval_fraction=1.0: must be at least 0 and less than 1",
+    f"{TRAIN} --packing maybe": "packing: 'maybe' is not true or false",
+    f"{TRAIN} --lora_r 0": "lora_r=0: must be at least 1",
+    f"{TRAIN} --lora_alpha 0": "lora_alpha=0: must be at least 1",
+    f"{TRAIN} --data_weights 1 2": "data_weights: 2 weights for 1 entries of data",
+    f"{TRAIN} --learning_rate 1 --learning_rate 2": "--learning_rate is given 2 times (1, 2); keep one",
+    f"{TRAIN} --streaming --max_steps -1": "--max_steps is given 2 times",
+    f"{TRAIN} --batch_tokens 8": "batch_tokens=8 is less than seq_len=32",
+    f"{TRAIN} --packing --batch_tokens 64": "packing and batch_tokens are both set",
+    f"{TRAIN} --bf16 --fp16": "bf16 and fp16 are both true",
+    f"{TRAIN} --fp16": "fp16 needs a GPU",
+    f"{TRAIN} --method qlora": "method=qlora",
+    f"{TRAIN} --eval_strategy steps": "eval_strategy needs held-out data",
+    f"{TRAIN} --step_timeout 0": "step_timeout=0.0: must be more than 0 seconds",
+    f"{TRAIN} --method lora --lora_target_modules query": "'query' matches no layer",
+    f"{TRAIN} --prompt_template Q": "prompt_template needs completion_template",
+    f"{TRAIN} --completion_template {{text": "completion_template='{text'",
+    f"{TRAIN} --completion_template {{answer}}": "the template names the column answer; there are text",
+    f"{TRAIN} --chat_template nothing": "chat_template: ",
+    f"{TRAIN} --resume_from_checkpoint nowhere": "resume_from_checkpoint=nowhere",
+    f"{TRAIN} --global_batch_size 7 --per_device_train_batch_size 2": "global_batch_size=7 is not divisible",
+    # files
+    "train --config nowhere.yaml": "--config nowhere.yaml: cannot be read",
+    "train --config BROKEN": "not valid YAML",
+    "train --config LIST": "must hold 'key: value' lines, found a list",
+    f"{TRAIN} --config TWICE": "line 2: lora_r stands in line 1 already",
+    f"{TRAIN} --zero MISSPELT": "zero_optimizaton: unknown key; did you mean 'zero_optimization'",
+    f"{TRAIN} --zero HALVES": "bf16.enabled and fp16.enabled are both true",
+    f"{TRAIN} --zero BROKEN": "zero=",
+    "train --model NEW --data TEXTS --output_dir NEW2 --seq_len 32": "model=",
+    "train --model EMPTYDIR --data TEXTS --output_dir NEW --seq_len 32": "model=",
+    "train --model BARE --data TEXTS --output_dir NEW --seq_len 32": "holds a config but no weights",
+    "train --model CUT --data TEXTS --output_dir NEW --seq_len 32": "model.safetensors",
+    "train --model MODEL --data nowhere.jsonl --output_dir NEW --seq_len 32": "nowhere.jsonl does not exist",
+    "train --model MODEL --data NULLS --output_dir NEW --seq_len 32": "line 2: column 'text' is null",
+    "train --model MODEL --data HALF --output_dir NEW --seq_len 32": "line 2: not valid JSON",
+    "train --model MODEL --data NUMBERS --output_dir NEW --seq_len 32": "column 'text' must hold text; it holds int",
+    "train --model MODEL --data COLUMNS --output_dir NEW --seq_len 32": "there are body",
+    "train --model MODEL --data CHATS --output_dir NEW --seq_len 32": "no chat template",
+    "train --model MODEL --data EMPTYDIR --output_dir NEW --seq_len 32": "holds no",
+    "train --model MODEL --data TEXTS --output_dir TEXTS --seq_len 32": "output_dir",
+    "train --model MODEL --data TEXTS --output_dir /proc/run --seq_len 32": "cannot be written",
+    "train --model MODEL --data TEXTS --output_dir NEW --seq_len 999": "seq_len=999 is beyond the 256 positions",
+    "train --model MODEL --data TEXTS --seq_len 32": "output_dir: missing",
+    # evaluation
+    f"{EVAL} --mode slide": "slide",
+    f"{EVAL} --mode sliding --stride 32": "stride=32: must be at least 1 and less than seq_len=32",
+    f"{EVAL} --max_documents 0": "max_documents=0: must be at least 1",
+    f"{EVAL} --zero 2": "zero=2: evaluation holds a full model",
+    f"{EVAL} --learning_rate 1": "learning_rate: unknown key",
+    f"{EVAL} --output_dir /proc/x": "cannot be written",
+    "eval --model nowhere/at/all --data TEXTS --seq_len 32": "nowhere/at/all",
+    "eval --model CUT --data TEXTS --seq_len 32": "model.safetensors",
+    "eval --model BARE --data TEXTS --seq_len 32": "weights",
+    "eval --data TEXTS --seq_len 32": "model: missing",
+}
+ENTRIES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
+QUICK = [case for number, case in enumerate(CASES) if number % 12 == 0]
+
+
+@pytest.fixture(scope="module")
+def places(tiny, tmp_path_factory):
+    """What the words in capitals stand for."""
+    folder = tmp_path_factory.mktemp("typed")
+    for name in ("BARE", "CUT"):
+        shutil.copytree(tiny / "model", folder / name)
+    (folder / "BARE" / "model.safetensors").unlink()
+    weights = folder / "CUT" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (folder / "EMPTYDIR").mkdir()
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    files = {
+        "BROKEN": ("broken.json", "a: [\n"),
+        "LIST": ("list.yaml", "- a\n- b\n"),
+        "TWICE": ("twice.yaml", "lora_r: 8\nlora_r: 9\n"),
+        "MISSPELT": ("misspelt.json", json.dumps({"zero_optimizaton": {"stage": 2}})),
+        "HALVES": ("halves.json", json.dumps({"bf16": {"enabled": True}, "fp16": {"enabled": True}})),
+        "EMPTY": ("empty.jsonl", ""),
+        "HALF": ("half.jsonl", '{"text": "a"}\n{"text": \n'),
+    }
+    rows = {
+        "NULLS": [{"text": "a"}, {"text": None}],
+        "NUMBERS": [{"text": 1}],
+        "COLUMNS": [{"body": "a"}],
+        "CHATS": [chat],
+    }
+    words = {"MODEL": tiny / "model", "TEXTS": tiny / "texts.jsonl"}
+    words |= {name: folder / name for name in ("BARE", "CUT", "EMPTYDIR", "NEW", "NEW2", "OUT")}
+    for name, (file, content) in files.items():
+        words[name] = folder / file
+        words[name].write_text(content)
+    words |= {name: write_jsonl(folder / f"{name.lower()}.jsonl", content) for name, content in rows.items()}
+    return words
+
+
+@pytest.mark.parametrize(("case", "expected"), grid(CASES.items(), [(case, CASES[case]) for case in QUICK]))
+def test_a_typed_mistake_is_one_line_with_exit_code_2(places, monkeypatch, case, expected):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    command, *words = [str(places.get(word, word)) for word in case.split()]
+    entry = ENTRIES.get(command)
+    result = run_entry(entry or "dsft.cli.main", words if entry else [command, *words])
+    errors = [line for line in result.stderr.splitlines() if line.startswith("dsft: error: ")]
+    print(f"exit code {result.returncode}", *errors, sep="\n")
+    assert "Traceback" not in result.stderr, result.stderr[-2000:]
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert len(errors) == 1, errors
+    expected = expected if expected not in places else str(places[expected])
+    assert expected in errors[0], errors
+    assert 20 < len(errors[0]) < 900, errors
