@@ -241,7 +241,7 @@ def small_disk(tmp_path):
 
 def test_a_disk_too_small_or_full_is_refused(problems_of, small_disk):
     problems = problems_of(output_dir=str(small_disk / "run"))
-    assert len(problems) == 1 and "the trained weights need" in problems[0] and "GB free" in problems[0]
+    assert len(problems) == 1 and "the final model (" in problems[0] and "GB free" in problems[0]
     (small_disk / "filler").write_bytes(b"x" * 98 * 1024)
     assert any(
         "cannot be written (No space left on device)" in problem
