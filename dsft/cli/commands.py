@@ -3,7 +3,7 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from dsft.cluster.launch.options import HostFields, LaunchOptions
+from dsft.cluster.launch.commands import HostFields, LaunchOptions
 from dsft.config.options import EvalConfig, TrainConfig
 
 

@@ -1,7 +1,7 @@
 """Processes as Linux' /proc shows them (man 5 proc), without a library."""
 
+import itertools
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,11 @@ LAUNCHERS = {
     "mpirun": ("mpirun", "mpiexec", "orted", "prted", "hydra"),
     "dsft": ("dsft",),
 }
-"""Launcher -> what the command lines of its processes contain, of which one or more stand above each rank. The ways of
-`dsft launch` (cluster/launch/commands.py) name these launchers.
+"""Launcher -> what the command lines of its processes contain, of which one or more stand above each rank; known here
+because ranks are also started without `dsft launch`.
 """
-_LAUNCHER = re.compile("|".join(re.escape(text) for texts in LAUNCHERS.values() for text in texts))
+VARIABLE = "DSFT_LAUNCHER_PROCESSES"
+"""The same of the launcher that `dsft launch` has started (cluster/launch/commands.py), with commas between."""
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -92,7 +93,8 @@ def end(
 
 def is_launcher(command: str) -> bool:
     """Whether a command line is that of a launcher's process."""
-    return bool(_LAUNCHER.search(command))
+    told = filter(None, os.environ.get(VARIABLE, "").split(","))
+    return any(text in command for text in (*itertools.chain(*LAUNCHERS.values()), *told))
 
 
 def launchers_of(pid: int) -> list[Process]:

@@ -4,7 +4,7 @@ from typing import Literal
 import pytest
 from transformers import TrainingArguments
 
-from dsft.cluster.launch.options import LaunchOptions
+from dsft.cluster.launch.commands import LaunchOptions
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import (
     check_values,

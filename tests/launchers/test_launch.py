@@ -13,9 +13,17 @@ from conftest import ROOT
 from ranks import ranks_below
 
 from dsft.cli.main import main
-from dsft.cluster.launch.commands import BUILDERS, RUNNERS, build_command, shown
+from dsft.cluster.launch.commands import (
+    LAUNCHERS,
+    RUNNERS,
+    Launcher,
+    LaunchOptions,
+    build_command,
+    shown,
+    told_to_watchdog,
+)
 from dsft.cluster.launch.environment import forwarded
-from dsft.cluster.launch.options import WAYS, read_launch
+from dsft.cluster.launch.options import read_launch
 from dsft.cluster.launch.run import resumed
 from dsft.cluster.launch.shared import shared_environment
 from dsft.config.deepspeed_json import read_zero_file
@@ -105,8 +113,18 @@ def test_a_configuration_with_a_token_is_not_sent(content, told, tmp_path, monke
     assert (told in " ".join(notes)) and (str(tmp_path / "run.yaml") in sent_files()) == (not told)
 
 
-def test_every_way_has_a_launcher_and_the_watchdog_knows_its_processes():
-    assert BUILDERS.keys() == {"local", *WAYS}
+def test_a_launcher_is_one_entry_that_the_watchdog_of_its_ranks_is_told(monkeypatch):
+    monkeypatch.setitem(LAUNCHERS, "no_ssh", Launcher(lambda options, module, script: ["raylet", module], ("raylet",)))
+    options = LaunchOptions(no_ssh=True)
+    assert options.way == "no_ssh" and LaunchOptions(no_ssh=True, nodes=2).ways == ["nodes", "no_ssh"]
+    assert build_command(options, "train", []) == ["raylet", "dsft.train"]
+    assert not is_launcher("/usr/bin/raylet --x 1")
+    for variable, value in told_to_watchdog(options).items():
+        monkeypatch.setenv(variable, value)
+    assert is_launcher("/usr/bin/raylet --x 1") and is_launcher("/env/bin/torchrun") and not is_launcher("-bash")
+
+
+def test_the_watchdog_knows_the_processes_of_launchers_that_were_started_by_hand():
     for name, module in RUNNERS.items():
         assert is_launcher(f"/env/bin/python -m {module} --x 1") and is_launcher(f"/env/bin/{name}")
     assert is_launcher("srun --nodes 2 python") and is_launcher("slurmstepd: [7.0]") and not is_launcher("-bash")

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 from conftest import ROOT
 
-from dsft.cluster.launch.options import LaunchOptions
+from dsft.cluster.launch.commands import LaunchOptions
 from dsft.cluster.launch.run import LauncherProcess
 from dsft.watchdog.processes import descendants, start_time
 
@@ -41,7 +41,7 @@ def say(word):
 """
 LAUNCH = """
 import sys
-from dsft.cluster.launch.options import LaunchOptions
+from dsft.cluster.launch.commands import LaunchOptions
 from dsft.cluster.launch.run import LauncherProcess
 sys.exit(LauncherProcess(LaunchOptions(), [sys.executable, "-c", sys.argv[1]], saves=True).run())
 """

@@ -1,7 +1,6 @@
-"""The exact command line of the launcher below `dsft launch`: deepspeed, torchrun, srun or accelerate.
+"""The launchers below `dsft launch`: the option that chooses each, its exact command line, and its processes' names.
 
-A new launcher is one entry of `BUILDERS`, its option in `options.LaunchOptions`, and the names of its processes for
-the watchdog (`watchdog/processes.py`).
+A new launcher is its option in `LaunchOptions` and one entry of `LAUNCHERS`.
 """
 
 import os
@@ -9,16 +8,18 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from dsft.cluster.launch.options import MODULES, HostFields, LaunchOptions, given_node_rank
 from dsft.cluster.launch.shared import job_id, job_port
 from dsft.errors import UserError
 from dsft.runtime.distributed import free_port
 from dsft.runtime.hardware import default_ranks, has_gpu
 from dsft.runtime.hostfile import Node, read_hosts
+from dsft.watchdog import processes
 
+MODULES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
 RUNNERS = {
     "deepspeed": "deepspeed.launcher.runner",
     "torchrun": "torch.distributed.run",
@@ -27,13 +28,76 @@ RUNNERS = {
 """A launcher as a user types it, and its module: that of this environment is started, whatever PATH says."""
 
 
+@dataclass(kw_only=True)
+class HostFields:
+    """Hosts: those of a host file; without one this machine."""
+
+    hostfile: str | None = None
+    """DeepSpeed's host file: one line per node, `name slots=N`; reached through ssh from here."""
+    include: str | None = None
+    """Hosts and GPUs of the host file to use, as DeepSpeed writes it: node-0@node-1:0,2"""
+    exclude: str | None = None
+    """Hosts and GPUs of the host file to leave out, in the same form."""
+    num_nodes: int | None = None
+    """Only the first so many hosts of the host file."""
+    num_gpus: int | None = None
+    """Ranks on each node; by default its GPUs, without GPUs 2."""
+    master_addr: str | None = None
+    """Address of the first node, to which all ranks connect; by default that of the first host, or MASTER_ADDR."""
+    master_port: int | None = None
+    """By default MASTER_PORT; else a free port where one command starts all ranks, and one derived from --config and
+    --output_dir where the command is given on every node."""
+
+
+@dataclass(kw_only=True)
+class LaunchOptions(HostFields):
+    """Launch: how the ranks are started; without hostfile, nodes, slurm or accelerate on all GPUs of this machine."""
+
+    no_ssh: bool = False
+    """With a host file: the same command is given on every node, and nothing goes through ssh."""
+    nodes: int | None = None
+    """So many nodes without a host file: the same command is given on every node, `torchrun` starts the ranks
+    (Kubernetes)."""
+    node_rank: int | None = None
+    """Number of this node, from 0; by default from NODE_RANK or RANK, else by its place in the host file, else as
+    torchrun decides."""
+    slurm: bool = False
+    """Inside sbatch or salloc: one srun task on each node of the allocation, `torchrun` in each."""
+    accelerate: str | None = None
+    """A config file of `accelerate launch`."""
+    dry_run: bool = False
+    """Print the command and stop."""
+    no_preflight: bool = False
+    """Start without a look at the nodes first (see `dsft doctor`)."""
+    max_restarts: int = 0
+    """So often a training that failed is started again from its last checkpoint; not after an error of the options, nor
+    after Ctrl-C."""
+    wait_for_nodes: float = 900
+    """With a host file: seconds that a restart waits until the preflight finds no error any more."""
+
+    @property
+    def way(self) -> str:
+        """How the ranks are started: a key of LAUNCHERS."""
+        return next(iter(self.ways), "local")
+
+    @property
+    def ways(self) -> list[str]:
+        """The options that are given and choose a launcher, of which one may be."""
+        return [name for name in LAUNCHERS if name != "local" and getattr(self, name)]
+
+
 def build_command(options: LaunchOptions, name: str, script: list[str]) -> list[str]:
     """The words of the command that starts `name` ("train", "eval" or a module) on all ranks.
 
     Raises:
         UserError: where the nodes cannot be found out, or a launcher's program is missing.
     """
-    return BUILDERS[options.way](options, MODULES.get(name, name), script)
+    return LAUNCHERS[options.way].command(options, MODULES.get(name, name), script)
+
+
+def told_to_watchdog(options: LaunchOptions) -> dict[str, str]:
+    """The variable that tells the ranks' watchdog which processes above them are their launcher's."""
+    return {processes.VARIABLE: ",".join(LAUNCHERS[options.way].processes)}
 
 
 def shown(command: list[str]) -> list[str]:
@@ -177,11 +241,31 @@ def _accelerate(options: LaunchOptions, module: str, script: list[str]) -> list[
     return [*_runner("accelerate launch", flags), str(file), *script]
 
 
-BUILDERS: dict[str, Callable[[LaunchOptions, str, list[str]], list[str]]] = {
-    "local": _deepspeed,
-    "hostfile": _deepspeed,
-    "nodes": _torchrun,
-    "slurm": _srun,
-    "accelerate": _accelerate,
+def given_node_rank(options: LaunchOptions, environment: Mapping[str, str]) -> int | None:
+    """This node's number, as the user or the cluster says: Kubernetes' training operator sets RANK (of the pod) and
+    PET_NODE_RANK.
+    """
+    if options.node_rank is not None:
+        return options.node_rank
+    names = ("NODE_RANK", "PET_NODE_RANK") + (("RANK",) if "LOCAL_RANK" not in environment else ())
+    return next((int(environment[name]) for name in names if environment.get(name, "").isdigit()), None)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A way to start the ranks."""
+
+    command: Callable[[LaunchOptions, str, list[str]], list[str]]
+    """Writes its command line for a module and the words of that."""
+    processes: tuple[str, ...]
+    """What the command lines of its processes contain."""
+
+
+LAUNCHERS = {
+    "local": Launcher(_deepspeed, processes.LAUNCHERS["deepspeed"]),
+    "hostfile": Launcher(_deepspeed, processes.LAUNCHERS["deepspeed"]),
+    "nodes": Launcher(_torchrun, processes.LAUNCHERS["torchrun"]),
+    "slurm": Launcher(_srun, processes.LAUNCHERS["srun"] + processes.LAUNCHERS["torchrun"]),
+    "accelerate": Launcher(_accelerate, processes.LAUNCHERS["accelerate"] + processes.LAUNCHERS["deepspeed"]),
 }
-"""Way to start the ranks (the option that chooses it) -> the function that writes its launcher's command line."""
+"""The option that chooses it, or "local" without one -> the launcher."""

@@ -6,16 +6,19 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from dsft.cluster.launch.options import LaunchOptions
+from dsft.cluster.launch.commands import LaunchOptions, told_to_watchdog
 from dsft.runtime.hardware import has_gpu
 from dsft.runtime.hostfile import Node
 from dsft.runtime.launcher_env import LOOPBACK, first_host, own_addresses
+from dsft.watchdog import processes
 from dsft.watchdog.launcher_link import VARIABLE, LauncherLink
 
 FORWARDED = re.compile(
     r"(HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|NCCL|GLOO|UCX|FI|TORCH|TORCHINDUCTOR|TRITON|PYTORCH|"
     r"OMP|MKL|DS|DSFT|DEEPSPEED|WANDB|MLFLOW|TRACKIO)_\w+|XDG_CACHE_HOME|LD_LIBRARY_PATH|CUDA_HOME"
 )
+OF_ONE_LAUNCH = (VARIABLE, processes.VARIABLE)
+"""Variables of a launch and its own ranks."""
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL")
 """Never forwarded: every user of a node can read another's command lines."""
 SSH_OPTIONS = "-o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
@@ -28,7 +31,7 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
         name: value
         for name, value in environment.items()
         if FORWARDED.fullmatch(name)
-        and name != VARIABLE
+        and name not in OF_ONE_LAUNCH
         and not (SECRET.search(name) and name != "TOKENIZERS_PARALLELISM")
         and value
         and not re.search(r"[\"'$`\\\n]", value)
@@ -65,7 +68,7 @@ def launcher_environment(
         names = [first_host(os.environ["SLURM_JOB_NODELIST"])]
     elif options.way == "accelerate":
         names = [options.master_addr or os.environ.get("MASTER_ADDR") or LOOPBACK]
-    added = link.variable(own_addresses(names) if names else [LOOPBACK]) | accelerator()
+    added = link.variable(own_addresses(names) if names else [LOOPBACK]) | told_to_watchdog(options) | accelerator()
     environment = os.environ | added
     if options.way == "accelerate":
         # It appends all variables, secrets too, to a file that stays in the working folder.
@@ -86,8 +89,8 @@ def _own_lines() -> dict[str, str]:
         if file.is_file():
             lines = [line.strip() for line in file.read_text().splitlines() if "=" in line]
             variables |= dict(line.split("=", 1) for line in lines)
-    variables.pop(VARIABLE, None)  # of an earlier launch: accelerate writes it there
-    return variables
+    # Those of an earlier launch: accelerate writes them there.
+    return {name: value for name, value in variables.items() if name not in OF_ONE_LAUNCH}
 
 
 def write_env_file(variables: dict[str, str]) -> Path:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from dsft.cluster.launch.commands import build_command, shown
-from dsft.cluster.launch.options import LaunchOptions
+from dsft.cluster.launch.commands import LaunchOptions, build_command, shown
 from dsft.cluster.launch.shared import job_port
 from dsft.errors import UserError
 

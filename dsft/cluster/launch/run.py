@@ -12,9 +12,9 @@ import sys
 import time
 import uuid
 
-from dsft.cluster.launch.commands import build_command, nodes_through_ssh, shown
+from dsft.cluster.launch.commands import MODULES, LaunchOptions, build_command, nodes_through_ssh, shown
 from dsft.cluster.launch.environment import launcher_environment
-from dsft.cluster.launch.options import MODULES, LaunchOptions, read_launch
+from dsft.cluster.launch.options import read_launch
 from dsft.cluster.launch.preflight import examine_first, wait_until_examined
 from dsft.cluster.launch.shared import set_shared
 from dsft.cluster.launch.ssh_sessions import SshSessions

@@ -4,14 +4,17 @@ import os
 import secrets
 import zlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dsft.cluster.launch.options import LaunchOptions
 from dsft.config import sent_files
 from dsft.config.reader import read_file_and_flags, read_flags
 from dsft.runtime import job_token
 
+if TYPE_CHECKING:
+    from dsft.cluster.launch.commands import LaunchOptions
 
-def job_id(options: LaunchOptions, script: list[str]) -> str:
+
+def job_id(options: "LaunchOptions", script: list[str]) -> str:
     """An id that another job does not have; the same on all nodes where the command is given on each of them."""
     if not is_given_on_every_node(options):
         return secrets.token_hex(4)
@@ -20,7 +23,7 @@ def job_id(options: LaunchOptions, script: list[str]) -> str:
     return f"{zlib.crc32(repr(words).encode()):08x}"
 
 
-def job_port(options: LaunchOptions, script: list[str]) -> int:
+def job_port(options: "LaunchOptions", script: list[str]) -> int:
     """Where the nodes of a job meet that cannot ask each other for a free port: what the user says, else a port that
     two jobs seldom have in common.
     """
@@ -28,12 +31,12 @@ def job_port(options: LaunchOptions, script: list[str]) -> int:
     return int(given or 20000 + int(job_id(options, script), 16) % 10000)
 
 
-def is_given_on_every_node(options: LaunchOptions) -> bool:
+def is_given_on_every_node(options: "LaunchOptions") -> bool:
     """Whether several launches are one job."""
     return options.way in ("nodes", "accelerate") or options.no_ssh
 
 
-def shared_environment(options: LaunchOptions, script: list[str]) -> tuple[dict[str, str], list[str]]:
+def shared_environment(options: "LaunchOptions", script: list[str]) -> tuple[dict[str, str], list[str]]:
     """(variables for all ranks, what to tell the user). None for accelerate, which would write them to a file that
     stays in the working folder.
     """
@@ -67,7 +70,7 @@ def _named_files(script: list[str]) -> tuple[list[str], list[str]]:
     return paths, []
 
 
-def set_shared(options: LaunchOptions, script: list[str]) -> None:
+def set_shared(options: "LaunchOptions", script: list[str]) -> None:
     """Set these variables here, from where they go to the preflight and the ranks."""
     variables, notes = shared_environment(options, script)
     for note in notes:
