@@ -46,9 +46,9 @@ class HardwareFields:
     nodes: str | None = None
     """Number of nodes; several, such as 1,2,4,8, show how speed and memory scale."""
     gpus: str | None = None
-    """GPUs of one node and the memory of one, for example 8x80GB."""
+    """GPUs of one node, by card or by the memory of one, for example 8xH100 or 8x80GB."""
     gpu_type: str | None = None
-    """For the time of a step, such as A100 or H100; by default judged by memory."""
+    """The card, such as A100-40GB or H100, for its memory and speed; by default judged by memory."""
     host_memory: str | None = None
     """Memory of one node, for example 768GB; 1TB where gpus or hostfile is given and this is not."""
     nvme: str | None = None

@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 from dsft.cli.commands import PlanOptions
+from dsft.cli.plan_machine import assumed_card, read_machines
 from dsft.cli.plan_tables import explain, gpu_hours, show_evaluation_plans, show_plans, show_scale
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, raise_if_any
@@ -18,13 +18,8 @@ from dsft.planner.export import write_plan
 from dsft.planner.job import Job
 from dsft.planner.measuring import calibrate
 from dsft.planner.plan import as_dict
-from dsft.planner.speeds import GPUS, gpu_name
 from dsft.run_setup.plan import choose_plan, paper_job, speeds_for
-from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, parse_gpus, this_machine
-from dsft.runtime.hostfile import read_hosts
-from dsft.units import GB
-
-ASSUMED_GPU = "A100"
+from dsft.runtime.hardware import Machine, has_gpu
 
 
 def run(options: PlanOptions) -> None:
@@ -100,7 +95,7 @@ def _training(options: PlanOptions, job: Job, machine: Machine, dtype: str) -> N
     show_plans(choice.plan, choice.candidates, job.size, machine)
     if options.explain:
         explain(choice.plan)
-    print(f"speeds: {choice.speeds.source}; activations: {job.activations.source}")
+    print(f"speeds: {assumed_card(options, machine)}{choice.speeds.source}; activations: {job.activations.source}")
     print(choice.reason)
     for path in written:
         print(f"dsft: written: {path}")
@@ -138,66 +133,3 @@ def _perplexity(options: PlanOptions, job: Job, machine: Machine) -> None:
 
 def print_json(content: Any) -> None:
     print(json.dumps(content, indent=2))
-
-
-def read_machines(options: PlanOptions) -> list[Machine]:
-    """The machine that the hardware options describe, once for each number of nodes.
-
-    Raises:
-        UserError: for an impossible number or a text that cannot be read.
-    """
-    hosts = {node.name: node.slots for node in read_hosts(options.hostfile)} if options.hostfile else None
-    if hosts and options.nodes:
-        raise UserError([f"--nodes {options.nodes}: --hostfile {options.hostfile} says {len(hosts)}; keep one"])
-    nodes = [len(hosts)] if hosts else _read_nodes(options.nodes or "1")
-    slots = min(hosts.values()) if hosts else None
-    if not (options.gpus or options.gpu_type or hosts):
-        machine = this_machine()
-    elif hosts and not (options.gpus or options.gpu_type) and has_gpu():
-        machine = dataclasses.replace(this_machine(), ranks_per_node=slots)
-    else:
-        if not (options.gpus or options.gpu_type):
-            print(
-                f"dsft: no GPU here to take as a sample: {ASSUMED_GPU} assumed; --gpus 8x80GB or --gpu_type says"
-                " otherwise",
-                file=sys.stderr,
-            )
-        machine = _on_paper(options, slots)
-    if options.host_memory:
-        machine = dataclasses.replace(machine, host_bytes=parse_bytes(options.host_memory))
-    if options.nvme and Path(options.nvme).is_dir():
-        machine = dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(options.nvme).free, nvme_path=options.nvme)
-    elif options.nvme:
-        machine = dataclasses.replace(machine, nvme_bytes=parse_bytes(options.nvme))
-    if options.interconnect:
-        machine = dataclasses.replace(machine, interconnect=options.interconnect)
-    return [dataclasses.replace(machine, nodes=number, host_names=tuple(sorted(hosts or ()))) for number in nodes]
-
-
-def _on_paper(options: PlanOptions, slots: int | None) -> Machine:
-    gpus, gpu_bytes = parse_gpus(options.gpus) if options.gpus else (slots or 8, 0)
-    if slots and gpus != slots:
-        raise UserError(
-            [f"--gpus {options.gpus}: --hostfile {options.hostfile} says {slots} per node; make them the same"]
-        )
-    machine = Machine(
-        nodes=1,
-        ranks_per_node=gpus,
-        device_bytes=gpu_bytes,
-        host_bytes=1000 * GB,
-        has_gpu=True,
-        gpu_type=options.gpu_type or ("" if options.gpus else ASSUMED_GPU),
-    )
-    if not gpu_bytes:
-        machine = dataclasses.replace(machine, device_bytes=GPUS[gpu_name(machine)].memory_gb * GB)
-    return machine
-
-
-def _read_nodes(text: str) -> list[int]:
-    try:
-        nodes = [int(word) for word in text.split(",")]
-    except ValueError:
-        nodes = [0]
-    if min(nodes) < 1:
-        raise UserError([f"--nodes {text}: write a number of at least 1, or several with commas, for example 1,2,4,8"])
-    return nodes

@@ -5,7 +5,9 @@ from rich.table import Table
 
 from dsft.models.size import ModelSize
 from dsft.planner.evaluation_plan import EvaluationPlan
+from dsft.planner.limits import MEMORY_ERROR
 from dsft.planner.plan import Plan
+from dsft.planner.step_time import TIME_RANGE
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB
 
@@ -30,8 +32,12 @@ def describe_model(size: ModelSize) -> str:
 def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machine) -> None:
     """The table of all candidates, the chosen one marked."""
     device = "GPU" if machine.has_gpu else "rank"
+    error = ""
+    if machine.has_gpu:
+        least, most = TIME_RANGE
+        error = f"; published runs took {least:.2f} to {most:.2f} of their time, memory within {MEMORY_ERROR:.0%}"
     table = Table(
-        caption=f"GiB per {device}; host: GiB per node; batch: sequences of a micro batch x accumulation",
+        caption=f"GiB per {device}; host: GiB per node; batch: sequences of a micro batch x accumulation{error}",
         caption_justify="left",
     )
     for name in (
@@ -95,7 +101,7 @@ def explain(plan: Plan) -> None:
         times.add_column(name, justify="right" if name == "seconds" else "left")
     time = plan.time
     for name, seconds in (
-        ("matrix products and attention", time.compute_seconds),
+        ("computing", time.compute_seconds),
         ("communication, if nothing hid it", time.communication_seconds),
         ("offload transfers, if nothing hid them", time.offload_seconds),
         ("optimizer", time.optimizer_seconds),

@@ -28,6 +28,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dsft.planner.fake_model import Attention, decoder_layers, enable_checkpointing, fake_model, layer_kinds
 
+aten = torch.ops.aten
+PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm}
+"""Products of matrices: their time is that of their arithmetic, not of the memory they read."""
+
+
+def moved_bytes(func: torch._ops.OpOverload, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    """Return what an operator that is no product reads and writes; a view moves nothing."""
+    storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+    is_view = not func._schema.is_mutable and all(out.untyped_storage()._cdata in storages for out in outputs)
+    if func.overloadpacket in PRODUCTS or is_view:
+        return 0
+    return sum(min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()) for tensor in inputs + outputs)
+
 
 class StorageLog(TorchDispatchMode):
     """Notes when storages appear and vanish while it is active; works on fake and on real tensors.
@@ -51,12 +64,16 @@ class StorageLog(TorchDispatchMode):
         self.gradients: set[int] = set()
         self.marks: dict[str, int] = {}
         self.references: dict[int, weakref.ref] = {}
+        self.traffic = 0
+        """Bytes that operators other than products have read and written."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor):
-                self._see(tensor)
+        outputs = [tensor for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)]
+        inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
+        self.traffic += moved_bytes(func, inputs, outputs)
+        for tensor in outputs:
+            self._see(tensor)
         return output
 
     def _see(self, tensor: torch.Tensor) -> None:
@@ -110,6 +127,8 @@ class StepTrace:
     """
     layers: int
     """The most above `kept` before and after that: the forward of a layer, or its (recompute and) backward."""
+    traffic: int
+    """Read and written by all operators but products."""
 
 
 def trace_step(model: PreTrainedModel, *, batch: int, seq_len: int, attention: Attention) -> StepTrace:
@@ -142,7 +161,10 @@ def trace_step(model: PreTrainedModel, *, batch: int, seq_len: int, attention: A
     head, layers = log.marks["head"], log.marks["layers"]
     kept = log.bytes_of(range(head), alive_at="loss") - log.bytes_of(last_output, alive_at="loss")
     return StepTrace(
-        kept=kept, head=max(live[head : layers + 1]) - kept, layers=max(live[:head] + live[layers:]) - kept
+        kept=kept,
+        head=max(live[head : layers + 1]) - kept,
+        layers=max(live[:head] + live[layers:]) - kept,
+        traffic=log.traffic,
     )
 
 
@@ -177,6 +199,10 @@ class TrainingTrace:
     layer_backward: int
     """The most that one layer needs in its backward without checkpointing, above what is saved."""
     head: int
+    traffic: int
+    """Read and written by operators other than products, in one forward and backward without checkpointing."""
+    traffic_checkpointed: int
+    """With it: the recompute included."""
 
     def peak_bytes(self, checkpointing: bool) -> int:
         """The head's peak and that of a layer's backward come at different moments, both while all layers hold
@@ -218,6 +244,7 @@ def trace_training(
 def _add_up(kinds: list[tuple[int, dict[tuple[int, bool, int], StepTrace]]], batch: int) -> TrainingTrace:
     """Add up the kinds: (number of layers, (traced layers, checkpointing, batch) -> their step)."""
     once = saved = inputs = transient = backward = head = 0
+    traffic = dict.fromkeys((False, True), 0)
     for number, steps in kinds:
         plain, checkpointed = steps[2, False, batch], steps[2, True, batch]
         layer_input = steps[3, True, batch].kept - checkpointed.kept
@@ -227,6 +254,10 @@ def _add_up(kinds: list[tuple[int, dict[tuple[int, bool, int], StepTrace]]], bat
         transient = max(transient, checkpointed.layers)
         backward = max(backward, plain.layers)
         head = max(head, checkpointed.head)
+        for checkpointing, total in traffic.items():
+            two, three = steps[2, checkpointing, batch].traffic, steps[3, checkpointing, batch].traffic
+            outside = 0 if total else three - 3 * (three - two)  # embedding, norm, head and loss: once for all kinds
+            traffic[checkpointing] = total + outside + number * (three - two)
     return TrainingTrace(
         once=once,
         layers_saved=saved,
@@ -234,6 +265,8 @@ def _add_up(kinds: list[tuple[int, dict[tuple[int, bool, int], StepTrace]]], bat
         layer_transient=transient,
         layer_backward=backward,
         head=head,
+        traffic=traffic[False],
+        traffic_checkpointed=traffic[True],
     )
 
 

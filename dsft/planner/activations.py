@@ -74,6 +74,10 @@ class TrainingActivations:
     """Without: the most one layer's backward takes above what is saved."""
     head: Cost
     """Final norm, logits, loss and their backward, at their most."""
+    traffic: Cost
+    """Read and written by a forward and backward in operators other than products (norms, rotations, activations)."""
+    traffic_checkpointed: Cost
+    """The same with checkpointing, recompute included."""
     source: str
     """"fake-tensor trace", or of what other model and why."""
 
@@ -108,6 +112,9 @@ class TrainingActivations:
 
     def peak_bytes(self, num_tokens: int, checkpointing: bool) -> int:
         return sum(term.num_bytes for term in self.terms(num_tokens, checkpointing))
+
+    def traffic_bytes(self, num_tokens: int, checkpointing: bool) -> int:
+        return (self.traffic_checkpointed if checkpointing else self.traffic).num_bytes(num_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +172,8 @@ def training_activations(
         layer_transient=fit("layer_transient"),
         layer_backward=fit("layer_backward"),
         head=fit("head") if loss == "hf" else _fused_head(size, dtype, trained=adapters is None),
+        traffic=fit("traffic"),
+        traffic_checkpointed=fit("traffic_checkpointed"),
         source=source,
     )
 

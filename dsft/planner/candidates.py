@@ -95,6 +95,18 @@ def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Mac
         yield config | {"zero_optimization": zero | {part: zero[part] | {"pin_memory": False} for part in offloaded}}
 
 
+def leaner_settings(config: dict[str, Any]) -> str:
+    """Say what a configuration changes to fit, besides its name: "" where nothing."""
+    zero = config.get("zero_optimization", {})
+    changes = []
+    if zero.get("stage3_max_live_parameters") == SMALL_LIVE_PARAMS:
+        changes.append("fewer live parameters")
+    parts = [zero.get(part) or {} for part in ("offload_optimizer", "offload_param")]
+    if any(part.get("device", "none") != "none" and part.get("pin_memory") is False for part in parts):
+        changes.append("memory not pinned")
+    return f" ({', '.join(changes)})" if changes else ""
+
+
 def sub_group_size(size: ModelSize, world_size: int) -> int:
     """Choose the elements of the pieces in which a rank's shard is updated: they just about fill a power of two, which
     pinned memory is rounded up to.

@@ -14,6 +14,8 @@ COMMUNICATION_BYTES = 2**29
 """NCCL's buffers on one GPU, where there are several: also outside of torch."""
 FRAGMENTATION = 0.03
 """What the allocator holds beyond what is used, with expandable segments."""
+MEMORY_ERROR = 0.1
+"""Largest difference of a published peak from its prediction (tests/planner/test_published.py)."""
 OVERHEAD = "context, NCCL and fragmentation"
 
 

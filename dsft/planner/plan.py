@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.planner.candidates import batches, candidate_names, settings
+from dsft.planner.candidates import batches, candidate_names, leaner_settings, settings
 from dsft.planner.job import Job
 from dsft.planner.limits import FRAGMENTATION, HOST_SHARE, OVERHEAD, Needs, add_up
 from dsft.planner.load_states import load_terms
@@ -23,6 +23,11 @@ from dsft.planner.terms import Term, peak_bytes
 from dsft.planner.zero_layout import describe_layout
 from dsft.runtime.hardware import Machine
 from dsft.units import in_gib
+
+WORTH_IT = 1.15
+"""The predicted gain from which offload, hpZ or more memory are worth their trouble: less is within the predictions'
+error.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +77,17 @@ class Plan:
         return int((1 + FRAGMENTATION) * self.allocated_bytes)
 
     @property
+    def is_unmeasured(self) -> bool:
+        """Whether its speed rests on an overlap that no run has shown: offload and hpZ."""
+        return "offload" in self.zero or self.zero in ("3-hpz", "3-nvme")
+
+    @property
     def label(self) -> str:
         checkpointing = " with activation checkpointing" if self.activation_checkpointing else ""
-        return f"ZeRO {self.zero}{checkpointing}, micro batch {self.micro_batch} x {self.accumulation} accumulated"
+        return (
+            f"ZeRO {self.zero}{checkpointing}{leaner_settings(self.deepspeed_config)},"
+            f" micro batch {self.micro_batch} x {self.accumulation} accumulated"
+        )
 
     def part_bytes(self, phase: str) -> int:
         return sum(term.num_bytes for term in self.terms if term.place == "device" and term.phase == phase)
@@ -121,12 +134,17 @@ def _best_batch(plans: list[Plan], machine: Machine) -> Plan:
 def choose(plans: list[Plan], machine: Machine) -> Plan:
     """Return the fastest that fits; where nothing fits, the one that lacks least.
 
-    A gain below 1 % is no reason to leave a simpler one.
+    A gain below 1 % is no reason to leave a simpler one, one below 15 % none for offload or hpZ.
     """
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
         return min(plans, key=lambda plan: shortage(plan, machine))
     fastest = max(plan.time.tokens_per_second for plan in fitting)
+    measured = [plan for plan in fitting if not plan.is_unmeasured]
+    if measured:
+        fastest_measured = max(plan.time.tokens_per_second for plan in measured)
+        if fastest < WORTH_IT * fastest_measured:
+            fitting, fastest = measured, fastest_measured
     return next(plan for plan in fitting if plan.time.tokens_per_second >= 0.99 * fastest)
 
 
@@ -190,6 +208,7 @@ def _predict(
         accumulation=accumulation,
         seq_len=job.seq_len,
         checkpointing=checkpointing,
+        traffic_bytes=job.activations.traffic_bytes(micro_batch * job.seq_len, checkpointing),
     )
     activation_bytes = sum(term.num_bytes for term in activations)
     return needs, {"terms": tuple(terms), "activation_bytes": activation_bytes, "time": time}
@@ -212,21 +231,37 @@ def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "au
         if zero != "auto":
             return f"zero={zero} cannot fit: {chosen.label} needs {need(chosen)}; {have}."
         return f"nothing fits; what lacks least is {chosen.label}, which needs {need(chosen)}; {have}."
-    speed = f"{chosen.time.step_seconds:.3g} s per step, {chosen.time.tokens_per_second:,.0f} tokens/s predicted"
+    speed = _speed(chosen, machine)
     why = f"{chosen.label} is the fastest that fits ({speed})"
+    fastest = max((plan for plan in plans if plan.fits), key=lambda plan: plan.time.tokens_per_second)
+    gain = fastest.time.tokens_per_second / chosen.time.tokens_per_second
+    if gain > 1.01:
+        why = f"{chosen.label} is chosen ({speed}); ZeRO {fastest.zero} would gain {gain - 1:.0%}, unmeasured"
     if zero != "auto":
         why = (
             f"zero={zero} {'is what the resumed run began with' if resumes else 'was asked for'}, and {chosen.label}"
             f" fits ({speed})"
         )
     better = [
-        plan for plan in plans if not plan.fits and plan.time.tokens_per_second > 1.01 * chosen.time.tokens_per_second
+        plan
+        for plan in plans
+        if not plan.fits and plan.time.tokens_per_second >= WORTH_IT * chosen.time.tokens_per_second
     ]
     if not better:
         return f"{why}; {have}."
     nearest = min(better, key=lambda plan: shortage(plan, machine))
     gain = nearest.time.tokens_per_second / chosen.time.tokens_per_second
     return f"{why}; {have}. With {need(nearest)}, {nearest.label} would fit, {gain:.1f} times as fast."
+
+
+def _speed(plan: Plan, machine: Machine) -> str:
+    time = plan.time
+    seconds = f"{time.step_seconds:.3g} s per step"
+    if machine.has_gpu:
+        least, most = time.range_seconds
+        seconds += f" ({least:.3g} to {most:.3g})"
+    per_gpu = f", {time.tokens_per_second / machine.world_size:,.0f} per GPU" if machine.has_gpu else ""
+    return f"{seconds}, {time.tokens_per_second:,.0f} tokens/s{per_gpu} predicted"
 
 
 def need(plan: Plan) -> str:

@@ -8,51 +8,16 @@ import re
 from dataclasses import dataclass
 
 from dsft.errors import UserError
+from dsft.planner.gpus import GPUS, Gpu, gpu_name
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
-MATMUL_EFFICIENCY = 0.6
-"""Share of the data sheet's rate that training's matrix products reach: 0.67 is what a published ZeRO-3 run of 14B on 8
-A800 works out to (ms-swift, 1,552 tokens/s per GPU).
-"""
+MEMORY_SHARE = 0.6
+"""Share of the data sheet's memory bandwidth that pointwise operators reach: by the published steps."""
 PCIE_EFFICIENCY = 0.8
 NETWORK_EFFICIENCY = 0.8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """One GPU's data sheet."""
-
-    memory_gb: int
-    tflops: float
-    """Dense bf16 (fp16 where there is no bf16) matrix products."""
-    memory_gbps: float
-    """GB/s of its own memory."""
-    nvlink_gbps: float
-    """GB/s to the other GPUs of the node, one direction; 0 without NVLink."""
-    pcie_gen: int
-
-
-# NVIDIA's and AMD's data sheets of these products; the form with most links where there are several.
-GPUS = {
-    "B200": Gpu(memory_gb=180, tflops=2250, memory_gbps=8000, nvlink_gbps=900, pcie_gen=5),
-    "H200": Gpu(memory_gb=141, tflops=989, memory_gbps=4800, nvlink_gbps=450, pcie_gen=5),
-    "MI300X": Gpu(memory_gb=192, tflops=1307, memory_gbps=5300, nvlink_gbps=448, pcie_gen=5),
-    "H100": Gpu(memory_gb=80, tflops=989, memory_gbps=3350, nvlink_gbps=450, pcie_gen=5),
-    "H800": Gpu(memory_gb=80, tflops=989, memory_gbps=3350, nvlink_gbps=200, pcie_gen=5),
-    "A100": Gpu(memory_gb=80, tflops=312, memory_gbps=2039, nvlink_gbps=300, pcie_gen=4),
-    "A800": Gpu(memory_gb=80, tflops=312, memory_gbps=2039, nvlink_gbps=200, pcie_gen=4),
-    "L40S": Gpu(memory_gb=48, tflops=362, memory_gbps=864, nvlink_gbps=0, pcie_gen=4),
-    "A6000": Gpu(memory_gb=48, tflops=155, memory_gbps=768, nvlink_gbps=56, pcie_gen=4),
-    "V100": Gpu(memory_gb=32, tflops=125, memory_gbps=900, nvlink_gbps=150, pcie_gen=3),
-    "4090": Gpu(memory_gb=24, tflops=165, memory_gbps=1008, nvlink_gbps=0, pcie_gen=4),
-    "3090": Gpu(memory_gb=24, tflops=71, memory_gbps=936, nvlink_gbps=0, pcie_gen=4),
-    "A10": Gpu(memory_gb=24, tflops=125, memory_gbps=600, nvlink_gbps=0, pcie_gen=4),
-    "L4": Gpu(memory_gb=24, tflops=121, memory_gbps=300, nvlink_gbps=0, pcie_gen=4),
-    "T4": Gpu(memory_gb=16, tflops=65, memory_gbps=320, nvlink_gbps=0, pcie_gen=3),
-}
-TYPICAL = {16: "T4", 24: "A10", 32: "V100", 48: "L40S", 80: "A100", 141: "H200", 180: "B200"}
-"""The GPU assumed where only memory is given: the smallest of these that has as much."""
 PCIE_GBPS = {3: 16, 4: 32, 5: 64}
 """GB/s of 16 lanes in one direction, by generation (PCI-SIG)."""
 
@@ -116,8 +81,8 @@ def speeds_of(machine: Machine, *, dtype: str) -> Speeds:
     link, network = parse_interconnect(machine.interconnect, gpu)
     return Speeds(
         # fp32 without tensor cores is an eighth to a sixteenth of bf16 on these GPUs.
-        flops=MATMUL_EFFICIENCY * gpu.tflops * 1e12 / (8 if dtype == "float32" else 1),
-        device_bytes=0.8 * gpu.memory_gbps * GB,
+        flops=gpu.training_share * gpu.matmul_flops / (8 if dtype == "float32" else 1),
+        device_bytes=MEMORY_SHARE * gpu.memory_gbps * GB,
         link_bytes=link,
         reduce_bytes=link,
         all_reduce_bytes=link,
@@ -127,24 +92,9 @@ def speeds_of(machine: Machine, *, dtype: str) -> Speeds:
         nvme_bytes=5e9,
         collective_seconds=3e-5,
         overlaps=True,
-        source=f"data sheet of {name}, {machine.interconnect or 'interconnect assumed'}",
+        source=f"{name} by {'published products' if gpu.matmul_tflops else 'its data sheet'},"
+        f" {machine.interconnect or 'interconnect assumed'}",
     )
-
-
-def gpu_name(machine: Machine) -> str:
-    """Key of GPUS for the machine's GPU type, or, where none is known, for its memory.
-
-    Raises:
-        UserError: where a type is given that is not in the table.
-    """
-    if machine.gpu_type:
-        known = [name for name in GPUS if re.search(rf"(?<![A-Z0-9]){name}(?![0-9])", machine.gpu_type.upper())]
-        if known:
-            return known[0]
-        if not machine.measured:
-            raise UserError([f"--gpu_type {machine.gpu_type}: unknown; there are {', '.join(GPUS)}"])
-    enough = [memory for memory in TYPICAL if memory >= machine.device_bytes / GB * 0.98]
-    return TYPICAL[min(enough)] if enough else TYPICAL[max(TYPICAL)]
 
 
 def parse_interconnect(text: str, gpu: Gpu) -> tuple[float, float]:

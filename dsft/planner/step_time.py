@@ -1,4 +1,4 @@
-"""Predicts the time of one optimizer step, to rank configurations. Pure arithmetic.
+"""Predicts the time of one optimizer step. Pure arithmetic.
 
 Products of matrices per token: 2 x active parameters forward, twice that backward (once with LoRA, whose base needs no
 weight gradients), once more forward with activation checkpointing.
@@ -7,6 +7,9 @@ Traffic of ZeRO (ZeRO paper, section 7; with LoRA the gradients are the adapters
     stage 0, 1  gradients reduced and weights gathered once per step
     stage 2     gradients reduced in each micro step
     stage 3     weights gathered for forward and backward of each micro step, gradients scattered
+
+Operators other than products move memory: their bytes are counted in the trace of activations. Python launches every
+kernel, which a short micro batch waits for.
 
 Left out: data loading, logging, stragglers, an uneven network.
 """
@@ -22,8 +25,18 @@ GATHERS_PER_LAYER = 8
 """Modules with weights of their own in a transformer layer, each a collective of ZeRO-3: q, k, v, o, gate, up, down and
 the norms.
 """
-OVERLAP_LOSS = 0.1
-"""Share of the shorter of computing and communicating that overlap does not hide."""
+LAUNCH_SECONDS = 5e-4
+"""Time that Python takes to launch one pass (forward, recompute, backward) over one layer."""
+LAUNCH_SECONDS_LORA = 1.5e-3
+"""The same with adapters at all linear layers: Qwen 7B and 14B take 5 ms per layer for three passes over 256 tokens on
+an A100 (github.com/QwenLM/Qwen, README.md).
+"""
+OVERLAP_LOSS = 0.5
+"""Share of the shorter of computing and communicating that overlap does not hide: NCCL's kernels take multiprocessors
+and memory bandwidth. Published steps of 13 B on 8 H100 hide none of it, others all.
+"""
+TIME_RANGE = (0.85, 1.11)
+"""Measured over predicted seconds, from the fastest to the slowest of the published steps (tests/planner)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +44,7 @@ class StepTime:
     """Seconds of one optimizer step: all its micro steps and the update."""
 
     compute_seconds: float
+    """Products, attention and all other operators."""
     communication_seconds: float
     """As if it stood alone; what overlaps with computing is hidden in `step_seconds`."""
     offload_seconds: float
@@ -39,6 +53,12 @@ class StepTime:
     step_seconds: float
     tokens_per_step: int
     """Over all ranks."""
+
+    @property
+    def range_seconds(self) -> tuple[float, float]:
+        """Between which `step_seconds` lies, as far as the published steps did."""
+        least, most = TIME_RANGE
+        return least * self.step_seconds, most * self.step_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -68,10 +88,19 @@ def step_time(
     accumulation: int,
     seq_len: int,
     checkpointing: bool,
+    traffic_bytes: int,
 ) -> StepTime:
-    """Predict one optimizer step of `accumulation` micro steps of `micro_batch` sequences on every rank."""
+    """Predict one optimizer step of `accumulation` micro steps of `micro_batch` sequences on every rank.
+
+    Args:
+        traffic_bytes: what operators other than products read and write in one micro step.
+    """
     tokens = micro_batch * seq_len
-    compute = accumulation * tokens * flops_per_token(layout.size, seq_len, checkpointing=checkpointing) / speeds.flops
+    products = tokens * flops_per_token(layout.size, seq_len, checkpointing=checkpointing) / speeds.flops
+    micro_step = products + traffic_bytes / speeds.device_bytes
+    if layout.has_gpu:  # else the same cores launch and compute
+        micro_step = max(micro_step, _launch_seconds(layout.size, checkpointing))
+    compute = accumulation * micro_step
     communication = _communication_seconds(layout, machine, speeds, accumulation)
     offload, optimizer = _update_seconds(layout, machine, speeds, accumulation)
     if speeds.overlaps and layout.zero["overlap_comm"]:
@@ -88,6 +117,11 @@ def step_time(
         step_seconds=busy + optimizer,
         tokens_per_step=accumulation * tokens * machine.world_size,
     )
+
+
+def _launch_seconds(size: ModelSize, checkpointing: bool) -> float:
+    per_pass = LAUNCH_SECONDS_LORA if size.lora_r else LAUNCH_SECONDS
+    return (2 + checkpointing) * size.num_layers * per_pass
 
 
 def collective_seconds(

@@ -75,8 +75,8 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * BYTES[match[2]])
 
 
-def parse_gpus(text: str) -> tuple[int, int]:
-    """ "8x80GB" -> (8, bytes of each).
+def split_gpus(text: str) -> tuple[int, str]:
+    """ "8x80GB" -> (8, "80GB"), "8xH100" -> (8, "H100").
 
     Raises:
         UserError: where the text has another form or names no GPU.
@@ -84,9 +84,9 @@ def parse_gpus(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)\s*x\s*(.+)", text.strip())
     if not match or int(match[1]) < 1:
         raise UserError(
-            [f"--gpus {text!r}: write the number of GPUs of one node and the memory of one, for example 8x80GB"]
+            [f"--gpus {text!r}: write the number of GPUs of one node and the card or its memory, for example 8x80GB"]
         )
-    return int(match[1]), parse_bytes(match[2])
+    return int(match[1]), match[2]
 
 
 def host_memory_bytes() -> int:

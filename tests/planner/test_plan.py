@@ -26,13 +26,14 @@ from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model
 from dsft.planner import measured_speeds
 from dsft.planner.candidates import NAMES, candidate_names, sub_group_size
+from dsft.planner.gpus import GPUS
 from dsft.planner.measuring import calibrate
 from dsft.planner.plan import Plan, all_plans, choose, reason
-from dsft.planner.speeds import GPUS, gpu_name, parse_interconnect, speeds_of
+from dsft.planner.speeds import parse_interconnect, speeds_of
 from dsft.planner.step_time import collective_seconds, flops_per_token
 from dsft.run_setup.plan import job_over_data, paper_job, plan_run
-from dsft.runtime.hardware import Machine, parse_bytes, parse_gpus, this_machine
-from dsft.units import GB, GiB
+from dsft.runtime.hardware import Machine, parse_bytes, this_machine
+from dsft.units import GB
 
 LLAMA_8B = {
     "vocab_size": 128256,
@@ -113,21 +114,49 @@ def test_a_multimodal_wrapper_is_planned_by_its_text_model(configs):
         ("8b", gpus(1, 80), "full", {"2-offload", "3-offload-partial", "3-offload-optimizer"}),
         ("8b", gpus(1, 80), "lora", {"1"}),
         ("8b", gpus(1, 24), "qlora", {"1"}),
-        ("70b", gpus(8, 80), "lora", {"3", "3-offload-param"}),
+        ("70b", gpus(8, 80), "lora", {"3"}),
         (
             "70b",
             gpus(8, 80, nodes=2, host=1600),
             "full",
             {"3-offload-param", "3-offload-partial", "3-offload-optimizer"},
         ),
-        ("70b", gpus(8, 80, nodes=4), "full", {"3", "3-hpz"}),
+        ("70b", gpus(8, 80, nodes=4), "full", {"3"}),
     ],
 )
 def test_the_choice_for_known_models_and_machines(configs, name, machine, method, zero):
     chosen, plans = plans_of(configs[name], machine, method=method)
     assert chosen.fits and chosen.zero in zero, chosen.label
     fastest = max(plan.time.tokens_per_second for plan in plans if plan.fits)
-    assert chosen.time.tokens_per_second >= 0.99 * fastest
+    measured = [plan.time.tokens_per_second for plan in plans if plan.fits and not plan.is_unmeasured]
+    assert chosen.time.tokens_per_second >= 0.99 * (max(measured) if not chosen.is_unmeasured else fastest)
+    assert not chosen.is_unmeasured or not measured or fastest >= 1.15 * max(measured)
+
+
+def test_offload_and_hpz_are_chosen_only_for_a_gain_of_15_percent(configs):
+    machine = gpus(8, 80, nodes=4)
+    chosen, plans = plans_of(configs["70b"], machine)
+    best = max(plan.time.tokens_per_second for plan in plans if plan.fits)
+    little, much = (
+        [
+            dataclasses.replace(
+                plan, time=dataclasses.replace(plan.time, step_seconds=plan.time.tokens_per_step / (gain * best))
+            )
+            if plan.zero == "3-hpz"
+            else plan
+            for plan in plans
+        ]
+        for gain in (1.1, 1.2)
+    )
+    assert chosen.zero == "3" and choose(little, machine).zero == "3" and choose(much, machine).zero == "3-hpz"
+    assert "ZeRO 3-hpz would gain 10%, unmeasured" in reason(choose(little, machine), little, machine)
+
+
+def test_what_a_plan_changes_to_fit_stands_in_its_label(configs):
+    chosen, _ = plans_of(configs["8b"], gpus(8, 8), zero="3-offload", micro_batch=1)
+    assert "fewer live parameters" in chosen.label
+    plain, _ = plans_of(configs["8b"], gpus(8, 80), zero="3", micro_batch=1)
+    assert "(" not in plain.label
 
 
 def test_what_does_not_fit_names_the_resource_that_binds(configs):
@@ -356,29 +385,14 @@ def test_sizes_are_read_strictly(text):
         parse_bytes(text)
 
 
-def test_gpus_are_a_number_and_a_size():
-    assert parse_gpus("8x80GB") == (8, 80 * GB)
-    assert parse_gpus("2x40GiB") == (2, 40 * GiB)
-    for text in ("0x80GB", "80GB", "8x", "x80GB", "8x80G"):
-        with pytest.raises(UserError):
-            parse_gpus(text)
-
-
 def test_interconnects():
-    gpu = GPUS["A100"]
+    gpu = GPUS["A100-80GB"]
     assert parse_interconnect("nvlink+ib400", gpu) == (0.8 * 300 * GB, 0.8 * 50 * GB)
     assert parse_interconnect("pcie+8xib200", gpu) == (0.8 * 32 * GB, 0.8 * 200 * GB)
     assert parse_interconnect("eth10", gpu) == (0.8 * 300 * GB, 0.8 * 1.25 * GB)
     for text in ("nvlik", "ib", "eth0", "pcie9"):
         with pytest.raises(UserError, match="unknown"):
             parse_interconnect(text, gpu)
-    assert (
-        gpu_name(gpus(8, 80)) == "A100"
-        and gpu_name(gpus(8, 141, gpu_type="NVIDIA H200", measured=True)) == "H200"
-        and gpu_name(gpus(1, 24, gpu_type="NVIDIA L4")) == "L4"
-    )
-    with pytest.raises(UserError, match="--gpu_type Z80"):
-        gpu_name(gpus(1, 24, gpu_type="Z80"))
 
 
 def test_this_machine_is_measured():
@@ -449,7 +463,7 @@ def test_the_command_prints_table_reason_and_terms(configs, capsys):
     )
     assert time.process_time() - start < 10  # of the processor, since others may run beside
     assert "405.853 B parameters" in out and "->" in out and "the fastest that fits" in out and "3-hpz" in out
-    assert "optimizer state" in out and "matrix products" in out and "activations: fake-tensor trace" in out
+    assert "optimizer state" in out and "computing" in out and "activations: fake-tensor trace" in out
 
 
 def test_the_command_as_json_and_as_files(configs, capsys, tmp_path):

@@ -1,0 +1,103 @@
+"""The machine that the hardware options of `dsft plan` describe: this one measured, or one on paper."""
+
+import dataclasses
+import shutil
+import sys
+from pathlib import Path
+
+from dsft.cli.commands import PlanOptions
+from dsft.errors import UserError
+from dsft.planner.gpus import GPUS, choose_gpu, named_gpus, same_memory
+from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, split_gpus, this_machine
+from dsft.runtime.hostfile import read_hosts
+from dsft.units import GB
+
+ASSUMED_GPU = "A100-80GB"
+MOST_GPUS_PER_NODE = 72
+"""GB200 NVL72, the largest machine that is sold as one."""
+MOST_GPUS = 100_000
+"""Of the largest clusters that are known."""
+
+
+def read_machines(options: PlanOptions) -> list[Machine]:
+    """The machine that the hardware options describe, once for each number of nodes.
+
+    Raises:
+        UserError: for an impossible number or a text that cannot be read.
+    """
+    hosts = {node.name: node.slots for node in read_hosts(options.hostfile)} if options.hostfile else None
+    if hosts and options.nodes:
+        raise UserError([f"--nodes {options.nodes}: --hostfile {options.hostfile} says {len(hosts)}; keep one"])
+    nodes = [len(hosts)] if hosts else _read_nodes(options.nodes or "1")
+    slots = min(hosts.values()) if hosts else None
+    if not (options.gpus or options.gpu_type or hosts):
+        machine = this_machine()
+    elif hosts and not (options.gpus or options.gpu_type) and has_gpu():
+        machine = dataclasses.replace(this_machine(), ranks_per_node=slots)
+    else:
+        if not (options.gpus or options.gpu_type):
+            print(
+                f"dsft: no GPU here to take as a sample: {ASSUMED_GPU} assumed; --gpus 8xH100 or --gpu_type says"
+                " otherwise",
+                file=sys.stderr,
+            )
+        machine = _on_paper(options, slots)
+    if options.host_memory:
+        machine = dataclasses.replace(machine, host_bytes=parse_bytes(options.host_memory))
+    if options.nvme and Path(options.nvme).is_dir():
+        machine = dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(options.nvme).free, nvme_path=options.nvme)
+    elif options.nvme:
+        machine = dataclasses.replace(machine, nvme_bytes=parse_bytes(options.nvme))
+    if options.interconnect:
+        machine = dataclasses.replace(machine, interconnect=options.interconnect)
+    if machine.ranks_per_node * max(nodes) > MOST_GPUS:
+        raise UserError(
+            [f"{machine.ranks_per_node * max(nodes):,} GPUs: the largest clusters have {MOST_GPUS:,}; lower --nodes"]
+        )
+    return [dataclasses.replace(machine, nodes=number, host_names=tuple(sorted(hosts or ()))) for number in nodes]
+
+
+def _on_paper(options: PlanOptions, slots: int | None) -> Machine:
+    number, word = split_gpus(options.gpus) if options.gpus else (slots or 8, "")
+    if slots and number != slots:
+        raise UserError(
+            [f"--gpus {options.gpus}: --hostfile {options.hostfile} says {slots} per node; make them the same"]
+        )
+    if number > MOST_GPUS_PER_NODE:
+        raise UserError([f"--gpus {options.gpus}: no node has more than {MOST_GPUS_PER_NODE} GPUs; use --nodes"])
+    gpu_type, size = options.gpu_type or "", 0
+    if named_gpus(word):
+        if gpu_type:
+            raise UserError([f"--gpus {options.gpus} and --gpu_type {gpu_type} both name the card; keep one"])
+        gpu_type = word
+    elif word:
+        size = parse_bytes(word)
+    name = choose_gpu(gpu_type or ("" if options.gpus else ASSUMED_GPU), size)
+    gpu = GPUS[name]
+    whole = not size or size >= 0.98 * gpu.usable_bytes or size >= 0.98 * gpu.memory_gb * GB
+    return Machine(
+        nodes=1,
+        ranks_per_node=number,
+        device_bytes=gpu.usable_bytes if whole else size,
+        host_bytes=1000 * GB,
+        has_gpu=True,
+        gpu_type=name,
+    )
+
+
+def assumed_card(options: PlanOptions, machine: Machine) -> str:
+    """Say for which card the time is, where only a size was given and others have it too; else ""."""
+    if not options.gpus or options.gpu_type or named_gpus(split_gpus(options.gpus)[1]):
+        return ""
+    others = ", ".join(same_memory(machine.gpu_type))
+    return f"{machine.gpu_type} assumed, {others} have as much memory (--gpu_type); " if others else ""
+
+
+def _read_nodes(text: str) -> list[int]:
+    try:
+        nodes = [int(word) for word in text.split(",")]
+    except ValueError:
+        nodes = [0]
+    if min(nodes) < 1:
+        raise UserError([f"--nodes {text}: write a number of at least 1, or several with commas, for example 1,2,4,8"])
+    return nodes
