@@ -65,8 +65,20 @@ class PlanOptions(JobFields, HardwareFields):
 
     json: bool = False
     """Machine-readable."""
+    all: bool = False
+    """Every candidate, not only the three best and the nearest that does not fit."""
     explain: bool = False
     """Every term of the chosen plan with its formula."""
+    tokens: float | None = None
+    """Tokens of the data, for example 1e9: hours of the whole training are printed."""
+    epochs: float = 1.0
+    """Passes over these tokens."""
+    dollars_per_gpu_hour: float | None = None
+    """With tokens: what the training costs."""
+    longest: bool = False
+    """The longest sequence that fits, instead of a plan for `seq_len`."""
+    scaling: Literal["strong", "weak"] = "strong"
+    """With several numbers of nodes: strong keeps the tokens of a step, weak lets them grow with the nodes."""
     write: str | None = None
     """Folder to write the chosen plan to: deepspeed.json and accelerate.yaml."""
 

@@ -7,6 +7,7 @@ from dsft.models.size import ModelSize
 from dsft.planner.evaluation_plan import EvaluationPlan
 from dsft.planner.limits import MEMORY_ERROR
 from dsft.planner.plan import Plan
+from dsft.planner.shortlist import RunCost
 from dsft.planner.step_time import TIME_RANGE
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB
@@ -29,8 +30,11 @@ def describe_model(size: ModelSize) -> str:
     return ", ".join(parts)
 
 
+NUMBERS = ("states", "buffers", "activations", "step", "peak", "host", "s/step", "tokens/s")
+
+
 def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machine) -> None:
-    """The table of all candidates, the chosen one marked."""
+    """The table of these candidates, the chosen one marked."""
     device = "GPU" if machine.has_gpu else "rank"
     error = ""
     if machine.has_gpu:
@@ -40,47 +44,38 @@ def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machin
         caption=f"GiB per {device}; host: GiB per node; batch: sequences of a micro batch x accumulation{error}",
         caption_justify="left",
     )
-    for name in (
-        "",
-        "ZeRO",
-        "ckpt",
-        "batch",
-        "states",
-        "buffers",
-        "activations",
-        "step",
-        "peak",
-        "host",
-        "s/step",
-        "tokens/s",
-        "fits",
-    ):
-        table.add_column(
-            name, no_wrap=True, justify="left" if name in ("", "ZeRO", "ckpt", "batch", "fits") else "right"
-        )
+    for name in ("", "ZeRO", "ckpt", "batch", *NUMBERS, f"per {device}", "fits"):
+        left = name in ("", "ZeRO", "ckpt", "batch", "fits")
+        table.add_column(name, no_wrap=True, justify="left" if left else "right")
     for plan in plans:
-        states, compute, step = (plan.part_bytes(phase) for phase in ("always", "compute", "step"))
-        numbers = (
-            states,
-            compute - plan.activation_bytes,
-            plan.activation_bytes,
-            step,
-            plan.device_bytes,
-            plan.host_bytes,
-        )
-        table.add_row(
-            "->" if plan is chosen else "",
-            plan.zero,
-            "on" if plan.activation_checkpointing else "off",
-            f"{plan.micro_batch} x {plan.accumulation}",
-            *(f"{number / GiB:,.1f}" for number in numbers),
-            f"{plan.time.step_seconds:,.2f}",
-            f"{plan.time.tokens_per_second:,.0f}",
-            "yes" if plan.fits else f"no: {plan.binds}",
-        )
+        table.add_row("->" if plan is chosen else "", *_plan_row(plan, machine))
     console = _console()
     console.print(f"{describe_model(size)}\n{machine}", soft_wrap=True)
     console.print(table)
+    console.print(f"{chosen.time.tokens_per_step:,} tokens per step", soft_wrap=True)
+
+
+def _plan_row(plan: Plan, machine: Machine) -> list[str]:
+    states, compute, step = (plan.part_bytes(phase) for phase in ("always", "compute", "step"))
+    sizes = (
+        states,
+        compute - plan.activation_bytes,
+        plan.activation_bytes,
+        step,
+        plan.device_bytes,
+        plan.host_bytes,
+    )
+    speed = plan.time.tokens_per_second
+    return [
+        plan.zero,
+        "on" if plan.activation_checkpointing else "off",
+        f"{plan.micro_batch} x {plan.accumulation}",
+        *(f"{number / GiB:,.1f}" for number in sizes),
+        f"{plan.time.step_seconds:,.2f}",
+        f"{speed:,.0f}",
+        f"{speed / machine.world_size:,.0f}",
+        "yes" if plan.fits else f"no: {plan.binds}",
+    ]
 
 
 def explain(plan: Plan) -> None:
@@ -114,15 +109,25 @@ def explain(plan: Plan) -> None:
     console.print("peak = always + the larger of (forward and backward) and (optimizer step)")
 
 
+def cost_text(cost: RunCost) -> str:
+    """One sentence: hours, GPU hours and dollars."""
+    dollars = "" if cost.dollars is None else f", {cost.dollars:,.0f} dollars"
+    hours = f"{cost.hours:,.1f} hours"
+    if cost.most_hours > cost.least_hours:
+        hours += f" ({cost.least_hours:,.1f} to {cost.most_hours:,.1f})"
+    return f"{cost.tokens:,.0f} tokens: {hours}, {cost.gpu_hours:,.0f} GPU hours{dollars}"
+
+
 def show_scale(rows: list[tuple[Machine, Plan]]) -> None:
     """How speed, memory and cost move with the number of nodes."""
     table = Table(caption="GiB per GPU; host: GiB per node; GPU hours for 1e9 tokens", caption_justify="left")
-    for name in ("nodes", "GPUs", "plan", "peak", "host", "s/step", "tokens/s", "GPU hours", "fits"):
+    for name in ("nodes", "GPUs", "tokens/step", "plan", "peak", "host", "s/step", "tokens/s", "GPU hours", "fits"):
         table.add_column(name, no_wrap=name != "plan", justify="left" if name in ("plan", "fits") else "right")
     for machine, plan in rows:
         table.add_row(
             str(machine.nodes),
             str(machine.world_size),
+            f"{plan.time.tokens_per_step:,}",
             plan.label,
             f"{plan.device_bytes / GiB:,.1f}",
             f"{plan.host_bytes / GiB:,.0f}",

@@ -462,8 +462,57 @@ def test_the_command_prints_table_reason_and_terms(configs, capsys):
         "--explain",
     )
     assert time.process_time() - start < 10  # of the processor, since others may run beside
-    assert "405.853 B parameters" in out and "->" in out and "the fastest that fits" in out and "3-hpz" in out
+    assert "405.853 B parameters" in out and "->" in out and "the fastest that fits" in out
     assert "optimizer state" in out and "computing" in out and "activations: fake-tensor trace" in out
+
+
+def test_the_command_shows_the_best_few_and_costs(configs, capsys):
+    words = ["--model", configs["8b"], "--gpus", "8xH100", "--tokens", "1e9", "--epochs", "2"]
+    out = run_plan(capsys, *words, "--dollars_per_gpu_hour", "2.5")
+    rows = [line for line in out.splitlines() if " x " in line and ("yes" in line or "no:" in line)]
+    assert 3 <= len(rows) <= 4 and out.count("->") == 1 and "tokens per step" in out and "per GPU predicted" in out
+    everything = run_plan(capsys, *words, "--all")
+    assert len([line for line in everything.splitlines() if " x " in line and ("yes" in line or "no:" in line)]) > 15
+    printed = json.loads(run_plan(capsys, *words, "--dollars_per_gpu_hour", "2.5", "--json"))
+    cost, speed = printed["cost"], printed["chosen"]["tokens_per_second"]
+    assert cost["hours"] == pytest.approx(2e9 / speed / 3600)
+    assert cost["dollars"] == pytest.approx(2.5 * 8 * cost["hours"])
+    assert cost["least_hours"] < cost["hours"] < cost["most_hours"]
+    assert f"{cost['hours']:,.1f} hours" in out and f"{cost['dollars']:,.0f} dollars" in out
+
+
+def test_what_does_not_fit_ends_with_1_and_says_as_commands_what_would(configs, capsys):
+    words = ["--model", configs["8b"], "--gpus", "1x4090", "--host_memory", "64GB"]
+    with pytest.raises(SystemExit) as caught:
+        run_plan(capsys, *words)
+    assert caught.value.code == 1
+    out = capsys.readouterr().out
+    commands = [line.strip() for line in out.splitlines() if line.strip().startswith("dsft plan")]
+    assert any("--method lora" in line or "--method qlora" in line for line in commands) and len(commands) >= 3
+    for command in commands:  # each is a whole command, and keeps its word
+        assert json.loads(run_plan(capsys, *command.split()[2:], "--json"))["chosen"]["fits"], command
+
+
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(configs, capsys):
+    words = ["--model", configs["8b"], "--gpus", "1xA100-40GB", "--method", "lora"]
+    longest = json.loads(run_plan(capsys, *words, "--longest", "--json"))["seq_len"]
+    assert 2048 <= longest <= 8192 and longest % 256 == 0
+    with pytest.raises(SystemExit) as caught:
+        run_plan(capsys, "--model", configs["8b"], "--gpus", "1xT4", "--host_memory", "32GB", "--longest")
+    assert caught.value.code == 1 and "no sequence fits" in capsys.readouterr().out
+
+
+def test_the_batch_stays_or_grows_with_the_nodes(configs, capsys):
+    words = ["--model", configs["8b"], "--gpus", "8xH100", "--nodes", "1,2"]
+    steps = {
+        scaling: [
+            row["time"]["tokens_per_step"]
+            for row in json.loads(run_plan(capsys, *words, "--scaling", scaling, "--json"))
+        ]
+        for scaling in ("strong", "weak")
+    }
+    assert steps == {"strong": [64 * 1024] * 2, "weak": [64 * 1024, 2 * 64 * 1024]}
+    assert "stays (strong scaling)" in run_plan(capsys, *words)
 
 
 def test_the_command_as_json_and_as_files(configs, capsys, tmp_path):
@@ -519,6 +568,8 @@ def test_the_view_over_nodes_and_the_plan_of_an_evaluation(configs, capsys):
         (["--hostfile", str(ROOT / "hostfiles/2x8"), "--gpus", "4x80GB"], "says 8 per node"),
         (["--perplexity", "--nodes", "1,2", "--gpus", "8x80GB"], "one number of nodes"),
         (["--tokens_per_step", "8"], "less than one sequence"),
+        (["--tokens", "0", "--gpus", "8x80GB"], "--tokens 0.0: must be above 0"),
+        (["--dollars_per_gpu_hour", "2", "--gpus", "8x80GB"], "needs --tokens"),
     ],
 )
 def test_bad_requests_are_one_clear_error(configs, capsys, words, message):

@@ -1,0 +1,53 @@
+"""What to show of many plans, and what a run with one of them takes: hours and dollars."""
+
+from dataclasses import dataclass
+
+from dsft.planner.plan import Plan, shortage
+from dsft.runtime.hardware import Machine
+
+BEST = 3
+"""Plans that fit and are shown."""
+
+
+def shortlist(chosen: Plan, plans: list[Plan], machine: Machine) -> list[Plan]:
+    """The choice, the next fastest that fit, and the nearest faster one that does not fit; in the order of `plans`."""
+
+    def speed(plan: Plan) -> float:
+        return plan.time.tokens_per_second
+
+    others = sorted((plan for plan in plans if plan.fits and plan is not chosen), key=speed, reverse=True)
+    shown = [chosen, *others[: BEST - 1]]
+    misses = [plan for plan in plans if not plan.fits and plan is not chosen]
+    faster = [plan for plan in misses if speed(plan) > speed(chosen)]
+    if faster or not chosen.fits:
+        shown.append(min(faster or misses or [chosen], key=lambda plan: shortage(plan, machine)))
+    return [plan for plan in plans if any(plan is one for one in shown)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCost:
+    """What it takes to train on so many tokens."""
+
+    tokens: float
+    """Of all epochs together."""
+    hours: float
+    least_hours: float
+    """By the spread of the published steps."""
+    most_hours: float
+    gpu_hours: float
+    dollars: float | None
+
+
+def run_cost(plan: Plan, machine: Machine, *, tokens: float, dollars_per_gpu_hour: float | None = None) -> RunCost:
+    """Count the steps on `tokens`, without loading, evaluation and saving."""
+    steps = tokens / plan.time.tokens_per_step
+    least, most = plan.time.range_seconds if machine.has_gpu else (plan.time.step_seconds,) * 2
+    gpu_hours = steps * plan.time.step_seconds / 3600 * machine.world_size
+    return RunCost(
+        tokens=tokens,
+        hours=steps * plan.time.step_seconds / 3600,
+        least_hours=steps * least / 3600,
+        most_hours=steps * most / 3600,
+        gpu_hours=gpu_hours,
+        dollars=None if dollars_per_gpu_hour is None else gpu_hours * dollars_per_gpu_hour,
+    )
