@@ -16,6 +16,7 @@ from dsft.planner.activations import (
     training_activations,
 )
 from dsft.planner.fake_model import Attention
+from dsft.planner.zero_layout import DEFAULT_OPTIMIZER, OPTIMIZERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,22 @@ class Job:
     """Of one optimizer step over all ranks."""
     checkpointing: bool | None = None
     """As the user set it; None lets the plan decide."""
+
+    compiled: bool = False
+    """Whether torch.compile is asked for."""
+
+    @property
+    def unmodelled(self) -> list[str]:
+        """What this job asks for and the plan does not count, a sentence each."""
+        said = []
+        if self.optimizer not in OPTIMIZERS:
+            said.append(f"optim {self.optimizer} is not modelled: planned with the states of {DEFAULT_OPTIMIZER}.")
+        if self.compiled:
+            said.append("torch.compile is not modelled: a compiled model is faster and holds less than planned.")
+        if self.size.unadapted_expert_params:
+            experts = f"{self.size.unadapted_expert_params / 1e9:,.1f} B parameters"
+            said.append(f"{experts} of experts get no adapters.")
+        return said
 
     @cached_property
     def activations(self) -> TrainingActivations:

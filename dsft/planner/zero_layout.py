@@ -34,7 +34,9 @@ OPTIMIZERS = {
     "adamw_torch_fused": OptimizerMemory(state=8, step=0),  # m 4 + v 4 in fp32 (ZeRO paper, table 1)
     "adamw_torch": OptimizerMemory(state=8, step=8),  # two fp32 copies (torch/optim/adamw.py, _multi_tensor_adamw)
 }
-"""By transformers' name (the option `optim`). An optimizer that is not here is planned as `adamw_torch`."""
+"""By transformers' name (the option `optim`)."""
+DEFAULT_OPTIMIZER = "adamw_torch"
+"""As which an optimizer is planned that is not in OPTIMIZERS; the plan says so (`Job.unmodelled`)."""
 
 
 def resolve_auto(zero_section: dict[str, Any], size: ModelSize) -> dict[str, Any]:
@@ -198,7 +200,7 @@ def describe_layout(
         dtype=dtype,
         has_gpu=has_gpu,
         accumulates=deepspeed_config.get("gradient_accumulation_steps", 1) != 1,
-        optimizer=OPTIMIZERS.get(optimizer, OPTIMIZERS["adamw_torch"]),
+        optimizer=OPTIMIZERS.get(optimizer, OPTIMIZERS[DEFAULT_OPTIMIZER]),
     )
 
 

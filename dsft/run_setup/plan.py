@@ -69,6 +69,7 @@ def training_job(
         sequences_per_step=options.global_batch_size,
         checkpointing=checkpointing,
         optimizer=training.get("optim", "adamw_torch_fused"),
+        compiled=bool(training.get("torch_compile")),
     )
 
 
@@ -118,7 +119,7 @@ def choose_plan(
     candidates = [plan for plan in candidates if plan.zero not in left_out]
     plan = choose(candidates, machine)
     why = reason(plan, candidates, machine, zero=zero, resumes=resumes)
-    return Choice(plan=plan, candidates=tuple(candidates), reason=why, speeds=speeds)
+    return Choice(plan=plan, candidates=tuple(candidates), reason=" ".join([why, *job.unmodelled]), speeds=speeds)
 
 
 def plan_run(

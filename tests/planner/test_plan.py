@@ -31,7 +31,7 @@ from dsft.planner.measuring import calibrate
 from dsft.planner.plan import Plan, all_plans, choose, reason
 from dsft.planner.speeds import parse_interconnect, speeds_of
 from dsft.planner.step_time import collective_seconds, flops_per_token
-from dsft.run_setup.plan import job_over_data, paper_job, plan_run
+from dsft.run_setup.plan import choose_plan, job_over_data, paper_job, plan_run
 from dsft.runtime.hardware import Machine, parse_bytes, this_machine
 from dsft.units import GB
 
@@ -194,6 +194,18 @@ def test_more_of_anything_never_needs_less(configs):
         with_checkpointing.device_bytes < without.device_bytes
         and with_checkpointing.time.step_seconds > without.time.step_seconds
     )
+
+
+def test_what_is_not_modelled_is_said(configs):
+    options = TrainConfig(model=configs["mixtral"], method="lora", dtype="bfloat16")
+    training = {"optim": "adamw_8bit", "torch_compile": True}
+    job = paper_job(dataclasses.replace(options, training=training), attention="flash")
+    text = choose_plan(job, gpus()).reason
+    assert "optim adamw_8bit is not modelled: planned with the states of adamw_torch" in text
+    assert "torch.compile is not modelled" in text
+    assert job.size.unadapted_expert_params == 0 or "of experts get no adapters" in text
+    plain = paper_job(TrainConfig(model=configs["8b"], dtype="bfloat16"), attention="flash")
+    assert plain.unmodelled == []
 
 
 def test_batches_make_up_the_step(configs):
