@@ -12,7 +12,19 @@ def test_plan_prints_a_table_and_nothing_else(run, tmp_path):
     cls, values = ARCHITECTURES["llama"]
     cls(**values).save_pretrained(tmp_path)
     table = run(
-        ["dsft", "plan", "--model", tmp_path / "config.json", "--gpus", "8x80GB", "--nodes", "2", "--seq_len", "128"]
+        [
+            "dsft",
+            "plan",
+            "--model",
+            tmp_path / "config.json",
+            "--gpus",
+            "8x80GB",
+            "--nodes",
+            "2",
+            "--seq_len",
+            "128",
+            "--all",
+        ]
     )
     assert (
         table.returncode == 0 and "3-offload-optimizer" in table.stdout and "is the fastest that fits" in table.stdout

@@ -14,13 +14,16 @@ from dsft.checkpoints.manifest import MANIFEST
 from dsft.cli.main import main
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
+from dsft.planner.gpus import GPUS
 from dsft.planner.plan import as_dict
 from dsft.run_setup.decisions import keep_global_batch
 from dsft.run_setup.resolve import _Draft, resolve_run, resume_decisions
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
-EIGHT_GPUS = Machine(nodes=1, ranks_per_node=8, device_bytes=80 * GB, host_bytes=1000 * GB, has_gpu=True)
+EIGHT_GPUS = Machine(
+    nodes=1, ranks_per_node=8, device_bytes=GPUS["A100-80GB"].usable_bytes, host_bytes=1000 * GB, has_gpu=True
+)
 
 
 @pytest.fixture
