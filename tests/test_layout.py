@@ -144,3 +144,17 @@ def test_files_and_functions_are_short_but_for_a_list_that_shrinks():
         too_long = {name: lines for name, lines in lengths.items() if lines > allowed.get(name, 0)}
         assert too_long == {}
         assert allowed.keys() - lengths.keys() == set(), "short enough by now: take it off the list"
+
+
+VAGUE = {"found", "one", "own", "what", "psi", "w", "wt"}
+"""Names of variables that do not say what these hold."""
+
+
+def test_variables_say_what_they_hold():
+    vague = set()
+    for path in (*SOURCES, *ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.arg if isinstance(node, ast.arg) else getattr(node, "id", None)
+            if name in VAGUE:
+                vague.add(f"{path.relative_to(ROOT)}:{node.lineno} {name}")
+    assert vague == set()

@@ -16,8 +16,8 @@ _OF_RANK = re.compile(r"(?:pp_rank|rng_state)_(\d+)")
 
 def share_of_rank(files: list[Path], *, rank: int, world_size: int) -> list[Path]:
     """Return the files that `rank` reads: its own shards, which its node then has in memory, and a part of the rest."""
-    own = [_OF_RANK.search(file.name) for file in files]
-    ranks = [int(match[1]) if match else number for number, match in enumerate(own)]
+    matches = [_OF_RANK.search(file.name) for file in files]
+    ranks = [int(match[1]) if match else number for number, match in enumerate(matches)]
     return [file for file, of in zip(files, ranks, strict=True) if of % world_size == rank]
 
 

@@ -153,14 +153,15 @@ def command_line(options: PlanOptions, change: dict[str, Any]) -> str:
 
 
 def _longest(options: PlanOptions, job: Job, machine: Machine) -> None:
-    found = longest_sequence(job, machine)
+    longest = longest_sequence(job, machine)
     if options.json:
-        print_json({"seq_len": found[0], "plan": as_dict(found[1])} if found else {"seq_len": None})
-    elif found:
-        print(f"{found[0]:,} tokens per sequence fit: {found[1].label}, {found[1].device_bytes / GiB:.1f} GiB per GPU")
+        print_json({"seq_len": longest[0], "plan": as_dict(longest[1])} if longest else {"seq_len": None})
+    elif longest:
+        tokens, plan = longest
+        print(f"{tokens:,} tokens per sequence fit: {plan.label}, {plan.device_bytes / GiB:.1f} GiB per GPU")
     else:
         print("no sequence fits, however short")
-    if not found:
+    if not longest:
         raise SystemExit(NOTHING_FITS)
 
 

@@ -287,13 +287,13 @@ def common_options(options: TrainConfig | EvalConfig) -> dict[str, Any]:
     evaluation, and in a training without checkpoints.
     """
     values, home = as_dict(options), os.path.expanduser("~/")
-    own = set(NODES_OWN)
+    left_out = set(NODES_OWN)
     if isinstance(options, EvalConfig) or values.get("save_strategy") == "no":
-        own.add("output_dir")
+        left_out.add("output_dir")
     return {
         name: f"~/{value[len(home) :]}" if isinstance(value, str) and value.startswith(home) else value
         for name, value in values.items()
-        if name not in own
+        if name not in left_out
     }
 
 

@@ -72,9 +72,9 @@ def loading_problems(model: str, info: dict[str, Any]) -> list[str]:
             f" {_some(missing)}; random numbers would stand there. Copy or download the model again"
         )
     problems += [
-        f"model={model}: {name} is {list(found)} in its weights, {list(expected)} by its config;"
+        f"model={model}: {name} is {list(shape)} in its weights, {list(expected)} by its config;"
         " are both of the same model?"
-        for name, found, expected in sorted(info["mismatched_keys"])[:1]
+        for name, shape, expected in sorted(info["mismatched_keys"])[:1]
     ]
     if unexpected := info["unexpected_keys"]:
         problems.append(

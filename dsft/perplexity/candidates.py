@@ -88,11 +88,11 @@ def read_data(
         )
         for candidate in candidates
     ]
-    found = next((sources[0] for sources in checked if sources), None)
-    if found and config.eval_fraction:
+    source_with_format = next((sources[0] for sources in checked if sources), None)
+    if source_with_format and config.eval_fraction:
         share = HeldOut(fraction=config.eval_fraction, seed=config.data_seed, wanted=True)
-        return dataclasses.replace(found, held_out=share)
-    return found
+        return dataclasses.replace(source_with_format, held_out=share)
+    return source_with_format
 
 
 def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:

@@ -44,9 +44,9 @@ class Evaluation:
     def report(self) -> dict[str, Any]:
         """Return the report for perplexity.json; docs of the modes are in dsft/perplexity/windows.py."""
         result = self.perplexity
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        del own["perplexity"], own["is_known"]
-        return own | {
+        of_evaluation = {field.name: getattr(self, field.name) for field in fields(self)}
+        del of_evaluation["perplexity"], of_evaluation["is_known"]
+        return of_evaluation | {
             "perplexity": result.perplexity,
             "nats": result.nats,
             "tokens": result.tokens,
@@ -84,5 +84,5 @@ class Evaluation:
             rows_alone=report["rows_alone"],
             **{f"document_{name}": documents[name] for name in DOCUMENT_COLUMNS},
         )
-        own = {field.name: report[field.name] for field in fields(cls) if field.name in report}
-        return cls(**own | {"perplexity": perplexity, "is_known": True})
+        of_evaluation = {field.name: report[field.name] for field in fields(cls) if field.name in report}
+        return cls(**of_evaluation | {"perplexity": perplexity, "is_known": True})

@@ -229,12 +229,12 @@ GPUS = {
 
 def named_gpus(text: str) -> list[str]:
     """Keys of GPUS that this name may mean: of the longest match, for H100 is within H100 NVL."""
-    found = {}
+    lengths = {}
     for key, gpu in GPUS.items():
         match = re.search(rf"(?<![A-Z0-9]){gpu.pattern or key}(?![0-9A-Z])", text.upper())
         if match:
-            found[key] = len(match.group())
-    return [key for key, length in found.items() if length == max(found.values())]
+            lengths[key] = len(match.group())
+    return [key for key, length in lengths.items() if length == max(lengths.values())]
 
 
 def sized_gpus(num_bytes: int) -> list[str]:

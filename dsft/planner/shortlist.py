@@ -21,7 +21,7 @@ def shortlist(chosen: Plan, plans: list[Plan], machine: Machine) -> list[Plan]:
     faster = [plan for plan in misses if speed(plan) > speed(chosen)]
     if faster or not chosen.fits:
         shown.append(min(faster or misses or [chosen], key=lambda plan: shortage(plan, machine)))
-    return [plan for plan in plans if any(plan is one for one in shown)]
+    return [plan for plan in plans if any(plan is kept for kept in shown)]
 
 
 @dataclass(frozen=True, kw_only=True)

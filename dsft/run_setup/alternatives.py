@@ -37,14 +37,14 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
     """Changes, one at a time, that make a training fit which does not: fewer trained parameters, more nodes, more host
     memory, smaller batches, shorter sequences. The smallest of each kind that is enough.
     """
-    found = []
+    alternatives = []
     for kind in (_methods, _nodes, _host_memory, _batches, _lengths):
         for change, other_job, other_machine in kind(options, job, machine, attention):
             plan = choose_plan(other_job, other_machine).plan
             if plan.fits:
-                found.append(Alternative(change=change, machine=other_machine, plan=plan))
+                alternatives.append(Alternative(change=change, machine=other_machine, plan=plan))
                 break
-    return found
+    return alternatives
 
 
 Trial = tuple[dict[str, Any], Job, Machine]

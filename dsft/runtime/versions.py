@@ -25,13 +25,13 @@ def versions() -> dict[str, str]:
 
 def numeric_versions() -> dict[str, str]:
     """Versions of what changes the numbers or the tokens of a run; of Python without the last digit, which does not."""
-    found = {"python": ".".join(map(str, sys.version_info[:2]))}
+    installed = {"python": ".".join(map(str, sys.version_info[:2]))}
     for name in (*NUMERIC_PACKAGES, *OPTIONAL_PACKAGES):
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            installed[name] = "not installed"
+    return installed
 
 
 def git_commit() -> str | None:

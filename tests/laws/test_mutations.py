@@ -108,7 +108,7 @@ def _damage_bytes(rng: random.Random, path: Path) -> str:
     content = path.read_bytes()
     # Of weights, whose bytes are mostly numbers, half of the damage goes to the header.
     place = rng.randrange(min(len(content), 600) if rng.random() < 0.5 else len(content))
-    what = rng.choice(["cut", "drop", "insert", "change", "repeat", "empty"] if rng.random() < 0.9 else ["cut"])
+    damage = rng.choice(["cut", "drop", "insert", "change", "repeat", "empty"] if rng.random() < 0.9 else ["cut"])
     changed = {
         "cut": content[:place],
         "drop": content[:place] + content[place + 1 :],
@@ -116,9 +116,9 @@ def _damage_bytes(rng: random.Random, path: Path) -> str:
         "change": content[:place] + bytes([rng.randrange(256)]) + content[place + 1 :],
         "repeat": content[: place + 20] + content[place:],
         "empty": b"",
-    }[what]
+    }[damage]
     path.write_bytes(changed)
-    return f"{what} at byte {place}"
+    return f"{damage} at byte {place}"
 
 
 def _damage_value(rng: random.Random, path: Path) -> str:
@@ -161,15 +161,15 @@ def train_until_the_first_loss(inputs: Inputs) -> tuple[TrainConfig, object, obj
 def right_options(inputs: Inputs, run) -> None:
     """Each value of the YAML file is in the run, in the type of its option."""
     for name, value in yaml.safe_load(inputs.yaml.read_text()).items():
-        found = run.options.value(name)
+        resolved = run.options.value(name)
         if name == "data":
-            found = found[0] if not isinstance(value, list) else found
+            resolved = resolved[0] if not isinstance(value, list) else resolved
         if isinstance(value, float | int) and not isinstance(value, bool):
-            assert found == pytest.approx(value), name
+            assert resolved == pytest.approx(value), name
         elif value is None or isinstance(value, bool):
-            assert found is value or name in ("bf16", "fp16"), name
+            assert resolved is value or name in ("bf16", "fp16"), name
         elif name not in ("output_dir",):
-            assert str(getattr(found, "value", found)).lower() in (str(value).lower(), "auto"), name
+            assert str(getattr(resolved, "value", resolved)).lower() in (str(value).lower(), "auto"), name
 
 
 def right_deepspeed(inputs: Inputs, run) -> None:

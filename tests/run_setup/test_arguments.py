@@ -30,8 +30,8 @@ def test_held_out_data_is_evaluated_each_epoch_and_the_best_model_is_saved_when_
     assert with_defaults(held_out)["eval_strategy"] == with_defaults(held_out)["save_strategy"] == "epoch"
     steps = TrainConfig(eval_data=["x"], training={"load_best_model_at_end": True, "eval_strategy": "steps"})
     assert with_defaults(steps)["save_strategy"] == "steps"
-    own = TrainConfig(eval_data=["x"], training={"load_best_model_at_end": True, "save_strategy": "best"})
-    assert with_defaults(own)["save_strategy"] == "best"
+    explicit = TrainConfig(eval_data=["x"], training={"load_best_model_at_end": True, "save_strategy": "best"})
+    assert with_defaults(explicit)["save_strategy"] == "best"
 
 
 def test_of_two_names_for_activation_checkpointing_transformers_gets_one():
@@ -68,10 +68,10 @@ def test_the_plan_decides_batches_and_checkpointing(tmp_path):
         TrainConfig(training=training, packing=True),
         TrainConfig(training=training, streaming=True),
     ]
-    plain, own, filled, packed, stream = on_ranks(1, _told, many)[0]
+    plain, explicit, filled, packed, stream = on_ranks(1, _told, many)[0]
     assert (
         plain
-        == own
+        == explicit
         == {
             "per_device_train_batch_size": 3,
             "gradient_accumulation_steps": 2,

@@ -44,9 +44,9 @@ def remote_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """
     from deepspeed.launcher.runner import EXPORT_ENVS  # here: seconds
 
-    own = {name: value for name, value in environment.items() if name.startswith(tuple(EXPORT_ENVS))}
-    own["PYTHONPATH"] = ":".join(filter(None, [os.getcwd(), environment.get("PYTHONPATH")]))
-    return own | forwarded(environment) | accelerator() | _own_lines()
+    exported = {name: value for name, value in environment.items() if name.startswith(tuple(EXPORT_ENVS))}
+    exported["PYTHONPATH"] = ":".join(filter(None, [os.getcwd(), environment.get("PYTHONPATH")]))
+    return exported | forwarded(environment) | accelerator() | _own_lines()
 
 
 def accelerator() -> dict[str, str]:
