@@ -239,7 +239,7 @@ def as_windows(corpus: Corpus) -> Windows:
     return Windows(
         tokens=tokens,
         scorable=scorable,
-        document_starts=starts,
+        document_ends=ends,
         spans=np.array(spans),
         document_bytes=zeros,
         document_words=zeros,

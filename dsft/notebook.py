@@ -28,9 +28,9 @@ from dsft.data.training_data import check_sources
 from dsft.errors import raise_if_any
 from dsft.models.build import resolve_dtype
 from dsft.models.tokenizer import load_tokenizer
+from dsft.perplexity.documents import read_samples, read_texts
 from dsft.perplexity.loading import loaded_for_scoring
 from dsft.perplexity.of_training import shared_options
-from dsft.perplexity.windows import read_samples, read_texts
 
 DARKEST_NATS = 8.0
 """Tokens of this loss or more have the full colour: a probability of 1 in 3,000 or less."""

@@ -116,6 +116,8 @@ class DataFields:
     bad_rows: Literal["error", "drop"] = "error"
     """What happens to a row that cannot be used (no text, roles out of order ...); dropped ones are counted in
     run.json."""
+    data_cache: str | None = None
+    """Folder for prepared tokens; by default dsft/data in the user's cache. Ranks that share it prepare once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +143,6 @@ class TrainDataFields(DataFields):
     """Read and tokenise while training and keep nothing on disk, for corpora larger than it; needs max_steps."""
     shuffle_buffer: int = 2_000
     """With streaming: sequences among which the next one is drawn."""
-    data_cache: str | None = None
-    """Folder for prepared tokens; by default dsft/data in the user's cache. Ranks that share it prepare once."""
 
 
 @dataclass(frozen=True, kw_only=True)

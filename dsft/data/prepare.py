@@ -4,6 +4,7 @@ The first process to come holds a lock and works; the others wait for it outside
 watchdogs heartbeats meanwhile.
 """
 
+import ctypes
 import hashlib
 import json
 import multiprocessing
@@ -11,11 +12,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,29 @@ WORKER_BYTES = 400 << 20
 """What a worker takes with its imports; together they take at most a quarter of the memory that is free."""
 
 
+@dataclass(frozen=True)
+class Preparation:
+    """What is made of the rows of a source: sequences for training. The evaluator has kinds of its own.
+
+    Its fields are part of the fingerprint, and worker processes get a copy.
+    """
+
+    def batches(self, batches: Iterator[Batch], rules: FormatRules) -> Iterator[Batch]:
+        """Yields the batches to be tokenised."""
+        return batches
+
+    def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+        """Tokenises a batch.
+
+        Raises:
+            UserError: with file and line of a row that cannot be used.
+        """
+        return tokenise(batch, rules, tokenizer)
+
+
+TRAINING = Preparation()
+
+
 def cache_folder(config: Any) -> Path:
     """`data_cache`, else `dsft/data` in the user's cache."""
     if config.data_cache:
@@ -51,7 +76,11 @@ def cache_folder(config: Any) -> Path:
 
 
 def fingerprint(
-    source: Source, rules: FormatRules, held_out: HeldOut | None, tokenizer: PreTrainedTokenizerBase
+    source: Source,
+    rules: FormatRules,
+    held_out: HeldOut | None,
+    tokenizer: PreTrainedTokenizerBase,
+    preparation: Preparation = TRAINING,
 ) -> str:
     """Hashes everything that decides the tokens."""
     if rules.is_text:
@@ -69,6 +98,8 @@ def fingerprint(
         str(tokenizer.special_tokens_map),
         str(tokenizer.chat_template),
     ]
+    if preparation != TRAINING:
+        identity.append(repr(preparation))
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
 
@@ -79,6 +110,7 @@ def prepare(
     cache: Path,
     *,
     held_out: HeldOut | None = None,
+    preparation: Preparation = TRAINING,
     show_progress: bool = True,
 ) -> Store:
     """Returns the tokens of `source`, made now or earlier.
@@ -86,7 +118,7 @@ def prepare(
     Raises:
         UserError: naming file and line of what cannot be used, or where nothing is left to train on.
     """
-    place = cache / fingerprint(source, rules, held_out, tokenizer)
+    place = cache / fingerprint(source, rules, held_out, tokenizer, preparation)
     if (place / FACTS).is_file():
         return Store(place)
     try:
@@ -100,13 +132,20 @@ def prepare(
         if failed.is_file() and failed.stat().st_mtime >= came:  # while this process waited: it would fail the same way
             raise UserError(json.loads(failed.read_text(encoding="utf-8")))
         try:
-            _write(source, rules, tokenizer, place, held_out, show_progress=show_progress)
+            _write(source, rules, tokenizer, place, held_out, preparation, show_progress=show_progress)
         except UserError as error:
             with suppress(OSError):  # of a full disk, say
                 failed.write_text(json.dumps(error.problems), encoding="utf-8")
             raise
         failed.unlink(missing_ok=True)
+    _give_back_memory()
     return Store(place)
+
+
+def _give_back_memory() -> None:
+    """Hands what is freed to the system: glibc keeps most of it, gigabytes after a document of 50 MB."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc alone
+        trim(0)
 
 
 @contextmanager
@@ -135,6 +174,7 @@ def _write(
     tokenizer: PreTrainedTokenizerBase,
     place: Path,
     held_out: HeldOut | None,
+    preparation: Preparation,
     *,
     show_progress: bool,
 ) -> None:
@@ -151,13 +191,15 @@ def _write(
     )
     try:
         with bar, StoreWriter(place, largest_id=max(tokenizer.get_vocab().values())) as writer:
-            batches = batches_of(source, held_out)
-            for batch, tokens in _tokenised(batches, rules, tokenizer, workers=_workers(source, rules)):
+            batches = preparation.batches(batches_of(source, held_out), rules)
+            tokenised = partial(preparation.tokens, rules=rules, tokenizer=tokenizer)
+            for batch, tokens in _tokenised(batches, tokenised, workers=_workers(source, rules)):
                 writer.append(tokens)
                 watchdog.heartbeat()
                 bar.update(batch.position - bar.n if batch.position else 0)
                 bar.set_postfix_str(f"{writer.size / 1e6:.1f}M tokens", refresh=False)
-            if not writer.counts["trained_tokens"] and (writer.counts["rows"] or held_out is None):
+            has_rows = writer.counts["rows"] or held_out is None
+            if not writer.counts["trained_tokens"] and has_rows and not rules.keep_all:
                 raise UserError([_nothing_to_train_on(source, writer)])
             seconds = time.perf_counter() - start
             writer.finish(format=rules.format, is_text=rules.is_text, source=source.name, seconds=seconds)
@@ -197,23 +239,23 @@ def _threads_of_tokenizers() -> Iterator[None]:
 
 
 def _tokenised(
-    batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase, *, workers: int
+    batches: Iterator[Batch], tokenised: Callable[[Batch], Tokens], *, workers: int
 ) -> Iterator[tuple[Batch, Tokens]]:
     """Tokenises in the order of the batches, with at most a few of them in memory."""
     if workers == 1:
         with _threads_of_tokenizers():
-            yield from ((batch, tokenise(batch, rules, tokenizer)) for batch in batches)
+            yield from ((batch, tokenised(batch)) for batch in batches)
         return
     # "spawn": this process has threads (of the process group, of tokenizers), which a fork would copy half.
     with ProcessPoolExecutor(
-        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(rules, tokenizer)
+        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(tokenised,)
     ) as pool:
         waiting: list[tuple[Batch, Future]] = []
         try:
             started = pool.submit(int)
             for batch in batches:
                 if not started.done():  # workers take seconds to start; until then this process does it
-                    yield batch, tokenise(batch, rules, tokenizer)
+                    yield batch, tokenised(batch)
                     continue
                 waiting.append((batch, pool.submit(_work, batch)))
                 if len(waiting) > 2 * workers:
@@ -228,19 +270,19 @@ def _tokenised(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-_worker: tuple[FormatRules, PreTrainedTokenizerBase] | None = None
+_worker: Callable[[Batch], Tokens] | None = None
 
 
-def _start_worker(rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> None:
+def _start_worker(tokenised: Callable[[Batch], Tokens]) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker for each core
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker = rules, tokenizer
+    _worker = tokenised
 
 
 def _work(batch: Batch) -> Tokens:
-    return tokenise(batch, *_worker)
+    return _worker(batch)
 
 
 def _end_with_parent() -> None:

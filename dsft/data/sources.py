@@ -30,6 +30,8 @@ class Batch:
     """The file, or the data set's name."""
     position: int = 0
     """Bytes of the source read up to here; 0 where that is not known."""
+    first: int = 0
+    """Documents before it (evaluation)."""
 
     def where(self, row: Row) -> str:
         has_lines = ending(self.place) in (".txt", ".jsonl", ".csv")

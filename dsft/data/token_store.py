@@ -4,6 +4,7 @@ tokens.bin    [F] uint16 or int32: all sequences (documents, where the data is t
 trained.bin   [F] bool
 ends.bin      [S] int64
 hashes.bin    [S] uint64
+document_bytes.bin, document_words.bin    [S] int64, of the texts; empty where only training reads the folder
 facts.json    format, counts, and what the tokens were made from
 """
 
@@ -50,6 +51,14 @@ class Store:
     def ends(self) -> np.ndarray:
         return _mapped(self.folder / "ends.bin", "int64")
 
+    @cached_property
+    def document_bytes(self) -> np.ndarray:
+        return _mapped(self.folder / "document_bytes.bin", "int64")
+
+    @cached_property
+    def document_words(self) -> np.ndarray:
+        return _mapped(self.folder / "document_words.bin", "int64")
+
     @property
     def is_text(self) -> bool:
         """Documents, to be cut into windows; else samples that are sequences as they are."""
@@ -82,7 +91,7 @@ class StoreWriter:
         self.dtype = "uint16" if largest_id < 1 << 16 else "int32"
         self.files = {
             name: open(self.partial / f"{name}.bin", "wb")  # noqa: SIM115
-            for name in ("tokens", "trained", "ends", "hashes")
+            for name in ("tokens", "trained", "ends", "hashes", "document_bytes", "document_words")
         }
         self.counts: Counter = Counter()
         self.size = 0
@@ -93,6 +102,8 @@ class StoreWriter:
         tokens.trained.tofile(self.files["trained"])
         (tokens.ends + self.size).tofile(self.files["ends"])
         tokens.hashes.tofile(self.files["hashes"])
+        tokens.document_bytes.tofile(self.files["document_bytes"])
+        tokens.document_words.tofile(self.files["document_words"])
         self.size += len(tokens.ids)
         self.counts += tokens.counts
         self.counts["trained_tokens"] += int(tokens.trained.sum())

@@ -6,7 +6,7 @@ Everything cut or dropped is counted.
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -36,6 +36,10 @@ class Tokens:
     """rows, truncated, split, dropped_long, dropped_untrained, dropped_empty, dropped_bad."""
     first_bad: str = ""
     """What was wrong with the first row dropped as bad, and where."""
+    document_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[S] UTF-8 bytes of the text of each; none where only training reads them."""
+    document_words: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[S] words, likewise."""
 
 
 def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:

@@ -98,9 +98,13 @@ def _evaluate_candidate(
     config = candidate.config
     dtype = resolve_dtype(config.dtype)
     identity = model_identity(config.model, revision=config.revision, seed=config.seed)
+    prepared = {
+        source: build_windows(data, config, candidate.tokenizer, show_progress=progress)
+        for source, data in data_sets.items()
+    }
+    distributed.wait_long("prepared")  # nodes with caches of their own take their own time
     jobs = []
-    for source, data in data_sets.items():
-        windows = build_windows(data, config, candidate.tokenizer)
+    for source, windows in prepared.items():
         options = _options(config, windows, dtype)
         jobs.append(_Job(source, windows, options, identity["content"], fingerprint(identity, windows, options)))
     facts = {f"tokens of {job.source}": job.fingerprint for job in jobs} | {

@@ -17,11 +17,11 @@ from dsft.data.batches import shuffle_seed
 from dsft.errors import UserError
 
 SHARED = (
-    *("dtype", "tokenizer", "revision", "trust_remote_code", "attn_implementation", "seed"),
+    *("dtype", "tokenizer", "revision", "trust_remote_code", "attn_implementation", "seed", "data_cache"),
     *("data_format", "text_column", "prompt_template", "completion_template", "chat_template", "train_on", "too_long"),
 )
 """Options that mean the same in training and evaluation, beside seq_len and the data."""
-PATHS = ("tokenizer", "chat_template")
+PATHS = ("tokenizer", "chat_template", "data_cache")
 """Those of SHARED that may be paths."""
 
 

@@ -13,6 +13,7 @@ Shape suffixes: B batch, T time, H hidden, V vocabulary, W one tile of it, N sco
 """
 
 import math
+from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -102,9 +103,8 @@ def exp(value: float) -> float:
 
 def form_batches(lengths: np.ndarray, batch_tokens: int, rules: RowRules) -> list[list[int]]:
     """Group windows, longest first, up to `batch_tokens` tokens with padding. Depends on data and model alone."""
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     batches: list[list[int]] = []
-    for index in order:
+    for index in np.argsort(-lengths, kind="stable").tolist():
         longest = lengths[batches[-1][0]] if batches else 0
         fits = batches and rules.width(longest) * (len(batches[-1]) + 1) <= batch_tokens
         if fits and rules.share(longest, lengths[index]):
@@ -138,18 +138,17 @@ def evaluate_windows(
     """
     was_training = model.training
     rules = row_rules(model.eval())
-    batches = form_batches(windows.lengths, batch_tokens, rules)
-    pieces = [[windows.pieces(window) for window in batch] for batch in batches]
-    ends = np.cumsum([0, *(sum(len(documents) for documents, _ in batch) for batch in pieces)])
-    places = [slice(start, end) for start, end in pairwise(ends.tolist())]
+    lengths = windows.lengths
+    batches = form_batches(lengths, batch_tokens, rules)
+    documents, counts, ends = _pieces(windows, batches)
+    places = [slice(start, end) for start, end in pairwise(ends)]
     known = log.known() if log else {}
     left = {index: batch for index, batch in enumerate(batches) if index not in known}
     # Every piece is filled in on one rank and 0 on all others, so summing over ranks adds only zeros: no rounding.
-    nats = torch.zeros(int(ends[-1]), dtype=torch.float64)
+    nats = torch.zeros(ends[-1], dtype=torch.float64)
     how = {"pad_token_id": pad_token_id, "device": device, "progress": progress}
     for index, token_nats in _score_batches(model, windows, left, rules, collective_forward=collective_forward, **how):
-        counts = [int(count) for _, counts in pieces[index] for count in counts]
-        batch_nats = [part.sum().item() for part in token_nats.split(counts)]
+        batch_nats = [part.sum().item() for part in token_nats.split(counts[places[index]].tolist())]
         nats[places[index]] = torch.tensor(batch_nats, dtype=torch.float64)
         if log:
             log.record(index, batch_nats)
@@ -157,9 +156,20 @@ def evaluate_windows(
     nats = sum_over_ranks(nats)
     for index, batch_nats in known.items():
         nats[places[index]] = torch.tensor(batch_nats, dtype=torch.float64)
-    fed_tokens = sum(int(windows.lengths[batch].sum()) for batch in left.values())
-    pieces = [piece for batch in pieces for piece in batch]
-    return _add_up(windows, nats.numpy(), pieces, fed_tokens=fed_tokens, rows_alone=rules.alone)
+    fed_tokens = sum(int(lengths[batch].sum()) for batch in left.values())
+    return _add_up(windows, nats.numpy(), documents, counts, fed_tokens=fed_tokens, rows_alone=rules.alone)
+
+
+def _pieces(windows: Windows, batches: list[list[int]]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Return (document [P], scored tokens [P], where the pieces of each batch begin, and their number last)."""
+    documents, counts, ends = array("q"), array("q"), [0]
+    for batch in batches:
+        for window in batch:
+            of_window, tokens = windows.pieces(window)
+            documents.extend(of_window.tolist())
+            counts.extend(tokens.tolist())
+        ends.append(len(documents))
+    return np.array(documents, dtype=np.int64), np.array(counts, dtype=np.int64), ends
 
 
 def _score_batches(
@@ -180,7 +190,8 @@ def _score_batches(
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     indices = list(batches)
-    tokens = [int(windows.lengths[batch].sum()) for batch in batches.values()]
+    lengths = windows.lengths
+    tokens = [int(lengths[batch].sum()) for batch in batches.values()]
     dummy = torch.full((1, 8), pad_token_id, device=device)
     head = ChunkedHead(model, VOCAB_TILE[device.type])
     scorer = head if head.agrees(dummy) else model
@@ -298,28 +309,27 @@ def token_nats(
 def _add_up(
     windows: Windows,
     nats: np.ndarray,
-    pieces: list[tuple[np.ndarray, np.ndarray]],
+    documents: np.ndarray,
+    counts: np.ndarray,
     *,
     fed_tokens: int,
     rows_alone: bool,
 ) -> Perplexity:
     """Add pieces up to documents and to the total, exactly rounded (math.fsum), so in no order in particular."""
-    documents = np.concatenate([piece for piece, _ in pieces])
-    tokens = np.zeros(len(windows.document_starts), dtype=np.int64)
-    np.add.at(tokens, documents, np.concatenate([counts for _, counts in pieces]))
+    tokens = np.zeros(len(windows.document_ends), dtype=np.int64)
+    np.add.at(tokens, documents, counts)
     bad = documents[~np.isfinite(nats)]
     if len(bad):
         raise TrainingStopped(
             f"the loss of document {bad.min() + 1} of {len(tokens)} is NaN or infinite: the model's weights are broken,"
             " or its numbers overflow in this dtype"
         )
-    parts: list[list[float]] = [[] for _ in tokens]
-    for document, value in zip(documents, nats.tolist(), strict=True):
-        parts[document].append(value)
+    by_document = nats[np.argsort(documents, kind="stable")]
+    bounds = np.cumsum([0, *np.bincount(documents, minlength=len(tokens))]).tolist()
     return Perplexity(
-        nats=math.fsum(nats.tolist()),
+        nats=math.fsum(nats),
         tokens=int(tokens.sum()),
-        document_nats=np.array([math.fsum(part) for part in parts]),
+        document_nats=np.array([math.fsum(by_document[start:end]) for start, end in pairwise(bounds)]),
         document_tokens=tokens,
         document_bytes=windows.document_bytes,
         document_words=windows.document_words,

@@ -14,14 +14,12 @@ Modes, and where their definitions come from:
 
 A new mode is a function here, its line in TEXT_MODES or ANSWER_MODES, and its line in this list and in the README.
 
-Words are counted as `re.split(r"\\s+", text)`, bytes in UTF-8, as lm-evaluation-harness does for word and byte
-perplexity.
+The tokens come from a store on disk (`documents.py`), which is prepared once and mapped by every rank. A rank itself
+holds 24 bytes for each window.
 """
 
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 
@@ -29,14 +27,18 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dsft.config.options import EvalConfig
-from dsft.data.formats import Chat, EmptyAnswer, Pair, Text, canonical, text_of
-from dsft.data.sequences import IGNORED, Sequence, sequence
-from dsft.data.sources import BATCH_ROWS, FormattedSource
-from dsft.data.tokenization import closes_texts, encode, tokenise
+from dsft.data.prepare import Preparation, cache_folder, prepare
+from dsft.data.sequences import IGNORED, Sequence
+from dsft.data.sources import FormattedSource
+from dsft.data.token_store import Store
 from dsft.errors import UserError, nearest
+from dsft.perplexity.documents import Answers, Texts
 
 Spans = Iterable[tuple[int, int, int]]
 """start, end and scored_from of windows."""
+
+Prepared = Callable[[Preparation], Store]
+"""Prepares the data set in this way, or finds it prepared."""
 
 
 @dataclass(kw_only=True)
@@ -47,11 +49,11 @@ class Windows:
     """
 
     tokens: np.ndarray
-    """[F] int32."""
+    """[F] uint16 or int32, mapped where they come from a store."""
     scorable: np.ndarray
     """[F] bool; false for prefix tokens and what is masked in training."""
-    document_starts: np.ndarray
-    """[D] int64: where each document begins in `tokens`."""
+    document_ends: np.ndarray
+    """[D] int64: where each document ends in `tokens`."""
     spans: np.ndarray
     """[W, 3] int64: start, end, scored_from."""
     document_bytes: np.ndarray
@@ -70,25 +72,21 @@ class Windows:
     def inputs_and_targets(self, window: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ([T], [T]) of a window: fed tokens, and for each position the token to predict or -100."""
         start, end, scored_from = self.spans[window]
-        targets = np.where(self.scorable[start + 1 : end], self.tokens[start + 1 : end], IGNORED)
+        tokens = np.asarray(self.tokens[start:end], dtype=np.int64)
+        targets = np.where(self.scorable[start + 1 : end], tokens[1:], IGNORED)
         targets[: scored_from - start - 1] = IGNORED
-        return self.tokens[start : end - 1], targets
+        return tokens[:-1], targets
 
     def content(self) -> Iterator[np.ndarray]:
         """Yield all that a result depends on, to be hashed."""
-        yield from (self.tokens, self.scorable, self.document_starts, self.spans)
+        yield from (self.tokens, self.scorable, self.document_ends, self.spans)
         yield from (self.document_bytes, self.document_words)
 
     def pieces(self, window: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (documents, scored tokens of each) in a window, in order: what its sum of nats is split into."""
         _, end, scored_from = self.spans[window]
         scored = np.arange(scored_from, end)[self.scorable[scored_from:end]]
-        return np.unique(np.searchsorted(self.document_starts, scored, side="right") - 1, return_counts=True)
-
-
-def words_in(text: str) -> int:
-    """Count words as lm-evaluation-harness (lm_eval/tasks/wikitext/preprocess_wikitext.py)."""
-    return len(re.split(r"\s+", text))
+        return np.unique(np.searchsorted(self.document_ends, scored, side="right"), return_counts=True)
 
 
 def check_mode(mode: str, problems: list[str]) -> None:
@@ -98,8 +96,13 @@ def check_mode(mode: str, problems: list[str]) -> None:
         problems.append(f"mode: {mode!r} is none of {', '.join(modes)}{nearest(mode, modes)}")
 
 
-def build_windows(data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Windows:
-    """Make the windows of the rows of `data` as `config` says.
+def build_windows(
+    data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase, *, show_progress: bool = False
+) -> Windows:
+    """Make the windows of the rows of `data` as `config` says. Who comes first prepares the tokens.
+
+    Args:
+        show_progress: of the preparation.
 
     Raises:
         UserError: where mode and data do not go together, or nothing can be scored.
@@ -110,120 +113,77 @@ def build_windows(data: FormattedSource, config: EvalConfig, tokenizer: PreTrain
         *first, last = modes
         names = f"{', '.join(first)} or {last}" if first else last
         raise UserError([f"mode={mode} does not fit the data, which holds {data.rules.format}; use {names}"])
-    windows = modes[mode](data, config, tokenizer)
+    if mode in TEXT_MODES and config.bos == "on" and tokenizer.bos_token_id is None:
+        raise UserError([f"bos=on: the tokenizer {tokenizer.name_or_path} has no BOS token; use auto or off"])
+
+    def prepared(preparation: Preparation) -> Store:
+        return prepare(
+            data.source,
+            data.rules,
+            tokenizer,
+            cache_folder(config),
+            held_out=data.held_out,
+            preparation=preparation,
+            show_progress=show_progress,
+        )
+
+    windows = modes[mode](config, prepared)
     windows.mode = mode
     if not any(len(windows.pieces(window)[0]) for window in range(len(windows.spans))):
         raise UserError(
-            [f"data: {len(windows.document_starts)} documents give no token to score: a first token is context only"]
+            [f"data: {len(windows.document_ends)} documents give no token to score: a first token is context only"]
         )
     return windows
 
 
-def read_samples(
-    data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[Text | Pair | Chat | None]:
-    """Yield the rows in their canonical form, each piece of a text file by itself; None for a row without an answer.
-
-    Raises:
-        UserError: with file and line of a row that cannot be used.
-    """
-    documents = 0
-    for batch in data.batches():
-        for row in batch.rows:
-            try:
-                sample = canonical(row, data.rules, has_template=bool(tokenizer.chat_template))
-            except EmptyAnswer:
-                sample = None
-            except ValueError as error:
-                raise UserError([f"data: {batch.where(row)}: {error}"]) from None
-            yield sample
-            documents += sample.ends_document if isinstance(sample, Text) else 1
-            if documents == config.max_documents:
-                return
+def _windows(config: EvalConfig, prepared: Prepared) -> Windows:
+    return _of_corpus(prepared(_corpus(config)), partial(disjoint_spans, length=config.seq_len))
 
 
-def read_texts(data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the full documents of a source of texts."""
-    texts, pieces = [], []
-    for sample in read_samples(data, config, tokenizer):
-        pieces.append(sample.text)
-        if sample.ends_document:
-            texts.append("".join(pieces))
-            pieces = []
-    return texts
+def _sliding(config: EvalConfig, prepared: Prepared) -> Windows:
+    spans_of = partial(sliding_spans, length=config.seq_len, stride=config.stride or config.seq_len // 2)
+    if config.scope == "document":
+        return _of_documents(prepared(Texts(bos=config.bos, max_documents=config.max_documents)), spans_of)
+    return _of_corpus(prepared(_corpus(config)), spans_of)
 
 
-def _windows(data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Windows:
-    texts = read_texts(data, config, tokenizer)
-    return _of_corpus(texts, config, tokenizer, partial(disjoint_spans, length=config.seq_len))
+def _rolling(config: EvalConfig, prepared: Prepared) -> Windows:
+    store = prepared(Texts(bos=config.bos, has_prefix=True, max_documents=config.max_documents))
+    return _of_documents(store, partial(rolling_spans, length=config.seq_len))
 
 
-def _sliding(data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Windows:
-    texts, stride = read_texts(data, config, tokenizer), config.stride or config.seq_len // 2
-    of_texts = _of_documents if config.scope == "document" else _of_corpus
-    return of_texts(texts, config, tokenizer, partial(sliding_spans, length=config.seq_len, stride=stride))
-
-
-def _rolling(data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Windows:
-    texts = read_texts(data, config, tokenizer)
-    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    spans_of = partial(rolling_spans, length=config.seq_len)
-    windows = _of_documents(texts, config, tokenizer, spans_of, prefix=[prefix])
-    windows.scorable[windows.document_starts] = False  # the prefix token
+def _answers(config: EvalConfig, prepared: Prepared) -> Windows:
+    store = prepared(Answers(max_documents=config.max_documents))
+    windows = _of_documents(store, lambda start, end: [(start, end, min(start + 1, end))])
+    windows.truncated_documents = store.counts["truncated"]
     return windows
 
 
-def _of_documents(
-    texts: list[str],
-    config: EvalConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    spans_of: Callable[[int, int], Spans],
-    *,
-    prefix: Iterable[int] = (),
-) -> Windows:
+def _corpus(config: EvalConfig) -> Texts:
+    return Texts(bos=config.bos, separator=config.separator, max_documents=config.max_documents)
+
+
+def _of_corpus(store: Store, spans_of: Callable[[int, int], Spans]) -> Windows:
+    """Cut all documents as one text."""
+    return _of_store(store, spans_of(0, len(store.tokens)))
+
+
+def _of_documents(store: Store, spans_of: Callable[[int, int], Spans]) -> Windows:
     """Cut each document by itself."""
-    before = np.array([*prefix], dtype=np.int32)
-    tokens, starts = _concatenate(np.append(before, ids) for ids in _encode(texts, config, tokenizer))
-    ends = np.append(starts[1:], len(tokens))
-    spans = (span for start, end in zip(starts, ends, strict=True) for span in spans_of(start, end))
-    return _of_texts(texts, tokens, starts, spans)
-
-
-def _of_corpus(
-    texts: list[str], config: EvalConfig, tokenizer: PreTrainedTokenizerBase, spans_of: Callable[[int, int], Spans]
-) -> Windows:
-    """Cut all documents as one text, with the separator between them."""
-    separator = "" if config.separator in ("eos", "none") else config.separator
-    # Each document but the first carries the separator before it.
-    separated = [separator + text if index else text for index, text in enumerate(texts)] if separator else texts
-    documents = _encode(separated, config, tokenizer)
-    is_closed = config.bos == "auto" and closes_texts(tokenizer)  # by the tokenizer itself
-    if config.separator == "eos" and tokenizer.eos_token_id is not None and not is_closed:
-        end = np.int32(tokenizer.eos_token_id)
-        documents = (np.append(ids, end) if len(ids) else ids for ids in documents)
-    tokens, starts = _concatenate(documents)
-    return _of_texts(texts, tokens, starts, spans_of(0, len(tokens)))
-
-
-def _of_texts(texts: list[str], tokens: np.ndarray, starts: np.ndarray, spans: Spans) -> Windows:
-    return Windows(
-        tokens=tokens,
-        scorable=np.ones(len(tokens), dtype=bool),
-        document_starts=starts,
-        spans=np.fromiter(chain.from_iterable(spans), dtype=np.int64).reshape(-1, 3),
-        document_bytes=np.array([len(text.encode()) for text in texts]),
-        document_words=np.array([words_in(text) for text in texts]),
+    return _of_store(
+        store, (span for start, end in pairwise(chain([0], map(int, store.ends))) for span in spans_of(start, end))
     )
 
 
-def _encode(texts: list[str], config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
-    """Yield the token ids of each document [T] int32, with BOS where the options ask for it."""
-    if config.bos == "on" and tokenizer.bos_token_id is None:
-        raise UserError([f"bos=on: the tokenizer {tokenizer.name_or_path} has no BOS token; use auto or off"])
-    bos = [tokenizer.bos_token_id] if config.bos == "on" else []
-    for start in range(0, len(texts), BATCH_ROWS):  # as Python lists, tokens take many times the room of the text
-        for ids in encode(tokenizer, texts[start : start + BATCH_ROWS], special=config.bos == "auto"):
-            yield np.array([*bos, *ids], dtype=np.int32)
+def _of_store(store: Store, spans: Spans) -> Windows:
+    return Windows(
+        tokens=store.tokens,
+        scorable=store.trained,
+        document_ends=store.ends,
+        spans=np.fromiter(chain.from_iterable(spans), dtype=np.int64).reshape(-1, 3),
+        document_bytes=store.document_bytes,
+        document_words=store.document_words,
+    )
 
 
 def disjoint_spans(start: int, end: int, length: int) -> Spans:
@@ -254,33 +214,6 @@ def sliding_spans(start: int, end: int, length: int, stride: int) -> Spans:
             return
 
 
-def _answers(data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Windows:
-    texts = [text_of(sample) if sample else "" for sample in read_samples(data, config, tokenizer)]
-    sequences: list[Sequence] = []
-    counts: Counter = Counter()
-    for batch in data.batches():
-        rows = batch.rows[: len(texts) - len(sequences)]
-        try:
-            tokens = tokenise(replace(batch, rows=rows), data.rules, tokenizer)
-        except UserError as error:
-            raise UserError([f"data: {problem}" for problem in error.problems]) from None
-        counts += tokens.counts
-        sequences += [
-            sequence(tokens.ids[start:end], tokens.trained[start:end]) for start, end in pairwise([0, *tokens.ends])
-        ]
-    for index, item in enumerate(sequences):
-        scored = item["labels"] != IGNORED
-        if not scored.any():
-            texts[index] = ""
-        elif len(item["input_ids"]) == config.seq_len or config.train_on in ("all", "last"):
-            texts[index] = tokenizer.decode(item["input_ids"][scored], skip_special_tokens=True)
-    windows = windows_of_sequences(sequences)
-    windows.document_bytes = np.array([len(text.encode()) for text in texts])
-    windows.document_words = np.array([words_in(text) for text in texts])
-    windows.truncated_documents = counts["truncated"]
-    return windows
-
-
 TEXT_MODES = {"windows": _windows, "sliding": _sliding, "rolling": _rolling}
 ANSWER_MODES = {"answers": _answers}
 """Name of a mode -> its windows of texts, or of prompts with completions and chats. `auto` takes the first."""
@@ -289,23 +222,17 @@ ANSWER_MODES = {"answers": _answers}
 def windows_of_sequences(sequences: Iterable[Sequence]) -> Windows:
     """Make a document and a window of each sequence, as training has them."""
     sequences = list(sequences)
-    tokens, starts = _concatenate(item["input_ids"] for item in sequences)
-    labels, _ = _concatenate(item["labels"] for item in sequences)
-    ends = np.append(starts[1:], len(tokens))
-    scorable = labels != IGNORED
+    tokens = np.concatenate([np.zeros(0, np.int32), *(item["input_ids"].astype(np.int32) for item in sequences)])
+    scorable = np.concatenate([np.zeros(0, bool), *(item["labels"] != IGNORED for item in sequences)])
+    ends = np.cumsum([len(item["input_ids"]) for item in sequences], dtype=np.int64)
+    starts = ends - [len(item["input_ids"]) for item in sequences]
     scorable[starts] = False  # nothing stands before it
     zeros = np.zeros(len(starts), dtype=np.int64)
     return Windows(
         tokens=tokens,
         scorable=scorable,
-        document_starts=starts,
+        document_ends=ends,
         spans=np.stack([starts, ends, np.minimum(starts + 1, ends)], axis=1),
         document_bytes=zeros,
         document_words=zeros,
     )
-
-
-def _concatenate(documents: Iterable[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    arrays = [np.asarray(ids, dtype=np.int32) for ids in documents]
-    starts = np.cumsum([0, *(len(array) for array in arrays)], dtype=np.int64)[:-1]
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int32), starts

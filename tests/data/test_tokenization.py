@@ -11,7 +11,7 @@ from dsft.config.options import TrainConfig
 from dsft.data.formats import find_format, format_rules
 from dsft.data.readers import Row
 from dsft.data.sources import Batch
-from dsft.data.tokenization import Tokens, _encode, tokenise
+from dsft.data.tokenization import Tokens, encode, tokenise
 from dsft.errors import UserError
 from dsft.models.tokenizer import PRESETS, check_tokenizer, load_template, load_tokenizer
 
@@ -68,9 +68,9 @@ def test_ids_are_those_of_the_tokenizer(tokenizer, special):
     )
     framed.backend_tokenizer.enable_truncation(3)
     texts = ["the model <|end|> reads", "", "ä\n" * 9]
-    assert list(_encode(framed, texts, special=special)) == framed(texts, add_special_tokens=special)["input_ids"]
+    assert list(encode(framed, texts, special=special)) == framed(texts, add_special_tokens=special)["input_ids"]
     assert (
-        next(_encode(framed, ["a"], special=special))
+        next(encode(framed, ["a"], special=special))
         == [framed.convert_tokens_to_ids("<|user|>")] * special + tokenizer("a")["input_ids"]
     )
 

@@ -29,11 +29,12 @@ from dsft.models.chunked_head import ChunkedHead
 from dsft.models.row_rules import RowRules
 from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity import scoring
+from dsft.perplexity.documents import words_in
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.identity import fingerprint, model_identity
 from dsft.perplexity.resume import ResumeLog
 from dsft.perplexity.scoring import evaluate_windows, form_batches
-from dsft.perplexity.windows import build_windows, rolling_spans, sliding_spans, windows_of_sequences, words_in
+from dsft.perplexity.windows import build_windows, rolling_spans, sliding_spans, windows_of_sequences
 from dsft.units import padded_width
 
 MODES = [
