@@ -37,6 +37,7 @@ class EvaluatePerplexity(evaluate.Measurement):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "texts.parquet"
             datasets.Dataset.from_dict({"text": list(predictions)}).to_parquet(str(path))
+            options = {"data_cache": folder} | options  # the texts are not seen again
             result = evaluate_perplexity(model=model, data=str(path), progress=False, **options).perplexity
         return self._of_sums(result.nats, result.tokens, result.bytes, result.words)
 
