@@ -417,7 +417,7 @@ def test_the_evaluate_library_computes_the_same_from_sums_and_from_texts(tiny):
 def test_several_models_and_data_sets_in_one_launch_and_an_interruption_between(tiny, tmp_path):
     """One of 2 ranks is killed in the middle: the job ends with an error and no result from part of the data. The same
     command, on another number of ranks, ends with the bits of an uninterrupted one."""
-    long = write_texts(tmp_path / "long.jsonl", 3000, seed=4)
+    long = write_texts(tmp_path / "long.jsonl", 6000, seed=4)  # not done before it is seen
     options = [
         "--model",
         tiny / "model",

@@ -65,7 +65,8 @@ def size_of(step: dict[str, Any]) -> ModelSize:
 def _size(text: str) -> ModelSize:
     step = json.loads(text)
     options = options_of(step)
-    return model_size(empty_model(model_config(step)), options, adapters=adapters_of(options))
+    model = empty_model(model_config(step))
+    return model_size(model, options, adapters=adapters_of(options, model))
 
 
 def activations_of(step: dict[str, Any]) -> TrainingActivations:
@@ -75,7 +76,7 @@ def activations_of(step: dict[str, Any]) -> TrainingActivations:
         dtype="bfloat16",
         attention="flash",
         loss="hf",
-        adapters=adapters_of(options_of(step)),
+        adapters=adapters_of(options_of(step), empty_model(model_config(step))),
         seq_len=step["seq_len"],
     )
 
