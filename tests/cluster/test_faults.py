@@ -124,6 +124,7 @@ def test_a_killed_rank_ends_both_hosts_and_is_named(hosts, folder, number):
     assert "rank_1.log on node-1" in job.screen() if number else (job.output_dir / "logs" / "rank_0.log").is_file()
 
 
+@pytest.mark.exhaustive
 def test_a_cut_link_ends_both_sides(hosts, folder):
     job = Job(hosts, folder, "cut", LAUNCH)
     hosts[1].cut()

@@ -261,6 +261,7 @@ def test_accelerate(hosts, job, one_process, nothing_left, form):
     )
 
 
+@pytest.mark.exhaustive
 def test_torchrun_on_every_node(hosts, job, one_process, nothing_left):
     result = start_on_each(
         [hosts[0], hosts[1]],

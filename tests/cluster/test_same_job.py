@@ -57,6 +57,7 @@ def test_a_stale_configuration_and_code_on_one_host_end_the_job_on_both(hosts, f
     assert all(host.is_idle() for host in hosts)
 
 
+@pytest.mark.exhaustive
 def test_a_launch_sends_its_configuration_and_one_copy_is_enough(hosts, folder, tmp_path):
     with in_place_of(hosts[1], folder / "configs", folder / "empty"):
         words = ["--config", folder / "configs/run.yaml", "--output_dir", tmp_path / "run"]

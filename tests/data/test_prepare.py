@@ -157,8 +157,9 @@ def test_of_many_ranks_one_prepares_and_all_say_what_is_wrong(tiny, tmp_path):
 
 
 @pytest.mark.launch
-def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_path):
-    """Killed at three moments; the workers end too. Then it is done from the beginning, and a second time it is there
+@pytest.mark.parametrize("moments", [[1 << 18], pytest.param([0, 1 << 20], marks=pytest.mark.exhaustive)], ids=len)
+def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_path, moments):
+    """Killed at some moments; the workers end too. Then it is done from the beginning, and a second time it is there
     already.
     """
     path = write_jsonl(
@@ -182,7 +183,7 @@ def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_pat
     def written() -> int:
         return max((path.stat().st_size for path in (tmp_path / "cache").glob("*.partial/tokens.bin")), default=-1)
 
-    for least in (0, 1 << 18, 1 << 20):
+    for least in moments:
         process = subprocess.Popen(
             [str(word) for word in command],
             cwd=ROOT,
