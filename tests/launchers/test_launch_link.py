@@ -27,7 +27,7 @@ def is_tied():
 def wait_until_tied():
     while not is_tied():
         time.sleep(0.1)
-    time.sleep(0.5)  # the launch looks five times a second
+    time.sleep(3)  # the launch looks five times a second
 def to_another_host():
     if os.fork():
         time.sleep(1000)  # as an ssh
@@ -124,9 +124,11 @@ def test_a_killed_launch_leaves_nothing_before_the_ranks_have_met(launch, work, 
 
 
 def test_a_rank_that_comes_after_its_launch_was_killed_ends(launch, tmp_path):
-    process = launch("to_another_host(); say('ready'); time.sleep(3); start(); time.sleep(1000)")
+    wait = "\nwhile not os.path.exists(os.environ['FOLDER'] + '/go'):\n    time.sleep(0.1)\n"
+    process = launch(f"to_another_host(); say('ready'){wait}start(); time.sleep(1000)")
     process.kill()
     process.wait()
+    (tmp_path / "go").touch()
     rank = int((tmp_path / "ready").read_text())
     wait_until(lambda: start_time(rank) is None)
     assert "was started by a dsft launch that is gone" in process.stderr.read()
