@@ -1,5 +1,6 @@
 """No token sees a later one, and no row another of its batch: what breaks this is refused, or scored alone."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -78,7 +79,7 @@ def test_the_same_architecture_as_a_decoder_is_taken():
 
 def test_batches_keep_to_one_side_of_a_limit_with_their_padding():
     rules = RowRules(limits=(100, 200))
-    lengths = [205, 199, 150, 101, 100, 97, 96, 3]
+    lengths = np.array([205, 199, 150, 101, 100, 97, 96, 3])
     batches = form_batches(lengths, 10_000, rules)
     assert [[lengths[index] for index in batch] for batch in batches] == [[205], [199, 150, 101], [100, 97, 96, 3]]
     assert [rules.width(length) for length in (205, 199, 101, 97, 96, 0)] == [208, 200, 104, 100, 96, 8]
