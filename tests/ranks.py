@@ -23,7 +23,7 @@ from dsft.runtime import distributed
 from dsft.watchdog.processes import descendants
 
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["dsft.train", "dsft.eval_ppl", "dsft.api", "deepspeed", "peft"])
+_forks.set_forkserver_preload(["imported"])
 
 PROBE = torch.arange(1, 33).view(1, 32)
 """The input whose logits tell whether two models are the same."""

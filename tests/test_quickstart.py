@@ -4,29 +4,35 @@ import struct
 
 import pytest
 from conftest import read_json
+from ranks import run_entry
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.cli import quickstart
-from dsft.cli.commands import FolderOptions
 
 pytestmark = pytest.mark.launch
 
 
 @pytest.mark.parametrize("steps", [6, pytest.param(None, marks=pytest.mark.exhaustive, id="whole")])
-def test_quickstart_does_the_whole_job(run, monkeypatch, capfd, tmp_path, steps):
-    """Whole, as its user types it; in the quick tier each training ends after some steps."""
+def test_quickstart_does_the_whole_job(run, capfd, tmp_path, steps):
+    """Whole, as its user types it; in the quick tier its commands on forked ranks, where a training ends after some
+    steps.
+    """
     folder = tmp_path / "quickstart"
     if steps is None:
         result = run(["dsft", "quickstart", folder], timeout=3000)
         assert result.returncode == 0, result.stdout + result.stderr
         out = result.stdout
     else:
-        shorter = {
-            title: f"{command} --max_steps {steps}" if command.startswith("train ") else command
-            for title, command in quickstart.STEPS.items()
-        }
-        monkeypatch.setattr(quickstart, "STEPS", shorter)
-        quickstart.run(FolderOptions(str(folder)))
+        entries = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
+        for command in quickstart.STEPS.values():
+            name, *words = command.format(folder=folder).split()
+            words += ["--max_steps", steps] if name == "train" else []
+            if name in entries:
+                result = run_entry(entries[name], words, world=2)
+            else:
+                result = run_entry("dsft.cli.main", [name, *words])
+            assert result.returncode == 0, result.stderr
+        quickstart.show_results(folder, seconds=1)
         out = capfd.readouterr().out
     runs = {name: read_json(folder / "runs" / name / "run.json") for name in ("full", "lora")}
     for content in runs.values():

@@ -1,11 +1,11 @@
 import json
-import subprocess
 
 import pytest
-from ranks import run_entry
+from ranks import on_ranks, run_entry
 from tiny import ARCHITECTURES
 
-from dsft.demo_data import HELD_OUT_PERCENT, split_of, standard_library_docs
+from dsft.demo_data import HELD_OUT_PERCENT, split_of, standard_library_docs, write_demo_data
+from dsft.runtime import distributed
 
 
 def test_plan_prints_a_table_and_nothing_else(run, tmp_path):
@@ -54,12 +54,15 @@ def test_commands_end_with_one_clear_line_and_2(arguments, expected):
 
 
 @pytest.fixture(scope="module")
-def demo(run, tmp_path_factory):
+def demo(tmp_path_factory):
+    """Written by two processes side by side."""
     folders = [tmp_path_factory.mktemp(name) for name in ("demo-a", "demo-b")]
-    for folder in folders:
-        result: subprocess.CompletedProcess = run(["dsft", "demo-data", folder])
-        assert result.returncode == 0, result.stderr
+    on_ranks(2, _write_demo_data, folders)
     return folders
+
+
+def _write_demo_data(folders) -> None:
+    write_demo_data(folders[distributed.rank()])
 
 
 def test_demo_data_is_the_same_each_time(demo):

@@ -166,7 +166,7 @@ def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_pat
         tmp_path / "chats.jsonl",
         [
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]}
-            for text in sentences(50_000, longest=50)
+            for text in sentences(20_000, longest=50)
         ],
     )
     command = [
@@ -208,7 +208,7 @@ def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_pat
     assert first.returncode == second.returncode == 0, first.stderr
     assert (
         first.stdout == second.stdout
-        and "50,000 rows" in first.stdout
+        and "20,000 rows" in first.stdout
         and "Preparing" in first.stderr
         and "Preparing" not in second.stderr
     )

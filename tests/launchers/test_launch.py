@@ -292,7 +292,7 @@ def test_a_run_that_is_asked_to_end_saves_and_ends_with_the_code_to_requeue(job,
 def test_a_run_whose_rank_is_killed_starts_again_from_its_last_checkpoint(job):
     from conftest import read_json
 
-    process, log, folder = job("--max_restarts", "1", steps=120)
+    process, log, folder = job("--max_restarts", "1", steps=60)
     until = time.monotonic() + 300
     while not (folder / "checkpoint-20" / "trainer_state.json").exists() and time.monotonic() < until:
         time.sleep(0.05)
@@ -304,4 +304,4 @@ def test_a_run_whose_rank_is_killed_starts_again_from_its_last_checkpoint(job):
         and "restart 1 of 1, from the last checkpoint" in text
         and "resuming from" in text
     )
-    assert read_json(folder / "run.json")["results"]["steps"] == 120
+    assert read_json(folder / "run.json")["results"]["steps"] == 60

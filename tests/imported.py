@@ -1,0 +1,16 @@
+"""All that ranks import, for the process that the ranks of the tests are forked from."""
+
+# ruff: noqa: F401
+import gc
+
+import deepspeed.runtime.zero.muon.muon_optimizer  # DeepSpeed's ZeRO imports it late, and TorchInductor with it
+import peft
+import transformers.models.llama.modeling_llama
+
+import dsft.api
+import dsft.eval_ppl
+import dsft.train
+
+# Objects that the collector leaves alone: a collection in a rank would copy every page that it shares with the others.
+gc.collect()
+gc.freeze()
