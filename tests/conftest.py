@@ -24,11 +24,12 @@ BIN = Path(sys.executable).parent
 
 
 class ByFile(LoadScopeScheduling):
-    """Two workers side by side take a file at a time, so that what a module's fixture trained is trained once; all
-    files of tests/cluster go to one worker, for their hosts are one set.
+    """Workers take a file at a time, so that what a module's fixture trained is trained once; all files of
+    tests/cluster go to one worker, for their hosts are one set.
 
-    The first worker takes files from the front, where those are that start ranks, the other from the end: ranks of two
-    tests at once would wait for each other's cores, and DeepSpeed's collectives on CPU wait busily.
+    The first worker takes files from the front, where those are that start ranks, the others from the end: ranks of two
+    tests at once would wait for each other's cores. At the end stands tests/cluster, whose worker waits most of the
+    time: two cores have enough for a third.
     """
 
     def _assign_work_unit(self, node) -> None:
@@ -47,9 +48,9 @@ def pytest_xdist_make_scheduler(config, log) -> ByFile:
 
 
 def pytest_collection_modifyitems(items: list) -> None:
-    """Files that start ranks come first."""
-    starts_ranks = {item.path for item in items if item.get_closest_marker("launch") or "cluster" in item.path.parts}
-    items.sort(key=lambda item: item.path not in starts_ranks)
+    """Files that start ranks on this machine come first, those of the test hosts last."""
+    starts_ranks = {item.path for item in items if item.get_closest_marker("launch")}
+    items.sort(key=lambda item: 2 if "cluster" in item.path.parts else item.path not in starts_ranks)
 
 
 @pytest.fixture(scope="session", autouse=True)
