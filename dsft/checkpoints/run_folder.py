@@ -18,7 +18,7 @@ from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
 from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable, write_json
-from dsft.runtime.launcher_env import JOB
+from dsft.runtime.launcher_env import LAUNCH
 from dsft.runtime.run_lock import LOCK
 
 FINAL, RUN = "final", "run.json"
@@ -110,7 +110,7 @@ def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | 
 
 def _is_of_another_job(output_dir: str) -> bool:
     """Whether the folder still holds the run that this job of `dsft launch` was told to replace."""
-    job = os.environ.get(JOB)
+    job = os.environ.get(LAUNCH)
     return job is not None and (_known_run(output_dir) or {}).get("job") != job
 
 
@@ -157,7 +157,7 @@ def write_run(output_dir: str, **sections: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     content = _known_run(output_dir) or {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "job": os.environ.get(JOB),
+        "job": os.environ.get(LAUNCH),
         "other_tools_checkpoints": [
             folder.name for folder in checkpoints(output_dir) if not (folder / MANIFEST).is_file()
         ],

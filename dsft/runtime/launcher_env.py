@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 
 from dsft.errors import UserError, raise_if_any
 
-JOB = "DSFT_JOB"
+LAUNCH = "DSFT_LAUNCH"
 """Variable with an id of a `dsft launch`: its restarts tell their own run from the one that `overwrite` replaces."""
 
 MPI_NAMES = {

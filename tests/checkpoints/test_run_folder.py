@@ -17,7 +17,7 @@ from dsft.checkpoints.run_folder import (
 from dsft.cluster.launch.run import asks_to_resume, resumed
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
-from dsft.runtime.launcher_env import JOB
+from dsft.runtime.launcher_env import LAUNCH
 
 
 def save(output_dir, step: int) -> str:
@@ -35,7 +35,7 @@ def test_a_restart_resumes_its_own_run_and_not_the_one_that_it_replaces(tmp_path
     earlier = save(tmp_path, 5)
     write_run(str(tmp_path), status="done")
     assert last_checkpoint(config) == earlier, "asked for by the user, without a restart"
-    monkeypatch.setenv(JOB, "this job")
+    monkeypatch.setenv(LAUNCH, "this job")
     assert last_checkpoint(config) == (None if overwrite else earlier)
     (tmp_path / "run.json").unlink()
     write_run(str(tmp_path), status="running")

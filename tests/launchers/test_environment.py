@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from dsft.cluster.doctor.ssh import ssh_command
+from dsft.cluster.launch import run
 from dsft.cluster.launch.commands import build_command
 from dsft.cluster.launch.environment import forwarded, launcher_environment, remote_environment
 from dsft.cluster.launch.options import read_launch
-from dsft.cluster.launch.run import LauncherProcess
+from dsft.cluster.launch.run import LauncherProcess, launch
 from dsft.watchdog.launcher_link import LauncherLink
 
 PDSH = """#!/bin/bash
@@ -91,3 +92,22 @@ def test_accelerate_leaves_no_file_of_variables_in_the_working_folder(tmp_path, 
     assert not environment["DSFT_LAUNCHER"].startswith("127.")  # its pdsh form starts ranks elsewhere
     path.unlink()
     link.close()
+
+
+def test_a_command_given_on_every_node_is_one_job_of_several_launches(monkeypatch, tmp_path):
+    """The ranks of all nodes must meet; and each `dsft launch` tells its restarts from those of an earlier one."""
+    seen = []
+
+    def note_variables(*_) -> int:
+        seen.append((os.environ["DSFT_JOB"], os.environ["DSFT_LAUNCH"]))
+        return 0
+
+    monkeypatch.setattr(run, "_run_with_restarts", note_variables)
+    monkeypatch.setenv("DSFT_JOB", "an earlier one")
+    monkeypatch.setenv("MASTER_ADDR", "node-0")
+    for node in ("0", "1"):
+        monkeypatch.setenv("NODE_RANK", node)
+        words = ["train", "--output_dir", str(tmp_path)]
+        assert launch(["--nodes", "2", "--num_gpus", "1", "--no_preflight", *words]) == 0
+    (job, first), (same_job, second) = seen
+    assert job == same_job != "an earlier one" and first != second

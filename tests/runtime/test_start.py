@@ -63,8 +63,12 @@ def test_a_first_ctrl_c_lets_a_training_save_and_a_second_one_ends_it(monkeypatc
 def test_in_a_notebook_ctrl_c_stays_what_it_is(monkeypatch):
     monkeypatch.setattr(preemption, "_asked", False)
     monkeypatch.setattr(preemption, "_is_listening", False)
-    with preemption.signals_save(), pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        with preemption.signals_save(), pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_is_one_line(capsys, monkeypatch):

@@ -21,7 +21,7 @@ from dsft.cluster.launch.ssh_sessions import SshSessions
 from dsft.config.reader import read_file_and_flags, split_flags
 from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_UNSAVED, EXIT_USER_ERROR
 from dsft.runtime.distributed import free_port
-from dsft.runtime.launcher_env import JOB, launcher_variables
+from dsft.runtime.launcher_env import LAUNCH, launcher_variables
 from dsft.watchdog.launch_guard import LaunchGuard, signal_group
 from dsft.watchdog.launcher_link import LauncherLink
 
@@ -184,13 +184,13 @@ def launch(argv: list[str]) -> int:
         set_shared(options, script)
     if not (options.no_preflight or options.dry_run):
         examine_first(options, script)
-    os.environ.pop(JOB, None)
+    os.environ.pop(LAUNCH, None)
     if name == "train" and not asks_to_resume(script):
-        os.environ[JOB] = uuid.uuid4().hex  # a restart resumes this job's run alone
+        os.environ[LAUNCH] = uuid.uuid4().hex  # a restart resumes this job's run alone
     try:
         return _run_with_restarts(options, name, script)
     finally:
-        os.environ.pop(JOB, None)
+        os.environ.pop(LAUNCH, None)
 
 
 def _run_with_restarts(options: LaunchOptions, name: str, script: list[str]) -> int:
