@@ -17,6 +17,7 @@ from dsft.config.checks import check_config
 from dsft.config.convert import BOOLEANS, convert, takes_list
 from dsft.config.options import TrainConfig
 from dsft.config.sent_files import read_text
+from dsft.config.training_arguments import argument_types
 from dsft.errors import nearest, one_line, raise_if_any, without_second_errors
 
 
@@ -31,11 +32,7 @@ def read_config(cls: type, argv: Sequence[str], problems: list[str]) -> Any:
 def make_config(cls: type, values: dict[str, Any], problems: list[str]) -> Any:
     """Makes the `cls` with these options by name, checked; faults go to `problems`."""
     dsft_types = field_types(cls)
-    all_types = dsft_types
-    if cls is TrainConfig:
-        from transformers import TrainingArguments  # takes seconds, and help needs none of it
-
-        all_types = field_types(cls, TrainingArguments)
+    all_types = training_types() if cls is TrainConfig else dsft_types
     if values.get("resume_from_checkpoint") is True:  # the bare flag, and what transformers' own scripts take
         values = values | {"resume_from_checkpoint": "auto"}
     refused: list[str] = []
@@ -58,6 +55,11 @@ def field_types(*classes: type) -> dict[str, Any]:
         annotations = typing.get_type_hints(cls)
         hints |= {field.name: annotations[field.name] for field in dataclasses.fields(cls) if is_option(field)}
     return hints
+
+
+def training_types() -> dict[str, Any]:
+    """Maps names to types of all options of a training, those of transformers.TrainingArguments included."""
+    return argument_types() | field_types(TrainConfig)
 
 
 def is_option(field: dataclasses.Field) -> bool:

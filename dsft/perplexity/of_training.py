@@ -12,7 +12,7 @@ from typing import Any
 
 from dsft.checkpoints.run_folder import FINAL, path_of, read_run
 from dsft.config.options import HALF_PRECISION, EvalConfig, TrainConfig
-from dsft.config.reader import check_values, field_types, make_config, read_flags, read_named_file
+from dsft.config.reader import check_values, field_types, make_config, read_flags, read_named_file, training_types
 from dsft.data.batches import shuffle_seed
 from dsft.errors import UserError
 
@@ -32,7 +32,7 @@ def read_evaluation(argv: Sequence[str], problems: list[str]) -> EvalConfig:
     if values is None:  # of an unreadable file nothing else can be said
         return EvalConfig()
     if _is_training(values):
-        values = check_values(values, _training_types(), problems)
+        values = check_values(values, training_types(), problems)
         values = _of_training(values, values.get("output_dir"), problems, overridden=flags)
     return evaluation_config(values | flags, problems)
 
@@ -69,13 +69,7 @@ def shared_options(options: Mapping[str, Any], run_folder: str | None = None) ->
 
 def _is_training(values: Mapping[str, Any]) -> bool:
     """Whether a file is a training's: it says what only a training is told."""
-    return not (_training_types().keys() - field_types(EvalConfig).keys()).isdisjoint(values)
-
-
-def _training_types() -> dict[str, Any]:
-    from transformers import TrainingArguments
-
-    return field_types(TrainConfig, TrainingArguments)
+    return not (training_types().keys() - field_types(EvalConfig).keys()).isdisjoint(values)
 
 
 def _of_training(

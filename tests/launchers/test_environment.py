@@ -107,7 +107,7 @@ def test_a_command_given_on_every_node_is_one_job_of_several_launches(monkeypatc
     monkeypatch.setenv("MASTER_ADDR", "node-0")
     for node in ("0", "1"):
         monkeypatch.setenv("NODE_RANK", node)
-        words = ["train", "--output_dir", str(tmp_path)]
+        words = ["train", "--model", "m", "--data", "d", "--output_dir", str(tmp_path)]
         assert launch(["--nodes", "2", "--num_gpus", "1", "--no_preflight", *words]) == 0
     (job, first), (same_job, second) = seen
     assert job == same_job != "an earlier one" and first != second

@@ -18,8 +18,9 @@ from dsft.cluster.launch.options import read_launch
 from dsft.cluster.launch.preflight import examine_first, wait_until_examined
 from dsft.cluster.launch.shared import set_shared
 from dsft.cluster.launch.ssh_sessions import SshSessions
-from dsft.config.reader import read_file_and_flags, split_flags
-from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_UNSAVED, EXIT_USER_ERROR
+from dsft.config.options import EvalConfig, TrainConfig
+from dsft.config.reader import read_config, read_file_and_flags, read_flags, split_flags
+from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_UNSAVED, EXIT_USER_ERROR, raise_if_any
 from dsft.runtime.distributed import free_port
 from dsft.runtime.launcher_env import LAUNCH, launcher_variables
 from dsft.watchdog.launch_guard import LaunchGuard, signal_group
@@ -167,6 +168,21 @@ def asks_to_resume(script: list[str]) -> bool:
     return "resume_from_checkpoint" in read_file_and_flags(script, [])
 
 
+def check_script(name: str, script: list[str]) -> None:
+    """Say what is wrong with the options of a run before launcher and ranks take seconds to start, which check more.
+
+    Raises:
+        UserError: with all problems that the options show by themselves.
+    """
+    problems: list[str] = []
+    flags = read_flags(script, [])
+    if name == "train":
+        read_config(TrainConfig, script, problems)
+    elif not {"config", "run"} & flags.keys():  # what these name may be a training's
+        read_config(EvalConfig, script, problems)
+    raise_if_any(problems)
+
+
 def launch(argv: list[str]) -> int:
     """Print and run the command for `[options] train|eval [words]`, again after a failure up to `max_restarts` times;
     returns the exit code.
@@ -178,6 +194,7 @@ def launch(argv: list[str]) -> int:
     if options.way == "local" and launcher_variables(os.environ):
         # One of several tasks of srun or mpirun: this process becomes that rank.
         os.execv(sys.executable, [sys.executable, "-m", MODULES[name], *script])
+    check_script(name, script)
     if options.hostfile and options.master_port is None and not options.no_ssh:
         options.master_port = free_port()  # chosen here, so that the preflight looks at the one that is used
     if not options.dry_run:
