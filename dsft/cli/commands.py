@@ -108,6 +108,22 @@ class PreviewOptions:
     """Samples to print, evenly spread over the data."""
 
 
+@dataclass(kw_only=True)
+class InitOptions:
+    """Init: what stands in the file."""
+
+    model: str
+    """Hub id, local folder or config.json."""
+    data: list[str]
+    """Files, folders, globs or hub data sets."""
+    method: Literal["full", "lora", "qlora"] = "full"
+    """full trains every weight; lora trains adapters; qlora trains adapters over a quantised base."""
+    output_dir: str = "runs/first"
+    """Folder of the run."""
+    out: str = "run.yaml"
+    """The file to write."""
+
+
 @dataclass
 class ExportOptions:
     """Export: from where, to where, in which type."""
@@ -169,6 +185,7 @@ _LAUNCHED = "The command that is run is printed first; --dry_run prints it and s
 _RUN_OPTIONS = "Takes the options of dsft train beside its own; output_dir may be left out."
 
 COMMANDS = {
+    "init": Command("write a commented run.yaml to begin with", "dsft.cli.init:write_config", InitOptions),
     "train": Command(
         "finetune on all GPUs of this machine", "", LaunchOptions, TrainConfig, frozenset(_TRAIN.split()), _LAUNCHED
     ),
