@@ -36,6 +36,7 @@ from dsft.runtime import distributed
 from dsft.runtime.agreement import SAME_FILES, require_agreement, require_same_start
 from dsft.runtime.disk import check_writable
 from dsft.runtime.hardware import Machine, has_gpu, peak_memory_bytes
+from dsft.runtime.run_lock import only_run_in
 from dsft.runtime.versions import versions
 from dsft.units import padded_width
 from dsft.watchdog import client as watchdog
@@ -52,10 +53,14 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
 
     Raises:
         UserError: with all problems of the options, the data and the models' folders, on every rank, before anything is
-            loaded.
+            loaded; or where another evaluation, or a training, writes into output_dir now.
         TrainingStopped: where a loss is NaN or infinite.
     """
-    problems = [] if problems is None else problems
+    with only_run_in(config.output_dir):
+        yield from _evaluate(config, [] if problems is None else problems, progress=progress)
+
+
+def _evaluate(config: EvalConfig, problems: list[str], *, progress: bool) -> Iterator[Evaluation]:
     if config.run:
         distributed.raise_together(problems)  # without the run nothing else can be said
     require_same_start(common_options(config), problems)

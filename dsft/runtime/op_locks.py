@@ -5,19 +5,17 @@ torch waits for such a lock in silence and for ever, also where its owner was ki
 
 import contextlib
 import fcntl
-import json
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
-from dsft.watchdog.processes import start_time
+from dsft.runtime.lock_file import Owner, create, owner_of
 
 SILENT_SECONDS = 10.0
 """Of waiting or compiling before a line says so."""
@@ -29,28 +27,6 @@ LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tm
 """File systems of one machine: who holds a lock there runs here."""
 
 
-@dataclass(frozen=True)
-class Owner:
-    """The process that holds a lock, as it wrote it into the lock."""
-
-    host: str
-    processes: str
-    """The namespace of its process id: containers of one machine count their processes each for itself."""
-    pid: int
-    started: str | None
-
-    @classmethod
-    def this_process(cls) -> "Owner":
-        return cls(socket.gethostname(), _namespace(), os.getpid(), start_time(os.getpid()))
-
-    def is_here(self) -> bool:
-        """Whether this process could see it run."""
-        return (self.host, self.processes) == (socket.gethostname(), _namespace())
-
-    def is_alive(self) -> bool:
-        return self.started is not None and start_time(self.pid) == self.started
-
-
 class OperatorLock:
     """torch's lock on an operator's build folder (torch/utils/file_baton.py), with an owner.
 
@@ -59,7 +35,7 @@ class OperatorLock:
 
     def __init__(self, lock_file_path: str):
         self.path = Path(lock_file_path)
-        self._descriptor = -1
+        self._descriptor: int | None = None
         self._timer: threading.Timer | None = None
 
     def try_acquire(self) -> bool:
@@ -92,11 +68,9 @@ class OperatorLock:
 
     def _make(self, path: Path | None = None) -> bool:
         """Make the lock, or the file that will replace it, with this process's name in it; False where it exists."""
-        try:
-            self._descriptor = os.open(path or self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-        except FileExistsError:
+        self._descriptor = create(path or self.path)
+        if self._descriptor is None:
             return False
-        os.write(self._descriptor, json.dumps(asdict(Owner.this_process())).encode())
         text = (
             f"compiling DeepSpeed's operator {self.path.parent.name}, once for this machine; it takes a minute or two"
         )
@@ -128,7 +102,7 @@ def name_owners_of_operator_locks() -> None:
 def _left_behind(path: Path) -> str | None:
     """Why nobody holds the lock any more; None where somebody does, or may."""
     try:
-        stat, owner = path.stat(), _owner(path)
+        stat, owner = path.stat(), owner_of(path)
     except OSError:
         return None
     if owner is not None and owner.is_here():
@@ -136,25 +110,19 @@ def _left_behind(path: Path) -> str | None:
     if _process_with(path) is not None:
         return None
     age = time.time() - stat.st_mtime
-    if owner is None and _is_local(path) and os.geteuid() in (0, stat.st_uid):
+    # Of no name, or of a time before this machine was started again.
+    is_of_before = owner is None or (owner.host == socket.gethostname() and owner.boot != Owner.this_process().boot)
+    if is_of_before and _is_local(path) and os.geteuid() in (0, stat.st_uid):
         return "no process has it open"
     return f"it is {age:.0f} s old, and no process here has it open" if age > OLD_SECONDS else None
 
 
 def _holder(path: Path) -> str:
     """The process that holds the lock, as far as it can be told."""
-    owner, pid = _owner(path), _process_with(path)
+    owner, pid = owner_of(path), _process_with(path)
     if owner is not None:
         return f"process {owner.pid} on {owner.host}"
     return f"process {pid} on {socket.gethostname()}" if pid else "another machine's or another user's process"
-
-
-def _owner(path: Path) -> Owner | None:
-    """The owner that the lock names; torch's own lock names none."""
-    try:
-        return Owner(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 def _process_with(path: Path) -> int | None:
@@ -195,13 +163,6 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 def _say(line: str) -> None:

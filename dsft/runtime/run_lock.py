@@ -1,23 +1,20 @@
-"""Keeps two runs out of one folder: rank 0 of a run holds `.lock` there, which is stale once its process is gone.
+"""Keeps two runs, trainings or evaluations, out of one folder: rank 0 holds `.lock` there while its process lives.
 
 On the same machine the process tells. From another one only the heartbeat does: the time of the file, by the clock of
 the file system that both see.
 """
 
 import contextlib
-import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from dsft.errors import UserError
 from dsft.runtime import distributed
 from dsft.runtime.console import say
-from dsft.watchdog.processes import Process
+from dsft.runtime.lock_file import Owner, create, owner_of
 
 LOCK = ".lock"
 BEAT_SECONDS = 5.0
@@ -56,8 +53,9 @@ class RunLock:
         try:
             self._made_folder = not self.file.parent.exists()
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            while not self._create():
+            while (descriptor := create(self.file)) is None:
                 self._take_away_stale()
+            os.close(descriptor)
         except OSError:
             return
         self._is_held = True
@@ -66,41 +64,32 @@ class RunLock:
     def release(self) -> None:
         """Give the folder back; one that was made for the lock alone goes."""
         self._ended.set()
-        if self._is_held and _owner(self.file) == _this_process():
+        if self._is_held and owner_of(self.file) == Owner.this_process():
             self.file.unlink(missing_ok=True)
         if self._made_folder:
             with contextlib.suppress(OSError):  # the run wrote into it
                 self.file.parent.rmdir()
 
-    def _create(self) -> bool:
-        try:
-            descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            return False
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(_this_process(), file)
-        return True
-
     def _take_away_stale(self) -> None:
-        owner = _owner(self.file)
+        owner = owner_of(self.file)
         if not self._is_stale(owner):
-            who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
+            who = f"process {owner.pid} on {owner.host}" if owner else "another process"
             raise UserError(
                 [
-                    f"output_dir={self.file.parent}: {who} is training there now; wait for its end, or choose another"
+                    f"output_dir={self.file.parent}: {who} is writing there now; wait for its end, or choose another"
                     " folder"
                 ]
             )
         stale = self.file.with_name(f"{LOCK}.{os.getpid()}")
         with contextlib.suppress(FileNotFoundError):  # another start was faster
             self.file.rename(stale)
-            if _owner(stale) != owner:  # it took the lock in between: that is its lock
+            if owner_of(stale) != owner:  # it took the lock in between: that is its lock
                 stale.rename(self.file)
             stale.unlink(missing_ok=True)
 
-    def _is_stale(self, owner: dict[str, Any] | None) -> bool:
-        if owner and owner["machine"] == _this_process()["machine"]:
-            return not Process(owner["pid"], owner["started"]).is_alive()
+    def _is_stale(self, owner: Owner | None) -> bool:
+        if owner and owner.is_here():
+            return not owner.is_alive()
         beat, until = _modified(self.file), time.monotonic() + STALE_SECONDS
         if self._now() - beat > STALE_SECONDS:
             return True
@@ -128,23 +117,3 @@ class RunLock:
 
 def _modified(file: Path) -> float:
     return file.stat().st_mtime if file.exists() else 0.0
-
-
-def _owner(file: Path) -> dict[str, Any] | None:
-    try:
-        owner = json.loads(file.read_text(encoding="utf-8"))
-        return owner if owner.keys() >= {"host", "machine", "pid", "started"} else None
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def _this_process() -> dict[str, Any]:
-    """Describe this process; ids are of its boot and its container."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    process = Process.of(os.getpid())
-    return {
-        "host": socket.gethostname(),
-        "machine": f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}",
-        "pid": process.pid,
-        "started": process.started,
-    }

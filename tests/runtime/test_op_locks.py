@@ -12,7 +12,8 @@ import pytest
 from conftest import ROOT
 
 from dsft.runtime import op_locks
-from dsft.runtime.op_locks import OLD_SECONDS, OperatorLock, Owner, name_owners_of_operator_locks
+from dsft.runtime.lock_file import Owner
+from dsft.runtime.op_locks import OLD_SECONDS, OperatorLock, name_owners_of_operator_locks
 
 LOADS_AN_OPERATOR = """
 import torch.utils.cpp_extension as extension
@@ -39,10 +40,11 @@ def gone() -> Owner:
     return replace(Owner.this_process(), pid=process.pid)
 
 
-@pytest.mark.parametrize("content", ["owner", "none"])
+@pytest.mark.parametrize("content", ["owner", "none", "before a restart of the machine"])
 def test_a_fresh_lock_whose_owner_is_dead_is_taken_over_at_once(tmp_path, capfd, content):
     path = tmp_path / "lock"
-    path.write_text(json.dumps(asdict(gone())) if content == "owner" else "")
+    owner = gone() if content == "owner" else replace(Owner.this_process(), boot="an earlier one")
+    path.write_text("" if content == "none" else json.dumps(asdict(owner)))
     lock = OperatorLock(str(path))
     assert lock.try_acquire() and json.loads(path.read_text())["pid"] == os.getpid()
     assert f"took over {path}" in capfd.readouterr().err

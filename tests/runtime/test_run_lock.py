@@ -6,13 +6,16 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict, replace
 
 import pytest
 from conftest import flags
 from ranks import run_entry
 
+from dsft.api import evaluate_perplexity
 from dsft.errors import UserError
 from dsft.runtime import run_lock
+from dsft.runtime.lock_file import Owner
 from dsft.runtime.run_lock import LOCK, RunLock, only_run_in
 
 
@@ -68,10 +71,25 @@ def test_a_live_run_is_neither_joined_nor_overwritten(other_run, options, tmp_pa
         assert refused.stderr.count("dsft: error") == 1 and kept.exists()
 
 
+def test_a_second_evaluation_into_the_same_folder_is_refused_while_the_first_lives(other_run, tiny, tmp_path):
+    options = {"model": str(tiny / "model"), "data": str(tiny / "held_out.jsonl"), "max_documents": 2, "seq_len": 32}
+    options["output_dir"] = str(tmp_path / "run")
+    with pytest.raises(UserError, match=f"process {other_run.pid} on"):
+        evaluate_perplexity(**options, progress=False)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
+    other_run.kill()
+    other_run.wait()
+    evaluate_perplexity(**options, progress=False)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "documents.parquet",
+        "partial",
+        "perplexity.json",
+    ]
+
+
 def lock_of_another_machine(folder) -> None:
     folder.mkdir()
-    owner = {"host": "other", "machine": "other boot pid", "pid": os.getpid(), "started": "1"}
-    (folder / LOCK).write_text(json.dumps(owner))
+    (folder / LOCK).write_text(json.dumps(asdict(replace(Owner.this_process(), host="other"))))
 
 
 def test_a_lock_of_another_machine_counts_while_it_beats(tmp_path, monkeypatch):
@@ -86,7 +104,7 @@ def test_a_lock_of_another_machine_counts_while_it_beats(tmp_path, monkeypatch):
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with pytest.raises(UserError, match="on other is training there now"):
+        with pytest.raises(UserError, match="on other is writing there now"):
             RunLock(tmp_path / "run").acquire()
     finally:
         ended.set()
