@@ -33,8 +33,9 @@ from dsft.checkpoints.tensor_sources import (
 )
 from dsft.errors import UserError, one_line
 from dsft.models.build import DTYPES, adapter_base, described_in, load_weights
+from dsft.models.model_folder import is_step_folder
 from dsft.models.pickles import safe_unpickling
-from dsft.models.size import is_step_folder, load_model_config
+from dsft.models.size import load_model_config
 from dsft.models.zero_shards import step_folder
 from dsft.runtime.console import say
 

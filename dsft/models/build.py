@@ -17,9 +17,10 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.lora import add_lora, saved_lora_config
+from dsft.models.model_folder import has_only_shards, is_step_folder
 from dsft.models.pickles import check_weight_files, pickle_errors, safe_unpickling
 from dsft.models.quantization import quantization_of
-from dsft.models.size import has_only_shards, is_step_folder, load_model_config
+from dsft.models.size import load_model_config
 from dsft.models.weights import loading_problems
 from dsft.models.zero_shards import step_folder
 from dsft.runtime import distributed

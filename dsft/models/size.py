@@ -1,7 +1,6 @@
 """Counts a model's parameters and the widths that memory formulas need, without weights (meta device)."""
 
 import copy
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,14 +22,21 @@ from transformers import (
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.lora import adapters_of, check_lora_targets
+from dsft.models.model_folder import is_step_folder, no_adapter, no_model
 from dsft.models.quantization import Quantization, quantization_of
-from dsft.models.zero_shards import step_folder
 
 CONFIG_ERRORS = (
     *(OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, StrictDataclassError),
     *(RuntimeError, ArithmeticError, AssertionError, IndexError),  # of sizes that no tensor can have
 )
 """What transformers raises where a config cannot be found, read or built from."""
+COUNT_FROM_PADDING = (
+    *("camembert", "data2vec-text", "prophetnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"),
+    "xmod",
+)
+"""Architectures whose first position is the one after the padding token's id (create_position_ids_from_input_ids in
+their modelling files): RoBERTa has 514 for 512 tokens.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +95,6 @@ def empty_model(
             trust_remote_code=trust_remote_code,
             **({"attn_implementation": attn_implementation} if attn_implementation else {}),
         )
-
-
-def is_step_folder(model: str) -> bool:
-    """Whether `model` is the folder of DeepSpeed's own shards inside a checkpoint."""
-    return Path(model).is_dir() and Path(model).name.startswith("global_step")
 
 
 def load_model_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -171,7 +172,7 @@ def measure_model(options: TrainConfig, *, text_only: bool = False) -> ModelFact
             config, trust_remote_code=options.trust_remote_code, attn_implementation=options.attn_implementation
         )
     except CONFIG_ERRORS as error:
-        raise UserError([_no_model(options.model, error, config)]) from error
+        raise UserError([no_model(options.model, error, config)]) from error
     if options.method != "full" and not options.adapter:
         raise_if_any(check_lora_targets(model, options))
     attn_implementation = model.config.get_text_config()._attn_implementation
@@ -186,9 +187,8 @@ def measure_model(options: TrainConfig, *, text_only: bool = False) -> ModelFact
         ValueError,
         OSError,
     ) as error:  # peft's: targets it cannot adapt, an adapter that is missing or of another model
-        name = f"adapter={options.adapter}" if options.adapter else "lora_target_modules"
-        why = "there is no such folder" if options.adapter and is_missing_path(options.adapter) else one_line(error)
-        raise UserError([f"{name}: {why}"]) from error
+        problem = no_adapter(options.adapter, error) if options.adapter else f"lora_target_modules: {one_line(error)}"
+        raise UserError([problem]) from error
     return ModelFacts(config=config, size=size, attn_implementation=attn_implementation, adapters=adapters)
 
 
@@ -202,40 +202,6 @@ def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
     ]
 
 
-def is_missing_path(name: str) -> bool:
-    """Whether `name` can only be a path, and nothing is there: no hub id looks so, or the folder above it exists."""
-    is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
-    in_a_folder = "/" in name and Path(name).parent.is_dir()
-    return not Path(name).exists() and (in_a_folder or not is_hub_id)
-
-
-def _no_model(model: str, error: BaseException, config: PreTrainedConfig | None) -> str:
-    """Says why no model can be built of `model`, and the way out that its folder shows."""
-    folder = Path(model)
-    if is_missing_path(model):
-        return f"model={model}: there is no such folder or file"
-    if folder.is_file() and folder.suffix != ".json":
-        return (
-            f"model={model}: is a file; name the folder of a model, or a config.json. Of a GGUF file, take the model"
-            " that it was made from: GGUF is a format for inference"
-        )
-    if config is not None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
-        return f"model={model}: its architecture {config.model_type} is no causal language model, which dsft trains"
-    why = one_line(error)
-    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
-    if checkpoints and not (folder / "config.json").exists():
-        return f"model={model}: holds checkpoints, but no model of its own; name one of them, such as {checkpoints[-1]}"
-    if any(folder.glob("*.gguf")):
-        why = "GGUF is a format for inference; take the model that it was made from"
-    way_out = (
-        "; DeepSpeed's shards lie there without a description: copy config.json and the tokenizer's files of the model"
-        " they were trained from beside them"
-        if step_folder(model) is not None
-        else ""
-    )
-    return f"model={model}: no causal language model can be built from what is there ({why}){way_out}"
-
-
 def check_positions(facts: ModelFacts, *, seq_len: int, model: str) -> list[str]:
     """The model must have positions for the longest sequence."""
     positions = facts.size.max_positions
@@ -247,15 +213,9 @@ def check_positions(facts: ModelFacts, *, seq_len: int, model: str) -> list[str]
 def max_positions(text: PreTrainedConfig) -> int | None:
     """The longest sequence that a text model of this config has positions for; None where there is no limit."""
     positions = _first(text, "max_position_embeddings", "max_seq_len", "max_sequence_length", "max_positions")
-    return positions if isinstance(positions, int) and positions > 0 else None  # XLNet says -1
-
-
-def has_only_shards(model: str) -> bool:
-    """Whether the weights of `model` lie in DeepSpeed's shards: in its `global_step` folder, or it is one."""
-    folder = Path(model)
-    return is_step_folder(model) or (
-        folder.is_dir() and not any(folder.glob("*.safetensors*")) and any(folder.glob("global_step*"))
-    )
+    if not isinstance(positions, int) or positions <= 0:  # XLNet says -1
+        return None
+    return positions - ((text.pad_token_id or 0) + 1 if text.model_type in COUNT_FROM_PADDING else 0)
 
 
 def model_size(

@@ -12,7 +12,8 @@ from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.sent_files import read_text
 from dsft.errors import one_line
 from dsft.models.build import described_in
-from dsft.models.size import CONFIG_ERRORS, is_missing_path
+from dsft.models.model_folder import is_missing_path, model_inside
+from dsft.models.size import CONFIG_ERRORS
 
 PRESETS = {path.stem: path for path in (Path(__file__).parent / "templates").glob("*.jinja")}
 
@@ -40,6 +41,10 @@ def check_tokenizer(
     except CONFIG_ERRORS as error:
         if config.tokenizer and is_missing_path(config.tokenizer):
             problems.append(f"tokenizer={config.tokenizer}: there is no such folder")
+            return None
+        if inside := model_inside(config.tokenizer or config.model):
+            name = f"tokenizer={config.tokenizer}" if config.tokenizer else f"model={config.model}"
+            problems.append(f"{name}: holds no tokenizer of its own; name the folder inside it, {inside}")
             return None
         problems.append(
             f"tokenizer: none found for {config.tokenizer or config.model}; set tokenizer to a hub id or a folder that"

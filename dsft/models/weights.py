@@ -22,8 +22,9 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from dsft.errors import UserError, one_line
 from dsft.models.lora import saved_lora_config
+from dsft.models.model_folder import has_only_shards
 from dsft.models.pickles import load_pickle
-from dsft.models.size import empty_model, has_only_shards
+from dsft.models.size import empty_model
 from dsft.units import plural
 
 FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)

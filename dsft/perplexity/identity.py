@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from dsft.models.build import adapter_base, described_in, is_bare_config
-from dsft.models.size import has_only_shards, is_step_folder
+from dsft.models.model_folder import has_only_shards, is_step_folder
 from dsft.perplexity.windows import Windows
 from dsft.runtime import distributed
 from dsft.runtime.hardware import has_gpu

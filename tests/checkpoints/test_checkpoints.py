@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -291,10 +292,17 @@ def test_the_tools_list_and_verify(tmp_path, capsys):
         and "checkpoint-5 is complete: 3 files" in seen.out
         and "the content of model.safetensors has changed" in seen.err
     )
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(tmp_path)])
+    assert ended.value.code == 2 and "checkpoint-10: the content of" in capsys.readouterr().err
     (broken / "model.safetensors").unlink()
     main(["checkpoints", str(tmp_path)])
     out = capsys.readouterr().out
     assert "no: model.safetensors is missing" in out and f"to resume from {tmp_path}/checkpoint-5" in out
+    shutil.rmtree(broken)
+    shutil.copytree(checkpoint_folder(tmp_path, 5), tmp_path / "final")
+    main(["verify", str(tmp_path)])
+    assert capsys.readouterr().out.count(" is complete: 3 files") == 2
 
 
 def test_a_run_killed_while_it_saves_resumes_from_the_last_complete_checkpoint(options, tmp_path):

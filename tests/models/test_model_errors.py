@@ -3,17 +3,21 @@
 import shutil
 
 import pytest
+import torch
 import transformers
 from conftest import flags
 from ranks import run_entry
 from safetensors.torch import load_file
-from tiny import ARCHITECTURES, GATED, write_model
+from tiny import ARCHITECTURES, COMMON, GATED, write_model
 
 from dsft.api import evaluate_perplexity
+from dsft.cli.commands import PreviewOptions
+from dsft.cli.data import preview_command
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
-from dsft.models.size import max_positions
+from dsft.models.size import COUNT_FROM_PADDING, max_positions
+from dsft.models.small_model import small_model
 from dsft.run_setup.resolve import check_run
 
 
@@ -59,27 +63,48 @@ def test_a_gguf_file_is_told_from_a_config(problems_of, tmp_path):
         assert len(problems) == 1 and "GGUF is a format for inference" in problems[0], problems
 
 
-def test_the_parent_of_checkpoints_names_the_last_one(problems_of, tiny, tmp_path):
-    for step in (5, 20, 100):
-        shutil.copytree(tiny / "model", tmp_path / "runs" / f"checkpoint-{step}")
-    problems = problems_of(model=str(tmp_path / "runs"))
-    assert len(problems) == 1 and f"such as {tmp_path / 'runs' / 'checkpoint-100'}" in problems[0], problems
+def test_the_folder_of_a_run_leads_to_the_model_inside_it(problems_of, tiny, tmp_path):
+    run, data = tmp_path / "runs", str(tiny / "texts.jsonl")
+    for inside in ("checkpoint-5", "checkpoint-20", "checkpoint-100", "final"):
+        shutil.copytree(tiny / "model", run / inside)
+        if inside in ("checkpoint-100", "final"):
+            for changes in ({"model": str(run)}, {"tokenizer": str(run)}, {"method": "lora", "adapter": str(run)}):
+                problems = problems_of(**changes)
+                assert len(problems) == 1 and str(run / inside) in problems[0], problems
+            with pytest.raises(UserError) as raised:
+                preview_command(PreviewOptions(), ["--model", str(run), "--data", data])
+            assert len(raised.value.problems) == 1 and str(run / inside) in raised.value.problems[0]
 
 
 def test_the_limit_of_positions_is_found_by_its_names():
     assert max_positions(transformers.MptConfig(max_seq_len=100)) == 100
     assert max_positions(transformers.GPT2Config(n_positions=100)) == 100
     assert max_positions(transformers.XLNetConfig()) is None  # it says -1
+    assert max_positions(transformers.RobertaConfig(max_position_embeddings=514, pad_token_id=1)) == 512
+    assert max_positions(transformers.ProphetNetConfig()) == 511  # beyond, it takes the last one again
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "mpt"])
+@pytest.mark.parametrize("architecture", sorted({*COUNT_FROM_PADDING} - {"prophetnet"}))
+def test_positions_that_are_counted_from_the_padding_token_end_where_the_table_does(architecture):
+    model = small_model(transformers.CONFIG_MAPPING[architecture](max_position_embeddings=20, is_decoder=True)).eval()
+    if architecture == "xmod":
+        model.set_default_language("en_XX")
+    positions = max_positions(model.config)
+    assert model(input_ids=torch.full((1, positions), 5)).logits.shape[1] == positions
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.full((1, positions + 1), 5))
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "mpt", pytest.param("roberta", marks=pytest.mark.exhaustive)])
 def test_training_and_evaluation_take_as_many_tokens_as_there_are_positions(
     tiny, options, tmp_path, monkeypatch, architecture
 ):
     mpt = (transformers.MptConfig, {"vocab_size": 384, "d_model": 32, "n_layers": 2, "n_heads": 4, "eos_token_id": 0})
     monkeypatch.setitem(ARCHITECTURES, "mpt", mpt)
-    name = "n_positions" if architecture == "gpt2" else "max_seq_len"
-    model = write_model(tmp_path / "model", architecture, **{name: 100})
+    roberta = (transformers.RobertaConfig, COMMON | {"intermediate_size": 48, "is_decoder": True, "pad_token_id": 1})
+    monkeypatch.setitem(ARCHITECTURES, "roberta", roberta)
+    positions = {"gpt2": {"n_positions": 100}, "mpt": {"max_seq_len": 100}, "roberta": {"max_position_embeddings": 102}}
+    model = write_model(tmp_path / "model", architecture, **positions[architecture])
     chosen = options(tmp_path / "run", model=str(model), seq_len=100, eval_fraction=0.2)
     result = run_entry("dsft.train", flags(chosen))
     assert result.returncode == 0, result.stderr
