@@ -16,12 +16,15 @@ from dsft.checkpoints.manifest import MANIFEST, checkpoints, last_good, resume_e
 from dsft.checkpoints.removal import discard
 from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
+from dsft.models.model_folder import FINAL
 from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable, write_json
 from dsft.runtime.launcher_env import LAUNCH
 from dsft.runtime.run_lock import LOCK
 
-FINAL, RUN = "final", "run.json"
+RUN = "run.json"
+WEIGHTS_ONLY = "resume_weights_only"
+"""The option, as the reason of what follows from it."""
 
 
 def check_output_dir(config, problems: list[str]) -> None:
@@ -138,8 +141,8 @@ def start_from_weights(config: TrainConfig, checkpoint: str) -> list[Decision]:
             ]
         )
     return [
-        Decision("model" if config.method == "full" else "adapter", checkpoint, "resume_weights_only"),
-        Decision("resume_from_checkpoint", None, "resume_weights_only"),
+        Decision("model" if config.method == "full" else "adapter", checkpoint, WEIGHTS_ONLY),
+        Decision("resume_from_checkpoint", None, WEIGHTS_ONLY),
     ]
 
 

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from dsft.checkpoints.manifest import content_errors, files_of
+from dsft.models.model_folder import has_only_shards, is_step_folder
 from dsft.models.pickles import is_read_pickle, pickle_errors
 from dsft.runtime import distributed
 from dsft.runtime.console import say
@@ -24,11 +25,18 @@ def share_of_rank(files: list[Path], *, rank: int, world_size: int) -> list[Path
 class Verification:
     """Hashes this rank's share of a checkpoint in a thread, while data and model load."""
 
-    def __init__(self, checkpoint: str, *, hashes: bool):
-        """Args: `hashes`: else only the pickles are looked at."""
-        self.folder, self.seconds = Path(checkpoint), 0.0
-        world_size = distributed.world_size()
-        self._files = share_of_rank(files_of(self.folder), rank=distributed.rank(), world_size=world_size)
+    def __init__(self, checkpoint: str, *, hashes: bool, weights_only: bool = False):
+        """
+        Args:
+            hashes: else only the pickles are looked at.
+            weights_only: leave out DeepSpeed's shards, unless the weights lie in them, and the look at pickles: who
+                loads weights looks at theirs.
+        """
+        self.folder, self.seconds, self._weights_only = Path(checkpoint), 0.0, weights_only
+        files = files_of(self.folder)
+        if weights_only and not has_only_shards(checkpoint):
+            files = [file for file in files if not is_step_folder(str(file.parent))]
+        self._files = share_of_rank(files, rank=distributed.rank(), world_size=distributed.world_size())
         self._errors: list[str] = []
         self._thread = threading.Thread(target=self._hash, daemon=True)
         if hashes:
@@ -56,6 +64,6 @@ class Verification:
         errors, waited = distributed.from_all(self._errors), time.monotonic() - start
         if self._thread.ident:
             say(f"{self.folder}: hashed in {self.seconds:.3g} s while loading, {waited:.3g} s of them waited for")
-        if not errors:
+        if not errors and not self._weights_only:
             distributed.raise_together(pickle_errors(file for file in self._files if is_read_pickle(file)))
         return errors

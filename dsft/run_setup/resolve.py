@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dsft.checkpoints.manifest import clean_up, manifest_hash
 from dsft.checkpoints.run_folder import (
+    WEIGHTS_ONLY,
     check_output_dir,
     is_finished,
     last_checkpoint,
@@ -98,6 +99,12 @@ class ResolvedRun:
     """That the run resumes from."""
     notes: tuple[str, ...]
     """What the user should know: options without effect, packing that is not possible."""
+
+    @property
+    def weights_of(self) -> str | None:
+        """The checkpoint whose weights alone it takes."""
+        values = (decision.value for decision in self.decisions if decision.reason == WEIGHTS_ONLY)
+        return next(filter(None, values), None)
 
     @property
     def output_dir(self) -> str:

@@ -24,6 +24,7 @@ from dsft.data.training_data import TrainingData, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError
 from dsft.models.build import build_model
 from dsft.models.pickles import safe_unpickling
+from dsft.models.row_rules import length_limits
 from dsft.planner.plan import as_dict as plan_as_dict
 from dsft.run_setup.arguments import training_arguments
 from dsft.run_setup.resolve import ResolvedRun, resolve_run
@@ -58,7 +59,7 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
         return None
     log_to_files(run.output_dir, append=run.checkpoint is not None)
     describe_plan(run)
-    verification = run.checkpoint and Verification(run.checkpoint, hashes=run.options.verify_resume)
+    verification = verify_while_loading(run)
     data = load_training_data(
         run.options,
         run.data,
@@ -66,6 +67,7 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
         run.tokenizer,
         pack=run.options.packing,
         flash=run.options.packing and run.packing.flash,
+        limits=length_limits(run.model.config),
     )
     trainer = build_trainer(run, data)
     if verification:
@@ -96,7 +98,7 @@ def describe_plan(run: ResolvedRun) -> None:
 def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
     """Loads the model into a trainer over the data."""
     args = training_arguments(run.options, run.plan)  # before the model: ZeRO-3 shards while loading
-    data.count_padding(args, distributed.world_size())
+    data.describe_batches(args, distributed.world_size())
     held_out = f"; held out: {describe_counts(data.held_out_counts)}" if data.held_out else ""
     say(f"data: {', '.join(map(str, run.data))}: {describe_counts(data.counts)}{held_out}")
     for note in data.notes:
@@ -113,6 +115,12 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
     )
 
 
+def verify_while_loading(run: ResolvedRun) -> Verification | None:
+    """Begins to verify the checkpoint that the run resumes from, or takes the weights of."""
+    checkpoint, hashes = run.checkpoint or run.weights_of, run.options.verify_resume
+    return Verification(checkpoint, hashes=hashes, weights_only=not run.checkpoint) if checkpoint else None
+
+
 def with_verified_checkpoint(run: ResolvedRun, verification: Verification, trainer: PerplexityTrainer) -> ResolvedRun:
     """Returns the run as it resumes from a checkpoint whose content is what was written. Collective.
 
@@ -121,12 +129,13 @@ def with_verified_checkpoint(run: ResolvedRun, verification: Verification, train
     """
     errors = verification.errors()
     if not errors:
-        distributed.on_rank_0(lambda: check_identity(run.checkpoint, trainer.run_identity))
+        if run.checkpoint:
+            distributed.on_rank_0(lambda: check_identity(run.checkpoint, trainer.run_identity))
         return run
     changed = "; ".join(errors[:3])
-    if run.options.training["resume_from_checkpoint"] != "auto":
-        way_out = "use another or auto, or take it as it is with --verify_resume false"
-        raise UserError([f"resume_from_checkpoint={run.checkpoint}: {changed}; {way_out}"])
+    if run.options.training.get("resume_from_checkpoint") != "auto":
+        way_out = f"use another{' or auto' if run.checkpoint else ''}, or take it as it is with --verify_resume false"
+        raise UserError([f"resume_from_checkpoint={verification.folder}: {changed}; {way_out}"])
     say(f"{run.checkpoint} is damaged and is skipped: {changed}")
     older = distributed.on_rank_0(lambda: last_checkpoint(run.options, before=run.checkpoint))
     run = dataclasses.replace(run, checkpoint=older)

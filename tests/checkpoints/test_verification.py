@@ -42,7 +42,10 @@ def resumed(cases: list[dict]) -> list[str]:
 
 @pytest.mark.launch
 def test_auto_takes_the_newest_checkpoint_whose_bytes_are_those_that_were_written(run_of_six, options, tmp_path):
-    """`damaged` has a changed byte in 6, no manifest in 4; all of `hopeless` are damaged; `untouched` is moved."""
+    """`damaged` has a changed byte in 6, no manifest in 4; all of `hopeless` are damaged; `untouched` is moved.
+
+    Who takes the weights alone does not read the optimizer's shards.
+    """
 
     def copy(name: str, *, changed: tuple[int, ...] = (), without_manifest: tuple[int, ...] = ()) -> Path:
         run = Path(shutil.copytree(run_of_six, tmp_path / name))
@@ -51,6 +54,11 @@ def test_auto_takes_the_newest_checkpoint_whose_bytes_are_those_that_were_writte
         for step in without_manifest:
             (run / f"checkpoint-{step}" / MANIFEST).unlink()
         return run
+
+    def weights_of(run: Path) -> dict:
+        checkpoint = str(run / "checkpoint-6")
+        words = {"zero": "2", "resume_from_checkpoint": checkpoint, "resume_weights_only": True}
+        return options(tmp_path / f"from {run.name}", **words)
 
     damaged = {"changed": (6,), "without_manifest": (4,)}
     auto = {"resume_from_checkpoint": "auto", "zero": "2", "max_steps": 7}
@@ -61,10 +69,15 @@ def test_auto_takes_the_newest_checkpoint_whose_bytes_are_those_that_were_writte
         options(copy("named", **damaged), **auto | {"resume_from_checkpoint": str(named)}),
         options(copy("untouched"), **auto),
         options(copy("unverified", changed=(2,), without_manifest=(4, 6)), **auto, verify_resume=False),
+        *(weights_of(copy(name, changed=(6,))) for name in ("shards_changed", "weights_changed")),
     ]
-    damaged, hopeless, named, untouched, unverified = on_ranks(2, resumed, cases, log=tmp_path / "log")[0]
+    change_a_byte(tmp_path / "weights_changed" / "checkpoint-6" / "model.safetensors")
+    damaged, hopeless, named, untouched, unverified, of_shards, of_weights = on_ranks(
+        2, resumed, cases, log=tmp_path / "log"
+    )[0]
     log = (tmp_path / "log").read_text()
-    assert (damaged, untouched, unverified) == ("done", "done", "done"), log[-3000:]
+    assert [damaged, untouched, unverified, of_shards] == ["done"] * 4, log[-3000:]
+    assert "the content of model.safetensors has changed" in of_weights and "--verify_resume false" in of_weights
     assert "damaged/checkpoint-6 is damaged and is skipped: the content of global_step6/zero_pp_rank_1" in log
     assert f"damaged/checkpoint-4 is incomplete and is skipped: it has no {MANIFEST}" in log
     assert "resuming from " + str(tmp_path / "damaged/checkpoint-2") in log
