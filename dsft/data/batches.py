@@ -14,6 +14,7 @@ import torch
 from dsft.data.packing import PackedRows
 from dsft.data.sequences import IGNORED, Items, Sequence, sequences_in
 from dsft.models.packing_probe import positions
+from dsft.models.row_rules import NO_RULES, RowRules
 from dsft.units import padded_width
 
 BLANK: Sequence = {"input_ids": np.zeros(1, np.int64), "labels": np.full(1, IGNORED)}
@@ -27,6 +28,8 @@ class LengthGrouping(Enum):
     """Which sequences of like length go together."""
 
     NONE = "none"
+    IN_ORDER = "in order"
+    """Not even drawn: every epoch takes the items as they stand in the data."""
     WITHIN_STEP = "within step"
     """Batches of a step are of like length; the step holds the same items as without."""
     ACROSS_STEPS = "across steps"
@@ -39,7 +42,14 @@ class PaddedToFullSteps(Items):
     def __init__(self, items: Items, per_step: int):
         self.items, self.per_step = items, per_step
         self.blank = [BLANK] if isinstance(items, PackedRows) else BLANK
-        self.lengths = np.append(items.lengths, np.zeros(-len(items) % per_step, np.int64))
+        self.lengths = self._with_blanks(items.lengths)
+
+    @property
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        return tuple(map(self._with_blanks, self.items.bounds))
+
+    def _with_blanks(self, lengths: np.ndarray) -> np.ndarray:
+        return np.append(lengths, np.zeros(-len(self.items) % self.per_step, np.int64))
 
     def __getitem__(self, index: int) -> Any:
         return self.items[index] if index < len(self.items) else self.blank
@@ -76,7 +86,9 @@ class EpochSampler(torch.utils.data.Sampler):
         """Lists the items of an epoch in their order."""
         generator = torch.Generator().manual_seed(self.seed + epoch)
         real = torch.randperm(len(self.data.items), generator=generator).numpy()
-        if self.grouping is LengthGrouping.ACROSS_STEPS:
+        if self.grouping is LengthGrouping.IN_ORDER:
+            real = np.arange(len(real))
+        elif self.grouping is LengthGrouping.ACROSS_STEPS:
             real = self._by_length(real, generator)
         elif self.grouping is LengthGrouping.WITHIN_STEP:
             lengths, per_step = self.data.items.lengths, self.data.per_step
@@ -99,6 +111,13 @@ class EpochSampler(torch.utils.data.Sampler):
             longest = int(lengths[steps].max(1).argmax())
             steps[[0, longest]] = steps[[longest, 0]]
         return np.concatenate([steps.reshape(-1), rest])
+
+
+def num_mixed(order: list[int], items: Items, batch: int, rules: RowRules) -> int:
+    """Counts the batches of `batch` items that follow in `order` and hold sequences that may not share one."""
+    shortest, longest = (bounds[order].reshape(-1, batch) for bounds in items.bounds)
+    shortest = np.where(shortest, shortest, longest.max(1, keepdims=True))  # blank ones train nothing
+    return int((rules.sides(shortest.min(1)) != rules.sides(longest.max(1))).sum())
 
 
 def padding_share(order: list[int], lengths: np.ndarray, batch: int) -> float:
@@ -127,17 +146,16 @@ class Collator:
     choice of the pad token changes no loss. num_tokens [1] is for the Trainer, not for the model.
 
     Args:
-        seq_len: that padding does not go beyond: the model may have positions for no more. None: no limit.
+        rules: with the lengths that padding does not go beyond.
     """
 
-    def __init__(self, pad_token_id: int, *, seq_len: int | None = None):
-        self.pad_token_id, self.seq_len = pad_token_id, seq_len
+    def __init__(self, pad_token_id: int, rules: RowRules = NO_RULES):
+        self.pad_token_id, self.rules = pad_token_id, rules
 
     def __call__(self, items: list[Sequence] | list[list[Sequence]]) -> dict[str, torch.Tensor]:
         sequences = sequences_in(items)
         longest = max(len(sequence["input_ids"]) for sequence in sequences)
-        width = padded_width(longest)
-        shape = (len(sequences), max(longest, min(width, self.seq_len or width)))
+        shape = (len(sequences), self.rules.width(longest))
         ids_BT = torch.full(shape, self.pad_token_id, dtype=torch.long)
         mask_BT = torch.zeros(shape, dtype=torch.long)
         labels_BT = torch.full(shape, IGNORED, dtype=torch.long)

@@ -78,5 +78,10 @@ class PackedRows(Items):
         self.sequences, self.groups = sequences, groups
         self.lengths = np.array([sequences.lengths[group].sum() for group in groups])
 
+    @property
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        lengths = self.sequences.lengths
+        return tuple(np.array([bound(lengths[group]) for group in self.groups]) for bound in (np.min, np.max))
+
     def __getitem__(self, index: int) -> list[Sequence]:
         return [self.sequences[i] for i in self.groups[index]]

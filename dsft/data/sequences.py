@@ -35,6 +35,11 @@ class Items(torch.utils.data.Dataset):
     lengths: np.ndarray
     """Tokens of each."""
 
+    @property
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of the shortest and of the longest sequence of each."""
+        return self.lengths, self.lengths
+
     def __len__(self) -> int:
         return len(self.lengths)
 

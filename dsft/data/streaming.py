@@ -67,6 +67,10 @@ class Stream(torch.utils.data.IterableDataset):
         sequences = _shuffled(self._mixed(), self.shuffle_buffer, np.random.default_rng(self.seed))
         return _packed(sequences, self.seq_len) if self.pack else sequences
 
+    def may_mix(self, batch: int) -> bool:
+        """Tell whether batches of `batch` items may hold sequences of several lengths."""
+        return self.pack or (batch > 1 and not all(formatted.rules.is_text for formatted in self.sources))
+
     def _mixed(self) -> Iterator[Sequence]:
         parts = [self._sequences(formatted.source, formatted.rules) for formatted in self.sources]
         generator, share = np.random.default_rng(self.seed), np.array(self.weights or [1.0] * len(parts))

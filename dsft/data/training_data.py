@@ -14,6 +14,7 @@ from dsft.data.batches import (
     LengthGrouping,
     PackedCollator,
     PaddedToFullSteps,
+    num_mixed,
     padding_share,
     shuffle_seed,
 )
@@ -26,11 +27,19 @@ from dsft.data.streaming import Stream
 from dsft.data.token_store import Store
 from dsft.data.tokenization import tokenise
 from dsft.errors import UserError
+from dsft.models.row_rules import NO_RULES, RowRules
 from dsft.models.tokenizer import split_tokens
 from dsft.runtime import distributed
 from dsft.runtime.agreement import SAME_FILES, require_agreement
-from dsft.units import padded_width
 
+GROUPINGS = {
+    None: LengthGrouping.WITHIN_STEP,
+    "batch_rebalance": LengthGrouping.WITHIN_STEP,
+    "group_by_length": LengthGrouping.ACROSS_STEPS,
+    "random": LengthGrouping.NONE,
+    "sequential": LengthGrouping.IN_ORDER,
+}
+"""train_sampling_strategy -> how an epoch is ordered."""
 CHECKED_ROWS = 50
 """Of each source, read and tokenised before anything else is done."""
 
@@ -81,20 +90,34 @@ class TrainingData:
     counts: dict[str, Any]
     held_out_counts: dict[str, Any] | None
     grouping: LengthGrouping = LengthGrouping.NONE
+    rules: RowRules = NO_RULES
+    """With the lengths that the model computes otherwise, and `seq_len` last."""
     notes: list[str] = field(default_factory=list)
 
-    def count_padding(self, args: Any, world_size: int) -> None:
-        """Adds the padding share of the first epoch to `counts`, where items are padded sequences.
+    def describe_batches(self, args: Any, world_size: int) -> None:
+        """Adds the padding share of the first epoch to `counts`, where items are padded sequences, and a note where its
+        batches hold lengths that the model computes otherwise.
 
         Args:
             args: TrainingArguments.
         """
+        micro_batch, may_mix = args.per_device_train_batch_size, len(self.rules.limits) > 1
+        if isinstance(self.items, Stream):
+            if may_mix and self.items.may_mix(micro_batch):
+                way_out = "without packing, and with per_device_train_batch_size 1, none does"
+                self.notes.append(_note_on_mixed_batches("batches may", self.rules, way_out))
+            return
+        if not may_mix and not isinstance(self.items, Sequences):
+            return
+        steps = PaddedToFullSteps(self.items, micro_batch * args.gradient_accumulation_steps * world_size)
+        seed = shuffle_seed(args.data_seed, args.seed)
+        order = EpochSampler(steps, seed=seed, step=lambda: 0, grouping=self.grouping).order(0)
         if isinstance(self.items, Sequences):
-            micro_batch = args.per_device_train_batch_size
-            steps = PaddedToFullSteps(self.items, micro_batch * args.gradient_accumulation_steps * world_size)
-            seed = shuffle_seed(args.data_seed, args.seed)
-            sampler = EpochSampler(steps, seed=seed, step=lambda: 0, grouping=self.grouping)
-            self.counts["padding_share"] = round(padding_share(sampler.order(0), steps.lengths, micro_batch), 4)
+            self.counts["padding_share"] = round(padding_share(order, steps.lengths, micro_batch), 4)
+        if may_mix and (number := num_mixed(order, steps, micro_batch, self.rules)):
+            batches = f"{number:,} of the {len(order) // micro_batch:,} batches of the first epoch"
+            way_out = "with batch_tokens, or per_device_train_batch_size 1, none does"
+            self.notes.append(_note_on_mixed_batches(batches, self.rules, way_out))
 
 
 def load_training_data(
@@ -105,21 +128,20 @@ def load_training_data(
     *,
     pack: bool,
     flash: bool,
+    limits: tuple[int, ...] = (),
 ) -> TrainingData:
     """Prepares the tokens and makes the Trainer's items of them. Every rank calls it; who comes first prepares.
 
     Args:
         pack: whether samples share rows.
         flash: whether attention is flash attention, which is told where samples begin.
+        limits: lengths beyond which the model computes otherwise (`models/row_rules.py`).
 
     Raises:
         UserError: naming file and line of what cannot be used.
     """
-    held_out_stores = _held_out_stores(config, data, held_out, tokenizer)
-    held_out_sequences = held_out_counts = None
-    if held_out_stores:
-        held_out_sequences = sequences_of(held_out_stores, seq_len=config.seq_len, keep_documents=False)
-        held_out_counts = count(held_out_sequences, held_out_stores)
+    held_out_sequences, held_out_counts = _held_out(config, data, held_out, tokenizer)
+    rules = RowRules(limits=(*(limit for limit in limits if limit < config.seq_len), config.seq_len))
     notes, grouping = notes_on_escapes(config) + _notes_on_template(config, tokenizer), LengthGrouping.NONE
     if config.streaming:
         distributed.wait_long("prepared")
@@ -131,18 +153,19 @@ def load_training_data(
         if config.data_weights:
             sequences, passes = mix(sequences, config.data_weights, seed=_seed(config))
         _check_same_on_all_hosts([sequences, *([held_out_sequences] if held_out_sequences else [])])
-        items, grouping, counts_of_items = _grouped(sequences, config, pack=pack)
+        items, grouping, counts_of_items = _grouped(sequences, config, rules, pack=pack)
         counts = count(sequences, stores, passes=passes) | counts_of_items
         notes += _notes_on_bad_rows(stores)
     return TrainingData(
         items=items,
         collator=PackedCollator(tokenizer.pad_token_id, flash=flash)
         if pack
-        else Collator(tokenizer.pad_token_id, seq_len=config.seq_len),
+        else Collator(tokenizer.pad_token_id, rules),
         held_out=held_out_sequences,
         counts=counts,
         held_out_counts=held_out_counts,
         grouping=grouping,
+        rules=rules,
         notes=notes,
     )
 
@@ -162,21 +185,41 @@ def _stream(
 
 
 def _grouped(
-    sequences: Sequences, config: TrainConfig, *, pack: bool
+    sequences: Sequences, config: TrainConfig, rules: RowRules, *, pack: bool
 ) -> tuple[Sequences | PackedRows, LengthGrouping, dict[str, Any]]:
     """Makes (items, how the sampler groups them, their counts)."""
-    if pack:
-        rows = PackedRows(sequences, best_fit(sequences.lengths, config.seq_len))
-        fill_rate = float(sequences.lengths.sum() / (len(rows) * config.seq_len))
-        return rows, LengthGrouping.NONE, {"packed_rows": len(rows), "fill_rate": round(fill_rate, 4)}
-    if config.batch_tokens:
-        batches = PackedRows(sequences, batches_by_token_budget(sequences.lengths, config.batch_tokens))
-        widths = np.array([padded_width(sequences.lengths[group].max()) * len(group) for group in batches.groups])
-        share = float(1 - sequences.lengths.sum() / widths.sum())
-        return batches, LengthGrouping.NONE, {"filled_batches": len(batches), "padding_share": round(share, 4)}
-    strategies = {None: LengthGrouping.WITHIN_STEP, "group_by_length": LengthGrouping.ACROSS_STEPS}
+    if pack or config.batch_tokens:
+        sides = rules.sides(sequences.lengths)
+        groups = []
+        for indices in (np.flatnonzero(sides == side) for side in np.unique(sides)):
+            lengths = sequences.lengths[indices]
+            together = (
+                best_fit(lengths, config.seq_len) if pack else batches_by_token_budget(lengths, config.batch_tokens)
+            )
+            groups += [indices[group] for group in together]
+        items, tokens = PackedRows(sequences, groups), sequences.lengths.sum()
+        if pack:
+            fill_rate = float(tokens / (len(items) * config.seq_len))
+            return items, LengthGrouping.NONE, {"packed_rows": len(items), "fill_rate": round(fill_rate, 4)}
+        widths = np.array([rules.width(sequences.lengths[group].max()) * len(group) for group in groups])
+        share = float(1 - tokens / widths.sum())
+        return items, LengthGrouping.NONE, {"filled_batches": len(items), "padding_share": round(share, 4)}
     strategy = config.training.get("train_sampling_strategy")
-    return sequences, strategies.get(strategy, LengthGrouping.NONE), {}
+    return sequences, GROUPINGS.get(strategy, LengthGrouping.NONE), {}
+
+
+def _held_out(
+    config: TrainConfig,
+    data: list[FormattedSource],
+    held_out: list[FormattedSource],
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[Sequences | None, dict[str, Any] | None]:
+    """Makes (sequences, their counts) of what is held out."""
+    stores = _held_out_stores(config, data, held_out, tokenizer)
+    if not stores:
+        return None, None
+    sequences = sequences_of(stores, seq_len=config.seq_len, keep_documents=False)
+    return sequences, count(sequences, stores)
 
 
 def _held_out_stores(
@@ -242,6 +285,13 @@ def notes_on_escapes(config: DataFields) -> list[str]:
         for key in ("prompt_template", "completion_template", "separator")
         if "\\n" in (getattr(config, key, None) or "")
     ]
+
+
+def _note_on_mixed_batches(batches: str, rules: RowRules, way_out: str) -> str:
+    return (
+        f"{batches} hold sequences on both sides of {rules.limits[0]} tokens, and this model then computes the short"
+        f" ones like long ones (longrope); {way_out}"
+    )
 
 
 def _notes_on_template(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:

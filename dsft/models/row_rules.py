@@ -6,6 +6,7 @@ in the batch. Some architectures break the first (encoders such as BERT), some t
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
@@ -41,6 +42,13 @@ class RowRules:
     def share(self, longest: int, length: int) -> bool:
         """Tell whether a row of `length` may join a batch whose longest row has `longest`."""
         return not self.alone and not any(length <= limit < longest for limit in self.limits)
+
+    def sides(self, lengths: np.ndarray) -> np.ndarray:
+        """Count the limits below each length: where the numbers are the same, rows may share a batch."""
+        return np.searchsorted(self.limits, lengths)
+
+
+NO_RULES = RowRules()
 
 
 def length_limits(config: PreTrainedConfig) -> tuple[int, ...]:

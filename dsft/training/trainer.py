@@ -77,8 +77,6 @@ class PerplexityTrainer(SavingTrainer):
     def _get_train_sampler(self, train_dataset: PaddedToFullSteps | None = None) -> torch.utils.data.Sampler | None:
         """The same order on any number of ranks."""
         data = train_dataset if train_dataset is not None else self.train_dataset
-        if self.args.train_sampling_strategy == "sequential":
-            return super()._get_train_sampler(data)
         return EpochSampler(
             data,
             seed=shuffle_seed(self.args.data_seed, self.args.seed),

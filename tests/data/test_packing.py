@@ -165,7 +165,7 @@ class Numbered:
 def test_an_order_by_length_has_everything_once_and_pads_little():
     lengths = np.random.default_rng(0).integers(1, 1000, 1003)
     steps = PaddedToFullSteps(Numbered(lengths), 16)
-    random, within, grouped = (
+    random, _, within, grouped = (
         EpochSampler(steps, seed=1, step=lambda: 0, grouping=grouping) for grouping in LengthGrouping
     )
     assert [sorted(within.order(0)[start : start + 16]) for start in range(0, 1008, 16)] == [

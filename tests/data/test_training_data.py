@@ -9,7 +9,7 @@ from tiny import write_pairs
 from dsft.config.options import TrainConfig
 from dsft.data.batches import EpochSampler, LengthGrouping, PaddedToFullSteps
 from dsft.data.packing import PackedRows
-from dsft.data.sequences import sequences_in
+from dsft.data.sequences import IGNORED, sequences_in
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.models.tokenizer import load_tokenizer
 
@@ -23,12 +23,12 @@ def tokenizer(tiny):
 def load(tokenizer, tmp_path):
     path = str(write_pairs(tmp_path / "pairs.jsonl", 31))
 
-    def make(**options):
+    def make(pack=False, limits=(), **options):
         config = TrainConfig(data=[path], seq_len=32, data_cache=str(tmp_path / "cache"), model="unused", **options)
         problems: list[str] = []
         data = check_sources([path], config, tokenizer, key="data", split="train", problems=problems)
         assert problems == []
-        return load_training_data(config, data, [], tokenizer, pack=False, flash=False)
+        return load_training_data(config, data, [], tokenizer, pack=pack, flash=False, limits=limits)
 
     return make
 
@@ -44,6 +44,8 @@ def padding_of(batches: list[dict], tokens: int) -> float:
         (None, LengthGrouping.WITHIN_STEP),
         ("random", LengthGrouping.NONE),
         ("group_by_length", LengthGrouping.ACROSS_STEPS),
+        ("batch_rebalance", LengthGrouping.WITHIN_STEP),
+        ("sequential", LengthGrouping.IN_ORDER),
     ],
 )
 def test_the_share_of_padding_is_that_of_the_batches_of_the_first_epoch(load, strategy, grouping):
@@ -54,9 +56,10 @@ def test_the_share_of_padding_is_that_of_the_batches_of_the_first_epoch(load, st
         args = SimpleNamespace(
             per_device_train_batch_size=2, gradient_accumulation_steps=4, data_seed=data_seed, seed=7
         )
-        data.count_padding(args, 3)
+        data.describe_batches(args, 3)
         order = EpochSampler(steps, seed=seed, step=lambda: 0, grouping=grouping).order(0)
         assert len(order) == 48, "blank sequences fill the last step"
+        assert (order == [*range(48)]) == (strategy == "sequential")
         batches = [data.collator([steps[index] for index in order[at : at + 2]]) for at in range(0, 48, 2)]
         share = padding_of(batches, data.items.lengths.sum())
         assert data.counts["padding_share"] == pytest.approx(share, abs=1e-4)
@@ -72,8 +75,46 @@ def test_batches_filled_by_tokens_hold_every_sequence_once_within_the_budget(loa
     assert data.counts["padding_share"] == pytest.approx(share, abs=1e-4) and share > 0
     ids = [sorted(tuple(item["input_ids"]) for item in items) for items in (plain.items, sequences_in(data.items))]
     assert ids[0] == ids[1] and np.sum(plain.items.lengths) == data.counts["tokens"]
-    data.count_padding(SimpleNamespace(per_device_train_batch_size=1), 2)  # is known already
+    data.describe_batches(SimpleNamespace(per_device_train_batch_size=1), 2)  # is known already
     assert data.counts["padding_share"] == pytest.approx(share, abs=1e-4)
+
+
+def test_lengths_that_the_model_computes_otherwise_share_no_batch_or_are_counted(load):
+    """As longrope does."""
+    lengths = np.unique(load().items.lengths)
+    limit = int(lengths[len(lengths) // 2])
+
+    def mixed(data, micro_batch: int) -> int:
+        """Batches of the first epoch with both sides; what they are padded to stays on the side of the longest."""
+        args = SimpleNamespace(
+            per_device_train_batch_size=micro_batch, gradient_accumulation_steps=2, data_seed=None, seed=7
+        )
+        data.describe_batches(args, 2)
+        steps = PaddedToFullSteps(data.items, 4 * micro_batch)
+        order = EpochSampler(steps, seed=7, step=lambda: 0, grouping=data.grouping).order(0)
+        number = 0
+        for start in range(0, len(order), micro_batch):
+            batch = sequences_in([steps[index] for index in order[start : start + micro_batch]])
+            lengths = {len(item["input_ids"]) for item in batch if (item["labels"] != IGNORED).any()}
+            number += bool(lengths) and min(lengths) <= limit < max(lengths)
+            if lengths and max(lengths) <= limit:
+                assert data.collator.rules.width(max(lengths)) <= limit
+        return number
+
+    data = load(limits=(limit, 64))
+    number, batches = mixed(data, 4), -(-len(data.items) // 16) * 4
+    assert number and data.notes == [data.notes[0]] and f"both sides of {limit} tokens" in data.notes[0]
+    assert data.notes[0].startswith(f"{number} of the {batches} batches of the first epoch hold")
+    for micro_batch, options in ((1, {}), (1, {"batch_tokens": 64})):
+        data = load(limits=(limit, 64), **options)
+        assert mixed(data, micro_batch) == 0 and data.notes == []
+    packed = load(pack=True, limits=(limit, 64))
+    packed.describe_batches(
+        SimpleNamespace(per_device_train_batch_size=1, gradient_accumulation_steps=1, data_seed=None, seed=7), 1
+    )
+    sides = [{len(item["input_ids"]) > limit for item in row} for row in packed.items]
+    assert packed.notes == [] and {True} in sides and {False} in sides and {True, False} not in sides
+    assert load().rules.limits == (32,) and load(limits=(64,)).rules.limits == (32,)
 
 
 def test_a_seed_of_the_data_of_0_is_a_seed(load):

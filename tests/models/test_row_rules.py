@@ -1,13 +1,15 @@
 """No token sees a later one, and no row another of its batch: what breaks this is refused, or scored alone."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import flags, grid
-from ranks import on_ranks, run_entry
-from tiny import ARCHITECTURES, COMMON, write_model, write_texts
+from conftest import flags, grid, read_json
+from ranks import on_ranks, run_entry, train_all
+from tiny import ARCHITECTURES, COMMON, sentences, write_model, write_texts
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -87,6 +89,16 @@ def test_batches_keep_to_one_side_of_a_limit_with_their_padding():
     assert form_batches(lengths, 10_000, alone) == [[index] for index in range(8)] and alone.width(97) == 97
 
 
+def test_rows_that_change_each_others_logits_are_scored_alone(capfd):
+    model = small_model(transformers.LlamaConfig()).eval()
+    model.model.embed_tokens.register_forward_hook(lambda _, __, hidden_BTH: hidden_BTH + hidden_BTH.mean(0))
+    windows = windows_of([9, 33, 16, 24, 5, 33])
+    plain = torch.tensor([plain_nats(model, windows, window) for window in range(6)], dtype=torch.float64)
+    scored, result = nats(model, windows, 1000)
+    torch.testing.assert_close(scored, plain, rtol=1e-6, atol=1e-6)
+    assert result.rows_alone and "each is a batch of its own" in capfd.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def phi(tmp_path_factory):
     folder = tmp_path_factory.mktemp("longrope") / "phi3"
@@ -113,6 +125,22 @@ def test_longrope_has_the_same_bits_on_1_and_2_ranks(phi, tmp_path):
     options = {"model": [str(phi)], "data": [str(data)], "seq_len": 100, "mode": "rolling", "batch_tokens": 400}
     assert on_ranks(2, _sums, options) == [_sums(options)] * 2
     assert _sums(options)[0] == pytest.approx(_sums(options | {"batch_tokens": 8})[0], rel=1e-6)
+
+
+def test_longrope_in_training_counts_the_batches_that_mix_its_sides_and_evaluates_each_row_by_its_own(phi, tmp_path):
+    rows = [{"prompt": "the ", "completion": text} for text in sentences(40, longest=90)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    options = {"model": str(phi), "data": str(data), "eval_data": str(data), "seq_len": 128, "max_steps": 1}
+    options |= {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 40, "learning_rate": 1e-9}
+    options |= {"output_dir": str(tmp_path / "run"), "save_strategy": "no", "disable_tqdm": True}
+    log = train_all(1, [options], tmp_path / "log")
+    assert "batches of the first epoch hold sequences on both sides of 64 tokens" in log, log[-3000:]
+    alone = evaluate_perplexity(
+        model=str(tmp_path / "run"), data=str(data), seq_len=128, batch_tokens=1, progress=False
+    )
+    evaluated = read_json(tmp_path / "run" / "run.json")["results"]["eval_loss"]
+    assert evaluated == pytest.approx(alone.perplexity.loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("positions", [100, 256])
