@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 import yaml
-from conftest import ROOT
-from ranks import ranks_below
+from conftest import ROOT, flags, read_json
+from ranks import ranks_below, train_all
 
 from dsft.cli.main import main
 from dsft.cluster.launch.commands import (
@@ -230,9 +230,14 @@ def job(tiny, tmp_path_factory):
 
     yield start
     for process in started:
-        for pid in (*descendants(process.pid), process.pid) if process.poll() is None else ():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill(process)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """With all that it started, where it still runs."""
+    for pid in (*descendants(process.pid), process.pid) if process.poll() is None else ():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def all_end(pids: list[int]) -> bool:
@@ -276,8 +281,6 @@ def test_a_killed_launch_takes_its_ranks_along(job):
     ],
 )
 def test_a_run_that_is_asked_to_end_saves_and_ends_with_the_code_to_requeue(job, number):
-    from conftest import read_json
-
     process, log, folder = job()
     process.send_signal(number)
     assert process.wait(300) == 75, log.read_text()
@@ -290,8 +293,6 @@ def test_a_run_that_is_asked_to_end_saves_and_ends_with_the_code_to_requeue(job,
 
 @pytest.mark.launch
 def test_a_run_whose_rank_is_killed_starts_again_from_its_last_checkpoint(job):
-    from conftest import read_json
-
     process, log, folder = job("--max_restarts", "1", steps=60)
     until = time.monotonic() + 300
     while not (folder / "checkpoint-20" / "trainer_state.json").exists() and time.monotonic() < until:
@@ -305,3 +306,32 @@ def test_a_run_whose_rank_is_killed_starts_again_from_its_last_checkpoint(job):
         and "resuming from" in text
     )
     assert read_json(folder / "run.json")["results"]["steps"] == 60
+
+
+@pytest.mark.launch
+@pytest.mark.exhaustive
+def test_an_overwrite_whose_first_attempt_dies_while_loading_does_not_resume_the_run_it_replaces(options, tmp_path):
+    words = {"save_strategy": "steps", "save_steps": 2, "zero": "2", "lost_timeout": 10}
+    out, log = tmp_path / "run", tmp_path / "log"
+    train_all(2, [options(out, max_steps=4, **words)], tmp_path / "replaced")
+    command = [sys.executable, "-m", "dsft.cli.main", "train", "--num_gpus", "2", "--max_restarts", "1"]
+    command += flags(options(out, max_steps=2, overwrite=True, **words))
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+
+    def wait_for(text: str) -> None:
+        until = time.monotonic() + 600
+        while text not in log.read_text() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.002)
+        assert text in log.read_text(), log.read_text()[-3000:]
+
+    try:
+        wait_for("dsft: plan: ")
+        os.kill(ranks_below(process.pid)[1], signal.SIGKILL)
+        wait_for("restart 1 of 1")
+        assert (out / "checkpoint-4").exists(), "it died before it replaced anything"
+        assert process.wait(600) == 0, log.read_text()[-3000:]
+    finally:
+        kill(process)
+    assert read_json(out / "run.json")["results"]["steps"] == 2 and "resuming from" not in log.read_text()
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-2"]
