@@ -1,9 +1,14 @@
-"""What a training shows and tells while it runs: metrics, the progress bar with one line per log, and the heartbeat.
+"""What a training shows and tells while it runs: metrics.jsonl, one line per log with the progress bar, the heartbeat.
 
 A new metric is a line of `gather_extra_metrics`, and of LOGGED where the line of the log shows it.
 """
 
+import json
 import math
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -27,6 +32,8 @@ LOGGED = {
     "peak_host_gib": "peak_host_gib",
 }
 """Metric of the log -> its name in the line, in the line's order; other metrics are in run.json alone."""
+
+METRICS = "metrics.jsonl"
 
 AS_GOOD_AS_GUESSING = 0.01
 """A loss within this share of ln(vocabulary) is that of guessing."""
@@ -84,14 +91,34 @@ class LearningCheck(TrainerCallback):
         say(f"warning: {text}")
 
 
+class MetricsFile(TrainerCallback):
+    """Writes each log entry into metrics.jsonl as it comes, on rank 0; a run that resumes continues the file."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.path = Path(args.output_dir) / METRICS if state.is_world_process_zero else None
+        if self.path is None:
+            return
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.is_file() else []
+        earlier = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= state.global_step]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("".join(earlier) if state.global_step else "", encoding="utf-8")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.path is not None:
+            entry = {"step": state.global_step, "epoch": state.epoch} | logs
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+
+
 class ProgressLog(TrainerCallback):
-    """Shows one progress bar and one short line per log, on rank 0 only."""
+    """Shows one short line per log, on rank 0 only: below a progress bar on a terminal, else with the time left."""
 
     def __init__(self):
         self.bar = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if state.is_world_process_zero and not args.disable_tqdm:
+        self.begin = time.monotonic(), state.global_step
+        if state.is_world_process_zero and not args.disable_tqdm and sys.stderr.isatty():
             self.bar = tqdm(
                 total=state.max_steps, initial=state.global_step, desc="Training", unit="step", dynamic_ncols=True
             )
@@ -105,7 +132,17 @@ class ProgressLog(TrainerCallback):
             line = f"step {state.global_step:>6}  " + "  ".join(
                 f"{label} {_number(logs[metric])}" for metric, label in LOGGED.items() if metric in logs
             )
-            print(line, flush=True) if self.bar is None else self.bar.write(line)
+            if self.bar is None:
+                print(line + self._time_left(state), flush=True)
+            else:
+                self.bar.write(line)
+
+    def _time_left(self, state) -> str:
+        start, first = self.begin
+        done, left = state.global_step - first, state.max_steps - state.global_step
+        if done <= 0 or left <= 0:
+            return ""
+        return f"  left {timedelta(seconds=round((time.monotonic() - start) / done * left))}"
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.bar is not None:

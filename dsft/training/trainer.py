@@ -27,7 +27,7 @@ from dsft.perplexity.windows import windows_of_sequences
 from dsft.planner.plan import Plan
 from dsft.runtime import preemption
 from dsft.runtime.distributed import sum_over_ranks
-from dsft.training.callbacks import Heartbeat, LearningCheck, ProgressLog, gather_extra_metrics
+from dsft.training.callbacks import Heartbeat, LearningCheck, MetricsFile, ProgressLog, gather_extra_metrics
 from dsft.training.plan_check import PlanCheck
 from dsft.training.saving_trainer import SavingTrainer
 from dsft.units import padded_width
@@ -64,7 +64,7 @@ class PerplexityTrainer(SavingTrainer):
             self.compute_loss_func = mean_over_the_global_batch
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
-        for callback in (ProgressLog, Heartbeat):
+        for callback in (ProgressLog, MetricsFile, Heartbeat):
             self.add_callback(callback)
         self.learning = LearningCheck(model.config.get_text_config().vocab_size)
         self.add_callback(self.learning)

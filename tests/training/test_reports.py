@@ -1,6 +1,8 @@
 """What a training says of itself: tokens without padding, and that nothing is learnt."""
 
 import json
+import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,10 +10,11 @@ import torch
 from conftest import read_json
 from ranks import train_all
 from tiny import write_jsonl
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerState
 
 from dsft.data.batches import BLANK, Collator, PackedCollator
 from dsft.data.sequences import sequence
+from dsft.training.callbacks import MetricsFile
 
 
 def _sequence(length: int):
@@ -49,6 +52,30 @@ def runs(tiny, options, tmp_path_factory):
     }
     log = train_all(1, [options(folder / name, **changes) for name, changes in cases.items()], folder / "log")
     return folder, log
+
+
+def test_each_log_entry_is_a_line_of_a_file_and_of_the_screen(runs):
+    folder, screen = runs
+    lines = [json.loads(line) for line in (folder / "learns" / "metrics.jsonl").read_text().splitlines()]
+    log = read_json(folder / "learns" / "run.json")["results"]["log"]
+    assert [(line["step"], line.get("loss")) for line in lines] == [(entry["step"], entry.get("loss")) for entry in log]
+    assert lines[0]["peak_host_gib"] > 0 and lines[0].keys() == log[0].keys()
+    assert re.search(r"^step +11 .* left \d+:\d\d:\d\d$", screen, re.MULTILINE) and "\r" not in screen
+
+
+def test_a_run_that_resumes_continues_its_metrics_after_its_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)) + '{"step": 4, "lo')
+    arguments, callback = SimpleNamespace(output_dir=str(tmp_path)), MetricsFile()
+    callback.on_train_begin(arguments, TrainerState(global_step=2), None)
+    callback.on_log(arguments, TrainerState(global_step=3, epoch=0.5), None, logs={"loss": 1.0})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1},
+        {"step": 2},
+        {"step": 3, "epoch": 0.5, "loss": 1.0},
+    ]
+    callback.on_train_begin(arguments, TrainerState(), None)
+    assert path.read_text() == "", "another run"
 
 
 def test_tokens_seen_are_those_of_the_data_packed_or_padded(runs):
