@@ -3,7 +3,8 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from dsft.cluster.launch.commands import HostFields, LaunchOptions
+from dsft.cluster.launch.commands import LaunchOptions
+from dsft.cluster.launch.hosts import HostFields
 from dsft.config.options import EvalConfig, TrainConfig
 
 

@@ -9,7 +9,7 @@ from dsft.cli.commands import DoctorOptions
 from dsft.cli.doctor_report import show
 from dsft.cluster.doctor.examine import examine
 from dsft.cluster.doctor.findings import Report
-from dsft.cluster.launch.commands import hosts_of
+from dsft.cluster.launch.hosts import hosts_of
 from dsft.errors import EXIT_USER_ERROR, UserError
 from dsft.runtime.hostfile import Node, local_node
 from dsft.runtime.launcher_env import map_launcher_variables

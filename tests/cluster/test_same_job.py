@@ -58,12 +58,18 @@ def test_a_stale_configuration_and_code_on_one_host_end_the_job_on_both(hosts, f
 
 
 @pytest.mark.exhaustive
-def test_a_launch_sends_its_configuration_and_one_copy_is_enough(hosts, folder, tmp_path):
+@pytest.mark.parametrize("way", ["--hostfile", "--accelerate"])
+def test_a_launch_sends_its_configuration_and_one_copy_is_enough(hosts, folder, tmp_path, way):
+    hostfile = hosts.hostfile(tmp_path / "hostfile", [1, 1])
+    settings = yaml.safe_load((ROOT / "ds_configs/accelerate/zero3_2x8_pdsh.yaml").read_text())
+    # Its own DeepSpeed file is read by accelerate on every node.
+    engine = {"deepspeed_config_file": str(ROOT / "ds_configs/zero3.json"), "deepspeed_hostfile": str(hostfile)}
+    settings |= {"num_processes": 2, "deepspeed_config": settings["deepspeed_config"] | engine}
+    (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(settings))
+    file = {"--hostfile": hostfile, "--accelerate": tmp_path / "accelerate.yaml"}[way]
     with in_place_of(hosts[1], folder / "configs", folder / "empty"):
         words = ["--config", folder / "configs/run.yaml", "--output_dir", tmp_path / "run"]
-        result = hosts[0].run(
-            [*LAUNCH, "--hostfile", hosts.hostfile(tmp_path / "hostfile", [1, 1]), "train", *words], timeout=SECONDS
-        )
+        result = hosts[0].run([*LAUNCH, way, file, "train", *words], timeout=SECONDS)
     assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
     assert read_json(tmp_path / "run" / "run.json")["world_size"] == 2
     assert all(host.is_idle() for host in hosts)

@@ -23,7 +23,9 @@ from dsft.cluster.launch.commands import (
     told_to_watchdog,
 )
 from dsft.cluster.launch.environment import forwarded
+from dsft.cluster.launch.hosts import nodes_through_ssh
 from dsft.cluster.launch.options import read_launch
+from dsft.cluster.launch.preflight import preflight_command
 from dsft.cluster.launch.run import resumed
 from dsft.cluster.launch.shared import shared_environment
 from dsft.config.deepspeed_json import read_zero_file
@@ -100,6 +102,31 @@ def test_one_launch_for_all_nodes_sends_the_configuration_and_what_it_names(tmp_
         "seed": "1",
     }
     assert read_zero_file("zero.json", []) == {}
+
+
+def test_accelerates_pdsh_form_sends_and_is_examined_like_a_host_file(tmp_path, monkeypatch):
+    """Its other forms are given on every machine: nothing is sent, and each machine examines itself."""
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "run.yaml").write_text("learning_rate: 0.1\n")
+    script, files, hosts = ["--config", str(tmp_path / "run.yaml")], {}, {}
+    for form in ("_pdsh", "", "_nossh"):
+        options = read_launch(["--accelerate", f"ds_configs/accelerate/zero3_2x8{form}.yaml", "train"])[0]
+        variables, notes = shared_environment(options, script)
+        assert notes == [] and variables["DSFT_JOB"]
+        monkeypatch.setenv("DSFT_FILES", variables.get("DSFT_FILES", ""))
+        files[form], hosts[form] = set(sent_files()), [(node.name, node.slots) for node in nodes_through_ssh(options)]
+        words = preflight_command(options, script)
+        assert ("--hostfile" in words) == (form == "_pdsh") and words[-2:] == script
+    assert files == {"_pdsh": {str(tmp_path / "run.yaml")}, "": set(), "_nossh": set()}
+    assert hosts == {"_pdsh": [("node-0", 8), ("node-1", 8)], "": [], "_nossh": []}
+
+
+@pytest.mark.parametrize("content", ["", "a: [", "num_machines: 2\n"])
+def test_a_file_of_accelerate_that_names_no_hosts_ends_with_its_name(content, tmp_path):
+    (tmp_path / "accelerate.yaml").write_text(content)
+    options = read_launch(["--accelerate", str(tmp_path / "accelerate.yaml"), "train"])[0]
+    with pytest.raises(UserError, match="accelerate.yaml: "):
+        nodes_through_ssh(options)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 
 import pytest
 from conftest import ROOT
+from test_environment import SSH
 
-from dsft.cluster.launch.commands import LaunchOptions
+from dsft.cluster.launch.commands import LaunchOptions, build_command
+from dsft.cluster.launch.options import read_launch
 from dsft.cluster.launch.run import LauncherProcess
 from dsft.watchdog.processes import descendants, start_time
 
@@ -22,7 +25,8 @@ os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR":
 start = lambda: client.start(SimpleNamespace(start_timeout=300, lost_timeout=60, load_timeout=300))
 def is_tied():
     import psutil
-    [sidecar] = psutil.Process().children()
+    mine = f'"pid": {os.getpid()},'
+    [sidecar] = [each for each in psutil.process_iter(["cmdline"]) if mine in " ".join(each.info["cmdline"] or ())]
     return any(connection.status == "ESTABLISHED" for connection in sidecar.net_connections("tcp"))
 def wait_until_tied():
     while not is_tied():
@@ -44,6 +48,10 @@ import sys
 from dsft.cluster.launch.commands import LaunchOptions
 from dsft.cluster.launch.run import LauncherProcess
 sys.exit(LauncherProcess(LaunchOptions(), [sys.executable, "-c", sys.argv[1]], saves=True).run())
+"""
+PDSH = """#!/bin/bash
+echo "$*" >> "$FOLDER/calls"
+[[ "$*" == *pkill* ]] || exec sleep 1000
 """
 WAITS = """
 start()
@@ -121,6 +129,32 @@ def test_a_killed_launch_leaves_nothing_before_the_ranks_have_met(launch, work, 
     process.kill()
     process.wait()
     wait_until(lambda: not any(start_time(pid) for pid in family))
+
+
+def test_ending_a_launch_ends_no_other_job_on_its_nodes(tmp_path, monkeypatch):
+    """DeepSpeed's launcher, asked to end, has pdsh end whatever it has started on these nodes."""
+    for name, text in {"pdsh": PDSH, "ssh": SSH}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("node-0 slots=1\nnode-1 slots=1\n")
+    words = ["--hostfile", "hosts", "--master_addr", "node-0", "--master_port", "1", "train"]
+    options, name, script = read_launch(words)
+    launch = LauncherProcess(options, build_command(options, name, script), saves=True)
+    calls = tmp_path / "calls"
+
+    def hang_up() -> None:
+        wait_until(calls.exists)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    thread = threading.Thread(target=hang_up)
+    thread.start()
+    assert launch.run() == 128 + signal.SIGHUP
+    thread.join()
+    [call] = calls.read_text().splitlines()
+    assert "deepspeed.launcher.launch" in call and "pkill" not in call
 
 
 def test_a_rank_that_comes_after_its_launch_was_killed_ends(launch, tmp_path):

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsft.cluster.launch.hosts import HostFields, hosts_of
 from dsft.cluster.launch.shared import job_id, job_port
 from dsft.errors import UserError
 from dsft.runtime.distributed import free_port
 from dsft.runtime.hardware import default_ranks, has_gpu
-from dsft.runtime.hostfile import Node, read_hosts
 from dsft.watchdog import processes
 
 MODULES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
@@ -26,27 +26,6 @@ RUNNERS = {
     "accelerate launch": "accelerate.commands.launch",
 }
 """A launcher as a user types it, and its module: that of this environment is started, whatever PATH says."""
-
-
-@dataclass(kw_only=True)
-class HostFields:
-    """Hosts: those of a host file; without one this machine."""
-
-    hostfile: str | None = None
-    """DeepSpeed's host file: one line per node, `name slots=N`; reached through ssh from here."""
-    include: str | None = None
-    """Hosts and GPUs of the host file to use, as DeepSpeed writes it: node-0@node-1:0,2"""
-    exclude: str | None = None
-    """Hosts and GPUs of the host file to leave out, in the same form."""
-    num_nodes: int | None = None
-    """Only the first so many hosts of the host file."""
-    num_gpus: int | None = None
-    """Ranks on each node; by default its GPUs, without GPUs 2."""
-    master_addr: str | None = None
-    """Address of the first node, to which all ranks connect; by default that of the first host, or MASTER_ADDR."""
-    master_port: int | None = None
-    """By default MASTER_PORT; else a free port where one command starts all ranks, and one derived from --config and
-    --output_dir where the command is given on every node."""
 
 
 @dataclass(kw_only=True)
@@ -107,30 +86,6 @@ def shown(command: list[str]) -> list[str]:
             at = command.index(module)
             return [*command[: at - 2], *short.split(), *command[at + 1 :]]
     return command
-
-
-def hosts_of(options: HostFields, hostfile: str) -> list[Node]:
-    """The nodes of `hostfile` that take part, the first (rank 0's) first.
-
-    Raises:
-        UserError: as `read_hosts`.
-    """
-    return read_hosts(
-        hostfile,
-        include=options.include or "",
-        exclude=options.exclude or "",
-        num_nodes=options.num_nodes or -1,
-        num_gpus=options.num_gpus or -1,
-    )
-
-
-def nodes_through_ssh(options: LaunchOptions) -> list[Node]:
-    """The nodes that the launcher of this machine starts ranks on through ssh.
-
-    Raises:
-        UserError: as `read_hosts`.
-    """
-    return hosts_of(options, options.hostfile) if options.hostfile and not options.no_ssh else []
 
 
 def _runner(name: str, flags: dict[str, object]) -> list[str]:

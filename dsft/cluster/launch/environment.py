@@ -66,17 +66,14 @@ def launcher_environment(
     names = [node.name for node in nodes]
     if options.way == "slurm":
         names = [first_host(os.environ["SLURM_JOB_NODELIST"])]
-    elif options.way == "accelerate":
+    elif options.way == "accelerate" and not nodes:
         names = [options.master_addr or os.environ.get("MASTER_ADDR") or LOOPBACK]
     added = link.variable(own_addresses(names) if names else [LOOPBACK]) | told_to_watchdog(options) | accelerator()
     environment = os.environ | added
-    if options.way == "accelerate":
-        # It appends all variables, secrets too, to a file that stays in the working folder.
-        env_file = write_env_file(_own_lines())
-        return environment | {"DS_ENV_FILE": str(env_file)}, env_file
-    if not nodes:
+    if not nodes and options.way != "accelerate":
         return environment, None
-    env_file = write_env_file(forwarded(os.environ) | added | _own_lines())
+    # accelerate appends all variables, secrets too, to this file, which would stay in the working folder.
+    env_file = write_env_file(_own_lines() if options.accelerate else forwarded(os.environ) | added | _own_lines())
     ssh = f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS}".strip()
     return environment | {"DS_ENV_FILE": str(env_file), "PDSH_SSH_ARGS_APPEND": ssh}, env_file
 

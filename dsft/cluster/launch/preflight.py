@@ -7,11 +7,9 @@ import shlex
 import subprocess
 import sys
 import time
-from pathlib import Path
-
-import yaml
 
 from dsft.cluster.launch.commands import LaunchOptions, build_command, shown
+from dsft.cluster.launch.hosts import HostFields, hosts_through_ssh
 from dsft.cluster.launch.shared import job_port
 from dsft.errors import UserError
 
@@ -28,7 +26,7 @@ def examine_first(options: LaunchOptions, script: list[str]) -> None:
     Raises:
         UserError: where an error was found; nothing has been started then.
     """
-    if subprocess.run(_command(options, script), stdin=subprocess.DEVNULL).returncode:
+    if subprocess.run(preflight_command(options, script), stdin=subprocess.DEVNULL).returncode:
         raise UserError(
             ["the preflight found errors (above; docs/doctor.md explains each); --no_preflight starts all the same"]
         )
@@ -43,7 +41,9 @@ def wait_until_examined(options: LaunchOptions, script: list[str]) -> None:
     """
     deadline, before = time.monotonic() + options.wait_for_nodes, ""
     while True:
-        result = subprocess.run(_command(options, script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        result = subprocess.run(
+            preflight_command(options, script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+        )
         if result.returncode == 0:
             return
         if result.stdout != before:
@@ -57,16 +57,14 @@ def wait_until_examined(options: LaunchOptions, script: list[str]) -> None:
         time.sleep(min(WAIT_SECONDS, left))
 
 
-def _command(options: LaunchOptions, script: list[str]) -> list[str]:
-    hostfile = options.hostfile or _accelerate_hostfile(options)
-    keys: tuple[str, ...] = ()
-    if hostfile and not options.no_ssh:
-        keys = ("include", "exclude", "num_nodes", "num_gpus", "master_addr", "master_port")
-    elif options.way in ("local", "accelerate"):  # accelerate's file may be given on each machine: each examines itself
-        hostfile, keys = None, ("num_gpus",)
-    else:
+def preflight_command(options: LaunchOptions, script: list[str]) -> list[str]:
+    """The command that examines the nodes of a launch."""
+    hosts = hosts_through_ssh(options)
+    if hosts is None and options.way not in ("local", "accelerate"):
         return _by_launcher(options, script)
-    values = {"hostfile": hostfile} | {key: getattr(options, key) for key in keys}
+    # Where accelerate's file is given on each machine, each examines itself.
+    keys = [field.name for field in dataclasses.fields(HostFields)] if hosts else ["num_gpus"]
+    values = {key: getattr(hosts or options, key) for key in keys}
     words = [word for key, value in values.items() if value is not None for word in (f"--{key}", str(value))]
     return [sys.executable, "-m", DOCTOR, *QUICK, *words, *script]
 
@@ -81,11 +79,3 @@ def _by_launcher(options: LaunchOptions, script: list[str]) -> list[str]:
     command = build_command(dataclasses.replace(options, num_gpus=1, master_port=port), DOCTOR, [*QUICK, *script])
     print("dsft: preflight: " + shlex.join(shown(command)), flush=True)
     return command
-
-
-def _accelerate_hostfile(options: LaunchOptions) -> str | None:
-    """The host file that an accelerate config names for its pdsh launcher."""
-    if not options.accelerate:
-        return None
-    content = yaml.safe_load(Path(options.accelerate).read_text(encoding="utf-8")) or {}
-    return (content.get("deepspeed_config") or {}).get("deepspeed_hostfile")

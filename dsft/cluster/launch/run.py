@@ -12,8 +12,9 @@ import sys
 import time
 import uuid
 
-from dsft.cluster.launch.commands import MODULES, LaunchOptions, build_command, nodes_through_ssh, shown
+from dsft.cluster.launch.commands import MODULES, LaunchOptions, build_command, shown
 from dsft.cluster.launch.environment import launcher_environment
+from dsft.cluster.launch.hosts import nodes_through_ssh
 from dsft.cluster.launch.options import read_launch
 from dsft.cluster.launch.preflight import examine_first, wait_until_examined
 from dsft.cluster.launch.shared import set_shared
@@ -38,6 +39,9 @@ class LauncherProcess:
         """Args: `saves`: the ranks save and end where they are asked to."""
         self.options, self.command, self.saves = options, command, saves
         self.nodes = nodes_through_ssh(options)
+        # On SIGTERM, deepspeed's launcher ends through pdsh whatever it has started on these nodes: other jobs too.
+        # The ranks end by themselves.
+        self.first_signal = signal.SIGKILL if self.nodes else signal.SIGTERM
         self.link = LauncherLink()
         self.interrupted = 0
         self._end_at: float | None = None
@@ -53,7 +57,9 @@ class LauncherProcess:
         process = subprocess.Popen(
             self.command, env=environment, stdin=subprocess.DEVNULL, stderr=stderr, start_new_session=True
         )
-        guard, sessions = LaunchGuard(process.pid), SshSessions(process) if self.nodes else None
+        # Through ssh the ranks' last words still come.
+        guard = LaunchGuard(process.pid, 0 if self.nodes else signal.SIGTERM, process.stderr)
+        sessions = SshSessions(process) if self.nodes else None
         handlers = {
             number: signal.signal(number, lambda received, _: self._signalled(received, process))
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -71,7 +77,7 @@ class LauncherProcess:
                     say(f"the launcher has ended with exit code {process.returncode}: all ranks are being ended")
                 self.link.end_ranks()
         finally:
-            end_launcher(process)
+            end_launcher(process, self.first_signal)
             if sessions:
                 sessions.close()
             for number, handler in handlers.items():
@@ -121,14 +127,14 @@ class LauncherProcess:
         if (self.link.failure or self.link.exit_code) and self._end_at is None:
             self._end(process)
         if self._end_at is not None and time.monotonic() > self._end_at:
-            end_launcher(process)
+            end_launcher(process, self.first_signal)
 
     def _end(self, process: subprocess.Popen) -> None:
         """Ask all ranks to end, and the launcher where no rank has come to be asked; later it is ended."""
         self._end_at = self._end_at or time.monotonic() + END_SECONDS
         self.link.end_ranks()
         if not self.link.sidecars:
-            signal_group(process.pid, signal.SIGTERM)
+            signal_group(process.pid, self.first_signal)
 
     def _code(self, returncode: int) -> int:
         if self.interrupted:
@@ -140,10 +146,10 @@ class LauncherProcess:
         return returncode if returncode >= 0 else 128 - returncode
 
 
-def end_launcher(process: subprocess.Popen) -> None:
+def end_launcher(process: subprocess.Popen, first_signal: int) -> None:
     """End the launcher and what it left here, such as an ssh to a node that does not answer."""
     if process.poll() is None:
-        signal_group(process.pid, signal.SIGTERM)
+        signal_group(process.pid, first_signal)
         try:
             process.wait(KILL_SECONDS)
         except subprocess.TimeoutExpired:

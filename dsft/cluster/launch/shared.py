@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dsft.cluster.launch.hosts import hosts_through_ssh
 from dsft.config import sent_files
 from dsft.config.reader import read_file_and_flags, read_flags
 from dsft.runtime import job_token
@@ -33,15 +34,11 @@ def job_port(options: "LaunchOptions", script: list[str]) -> int:
 
 def is_given_on_every_node(options: "LaunchOptions") -> bool:
     """Whether several launches are one job."""
-    return options.way in ("nodes", "accelerate") or options.no_ssh
+    return options.way == "nodes" or options.no_ssh or (options.way == "accelerate" and not hosts_through_ssh(options))
 
 
 def shared_environment(options: "LaunchOptions", script: list[str]) -> tuple[dict[str, str], list[str]]:
-    """(variables for all ranks, what to tell the user). None for accelerate, which would write them to a file that
-    stays in the working folder.
-    """
-    if options.way == "accelerate":
-        return {}, []
+    """(variables for all ranks, what to tell the user)."""
     variables = {job_token.VARIABLE: job_id(options, script)}
     if options.way == "local" or is_given_on_every_node(options):
         return variables, []

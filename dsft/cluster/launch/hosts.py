@@ -1,0 +1,104 @@
+"""The hosts of a launch: the options that name them, and which of them are reached through ssh from here."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from dsft.errors import UserError, one_line
+from dsft.runtime.hostfile import Node, read_hosts
+
+if TYPE_CHECKING:
+    from dsft.cluster.launch.commands import LaunchOptions
+
+
+@dataclass(kw_only=True)
+class HostFields:
+    """Hosts: those of a host file; without one this machine."""
+
+    hostfile: str | None = None
+    """DeepSpeed's host file: one line per node, `name slots=N`; reached through ssh from here."""
+    include: str | None = None
+    """Hosts and GPUs of the host file to use, as DeepSpeed writes it: node-0@node-1:0,2"""
+    exclude: str | None = None
+    """Hosts and GPUs of the host file to leave out, in the same form."""
+    num_nodes: int | None = None
+    """Only the first so many hosts of the host file."""
+    num_gpus: int | None = None
+    """Ranks on each node; by default its GPUs, without GPUs 2."""
+    master_addr: str | None = None
+    """Address of the first node, to which all ranks connect; by default that of the first host, or MASTER_ADDR."""
+    master_port: int | None = None
+    """By default MASTER_PORT; else a free port where one command starts all ranks, and one derived from --config and
+    --output_dir where the command is given on every node."""
+
+
+def hosts_of(options: HostFields, hostfile: str) -> list[Node]:
+    """The nodes of `hostfile` that take part, the first (rank 0's) first.
+
+    Raises:
+        UserError: as `read_hosts`.
+    """
+    return read_hosts(
+        hostfile,
+        include=options.include or "",
+        exclude=options.exclude or "",
+        num_nodes=options.num_nodes or -1,
+        num_gpus=options.num_gpus or -1,
+    )
+
+
+def nodes_through_ssh(options: "LaunchOptions") -> list[Node]:
+    """The nodes that the launcher of this machine starts ranks on through ssh.
+
+    Raises:
+        UserError: as `read_hosts`.
+    """
+    hosts = hosts_through_ssh(options)
+    return hosts_of(hosts, hosts.hostfile) if hosts else []
+
+
+def hosts_through_ssh(options: "LaunchOptions") -> HostFields | None:
+    """What says which these nodes are: the options, or accelerate's file; None where the launcher of this machine
+    starts no others.
+
+    Raises:
+        UserError: where accelerate's file cannot be read.
+    """
+    if options.accelerate:
+        return read_accelerate_hosts(options)
+    return options if options.hostfile and not options.no_ssh else None
+
+
+def read_accelerate_hosts(options: "LaunchOptions") -> HostFields | None:
+    """The hosts that accelerate reaches through pdsh and ssh; None where each machine starts its own ranks.
+
+    Source: `prepare_deepspeed_cmd_env` in accelerate/utils/launch.py.
+
+    Raises:
+        UserError: the file cannot be read, or names no hosts.
+    """
+    try:
+        content = yaml.safe_load(Path(options.accelerate).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError([f"--accelerate {options.accelerate}: cannot be read: {one_line(error)}"]) from error
+    if not isinstance(content, dict):
+        raise UserError([f"--accelerate {options.accelerate}: holds no `key: value` lines"])
+    engine, nodes = content.get("deepspeed_config") or {}, content.get("num_machines") or 1
+    if nodes == 1 or (engine.get("deepspeed_multinode_launcher") or "pdsh") in ("standard", "nossh"):
+        return None
+    if not engine.get("deepspeed_hostfile"):
+        remedy = "add it, or deepspeed_multinode_launcher: standard, and give the command on every machine"
+        raise UserError(
+            [f"--accelerate {options.accelerate}: names no deepspeed_hostfile for {nodes} machines; {remedy}"]
+        )
+    include, exclude = (engine.get(f"deepspeed_{kind}_filter") for kind in ("inclusion", "exclusion"))
+    return HostFields(
+        hostfile=engine["deepspeed_hostfile"],
+        include=include,
+        exclude=exclude,
+        num_gpus=None if include or exclude else (content.get("num_processes") or 1) // nodes,
+        master_addr=options.master_addr or content.get("main_process_ip"),
+        master_port=options.master_port or content.get("main_process_port"),
+    )
