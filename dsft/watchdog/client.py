@@ -10,6 +10,7 @@ Without a launcher all of them do nothing.
 """
 
 import contextlib
+import dataclasses
 import faulthandler
 import json
 import os
@@ -27,10 +28,16 @@ from typing import Any
 
 from dsft.watchdog.deadlines import PHASE_LIMITS, POLL_SECONDS, VERDICT_SECONDS
 from dsft.watchdog.messages import Connection, listen
+from dsft.watchdog.processes import StartedBy
 from dsft.watchdog.root_cause import Failure
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SIDECAR = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from dsft.watchdog.sidecar import main; main()"
+SIDECAR = (
+    "import os, sys; os.fork() and os._exit(0); "
+    f"sys.path.insert(0, {str(ROOT)!r}); from dsft.watchdog.sidecar import main; main()"
+)
+"""Leaves the process tree of the rank: DeepSpeed's launcher, which ends that tree, would wait 30 s for the sidecar."""
+STARTED_BY = StartedBy.now()
 LONGEST_TRACEBACK = 20_000
 """Characters, from its end."""
 
@@ -63,11 +70,14 @@ def start(timeouts: Any) -> None:
     descriptor, stacks_file = tempfile.mkstemp(prefix="dsft-stacks-")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
+    # One that was forked from another, as in a notebook, has been started by other processes.
+    started_by = STARTED_BY if STARTED_BY.pid == os.getpid() else StartedBy.now()
     options = {
         "rank": rank,
         "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "pid": os.getpid(),
+        "started_by": dataclasses.asdict(started_by),
         "lost_timeout": timeouts.lost_timeout,
         "start_timeout": timeouts.start_timeout,
         "listener": listener and listener.fileno(),
@@ -79,7 +89,7 @@ def start(timeouts: Any) -> None:
         stdout=subprocess.DEVNULL,
         pass_fds=[listener.fileno()] if listener else [],
         start_new_session=True,
-    )
+    ).wait()
     to_rank.close()
     _client = _Client(timeouts, Connection(to_sidecar), listener)
     sys.excepthook = _report_error

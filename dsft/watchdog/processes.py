@@ -113,6 +113,62 @@ def launchers_of(pid: int) -> list[Process]:
     return launchers
 
 
+@dataclass(frozen=True)
+class StartedBy:
+    """Those that have started a rank. To be asked when it begins: one that is killed while its libraries load would be
+    missed later.
+    """
+
+    pid: int
+    """Of the rank."""
+    launchers: list[Process]
+    ssh_session: Process | None
+    """The sshd above them; None where that was no ssh."""
+    launchers_over_ssh: list[Process]
+    """Those of this machine that opened this session, nearest first: pdsh and `deepspeed` on the first node."""
+
+    @classmethod
+    def now(cls) -> "StartedBy":
+        launchers = launchers_of(os.getpid())
+        above = parent(launchers[-1].pid) if launchers else 0
+        if not name_of(above).startswith("sshd"):
+            return cls(os.getpid(), launchers, None, [])
+        client = ssh_client()
+        return cls(os.getpid(), launchers, Process.of(above), launchers_of(client) if client else [])
+
+
+def name_of(pid: int) -> str:
+    """Name of the program; empty where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def ssh_client() -> int | None:
+    """Process id of the ssh in whose session this process is; None where that is another machine's."""
+    client, client_port, server, server_port, *_ = [*os.environ.get("SSH_CONNECTION", "").split(), *[""] * 4]
+    if not client or client != server:
+        return None
+    ports = [int(client_port), int(server_port)]
+    for table in map(Path, ("/proc/net/tcp", "/proc/net/tcp6")):
+        for line in table.read_text().splitlines()[1:] if table.is_file() else ():
+            fields = line.split()
+            if [int(address.rpartition(":")[2], 16) for address in fields[1:3]] == ports:
+                return _owner_of_socket(fields[9])
+    return None
+
+
+def _owner_of_socket(inode: str) -> int | None:
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if any(os.readlink(file.path) == f"socket:[{inode}]" for file in os.scandir(f"/proc/{pid}/fd")):
+                return int(pid)
+        except OSError:
+            pass  # it has ended, or is another user's
+    return None
+
+
 def descendants(pid: int) -> list[int]:
     """Children of a process and theirs, deepest first."""
     children: dict[int, list[int]] = {}

@@ -27,7 +27,7 @@ from dsft.watchdog.deadlines import (
 )
 from dsft.watchdog.launcher_link import VARIABLE, connect_to_launcher
 from dsft.watchdog.messages import Connection, Server, connect, wait_for_messages
-from dsft.watchdog.processes import Process, descendants, end, launchers_of
+from dsft.watchdog.processes import Process, descendants, end, name_of
 from dsft.watchdog.root_cause import Failure, Report
 
 LONGEST_STACKS = 20_000
@@ -58,7 +58,10 @@ class Sidecar:
         self.stacks_file = Path(options["stacks_file"])
         self.host, self.log = socket.gethostname(), ""
         self.process = Process.of(options["pid"])
-        self.launchers = launchers_of(self.process.pid)
+        started_by = options["started_by"]
+        self.launchers = [Process(**launcher) for launcher in started_by["launchers"]]
+        self.ssh_session = Process(**started_by["ssh_session"]) if started_by["ssh_session"] else None
+        self.launchers_over_ssh = [Process(**launcher) for launcher in started_by["launchers_over_ssh"]]
         self.state = RankState.RUNNING
         self.phase, self.step = "starting", -1
         # The process group gives up after one, with a retry, and says more.
@@ -192,9 +195,11 @@ class Sidecar:
         if self.stopped_since and now - self.stopped_since > self.lost_timeout:
             text = f"is stopped (SIGSTOP) for {self.lost_timeout:.0f} s, in phase {self._where()}"
             self._report(Failure.STOPPED, text)
-        for launcher in self.launchers:
+        for launcher in (*self.launchers, *self.launchers_over_ssh):
             if not launcher.is_alive():
                 self._report(Failure.LAUNCHER_GONE, f"lost its launcher: process {launcher.pid} is gone")
+        if self.ssh_session and self.to_coordinator is None and not self.ssh_session.is_alive():
+            self._report(Failure.LAUNCHER_GONE, "lost the ssh session that started it, before the ranks have met")
         if now - self.last_progress > self.limit and not is_stopped:
             self._report(Failure.STALLED, f"made no progress for {self.limit:.0f} s, in phase {self._where()}")
 
@@ -252,11 +257,14 @@ class Sidecar:
 
     def _end_launcher(self) -> None:
         """End the nearest launcher where it stays behind its ranks: torchrun's waits for minutes for nodes that are
-        cut off.
+        cut off. pdsh, which waits for every ssh, is left with none, and returns their exit code.
         """
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":  # else it may be starting the ranks again
             steps = ((0, LAUNCHER_SECONDS), (signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, 0))
             end(self.launchers[:1], steps)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a session lasts while a process there holds its pipes
+            over_ssh = [pid for launcher in self.launchers_over_ssh[:1] for pid in descendants(launcher.pid)]
+            end([Process.of(pid) for pid in over_ssh if name_of(pid) == "ssh"], steps)
 
     def _send_stacks(self, coordinator: Connection) -> None:
         coordinator.send(

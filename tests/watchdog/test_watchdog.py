@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 from conftest import ROOT
 
@@ -18,6 +19,31 @@ from dsft.watchdog.processes import Process, descendants, end, start_time
 from dsft.watchdog.root_cause import Failure, Report, first_cause
 
 FAULTS = ("none", "exception", "user-error", "same-error", "killed", "frozen", "stalled", "launcher")
+WAITING_RANK = """
+import os, pathlib, sys, time
+from types import SimpleNamespace
+from dsft.watchdog import client
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+client.start(SimpleNamespace(start_timeout=300, lost_timeout=60))
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(1000)
+"""
+LOADING_RANK = """
+import os, pathlib, sys, time
+from types import SimpleNamespace
+folder = pathlib.Path(__file__).parent
+if os.fork():
+    os.wait()
+    sys.exit()
+from dsft.watchdog import client
+(folder / "pid").write_text(str(os.getpid()))
+(folder / "pid").rename(folder / "loading")
+while not (folder / "loaded").exists():
+    time.sleep(0.05)
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+client.start(SimpleNamespace(start_timeout=300, lost_timeout=60))
+time.sleep(1000)
+"""
 CLOSED = "Traceback ...\nRuntimeError: [../gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:37"
 
 
@@ -183,6 +209,46 @@ def test_a_process_of_another_user_is_waited_for_without_an_error(monkeypatch):
 
     monkeypatch.setattr(os, "kill", refuse)
     end([Process.of(os.getppid())], [(0, 0.0), (signal.SIGTERM, 0.0)])
+
+
+def test_a_sidecar_is_not_in_the_process_tree_of_its_rank(tmp_path):
+    """DeepSpeed's launcher ends that tree, and waits for it."""
+    rank = subprocess.Popen([sys.executable, "-c", WAITING_RANK, str(tmp_path / "ready")], cwd=ROOT)
+    try:
+        wait_until((tmp_path / "ready").exists)
+        mine = f'"pid": {rank.pid},'
+        [sidecar] = [
+            each.pid for each in psutil.process_iter(["cmdline"]) if mine in " ".join(each.info["cmdline"] or ())
+        ]
+        assert descendants(rank.pid) == []
+    finally:
+        rank.kill()
+        rank.wait()
+    wait_until(lambda: start_time(sidecar) is None)
+
+
+def test_a_launcher_that_is_killed_while_its_rank_loads_libraries_is_missed(tmp_path):
+    (tmp_path / "torchrun.py").write_text(LOADING_RANK)
+    launcher = subprocess.Popen(
+        [sys.executable, tmp_path / "torchrun.py"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until((tmp_path / "loading").exists)
+    launcher.kill()
+    launcher.wait()
+    (tmp_path / "loaded").touch()
+    rank = int((tmp_path / "loading").read_text())
+    wait_until(lambda: start_time(rank) is None)
+    assert f"lost its launcher: process {launcher.pid} is gone" in launcher.stderr.read()
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_sidecar_needs_no_library():
