@@ -48,6 +48,12 @@ def git_commit() -> str | None:
     return describe.stdout.strip() or None
 
 
+def code_folder() -> Path:
+    """Returns the checkout that dsft runs from; where it was installed from a wheel, the package itself."""
+    package = Path(__file__).resolve().parent.parent
+    return package.parent if (package.parent / "pyproject.toml").is_file() else package
+
+
 def code_hash() -> str:
     """Hash the package's Python files and chat templates: two nodes may both say "+changes" and run different code."""
     folder = Path(__file__).resolve().parent.parent

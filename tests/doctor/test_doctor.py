@@ -10,7 +10,6 @@ import shlex
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -64,7 +63,7 @@ def node(name: str, **changes) -> NodeFacts:
     facts = {
         "host": name,
         "python_path": "/env/bin/python",
-        "folder": "/work",
+        "code_folder": "/checkout",
         "slots": 2,
         "open_port": 40000,
         "versions": {
@@ -298,6 +297,15 @@ MADE_ELSEWHERE = {"node-failed", "missing-ranks", "configuration", "plan", "plan
 
 PLACES = {"master-port-busy": "n1", "default-port-busy": "n1", "slow-link": "n2"}
 """Code -> the place it names; else n3."""
+
+
+def test_the_command_that_copies_the_code_names_its_checkout_wherever_the_doctor_is_started(tmp_path, monkeypatch):
+    """With --delete, another folder would be emptied."""
+    monkeypatch.chdir(tmp_path)
+    assert f"rsync -a {ROOT}/ n3:{ROOT}/" in ssh_error("n3", "No module named 'dsft'", 1).fix
+    facts = nodes(**{"versions__dsft code": "999"})
+    [code] = check_versions(facts | {"n1": dataclasses.replace(facts["n1"], code_folder=node_facts().code_folder)})
+    assert f"rsync -a --delete {ROOT}/ n3:{ROOT}/" in code.fix
 
 
 @pytest.mark.parametrize("code", CASES)
@@ -671,8 +679,8 @@ def test_what_a_finding_tells_to_run_is_one_word_for_the_shell_where_paths_have_
         str(folder)
         in shlex.split(ssh_error("n3", "cd: x: No such file or directory", 1).fix.partition("copy it: ")[2])[2]
     )
-    assert (
-        finding("mtu", "n1", "x", "y", severity="note").severity == "note"
-        and Path.cwd() == folder
-        and node_facts().folder == str(folder)
-    )
+    facts = nodes(**{"versions__dsft code": "999"})
+    facts = {name: dataclasses.replace(node, code_folder=str(folder)) for name, node in facts.items()}
+    [code] = check_versions(facts)
+    assert f"{folder}/" in shlex.split(code.fix)
+    assert finding("mtu", "n1", "x", "y", severity="note").severity == "note"

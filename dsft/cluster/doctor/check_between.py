@@ -2,6 +2,7 @@
 in, findings out.
 """
 
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator
 
@@ -29,12 +30,14 @@ def check_versions(facts: dict[str, NodeFacts]) -> Iterator[Finding]:
         odd = _odd_nodes(packages)
         fix = "install every node from the same Python and constraints.txt, or mount one environment on all"
         if "python" not in packages:  # not by the versions' names: no index has torch 2.13.0+cpu
-            fix = f"on {join(odd)}, in {first.folder}: {first.python_path} -m pip install -c constraints.txt -e ."
+            folder = shlex.quote(first.code_folder)
+            fix = f"on {join(odd)}, in {folder}: {first.python_path} -m pip install -c constraints.txt -e ."
         yield finding("versions", join(odd), _spreads(packages), fix)
     code = {row: rows[row] for row in CODE_ROWS if row in rows}
     if "dsft code" in code:  # the same files are the same code, whatever git says
         odd = _odd_nodes(code)
-        fix = f"rsync -a --delete {first.folder}/ {odd[0]}:{first.folder}/, or git pull on every node"
+        copied = shlex.quote(f"{first.code_folder}/")
+        fix = f"rsync -a --delete {copied} {odd[0]}:{copied}, or git pull on every node"
         yield finding("code", join(odd), _spreads(code), fix)
     drivers = {row: rows[row] for row in DRIVER_ROWS if row in rows}
     if drivers:

@@ -60,7 +60,7 @@ class NodeFacts:
 
     host: str
     python_path: str
-    folder: str
+    code_folder: str
     slots: int
     """Ranks there: as the host file says, else one per GPU, else up to 2 CPU processes."""
     ranks: list[int] = field(default_factory=list)

@@ -24,7 +24,7 @@ from dsft.cluster.doctor.facts import Gpu, Gpus, Interface, Network, NodeFacts
 from dsft.errors import one_line
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import cpu_count, host_memory_bytes
-from dsft.runtime.versions import PACKAGES, code_hash, git_commit
+from dsft.runtime.versions import PACKAGES, code_folder, code_hash, git_commit
 from dsft.units import MiB
 
 NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
@@ -52,7 +52,7 @@ def node_facts(
     facts = NodeFacts(
         host=socket.gethostname(),
         python_path=sys.executable,
-        folder=os.getcwd(),
+        code_folder=str(code_folder()),
         slots=slots or 0,
         ranks=list(ranks),
         versions=_versions() | _gpu_versions(gpus, cuda),

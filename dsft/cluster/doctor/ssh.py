@@ -19,6 +19,7 @@ from dsft.cluster.doctor.findings import Finding, finding
 from dsft.cluster.doctor.phase import MARK
 from dsft.cluster.launch.environment import remote_environment
 from dsft.runtime.hostfile import Node
+from dsft.runtime.versions import code_folder
 
 OPTIONS = ("BatchMode=yes", "ConnectTimeout=5", "ServerAliveInterval=3", "ServerAliveCountMax=3")
 SSH = ["ssh", *(word for option in OPTIONS for word in ("-o", option))]
@@ -212,8 +213,8 @@ def ssh_error(node: str, text: str, exit_code: int | None) -> Finding:
     values = {
         "node": node,
         "last": (text.splitlines() or [""])[-1][:300],
-        "folder": os.getcwd(),
-        "here": shlex.quote(os.getcwd()),
+        "folder": shlex.quote(os.getcwd()),
+        "code": shlex.quote(str(code_folder())),
         "python": sys.executable,
         "install": f"on {node}: {python} -m pip install",
     }
@@ -271,14 +272,14 @@ SSH_ERRORS = (
         "no-folder",
         ("cd:",),
         "the folder {folder} is not there",
-        "mount it on {node}, or copy it: rsync -a {here}/ {node}:{here}/",
+        "mount it on {node}, or copy it: rsync -a {folder}/ {node}:{folder}/",
     ),
     (
         "no-dsft",
         ("No module named 'dsft", "No module named dsft"),
         "Python there does not find this dsft ({last})",
-        "rsync -a {here}/ {node}:{here}/, or {install} -e {here}",
+        "rsync -a {code}/ {node}:{code}/, or {install} -e {code}",
     ),
-    ("package-missing", ("No module named",), "{last}", "{install} -c constraints.txt -e {here}"),
+    ("package-missing", ("No module named",), "{last}", "{install} -c constraints.txt -e {code}"),
 )
 """(code, what ssh, the shell or Python say, message, command that helps): the first that fits."""
