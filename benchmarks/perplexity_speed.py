@@ -243,6 +243,7 @@ def as_windows(corpus: Corpus) -> Windows:
         spans=np.array(spans),
         document_bytes=zeros,
         document_words=zeros,
+        document_hashes=np.zeros(0, dtype=np.uint64),
     )
 
 

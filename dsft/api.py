@@ -5,6 +5,7 @@ config = dsft.load_config("run.yaml", learning_rate=1e-4)
 chosen, candidates, size = dsft.plan("runs/first/final")
 model = dsft.build_model(config, dtype="float32")
 result = dsft.evaluate_perplexity(model="runs/first", data="held_out.jsonl", seq_len=512)
+comparisons = dsft.compare("results", base="runs/first/final")
 """
 
 from typing import Any
@@ -14,6 +15,7 @@ from dsft.config.reader import make_config, read_yaml
 from dsft.errors import UserError, raise_if_any
 from dsft.models.build import build_model, resolve_dtype
 from dsft.models.size import ModelSize
+from dsft.perplexity.compare import Comparisons, compare_results, read_evaluations
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.of_training import evaluation_config
 from dsft.perplexity.result import Evaluation
@@ -22,7 +24,7 @@ from dsft.run_setup.plan import choose_plan, paper_job
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine, this_machine
 
-__all__ = ["build_model", "evaluate_perplexity", "load_config", "plan"]
+__all__ = ["build_model", "compare", "evaluate_perplexity", "load_config", "plan"]
 
 
 def load_config(path: str | None = None, **options: Any) -> TrainConfig:
@@ -91,5 +93,26 @@ def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:
     config = evaluation_config(options, problems)
     if len(config.model) > 1 or len(config.data) > 1:
         problems.append("evaluate_perplexity takes one model and one data set; call it for each, or use dsft eval")
+    if config.protocol == "all":
+        problems.append("protocol=all gives five results; name one protocol, or use dsft eval")
     distributed.start_ranks()
     return next(evaluate(config, problems, progress=progress))
+
+
+def compare(*results: str | Evaluation, base: str | None = None) -> Comparisons:
+    """Compare results with those of one model, each in pairs of documents.
+
+    Args:
+        results: what `evaluate_perplexity` returned, or folders that evaluations wrote.
+        base: the model that all others are compared with, as the results name it or by the end of its path; by default
+            the first.
+
+    Raises:
+        UserError: where results are missing, or of other texts or windows.
+    """
+    read = [
+        evaluation
+        for item in results
+        for evaluation in ([item] if isinstance(item, Evaluation) else read_evaluations([item]))
+    ]
+    return compare_results(read, base=base)

@@ -17,10 +17,11 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from dsft.data.training_data import notes_on_escapes
-from dsft.errors import ends_with_clear_errors
+from dsft.errors import UserError, ends_with_clear_errors
+from dsft.perplexity.compare import compare_results, comparison_rows, comparison_title
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.of_training import read_evaluation
-from dsft.perplexity.report import summary
+from dsft.perplexity.result import Evaluation
 from dsft.runtime import distributed
 from dsft.runtime.console import print_table, say, set_up_screen
 from dsft.runtime.launcher_env import map_launcher_variables
@@ -37,11 +38,40 @@ def main(argv: list[str] | None = None) -> None:
     )
     for note in notes_on_escapes(config):
         say(f"note: {note}")
+    evaluations = []
     for evaluation in evaluate(config, problems, progress=True):
+        evaluations.append(evaluation)
         if distributed.rank() == 0:
+            by = f" by {evaluation.protocol}" if evaluation.protocol else ""
             known = " (known from an earlier evaluation)" if evaluation.is_known else ""
-            print_table(f"Perplexity of {evaluation.model} on {evaluation.data}{known}", summary(evaluation))
+            print_table(f"Perplexity of {evaluation.model} on {evaluation.data}{by}{known}", evaluation.summary())
+    if config.protocol == "all" and distributed.rank() == 0:
+        show_protocols(evaluations)
+    if len(config.model) > 1 and distributed.rank() == 0:
+        show_comparisons(evaluations)
     distributed.stop_ranks()
+
+
+def show_protocols(evaluations: list[Evaluation]) -> None:
+    """Print what each protocol gives, a table for each model and data set."""
+    tables: dict[tuple[str, str], dict[str, str]] = {}
+    for evaluation in evaluations:
+        rows = tables.setdefault((evaluation.model, evaluation.data), {})
+        rows[evaluation.protocol] = evaluation.protocol_row()
+    for (model, data), rows in tables.items():
+        print_table(f"{model} on {data}, as others report it", rows)
+
+
+def show_comparisons(evaluations: list[Evaluation]) -> None:
+    """Compare every model with the first one."""
+    try:
+        comparisons = compare_results(evaluations)
+    except UserError as error:  # the results stand; only what joins them does not
+        for problem in error.problems:
+            say(f"note: not compared: {problem}")
+        return
+    for comparison in comparisons:
+        print_table(comparison_title(comparison), comparison_rows(comparison))
 
 
 if __name__ == "__main__":

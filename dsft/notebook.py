@@ -28,6 +28,7 @@ from dsft.data.training_data import check_sources
 from dsft.errors import raise_if_any
 from dsft.models.build import resolve_dtype
 from dsft.models.tokenizer import load_tokenizer
+from dsft.perplexity.compare import Comparisons, compare_results, read_evaluations
 from dsft.perplexity.documents import read_samples, read_texts
 from dsft.perplexity.loading import loaded_for_scoring
 from dsft.perplexity.of_training import shared_options
@@ -122,6 +123,12 @@ def read_results(folder: str, paths: dict[str, str], data: str) -> tuple[dict[st
         name: [row for row in rows if (row["model"], row["data"]) == (path, data)] for name, path in paths.items()
     }
     return {name: by_path[path] for name, path in paths.items()}, documents
+
+
+def compare_models(folder: str, paths: dict[str, str], data: str, *, base: str) -> Comparisons:
+    """Compare the models of `paths` (name -> path) with one of them, by its name, on `data`."""
+    results = [item for item in read_evaluations([folder]) if item.data == data and item.model in paths.values()]
+    return compare_results(results, base=paths[base])
 
 
 @contextlib.contextmanager

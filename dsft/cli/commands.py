@@ -150,6 +150,20 @@ class FolderOptions:
     """A run's output_dir, a checkpoint, or a new folder."""
 
 
+@dataclass
+class CompareOptions:
+    """Comparison: of which results, and with which."""
+
+    results: list[str]
+    """Folders that `dsft eval --output_dir` wrote, each with one model or several."""
+    _: KW_ONLY
+    base: str | None = None
+    """The model that all others are compared with, as its results name it or by the end of its path; by default the
+    first."""
+    json: bool = False
+    """One JSON object on standard output."""
+
+
 @dataclass(frozen=True)
 class Command:
     """One word behind `dsft`."""
@@ -192,6 +206,9 @@ COMMANDS = {
     ),
     "eval": Command(
         "perplexity on all GPUs of this machine", "", LaunchOptions, EvalConfig, frozenset(_EVAL.split()), _LAUNCHED
+    ),
+    "compare": Command(
+        "results of dsft eval against each other, with intervals", "dsft.cli.compare:run_compare", CompareOptions
     ),
     "launch": Command(
         "train or eval on many nodes, which are examined first",

@@ -155,6 +155,15 @@ def _check_evaluation(options: EvalConfig) -> list[str]:
             f"stride={options.stride}: must be at least 1 and less than seq_len={options.seq_len}, so that every token"
             " has context"
         )
+    if options.save_tokens and not options.output_dir:
+        problems.append("save_tokens needs output_dir: the folder to keep the tokens in")
+    if options.protocol:
+        defaults = {field.name: field.default for field in dataclasses.fields(options)}
+        problems += [
+            f"protocol={options.protocol} and {name}={getattr(options, name)} are both set; keep one"
+            for name in ("mode", "scope", "bos", "separator")
+            if getattr(options, name) != defaults[name]
+        ]
     if options.bad_rows != "error":
         problems.append(f"bad_rows={options.bad_rows}: an evaluation scores every row; fix or remove the bad ones")
     return problems

@@ -250,6 +250,11 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     """Of the training, for eval_fraction."""
     mode: str = "auto"
     """What is scored, see the README; auto is windows for text and answers for prompts with completions and chats."""
+    protocol: Literal["gptq", "llama.cpp", "lm-eval", "hf", "dsft", "all"] | None = None
+    """What a paper or tool reports, in place of mode, scope, bos and separator, see docs/perplexity.md; all gives the
+    five numbers of each model. seq_len is the tool's own where it is not given."""
+    has_seq_len: bool = field(default=True, metadata={"option": False})
+    """Whether seq_len was named; else a protocol takes its own."""
     stride: int | None = None
     """Tokens from one sliding window to the next; by default half of seq_len."""
     scope: Literal["corpus", "document"] = "corpus"
@@ -266,6 +271,11 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     batch_tokens: int | None = None
     """Tokens (padding included) per forward of one rank; by default 16384 on a GPU and 4096 on a CPU, whose caches are
     small, or one window."""
+    group_by: list[str] = field(default_factory=list)
+    """Split each result into groups: by a column of the data, source (the file), position (in the window), frequency
+    (of the token in the data), role or turn (of chats, and of prompts with completions); several may be named."""
+    save_tokens: bool = False
+    """Keep the nats of every scored token in tokens.parquet, a folder in output_dir."""
     verify: int = 0
     """So many random documents are scored once more the plain way (full logits, batch of one); the largest difference
     is reported."""

@@ -187,7 +187,8 @@ def read_options(cls: type, argv: Sequence[str], problems: list[str]) -> tuple[d
 
 
 def read_command(cls: type, argv: Sequence[str]) -> Any:
-    """The `cls` that the words of a command describe. Its fields that are not keyword-only are positional words.
+    """The `cls` that the words of a command describe. Its fields that are not keyword-only are positional words; a
+    list takes all that are left.
 
     Raises:
         UserError: with every word that cannot be used and every required one that is missing.
@@ -198,6 +199,9 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
     positional = [field.name for field in fields if not field.kw_only and field.name not in values]
     words = [word for word in left if not word.startswith("--")]
     values |= dict(zip(positional, words, strict=False))
+    if words and positional and takes_list(field_types(cls)[positional[-1]]):
+        first = len(positional) - 1
+        values[positional[-1]], positional = words[first:], [*positional[:first], *words[first:]]
     known = ["--" + field.name for field in fields]
     problems += [f"{word}: unknown option{nearest(word, known)}" for word in left if word not in words]
     if not problems:

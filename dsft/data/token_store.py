@@ -3,7 +3,7 @@
 tokens.bin    [F] uint16 or int32: all sequences (documents, where the data is text) end to end
 trained.bin   [F] bool
 ends.bin      [S] int64
-hashes.bin    [S] uint64
+hashes.bin    [S] uint64, of the tokens; of the texts where an evaluation made them
 document_bytes.bin, document_words.bin    [S] int64, of the texts; empty where only training reads the folder
 facts.json    format, counts, and what the tokens were made from
 """
@@ -50,6 +50,10 @@ class Store:
     @cached_property
     def ends(self) -> np.ndarray:
         return _mapped(self.folder / "ends.bin", "int64")
+
+    @cached_property
+    def hashes(self) -> np.ndarray:
+        return _mapped(self.folder / "hashes.bin", "uint64")
 
     @cached_property
     def document_bytes(self) -> np.ndarray:

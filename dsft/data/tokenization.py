@@ -31,7 +31,7 @@ class Tokens:
     ends: np.ndarray
     """[S] int64; what follows the last of them belongs to a document that continues in the next batch."""
     hashes: np.ndarray
-    """[S] uint64, of the ids: the same for duplicates."""
+    """[S] uint64, of the ids: the same for duplicates. In an evaluation, of the texts."""
     counts: Counter
     """rows, truncated, split, dropped_long, dropped_untrained, dropped_empty, dropped_bad."""
     first_bad: str = ""

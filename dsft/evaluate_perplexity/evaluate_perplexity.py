@@ -12,7 +12,20 @@ from pathlib import Path
 import datasets
 import evaluate
 
+from dsft.perplexity.display import frame, html_table
+
 DESCRIPTION = "exp(nats / tokens) over all scored tokens of all documents, as dsft computes it"
+
+
+class Result(dict):
+    """Holds the figures by name, as `evaluate` wants them, and shows them in a notebook."""
+
+    def to_pandas(self):
+        """Return a pandas.DataFrame of one row."""
+        return frame([dict(self)])
+
+    def _repr_html_(self):
+        return html_table("Perplexity", {name.replace("_", " "): f"{value:,.8g}" for name, value in self.items()})
 
 
 class EvaluatePerplexity(evaluate.Measurement):
@@ -47,4 +60,4 @@ class EvaluatePerplexity(evaluate.Measurement):
             result |= {"byte_perplexity": math.exp(nats / num_bytes), "bits_per_byte": nats / num_bytes / math.log(2)}
         if words:
             result["word_perplexity"] = math.exp(nats / words)
-        return result
+        return Result(result)

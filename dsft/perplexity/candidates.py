@@ -3,7 +3,6 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +16,7 @@ from dsft.models.row_rules import not_causal, sees_later_tokens
 from dsft.models.size import ModelFacts, check_positions, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.models.weights import adapter_problems, weight_problems
+from dsft.perplexity.protocols import protocol_configs
 from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation
 from dsft.planner.job import Job, attention_of
 from dsft.planner.speeds import speeds_of
@@ -27,8 +27,8 @@ from dsft.runtime.hardware import Machine
 class Candidate:
     """Holds a model to evaluate, as far as it is known without its weights."""
 
-    config: Any
-    """The EvalConfig with `model` being the one folder or hub id that is loaded."""
+    config: EvalConfig
+    """The options with `model` being the one folder or hub id that is loaded."""
     tokenizer: PreTrainedTokenizerBase | None
     facts: ModelFacts | None
     """Of the model, of its base where it is an adapter."""
@@ -48,6 +48,10 @@ class Candidate:
         )
         problems += candidate.check_weights(local=True) if facts else []
         return candidate
+
+    def configs(self) -> list[EvalConfig]:
+        """Return the options of each protocol that is asked for; the options alone where none is."""
+        return protocol_configs(self.config, self.facts.size.max_positions)
 
     def check_weights(self, *, local: bool) -> list[str]:
         """Compare the weights that lie in a folder, or those of the hub, with the config."""
@@ -72,7 +76,8 @@ def _measure(config: EvalConfig, problems: list[str]) -> ModelFacts | None:
     except UserError as error:
         problems += error.problems
         return None
-    problems += check_positions(facts, seq_len=config.seq_len, model=config.model)
+    longest = max(each.seq_len for each in protocol_configs(config, facts.size.max_positions))
+    problems += check_positions(facts, seq_len=longest, model=config.model)
     if sees_later_tokens(facts.config, trust_remote_code=config.trust_remote_code):
         problems.append(not_causal(config.model))
     return facts
@@ -101,12 +106,13 @@ def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
     Raises:
         UserError: where nothing fits.
     """
+    seq_len = max(config.seq_len for config in candidate.configs())
     job = Job(
         size=candidate.facts.size,
         model_config=candidate.facts.config,
         dtype=dtype,
-        seq_len=candidate.config.seq_len,
-        attention=attention_of(candidate.facts, seq_len=candidate.config.seq_len, padded=False),
+        seq_len=seq_len,
+        attention=attention_of(candidate.facts, seq_len=seq_len, padded=False),
     )
     speeds = speeds_of(machine, dtype=job.dtype)
     plans = all_evaluation_plans(job, machine, speeds, batch_tokens=candidate.config.batch_tokens)

@@ -7,6 +7,8 @@ Words are counted as `re.split(r"\\s+", text)`, bytes in UTF-8, as lm-evaluation
 perplexity.
 """
 
+import hashlib
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -31,6 +33,8 @@ class Documents(Preparation):
 
     max_documents: int | None = None
     """Only the first so many; no further row is read."""
+    version: int = 2
+    """Of what is stored for a document; part of the fingerprint, as all fields."""
 
     def batches(self, batches: Iterator[Batch], rules: FormatRules) -> Iterator[Batch]:
         first = 0
@@ -54,14 +58,15 @@ class Texts(Documents):
     """Each document begins with BOS, else EOS, which is context only."""
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-        texts = [text_of(sample) for sample in samples_in(batch, rules, tokenizer)]
+        samples = samples_in(batch, rules, tokenizer)
+        texts = [text_of(sample) for sample in samples]
         documents = list(self._encoded(texts, batch.first, tokenizer))
         ends = np.cumsum([len(ids) for ids in documents], dtype=np.int64)
         ids = np.concatenate([np.zeros(0, np.int32), *documents])
         trained = np.ones(len(ids), bool)
         if self.has_prefix:
             trained[[0, *ends[:-1]]] = False
-        return _with_sizes(ids, trained, ends, texts, Counter(rows=len(batch.rows)))
+        return _with_sizes(ids, trained, ends, texts, samples, Counter(rows=len(batch.rows)))
 
     def _encoded(self, texts: list[str], first: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
         """Yield the token ids of each document [T] int32.
@@ -84,11 +89,29 @@ class Texts(Documents):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JoinedTexts(Documents):
+    """Takes all texts as one document, joined by two newlines and tokenised once."""
+
+    def batches(self, batches: Iterator[Batch], rules: FormatRules) -> Iterator[Batch]:
+        whole = list(super().batches(batches, rules))
+        if whole:
+            rows = [row for batch in whole for row in batch.rows]
+            yield Batch(rows=rows, place=", ".join(dict.fromkeys(batch.place for batch in whole)))
+
+    def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+        joined = Text(text="\n\n".join(text_of(sample) for sample in samples_in(batch, rules, tokenizer)))
+        ids = np.array(next(encode(tokenizer, [joined.text])), np.int32)
+        ends, counts = np.array([len(ids)], np.int64), Counter(rows=len(batch.rows))
+        return _with_sizes(ids, np.ones(len(ids), bool), ends, [joined.text], [joined], counts)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Answers(Documents):
     """Takes prompts with completions, and chats; only what training learns of them counts."""
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-        texts = [text_of(sample) if sample else "" for sample in samples_in(batch, rules, tokenizer)]
+        samples = samples_in(batch, rules, tokenizer)
+        texts = [text_of(sample) if sample else "" for sample in samples]
         try:
             tokens = tokenise(batch, rules, tokenizer)
         except UserError as error:
@@ -99,19 +122,34 @@ class Answers(Documents):
                 texts[index] = ""
             elif len(ids) == rules.seq_len or rules.train_on in ("all", "last"):
                 texts[index] = tokenizer.decode(ids[trained], skip_special_tokens=True)
-        return _with_sizes(tokens.ids, tokens.trained, tokens.ends, texts, tokens.counts)
+        return _with_sizes(tokens.ids, tokens.trained, tokens.ends, texts, samples, tokens.counts)
 
 
-def _with_sizes(ids: np.ndarray, trained: np.ndarray, ends: np.ndarray, texts: list[str], counts: Counter) -> Tokens:
+def _with_sizes(
+    ids: np.ndarray,
+    trained: np.ndarray,
+    ends: np.ndarray,
+    texts: list[str],
+    samples: list[Text | Pair | Chat | None],
+    counts: Counter,
+) -> Tokens:
+    """Add what is known of the texts: their hashes, and the sizes of the scored ones."""
     return Tokens(
         ids=ids,
         trained=trained,
         ends=ends,
-        hashes=np.zeros(0, np.uint64),  # evaluation does not look for duplicates
+        hashes=np.array([text_hash(sample) for sample in samples], np.uint64),
         counts=counts,
         document_bytes=np.array([len(text.encode()) for text in texts], np.int64),
         document_words=np.array([words_in(text) for text in texts], np.int64),
     )
+
+
+def text_hash(sample: Text | Pair | Chat | None) -> int:
+    """Hash the texts of a sample, whatever tokenizer and template they will meet."""
+    fields = [type(sample).__name__, vars(sample) if sample else {}]
+    content = json.dumps(fields, sort_keys=True, default=str).encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
 
 def words_in(text: str) -> int:

@@ -23,14 +23,18 @@ from dsft.data.sources import FormattedSource
 from dsft.errors import raise_if_any
 from dsft.models.build import resolve_dtype
 from dsft.models.size import check_sharding
+from dsft.perplexity.breakdown import Breakdown, build_breakdown
 from dsft.perplexity.candidates import Candidate, choose_zero, read_data
 from dsft.perplexity.identity import fingerprint, model_identity
 from dsft.perplexity.loading import loaded_for_scoring
+from dsft.perplexity.modes import build_windows, check_mode
+from dsft.perplexity.recording import Recorder
 from dsft.perplexity.report import Results
 from dsft.perplexity.result import Evaluation
 from dsft.perplexity.resume import ResumeLog
-from dsft.perplexity.scoring import Perplexity, evaluate_windows
-from dsft.perplexity.windows import Windows, build_windows, check_mode
+from dsft.perplexity.scoring import evaluate_windows
+from dsft.perplexity.sums import Perplexity
+from dsft.perplexity.windows import Windows
 from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS
 from dsft.runtime import distributed
 from dsft.runtime.agreement import SAME_FILES, require_agreement, require_same_start
@@ -41,8 +45,13 @@ from dsft.runtime.versions import versions
 from dsft.units import padded_width
 from dsft.watchdog import client as watchdog
 
-OPTIONS = ("seq_len", "stride", "scope", "bos", "separator", "max_documents", "attn_implementation", "too_long")
-"""That change a result, beside mode, dtype and batch_tokens."""
+OPTIONS = (
+    *("protocol", "seq_len", "stride", "scope", "bos", "separator", "max_documents", "attn_implementation", "too_long"),
+    *("group_by", "save_tokens"),
+)
+"""That change a result or what is kept of it, beside mode, dtype and batch_tokens."""
+TOKENS = "tokens.parquet"
+"""Folder in output_dir."""
 
 
 def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress: bool = False) -> Iterator[Evaluation]:
@@ -102,21 +111,11 @@ def _evaluate_candidate(
 ) -> Iterator[Evaluation]:
     config = candidate.config
     dtype = resolve_dtype(config.dtype)
-    identity = model_identity(config.model, revision=config.revision, seed=config.seed)
-    prepared = {
-        source: build_windows(data, config, candidate.tokenizer, show_progress=progress)
-        for source, data in data_sets.items()
-    }
-    distributed.wait_long("prepared")  # nodes with caches of their own take their own time
-    jobs = []
-    for source, windows in prepared.items():
-        options = _options(config, windows, dtype)
-        jobs.append(_Job(source, windows, options, identity["content"], fingerprint(identity, windows, options)))
-    facts = {f"tokens of {job.source}": job.fingerprint for job in jobs} | {
-        f"files of {config.model}": identity["content"]
-    }
+    jobs = _jobs(candidate, data_sets, dtype, progress=progress)
+    facts = {f"tokens of {job.name}": job.fingerprint for job in jobs}
+    facts |= {f"files of {job.config.model}": job.model_hash for job in jobs}
     require_agreement({SAME_FILES: facts | {f"content of {config.zero}": read_zero_file(config.zero, [])}})
-    known = {job.source: results and results.known(job.fingerprint, verified=bool(config.verify)) for job in jobs}
+    known = {job.name: results and results.known(job.fingerprint, verified=bool(config.verify)) for job in jobs}
     if all(known.values()):
         zero, loading = "", contextlib.nullcontext()
     else:
@@ -125,7 +124,7 @@ def _evaluate_candidate(
         loading = loaded_for_scoring(config, zero, dtype)
     with loading as model:
         for job in jobs:
-            evaluation = known[job.source]
+            evaluation = known[job.name]
             log = None
             if evaluation is None:
                 log = ResumeLog(Path(config.output_dir), job.fingerprint) if config.output_dir else None
@@ -139,16 +138,43 @@ def _evaluate_candidate(
 
 @dataclass(frozen=True)
 class _Job:
-    """Holds one data set for one model."""
+    """Holds one data set for one model, by one protocol."""
 
     source: str
+    config: EvalConfig
     windows: Windows
+    breakdown: Breakdown | None
     options: dict[str, Any]
     model_hash: str
+    hashes: dict[str, str]
     fingerprint: str
 
+    @property
+    def name(self) -> str:
+        protocol = self.options["protocol"]
+        return f"{self.source} by {protocol}" if protocol else self.source
 
-def _options(config: Any, windows: Windows, dtype: str) -> dict[str, Any]:
+
+def _jobs(candidate: Candidate, data_sets: dict[str, FormattedSource], dtype: str, *, progress: bool) -> list[_Job]:
+    """Prepare every data set, in every protocol. Collective."""
+    prepared = [
+        (source, config, build_windows(data, config, candidate.tokenizer, show_progress=progress))
+        for source, data in data_sets.items()
+        for config in candidate.configs()
+    ]
+    distributed.wait_long("prepared")  # nodes with caches of their own take their own time
+    name = candidate.config
+    identity = model_identity(name.model, revision=name.revision, seed=name.seed)
+    jobs = []
+    for source, config, windows in prepared:
+        options, hashes = _options(config, windows, dtype), windows.hashes()
+        breakdown = build_breakdown(data_sets[source], config, candidate.tokenizer, windows)
+        print_of_job = fingerprint(identity, hashes, options)
+        jobs.append(_Job(source, config, windows, breakdown, options, identity["content"], hashes, print_of_job))
+    return jobs
+
+
+def _options(config: EvalConfig, windows: Windows, dtype: str) -> dict[str, Any]:
     """Return the options that change a result."""
     batch_tokens = config.batch_tokens or max(padded_width(config.seq_len), DEFAULT_BATCH_TOKENS[has_gpu()])
     options = {name: getattr(config, name) for name in OPTIONS}
@@ -165,7 +191,9 @@ def _evaluate_job(
     *,
     progress: bool,
 ) -> Evaluation:
-    config = candidate.config
+    config = job.config
+    tokens = Path(config.output_dir) / TOKENS / job.fingerprint[:16] if config.save_tokens else None
+    recorder = Recorder(job.windows, log=log, breakdown=job.breakdown, tokens=tokens)
     with watchdog.phase("evaluating"):
         start = time.perf_counter()
         result = evaluate_windows(
@@ -175,7 +203,7 @@ def _evaluate_job(
             batch_tokens=job.options["batch_tokens"],
             device=distributed.device(),
             collective_forward=zero != "0",
-            log=log,
+            recorder=recorder,
             progress=progress and distributed.rank() == 0,
         )
         seconds = time.perf_counter() - start
@@ -184,14 +212,18 @@ def _evaluate_job(
         perplexity=result,
         model=config.model,
         data=job.source,
+        protocol=job.options["protocol"],
         mode=job.windows.mode,
         options=job.options,
         zero=zero,
         ranks=distributed.world_size(),
         machine=str(machine),
+        groups=job.breakdown.report() if job.breakdown else {},
+        tokens_folder=str(tokens) if tokens else None,
         truncated_documents=job.windows.truncated_documents,
         seconds=seconds,
         model_hash=job.model_hash,
+        hashes=job.hashes,
         fingerprint=job.fingerprint,
         versions=versions(),
         verified_difference=difference,

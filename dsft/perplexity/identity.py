@@ -15,13 +15,12 @@ from huggingface_hub import try_to_load_from_cache
 
 from dsft.models.build import adapter_base, described_in, is_bare_config
 from dsft.models.model_folder import has_only_shards, is_step_folder
-from dsft.perplexity.windows import Windows
 from dsft.runtime import distributed
 from dsft.runtime.hardware import has_gpu
 from dsft.runtime.versions import versions
 
-SCORING = 2
-"""A change of code that changes nats raises it."""
+SCORING = 3
+"""A change of code that changes nats, or what is kept of a result, raises it."""
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")
 """Whose versions can change nats."""
 READ_ENDINGS = (".safetensors", ".bin", ".pt", ".json", ".py")
@@ -32,19 +31,18 @@ EDGE_BYTES, BLOCK_BYTES, BLOCKS = 1 << 20, 1 << 14, 64
 """Read of each file: both ends, the whole header, and blocks that are evenly spread."""
 
 
-def fingerprint(model: dict[str, str], windows: Windows, options: dict[str, Any]) -> str:
+def fingerprint(model: dict[str, str], windows: dict[str, str], options: dict[str, Any]) -> str:
     """Hash everything that a result depends on, over all ranks: nodes may hold copies of their own. Collective.
 
     Args:
         model: its `model_identity`.
+        windows: their `hashes()`.
     """
     device = torch.cuda.get_device_name() if has_gpu() else f"cpu {torch.backends.cpu.get_cpu_capability()}"
     libraries = {name: version for name, version in versions().items() if name in LIBRARIES}
     everywhere = sorted(set(distributed.from_all([json.dumps([model, device, libraries])])))
-    digest = hashlib.sha256(json.dumps([SCORING, everywhere, options], sort_keys=True, default=str).encode())
-    for array in windows.content():
-        digest.update(array)
-    return digest.hexdigest()
+    content = json.dumps([SCORING, everywhere, options, windows], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def model_identity(model: str, *, revision: str | None, seed: int) -> dict[str, str]:

@@ -7,6 +7,7 @@ What the user says beside it wins.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,11 @@ def read_evaluation(argv: Sequence[str], problems: list[str]) -> EvalConfig:
 
 def evaluation_config(values: Mapping[str, Any], problems: list[str]) -> EvalConfig:
     """Make the options of an evaluation from those that are given, with those of `run` below them."""
+    config = _evaluation_config(values, problems)
+    return replace(config, has_seq_len="seq_len" in values)
+
+
+def _evaluation_config(values: Mapping[str, Any], problems: list[str]) -> EvalConfig:
     run = values.get("run")
     if isinstance(run, str):
         try:

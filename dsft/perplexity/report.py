@@ -1,6 +1,6 @@
-"""Keeps the results of evaluations in a folder, and writes the rows of a table for the screen.
+"""Keeps the results of evaluations in a folder.
 
-perplexity.json       a report for each model and data set; a new result replaces the one of the same two names
+perplexity.json       a report for each model, data set and protocol; a new result replaces the one of these names
 documents.parquet     a row for each document of these
 """
 
@@ -17,7 +17,9 @@ from dsft.errors import UserError
 from dsft.perplexity.result import DOCUMENT_COLUMNS, Evaluation
 from dsft.runtime import distributed
 from dsft.runtime.disk import write_json
-from dsft.units import GiB
+
+Key = tuple[str, str, str]
+"""Model, data, protocol; the last is empty without one."""
 
 
 class Results:
@@ -32,9 +34,9 @@ class Results:
             UserError: where a file that is there cannot be read.
         """
         self.folder = folder
-        self.reports: dict[tuple[str, str], dict[str, Any]] = {}
-        """(model, data) -> report. On rank 0."""
-        self.documents: dict[tuple[str, str], pyarrow.Table] = {}
+        self.reports: dict[Key, dict[str, Any]] = {}
+        """On rank 0."""
+        self.documents: dict[Key, pyarrow.Table] = {}
         distributed.on_rank_0(self._read)
 
     def known(self, fingerprint: str, *, verified: bool) -> Evaluation | None:
@@ -53,15 +55,24 @@ class Results:
         for key, report in self.reports.items():
             if report.get("fingerprint") != fingerprint or (verified and report["verified_difference"] is None):
                 continue
-            columns = {name: self.documents[key][name].to_numpy() for name in DOCUMENT_COLUMNS}
-            nats = math.fsum(columns["nats"])
             # The two files are written one after the other; a kill between them leaves other documents.
-            if len(columns["nats"]) == report["documents"] and math.isclose(nats, report["nats"], rel_tol=1e-12):
-                return Evaluation.known(report, columns)
+            if self.is_whole(key):
+                return self.evaluation(key)
         return None
 
+    def is_whole(self, key: Key) -> bool:
+        """Tell whether the documents of a result are those that its report counts. On rank 0."""
+        report, nats = self.reports[key], self.documents[key]["nats"].to_numpy()
+        return len(nats) == report["documents"] and math.isclose(math.fsum(nats), report["nats"], rel_tol=1e-12)
+
+    def evaluation(self, key: Key) -> Evaluation:
+        """Make the evaluation again whose report and documents are those of `key`. On rank 0."""
+        return Evaluation.known(
+            self.reports[key], {name: self.documents[key][name].to_numpy() for name in DOCUMENT_COLUMNS}
+        )
+
     def _add(self, evaluation: Evaluation) -> None:
-        key = evaluation.model, evaluation.data
+        key = evaluation.key
         self.reports.pop(key, None)
         self.documents.pop(key, None)
         self.reports[key] = evaluation.report()
@@ -79,7 +90,11 @@ class Results:
         try:
             reports = json.loads(path.read_text(encoding="utf-8"))["results"]
             table = pyarrow.parquet.read_table(self.folder / "documents.parquet")
-            self.reports = {(report["model"], report["data"]): report for report in reports}
+            if "protocol" not in table.column_names:  # of an earlier dsft
+                table = table.add_column(2, "protocol", pyarrow.array([""] * len(table), pyarrow.string()))
+            self.reports = {
+                (report["model"], report["data"], report.get("protocol") or ""): report for report in reports
+            }
             self.documents = {key: _rows_of(table, *key) for key in self.reports}
         except (OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
             raise UserError(
@@ -90,33 +105,7 @@ class Results:
             ) from None
 
 
-def _rows_of(table: pyarrow.Table, model: str, data: str) -> pyarrow.Table:
-    is_model = pyarrow.compute.equal(table["model"], model)
-    rows = table.filter(pyarrow.compute.and_(is_model, pyarrow.compute.equal(table["data"], data)))
-    return rows.replace_schema_metadata(None)
-
-
-def summary(evaluation: Evaluation) -> dict[str, str]:
-    """Return the rows of a table about one result."""
-    report = evaluation.report()
-    rows = {
-        "perplexity": f"{report['perplexity']:.4f}",
-        "scored": f"{report['tokens']:,} tokens of {report['documents']:,} documents ({report['mode']})",
-        "nats per token": f"{report['nats_per_token']:.6f}",
-    }
-    if report["bytes"]:
-        rows["per text"] = (
-            f"word perplexity {report['word_perplexity']:,.4f}, byte perplexity {report['byte_perplexity']:.4f},"
-            f" {report['bits_per_byte']:.4f} bits per byte"
-        )
-    left_out = {"without a token to score": report["unscored_documents"], "truncated": report["truncated_documents"]}
-    if any(left_out.values()):
-        rows["documents"] = ", ".join(f"{number:,} {reason}" for reason, number in left_out.items() if number)
-    if report["verified_difference"] is not None:
-        rows["verified"] = f"largest relative difference to the plain way {report['verified_difference']:.1e}"
-    peaks = report["peak_memory_bytes"]
-    return rows | {
-        "computed as": f"{report['options']['dtype']}, ZeRO {report['zero']}, {report['ranks']} ranks",
-        "speed": f"{report['tokens_per_second']:,.0f} tokens/s, {report['seconds']:.1f} s",
-        "peak memory per rank": ", ".join(f"{name} {value / GiB:.2f} GiB" for name, value in peaks.items()),
-    }
+def _rows_of(table: pyarrow.Table, *key: str) -> pyarrow.Table:
+    for name, value in zip(("model", "data", "protocol"), key, strict=True):
+        table = table.filter(pyarrow.compute.equal(table[name], value))
+    return table.replace_schema_metadata(None)

@@ -22,16 +22,19 @@ class ResumeLog:
         self.folder = folder / "partial" / key[:32]
         self.folder.mkdir(parents=True, exist_ok=True)
         # Nodes may not share the folder, so what is known is the union over all ranks, before anyone appends.
-        self._known = dict(distributed.from_all(list(self._lines())))
+        self._known = {batch: line for batch, *line in distributed.from_all(list(self._lines()))}
         self._file = (self.folder / f"rank-{distributed.rank()}.jsonl").open("a", encoding="utf-8")
 
-    def known(self) -> dict[int, list[float]]:
-        """Return index of a batch -> nats of its pieces, the same on every rank."""
+    def known(self) -> dict[int, list]:
+        """Return index of a batch -> what else its line holds, the same on every rank: the nats of its pieces first."""
         return self._known
 
-    def record(self, batch: int, nats: list[float]) -> None:
-        """Append a batch. Python's repr of a float, as JSON has it, gives the same bits back."""
-        self._file.write(f"\n{json.dumps([batch, nats])}")
+    def record(self, line: list) -> None:
+        """Append the line of a batch: its index, the nats of its pieces, and what `recording.py` adds to these.
+
+        Python's repr of a float, as JSON has it, gives the same bits back.
+        """
+        self._file.write(f"\n{json.dumps(line)}")
         self._file.flush()
 
     def remove(self) -> None:
@@ -40,11 +43,10 @@ class ResumeLog:
         distributed.wait_for_all()
         shutil.rmtree(self.folder, ignore_errors=True)  # on every rank, since nodes may not share the folder
 
-    def _lines(self) -> Iterator[tuple[int, list[float]]]:
+    def _lines(self) -> Iterator[list]:
         for path in sorted(self.folder.glob("rank-*.jsonl")):
             for line in path.read_text(encoding="utf-8").splitlines():
                 try:
-                    batch, nats = json.loads(line)
+                    yield json.loads(line)
                 except ValueError:
                     continue  # the line that was being written when the rank was killed
-                yield batch, nats

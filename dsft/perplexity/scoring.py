@@ -7,17 +7,14 @@ window) over all scored tokens, log-softmax in fp32 whatever the model's dtype, 
 
     windows --form_batches--> batches --_score_batches, one rank each--> nats of pieces --sum over ranks, fsum--> result
 
-A piece is what one window scores of one document.
+A piece is what one window scores of one document (`sums.py`). Nats of a token are rounded to a multiple of 2^-28, so
+that float64 sums of them are exact in any order and grouping, up to 33 million nats.
 
 Shape suffixes: B batch, T time, H hidden, V vocabulary, W one tile of it, N scored tokens of a batch.
 """
 
-import math
-from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -27,78 +24,16 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dsft.data.sequences import IGNORED
-from dsft.errors import TrainingStopped
 from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead
 from dsft.models.row_rules import RowRules, row_rules
-from dsft.perplexity.resume import ResumeLog
+from dsft.perplexity.recording import Recorder
+from dsft.perplexity.sums import Perplexity, add_up, pieces_of
 from dsft.perplexity.windows import Windows
 from dsft.runtime.distributed import sum_over_ranks
 from dsft.watchdog import client as watchdog
 
-
-@dataclass(frozen=True, kw_only=True)
-class Perplexity:
-    """Holds the result of one evaluation, over all ranks."""
-
-    nats: float
-    """Sum of negative log-likelihoods of the scored tokens."""
-    tokens: int
-    """Number of scored tokens."""
-    document_nats: np.ndarray
-    """[D] float64."""
-    document_tokens: np.ndarray
-    """[D] int64: scored tokens of each document."""
-    document_bytes: np.ndarray
-    """[D] int64: UTF-8 bytes of each document; 0 where there is no text (token sequences)."""
-    document_words: np.ndarray
-    """[D] int64."""
-    fed_tokens: int
-    """Tokens fed to the model now, over all ranks; less than all windows hold where a part was known already."""
-    rows_alone: bool = False
-    """Whether each window was a batch of its own, since rows change each other's logits in this architecture."""
-
-    @property
-    def documents(self) -> int:
-        return len(self.document_nats)
-
-    @property
-    def bytes(self) -> int:
-        return int(self.document_bytes.sum())
-
-    @property
-    def words(self) -> int:
-        return int(self.document_words.sum())
-
-    @property
-    def unscored_documents(self) -> int:
-        """Count documents without a token to score: of one token, for example."""
-        return int((self.document_tokens == 0).sum())
-
-    @property
-    def loss(self) -> float:
-        """Return the mean of nats per token."""
-        return self.nats / self.tokens
-
-    @property
-    def perplexity(self) -> float:
-        return exp(self.loss)
-
-    @property
-    def word_perplexity(self) -> float:
-        return exp(self.nats / self.words) if self.words else math.nan
-
-    @property
-    def byte_perplexity(self) -> float:
-        return exp(self.nats / self.bytes) if self.bytes else math.nan
-
-    @property
-    def bits_per_byte(self) -> float:
-        return self.nats / self.bytes / math.log(2) if self.bytes else math.nan
-
-
-def exp(value: float) -> float:
-    """Return math.exp, infinite where float64 ends (exp(709.8))."""
-    return math.exp(value) if value < 709 else math.inf
+STEPS = 2.0**28
+"""Of a nat. fp32 logits above 1/32 have no finer ones."""
 
 
 def form_batches(lengths: np.ndarray, batch_tokens: int, rules: RowRules) -> list[list[int]]:
@@ -123,7 +58,7 @@ def evaluate_windows(
     batch_tokens: int,
     device: torch.device,
     collective_forward: bool,
-    log: ResumeLog | None = None,
+    recorder: Recorder | None = None,
     progress: bool = False,
 ) -> Perplexity:
     """Compute the perplexity of `model` on `windows`. Collective: every rank must call it.
@@ -131,7 +66,7 @@ def evaluate_windows(
     Args:
         batch_tokens: tokens of one forward, padding included; a longer window is a batch of its own.
         collective_forward: the model is sharded (ZeRO-3), so ranks without work must take part in every forward.
-        log: knows what an interrupted evaluation scored, and records what is scored now.
+        recorder: knows what an interrupted evaluation scored, and takes what is scored now.
 
     Raises:
         TrainingStopped: where a document's loss is NaN or infinite, naming the first such document.
@@ -140,36 +75,26 @@ def evaluate_windows(
     rules = row_rules(model.eval())
     lengths = windows.lengths
     batches = form_batches(lengths, batch_tokens, rules)
-    documents, counts, ends = _pieces(windows, batches)
-    places = [slice(start, end) for start, end in pairwise(ends)]
-    known = log.known() if log else {}
+    pieces = pieces_of(windows, batches)
+    places, counts = pieces.places(), pieces.tokens
+    known = recorder.known() if recorder else {}
     left = {index: batch for index, batch in enumerate(batches) if index not in known}
     # Every piece is filled in on one rank and 0 on all others, so summing over ranks adds only zeros: no rounding.
-    nats = torch.zeros(ends[-1], dtype=torch.float64)
+    nats = torch.zeros(pieces.ends[-1], dtype=torch.float64)
     how = {"pad_token_id": pad_token_id, "device": device, "progress": progress}
     for index, token_nats in _score_batches(model, windows, left, rules, collective_forward=collective_forward, **how):
         batch_nats = [part.sum().item() for part in token_nats.split(counts[places[index]].tolist())]
         nats[places[index]] = torch.tensor(batch_nats, dtype=torch.float64)
-        if log:
-            log.record(index, batch_nats)
+        if recorder:
+            recorder.record(index, batches[index], token_nats, batch_nats)
+    if recorder:
+        recorder.flush()
     model.train(was_training)
     nats = sum_over_ranks(nats)
     for index, batch_nats in known.items():
         nats[places[index]] = torch.tensor(batch_nats, dtype=torch.float64)
     fed_tokens = sum(int(lengths[batch].sum()) for batch in left.values())
-    return _add_up(windows, nats.numpy(), documents, counts, fed_tokens=fed_tokens, rows_alone=rules.alone)
-
-
-def _pieces(windows: Windows, batches: list[list[int]]) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Return (document [P], scored tokens [P], where the pieces of each batch begin, and their number last)."""
-    documents, counts, ends = array("q"), array("q"), [0]
-    for batch in batches:
-        for window in batch:
-            of_window, tokens = windows.pieces(window)
-            documents.extend(of_window.tolist())
-            counts.extend(tokens.tolist())
-        ends.append(len(documents))
-    return np.array(documents, dtype=np.int64), np.array(counts, dtype=np.int64), ends
+    return add_up(windows, pieces, nats.numpy(), fed_tokens=fed_tokens, rows_alone=rules.alone)
 
 
 def _score_batches(
@@ -255,7 +180,12 @@ def score(head: ChunkedHead | nn.Module, batch: dict[str, torch.Tensor]) -> torc
             negative_log_likelihood([rows], wanted)
             for rows, wanted in zip(logits_NV.split(rows_at_once), targets_N.split(rows_at_once), strict=True)
         ]
-    return torch.cat(nats).double().cpu() if nats else torch.zeros(0, dtype=torch.float64)
+    return in_exact_steps(torch.cat(nats)) if nats else torch.zeros(0, dtype=torch.float64)
+
+
+def in_exact_steps(values: torch.Tensor) -> torch.Tensor:
+    """Round to multiples of 2^-28, in float64 on the CPU: sums of them are exact, whatever is summed with what."""
+    return values.double().cpu().mul_(STEPS).round_().div_(STEPS)
 
 
 def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_N: torch.Tensor) -> torch.Tensor:
@@ -304,35 +234,3 @@ def token_nats(
             pieces[-1] = (pieces[-1][0], (pieces[-1][1] or 0.0) + value)
         shown = max(shown, end)
     return pieces
-
-
-def _add_up(
-    windows: Windows,
-    nats: np.ndarray,
-    documents: np.ndarray,
-    counts: np.ndarray,
-    *,
-    fed_tokens: int,
-    rows_alone: bool,
-) -> Perplexity:
-    """Add pieces up to documents and to the total, exactly rounded (math.fsum), so in no order in particular."""
-    tokens = np.zeros(len(windows.document_ends), dtype=np.int64)
-    np.add.at(tokens, documents, counts)
-    bad = documents[~np.isfinite(nats)]
-    if len(bad):
-        raise TrainingStopped(
-            f"the loss of document {bad.min() + 1} of {len(tokens)} is NaN or infinite: the model's weights are broken,"
-            " or its numbers overflow in this dtype"
-        )
-    by_document = nats[np.argsort(documents, kind="stable")]
-    bounds = np.cumsum([0, *np.bincount(documents, minlength=len(tokens))]).tolist()
-    return Perplexity(
-        nats=math.fsum(nats),
-        tokens=int(tokens.sum()),
-        document_nats=np.array([math.fsum(by_document[start:end]) for start, end in pairwise(bounds)]),
-        document_tokens=tokens,
-        document_bytes=windows.document_bytes,
-        document_words=windows.document_words,
-        fed_tokens=fed_tokens,
-        rows_alone=rows_alone,
-    )

@@ -27,6 +27,8 @@ LOGGED = {
     "num_input_tokens_seen": "tokens",
     "eval_loss": "eval_loss",
     "eval_perplexity": "eval_perplexity",
+    "eval_perplexity_low": "from",
+    "eval_perplexity_high": "to",
     "eval_tokens": "eval_tokens",
     "peak_gpu_gib": "peak_gpu_gib",
     "peak_host_gib": "peak_host_gib",

@@ -22,6 +22,7 @@ from dsft.data.sequences import Sequences
 from dsft.data.streaming import Stream
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
+from dsft.perplexity.intervals import result_intervals
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.planner.plan import Plan
@@ -106,9 +107,12 @@ class PerplexityTrainer(SavingTrainer):
                 batch_tokens=self.args.per_device_eval_batch_size * padded_width(windows.lengths.max()),
                 progress=self.is_world_process_zero() and not self.args.disable_tqdm,
             )
+        low, high = result_intervals(result).perplexity
         metrics = {
             f"{metric_key_prefix}_loss": result.loss,
             f"{metric_key_prefix}_perplexity": result.perplexity,
+            f"{metric_key_prefix}_perplexity_low": low,
+            f"{metric_key_prefix}_perplexity_high": high,
             f"{metric_key_prefix}_tokens": result.tokens,
             f"{metric_key_prefix}_runtime": time.perf_counter() - start,
         }
@@ -182,7 +186,7 @@ class PerplexityTrainer(SavingTrainer):
             for name in ("peak_gpu_gib", "peak_host_gib")
             if any(name in entry for entry in log)
         }
-        evaluated = ("eval_loss", "eval_perplexity", "eval_tokens")
+        evaluated = ("eval_loss", "eval_perplexity", "eval_perplexity_low", "eval_perplexity_high", "eval_tokens")
         return {
             "steps": self.state.global_step,
             "tokens_seen": self.state.num_input_tokens_seen,

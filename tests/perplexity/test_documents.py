@@ -23,7 +23,7 @@ from dsft.data.training_data import check_sources
 from dsft.errors import UserError
 from dsft.perplexity.documents import Answers, Texts, words_in
 from dsft.perplexity.evaluation import evaluate
-from dsft.perplexity.windows import build_windows
+from dsft.perplexity.modes import build_windows
 
 
 @pytest.fixture(scope="module")

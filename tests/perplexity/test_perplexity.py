@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, read_json
+from conftest import ROOT, grid, read_json
 from datasets import load_dataset
 from ranks import on_ranks, run_entry
 from tiny import ARCHITECTURES, GATED, sentences, write_jsonl, write_texts
@@ -29,10 +29,12 @@ from dsft.perplexity import scoring
 from dsft.perplexity.documents import words_in
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.identity import fingerprint, model_identity
+from dsft.perplexity.modes import build_windows
 from dsft.perplexity.of_training import read_evaluation
+from dsft.perplexity.recording import Recorder
 from dsft.perplexity.resume import ResumeLog
 from dsft.perplexity.scoring import evaluate_windows, form_batches
-from dsft.perplexity.windows import build_windows, rolling_spans, sliding_spans, windows_of_sequences
+from dsft.perplexity.windows import rolling_spans, sliding_spans, windows_of_sequences
 from dsft.units import padded_width
 
 MODES = [
@@ -75,6 +77,13 @@ def plain_nats(model, windows) -> tuple[float, int]:
     return nats, tokens
 
 
+def scored(options: dict):
+    """The perplexity of the model in memory, without what stands around it in an evaluation."""
+    model = AutoModelForCausalLM.from_pretrained(options["model"][0])
+    how = {"pad_token_id": 0, "batch_tokens": options["batch_tokens"], "device": torch.device("cpu")}
+    return evaluate_windows(model, windows_for(options), **how, collective_forward=False)
+
+
 def _sums(many_options: list[dict]) -> list[tuple[float, int]]:
     results = [next(evaluate(EvalConfig(**options))).perplexity for options in many_options]
     return [(result.nats, result.tokens, result.document_nats.tolist()) for result in results]
@@ -114,6 +123,7 @@ def test_rolling_windows_are_those_of_lm_evaluation_harness():
         assert spans == [(list(context), list(predicted)) for context, predicted in expected]
 
 
+@pytest.mark.exhaustive
 def test_rolling_agrees_with_lm_evaluation_harness(tiny):
     lm_eval_models = pytest.importorskip("lm_eval.models.huggingface")
     from lm_eval.api.instance import Instance
@@ -142,8 +152,7 @@ def test_rolling_agrees_with_lm_evaluation_harness(tiny):
 def test_perplexity_is_the_definition(tiny, mode):
     options = mode_options(tiny, mode)
     nats, tokens = plain_nats(AutoModelForCausalLM.from_pretrained(tiny / "model"), windows_for(options))
-    evaluation = evaluate_perplexity(**options, verify=3, progress=False)
-    result = evaluation.perplexity
+    result = scored(options)
     assert result.tokens == tokens > 0
     assert result.nats == pytest.approx(nats, rel=1e-6)
     assert result.perplexity == math.exp(result.nats / result.tokens)
@@ -152,6 +161,13 @@ def test_perplexity_is_the_definition(tiny, mode):
         math.fsum(result.document_nats) == pytest.approx(result.nats, rel=1e-12)
         and result.document_tokens.sum() == tokens
     )
+
+
+@pytest.mark.parametrize("mode", grid(MODES, [MODES[-1]]))
+def test_an_evaluation_gives_the_definition_and_verifies_it(tiny, mode):
+    options = mode_options(tiny, mode)
+    evaluation = evaluate_perplexity(**options, verify=3, progress=False)
+    assert evaluation.perplexity.nats == pytest.approx(scored(options).nats, rel=1e-12)
     assert evaluation.verified_difference < 1e-5
 
 
@@ -159,26 +175,37 @@ def test_every_text_token_is_scored_once_and_counts_match_the_text(tiny):
     texts = [row["text"] for row in map(json.loads, (tiny / "held_out.jsonl").open())]
     tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
     lengths = [len(ids) for ids in tokenizer(texts)["input_ids"]]
-    rolling = evaluate_perplexity(**mode_options(tiny, {"mode": "rolling"}), progress=False).perplexity
+    rolling = scored(mode_options(tiny, {"mode": "rolling"}))
     assert rolling.document_tokens.tolist() == lengths
-    sliding = evaluate_perplexity(
-        **mode_options(tiny, {"mode": "sliding", "separator": "none"}), progress=False
-    ).perplexity
+    sliding = scored(mode_options(tiny, {"mode": "sliding", "separator": "none"}))
     assert sliding.tokens == sum(lengths) - 1
     assert rolling.bytes == sum(len(text.encode()) for text in texts) and rolling.words == sum(
         len(text.split(" ")) for text in texts
     )
 
 
-@pytest.mark.parametrize("worlds", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.exhaustive)], ids=["3", "1,2,4"])
-def test_ppl_has_the_same_bits_on_1_2_3_and_4_ranks_replicated_and_sharded(tiny, tmp_path, worlds):
-    """For every mode, and for fewer batches than ranks."""
+def _cases_on_ranks(tiny, tmp_path) -> list[dict]:
+    """Every mode, a protocol that weighs windows, and fewer batches than ranks."""
     few = {"mode": "windows", "data": [str(write_texts(tmp_path / "few.jsonl", 1))]}
-    cases = [mode_options(tiny, mode) for mode in [*MODES, few]]
+    return [mode_options(tiny, mode) for mode in [*MODES, {"mode": "auto", "protocol": "hf"}, few]]
+
+
+def test_ppl_has_the_same_bits_on_1_and_3_ranks(tiny, tmp_path):
+    """Every second case sharded, and the last, of fewer batches than ranks, both ways."""
+    cases = _cases_on_ranks(tiny, tmp_path)
+    expected = on_ranks(1, _sums, [case | {"zero": "0"} for case in cases])[0]
+    assert len({nats for nats, _, _ in expected}) == len(cases)
+    mixed = [case | {"zero": "03"[index % 2]} for index, case in enumerate([*cases, cases[-1]])]
+    for sums in on_ranks(3, _sums, mixed):
+        assert sums == [*expected, expected[-1]]
+
+
+@pytest.mark.exhaustive
+def test_ppl_has_the_same_bits_on_1_2_3_and_4_ranks_replicated_and_sharded(tiny, tmp_path):
+    cases = _cases_on_ranks(tiny, tmp_path)
     replicated, sharded = ([case | {"zero": zero} for case in cases] for zero in ("0", "3"))
     expected = on_ranks(1, _sums, replicated)[0]
-    assert len({nats for nats, _, _ in expected}) == len(cases)
-    for world in worlds:
+    for world in (1, 2, 3, 4):
         for sums in on_ranks(world, _sums, replicated + sharded):
             assert sums == expected + expected, world
 
@@ -203,10 +230,8 @@ def test_an_interrupted_evaluation_resumes_with_the_same_bits(tiny, tmp_path):
     windows, model = windows_for(options), AutoModelForCausalLM.from_pretrained(tiny / "model")
 
     def score(log: ResumeLog | None = None):
-        device = torch.device("cpu")
-        return evaluate_windows(
-            model, windows, pad_token_id=0, batch_tokens=200, device=device, collective_forward=False, log=log
-        )
+        how = {"pad_token_id": 0, "batch_tokens": 200, "device": torch.device("cpu"), "collective_forward": False}
+        return evaluate_windows(model, windows, **how, recorder=Recorder(windows, log=log))
 
     expected = score()
     assert score(log := ResumeLog(tmp_path, "a" * 64)).nats == expected.nats and len(log.known()) == 0
@@ -229,7 +254,8 @@ def test_what_changes_a_result_changes_the_fingerprint(tiny, tmp_path):
     model = shutil.copytree(tiny / "model", tmp_path / "model")
 
     def print_of(windows=windows, **options) -> str:
-        return fingerprint(model_identity(str(model), revision=None, seed=42), windows, {"dtype": "float32"} | options)
+        identity = model_identity(str(model), revision=None, seed=42)
+        return fingerprint(identity, windows.hashes(), {"dtype": "float32"} | options)
 
     content = model_identity(str(model), revision=None, seed=42)["content"]
     prints = [print_of(), print_of(dtype="bfloat16"), print_of(others)]
@@ -246,12 +272,8 @@ def test_what_changes_a_result_changes_the_fingerprint(tiny, tmp_path):
 
 
 def test_batch_size_does_not_move_the_result(tiny):
-    results = [
-        evaluate_perplexity(
-            **mode_options(tiny, {"mode": "sliding"}) | {"batch_tokens": budget}, progress=False
-        ).perplexity
-        for budget in (32, 128, 4096)
-    ]
+    options = mode_options(tiny, {"mode": "sliding"})
+    results = [scored(options | {"batch_tokens": budget}) for budget in (32, 128, 4096)]
     assert len({result.tokens for result in results}) == 1
     assert results[0].nats == pytest.approx(results[1].nats, rel=1e-6) == pytest.approx(results[2].nats, rel=1e-6)
 
@@ -262,11 +284,10 @@ def test_bos_and_max_documents(tiny, tmp_path):
     tokenizer.bos_token = "<|user|>"
     tokenizer.save_pretrained(folder)
     options = mode_options(tiny, {"mode": "sliding", "scope": "document"}) | {"max_documents": 5}
-    without = evaluate_perplexity(**options | {"bos": "off"}, progress=False).perplexity
-    with_bos = evaluate_perplexity(**options | {"bos": "on", "model": [str(folder)]}, progress=False).perplexity
+    without, with_bos = scored(options | {"bos": "off"}), scored(options | {"bos": "on", "model": [str(folder)]})
     assert without.documents == 5 and with_bos.tokens == without.tokens + 5  # the first token has context now
     with pytest.raises(UserError, match="bos=on: the tokenizer .* has no BOS token"):
-        evaluate_perplexity(**options | {"bos": "on"})
+        windows_for(options | {"bos": "on"})
 
 
 @pytest.mark.parametrize("mode", ["windows", "sliding"])
@@ -287,9 +308,9 @@ def test_a_document_of_one_token_is_counted_as_unscored_and_a_long_one_is_not_cu
         tmp_path / "odd.jsonl", [{"text": "a"}, {"text": sentences(1, longest=400)[0] * 5}, {"text": ""}]
     )
     options = {"model": str(tiny / "model"), "data": str(data), "mode": "sliding", "scope": "document", "seq_len": 32}
-    result = evaluate_perplexity(**options, progress=False).perplexity
-    assert result.unscored_documents == 2 and result.tokens > 200
-    report = evaluate_perplexity(**options, progress=False).report()
+    evaluation = evaluate_perplexity(**options, progress=False)
+    assert evaluation.perplexity.unscored_documents == 2 and evaluation.perplexity.tokens > 200
+    report = evaluation.report()
     assert report["unscored_documents"] == 2 and report["documents"] == 3
 
 
@@ -406,12 +427,12 @@ def test_the_evaluate_library_computes_the_same_from_sums_and_from_texts(tiny):
         words=result.document_words.tolist(),
     )
     assert from_sums["perplexity"] == result.perplexity and from_sums["bits_per_byte"] == result.bits_per_byte
+    assert from_sums.to_pandas()["nats"][0] == result.nats and "bits per byte" in from_sums._repr_html_()
     texts = [row["text"] for row in map(json.loads, (tiny / "held_out.jsonl").open())]
     from_texts = metric.compute(predictions=texts, model=str(tiny / "model"), mode="rolling", seq_len=32)
     assert from_texts["perplexity"] == pytest.approx(result.perplexity, rel=1e-6)
 
 
-@pytest.mark.launch
 def _evaluated(words: list) -> None:
     problems: list[str] = []
     for _ in evaluate(read_evaluation([str(word) for word in words], problems), problems):
@@ -452,6 +473,6 @@ def test_several_models_and_data_sets_in_one_launch_and_an_interruption_between(
     assert sums[0] == sums[1]
     assert len(results[0]) == 4 and not list(out.glob("partial/*"))
     table = load_dataset("parquet", data_files=str(out / "documents.parquet"), split="train")
-    assert set(table.column_names) == {"model", "data", "document", "nats", "tokens", "bytes", "words"}
+    assert set(table.column_names) == {"model", "data", "protocol", "document", "nats", "tokens", "bytes", "words"}
     first = table.filter(lambda row: row["model"] == results[1][0]["model"] and row["data"] == results[1][0]["data"])
     assert len(first) == 31 and math.fsum(first["nats"]) == results[1][0]["nats"]

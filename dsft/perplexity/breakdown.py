@@ -1,0 +1,183 @@
+"""Splits a result into groups of tokens: by source, column, position, frequency, role or turn.
+
+Nats of tokens are multiples of 2^-28 (`scoring.py`), so sums of groups are exact: they are the same bits on any number
+of ranks, and those of one breakdown add up to the total, up to 33 million nats in a group.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from dsft.config.options import EvalConfig
+from dsft.data.prepare import cache_folder, prepare
+from dsft.data.sources import FormattedSource
+from dsft.errors import UserError, nearest
+from dsft.perplexity.documents import Answers, Documents
+from dsft.perplexity.sums import exp
+from dsft.perplexity.windows import Windows
+from dsft.runtime.distributed import sum_over_ranks
+
+BUILT_IN = ("source", "position", "frequency", "role", "turn")
+MOST_GROUPS = 1_000
+LAST_TURN = 9
+"""Later turns are counted with this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouping:
+    """Says to which group each scored token belongs."""
+
+    name: str
+    labels: list[str]
+    groups_of: Callable[[int, np.ndarray], np.ndarray]
+    """(window, places [N] of its scored tokens in `windows.tokens`) -> groups [N], numbers of labels."""
+
+
+class Breakdown:
+    """Adds up nats and tokens by group, on this rank."""
+
+    def __init__(self, windows: Windows, groupings: list[Grouping]):
+        self.windows, self.groupings = windows, groupings
+        self.sums = [np.zeros((2, len(grouping.labels))) for grouping in groupings]
+        """Nats and tokens of each group, for each grouping."""
+
+    def see(self, windows: list[int], nats_N: np.ndarray) -> list[list[list[float]]]:
+        """Add the tokens of a batch; return its sums of each grouping: groups, nats and tokens."""
+        places = [self.windows.scored_places(window) for window in windows]
+        recorded = []
+        for grouping in self.groupings:
+            groups_N = np.concatenate([grouping.groups_of(*pair) for pair in zip(windows, places, strict=True)])
+            number = len(grouping.labels)
+            nats, tokens = np.bincount(groups_N, nats_N, number), np.bincount(groups_N, minlength=number)
+            (here,) = np.nonzero(tokens)
+            recorded.append([here.tolist(), nats[here].tolist(), tokens[here].tolist()])
+        self.recall(recorded)
+        return recorded
+
+    def recall(self, recorded: list[list[list[float]]]) -> None:
+        """Add what `see` returned for a batch."""
+        for sums, (groups, nats, tokens) in zip(self.sums, recorded, strict=True):
+            sums[:, groups] += [nats, tokens]
+
+    def report(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the groups with a scored token, by grouping, over all ranks. Collective."""
+        report = {}
+        for grouping, sums in zip(self.groupings, self.sums, strict=True):
+            nats, tokens = sum_over_ranks(torch.from_numpy(sums)).tolist()
+            report[grouping.name] = [
+                {"group": label, "nats": of_group, "tokens": int(number), "perplexity": exp(of_group / number)}
+                for label, of_group, number in zip(grouping.labels, nats, tokens, strict=True)
+                if number
+            ]
+        return report
+
+
+def build_breakdown(
+    data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase, windows: Windows
+) -> Breakdown | None:
+    """Make the groupings that `group_by` names; None where it names none.
+
+    Raises:
+        UserError: where the data has no such column or no turns, or a column has too many values.
+    """
+    groupings = []
+    for name in config.group_by:
+        columns = _columns(data)
+        if name in columns or name == "source":
+            groupings.append(_by_document(name, data, config, windows, is_column=name in columns))
+        elif name in ("position", "frequency"):
+            groupings.append({"position": _by_position, "frequency": _by_frequency}[name](windows))
+        elif name in ("role", "turn"):
+            groupings.append(_by_turn(name, data, config, tokenizer, windows))
+        else:
+            known = [*BUILT_IN, *columns]
+            raise UserError([f"group_by={name}: is none of {', '.join(known)}{nearest(name, known)}"])
+    return Breakdown(windows, groupings) if groupings else None
+
+
+def _columns(data: FormattedSource) -> list[str]:
+    return list(dict.fromkeys(name for row in data.source.first_batch().rows for name in row.values))
+
+
+def _by_document(
+    name: str, data: FormattedSource, config: EvalConfig, windows: Windows, *, is_column: bool
+) -> Grouping:
+    numbers: dict[str, int] = {}
+    of_document = []
+    for batch in Documents(max_documents=config.max_documents).batches(data.batches(), data.rules):
+        for row in batch.rows:
+            label = str(row.values.get(name, "(none)")) if is_column else batch.place
+            of_document.append(numbers.setdefault(label, len(numbers)))
+            if len(numbers) > MOST_GROUPS:
+                raise UserError([f"group_by={name}: the column has more than {MOST_GROUPS:,} values; name another"])
+    if len(of_document) != len(windows.document_ends):
+        raise UserError(
+            [f"group_by={name}: protocol={config.protocol} joins all documents; use protocol lm-eval or dsft"]
+        )
+    group_D = np.array(of_document, dtype=np.int64)
+    return Grouping(
+        name=name,
+        labels=list(numbers),
+        groups_of=lambda _, places: group_D[np.searchsorted(windows.document_ends, places, side="right")],
+    )
+
+
+def _by_position(windows: Windows) -> Grouping:
+    """Group by the number of tokens before a token in its window, between powers of two."""
+    longest = int((windows.spans[:, 1] - windows.spans[:, 0]).max())
+    bounds = [2**power for power in range(longest.bit_length())]
+    labels = ["1 token before"] + [f"{bound:,} to {2 * bound - 1:,} tokens before" for bound in bounds[1:]]
+    starts_W = windows.spans[:, 0]
+    return Grouping(
+        name="position",
+        labels=labels,
+        groups_of=lambda window, places: np.searchsorted(bounds, places - starts_W[window], side="right") - 1,
+    )
+
+
+def _by_frequency(windows: Windows) -> Grouping:
+    """Group by how often a token stands in this data, between powers of ten."""
+    counts_V = np.zeros(0, dtype=np.int64)
+    for start in range(0, len(windows.tokens), 1 << 20):  # a part at a time: the store may be larger than memory
+        part_V = np.bincount(windows.tokens[start : start + (1 << 20)])
+        shorter, longer = sorted((counts_V, part_V), key=len)
+        counts_V = longer.copy()
+        counts_V[: len(shorter)] += shorter
+    bounds = [10**power for power in range(len(str(counts_V.max())))]
+    class_V = np.searchsorted(bounds, counts_V, side="right") - 1
+    return Grouping(
+        name="frequency",
+        labels=[f"token seen {bound:,} to {10 * bound - 1:,} times" for bound in bounds],
+        groups_of=lambda _, places: class_V[windows.tokens[places]],
+    )
+
+
+def _by_turn(
+    name: str, data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase, windows: Windows
+) -> Grouping:
+    """Group by answer and prompt, or by number of the answer (a prompt counts with the answer after it)."""
+    if data.rules.is_text:
+        raise UserError([f"group_by={name}: texts have no turns; it is for prompts with completions and chats"])
+    rules = dataclasses.replace(data.rules, train_on="answers")  # whose mask says what the answers are
+    how = {"held_out": data.held_out, "preparation": Answers(max_documents=config.max_documents)}
+    is_answer = prepare(data.source, rules, tokenizer, cache_folder(config), **how, show_progress=False).trained
+
+    def role_of(_: int, places: np.ndarray) -> np.ndarray:
+        return is_answer[places].astype(np.int64)
+
+    def turn_of(window: int, places: np.ndarray) -> np.ndarray:
+        start, end = windows.spans[window, :2]
+        is_answer_T = np.asarray(is_answer[start:end])
+        begins_T = np.diff(is_answer_T.astype(np.int8), prepend=0) == 1
+        turn_T = np.cumsum(begins_T) + ~is_answer_T
+        return np.clip(turn_T[places - start], 1, LAST_TURN) - 1
+
+    if name == "role":
+        return Grouping(name=name, labels=["prompt", "answer"], groups_of=role_of)
+    turns = [f"turn {number}" for number in range(1, LAST_TURN)]
+    return Grouping(name=name, labels=[*turns, f"turn {LAST_TURN} and later"], groups_of=turn_of)

@@ -1,0 +1,180 @@
+"""Groups add up to the total to the last bit, on any number of ranks and after an interruption."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from conftest import read_json
+from ranks import on_ranks
+from tiny import sentences, write_jsonl
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dsft.api import evaluate_perplexity
+from dsft.config.options import EvalConfig
+from dsft.errors import UserError
+from dsft.perplexity import breakdown, recording, scoring
+from dsft.perplexity.evaluation import evaluate
+
+GROUPINGS = ["domain", "source", "position", "frequency"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Two files of texts with a column, and chats of one to three turns."""
+    folder = tmp_path_factory.mktemp("groups")
+    rows = [{"text": text, "domain": "news" if len(text) % 3 else "code"} for text in sentences(24, seed=7)]
+    rows[5].pop("domain")
+    (folder / "texts").mkdir()
+    for name, part in (("a.jsonl", rows[:15]), ("b.jsonl", rows[15:])):
+        write_jsonl(folder / "texts" / name, part)
+    words = iter(sentences(48, seed=8, longest=8))
+    turns = [[(role, next(words)) for role in ("user", "assistant") * (1 + index % 3)] for index in range(9)]
+    chats = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in turns]
+    write_jsonl(folder / "chats.jsonl", chats)
+    return folder
+
+
+def options_for(tiny, data, **changes) -> dict:
+    base = {"model": [str(tiny / "model")], "data": [str(data / "texts")], "mode": "rolling", "seq_len": 16}
+    return base | {"batch_tokens": 64, "zero": "0", "group_by": GROUPINGS} | changes
+
+
+def _groups(options: dict):
+    evaluation = next(evaluate(EvalConfig(**options)))
+    return evaluation.perplexity.nats, evaluation.groups
+
+
+def plain_tokens(tiny, data) -> list[tuple[str, str, int, int, float]]:
+    """(domain, file, tokens before it in its window, token, nats) of each token in the mode rolling, windows of 16."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model")
+    tokens = []
+    for path in sorted((data / "texts").iterdir()):
+        for row in map(json.loads, path.open()):
+            ids = [tokenizer.eos_token_id, *tokenizer(row["text"])["input_ids"]]
+            for start in range(1, len(ids), 16):
+                stop = min(start + 16, len(ids))
+                begin = max(0, min(start - 1, stop - 17))
+                with torch.no_grad():
+                    logs = model(torch.tensor([ids[begin:stop]])).logits[0].double().log_softmax(-1)
+                for place in range(start, stop):
+                    nats = -logs[place - begin - 1, ids[place]].item()
+                    tokens.append((row.get("domain", "(none)"), str(path), place - begin, ids[place], nats))
+    return tokens
+
+
+def test_groups_are_those_of_plain_sums_and_add_up_to_the_last_bit(tiny, data):
+    nats, groups = _groups(options_for(tiny, data))
+    tokens = plain_tokens(tiny, data)
+    alone, _ = _groups(options_for(tiny, data, group_by=[]))
+    assert alone == nats == pytest.approx(sum(token[-1] for token in tokens), rel=1e-6)
+    prefixes = [AutoTokenizer.from_pretrained(tiny / "model").eos_token_id] * 24
+    stored = [token[3] for token in tokens] + prefixes
+    times = {token: stored.count(token) for token in set(stored)}
+    label_of = {
+        "domain": lambda token: token[0],
+        "source": lambda token: token[1],
+        "position": lambda token: token[2].bit_length(),
+        "frequency": lambda token: len(str(times[token[3]])),
+    }
+    for name, rows in groups.items():
+        assert math.fsum(row["nats"] for row in rows) == nats, name
+        expected: dict = {}
+        for token in tokens:
+            expected.setdefault(label_of[name](token), []).append(token[-1])
+        keys = [row["group"] for row in rows] if name in ("domain", "source") else sorted(expected)
+        assert len(rows) == len(expected) > 1
+        for key, row in zip(keys, rows, strict=True):
+            assert row["tokens"] == len(expected[key]) and row["nats"] == pytest.approx(sum(expected[key]), rel=1e-5)
+            assert row["perplexity"] == math.exp(row["nats"] / row["tokens"])
+    assert groups["position"][0]["group"] == "1 token before" and "8 to 15 tokens before" in str(groups["position"])
+
+
+def test_answers_are_split_by_role_and_by_turn(tiny, data):
+    options = options_for(tiny, data, model=[str(tiny / "chat")], data=[str(data / "chats.jsonl")], mode="auto")
+    options |= {"seq_len": 256, "batch_tokens": 256, "group_by": ["role", "turn"]}
+    nats, groups = _groups(options)
+    assert [row["group"] for row in groups["role"]] == ["answer"]
+    assert [row["group"] for row in groups["turn"]] == ["turn 1", "turn 2", "turn 3"]
+    first, second, third = (row["tokens"] for row in groups["turn"])
+    assert first > second > third > 0, "nine chats have a first turn, three a third"
+    of_all, all_groups = _groups(options | {"train_on": "all"})
+    prompt, answer = all_groups["role"]
+    assert (prompt["group"], answer["group"]) == ("prompt", "answer") and prompt["nats"] + answer["nats"] == of_all
+    assert answer["tokens"] == first + second + third and answer["nats"] == pytest.approx(nats, rel=1e-6)
+    assert math.fsum(row["nats"] for row in all_groups["turn"]) == of_all
+
+
+class Interrupted(Exception):
+    pass
+
+
+def table_of(folder):
+    table = pyarrow.parquet.read_table(folder).sort_by([("document", "ascending"), ("position", "ascending")])
+    return table.to_pydict()
+
+
+def test_groups_and_tokens_are_the_same_on_two_ranks_and_after_an_interruption(tiny, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(recording, "PART_TOKENS", 60)
+    options = options_for(tiny, data, output_dir=str(tmp_path / "alone"), save_tokens=True)
+    ((nats, groups),) = on_ranks(1, _groups, options)  # with one thread, as each of two
+    report = read_json(tmp_path / "alone" / "perplexity.json")["results"][0]
+    assert report["groups"] == groups
+    tokens = table_of(report["tokens_folder"])
+    assert math.fsum(tokens["nats"]) == nats and len(tokens["nats"]) == report["tokens"]
+    assert list(tokens) == ["document", "position", "token", "nats"]
+    assert tokens["token"] == [token[3] for token in plain_tokens(tiny, data)]
+    # Interrupted, with a part on disk that no line names; then resumed by two ranks.
+    score, left = scoring.score, [9]
+
+    def counted(*arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Interrupted
+        return score(*arguments)
+
+    monkeypatch.setattr(scoring, "score", counted)
+    options["output_dir"] = str(tmp_path / "resumed")
+    with pytest.raises(Interrupted):
+        _groups(options)
+    (folder,) = (tmp_path / "resumed" / "tokens.parquet").iterdir()
+    parts = sorted(folder.iterdir())
+    assert len(parts) >= 2, "written as it goes"
+    shutil.copy(parts[0], folder / "batch-00000099-rank-1.parquet")
+    resumed = on_ranks(2, _groups, options)
+    assert resumed[0] == resumed[1]
+    assert resumed[0][0] == pytest.approx(nats, rel=1e-9) and table_of(folder)["token"] == tokens["token"]
+    assert table_of(folder)["nats"] == pytest.approx(tokens["nats"], abs=1e-5)
+    assert math.fsum(table_of(folder)["nats"]) == resumed[0][0] == read_nats(tmp_path / "resumed")
+    assert all(math.fsum(row["nats"] for row in rows) == resumed[0][0] for rows in resumed[0][1].values())
+    assert parts[0].is_file() and not list(folder.glob("*.tmp"))
+
+
+def read_nats(folder) -> float:
+    return read_json(folder / "perplexity.json")["results"][0]["nats"]
+
+
+def test_groupings_that_cannot_be_made_are_refused_before_weights_load(tiny, data, monkeypatch):
+    monkeypatch.setattr(breakdown, "MOST_GROUPS", 20)
+    for options, part in (
+        ({"group_by": ["domian"]}, "group_by=domian: is none of source, position, .*did you mean 'domain'"),
+        ({"group_by": ["text"]}, "group_by=text: the column has more than 20 values"),
+        ({"group_by": ["turn"]}, "group_by=turn: texts have no turns"),
+        ({"group_by": ["domain"], "protocol": "gptq", "mode": "auto"}, "group_by=domain: protocol=gptq joins all"),
+        ({"save_tokens": True}, "save_tokens needs output_dir"),
+    ):
+        with pytest.raises(UserError, match=part):
+            evaluate_perplexity(**options_for(tiny, data, **options), progress=False)
+
+
+def test_sums_of_rounded_nats_depend_on_no_grouping():
+    values = scoring.in_exact_steps(torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 12).numpy()
+    total = math.fsum(values)
+    for seed in range(3):
+        order = np.random.default_rng(seed).permutation(len(values))
+        groups = np.bincount(order % 7, values[order])
+        assert values[order].sum() == total == math.fsum(groups) == groups.sum()

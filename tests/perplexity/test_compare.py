@@ -1,0 +1,202 @@
+"""Results are compared in pairs of documents; what cannot be compared is refused, and says how it could be."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dsft.api import compare
+from dsft.cli.main import run_command
+from dsft.errors import UserError
+from dsft.perplexity.compare import compare_results, comparison_rows, read_evaluations
+from dsft.perplexity.report import Results
+from dsft.perplexity.result import Evaluation
+from dsft.perplexity.sums import Perplexity
+
+HASHES = {"texts": "t", "tokens": "k", "windows": "w"}
+OPTIONS = {"mode": "rolling", "seq_len": 32, "stride": None, "scope": "corpus", "bos": "auto", "separator": "eos"}
+
+
+def evaluation(model: str, seed: int, *, documents: int = 40, blocks: int = 0, **changes) -> Evaluation:
+    """A result as an evaluation leaves it; the same tokens for all seeds, and nats that are alike."""
+    tokens = np.random.default_rng(0).integers(5, 60, documents)
+    hard = np.random.default_rng(1).gamma(9.0, 1 / 3, documents)
+    nats = np.round(tokens * (hard + np.random.default_rng(seed).normal(-0.05 * seed, 0.1, documents)), 6)
+    block_tokens = np.full(blocks, int(tokens.sum()) // max(blocks, 1))
+    perplexity = Perplexity(
+        nats=math.fsum(nats),
+        tokens=int(tokens.sum()),
+        document_nats=nats,
+        document_tokens=tokens,
+        document_bytes=tokens * 4,
+        document_words=tokens,
+        block_nats=np.round(block_tokens * (3 + np.random.default_rng(seed).normal(0, 0.1, blocks)), 6),
+        block_tokens=block_tokens,
+        windows_per_block=2 if blocks else 0,
+        fed_tokens=int(tokens.sum()),
+        reported_loss=math.fsum(nats) / int(tokens.sum()),
+    )
+    values = {
+        "perplexity": perplexity,
+        "model": model,
+        "data": "texts.jsonl",
+        "protocol": None,
+        "mode": "rolling",
+        "options": OPTIONS | {"dtype": "float32"},
+        "zero": "0",
+        "ranks": 1,
+        "machine": "",
+        "groups": {},
+        "tokens_folder": None,
+        "truncated_documents": 0,
+        "seconds": 1.0,
+        "model_hash": model,
+        "hashes": HASHES,
+        "fingerprint": model,
+        "versions": {},
+        "verified_difference": None,
+        "peak_memory_bytes": {},
+    }
+    return Evaluation(**values | changes)
+
+
+def comparison_of(*evaluations, **options):
+    (comparison,) = compare_results(list(evaluations), **options)
+    return comparison
+
+
+def test_a_comparison_is_that_of_scipy_over_pairs_of_documents():
+    base, other = evaluation("base", 0), evaluation("runs/a/final", 1)
+    comparison = comparison_of(base, other)
+    a, b = base.perplexity, other.perplexity
+    change = b.document_nats - a.document_nats
+    assert comparison.nats_per_token.value == pytest.approx(change.sum() / a.tokens)
+    assert comparison.perplexity_ratio.value == pytest.approx(b.perplexity / a.perplexity)
+    assert comparison.bits_per_byte.value == pytest.approx(b.bits_per_byte - a.bits_per_byte)
+    assert comparison.byte_perplexity_ratio.value == pytest.approx(b.byte_perplexity / a.byte_perplexity)
+    theirs = stats.bootstrap(
+        (change, a.document_tokens), lambda x, y, axis=-1: x.sum(axis=axis) / y.sum(axis=axis),
+        paired=True, vectorized=True, n_resamples=10_000, method="BCa", random_state=0, batch=1000,
+    ).confidence_interval  # fmt: skip
+    estimate = comparison.nats_per_token
+    assert (estimate.low, estimate.high) == pytest.approx(tuple(theirs), abs=0.1 * (theirs.high - theirs.low))
+    assert comparison.perplexity_ratio.low == math.exp(estimate.low)
+    assert (comparison.better, comparison.worse) == ((change < 0).sum(), (change > 0).sum())
+    assert comparison.p_value == pytest.approx(stats.binomtest(comparison.better, len(change)).pvalue)
+    alone = np.ptp(other.intervals.nats_per_token)
+    assert estimate.high - estimate.low < alone / 2, "what is hard for both cancels"
+    order = np.argsort(change, kind="stable")
+    assert [item.document for item in comparison.moved] == [*order[:5], *order[-5:]]
+
+
+def test_the_same_model_twice_differs_by_nothing():
+    comparison = comparison_of(evaluation("base", 0), evaluation("copy", 0))
+    assert (comparison.perplexity_ratio.low, comparison.perplexity_ratio.high) == (1.0, 1.0)
+    assert (comparison.better, comparison.worse, comparison.p_value, comparison.moved) == (0, 0, 1.0, ())
+
+
+def test_few_documents_are_compared_by_blocks_of_windows_which_is_said():
+    comparison = comparison_of(
+        *(evaluation(name, seed, documents=3, blocks=50) for seed, name in enumerate(("base", "other")))
+    )
+    assert comparison.resampled == "50 blocks of 2 windows" and "fewer than 30 documents" in comparison.note
+    assert comparison.nats_per_token.low < comparison.nats_per_token.high
+    bits = comparison.bits_per_byte
+    assert bits.low * math.log(2) * 4 == pytest.approx(comparison.nats_per_token.low)  # four bytes to each token
+
+
+def test_over_two_tokenizers_only_bytes_are_a_measure():
+    base, other = evaluation("base", 0), evaluation("other", 1, hashes=HASHES | {"tokens": "x", "windows": "y"})
+    comparison = comparison_of(base, other)
+    assert comparison.perplexity_ratio is comparison.nats_per_token is None and "two tokenizers" in comparison.note
+    same = comparison_of(base, evaluation("other", 1))
+    assert comparison.bits_per_byte == same.bits_per_byte and comparison.byte_perplexity_ratio.value < 1
+    assert "perplexity, ratio" not in comparison_rows(comparison)
+
+
+def cut(original: Evaluation) -> Evaluation:
+    bytes_D = original.perplexity.document_bytes - 1
+    return dataclasses.replace(original, perplexity=dataclasses.replace(original.perplexity, document_bytes=bytes_D))
+
+
+REFUSED = {
+    "texts": (evaluation("other", 1, hashes=HASHES | {"texts": "x"}), "no result on the texts of texts.jsonl"),
+    "windows": (evaluation("other", 1, options=OPTIONS | {"seq_len": 64}), r"other windows \(seq_len 64 and 32\)"),
+    "spans": (evaluation("other", 1, hashes=HASHES | {"windows": "x"}), "other windows; evaluate both with this dsft"),
+    "cut": (cut(evaluation("other", 1, hashes=HASHES | {"tokens": "x"})), "cut to seq_len at other places"),
+    "alone": (evaluation("base", 1), "nothing to compare with base"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_compared_is_refused_with_the_way_out(name):
+    other, part = REFUSED[name]
+    with pytest.raises(UserError, match=part) as caught:
+        compare_results([evaluation("base", 0), other])
+    assert len(caught.value.problems) == 1
+
+
+def test_the_base_is_found_by_the_end_of_its_path():
+    results = [evaluation(name, seed) for seed, name in enumerate(("hub/base", "runs/a/final", "runs/b/final"))]
+    assert [item.model for item in compare_results(results)] == ["runs/a/final", "runs/b/final"]
+    assert [item.base for item in compare_results(results, base="b/final")] == ["runs/b/final"] * 2
+    for base, part in (("final", "the end of 2 models"), ("hub/bass", "did you mean 'hub/base'")):
+        with pytest.raises(UserError, match=part):
+            compare_results(results, base=base)
+
+
+def test_results_and_comparisons_are_frames_and_tables_of_a_notebook():
+    base, other = evaluation("base", 0), evaluation("runs/<other>", 1)
+    comparisons = compare(base, other)
+    table = comparisons.to_pandas()
+    assert table["perplexity_ratio_high"][0] == comparisons[0].perplexity_ratio.high and table["better"][0] > 20
+    assert "runs/&lt;other&gt; against base" in comparisons._repr_html_()
+    frame = base.to_pandas()
+    assert list(frame.columns) == ["model", "data", "protocol", "document", "nats", "tokens", "bytes", "words"]
+    assert frame["nats"].tolist() == base.perplexity.document_nats.tolist()
+    assert f"{base.perplexity.perplexity:.4f}" in base._repr_html_() and "95% interval" in base._repr_html_()
+
+
+@pytest.fixture
+def folders(tmp_path) -> list[str]:
+    for seed, name in enumerate(("base", "other")):
+        Results(tmp_path / name).add(evaluation(name, seed, documents=3 + 37 * seed, blocks=9 - 9 * seed))
+        Results(tmp_path / "both").add(evaluation(name, seed))
+    return [str(tmp_path / name) for name in ("base", "other", "both")]
+
+
+def test_what_is_read_back_is_what_was_written(folders):
+    read = read_evaluations([folders[0], f"{folders[2]}/perplexity.json"])
+    for result, wanted in zip(
+        read, (evaluation("base", 0, documents=3, blocks=9), evaluation("base", 0)), strict=False
+    ):
+        assert result.report() == wanted.report() and result.intervals == wanted.intervals
+    report = read[0].report()["interval"]
+    assert report["resampled"] == "9 blocks of 2 windows" and report["perplexity"][0] < report["perplexity"][1]
+
+
+def test_the_command_prints_tables_or_json_and_names_a_folder_without_results(folders, tmp_path, capsys):
+    run_command("compare", [folders[2], "--base", "other", "--json"])
+    (printed,) = json.loads(capsys.readouterr().out)["comparisons"]
+    (expected,) = compare(folders[2], base="other")
+    assert printed["perplexity_ratio"]["low"] == expected.perplexity_ratio.low and printed["model"] == "base"
+    run_command("compare", [folders[2]])
+    shown = capsys.readouterr().out
+    assert "other against base on texts.jsonl" in shown and "sign test: p = " in shown and "gained most" in shown
+    with pytest.raises(UserError, match="no perplexity.json; write one with dsft eval"):
+        run_command("compare", [str(tmp_path)])
+    with pytest.raises(UserError, match="results: missing"):
+        run_command("compare", [])
+    (Path(folders[0]) / "documents.parquet").write_bytes((Path(folders[1]) / "documents.parquet").read_bytes())
+    with pytest.raises(UserError, match="lacks documents of base; run dsft eval again"):
+        run_command("compare", folders[:1])
+    path = Path(folders[2]) / "perplexity.json"
+    results = json.loads(path.read_text())
+    del results["results"][0]["hashes"]
+    path.write_text(json.dumps(results))
+    with pytest.raises(UserError, match="base was evaluated by an earlier dsft; run dsft eval again"):
+        run_command("compare", [folders[2]])

@@ -1,0 +1,161 @@
+"""Each named protocol gives what its source computes: the references here know nothing of dsft."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from conftest import grid
+from tiny import sentences, write_pairs
+from tokenizers.processors import TemplateProcessing
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dsft.api import evaluate_perplexity
+from dsft.config.options import EvalConfig
+from dsft.eval_ppl import show_protocols
+from dsft.perplexity.evaluation import evaluate
+from dsft.perplexity.of_training import evaluation_config
+from dsft.perplexity.protocols import PROTOCOLS, full_spans, protocol_configs
+
+L, STRIDE = 32, 12
+TEXTS = [*sentences(9, seed=5), "", *sentences(3, seed=6)]
+
+
+def losses(model, ids: torch.Tensor) -> torch.Tensor:
+    """[T - 1] nats of each token but the first."""
+    logits = model(ids[None]).logits[0].double()
+    return cross_entropy(logits[:-1], ids[1:], reduction="none")
+
+
+def gptq(model, tokenizer) -> float:
+    ids = tokenizer("\n\n".join(TEXTS), return_tensors="pt").input_ids[0]
+    windows = len(ids) // L
+    means = [losses(model, ids[i * L : (i + 1) * L]).mean() * L for i in range(windows)]
+    return math.exp(sum(means) / (windows * L))
+
+
+def llama_cpp(model, tokenizer) -> float:
+    ids = tokenizer("\n\n".join(TEXTS), return_tensors="pt").input_ids[0]
+    nll, count, first = 0.0, 0, L // 2
+    for start in range(0, len(ids) // L * L, L):
+        chunk = ids[start : start + L].clone()
+        if tokenizer.bos_token_id is not None:
+            chunk[0] = tokenizer.bos_token_id
+        nll += losses(model, chunk)[first:].sum().item()  # the first of these predicts chunk[first + 1]
+        count += L - first - 1
+    return math.exp(nll / count)
+
+
+def lm_eval(model, tokenizer) -> float:
+    prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    nll, tokens = 0.0, 0
+    for text in TEXTS:
+        ids = torch.tensor([prefix, *tokenizer(text)["input_ids"]])
+        for start in range(1, len(ids), L):
+            stop = min(start + L, len(ids))
+            window = ids[max(0, min(start - 1, stop - L - 1)) : stop]
+            nll += losses(model, window)[-(stop - start) :].sum().item()
+            tokens += stop - start
+    return math.exp(nll / tokens)
+
+
+def hf(model, tokenizer) -> float:
+    ids = tokenizer("\n\n".join(TEXTS), return_tensors="pt").input_ids
+    nll_sum, n_tokens, prev_end = 0.0, 0, 0
+    for begin in range(0, ids.size(1), STRIDE):
+        end = min(begin + L, ids.size(1))
+        trg_len = end - prev_end
+        target = ids[:, begin:end].clone()
+        target[:, :-trg_len] = -100
+        loss = model(ids[:, begin:end], labels=target).loss.item()
+        nll_sum += loss * ((target != -100).sum().item() - 1)
+        n_tokens += (target != -100).sum().item() - 1
+        prev_end = end
+        if end == ids.size(1):
+            break
+    return math.exp(nll_sum / n_tokens)
+
+
+def dsft(model, tokenizer) -> float:
+    rows = [tokenizer(text)["input_ids"] for text in TEXTS]
+    ids = torch.tensor([token for row in rows for token in ([*row, tokenizer.eos_token_id] if row else [])])
+    return math.exp(
+        torch.cat([losses(model, ids[i : i + L]) for i in range(0, len(ids), L) if i + 1 < len(ids)]).mean()
+    )
+
+
+REFERENCES = {"gptq": gptq, "llama.cpp": llama_cpp, "lm-eval": lm_eval, "hf": hf, "dsft": dsft}
+
+
+@pytest.fixture(scope="module", params=grid([False, True], [True]), ids=lambda value: "with BOS" if value else "plain")
+def measured(request, tiny, tmp_path_factory):
+    """The model, its tokenizer, and the evaluations of `protocol: all` by protocol."""
+    folder = tmp_path_factory.mktemp("protocols")
+    model = shutil.copytree(tiny / "model", folder / "model")
+    if request.param:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.bos_token = "<|user|>"
+        bos = (tokenizer.bos_token, tokenizer.bos_token_id)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+        tokenizer.save_pretrained(model)
+    data = folder / "texts.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    config = EvalConfig(model=[str(model)], data=[str(data)], protocol="all", seq_len=L, stride=STRIDE, zero="0")
+    evaluations = list(evaluate(config))
+    loaded = AutoModelForCausalLM.from_pretrained(model).eval()
+    return loaded, AutoTokenizer.from_pretrained(model), evaluations
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("protocol", REFERENCES)
+def test_a_protocol_gives_what_its_source_computes(measured, protocol):
+    model, tokenizer, evaluations = measured
+    by_protocol = {evaluation.protocol: evaluation for evaluation in evaluations}
+    report = by_protocol[protocol].report()
+    assert report["perplexity"] == pytest.approx(REFERENCES[protocol](model, tokenizer), rel=1e-5)
+    others = [other.report()["perplexity"] for name, other in by_protocol.items() if name != protocol]
+    assert report["perplexity"] not in others and PROTOCOLS[protocol].source in report["definition"]
+
+
+def test_the_table_of_all_protocols_has_a_line_for_each(measured, capsys):
+    *_, evaluations = measured
+    show_protocols(evaluations)
+    shown = capsys.readouterr().out
+    assert all(f"{evaluation.report()['perplexity']:.4f}" in shown for evaluation in evaluations)
+    assert [evaluation.protocol for evaluation in evaluations] == list(PROTOCOLS) == list(REFERENCES)
+    assert "windows of 32" in shown and "IST-DASLab/gptq" in shown
+
+
+def test_bytes_are_counted_only_where_the_whole_text_is_scored(measured):
+    *_, evaluations = measured
+    bytes_of = {evaluation.protocol: evaluation.perplexity.bytes for evaluation in evaluations}
+    joined = len("\n\n".join(TEXTS).encode())
+    assert bytes_of == {"gptq": 0, "llama.cpp": 0, "hf": joined, "lm-eval": joined - 2 * 12, "dsft": joined - 2 * 12}
+
+
+def test_a_protocol_takes_its_own_length_unless_one_is_named():
+    def lengths(positions, **options):
+        config = evaluation_config({"model": "m", "data": "d", "protocol": "all"} | options, [])
+        return [each.seq_len for each in protocol_configs(config, positions)]
+
+    assert lengths(8192) == [2048, 512, 8192, 1024, 1024]
+    assert lengths(1024) == [1024, 512, 1024, 1024, 1024]
+    assert lengths(8192, seq_len=256) == [256] * 5
+    assert list(full_spans(10, 4, 3)) == [(0, 4, 3), (4, 8, 7)]
+
+
+def test_what_a_protocol_cannot_be_given_is_refused(tiny, tmp_path):
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 3)
+    base = {"model": str(tiny / "model"), "data": str(tiny / "held_out.jsonl"), "progress": False}
+    for options, part in (
+        ({"protocol": "gptq", "mode": "rolling"}, "protocol=gptq and mode=rolling are both set; keep one"),
+        ({"protocol": "gptq", "data": str(pairs)}, "protocol=gptq is of texts, .* use protocol dsft"),
+        ({"protocol": "gptq", "seq_len": 256, "max_documents": 1}, "drops what does not fill a window of seq_len=256"),
+        ({"protocol": "gtpq"}, "protocol"),
+        ({"protocol": "all"}, "protocol=all gives five results; name one"),
+    ):
+        with pytest.raises(ValueError, match=part) as caught:
+            evaluate_perplexity(**base | options)
+        assert len(caught.value.problems) == 1
