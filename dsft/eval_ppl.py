@@ -5,7 +5,7 @@
     python dsft/eval_ppl.py --model runs/first/final --data held_out.jsonl --mode rolling
     dsft eval --run runs/first
 
-The modes and their definitions are in `dsft/perplexity/windows.py`. With --output_dir, results are kept as they come
+The modes and their definitions are in `dsft/perplexity/modes.py`. With --output_dir, results are kept as they come
 (perplexity.json, documents.parquet), and the same command resumes an interrupted evaluation.
 """
 

@@ -271,6 +271,9 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     batch_tokens: int | None = None
     """Tokens (padding included) per forward of one rank; by default 16384 on a GPU and 4096 on a CPU, whose caches are
     small, or one window."""
+    reference: str | None = None
+    """A second model, beside which every model predicts: KL divergence both ways, share of the same likeliest tokens,
+    change of the true tokens' probabilities. It must have the same tokenizer."""
     group_by: list[str] = field(default_factory=list)
     """Split each result into groups: by a column of the data, source (the file), position (in the window), frequency
     (of the token in the data), role or turn (of chats, and of prompts with completions); several may be named."""

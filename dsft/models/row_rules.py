@@ -32,6 +32,10 @@ class RowRules:
     alone: bool = False
     """Every row is a batch of its own, without padding."""
 
+    def joined(self, other: "RowRules") -> "RowRules":
+        """Return the rules of two models that see the same batches."""
+        return RowRules(limits=tuple(sorted({*self.limits, *other.limits})), alone=self.alone or other.alone)
+
     def width(self, longest: int) -> int:
         """Return the padded length of a batch, of at least one token: a document of one token feeds none."""
         longest = max(1, int(longest))

@@ -46,14 +46,18 @@ class Breakdown:
         self.sums = [np.zeros((2, len(grouping.labels))) for grouping in groupings]
         """Nats and tokens of each group, for each grouping."""
 
-    def see(self, windows: list[int], nats_N: np.ndarray) -> list[list[list[float]]]:
-        """Add the tokens of a batch; return its sums of each grouping: groups, nats and tokens."""
+    def see(self, windows: list[int], columns_KN: np.ndarray) -> list[list[list[float]]]:
+        """Add the tokens of a batch; return its sums of each grouping: groups, nats and tokens.
+
+        Args:
+            columns_KN: nats first.
+        """
         places = [self.windows.scored_places(window) for window in windows]
         recorded = []
         for grouping in self.groupings:
             groups_N = np.concatenate([grouping.groups_of(*pair) for pair in zip(windows, places, strict=True)])
             number = len(grouping.labels)
-            nats, tokens = np.bincount(groups_N, nats_N, number), np.bincount(groups_N, minlength=number)
+            nats, tokens = np.bincount(groups_N, columns_KN[0], number), np.bincount(groups_N, minlength=number)
             (here,) = np.nonzero(tokens)
             recorded.append([here.tolist(), nats[here].tolist(), tokens[here].tolist()])
         self.recall(recorded)

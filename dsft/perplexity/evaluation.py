@@ -7,7 +7,7 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from dsft.models.size import check_sharding
 from dsft.perplexity.breakdown import Breakdown, build_breakdown
 from dsft.perplexity.candidates import Candidate, choose_zero, read_data
 from dsft.perplexity.identity import fingerprint, model_identity
+from dsft.perplexity.kl import ChangeHistogram, divergence_of, refusal_of_pair
 from dsft.perplexity.loading import loaded_for_scoring
 from dsft.perplexity.modes import build_windows, check_mode
 from dsft.perplexity.recording import Recorder
@@ -80,15 +81,17 @@ def _evaluate(config: EvalConfig, problems: list[str], *, progress: bool) -> Ite
     if config.zero not in ("auto", "0"):
         _check_zero(config.zero, problems)
     candidates = [Candidate.of(config, name, problems) for name in config.model]
+    reference = Candidate.of(config, config.reference, problems) if config.reference else None
     data_sets = {source: read_data(source, config, candidates, problems) for source in config.data}
     distributed.raise_together([*dict.fromkeys(problems)])
-    distributed.raise_together(
-        [problem for candidate in candidates for problem in candidate.check_weights(local=False)]
-    )
+    if reference:
+        distributed.raise_together([line for each in candidates if (line := refusal_of_pair(each, reference))])
+    models = [*candidates, *([reference] if reference else [])]
+    distributed.raise_together([problem for model in models for problem in model.check_weights(local=False)])
     machine = distributed.smallest_machine()
     results = Results(Path(config.output_dir)) if config.output_dir else None
     for candidate in candidates:
-        yield from _evaluate_candidate(candidate, data_sets, machine, results, progress=progress)
+        yield from _evaluate_candidate(candidate, reference, data_sets, machine, results, progress=progress)
 
 
 def _check_zero(zero: str, problems: list[str]) -> None:
@@ -103,6 +106,7 @@ def _check_zero(zero: str, problems: list[str]) -> None:
 
 def _evaluate_candidate(
     candidate: Candidate,
+    reference: Candidate | None,
     data_sets: dict[str, FormattedSource],
     machine: Machine,
     results: Results | None,
@@ -111,29 +115,51 @@ def _evaluate_candidate(
 ) -> Iterator[Evaluation]:
     config = candidate.config
     dtype = resolve_dtype(config.dtype)
-    jobs = _jobs(candidate, data_sets, dtype, progress=progress)
+    jobs = _jobs(candidate, reference, data_sets, dtype, progress=progress)
     facts = {f"tokens of {job.name}": job.fingerprint for job in jobs}
     facts |= {f"files of {job.config.model}": job.model_hash for job in jobs}
     require_agreement({SAME_FILES: facts | {f"content of {config.zero}": read_zero_file(config.zero, [])}})
     known = {job.name: results and results.known(job.fingerprint, verified=bool(config.verify)) for job in jobs}
-    if all(known.values()):
-        zero, loading = "", contextlib.nullcontext()
-    else:
-        zero = choose_zero(candidate, machine, dtype) if config.zero == "auto" else config.zero
-        raise_if_any(check_sharding(candidate.facts.size, stage=0 if zero == "0" else 3, model=config.model))
-        loading = loaded_for_scoring(config, zero, dtype)
-    with loading as model:
+    candidates = [candidate, *([reference] if reference else [])]
+    with contextlib.ExitStack() as stack:
+        if not all(known.values()):
+            loaded = _load(candidates, machine, dtype, stack)
         for job in jobs:
             evaluation = known[job.name]
             log = None
             if evaluation is None:
                 log = ResumeLog(Path(config.output_dir), job.fingerprint) if config.output_dir else None
-                evaluation = _evaluate_job(model, candidate, job, zero, machine, log, progress=progress)
+                evaluation = _evaluate_job(loaded, candidate, job, machine, log, progress=progress)
             if results:
                 results.add(evaluation)
             if log:  # a result that is written needs its parts no longer
                 log.remove()
             yield evaluation
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """Holds the model to evaluate, and the reference where there is one."""
+
+    models: list[nn.Module]
+    zero: list[str]
+
+
+def _load(candidates: list[Candidate], machine: Machine, dtype: str, stack: contextlib.ExitStack) -> _Loaded:
+    """Load a model, and a reference after it, until the stack is closed. Collective."""
+    share = len(candidates)  # of the memory
+    machine = replace(machine, device_bytes=machine.device_bytes // share, host_bytes=machine.host_bytes // share)
+    zero = [
+        choose_zero(each, machine, dtype) if each.config.zero == "auto" else each.config.zero for each in candidates
+    ]
+    for each, name in zip(candidates, zero, strict=True):
+        stage = 0 if name == "0" else 3
+        raise_if_any(check_sharding(each.facts.size, stage=stage, model=each.config.model))
+    models: list[nn.Module] = [None] * share
+    # Sharded ones last: while one is loaded, transformers would shard every other that it loads.
+    for place in sorted(range(share), key=lambda place: zero[place] != "0"):
+        models[place] = stack.enter_context(loaded_for_scoring(candidates[place].config, zero[place], dtype))
+    return _Loaded(models, zero)
 
 
 @dataclass(frozen=True)
@@ -155,7 +181,14 @@ class _Job:
         return f"{self.source} by {protocol}" if protocol else self.source
 
 
-def _jobs(candidate: Candidate, data_sets: dict[str, FormattedSource], dtype: str, *, progress: bool) -> list[_Job]:
+def _jobs(
+    candidate: Candidate,
+    reference: Candidate | None,
+    data_sets: dict[str, FormattedSource],
+    dtype: str,
+    *,
+    progress: bool,
+) -> list[_Job]:
     """Prepare every data set, in every protocol. Collective."""
     prepared = [
         (source, config, build_windows(data, config, candidate.tokenizer, show_progress=progress))
@@ -163,15 +196,22 @@ def _jobs(candidate: Candidate, data_sets: dict[str, FormattedSource], dtype: st
         for config in candidate.configs()
     ]
     distributed.wait_long("prepared")  # nodes with caches of their own take their own time
-    name = candidate.config
-    identity = model_identity(name.model, revision=name.revision, seed=name.seed)
+    identity = _identity(candidate)
+    model_hash = identity["content"]
+    if reference:
+        identity |= {f"reference {name}": value for name, value in _identity(reference).items()}
     jobs = []
     for source, config, windows in prepared:
         options, hashes = _options(config, windows, dtype), windows.hashes()
         breakdown = build_breakdown(data_sets[source], config, candidate.tokenizer, windows)
         print_of_job = fingerprint(identity, hashes, options)
-        jobs.append(_Job(source, config, windows, breakdown, options, identity["content"], hashes, print_of_job))
+        jobs.append(_Job(source, config, windows, breakdown, options, model_hash, hashes, print_of_job))
     return jobs
+
+
+def _identity(candidate: Candidate) -> dict[str, str]:
+    config = candidate.config
+    return model_identity(config.model, revision=config.revision, seed=config.seed)
 
 
 def _options(config: EvalConfig, windows: Windows, dtype: str) -> dict[str, Any]:
@@ -182,18 +222,19 @@ def _options(config: EvalConfig, windows: Windows, dtype: str) -> dict[str, Any]
 
 
 def _evaluate_job(
-    model: nn.Module,
+    loaded: _Loaded,
     candidate: Candidate,
     job: _Job,
-    zero: str,
     machine: Machine,
     log: ResumeLog | None,
     *,
     progress: bool,
 ) -> Evaluation:
     config = job.config
+    model, *others = loaded.models
+    reference, histogram = (others[0], ChangeHistogram()) if others else (None, None)
     tokens = Path(config.output_dir) / TOKENS / job.fingerprint[:16] if config.save_tokens else None
-    recorder = Recorder(job.windows, log=log, breakdown=job.breakdown, tokens=tokens)
+    observers = [observer for observer in (job.breakdown, histogram) if observer]
     with watchdog.phase("evaluating"):
         start = time.perf_counter()
         result = evaluate_windows(
@@ -202,8 +243,9 @@ def _evaluate_job(
             pad_token_id=candidate.tokenizer.pad_token_id,
             batch_tokens=job.options["batch_tokens"],
             device=distributed.device(),
-            collective_forward=zero != "0",
-            recorder=recorder,
+            collective_forward=set(loaded.zero) != {"0"},
+            reference=reference,
+            recorder=Recorder(job.windows, log=log, observers=observers, tokens=tokens),
             progress=progress and distributed.rank() == 0,
         )
         seconds = time.perf_counter() - start
@@ -215,10 +257,11 @@ def _evaluate_job(
         protocol=job.options["protocol"],
         mode=job.windows.mode,
         options=job.options,
-        zero=zero,
+        zero=loaded.zero[0],
         ranks=distributed.world_size(),
         machine=str(machine),
         groups=job.breakdown.report() if job.breakdown else {},
+        divergence=divergence_of(result, config.reference, histogram) if histogram else None,
         tokens_folder=str(tokens) if tokens else None,
         truncated_documents=job.windows.truncated_documents,
         seconds=seconds,

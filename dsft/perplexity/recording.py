@@ -6,14 +6,15 @@ A part is complete or not there. A batch is noted for resuming only when the par
 that no note names are removed at the next start: no token is lost or written twice.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import torch
 
-from dsft.perplexity.breakdown import Breakdown
 from dsft.perplexity.resume import ResumeLog
 from dsft.perplexity.windows import Windows
 from dsft.runtime import distributed
@@ -68,41 +69,53 @@ class TokenParts:
         return name
 
 
+class Observer(Protocol):
+    """Adds something up over all tokens."""
+
+    def see(self, windows: list[int], columns_KN: np.ndarray) -> list:
+        """Take a batch; return what the line of the batch keeps of it."""
+
+    def recall(self, recorded: list) -> None:
+        """Take what `see` returned for a batch of an interrupted evaluation."""
+
+
 class Recorder:
     """Takes every batch that this rank scores, and knows those of an interrupted evaluation."""
 
     def __init__(
-        self, windows: Windows, *, log: ResumeLog | None, breakdown: Breakdown | None = None, tokens: Path | None = None
+        self, windows: Windows, *, log: ResumeLog | None, observers: Sequence[Observer] = (), tokens: Path | None = None
     ):
         """
         Args:
+            observers: the same ones, in the same order, when an evaluation resumes.
             tokens: folder of the scored tokens. With it the recorder is collective.
         """
-        self.log, self.breakdown = log, breakdown
+        self.log, self.observers = log, observers
         lines = log.known() if log else {}
         parts = {line[2] for line in lines.values() if len(line) > 2}
         self.tokens = TokenParts(tokens, windows, parts) if tokens else None
         self._known = {batch: line[0] for batch, line in lines.items()}
-        if breakdown and distributed.rank() == 0:  # the sums of all ranks are added up: each batch counts once
+        if distributed.rank() == 0:  # the sums of all ranks are added up: each batch counts once
             for line in lines.values():
-                breakdown.recall(line[1])
+                for observer, recorded in zip(observers, line[1] if observers else [], strict=True):
+                    observer.recall(recorded)
         self._pending: list[list] = []
 
-    def known(self) -> dict[int, list[float]]:
-        """Return index of a batch -> nats of its pieces, the same on every rank."""
+    def known(self) -> dict[int, list[list[float]]]:
+        """Return index of a batch -> sums of its pieces, [K][pieces], the same on every rank."""
         return self._known
 
-    def record(self, batch: int, windows: list[int], token_nats: torch.Tensor, piece_nats: list[float]) -> None:
+    def record(self, batch: int, windows: list[int], columns_KN: torch.Tensor, piece_sums: list[list[float]]) -> None:
         """Take a scored batch.
 
         Args:
-            token_nats: [N] of its scored tokens, window by window.
+            columns_KN: of its scored tokens, window by window; nats first.
+            piece_sums: [K][pieces].
         """
-        nats_N = token_nats.numpy()
-        groups = self.breakdown.see(windows, nats_N) if self.breakdown else None
+        recorded = [observer.see(windows, columns_KN.numpy()) for observer in self.observers]
         if self.tokens:
-            self.tokens.add(batch, windows, nats_N)
-        self._pending.append([batch, piece_nats, groups])
+            self.tokens.add(batch, windows, columns_KN[0].numpy())
+        self._pending.append([batch, piece_sums, recorded])
         if not self.tokens or self.tokens.is_full:
             self.flush()
 
@@ -111,5 +124,5 @@ class Recorder:
         part = self.tokens.write() if self.tokens else None
         if self.log:
             for line in self._pending:
-                self.log.record([*line, part] if part else line if line[2] else line[:2])
+                self.log.record([*line, part] if part else line)
         self._pending = []

@@ -14,6 +14,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from dsft.errors import UserError
+from dsft.perplexity.kl import COLUMNS
 from dsft.perplexity.result import DOCUMENT_COLUMNS, Evaluation
 from dsft.runtime import distributed
 from dsft.runtime.disk import write_json
@@ -67,9 +68,9 @@ class Results:
 
     def evaluation(self, key: Key) -> Evaluation:
         """Make the evaluation again whose report and documents are those of `key`. On rank 0."""
-        return Evaluation.known(
-            self.reports[key], {name: self.documents[key][name].to_numpy() for name in DOCUMENT_COLUMNS}
-        )
+        report, table = self.reports[key], self.documents[key]
+        names = DOCUMENT_COLUMNS + (COLUMNS[1:] if report["divergence"] else ())
+        return Evaluation.known(report, {name: table[name].to_numpy() for name in names})
 
     def _add(self, evaluation: Evaluation) -> None:
         key = evaluation.key
@@ -79,7 +80,7 @@ class Results:
         self.documents[key] = pyarrow.table(evaluation.documents())
         self.folder.mkdir(parents=True, exist_ok=True)
         beside = self.folder / "documents.tmp"
-        pyarrow.parquet.write_table(pyarrow.concat_tables(self.documents.values()), beside)
+        pyarrow.parquet.write_table(pyarrow.concat_tables(self.documents.values(), promote_options="default"), beside)
         beside.replace(self.folder / "documents.parquet")
         write_json(self.folder / "perplexity.json", {"results": list(self.reports.values())})
 

@@ -1,13 +1,14 @@
 """Defines the result of an evaluation, and its report in perplexity.json."""
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from dsft.perplexity.display import frame, html_table
 from dsft.perplexity.intervals import LEVEL, ResultIntervals, result_intervals
+from dsft.perplexity.kl import COLUMNS, Divergence
 from dsft.perplexity.protocols import PROTOCOLS
 from dsft.perplexity.sums import Perplexity, exp
 from dsft.units import GiB
@@ -35,6 +36,8 @@ class Evaluation:
     """Of the whole job: nodes, ranks and their memory."""
     groups: dict[str, list[dict[str, Any]]]
     """With group_by: group, nats, tokens and perplexity of each group, by grouping."""
+    divergence: Divergence | None
+    """With a reference."""
     tokens_folder: str | None
     """With save_tokens: where they are."""
     truncated_documents: int
@@ -60,6 +63,7 @@ class Evaluation:
         result = self.perplexity
         of_evaluation = {field.name: getattr(self, field.name) for field in fields(self)}
         del of_evaluation["perplexity"], of_evaluation["is_known"]
+        of_evaluation["divergence"] = asdict(self.divergence) if self.divergence else None
         return of_evaluation | {
             "perplexity": exp(result.reported_loss) if self.protocol else result.perplexity,
             "nats": result.nats,
@@ -105,6 +109,7 @@ class Evaluation:
             "protocol": [self.protocol or ""] * result.documents,
             "document": np.arange(result.documents),
             **{name: getattr(result, f"document_{name}") for name in DOCUMENT_COLUMNS},
+            **dict(zip(COLUMNS[1:], result.document_pairs, strict=False)),
         }
 
     @functools.cached_property
@@ -128,6 +133,8 @@ class Evaluation:
                 f" {report['bits_per_byte']:.4f} bits per byte"
             )
         rows |= {f"by {name}": _group_rows(groups) for name, groups in self.groups.items()}
+        if self.divergence:
+            rows[f"against {self.divergence.reference}"] = self.divergence.row()
         left_out = {
             "without a token to score": report["unscored_documents"],
             "truncated": report["truncated_documents"],
@@ -168,10 +175,14 @@ class Evaluation:
             windows_per_block=report["blocks"]["windows"],
             block_nats=np.array(report["blocks"]["nats"], np.float64),
             block_tokens=np.array(report["blocks"]["tokens"], np.int64),
+            document_pairs=np.array([documents[name] for name in COLUMNS[1:] if name in documents]).reshape(
+                -1, len(documents["nats"])
+            ),
             **{f"document_{name}": documents[name] for name in DOCUMENT_COLUMNS},
         )
         of_evaluation = {field.name: report[field.name] for field in fields(cls) if field.name in report}
-        return cls(**of_evaluation | {"perplexity": perplexity, "is_known": True})
+        divergence = report["divergence"] and Divergence(**report["divergence"])
+        return cls(**of_evaluation | {"perplexity": perplexity, "divergence": divergence, "is_known": True})
 
 
 def _group_rows(groups: list[dict[str, Any]]) -> str:

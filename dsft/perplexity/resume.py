@@ -26,11 +26,11 @@ class ResumeLog:
         self._file = (self.folder / f"rank-{distributed.rank()}.jsonl").open("a", encoding="utf-8")
 
     def known(self) -> dict[int, list]:
-        """Return index of a batch -> what else its line holds, the same on every rank: the nats of its pieces first."""
+        """Return index of a batch -> what else its line holds, the same on every rank: the sums of its pieces first."""
         return self._known
 
     def record(self, line: list) -> None:
-        """Append the line of a batch: its index, the nats of its pieces, and what `recording.py` adds to these.
+        """Append the line of a batch: its index, the sums of its pieces, and what `recording.py` adds to these.
 
         Python's repr of a float, as JSON has it, gives the same bits back.
         """

@@ -13,7 +13,7 @@ that float64 sums of them are exact in any order and grouping, up to 33 million 
 Shape suffixes: B batch, T time, H hidden, V vocabulary, W one tile of it, N scored tokens of a batch.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dsft.data.sequences import IGNORED
 from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead
 from dsft.models.row_rules import RowRules, row_rules
+from dsft.perplexity.kl import COLUMNS, score_pair
 from dsft.perplexity.recording import Recorder
 from dsft.perplexity.sums import Perplexity, add_up, pieces_of
 from dsft.perplexity.windows import Windows
@@ -58,6 +59,7 @@ def evaluate_windows(
     batch_tokens: int,
     device: torch.device,
     collective_forward: bool,
+    reference: nn.Module | None = None,
     recorder: Recorder | None = None,
     progress: bool = False,
 ) -> Perplexity:
@@ -66,6 +68,7 @@ def evaluate_windows(
     Args:
         batch_tokens: tokens of one forward, padding included; a longer window is a batch of its own.
         collective_forward: the model is sharded (ZeRO-3), so ranks without work must take part in every forward.
+        reference: predicts the same tokens, for `document_pairs` of the result.
         recorder: knows what an interrupted evaluation scored, and takes what is scored now.
 
     Raises:
@@ -73,6 +76,8 @@ def evaluate_windows(
     """
     was_training = model.training
     rules = row_rules(model.eval())
+    if reference is not None:
+        rules = rules.joined(row_rules(reference.eval()))
     lengths = windows.lengths
     batches = form_batches(lengths, batch_tokens, rules)
     pieces = pieces_of(windows, batches)
@@ -80,35 +85,50 @@ def evaluate_windows(
     known = recorder.known() if recorder else {}
     left = {index: batch for index, batch in enumerate(batches) if index not in known}
     # Every piece is filled in on one rank and 0 on all others, so summing over ranks adds only zeros: no rounding.
-    nats = torch.zeros(pieces.ends[-1], dtype=torch.float64)
+    sums_KP = torch.zeros(len(COLUMNS) if reference is not None else 1, pieces.ends[-1], dtype=torch.float64)
+    score_batch = _scorer(model, reference, pad_token_id, device)
     how = {"pad_token_id": pad_token_id, "device": device, "progress": progress}
-    for index, token_nats in _score_batches(model, windows, left, rules, collective_forward=collective_forward, **how):
-        batch_nats = [part.sum().item() for part in token_nats.split(counts[places[index]].tolist())]
-        nats[places[index]] = torch.tensor(batch_nats, dtype=torch.float64)
+    for index, columns_KN in _score_batches(score_batch, windows, left, rules, everyone=collective_forward, **how):
+        parts = columns_KN.split(counts[places[index]].tolist(), dim=1)
+        sums_KP[:, places[index]] = torch.stack([part.sum(dim=1) for part in parts], dim=1) if parts else 0.0
         if recorder:
-            recorder.record(index, batches[index], token_nats, batch_nats)
+            recorder.record(index, batches[index], columns_KN, sums_KP[:, places[index]].tolist())
     if recorder:
         recorder.flush()
     model.train(was_training)
-    nats = sum_over_ranks(nats)
-    for index, batch_nats in known.items():
-        nats[places[index]] = torch.tensor(batch_nats, dtype=torch.float64)
+    sums_KP = sum_over_ranks(sums_KP)
+    for index, batch_sums in known.items():
+        sums_KP[:, places[index]] = torch.tensor(batch_sums, dtype=torch.float64)
     fed_tokens = sum(int(lengths[batch].sum()) for batch in left.values())
-    return add_up(windows, pieces, nats.numpy(), fed_tokens=fed_tokens, rows_alone=rules.alone)
+    return add_up(windows, pieces, sums_KP.numpy(), fed_tokens=fed_tokens, rows_alone=rules.alone)
+
+
+def _scorer(
+    model: nn.Module, reference: nn.Module | None, pad_token_id: int, device: torch.device
+) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
+    """Return what gives the columns [K, N] of a batch, in exact steps. Collective under ZeRO-3."""
+    dummy, heads = torch.full((1, 8), pad_token_id, device=device), []
+    for each in (model, reference):
+        if each is not None:
+            head = ChunkedHead(each, VOCAB_TILE[device.type])
+            heads.append(head if head.agrees(dummy) else each)
+    if reference is None:
+        return lambda batch: score(heads[0], batch)[None]
+    return lambda batch: in_exact_steps(score_pair(*heads, batch))
 
 
 def _score_batches(
-    model: nn.Module,
+    score_batch: Callable[[dict[str, torch.Tensor]], torch.Tensor],
     windows: Windows,
     batches: dict[int, list[int]],
     rules: RowRules,
     *,
     pad_token_id: int,
     device: torch.device,
-    collective_forward: bool,
+    everyone: bool,
     progress: bool,
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (index of a batch, [N] nats of its scored tokens) of every batch that this rank scores.
+    """Yield (index of a batch, [K, N] columns of its scored tokens) of every batch that this rank scores.
 
     The ranks take turns: with 2 ranks and 5 batches, rank 0 scores the first, third and fifth, and in the third turn
     rank 1 has none. Collective under ZeRO-3.
@@ -118,8 +138,6 @@ def _score_batches(
     lengths = windows.lengths
     tokens = [int(lengths[batch].sum()) for batch in batches.values()]
     dummy = torch.full((1, 8), pad_token_id, device=device)
-    head = ChunkedHead(model, VOCAB_TILE[device.type])
-    scorer = head if head.agrees(dummy) else model
     collated = _collated_ahead(windows, [batches[index] for index in indices[rank::world]], rules, pad_token_id)
     with tqdm(
         total=sum(tokens), desc="Perplexity", unit="token", unit_scale=True, disable=not progress, leave=False
@@ -127,9 +145,9 @@ def _score_batches(
         for turn in range(0, len(indices), world):
             if turn + rank < len(indices):
                 batch = {name: tensor.to(device) for name, tensor in next(collated).items()}
-                yield indices[turn + rank], score(scorer, batch)
-            elif collective_forward:  # the same collectives as a batch with work
-                score(scorer, {"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
+                yield indices[turn + rank], score_batch(batch)
+            elif everyone:  # the same collectives as a batch with work
+                score_batch({"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
             bar.update(sum(tokens[turn : turn + world]))
             watchdog.heartbeat()
 

@@ -34,6 +34,8 @@ class Perplexity:
     """[D] int64: UTF-8 bytes of each document; 0 where there is no text (token sequences)."""
     document_words: np.ndarray
     """[D] int64."""
+    document_pairs: np.ndarray
+    """[K - 1, D] float64: with a reference, the sums of COLUMNS of `kl.py` after the first; else [0, D]."""
     block_nats: np.ndarray
     """[B] float64: of neighbouring windows, in the order of the text; empty where enough documents are scored."""
     block_tokens: np.ndarray
@@ -127,17 +129,17 @@ def pieces_of(windows: Windows, batches: list[list[int]]) -> Pieces:
     )
 
 
-def add_up(windows: Windows, pieces: Pieces, nats: np.ndarray, *, fed_tokens: int, rows_alone: bool) -> Perplexity:
+def add_up(windows: Windows, pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens: int, rows_alone: bool) -> Perplexity:
     """Add pieces up to documents, blocks and the total.
 
     Args:
-        nats: [P] of each piece.
+        sums_KP: nats of each piece, then with a reference the other columns.
 
     Raises:
         TrainingStopped: where some are NaN or infinite.
     """
-    documents = len(windows.document_ends)
-    bad = pieces.documents[~np.isfinite(nats)]
+    documents, nats = len(windows.document_ends), sums_KP[0]
+    bad = pieces.documents[~np.isfinite(sums_KP).all(axis=0)]
     if len(bad):
         raise TrainingStopped(
             f"the loss of document {bad.min() + 1} of {documents} is NaN or infinite: the model's weights are broken,"
@@ -156,6 +158,9 @@ def add_up(windows: Windows, pieces: Pieces, nats: np.ndarray, *, fed_tokens: in
         document_tokens=tokens,
         document_bytes=windows.document_bytes,
         document_words=windows.document_words,
+        document_pairs=np.array(
+            [sums_by(pieces.documents, row_P, documents) for row_P in sums_KP[1:]], dtype=np.float64
+        ).reshape(-1, documents),
         block_nats=sums_by(blocks, nats, num_blocks),
         block_tokens=block_tokens,
         windows_per_block=per_block,

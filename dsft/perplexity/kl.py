@@ -1,0 +1,193 @@
+"""Compares the predictions of a model with those of a reference, token by token, without full logits.
+
+For each scored token, over the vocabulary V with logits z of the model and r of the reference:
+
+    KL(reference || model) = sum_V p_r (ln p_r - ln p_z)      the information that the model loses
+    KL(model || reference) = sum_V p_z (ln p_z - ln p_r)
+    same top               whether both have the same likeliest token
+    change                 p_z - p_r of the token that stands in the text
+
+Both heads compute the same tile of the vocabulary at a time. Of each tile only sums are kept: with M the largest logit
+so far, S = sum exp(r - M) and T = sum exp(r - M) (z - r), so that KL(reference || model) = ln S_z - ln S_r - T_r / S_r.
+
+Shape suffixes: N scored tokens, W tile of the vocabulary, K columns, D documents.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from dsft.data.sequences import IGNORED
+from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead
+from dsft.perplexity.sums import Perplexity, exp
+from dsft.runtime.distributed import sum_over_ranks
+
+COLUMNS = ("nats", "reference_nats", "kl", "reverse_kl", "same_top")
+"""Rows of what `score_pair` returns; the first is the model's own."""
+QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
+BINS = 1 << 15
+"""Of changes from -1 to 1: quantiles are exact to 3e-5."""
+
+
+def score_pair(model: ChunkedHead | nn.Module, reference: ChunkedHead | nn.Module, batch: dict) -> torch.Tensor:
+    """Return [K, N] of each scored token of a collated batch, row by row. Collective where either is sharded."""
+    where_BT = batch["targets"] != IGNORED
+    targets_N, rows = batch["targets"][where_BT], ROW_TILE[where_BT.device.type]
+    inputs = [_last_inputs(scorer, batch["input_ids"])[where_BT] for scorer in (model, reference)]
+    columns = []
+    with _weights(model), _weights(reference):
+        for of_model, of_reference, wanted in zip(*(part.split(rows) for part in (*inputs, targets_N)), strict=True):
+            if len(wanted):
+                parts = zip(_tiles(model, of_model), _tiles(reference, of_reference), strict=True)
+                columns.append(compare_logits(parts, wanted))
+    return torch.cat(columns, dim=1) if columns else torch.zeros(len(COLUMNS), 0, dtype=torch.float64)
+
+
+def _last_inputs(scorer: ChunkedHead | nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
+    """Return what the tiles of logits are made of: hidden states, or all logits where the head cannot be split."""
+    if isinstance(scorer, ChunkedHead):
+        return scorer.run_backbone(input_ids=ids_BT)
+    return scorer(input_ids=ids_BT, use_cache=False).logits
+
+
+def _weights(scorer: ChunkedHead | nn.Module) -> contextlib.AbstractContextManager:
+    return scorer.weights() if isinstance(scorer, ChunkedHead) else contextlib.nullcontext()
+
+
+def _tiles(scorer: ChunkedHead | nn.Module, rows: torch.Tensor) -> Iterable[torch.Tensor]:
+    return scorer.logits(rows) if isinstance(scorer, ChunkedHead) else rows.split(VOCAB_TILE[rows.device.type], dim=1)
+
+
+class _Sums:
+    """Holds the streamed sums of one of the two models: largest logit, S, T, likeliest and wanted token."""
+
+    def __init__(self, targets_N: torch.Tensor):
+        self.largest_N = torch.full(targets_N.shape, -math.inf, dtype=torch.float64, device=targets_N.device)
+        self.sum_N, self.change_N, self.wanted_N = (torch.zeros_like(self.largest_N) for _ in range(3))
+        self.top_N = torch.zeros_like(targets_N)
+
+    def add(self, logits_NW: torch.Tensor, change_NW: torch.Tensor, targets_N: torch.Tensor, start: int) -> None:
+        """Take a tile of logits, which begins at `start` of the vocabulary."""
+        column_N = targets_N - start
+        is_here_N = (column_N >= 0) & (column_N < logits_NW.shape[1])
+        at_target_N = logits_NW.gather(1, column_N.where(is_here_N, 0)[:, None])[:, 0].double()
+        self.wanted_N = torch.where(is_here_N, at_target_N, self.wanted_N)
+        largest_N, top_N = logits_NW.max(dim=1)
+        self.top_N = torch.where(largest_N > self.largest_N, top_N + start, self.top_N)
+        before_N, self.largest_N = self.largest_N, torch.maximum(self.largest_N, largest_N.double())
+        shrunk_N = (before_N - self.largest_N).exp()
+        weights_NW = (logits_NW - self.largest_N.float()[:, None]).exp_()
+        self.sum_N = self.sum_N * shrunk_N + weights_NW.sum(dim=1).double()
+        self.change_N = self.change_N * shrunk_N + weights_NW.mul_(change_NW).sum(dim=1).double()
+
+    @property
+    def log_sum_N(self) -> torch.Tensor:
+        return self.largest_N + self.sum_N.log()
+
+
+def compare_logits(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], targets_N: torch.Tensor) -> torch.Tensor:
+    """Return [K, N] float64.
+
+    Args:
+        parts: logits [N, W] of the model and of the reference, of one tile of the vocabulary after the other.
+    """
+    model, reference, start = _Sums(targets_N), _Sums(targets_N), 0
+    for logits_NW, reference_NW in parts:
+        logits_NW, reference_NW = logits_NW.float(), reference_NW.float()
+        change_NW = logits_NW - reference_NW
+        model.add(logits_NW, change_NW, targets_N, start)
+        reference.add(reference_NW, change_NW, targets_N, start)
+        start += logits_NW.shape[1]
+    gap_N = model.log_sum_N - reference.log_sum_N
+    columns = (
+        model.log_sum_N - model.wanted_N,
+        reference.log_sum_N - reference.wanted_N,
+        gap_N - reference.change_N / reference.sum_N,
+        model.change_N / model.sum_N - gap_N,
+        (model.top_N == reference.top_N).double(),
+    )
+    return torch.stack(columns)
+
+
+class ChangeHistogram:
+    """Counts the changes of the true tokens' probabilities on this rank, in memory that does not grow."""
+
+    def __init__(self):
+        self.counts = np.zeros(BINS + 1, dtype=np.int64)
+
+    def see(self, _windows: list[int], columns_KN: np.ndarray) -> list[list[int]]:
+        """Count the tokens of a batch; return bins and counts."""
+        change_N = np.exp(-columns_KN[0]) - np.exp(-columns_KN[1])
+        bins, counts = np.unique(np.rint((change_N + 1) / 2 * BINS).astype(np.int64), return_counts=True)
+        recorded = [bins.tolist(), counts.tolist()]
+        self.recall(recorded)
+        return recorded
+
+    def recall(self, recorded: list[list[int]]) -> None:
+        """Count what `see` returned for a batch."""
+        bins, counts = recorded
+        self.counts[bins] += counts
+
+    def quantiles(self) -> dict[str, float]:
+        """Return the quantiles over all ranks, each as the middle of its bin. Collective."""
+        ends = np.cumsum(sum_over_ranks(torch.from_numpy(self.counts)).numpy())
+        bins = np.searchsorted(ends, np.array(QUANTILES) * ends[-1])
+        return {str(share): place / BINS * 2 - 1 for share, place in zip(QUANTILES, bins.tolist(), strict=True)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Holds how far a model's predictions are from those of a reference; means are over scored tokens."""
+
+    reference: str
+    reference_perplexity: float
+    kl: float
+    """Mean KL(reference || model) in nats."""
+    reverse_kl: float
+    """Mean KL(model || reference) in nats."""
+    same_top: float
+    """Share of the tokens where both find the same token likeliest."""
+    change_quantiles: dict[str, float]
+    """Share -> change of the true token's probability that so large a share of the tokens stays below."""
+
+    def row(self) -> str:
+        """Return it as text for the screen."""
+        low, middle, high = (self.change_quantiles[share] for share in ("0.01", "0.5", "0.99"))
+        return (
+            f"KL(reference || model) {self.kl:.6f}, KL(model || reference) {self.reverse_kl:.6f} nats per token;"
+            f" same likeliest token {self.same_top:.2%}; change of the true token's probability {low:+.4f} (1%),"
+            f" {middle:+.4f} (median), {high:+.4f} (99%); perplexity of the reference {self.reference_perplexity:.4f}"
+        )
+
+
+def divergence_of(result: Perplexity, reference: str, histogram: ChangeHistogram) -> Divergence:
+    """Add up the documents. Collective."""
+    of_reference, kl, reverse_kl, same_top = (math.fsum(row_D) / result.tokens for row_D in result.document_pairs)
+    return Divergence(
+        reference=reference,
+        reference_perplexity=exp(of_reference),
+        kl=kl,
+        reverse_kl=reverse_kl,
+        same_top=same_top,
+        change_quantiles=histogram.quantiles(),
+    )
+
+
+def refusal_of_pair(model: Any, reference: Any) -> str:
+    """Say why the KL of two models, as `Candidate`s, cannot be taken; empty where it can."""
+    names = f"reference={reference.config.model}"
+    if reference.tokenizer.get_vocab() != model.tokenizer.get_vocab():
+        return (
+            f"{names}: has another tokenizer than {model.config.model}, and KL needs the same tokens; evaluate both"
+            " by themselves, and compare their bits per byte with dsft compare"
+        )
+    sizes = reference.facts.size.vocab_size, model.facts.size.vocab_size
+    if sizes[0] != sizes[1]:
+        return f"{names}: predicts {sizes[0]:,} tokens and {model.config.model} {sizes[1]:,}; KL needs the same number"
+    return ""

@@ -1,0 +1,172 @@
+"""KL divergence, likeliest tokens and changes of probability are those of plain full logits in float64."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import grid, read_json
+from ranks import on_ranks
+from tiny import ARCHITECTURES, write_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
+
+from dsft.api import evaluate_perplexity
+from dsft.config.options import EvalConfig
+from dsft.data.sequences import IGNORED, sequence
+from dsft.errors import UserError
+from dsft.models import chunked_head
+from dsft.models.row_rules import RowRules
+from dsft.perplexity import scoring
+from dsft.perplexity.evaluation import evaluate
+from dsft.perplexity.kl import BINS, ChangeHistogram, divergence_of
+from dsft.perplexity.recording import Recorder
+from dsft.perplexity.windows import windows_of_sequences
+
+OPT = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
+OPT |= {"word_embed_proj_dim": 32, "max_position_embeddings": 256}
+MODELS = ARCHITECTURES | {"opt": (OPTConfig, OPT)}  # whose head cannot be split
+
+
+def plain_columns(model, reference, windows) -> np.ndarray:
+    """[5, N]: nats of both, KL both ways, and whether the likeliest token is the same; one window at a time."""
+    columns = []
+    for window in range(len(windows.spans)):
+        ids, targets = (torch.from_numpy(part) for part in windows.inputs_and_targets(window))
+        with torch.no_grad():
+            p, q = (each(input_ids=ids[None]).logits[0].double().log_softmax(-1) for each in (model, reference))
+        for here in torch.nonzero(targets != IGNORED)[:, 0].tolist():
+            kl, reverse = ((a[here].exp() * (a[here] - b[here])).sum() for a, b in ((q, p), (p, q)))
+            same = p[here].argmax() == q[here].argmax()
+            columns.append([-p[here, targets[here]], -q[here, targets[here]], kl, reverse, same])
+    return np.array(columns, dtype=np.float64).T
+
+
+@pytest.mark.parametrize("architecture", grid(MODELS, ["llama", "gemma3", "gpt2", "qwen2_moe", "opt"]))
+def test_tiles_of_both_heads_give_plain_full_logits(architecture, monkeypatch):
+    monkeypatch.setitem(chunked_head.ROW_TILE, "cpu", 16)  # the same dictionaries everywhere
+    monkeypatch.setitem(chunked_head.VOCAB_TILE, "cpu", 100)
+    cls, values = MODELS[architecture]
+    models = []
+    for scale in (2.0, 2.2):
+        torch.manual_seed(0)
+        models.append(AutoModelForCausalLM.from_config(cls(**values)).eval())
+        with torch.no_grad():
+            for parameter in models[-1].parameters():
+                parameter.mul_(scale)
+    windows = windows_of_sequences([sequence(ids.numpy(), np.ones(20, bool)) for ids in torch.randint(1, 384, (5, 20))])
+    expected, histogram = plain_columns(*models, windows), ChangeHistogram()
+    recorder = Recorder(windows, log=None, observers=[histogram])
+    result = scoring.evaluate_windows(
+        models[0],
+        windows,
+        pad_token_id=0,
+        batch_tokens=48,
+        device=torch.device("cpu"),
+        collective_forward=False,
+        reference=models[1],
+        recorder=recorder,
+    )
+    divergence = divergence_of(result, "reference", histogram)
+    nats, of_reference, kl, reverse, same = expected.mean(axis=1)
+    assert kl > 1e-5 and reverse > 1e-5 and result.loss == pytest.approx(nats, abs=1e-6)
+    assert (divergence.kl, divergence.reverse_kl) == (pytest.approx(kl, abs=1e-6), pytest.approx(reverse, abs=1e-6))
+    assert divergence.same_top == pytest.approx(same, abs=1e-9)
+    assert math.log(divergence.reference_perplexity) == pytest.approx(of_reference, abs=1e-6)
+    by_document = expected[2].reshape(5, -1).sum(axis=1)
+    np.testing.assert_allclose(result.document_pairs[1], by_document, atol=2e-5)
+    change = np.exp(-expected[0]) - np.exp(-expected[1])
+    for share, value in divergence.change_quantiles.items():
+        wanted = np.quantile(change, float(share), method="inverted_cdf")
+        assert value == pytest.approx(wanted, abs=1 / BINS + 1e-6), share
+
+
+@pytest.fixture(scope="module")
+def pair(tiny, tmp_path_factory):
+    """The folder of a model that is a little off the one of `tiny`."""
+    folder = shutil.copytree(tiny / "model", tmp_path_factory.mktemp("pair") / "off")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def options_for(tiny, pair, **changes) -> dict:
+    base = {"model": [str(pair)], "reference": str(tiny / "model"), "data": [str(tiny / "held_out.jsonl")]}
+    return base | {"mode": "rolling", "seq_len": 32, "batch_tokens": 200, "zero": "0"} | changes
+
+
+def _reports(many: list[dict]) -> list:
+    reports = []
+    for options in many:
+        evaluation = next(evaluate(EvalConfig(**options)))
+        reports.append((evaluation.perplexity.nats, vars(evaluation.divergence)))
+    return reports
+
+
+def test_the_divergence_has_the_same_bits_on_one_and_two_ranks_replicated_and_sharded(tiny, pair):
+    ((expected,),) = on_ranks(1, _reports, [options_for(tiny, pair)])
+    cases = [options_for(tiny, pair, zero=zero) for zero in ("0", "3")]
+    assert on_ranks(2, _reports, cases) == [[expected] * 2] * 2
+    assert expected[1]["kl"] > 1e-6 and 0 < expected[1]["same_top"] <= 1
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_comparison_with_a_reference_resumes_and_is_read_back(tiny, pair, tmp_path, monkeypatch):
+    options = options_for(tiny, pair)
+    ((expected, divergence),) = _reports([options])
+    options["output_dir"] = str(tmp_path)
+    score_pair, left = scoring.score_pair, [3]
+
+    def counted(*arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Interrupted
+        return score_pair(*arguments)
+
+    monkeypatch.setattr(scoring, "score_pair", counted)
+    with pytest.raises(Interrupted):
+        _reports([options])
+    left[0] = 10**9
+    assert _reports([options]) == [(expected, divergence)]
+    left[0] = 0
+    evaluation = next(evaluate(EvalConfig(**options)))
+    assert evaluation.is_known and vars(evaluation.divergence) == divergence
+    total = divergence["kl"] * evaluation.perplexity.tokens
+    assert evaluation.perplexity.document_pairs[1].sum() == pytest.approx(total)
+    report = read_json(tmp_path / "perplexity.json")["results"][0]
+    assert report == json.loads(json.dumps(evaluation.report()))
+    assert list(evaluation.to_pandas().columns)[-4:] == ["reference_nats", "kl", "reverse_kl", "same_top"]
+    assert f"against {tiny / 'model'}" in evaluation.summary()
+
+
+def test_the_same_model_diverges_by_nothing(tiny):
+    evaluation = evaluate_perplexity(**options_for(tiny, tiny / "model", max_documents=3), progress=False)
+    assert abs(evaluation.divergence.kl) < 1e-7 and evaluation.divergence.same_top == 1.0
+    assert evaluation.divergence.reference_perplexity == evaluation.perplexity.perplexity
+
+
+def test_a_reference_with_another_tokenizer_or_head_is_refused(tiny, tmp_path):
+    other = write_model(tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(other)
+    wider = write_model(tmp_path / "wider", vocab_size=392)
+    for reference, part in (
+        (other, "has another tokenizer than .* KL needs the same tokens; .* dsft compare"),
+        (wider, "predicts 392 tokens and .* 384; KL needs the same number"),
+        (tmp_path / "nowhere", "nowhere"),
+    ):
+        with pytest.raises(UserError, match=part):
+            evaluate_perplexity(**options_for(tiny, tiny / "model", reference=str(reference)), progress=False)
+
+
+def test_batches_keep_the_rules_of_both_models():
+    joined = RowRules(limits=(8, 64)).joined(RowRules(limits=(32, 64)))
+    assert joined == RowRules(limits=(8, 32, 64)) and RowRules().joined(RowRules(alone=True)).alone
