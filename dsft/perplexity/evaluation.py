@@ -141,7 +141,7 @@ def _evaluate_candidate(
 class _Loaded:
     """Holds the model to evaluate, and the reference where there is one."""
 
-    models: list[nn.Module]
+    models: tuple[nn.Module, nn.Module | None]
     zero: list[str]
 
 
@@ -159,7 +159,7 @@ def _load(candidates: list[Candidate], machine: Machine, dtype: str, stack: cont
     # Sharded ones last: while one is loaded, transformers would shard every other that it loads.
     for place in sorted(range(share), key=lambda place: zero[place] != "0"):
         models[place] = stack.enter_context(loaded_for_scoring(candidates[place].config, zero[place], dtype))
-    return _Loaded(models, zero)
+    return _Loaded((models[0], models[1] if share == 2 else None), zero)
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,10 @@ class _Job:
     def name(self) -> str:
         protocol = self.options["protocol"]
         return f"{self.source} by {protocol}" if protocol else self.source
+
+    @property
+    def tokens_folder(self) -> Path | None:
+        return Path(self.config.output_dir) / TOKENS / self.fingerprint[:16] if self.config.save_tokens else None
 
 
 def _jobs(
@@ -222,19 +226,13 @@ def _options(config: EvalConfig, windows: Windows, dtype: str) -> dict[str, Any]
 
 
 def _evaluate_job(
-    loaded: _Loaded,
-    candidate: Candidate,
-    job: _Job,
-    machine: Machine,
-    log: ResumeLog | None,
-    *,
-    progress: bool,
+    loaded: _Loaded, candidate: Candidate, job: _Job, machine: Machine, log: ResumeLog | None, *, progress: bool
 ) -> Evaluation:
     config = job.config
-    model, *others = loaded.models
-    reference, histogram = (others[0], ChangeHistogram()) if others else (None, None)
-    tokens = Path(config.output_dir) / TOKENS / job.fingerprint[:16] if config.save_tokens else None
+    model, reference = loaded.models
+    histogram = ChangeHistogram() if reference is not None else None
     observers = [observer for observer in (job.breakdown, histogram) if observer]
+    recorder = Recorder(job.windows, log=log, observers=observers, tokens=job.tokens_folder)
     with watchdog.phase("evaluating"):
         start = time.perf_counter()
         result = evaluate_windows(
@@ -245,7 +243,7 @@ def _evaluate_job(
             device=distributed.device(),
             collective_forward=set(loaded.zero) != {"0"},
             reference=reference,
-            recorder=Recorder(job.windows, log=log, observers=observers, tokens=tokens),
+            recorder=recorder,
             progress=progress and distributed.rank() == 0,
         )
         seconds = time.perf_counter() - start
@@ -262,7 +260,7 @@ def _evaluate_job(
         machine=str(machine),
         groups=job.breakdown.report() if job.breakdown else {},
         divergence=divergence_of(result, config.reference, histogram) if histogram else None,
-        tokens_folder=str(tokens) if tokens else None,
+        tokens_folder=job.tokens_folder and str(job.tokens_folder),
         truncated_documents=job.windows.truncated_documents,
         seconds=seconds,
         model_hash=job.model_hash,
@@ -270,8 +268,12 @@ def _evaluate_job(
         fingerprint=job.fingerprint,
         versions=versions(),
         verified_difference=difference,
-        peak_memory_bytes={name: int(distributed.max_over_ranks(value)) for name, value in peak_memory_bytes().items()},
+        peak_memory_bytes=_peaks(),
     )
+
+
+def _peaks() -> dict[str, int]:
+    return {name: int(distributed.max_over_ranks(value)) for name, value in peak_memory_bytes().items()}
 
 
 @torch.no_grad()

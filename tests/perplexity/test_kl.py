@@ -107,6 +107,7 @@ def _reports(many: list[dict]) -> list:
     return reports
 
 
+@pytest.mark.exhaustive
 def test_the_divergence_has_the_same_bits_on_one_and_two_ranks_replicated_and_sharded(tiny, pair):
     ((expected,),) = on_ranks(1, _reports, [options_for(tiny, pair)])
     cases = [options_for(tiny, pair, zero=zero) for zero in ("0", "3")]

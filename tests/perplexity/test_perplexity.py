@@ -12,7 +12,7 @@ import transformers
 from conftest import ROOT, grid, read_json
 from datasets import load_dataset
 from ranks import on_ranks, run_entry
-from tiny import ARCHITECTURES, GATED, sentences, write_jsonl, write_texts
+from tiny import ARCHITECTURES, GATED, sentences, write_jsonl, write_model, write_texts
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -84,9 +84,14 @@ def scored(options: dict):
     return evaluate_windows(model, windows_for(options), **how, collective_forward=False)
 
 
-def _sums(many_options: list[dict]) -> list[tuple[float, int]]:
-    results = [next(evaluate(EvalConfig(**options))).perplexity for options in many_options]
-    return [(result.nats, result.tokens, result.document_nats.tolist()) for result in results]
+def _sums(many_options: list[dict]) -> list[tuple]:
+    sums = []
+    for options in many_options:
+        evaluation = next(evaluate(EvalConfig(**options)))
+        result = evaluation.perplexity
+        others = (evaluation.groups, evaluation.divergence, result.reported_loss, result.document_pairs.tolist())
+        sums.append((result.nats, result.tokens, result.document_nats.tolist(), *others))
+    return sums
 
 
 def test_batches_take_each_window_once_and_keep_the_budget():
@@ -185,16 +190,20 @@ def test_every_text_token_is_scored_once_and_counts_match_the_text(tiny):
 
 
 def _cases_on_ranks(tiny, tmp_path) -> list[dict]:
-    """Every mode, a protocol that weighs windows, and fewer batches than ranks."""
+    """Every mode, groups, a reference, a protocol that weighs windows, and fewer batches than ranks."""
     few = {"mode": "windows", "data": [str(write_texts(tmp_path / "few.jsonl", 1))]}
-    return [mode_options(tiny, mode) for mode in [*MODES, {"mode": "auto", "protocol": "hf"}, few]]
+    weighted = {"mode": "auto", "protocol": "hf", "reference": str(write_model(tmp_path / "other", seed=1))}
+    cases = [mode_options(tiny, mode) for mode in [*MODES, weighted, few]]
+    cases[1]["group_by"] = ["position", "frequency"]
+    return cases
 
 
 def test_ppl_has_the_same_bits_on_1_and_3_ranks(tiny, tmp_path):
-    """Every second case sharded, and the last, of fewer batches than ranks, both ways."""
+    """Some cases replicated, some sharded, and the last, of fewer batches than ranks, both ways."""
     cases = _cases_on_ranks(tiny, tmp_path)
+    cases = [cases[index] for index in (0, 1, 2, 6, 5, 7)]
     expected = on_ranks(1, _sums, [case | {"zero": "0"} for case in cases])[0]
-    assert len({nats for nats, _, _ in expected}) == len(cases)
+    assert len({nats for nats, *_ in expected}) == len(cases)
     mixed = [case | {"zero": "03"[index % 2]} for index, case in enumerate([*cases, cases[-1]])]
     for sums in on_ranks(3, _sums, mixed):
         assert sums == [*expected, expected[-1]]

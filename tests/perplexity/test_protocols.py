@@ -153,7 +153,7 @@ def test_what_a_protocol_cannot_be_given_is_refused(tiny, tmp_path):
         ({"protocol": "gptq", "mode": "rolling"}, "protocol=gptq and mode=rolling are both set; keep one"),
         ({"protocol": "gptq", "data": str(pairs)}, "protocol=gptq is of texts, .* use protocol dsft"),
         ({"protocol": "gptq", "seq_len": 256, "max_documents": 1}, "drops what does not fill a window of seq_len=256"),
-        ({"protocol": "gtpq"}, "protocol"),
+        ({"protocol": "gtpq", "seq_len": 32}, "did you mean 'gptq'"),
         ({"protocol": "all"}, "protocol=all gives five results; name one"),
     ):
         with pytest.raises(ValueError, match=part) as caught:

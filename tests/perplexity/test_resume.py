@@ -74,7 +74,7 @@ def change_weights(model) -> None:
 def test_an_evaluation_that_resumes_does_not_mix_two_models(tiny, tmp_path, interrupt_after, evaluated):
     base = write_model(tmp_path / "base", hidden_size=256, intermediate_size=512)
     model = write_adapter(tmp_path / "adapter", base) if evaluated == "adapter" else base
-    options, out = eval_options(tiny, model, max_documents=12), str(tmp_path / "out")
+    options, out = eval_options(tiny, model, max_documents=20), str(tmp_path / "out")
     interrupt_after(4)
     with pytest.raises(Interrupted):
         nats(options | {"output_dir": out})
