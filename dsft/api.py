@@ -13,14 +13,15 @@ from typing import Any
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config, read_yaml
 from dsft.errors import UserError, raise_if_any
-from dsft.models.build import build_model, resolve_dtype
+from dsft.models.build import build_model
 from dsft.models.size import ModelSize
 from dsft.perplexity.compare import Comparisons, compare_results, read_evaluations
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.of_training import evaluation_config
 from dsft.perplexity.result import Evaluation
 from dsft.planner.plan import Plan
-from dsft.run_setup.plan import choose_plan, paper_job
+from dsft.run_setup.paper import paper_run
+from dsft.run_setup.plan import choose_plan
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine, this_machine
 
@@ -42,43 +43,21 @@ def load_config(path: str | None = None, **options: Any) -> TrainConfig:
     return config
 
 
-def plan(
-    model: str,
-    *,
-    machine: Machine | None = None,
-    method: str = "full",
-    lora_r: int = 16,
-    seq_len: int = 1024,
-    per_device_train_batch_size: int | None = None,
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-) -> tuple[Plan, list[Plan], ModelSize]:
-    """(the choice, every candidate, the model's size) from the model's config alone.
+def plan(model: str, *, machine: Machine | None = None, **options: Any) -> tuple[Plan, list[Plan], ModelSize]:
+    """(the choice, every candidate, the model's size) of a training with these options, from the model's config alone.
 
     Args:
         machine: by default this one.
-        per_device_train_batch_size: sequences of one forward on one rank; by default the plan chooses.
 
     Raises:
-        UserError: where no model's config is found, or a size is impossible.
+        UserError: where no model's config is found, or an option is impossible.
     """
-    numbers = (("seq_len", seq_len), ("lora_r", lora_r), ("per_device_train_batch_size", per_device_train_batch_size))
-    raise_if_any([f"{name}={value}: must be at least 1" for name, value in numbers if value is not None and value < 1])
+    problems: list[str] = []
+    training = make_config(TrainConfig, {"model": model, **options}, problems)
     machine = machine or this_machine()
-    if dtype == "auto":
-        dtype = "bfloat16" if machine.has_gpu else resolve_dtype("auto")
-    options = TrainConfig(
-        model=model,
-        method=method,
-        lora_r=lora_r,
-        seq_len=seq_len,
-        trust_remote_code=trust_remote_code,
-        dtype=dtype,
-        training={"per_device_train_batch_size": per_device_train_batch_size},
-    )
-    job = paper_job(options, attention="flash")
-    choice = choose_plan(job, machine)
-    return choice.plan, list(choice.candidates), job.size
+    run = paper_run(training, machine, problems=problems)
+    choice = choose_plan(run.job, machine, zero=run.options.zero, zero_file=run.zero_file)
+    return choice.plan, list(choice.candidates), run.job.size
 
 
 def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:

@@ -9,33 +9,26 @@ from dsft.config.options import EvalConfig, TrainConfig
 
 
 @dataclass(kw_only=True)
-class JobFields:
-    """Job: what is to be planned. No weights are read."""
+class QuestionFields:
+    """Question: what is asked of the run that the options of a training describe. No weights are read."""
 
-    model: str
-    """Hub id, local folder or config.json."""
-    method: Literal["full", "lora", "qlora"] = "full"
-    """full trains every weight; lora trains adapters; qlora trains adapters over a quantised base."""
-    lora_r: int = 16
-    """Rank of the adapters."""
-    seq_len: int = 1024
-    """Tokens per sequence."""
     tokens_per_step: int | None = None
-    """Tokens of one optimizer step over all ranks; by default 64 sequences, at least one per rank."""
-    per_device_train_batch_size: int | None = None
-    """Sequences of one forward on one GPU; by default the plan chooses."""
-    attention: Literal["flash", "sdpa", "eager"] = "flash"
-    """flash: flash_attention_2, or sdpa on sequences without padding; sdpa: with a mask."""
-    use_liger_kernel: bool = False
-    """The loss without full logits, as transformers' option of that name."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """By default bfloat16 on GPUs, else float32."""
+    """Tokens of one optimizer step over all ranks, in place of global_batch_size."""
+    attention: Literal["flash", "sdpa", "eager"] | None = None
+    """flash: flash_attention_2, or sdpa on sequences without padding; sdpa: with a mask; by default what a training
+    takes, without padding where no data is named."""
     perplexity: bool = False
-    """Plan evaluation instead of training."""
-    batch_tokens: int | None = None
-    """With perplexity: tokens of one forward on one rank; by default 16384 on a GPU, 4096 on a CPU."""
-    trust_remote_code: bool = False
-    """Run code that a model repository brings along."""
+    """Plan evaluation instead of training; batch_tokens is then 16384 on a GPU, 4096 on a CPU where it is not set."""
+    longest: bool = False
+    """The longest sequence that fits, instead of a plan for `seq_len`."""
+    largest: bool = False
+    """Which of the usual models fit, in full, with LoRA and with QLoRA; needs no model."""
+    scaling: Literal["strong", "weak"] = "strong"
+    """With several numbers of nodes: strong keeps the tokens of a step, weak lets them grow with the nodes."""
+    tokens: float | None = None
+    """Tokens of the data, for example 1e9: hours of the whole training are printed, as they are for prepared data."""
+    dollars_per_gpu_hour: float | None = None
+    """What a GPU costs: the training's cost is printed."""
 
 
 @dataclass(kw_only=True)
@@ -61,7 +54,7 @@ class HardwareFields:
 
 
 @dataclass(kw_only=True)
-class PlanOptions(JobFields, HardwareFields):
+class PlanOptions(QuestionFields, HardwareFields):
     """Output: a table, unless another form is chosen."""
 
     json: bool = False
@@ -70,16 +63,6 @@ class PlanOptions(JobFields, HardwareFields):
     """Every candidate, not only the three best and the nearest that does not fit."""
     explain: bool = False
     """Every term of the chosen plan with its formula."""
-    tokens: float | None = None
-    """Tokens of the data, for example 1e9: hours of the whole training are printed."""
-    epochs: float = 1.0
-    """Passes over these tokens."""
-    dollars_per_gpu_hour: float | None = None
-    """With tokens: what the training costs."""
-    longest: bool = False
-    """The longest sequence that fits, instead of a plan for `seq_len`."""
-    scaling: Literal["strong", "weak"] = "strong"
-    """With several numbers of nodes: strong keeps the tokens of a step, weak lets them grow with the nodes."""
     write: str | None = None
     """Folder to write the chosen plan to: deepspeed.json and accelerate.yaml."""
 
@@ -197,6 +180,9 @@ memory and disk against the plan, then sums and rates between all nodes. docs/do
 Options that are not listed here are the run's own, as dsft train takes them (--model, --data, --output_dir ...).
 Exit code 0 without errors, 2 with."""
 _LAUNCHED = "The command that is run is printed first; --dry_run prints it and stops."
+_PLANNED = """\
+Takes the options of dsft train and its --config beside its own, and decides what that would on such a machine.
+Exit code 1 where nothing fits."""
 _RUN_OPTIONS = "Takes the options of dsft train beside its own; output_dir may be left out."
 
 COMMANDS = {
@@ -216,7 +202,13 @@ COMMANDS = {
         LaunchOptions,
         details="dsft launch train --help lists the options of the training.",
     ),
-    "plan": Command("which DeepSpeed configuration fits, and how fast it is", "dsft.cli.plan:run", PlanOptions),
+    "plan": Command(
+        "which DeepSpeed configuration fits, and how fast it is",
+        "dsft.cli.plan:run",
+        PlanOptions,
+        TrainConfig,
+        details=_PLANNED,
+    ),
     "doctor": Command(
         "what is wrong with the machines of a run, and how to fix it",
         "dsft.cli.doctor:run",

@@ -1,28 +1,40 @@
-"""`dsft plan`: options -> machine and job -> plans -> table, JSON or files."""
+"""`dsft plan`: options of a training and a machine -> what the training would decide -> table, JSON or files."""
 
 import dataclasses
 import json
 import os
 import shlex
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dsft.cli.commands import PlanOptions
 from dsft.cli.plan_machine import assumed_card, read_machines
-from dsft.cli.plan_tables import cost_text, explain, gpu_hours, show_evaluation_plans, show_plans, show_scale
+from dsft.cli.plan_tables import (
+    cost_text,
+    explain,
+    gpu_hours,
+    largest_text,
+    show_evaluation_plans,
+    show_plans,
+    show_scale,
+    speed_text,
+)
 from dsft.config.options import TrainConfig
+from dsft.config.reader import read_config, split_flags
 from dsft.errors import UserError, raise_if_any
-from dsft.models.build import resolve_dtype
-from dsft.planner.candidates import SEQUENCES_PER_STEP
+from dsft.planner.candidates import SEQUENCES_PER_RANK
 from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation
 from dsft.planner.export import write_plan
-from dsft.planner.job import Job
 from dsft.planner.measuring import calibrate
-from dsft.planner.plan import Plan, as_dict
+from dsft.planner.plan import as_dict
 from dsft.planner.shortlist import RunCost, run_cost, shortlist
-from dsft.run_setup.alternatives import Alternative, longest_sequence, ways_to_fit
-from dsft.run_setup.plan import choose_plan, paper_job, speeds_for
+from dsft.run_setup.alternatives import Alternative, longest_sequence, seconds_at, ways_to_fit
+from dsft.run_setup.largest import largest_models
+from dsft.run_setup.paper import PaperRun, auto_dtype, paper_run, prepared_epoch
+from dsft.run_setup.plan import Choice, choose_plan, speeds_for, with_nvme
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import GiB
 
@@ -30,80 +42,103 @@ NOTHING_FITS = 1
 """Exit code."""
 
 
-def run(options: PlanOptions) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked."""
+
+    options: PlanOptions
+    words: tuple[str, ...]
+    """Those of the command line that describe the training."""
+    training: TrainConfig
+    """As it was asked for, without decisions."""
+    problems: tuple[str, ...]
+    """Of reading it."""
+
+
+def run(options: PlanOptions, argv: Sequence[str]) -> None:
     raise_if_any(_impossible_numbers(options))
     if not has_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that there is no GPU
+    problems: list[str] = []
+    training = read_config(TrainConfig, argv, problems, also=[field.name for field in dataclasses.fields(PlanOptions)])
+    if options.largest:
+        problems = [problem for problem in problems if not problem.startswith("model: missing")]
     machines = read_machines(options)
-    dtype = options.dtype or ("bfloat16" if machines[0].has_gpu else resolve_dtype("auto"))
+    request = Request(options=options, words=tuple(argv), training=training, problems=tuple(problems))
     if options.calibrate:
-        if not machines[0].measured:
-            raise UserError(["--calibrate measures this machine; leave out --gpus, --hostfile and --gpu_type"])
-        file = calibrate(machines[0], dtype=dtype)
-        print(f"dsft: speeds measured and kept in {file}", file=sys.stderr)
-    job = paper_job(training_options(options, dtype), attention=options.attention)
-    if options.perplexity and (len(machines) > 1 or options.write or options.explain):
-        raise UserError(["--perplexity takes one number of nodes, and neither --write nor --explain"])
-    if options.perplexity:
-        _perplexity(options, job, machines[0])
+        _calibrate(request, machines[0])
+    if (options.perplexity or options.largest or options.longest) and (
+        len(machines) > 1 or options.write or options.explain
+    ):
+        raise UserError(
+            ["--perplexity, --longest and --largest take one number of nodes, and neither --write nor --explain"]
+        )
+    if options.largest:
+        _largest(request, machines[0])
+    elif options.perplexity:
+        _perplexity(request, machines[0])
     elif options.longest:
-        _longest(options, job, machines[0])
+        _longest(request, machines[0])
     elif len(machines) > 1:
-        _scale(options, job, machines)
+        _scale(request, machines)
     else:
-        _training(options, job, machines[0], dtype)
+        _training(request, machines[0])
 
 
 def _impossible_numbers(options: PlanOptions) -> list[str]:
-    numbers = ("lora_r", "seq_len", "tokens_per_step", "per_device_train_batch_size", "batch_tokens")
-    problems = [
-        f"--{name} {getattr(options, name)}: must be at least 1"
-        for name in numbers
-        if getattr(options, name) is not None and getattr(options, name) < 1
-    ]
-    above_zero = ("tokens", "epochs", "dollars_per_gpu_hour")
-    problems += [
+    return [
         f"--{name} {getattr(options, name)}: must be above 0"
-        for name in above_zero
+        for name in ("tokens_per_step", "tokens", "dollars_per_gpu_hour")
         if getattr(options, name) is not None and not getattr(options, name) > 0
     ]
-    if options.dollars_per_gpu_hour and not options.tokens:
-        problems.append("--dollars_per_gpu_hour: the cost of a training needs --tokens, for example 1e9")
-    if options.tokens_per_step and options.tokens_per_step < options.seq_len:
+
+
+def _calibrate(request: Request, machine: Machine) -> None:
+    if not machine.measured:
+        raise UserError(["--calibrate measures this machine; leave out --gpus, --hostfile and --gpu_type"])
+    dtype = request.training.dtype if request.training.dtype != "auto" else auto_dtype(machine)
+    print(f"dsft: speeds measured and kept in {calibrate(machine, dtype=dtype)}", file=sys.stderr)
+
+
+def _decided(request: Request, machine: Machine) -> PaperRun:
+    """What the training would decide on this machine; what was rounded is said."""
+    training, problems = request.training, list(request.problems)
+    wanted = request.options.tokens_per_step
+    if wanted and training.global_batch_size:
+        problems.append("--tokens_per_step and --global_batch_size are both set; keep one")
+    elif wanted and wanted < training.seq_len:
         problems.append(
-            f"--tokens_per_step {options.tokens_per_step} is less than one sequence of --seq_len {options.seq_len};"
-            " raise it"
+            f"--tokens_per_step {wanted} is less than one sequence of --seq_len {training.seq_len}; raise it"
         )
-    return problems
+    elif wanted:
+        share = machine.world_size * (training.training.get("per_device_train_batch_size") or 1)
+        sequences = max(1, wanted // training.seq_len // share) * share
+        training = dataclasses.replace(training, global_batch_size=sequences)
+        if sequences * training.seq_len != wanted:
+            print(
+                f"dsft: note: {sequences * training.seq_len:,} tokens per step instead of {wanted:,}: {sequences:,}"
+                f" sequences of {training.seq_len:,} are what {machine.world_size:,} ranks can share evenly",
+                file=sys.stderr,
+            )
+    paper = paper_run(training, machine, attention=request.options.attention, problems=problems)
+    for note in paper.notes:
+        print(f"dsft: note: {note}", file=sys.stderr)
+    return paper
 
 
-def training_options(options: PlanOptions, dtype: str) -> TrainConfig:
-    """Says in the options of a training what the flags of the plan ask for."""
-    training = {
-        "per_device_train_batch_size": options.per_device_train_batch_size,
-        "use_liger_kernel": options.use_liger_kernel,
-    }
-    return TrainConfig(
-        model=options.model,
-        method=options.method,
-        lora_r=options.lora_r,
-        seq_len=options.seq_len,
-        trust_remote_code=options.trust_remote_code,
-        dtype=dtype,
-        global_batch_size=options.tokens_per_step and options.tokens_per_step // options.seq_len,
-        training=training,
-    )
+def _choice(paper: PaperRun, machine: Machine) -> Choice:
+    machine = with_nvme(machine, paper.zero_file)
+    return choose_plan(paper.job, machine, zero=paper.options.zero, zero_file=paper.zero_file)
 
 
-def _training(options: PlanOptions, job: Job, machine: Machine, dtype: str) -> None:
-    choice = choose_plan(job, machine)
-    ways = (
-        []
-        if choice.plan.fits
-        else ways_to_fit(training_options(options, dtype), job, machine, attention=options.attention)
-    )
-    cost = _cost(options, choice.plan, machine)
-    written = write_plan(Path(options.write), choice.plan, job.size, machine, dtype=dtype) if options.write else []
+def _training(request: Request, machine: Machine) -> None:
+    options, paper = request.options, _decided(request, machine)
+    choice, job = _choice(paper, machine), paper.job
+    ways = [] if choice.plan.fits else ways_to_fit(paper.options, job, machine, attention=options.attention)
+    cost = _cost(options, paper, choice, machine)
+    written = []
+    if options.write:
+        written = write_plan(Path(options.write), choice.plan, job.size, machine, dtype=job.dtype)
     if options.json:
         print_json(
             {
@@ -114,47 +149,49 @@ def _training(options: PlanOptions, job: Job, machine: Machine, dtype: str) -> N
                 "speeds": dataclasses.asdict(choice.speeds),
                 "activations": job.activations.source,
                 "cost": cost and dataclasses.asdict(cost),
-                "would_fit": [command_line(options, way.change) for way in ways],
+                "would_fit": [command_line(request, way.change) for way in ways],
             }
         )
+    else:
+        shown = list(choice.candidates) if options.all else shortlist(choice.plan, list(choice.candidates), machine)
+        show_plans(choice.plan, shown, job.size, machine)
+        if options.explain:
+            explain(choice.plan)
+        print(f"speeds: {assumed_card(options, machine)}{choice.speeds.source}; activations: {job.activations.source}")
+        print(choice.reason)
+        if cost:
+            print(cost_text(cost))
+        for path in written:
+            print(f"dsft: written: {path}")
         if not choice.plan.fits:
-            raise SystemExit(NOTHING_FITS)
-        return
-    shown = list(choice.candidates) if options.all else shortlist(choice.plan, list(choice.candidates), machine)
-    show_plans(choice.plan, shown, job.size, machine)
-    if options.explain:
-        explain(choice.plan)
-    print(f"speeds: {assumed_card(options, machine)}{choice.speeds.source}; activations: {job.activations.source}")
-    print(choice.reason)
-    if cost:
-        print(cost_text(cost))
-    for path in written:
-        print(f"dsft: written: {path}")
+            _print_ways(request, ways)
     if not choice.plan.fits:
-        _print_ways(options, ways)
         raise SystemExit(NOTHING_FITS)
 
 
-def _print_ways(options: PlanOptions, ways: list[Alternative]) -> None:
+def _print_ways(request: Request, ways: list[Alternative]) -> None:
     print("what would fit:" if ways else "nothing that was tried would fit: more nodes, LoRA, QLoRA, shorter sequences")
     for way in ways:
-        speed = way.plan.time.tokens_per_second / way.machine.world_size
-        print(f"  {command_line(options, way.change)}\n    {way.plan.label}: {speed:,.0f} tokens/s per GPU")
+        print(f"  {command_line(request, way.change)}\n    {way.plan.label}{speed_text(way.plan, way.machine)}")
 
 
-def command_line(options: PlanOptions, change: dict[str, Any]) -> str:
+def command_line(request: Request, change: dict[str, Any]) -> str:
     """The command with these options and a change."""
-    words = []
-    for field in dataclasses.fields(options):
-        value = change.get(field.name, getattr(options, field.name))
-        if field.name in change or value != field.default:
-            words += [f"--{field.name}"] if value is True else [f"--{field.name}", shlex.quote(str(value))]
-    return " ".join(["dsft", "plan", *words])
+    _, words = split_flags(request.words, dict.fromkeys(change, str))
+    asked = {
+        field.name: getattr(request.options, field.name)
+        for field in dataclasses.fields(request.options)
+        if getattr(request.options, field.name) != field.default
+    }
+    for name, value in (asked | change).items():
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return shlex.join(["dsft", "plan", *words])
 
 
-def _longest(options: PlanOptions, job: Job, machine: Machine) -> None:
-    longest = longest_sequence(job, machine)
-    if options.json:
+def _longest(request: Request, machine: Machine) -> None:
+    paper = _decided(request, machine)
+    longest = longest_sequence(paper.job, machine)
+    if request.options.json:
         print_json({"seq_len": longest[0], "plan": as_dict(longest[1])} if longest else {"seq_len": None})
     elif longest:
         tokens, plan = longest
@@ -165,22 +202,64 @@ def _longest(options: PlanOptions, job: Job, machine: Machine) -> None:
         raise SystemExit(NOTHING_FITS)
 
 
-def _cost(options: PlanOptions, plan: Plan, machine: Machine) -> RunCost | None:
-    if not options.tokens:
+def _largest(request: Request, machine: Machine) -> None:
+    raise_if_any([problem for problem in request.problems if not problem.startswith(("output_dir", "data: missing"))])
+    rows = largest_models(request.training, machine, attention=request.options.attention)
+    if request.options.json:
+        print_json([dataclasses.asdict(row) for row in rows])
+    else:
+        print(f"{machine}, {request.training.seq_len:,} tokens per sequence")
+        for row in rows:
+            print(largest_text(row, machine))
+
+
+def _cost(options: PlanOptions, paper: PaperRun, choice: Choice, machine: Machine) -> RunCost | None:
+    """Hours of the whole training: of the tokens that are named, else of data that is prepared."""
+    plan, training = choice.plan, paper.options.training
+    if not plan.tells_time:
         return None
-    tokens = options.tokens * options.epochs
-    return run_cost(plan, machine, tokens=tokens, dollars_per_gpu_hour=options.dollars_per_gpu_hour)
+    steps = training.get("max_steps", -1)
+    dollars = options.dollars_per_gpu_hour
+    if options.tokens:
+        tokens = options.tokens * training.get("num_train_epochs", 1)
+        return run_cost(plan, machine, tokens=tokens, steps=tokens / plan.time.tokens_per_step, dollars=dollars)
+    epoch = prepared_epoch(paper, plan, machine)
+    if epoch:
+        steps = steps if steps > 0 else epoch.steps * training.get("num_train_epochs", 3)  # transformers' default
+        seconds = seconds_at(paper.job, machine, choice, seq_len=epoch.mean_len)
+        tokens = epoch.tokens * steps / epoch.steps
+        return run_cost(plan, machine, tokens=tokens, steps=steps, dollars=dollars, step_seconds=seconds)
+    if steps > 0:
+        return run_cost(plan, machine, tokens=steps * plan.time.tokens_per_step, steps=steps, dollars=dollars)
+    if dollars:
+        raise UserError(
+            ["--dollars_per_gpu_hour: a cost needs --tokens, for example 1e9, --max_steps, or data that is prepared"]
+        )
+    if paper.data:
+        print("dsft: note: hours are counted once the data is prepared: dsft prepare, or --tokens", file=sys.stderr)
+    return None
 
 
-def _scale(options: PlanOptions, job: Job, machines: list[Machine]) -> None:
+def _scale(request: Request, machines: list[Machine]) -> None:
+    options = request.options
     if options.write or options.explain:
         raise UserError(["--write and --explain take one number of nodes"])
-    per_step = job.sequences_per_step or SEQUENCES_PER_STEP
-    fewest = min(machine.nodes for machine in machines)
+    smallest = min(machines, key=lambda machine: machine.world_size)
+    paper = _decided(request, smallest)
+    job = paper.job
+    per_rank = (job.micro_batch or SEQUENCES_PER_RANK) * (job.accumulation or 1)
+    per_step = job.sequences_per_step or per_rank * smallest.world_size
     rows = []
     for machine in machines:
-        grown = per_step * machine.nodes // fewest if options.scaling == "weak" else per_step
-        rows.append((machine, choose_plan(dataclasses.replace(job, sequences_per_step=grown), machine).plan))
+        grown = per_step * machine.world_size // smallest.world_size if options.scaling == "weak" else per_step
+        scaled = dataclasses.replace(job, sequences_per_step=grown, accumulation=None)
+        rows.append((machine, _choice(dataclasses.replace(paper, job=scaled), machine).plan))
+        taken = rows[-1][1].time.tokens_per_step // job.seq_len
+        if taken != grown:
+            print(
+                f"dsft: note: {machine.world_size} ranks cannot share {grown} sequences evenly: {taken} per step",
+                file=sys.stderr,
+            )
     if options.json:
         print_json(
             [
@@ -194,10 +273,15 @@ def _scale(options: PlanOptions, job: Job, machines: list[Machine]) -> None:
         print(f"the global batch {batch}; --scaling {'strong' if options.scaling == 'weak' else 'weak'} for the other")
 
 
-def _perplexity(options: PlanOptions, job: Job, machine: Machine) -> None:
-    plans = all_evaluation_plans(job, machine, speeds_for(job, machine), batch_tokens=options.batch_tokens)
+def _perplexity(request: Request, machine: Machine) -> None:
+    batch_tokens = request.training.batch_tokens
+    training = dataclasses.replace(request.training, batch_tokens=None, zero="auto", packing=False)
+    problems = [problem for problem in request.problems if not problem.startswith("batch_tokens and")]
+    paper = _decided(dataclasses.replace(request, training=training, problems=tuple(problems)), machine)
+    speeds = speeds_for(paper.job, machine)
+    plans = all_evaluation_plans(paper.job, machine, speeds, batch_tokens=batch_tokens)
     chosen, why = choose_evaluation(plans, machine)
-    if options.json:
+    if request.options.json:
         print_json(
             {
                 "chosen": dataclasses.asdict(chosen) | {"reason": why},
@@ -205,7 +289,7 @@ def _perplexity(options: PlanOptions, job: Job, machine: Machine) -> None:
             }
         )
     else:
-        show_evaluation_plans(chosen, plans, job.size, machine)
+        show_evaluation_plans(chosen, plans, paper.job.size, machine, tells_time=speeds.tells_time)
         print(why)
 
 

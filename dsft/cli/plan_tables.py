@@ -9,6 +9,7 @@ from dsft.planner.limits import MEMORY_ERROR
 from dsft.planner.plan import Plan
 from dsft.planner.shortlist import RunCost
 from dsft.planner.step_time import TIME_RANGE
+from dsft.run_setup.largest import Largest
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB
 
@@ -66,14 +67,13 @@ def _plan_row(plan: Plan, machine: Machine) -> list[str]:
         plan.host_bytes,
     )
     speed = plan.time.tokens_per_second
+    times = [f"{plan.time.step_seconds:,.2f}", f"{speed:,.0f}", f"{speed / machine.world_size:,.0f}"]
     return [
         plan.zero,
         "on" if plan.activation_checkpointing else "off",
         f"{plan.micro_batch} x {plan.accumulation}",
         *(f"{number / GiB:,.1f}" for number in sizes),
-        f"{plan.time.step_seconds:,.2f}",
-        f"{speed:,.0f}",
-        f"{speed / machine.world_size:,.0f}",
+        *(times if plan.tells_time else ["-"] * 3),
         "yes" if plan.fits else f"no: {plan.binds}",
     ]
 
@@ -109,13 +109,27 @@ def explain(plan: Plan) -> None:
     console.print("peak = always + the larger of (forward and backward) and (optimizer step)")
 
 
+def largest_text(row: Largest, machine: Machine) -> str:
+    """One sentence for a method: the largest model with its plan, and the next one."""
+    if not row.plan:
+        return f"{row.method}: none fits, from {row.too_large[0]} on"
+    beyond = f"; not {row.too_large[0]}" if row.too_large else ""
+    return f"{row.method}: up to {row.fits[-1]} ({row.plan.label}{speed_text(row.plan, machine)}){beyond}"
+
+
+def speed_text(plan: Plan, machine: Machine) -> str:
+    """Tokens per second of one GPU, to be appended; empty where no time is told."""
+    speed = plan.time.tokens_per_second / machine.world_size
+    return f", {speed:,.0f} tokens/s per {'GPU' if machine.has_gpu else 'rank'}" if plan.tells_time else ""
+
+
 def cost_text(cost: RunCost) -> str:
     """One sentence: hours, GPU hours and dollars."""
     dollars = "" if cost.dollars is None else f", {cost.dollars:,.0f} dollars"
     hours = f"{cost.hours:,.1f} hours"
     if cost.most_hours > cost.least_hours:
         hours += f" ({cost.least_hours:,.1f} to {cost.most_hours:,.1f})"
-    return f"{cost.tokens:,.0f} tokens: {hours}, {cost.gpu_hours:,.0f} GPU hours{dollars}"
+    return f"{cost.tokens:,.0f} tokens in {cost.steps:,.0f} steps: {hours}, {cost.gpu_hours:,.0f} GPU hours{dollars}"
 
 
 def show_scale(rows: list[tuple[Machine, Plan]]) -> None:
@@ -124,6 +138,8 @@ def show_scale(rows: list[tuple[Machine, Plan]]) -> None:
     for name in ("nodes", "GPUs", "tokens/step", "plan", "peak", "host", "s/step", "tokens/s", "GPU hours", "fits"):
         table.add_column(name, no_wrap=name != "plan", justify="left" if name in ("plan", "fits") else "right")
     for machine, plan in rows:
+        times = [f"{plan.time.step_seconds:,.2f}", f"{plan.time.tokens_per_second:,.0f}"]
+        times.append(f"{gpu_hours(plan, machine):,.1f}")
         table.add_row(
             str(machine.nodes),
             str(machine.world_size),
@@ -131,9 +147,7 @@ def show_scale(rows: list[tuple[Machine, Plan]]) -> None:
             plan.label,
             f"{plan.device_bytes / GiB:,.1f}",
             f"{plan.host_bytes / GiB:,.0f}",
-            f"{plan.time.step_seconds:,.2f}",
-            f"{plan.time.tokens_per_second:,.0f}",
-            f"{gpu_hours(plan, machine):,.1f}",
+            *(times if plan.tells_time else ["-"] * 3),
             "yes" if plan.fits else f"no: {plan.binds}",
         )
     _console().print(table)
@@ -145,8 +159,9 @@ def gpu_hours(plan: Plan, machine: Machine) -> float:
 
 
 def show_evaluation_plans(
-    chosen: EvaluationPlan, plans: list[EvaluationPlan], size: ModelSize, machine: Machine
+    chosen: EvaluationPlan, plans: list[EvaluationPlan], size: ModelSize, machine: Machine, *, tells_time: bool
 ) -> None:
+    """The table of the ways to hold a model while scoring; speeds where they are more than rules of thumb."""
     table = Table(caption=f"GiB per {'GPU' if machine.has_gpu else 'rank'}; host: GiB per node", caption_justify="left")
     for name in ("", "zero", "batch_tokens", "weights", "activations and logits", "peak", "host", "tokens/s", "fits"):
         table.add_column(name, no_wrap=True, justify="left" if name in ("", "zero", "fits") else "right")
@@ -157,7 +172,7 @@ def show_evaluation_plans(
             plan.zero,
             f"{plan.batch_tokens:,}",
             *(f"{number / GiB:,.1f}" for number in numbers),
-            f"{plan.tokens_per_second:,.0f}",
+            f"{plan.tokens_per_second:,.0f}" if tells_time else "-",
             "yes" if plan.fits else f"no: {plan.binds}",
         )
     console = _console()

@@ -8,7 +8,7 @@ Reading never touches a model, a GPU or the network: that is `run_setup`.
 import dataclasses
 import os
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -21,22 +21,25 @@ from dsft.config.training_arguments import argument_types
 from dsft.errors import nearest, one_line, raise_if_any, without_second_errors
 
 
-def read_config(cls: type, argv: Sequence[str], problems: list[str]) -> Any:
+def read_config(cls: type, argv: Sequence[str], problems: list[str], *, also: Iterable[str] = ()) -> Any:
     """Reads the `cls` that `argv` (and its `--config FILE`) describe; faults go to `problems`. The defaults where the
     file cannot be read, of which nothing else is said then.
+
+    Args:
+        also: other options of the command, which a mistyped one may mean.
     """
     values = read_file_and_flags(argv, problems)
-    return cls() if values is None else make_config(cls, values, problems)
+    return cls() if values is None else make_config(cls, values, problems, also=also)
 
 
-def make_config(cls: type, values: dict[str, Any], problems: list[str]) -> Any:
+def make_config(cls: type, values: dict[str, Any], problems: list[str], *, also: Iterable[str] = ()) -> Any:
     """Makes the `cls` with these options by name, checked; faults go to `problems`."""
     dsft_types = field_types(cls)
     all_types = training_types() if cls is TrainConfig else dsft_types
     if values.get("resume_from_checkpoint") is True:  # the bare flag, and what transformers' own scripts take
         values = values | {"resume_from_checkpoint": "auto"}
     refused: list[str] = []
-    checked = check_values(values, all_types, refused)
+    checked = check_values(values, all_types, refused, also=also)
     for key in ("output_dir", "model", "tokenizer", "adapter"):
         if isinstance(checked.get(key), str):
             checked[key] = os.path.expanduser(checked[key])
@@ -212,12 +215,14 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
     return cls(**values)
 
 
-def check_values(values: Mapping[str, Any], types_by_name: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+def check_values(
+    values: Mapping[str, Any], types_by_name: Mapping[str, Any], problems: list[str], *, also: Iterable[str] = ()
+) -> dict[str, Any]:
     """`values` converted to their fields' types; unknown keys and wrong types go to `problems`."""
     checked = {}
     for key, value in values.items():
         if key not in types_by_name:
-            problems.append(f"{key}: unknown key{nearest(key, types_by_name)}")
+            problems.append(f"{key}: unknown key{nearest(key, [*types_by_name, *also])}")
             continue
         if isinstance(value, Repeated) and not takes_list(types_by_name[key]):
             problems.append(f"--{key} is given {len(value)} times ({', '.join(map(str, value))}); keep one")

@@ -1,6 +1,6 @@
 """Goes from the options to what the Trainer is given: items, their collator, and the counts of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,11 +20,11 @@ from dsft.data.batches import (
 )
 from dsft.data.formats import FormatRules, format_rules
 from dsft.data.packing import PackedRows, batches_by_token_budget, best_fit
-from dsft.data.prepare import cache_folder, prepare
+from dsft.data.prepare import cache_folder, fingerprint, prepare
 from dsft.data.sequences import Sequences, count, mix, sequences_of
 from dsft.data.sources import FormattedSource, HeldOut, find_sources
 from dsft.data.streaming import Stream
-from dsft.data.token_store import Store
+from dsft.data.token_store import FACTS, Store
 from dsft.data.tokenization import tokenise
 from dsft.errors import UserError
 from dsft.models.row_rules import NO_RULES, RowRules
@@ -267,6 +267,16 @@ def _stores(
         )
         for formatted in data
     ]
+
+
+def is_prepared(config: TrainConfig, data: Sequence[FormattedSource], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Tells whether the tokens of the training data, and of what is held out of it, lie in the cache."""
+    shares = [_share(config, wanted=wanted) for wanted in (False, True)] if config.eval_fraction else [None]
+    return all(
+        (cache_folder(config) / fingerprint(formatted.source, formatted.rules, share, tokenizer) / FACTS).is_file()
+        for formatted in data
+        for share in shares
+    )
 
 
 def _seed(config: TrainConfig) -> int:

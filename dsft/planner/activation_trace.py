@@ -221,6 +221,7 @@ def trace_training(
     dtype: torch.dtype,
     attention: Attention,
     adapters: LoraConfig | None = None,
+    liger: bool = False,
 ) -> list[TrainingTrace]:
     """Trace two and three layers of each kind and add up as many as there are; one result for each size of batch."""
     kinds = []
@@ -228,7 +229,12 @@ def trace_training(
         steps: dict[tuple[int, bool, int], StepTrace] = {}
         for number in (2, 3):
             with fake_model(
-                model_config, dtype=dtype, attention=attention, adapters=adapters, layers=layers[:1] * number
+                model_config,
+                dtype=dtype,
+                attention=attention,
+                adapters=adapters,
+                layers=layers[:1] * number,
+                liger=liger,
             ) as model:
                 for checkpointing in (False, True):
                     if checkpointing:

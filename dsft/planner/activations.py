@@ -145,6 +145,7 @@ def training_activations(
     loss: Loss,
     seq_len: int,
     adapters: LoraConfig | None = None,
+    liger: bool = False,
 ) -> TrainingActivations:
     """Trace a model's training, or that of a Llama of the same widths where its code does not run over fake tensors.
 
@@ -152,8 +153,9 @@ def training_activations(
         dtype: float32, bfloat16 or float16.
         adapters: with lora and qlora.
         seq_len: the length that sequences are padded to.
+        liger: with Liger's norms and feed-forwards, whose loss is "fused".
     """
-    options = {"seq_len": seq_len, "dtype": dtype, "adapters": adapters}
+    options = {"seq_len": seq_len, "dtype": dtype, "adapters": adapters} | ({"liger": True} if liger else {})
     source = "fake-tensor trace"
     try:
         traces = _cached(trace_training, TrainingTrace, model_config, attention=attention, **options)
@@ -171,7 +173,7 @@ def training_activations(
         layer_input=fit("layers_input", size.num_layers),
         layer_transient=fit("layer_transient"),
         layer_backward=fit("layer_backward"),
-        head=fit("head") if loss == "hf" else _fused_head(size, dtype, trained=adapters is None),
+        head=fit("head") if loss == "hf" else _fused_head(size, dtype, trained=adapters is None, liger=liger),
         traffic=fit("traffic"),
         traffic_checkpointed=fit("traffic_checkpointed"),
         source=source,
@@ -210,13 +212,16 @@ def _line(values: list[float], seq_len: int) -> Cost:
     return Cost(fixed=less - few * per_sequence, per_token=per_sequence / seq_len)
 
 
-def _fused_head(size: ModelSize, dtype: str, *, trained: bool) -> Cost:
-    """What Liger's fused loss takes, which no CPU can trace (liger_kernel/ops/fused_linear_cross_entropy.py).
+def _fused_head(size: ModelSize, dtype: str, *, trained: bool, liger: bool) -> Cost:
+    """What a fused loss takes, which no CPU can trace (liger_kernel/ops/fused_linear_cross_entropy.py).
 
-    The final norm's input in fp32, its output and, where its weight is trained, what is normalised; the gradient of the
-    hidden states; logits of a stretch of tokens, so many that they take up to twice that.
+    The final norm's input (in fp32, and what is normalised where its weight is trained, unless the norm is Liger's too)
+    and output; the gradient of the hidden states; logits of a stretch of tokens, so many that they take up to twice
+    that.
     """
     itemsize = DTYPE_BYTES[dtype]
+    if liger:
+        return Cost(per_token=5 * itemsize * size.hidden_size)
     return Cost(per_token=(4 + itemsize * (5 if trained else 4)) * size.hidden_size)
 
 

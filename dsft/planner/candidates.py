@@ -8,8 +8,10 @@ from dsft.models.size import ModelSize
 from dsft.planner.job import Job
 from dsft.runtime.hardware import Machine
 
-SEQUENCES_PER_STEP = 64
-"""Sequences of one optimizer step over all ranks where nothing is said; at least one per rank."""
+SEQUENCES_PER_RANK = 8
+"""Sequences of one optimizer step on each rank where nothing is said: TrainingArguments' own
+per_device_train_batch_size. The plan cuts them into micro batches.
+"""
 LARGEST_MICRO_BATCH = 64
 SMALL_LIVE_PARAMS = 50_000_000
 """stage3_max_live_parameters and stage3_max_reuse_distance, lowered together (one alone changes nothing), where 1e9
@@ -49,13 +51,14 @@ def candidate_names(size: ModelSize, machine: Machine) -> list[str]:
 
 def batches(job: Job, world_size: int) -> Iterator[tuple[int, int]]:
     """Yield (micro batch, accumulation) to try, smallest micro batch first; each makes up the sequences of a step on
-    all ranks.
+    all ranks (where they cannot be shared evenly, as many as can, and at least one on each).
     """
-    if job.micro_batch:
-        per_step = job.sequences_per_step or job.micro_batch * world_size
-        yield job.micro_batch, job.accumulation or max(1, per_step // (job.micro_batch * world_size))
+    if job.micro_batch or job.accumulation:
+        micro = job.micro_batch or SEQUENCES_PER_RANK
+        per_step = job.sequences_per_step or micro * world_size
+        yield micro, job.accumulation or max(1, per_step // (micro * world_size))
         return
-    per_rank = max(1, (job.sequences_per_step or SEQUENCES_PER_STEP) // world_size)
+    per_rank = max(1, job.sequences_per_step // world_size) if job.sequences_per_step else SEQUENCES_PER_RANK
     for micro in range(1, min(per_rank, LARGEST_MICRO_BATCH) + 1):
         if per_rank % micro == 0:
             yield micro, per_rank // micro
@@ -102,6 +105,8 @@ def leaner_settings(config: dict[str, Any]) -> str:
     if zero.get("stage3_max_live_parameters") == SMALL_LIVE_PARAMS:
         changes.append("fewer live parameters")
     parts = [zero.get(part) or {} for part in ("offload_optimizer", "offload_param")]
+    if (share := parts[0].get("ratio", 1)) < 1:
+        changes.append(f"{share:.0%} of the optimizer offloaded")
     if any(part.get("device", "none") != "none" and part.get("pin_memory") is False for part in parts):
         changes.append("memory not pinned")
     return f" ({', '.join(changes)})" if changes else ""

@@ -11,6 +11,7 @@ from dsft.errors import UserError
 from dsft.planner.host_memory import host_terms
 from dsft.planner.job import Job
 from dsft.planner.limits import add_up
+from dsft.planner.load_states import load_terms
 from dsft.planner.speeds import Speeds
 from dsft.planner.stage3_states import gathered, shards
 from dsft.planner.step_time import GATHERS_PER_LAYER, collective_seconds, forward_flops_per_token
@@ -123,23 +124,14 @@ def _layout(section: dict[str, Any], job: Job, machine: Machine) -> ZeroLayout:
 
 
 def _weight_terms(layout: ZeroLayout) -> list[Term]:
-    """List the weights: all on every rank, or this rank's shard with what ZeRO-3 gathers for a moment."""
+    """List the weights, as training does: all on every rank, or this rank's shard with what ZeRO-3 gathers for a
+    moment; and what loading takes.
+    """
+    terms = [*host_terms(layout), *load_terms(layout)]
     if layout.stage == 3:
-        return [*host_terms(layout), *shards(layout), *gathered(layout)]
+        return [*terms, *shards(layout), *gathered(layout)]
     weights, how = frozen_bytes(layout)
-    terms = [*host_terms(layout), Term(name="weights", num_bytes=weights, formula=how)]
-    if layout.has_gpu:  # every rank builds the model in host memory first
-        ranks = layout.ranks_per_node
-        terms.append(
-            Term(
-                name="weights while loading",
-                num_bytes=ranks * weights,
-                phase="load",
-                place="host",
-                formula=f"{ranks} ranks x {how}",
-            )
-        )
-    return terms
+    return [*terms, Term(name="weights", num_bytes=weights, formula=how)]
 
 
 def _activation_terms(job: Job, batch_tokens: int, machine: Machine) -> list[Term]:

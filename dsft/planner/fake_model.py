@@ -26,6 +26,8 @@ from transformers.integrations import moe
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from dsft.planner.liger import take_over
+
 Attention = Literal["flash", "sdpa", "eager"]
 """flash: flash_attention_2, or sdpa where no mask is given. sdpa: sdpa with a mask (padding, sliding window). eager:
 plain products.
@@ -107,10 +109,12 @@ def fake_model(
     attention: Attention,
     adapters: LoraConfig | None = None,
     layers: list[int] | None = None,
+    liger: bool = False,
 ) -> Iterator[PreTrainedModel]:
     """Build the model over fake tensors as dsft/models/build.py does, within the mode that it runs in.
 
     Args:
+        liger: with Liger's norms and feed-forwards.
         layers: only these, a number twice being two layers alike; by default all.
     """
     with torch.device("meta"):
@@ -129,6 +133,8 @@ def fake_model(
             # none keeps the same tensors.
             stack.enter_context(mock.patch.object(moe, "_can_use_grouped_mm", lambda *_: False))
         _leave_meta(model, dtype)
+        if liger:
+            take_over(model)
         yield model.train()
 
 

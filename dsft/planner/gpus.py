@@ -47,6 +47,8 @@ class Gpu:
     nvlink_gbps: float
     """GB/s to the other GPUs of the node, one direction; 0 without NVLink between all."""
     pcie_gen: int
+    has_bf16: bool = True
+    """Whether it computes in bfloat16: not Volta and Turing."""
     pattern: str = ""
     """Of its name, as a driver or a user writes it; by default the key of GPUS."""
 
@@ -193,10 +195,26 @@ GPUS = {
     "A40": _gpu(48, 44.40, _46068, 149.7, 696, 0, 4),
     "A6000": _gpu(48, 47.5, "nvidia-smi 49,140 MiB without ECC; torch sees 47.5", 154.8, 768, 0, 4),
     "V100-32GB": _gpu(
-        32, 31.75, "github.com/deepspeedai/DeepSpeed/issues/3312", 125, 900, 150, 3, pattern="V100(?!.*16 ?GB)"
+        32,
+        31.75,
+        "github.com/deepspeedai/DeepSpeed/issues/3312",
+        125,
+        900,
+        150,
+        3,
+        has_bf16=False,
+        pattern="V100(?!.*16 ?GB)",
     ),
     "V100-16GB": _gpu(
-        16, 15.78, "github.com/kchengiva/Shift-GCN/issues/34", 125, 900, 150, 3, pattern="V100(?!.*32 ?GB)"
+        16,
+        15.78,
+        "github.com/kchengiva/Shift-GCN/issues/34",
+        125,
+        900,
+        150,
+        3,
+        has_bf16=False,
+        pattern="V100(?!.*32 ?GB)",
     ),
     "5090": _gpu(32, 31.37, "github.com/Wan-Video/Wan2.1/issues/465", 209.5, 1792, 0, 5),
     "4090": _gpu(24, 23.64, "github.com/ali-vilab/VGen/issues/104", 165, 1008, 0, 4, (178.5, BENCHMARK, ADA)),
@@ -223,7 +241,7 @@ GPUS = {
         4,
         (91.4, BENCHMARK, OTHERS),
     ),
-    "T4": _gpu(16, 14.56, "github.com/Zheng-Chong/CatVTON/issues/133", 65, 320, 0, 3),
+    "T4": _gpu(16, 14.56, "github.com/Zheng-Chong/CatVTON/issues/133", 65, 320, 0, 3, has_bf16=False),
 }
 
 

@@ -41,7 +41,7 @@ def _files(layout: ZeroLayout) -> list[Term]:
     if layout.param_device == "nvme":
         params = layout.weight_bytes * -(-layout.size.num_params // layout.world_size)
     if layout.optimizer_device == "nvme":
-        optimizer = per_param * share
+        optimizer = int(per_param * share)
     if not params + optimizer:
         return []
     return [
@@ -66,7 +66,7 @@ def process_term(layout: ZeroLayout, *, phase: Phase) -> Term:
     )
 
 
-def _state_bytes(layout: ZeroLayout) -> int:
+def _state_bytes(layout: ZeroLayout) -> float:
     """Of one trained parameter, what the optimizer keeps."""
     return layout.optimizer.master + layout.optimizer.state
 

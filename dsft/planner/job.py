@@ -10,12 +10,12 @@ from transformers import PreTrainedConfig
 from dsft.models.size import ModelFacts, ModelSize
 from dsft.planner.activations import (
     EvaluationActivations,
-    Loss,
     TrainingActivations,
     evaluation_activations,
     training_activations,
 )
 from dsft.planner.fake_model import Attention
+from dsft.planner.liger import MODEL_TYPES as LIGER_MODELS
 from dsft.planner.zero_layout import DEFAULT_OPTIMIZER, OPTIMIZERS
 
 
@@ -29,7 +29,6 @@ class Job:
     """Of the computation. bfloat16 and float16 have fp32 master weights; with float32 everything is fp32."""
     seq_len: int = 1024
     attention: Attention = "flash"
-    loss: Loss = "hf"
     adapters: LoraConfig | None = None
     optimizer: str = "adamw_torch_fused"
     """As transformers names it (the option `optim`); a key of zero_layout.OPTIMIZERS."""
@@ -41,6 +40,9 @@ class Job:
     checkpointing: bool | None = None
     """As the user set it; None lets the plan decide."""
 
+    liger: bool = False
+    """Whether Liger's kernels are asked for; they change nothing where it has none for the architecture."""
+
     compiled: bool = False
     """Whether torch.compile is asked for."""
 
@@ -50,6 +52,8 @@ class Job:
         said = []
         if self.optimizer not in OPTIMIZERS:
             said.append(f"optim {self.optimizer} is not modelled: planned with the states of {DEFAULT_OPTIMIZER}.")
+        if self.liger and self.size.model_type not in LIGER_MODELS:
+            said.append(f"use_liger_kernel changes nothing: Liger has no kernels for {self.size.model_type}.")
         if self.compiled:
             said.append("torch.compile is not modelled: a compiled model is faster and holds less than planned.")
         if self.size.unadapted_expert_params:
@@ -59,7 +63,9 @@ class Job:
 
     @cached_property
     def activations(self) -> TrainingActivations:
-        return training_activations(self.size, self.model_config, loss=self.loss, **self._traced())
+        liger = self.liger and self.size.model_type in LIGER_MODELS
+        loss = "fused" if liger else "hf"
+        return training_activations(self.size, self.model_config, loss=loss, liger=liger, **self._traced())
 
     @cached_property
     def evaluation_activations(self) -> EvaluationActivations:

@@ -14,7 +14,8 @@ def load_terms(layout: ZeroLayout) -> list[Term]:
     size, weight_bytes, trained = layout.size, layout.weight_bytes, layout.num_trainable
     # peft makes adapters in fp32, in full on every rank; DeepSpeed then converts or shards them.
     adapters = 4 * trained if size.lora_r else 0
-    weights, how = frozen_bytes(layout) if size.lora_r else (weight_bytes * trained, f"{weight_bytes} x {trained:,}")
+    all_trained = (weight_bytes * trained, f"{weight_bytes} x {trained:,}")
+    weights, how = frozen_bytes(layout) if size.lora_r or not trained else all_trained
     place = "host" if layout.has_gpu else "device"
     terms = [process_term(layout, phase="load")]
     if layout.stage == 3:

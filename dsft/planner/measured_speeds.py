@@ -81,7 +81,8 @@ def _with_ranks(speeds: "Speeds", machine: "Machine", *, dtype: str) -> "Speeds"
     measured = _look_up("ranks", _ranks_key(machine, dtype))
     try:
         values = {name: float(value) for name, value in measured.items() if name != "date"}
-        return dataclasses.replace(speeds, **values, source=f"measured on this machine on {measured['date']}")
+        source = f"measured on this machine on {measured['date']}"
+        return dataclasses.replace(speeds, **values, source=source, tells_time=True)
     except (AttributeError, KeyError, TypeError, ValueError):  # nothing measured, or a damaged entry
         return speeds
 

@@ -39,7 +39,7 @@ def stage_0(layout: ZeroLayout) -> list[Term]:
         ),
         Term(
             name="optimizer state",
-            num_bytes=(master + optimizer.state) * trained,
+            num_bytes=int((master + optimizer.state) * trained),
             formula=f"({f'fp32 master {master} + ' if master else ''}moments {optimizer.state}) x {trained:,}",
         ),
         Term(name="gradients", num_bytes=weight_bytes * trained, formula=f"{weight_bytes} x {trained:,}"),
@@ -69,7 +69,7 @@ def stage_1_2(layout: ZeroLayout) -> list[Term]:
         optimizer = layout.optimizer
         states = Term(
             name="optimizer state",
-            num_bytes=(optimizer.master + optimizer.state) * layout.share,
+            num_bytes=int((optimizer.master + optimizer.state) * layout.share),
             formula=f"({optimizer.formula}) x {trained:,} / {layout.world_size}",
         )
     else:
@@ -84,9 +84,7 @@ def stage_1_2(layout: ZeroLayout) -> list[Term]:
 def _reduced_gradients(layout: ZeroLayout) -> list[Term]:
     """List what gradients pass through on their way to other ranks."""
     weight_bytes, trained, largest = layout.weight_bytes, layout.num_trainable, layout.largest_trained
-    bucket, buffers = layout.zero["reduce_bucket_size"], 2 if layout.zero["overlap_comm"] else 1
-    if not layout.zero["contiguous_gradients"] and layout.optimizer_device == "none":
-        buffers = 0
+    bucket, buffers = layout.zero["reduce_bucket_size"], layout.num_buckets
     # A bucket is allocated in full, however few gradients there are. What is reduced is a flat copy of its used part
     # (where all gradients were kept, those have left), or of the slices of a larger parameter, as many as fill a bucket
     # (allreduce_and_scatter).
@@ -132,15 +130,17 @@ def _gradients(layout: ZeroLayout) -> list[Term]:
     of_share = partition_gradients(layout)
     # Beside the share's gradients, after the norm, what carries them into the optimizer.
     flat = layout.flat_gradient_bytes
+    # What reduces gradients that were kept goes when the step has begun.
+    buckets = weight_bytes * layout.num_buckets * layout.zero["reduce_bucket_size"] if keeps_gradients(layout) else 0
     return [
         Term(name="gradients", num_bytes=held, formula=how),
         Term(
             name="optimizer step",
-            num_bytes=max(0, weight_bytes * of_share + max(flat * share, norm) - held),
+            num_bytes=max(buckets, weight_bytes * of_share + max(flat * share, norm) - held),
             phase="step",
             formula=(
                 f"{weight_bytes} x {of_share:,} + max({flat} x {trained:,} / {layout.world_size}, fp64 norm {norm:,}) -"
-                f" gradients {held:,}"
+                f" gradients {held:,}{f', at least the buckets {buckets:,}' if buckets else ''}"
             ),
         ),
     ]

@@ -54,6 +54,8 @@ class Plan:
     """Host memory of one node, all its ranks together."""
     ranks_per_node: int
     has_gpu: bool
+    tells_time: bool
+    """Whether `time` is good for more than an order (Speeds.tells_time)."""
     fits: bool
     binds: str
     """Of "GPU memory", "host memory", "NVMe" and "locked memory" what is too small, joined by " and "; empty where it
@@ -84,8 +86,9 @@ class Plan:
     @property
     def label(self) -> str:
         checkpointing = " with activation checkpointing" if self.activation_checkpointing else ""
+        changes = "" if self.zero.endswith(".json") else leaner_settings(self.deepspeed_config)
         return (
-            f"ZeRO {self.zero}{checkpointing}{leaner_settings(self.deepspeed_config)},"
+            f"ZeRO {self.zero}{checkpointing}{changes},"
             f" micro batch {self.micro_batch} x {self.accumulation} accumulated"
         )
 
@@ -176,6 +179,7 @@ def _fitted(
         host_bytes=needs.host_bytes,
         ranks_per_node=machine.ranks_per_node,
         has_gpu=machine.has_gpu,
+        tells_time=speeds.tells_time,
         fits=not needs.binds,
         binds=needs.binds,
         **predicted,
@@ -259,6 +263,8 @@ def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "au
 
 def _speed(plan: Plan, machine: Machine) -> str:
     time = plan.time
+    if not plan.tells_time:
+        return "no time is told without dsft plan --calibrate"
     seconds = f"{time.step_seconds:.3g} s per step"
     if machine.has_gpu:
         least, most = time.range_seconds

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from dsft.planner.plan import Plan, shortage
+from dsft.planner.step_time import TIME_RANGE
 from dsft.runtime.hardware import Machine
 
 BEST = 3
@@ -29,7 +30,8 @@ class RunCost:
     """What it takes to train on so many tokens."""
 
     tokens: float
-    """Of all epochs together."""
+    """Of all epochs together, without padding."""
+    steps: float
     hours: float
     least_hours: float
     """By the spread of the published steps."""
@@ -38,16 +40,30 @@ class RunCost:
     dollars: float | None
 
 
-def run_cost(plan: Plan, machine: Machine, *, tokens: float, dollars_per_gpu_hour: float | None = None) -> RunCost:
-    """Count the steps on `tokens`, without loading, evaluation and saving."""
-    steps = tokens / plan.time.tokens_per_step
-    least, most = plan.time.range_seconds if machine.has_gpu else (plan.time.step_seconds,) * 2
-    gpu_hours = steps * plan.time.step_seconds / 3600 * machine.world_size
+def run_cost(
+    plan: Plan,
+    machine: Machine,
+    *,
+    tokens: float,
+    steps: float,
+    dollars: float | None = None,
+    step_seconds: float | None = None,
+) -> RunCost:
+    """Count the hours of so many steps, without loading, evaluation and saving.
+
+    Args:
+        dollars: of one GPU for an hour.
+        step_seconds: where they are not the plan's, whose sequences are full.
+    """
+    hours = steps * (step_seconds or plan.time.step_seconds) / 3600
+    least, most = TIME_RANGE if machine.has_gpu else (1.0, 1.0)
+    gpu_hours = hours * machine.world_size
     return RunCost(
         tokens=tokens,
-        hours=steps * plan.time.step_seconds / 3600,
-        least_hours=steps * least / 3600,
-        most_hours=steps * most / 3600,
+        steps=steps,
+        hours=hours,
+        least_hours=least * hours,
+        most_hours=most * hours,
         gpu_hours=gpu_hours,
-        dollars=None if dollars_per_gpu_hour is None else gpu_hours * dollars_per_gpu_hour,
+        dollars=None if dollars is None else gpu_hours * dollars,
     )

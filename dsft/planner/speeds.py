@@ -49,6 +49,10 @@ class Speeds:
     overlaps: bool
     """Whether communication runs while computing: not on CPU ranks, whose cores do both."""
     source: str
+    tells_time: bool = True
+    """Whether seconds may be told from these numbers, or only an order of configurations: rules of thumb for CPU ranks
+    are off by a factor.
+    """
 
 
 def speeds_of(machine: Machine, *, dtype: str) -> Speeds:
@@ -74,7 +78,8 @@ def speeds_of(machine: Machine, *, dtype: str) -> Speeds:
             nvme_bytes=1e9,
             collective_seconds=5e-4,
             overlaps=False,
-            source="rules of thumb for CPU ranks; dsft plan --calibrate measures this machine",
+            source="rules of thumb for CPU ranks, so no time is told; dsft plan --calibrate measures this machine",
+            tells_time=False,
         )
     name = gpu_name(machine)
     gpu = GPUS[name]

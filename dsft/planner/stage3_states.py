@@ -61,7 +61,7 @@ def _optimizer_on_device(layout: ZeroLayout) -> list[Term]:
         # An fp32 master of its own in fp32 training too (_create_fp32_partitions compares a torch.device with a name).
         Term(
             name="optimizer state",
-            num_bytes=(optimizer.master + optimizer.state) * share,
+            num_bytes=int((optimizer.master + optimizer.state) * share),
             formula=f"({optimizer.formula}) x {trained:,} / {ranks}",
         ),
         Term(

@@ -1,10 +1,12 @@
 """What the memory formulas read of model, DeepSpeed configuration and machine, and the counts they share."""
 
+import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from dsft.config.deepspeed_json import get_value
 from dsft.models.size import ModelSize
 from dsft.units import DTYPE_BYTES
 
@@ -13,7 +15,7 @@ from dsft.units import DTYPE_BYTES
 class OptimizerMemory:
     """Bytes per trained parameter that an optimizer takes beside weight and gradient."""
 
-    state: int
+    state: float
     """Its moments."""
     master: int = 4
     """The fp32 copy of the weight that is updated."""
@@ -27,16 +29,48 @@ class OptimizerMemory:
 
     @property
     def formula(self) -> str:
-        return f"fp32 master {self.master} + moments {self.state}"
+        return f"master {self.master} + moments {self.state:g}"
 
 
 OPTIMIZERS = {
     "adamw_torch_fused": OptimizerMemory(state=8, step=0),  # m 4 + v 4 in fp32 (ZeRO paper, table 1)
     "adamw_torch": OptimizerMemory(state=8, step=8),  # two fp32 copies (torch/optim/adamw.py, _multi_tensor_adamw)
+    # bitsandbytes keeps a byte per moment, and an fp32 scale for 256 of them (bitsandbytes/optim/optimizer.py,
+    # Optimizer2State, Optimizer1State); kernels update in place. Paged states are planned as if they stayed.
+    **dict.fromkeys(
+        ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), OptimizerMemory(state=2 * (1 + 4 / 256), step=0)
+    ),
+    "paged_adamw_32bit": OptimizerMemory(state=8, step=0),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), OptimizerMemory(state=1 + 4 / 256, step=0)),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), OptimizerMemory(state=4, step=0)),
+    # One moment or none; copies as in torch/optim (_multi_tensor_sgd with weight decay, _multi_tensor_adagrad ...).
+    "sgd": OptimizerMemory(state=0, step=4),
+    "adagrad": OptimizerMemory(state=4, step=8),
+    "rmsprop": OptimizerMemory(state=4, step=8),
+    "adafactor": OptimizerMemory(state=4, step=8),  # of ZeRO's flat shards nothing can be factored
 }
 """By transformers' name (the option `optim`)."""
 DEFAULT_OPTIMIZER = "adamw_torch"
 """As which an optimizer is planned that is not in OPTIMIZERS; the plan says so (`Job.unmodelled`)."""
+
+
+UNMODELLED = {
+    "zero_optimization.zero_quantized_weights": "gathers of 8-bit weights",
+    "zero_optimization.zero_quantized_gradients": "4-bit gradients",
+    "zero_optimization.mics_shard_size": "MiCS",
+    "data_types.grad_accum_dtype": "gradients accumulated in another type",
+    "torch_autocast.enabled": "torch autocast",
+    "fp16.fp16_master_weights_and_grads": "fp16 master weights",
+    "compression_training": "compression",
+    "compile.deepcompile": "DeepCompile",
+}
+"""Settings of a DeepSpeed JSON that change memory or time and are not counted."""
+
+
+def unmodelled_settings(deepspeed_config: dict[str, Any]) -> list[str]:
+    """What this configuration asks for and the plan does not count, a sentence each."""
+    asked = [key for key in UNMODELLED if (get_value(deepspeed_config, key) or -1) != -1]
+    return [f"{key} is not modelled: planned without {UNMODELLED[key]}." for key in asked]
 
 
 def resolve_auto(zero_section: dict[str, Any], size: ModelSize) -> dict[str, Any]:
@@ -96,10 +130,11 @@ class ZeroLayout:
 
     @property
     def flat_gradient_bytes(self) -> int:
-        """Of a gradient on its way into the optimizer: a flat copy and one in fp32 (in fp32 the flat copy is it), and
-        the optimizer's own copies.
+        """Of a gradient on its way into the optimizer: a flat copy and one in the master's type (where that is the
+        weights' the flat copy is it), and the optimizer's own copies.
         """
-        return (self.weight_bytes if self.has_fp32_master else 0) + 4 + self.optimizer.step
+        flat = self.weight_bytes if self.optimizer.master > self.weight_bytes else 0
+        return flat + self.optimizer.master + self.optimizer.step
 
     @property
     def num_trainable(self) -> int:
@@ -113,6 +148,13 @@ class ZeroLayout:
     def share(self) -> int:
         """Trained parameters whose optimizer states this rank holds."""
         return math.ceil(self.size.num_trainable / self.world_size)
+
+    @property
+    def num_buckets(self) -> int:
+        """Buffers of reduce_bucket_size that stages 1 and 2 allocate."""
+        if not self.zero["contiguous_gradients"] and self.optimizer_device == "none":
+            return 0
+        return 2 if self.zero["overlap_comm"] else 1
 
     @property
     def largest_trained(self) -> int:
@@ -189,7 +231,8 @@ def describe_layout(
     zero = resolve_auto(deepspeed_config.get("zero_optimization", {}), size)
     if size.quantization and zero["stage"] == 3:
         raise ValueError(
-            "a quantised base is not sharded by ZeRO-3 (transformers skips zero.Init for it); use stage 0, 1 or 2"
+            "a quantised base is not sharded by ZeRO-3: transformers loads all of it on every GPU first (DeepSpeed"
+            " issue 5637); use stage 0, 1 or 2"
         )
     return ZeroLayout(
         size=size,
@@ -200,8 +243,21 @@ def describe_layout(
         dtype=dtype,
         has_gpu=has_gpu,
         accumulates=deepspeed_config.get("gradient_accumulation_steps", 1) != 1,
-        optimizer=OPTIMIZERS.get(optimizer, OPTIMIZERS[DEFAULT_OPTIMIZER]),
+        optimizer=_optimizer(deepspeed_config, optimizer),
     )
+
+
+def _optimizer(deepspeed_config: dict[str, Any], name: str) -> OptimizerMemory:
+    """Return what DeepSpeed's own optimizer takes where the configuration names one (FusedAdam, CPUAdam), else that of
+    `name`; with bf16_optimizer_states the moments and what is updated are bf16.
+    """
+    kind = get_value(deepspeed_config, "optimizer.type")
+    memory = OPTIMIZERS.get("adamw_torch_fused" if kind else name, OPTIMIZERS[DEFAULT_OPTIMIZER])
+    if get_value(deepspeed_config, "bf16.bf16_optimizer_states"):
+        return dataclasses.replace(memory, state=memory.state / 2, master=2, step=memory.step // 2)
+    if get_value(deepspeed_config, "bf16.bf16_master_weights_and_grads"):
+        return dataclasses.replace(memory, master=2)
+    return memory
 
 
 def frozen_bytes(layout: ZeroLayout) -> tuple[int, str]:

@@ -12,7 +12,8 @@ from dsft.planner.fake_model import Attention
 from dsft.planner.job import Job
 from dsft.planner.limits import HOST_SHARE
 from dsft.planner.plan import Plan
-from dsft.run_setup.plan import choose_plan, paper_job
+from dsft.run_setup.paper import paper_run
+from dsft.run_setup.plan import Choice, choose_plan
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -33,11 +34,21 @@ class Alternative:
     plan: Plan
 
 
-def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: Attention) -> list[Alternative]:
-    """Changes, one at a time, that make a training fit which does not: fewer trained parameters, more nodes, more host
-    memory, smaller batches, shorter sequences. The smallest of each kind that is enough.
+def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: Attention | None) -> list[Alternative]:
+    """Changes, one at a time, that make a training fit which does not: another `zero`, fewer trained parameters, more
+    nodes, more host memory, smaller batches, shorter sequences. The smallest of each kind that is enough.
+
+    Args:
+        options: with their decisions.
+        attention: that is planned, whatever the model would take; None for the model's.
     """
     alternatives = []
+    if options.zero != "auto":
+        plan = choose_plan(dataclasses.replace(job, checkpointing=None), machine).plan
+        if plan.fits:
+            alternatives.append(Alternative(change={"zero": "auto"}, machine=machine, plan=plan))
+        options = dataclasses.replace(options, zero="auto")
+        job = dataclasses.replace(job, checkpointing=None)
     for kind in (_methods, _nodes, _host_memory, _batches, _lengths):
         for change, other_job, other_machine in kind(options, job, machine, attention):
             plan = choose_plan(other_job, other_machine).plan
@@ -50,23 +61,25 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
 Trial = tuple[dict[str, Any], Job, Machine]
 
 
-def _methods(options: TrainConfig, job: Job, machine: Machine, attention: Attention) -> Iterator[Trial]:
+def _methods(options: TrainConfig, job: Job, machine: Machine, attention: Attention | None) -> Iterator[Trial]:
     methods = ("full", "lora", "qlora")
     for method in methods[methods.index(options.method) + 1 :]:
         try:
-            yield {"method": method}, _replanned(options, attention, method=method), machine
+            yield {"method": method}, _replanned(options, machine, attention, method=method), machine
         except UserError:  # the model has no layers for adapters
             continue
 
 
-def _nodes(options: TrainConfig, job: Job, machine: Machine, attention: Attention) -> Iterator[Trial]:
+def _nodes(options: TrainConfig, job: Job, machine: Machine, attention: Attention | None) -> Iterator[Trial]:
     nodes = 2 ** (int(math.log2(machine.nodes)) + 1)
     while nodes <= MOST_NODES and machine.has_gpu:
-        yield {"nodes": nodes}, job, dataclasses.replace(machine, nodes=nodes)
+        larger = dataclasses.replace(machine, nodes=nodes)
+        if not (job.sequences_per_step or 0) % (larger.world_size * (job.micro_batch or 1)):
+            yield {"nodes": nodes}, job, larger
         nodes *= 2
 
 
-def _host_memory(options: TrainConfig, job: Job, machine: Machine, attention: Attention) -> Iterator[Trial]:
+def _host_memory(options: TrainConfig, job: Job, machine: Machine, attention: Attention | None) -> Iterator[Trial]:
     lacking = [plan.host_bytes for plan in choose_plan(job, machine).candidates if plan.binds == "host memory"]
     if lacking and machine.has_gpu:
         enough = math.ceil(min(lacking) / HOST_SHARE / HOST_STEP) * HOST_STEP
@@ -74,30 +87,47 @@ def _host_memory(options: TrainConfig, job: Job, machine: Machine, attention: At
         yield change, job, dataclasses.replace(machine, host_bytes=enough)
 
 
-def _batches(options: TrainConfig, job: Job, machine: Machine, attention: Attention) -> Iterator[Trial]:
-    if (job.micro_batch or 1) > 1:
+def _batches(options: TrainConfig, job: Job, machine: Machine, attention: Attention | None) -> Iterator[Trial]:
+    if (job.micro_batch or 1) > 1 and not options.batch_tokens:
         yield {"per_device_train_batch_size": 1}, dataclasses.replace(job, micro_batch=1), machine
 
 
-def _lengths(options: TrainConfig, job: Job, machine: Machine, attention: Attention) -> Iterator[Trial]:
+def _lengths(options: TrainConfig, job: Job, machine: Machine, attention: Attention | None) -> Iterator[Trial]:
     seq_len = job.seq_len // 2
     while seq_len >= SHORTEST:
-        yield {"seq_len": seq_len}, _of_length(job, seq_len), machine
+        yield {"seq_len": seq_len}, of_length(job, seq_len), machine
         seq_len //= 2
 
 
-def _replanned(options: TrainConfig, attention: Attention, **changes: Any) -> Job:
-    return paper_job(dataclasses.replace(options, **changes), attention=attention)
+def _replanned(options: TrainConfig, machine: Machine, attention: Attention | None, **changes: Any) -> Job:
+    return paper_run(dataclasses.replace(options, **changes), machine, attention=attention).job
 
 
-def _of_length(job: Job, seq_len: int) -> Job:
+def of_length(job: Job, seq_len: int, **changes: Any) -> Job:
     """The same job with sequences of another length and the activations that were traced: bytes per token do not change
     where attention makes no matrix.
+
+    Args:
+        changes: of batches and checkpointing.
     """
-    other = dataclasses.replace(job, seq_len=seq_len)
+    other = dataclasses.replace(job, seq_len=seq_len, **changes)
     if job.attention == "flash":
         other.__dict__["activations"] = job.activations
     return other
+
+
+def seconds_at(job: Job, machine: Machine, choice: Choice, *, seq_len: int) -> float:
+    """Returns the seconds of a step of the chosen plan where sequences have `seq_len` tokens in the mean."""
+    plan = choice.plan
+    job = of_length(
+        job,
+        seq_len,
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        checkpointing=plan.activation_checkpointing,
+    )
+    zero_file = plan.deepspeed_config if plan.zero.endswith(".json") else None
+    return choose_plan(job, machine, zero=plan.zero, zero_file=zero_file).plan.time.step_seconds
 
 
 def longest_sequence(job: Job, machine: Machine) -> tuple[int, Plan] | None:
@@ -106,7 +136,7 @@ def longest_sequence(job: Job, machine: Machine) -> tuple[int, Plan] | None:
     job = dataclasses.replace(job, micro_batch=1, accumulation=1, sequences_per_step=None)
 
     def fitting(length: int) -> Plan | None:
-        plan = choose_plan(_of_length(job, length), machine).plan
+        plan = choose_plan(of_length(job, length), machine).plan
         return plan if plan.fits else None
 
     low, high = 0, positions // LENGTH_STEP

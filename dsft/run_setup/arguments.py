@@ -7,6 +7,7 @@ from transformers import TrainingArguments
 
 from dsft.config.options import IGNORED_ARGUMENTS, TRAINING_DEFAULTS, LoraFields, TrainConfig
 from dsft.models.size import ModelSize
+from dsft.planner.liger import MODEL_TYPES as LIGER_MODELS
 from dsft.planner.plan import Plan
 from dsft.planner.zero_layout import OPTIMIZERS
 from dsft.runtime.hardware import has_gpu
@@ -57,6 +58,8 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
             notes.append(f"{name}: ignored, dsft sets it (DS_ACCELERATOR=cpu in the environment asks for CPU ranks)")
     if "optim" in training and training["optim"] not in OPTIMIZERS:
         notes.append(f"optim={training['optim']}: its memory and time are planned as AdamW's")
+    if training.get("use_liger_kernel") and size.model_type not in LIGER_MODELS:
+        notes.append(f"use_liger_kernel: ignored, because Liger has no kernels for {size.model_type}")
     if "optimizer" in deepspeed_config and "optim" in training:
         notes.append(
             "optim: ignored, because the DeepSpeed configuration brings"

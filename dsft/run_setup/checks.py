@@ -31,9 +31,20 @@ REPORTERS = {
 """Packages of a reporter where they are not called as it is."""
 
 
-def check_zero_file(zero_file: dict[str, Any], zero: str) -> list[str]:
-    """Lists what dsft cannot do of an explicit `zero`, or this machine."""
-    problems = check_nvme(zero_file, zero)
+def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, *, here: bool = True) -> list[str]:
+    """Lists what dsft cannot do of an explicit `zero`, or this machine.
+
+    Args:
+        here: whether the run is to take place on this machine.
+    """
+    zero = options.zero
+    problems = check_nvme(zero_file, zero) if here else []
+    if options.method == "qlora" and (stage(zero_file) == 3 or offloads(zero_file)):
+        # transformers skips zero.Init for quantised models (modeling_utils.py, get_init_context).
+        problems.append(
+            f"method=qlora cannot be combined with zero={zero}: every GPU would load the whole quantised base"
+            " before ZeRO-3 shards it (DeepSpeed issue 5637), and offload does not take it; use zero 2, or method lora"
+        )
     if (get_value(zero_file, "tensor_parallel.autotp_size") or 1) > 1:
         problems.append(
             f"zero={zero}: tensor_parallel is not supported: the Trainer would feed the ranks that share a layer"
@@ -42,14 +53,14 @@ def check_zero_file(zero_file: dict[str, Any], zero: str) -> list[str]:
     return problems
 
 
-def check_machine(options: TrainConfig, zero_file: dict[str, Any] | None) -> list[str]:
+def check_machine(options: TrainConfig) -> list[str]:
     """Lists what this machine or its packages cannot do."""
     problems = []
     if options.dtype == "float16" and not has_gpu():
         problems.append("fp16 needs a GPU; on CPU use bf16 or float32")
     if options.training.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
         problems.append("use_liger_kernel: the package liger_kernel is not installed; pip install liger-kernel")
-    return problems + _check_reporters(options) + _check_quantization(options, zero_file)
+    return problems + _check_reporters(options) + _check_quantization(options)
 
 
 def _check_reporters(options: TrainConfig) -> list[str]:
@@ -65,7 +76,7 @@ def _check_reporters(options: TrainConfig) -> list[str]:
     return problems
 
 
-def _check_quantization(options: TrainConfig, zero_file: dict[str, Any] | None) -> list[str]:
+def _check_quantization(options: TrainConfig) -> list[str]:
     if options.method != "qlora":
         return []
     problems = []
@@ -73,12 +84,6 @@ def _check_quantization(options: TrainConfig, zero_file: dict[str, Any] | None) 
         problems.append("method=qlora needs a GPU (bitsandbytes); on CPU use method: lora")
     elif importlib.util.find_spec("bitsandbytes") is None:
         problems.append("method=qlora: the package bitsandbytes is not installed; pip install bitsandbytes")
-    if zero_file and (stage(zero_file) == 3 or offloads(zero_file)):
-        # transformers skips zero.Init for quantised models (modeling_utils.py), so ZeRO-3 would not shard them at load.
-        problems.append(
-            f"method=qlora cannot be combined with zero={options.zero}: a quantised base is neither sharded by ZeRO-3"
-            " nor offloaded; use zero 2, or method lora"
-        )
     return problems
 
 

@@ -1,17 +1,49 @@
 """What is decided in the user's place, and why: options (and the files they name) in, decisions and problems out.
 
-Nothing is set here: `resolve.py` applies the decisions, in their order.
+A `Draft` applies them one after the other, for a training (`resolve.py`) and for one on paper (`paper.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dsft.checkpoints.manifest import read_manifest
-from dsft.config.deepspeed_json import read_zero_file
+from dsft.config.deepspeed_json import adopt, read_zero_file
+from dsft.config.deepspeed_rules import read_sound_file
 from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
 from dsft.errors import raise_if_any
-from dsft.models.build import resolve_dtype
 from dsft.models.packing_probe import Packing
+
+
+class Draft:
+    """Options on their way to a run: decisions are applied one after the other, problems are collected."""
+
+    def __init__(self, options: TrainConfig, decisions: Sequence[Decision] = (), problems: Sequence[str] = ()):
+        self.options, self.decisions, self.problems = options, list(decisions), list(problems)
+
+    def take(self, decisions: Sequence[Decision], problems: Sequence[str] = ()) -> None:
+        for decision in decisions:  # one after the other: a later one may give back what an earlier one took away
+            if self.options.value(decision.name) != decision.value:
+                self.options = decide(self.options, [decision])
+                self.decisions.append(decision)
+        self.problems += problems
+
+
+def take_zero_file(draft: Draft) -> dict[str, Any] | None:
+    """Takes over the numbers of an explicit `zero`; returns its content, None with auto."""
+    if draft.options.zero == "auto":
+        return None
+    zero_file = read_sound_file(draft.options.zero, draft.problems)
+    draft.take(*adopt(zero_file, draft.options))
+    return zero_file
+
+
+def decide_batches_and_dtype(draft: Draft, world: int, *, auto_dtype: str) -> None:
+    """Decides what follows from the number of ranks and from what their devices compute in."""
+    named = any("global_batch_size" in problem for problem in draft.problems)
+    decisions, not_divisible = batch_decisions(draft.options, world)
+    draft.take(decisions, [] if named else not_divisible)
+    draft.take(dtype_decisions(draft.options, auto_dtype))
 
 
 def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -> tuple[list[Decision], list[str]]:
@@ -67,8 +99,12 @@ def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], l
     return [Decision("gradient_accumulation_steps", total // per_step, reason)], []
 
 
-def dtype_decisions(options: TrainConfig) -> list[Decision]:
-    """Makes `dtype` and the flags bf16 and fp16 one decision."""
+def dtype_decisions(options: TrainConfig, auto_dtype: str) -> list[Decision]:
+    """Makes `dtype` and the flags bf16 and fp16 one decision.
+
+    Args:
+        auto_dtype: what `auto` is on the devices of the run.
+    """
     training = options.training
     flag = next((name for name in HALF_PRECISION if training.get(name)), None)
     if flag:
@@ -76,7 +112,8 @@ def dtype_decisions(options: TrainConfig) -> list[Decision]:
     elif options.dtype == "auto" and "bf16" in training:
         dtype, reason = "float32", "bf16=false"
     else:
-        dtype, reason = resolve_dtype(options.dtype), "auto is bfloat16 on a GPU that computes in it, else float32"
+        dtype = auto_dtype if options.dtype == "auto" else options.dtype
+        reason = "auto is bfloat16 on a GPU that computes in it, else float32"
     return [Decision("dtype", dtype, reason)] + [
         Decision(name, dtype == flagged, f"dtype={dtype}") for name, flagged in HALF_PRECISION.items()
     ]

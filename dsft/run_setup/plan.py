@@ -1,7 +1,7 @@
 """The plan of a training: one composition of the planner's job and one choice, for `dsft plan` and for `dsft train`.
 
-job = training_job(options, facts, attention="flash", default_micro_batch=None)
-choice = choose_plan(job, machine)
+job = job_over_data(options, facts, data)
+choice = plan_run(options, job, machine)
 """
 
 import dataclasses
@@ -17,17 +17,15 @@ from dsft.checkpoints.run_folder import read_run
 from dsft.config.deepspeed_json import nvme_path
 from dsft.config.options import TrainConfig
 from dsft.data.sources import FormattedSource
-from dsft.errors import UserError, raise_if_any
-from dsft.models.size import ModelFacts, check_positions, measure_model
+from dsft.errors import UserError
+from dsft.models.size import ModelFacts
 from dsft.planner.fake_model import Attention
 from dsft.planner.job import Job, attention_of
 from dsft.planner.measured_speeds import calibrated
 from dsft.planner.plan import Plan, all_plans, choose, reason
 from dsft.planner.speeds import Speeds, speeds_of
+from dsft.planner.zero_layout import unmodelled_settings
 from dsft.runtime.hardware import Machine
-
-TRAINING_MICRO_BATCH = 8
-"""TrainingArguments' own per_device_train_batch_size, which a training takes where no batch size is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +38,11 @@ class Choice:
     speeds: Speeds
 
 
-def training_job(
-    options: TrainConfig, facts: ModelFacts, *, attention: Attention, default_micro_batch: int | None
-) -> Job:
+def training_job(options: TrainConfig, facts: ModelFacts, *, attention: Attention) -> Job:
     """Composes what a training with these options is to the planner.
 
     Args:
         attention: as `attention_of` says, or as it is assumed on paper.
-        default_micro_batch: sequences of one forward on one rank where no batch size is given: TRAINING_MICRO_BATCH
-            in a training; None lets the plan choose, as on paper.
     """
     training = options.training
     checkpointing = training.get("activation_checkpointing", training.get("gradient_checkpointing"))
@@ -60,11 +54,10 @@ def training_job(
         dtype=options.dtype,
         seq_len=options.seq_len,
         attention=attention,
-        loss="fused" if training.get("use_liger_kernel") else "hf",
+        liger=bool(training.get("use_liger_kernel")),
         adapters=facts.adapters,
         micro_batch=training.get("per_device_train_batch_size")
-        or (options.batch_tokens and options.batch_tokens // options.seq_len)
-        or (None if options.global_batch_size else default_micro_batch),
+        or (options.batch_tokens and options.batch_tokens // options.seq_len),
         accumulation=training.get("gradient_accumulation_steps"),
         sequences_per_step=options.global_batch_size,
         checkpointing=checkpointing,
@@ -77,19 +70,7 @@ def job_over_data(options: TrainConfig, facts: ModelFacts, data: Sequence[Format
     """Composes the job of a training whose data is known: text in full windows needs no attention mask."""
     full_windows = all(source.rules.is_text for source in data) and not options.packing and options.seq_len % 8 == 0
     attention = attention_of(facts, seq_len=options.seq_len, padded=not full_windows)
-    return training_job(options, facts, attention=attention, default_micro_batch=TRAINING_MICRO_BATCH)
-
-
-def paper_job(options: TrainConfig, *, attention: Attention) -> Job:
-    """Composes the job of a training of which no data is known: without padding where attention is flash attention.
-
-    Raises:
-        UserError: where no model can be built from its config, a LoRA target matches nothing, or seq_len is beyond its
-            positions.
-    """
-    facts = measure_model(options, text_only=True)
-    raise_if_any(check_positions(facts, seq_len=options.seq_len, model=options.model))
-    return training_job(options, facts, attention=attention, default_micro_batch=None)
+    return training_job(options, facts, attention=attention)
 
 
 def speeds_for(job: Job, machine: Machine) -> Speeds:
@@ -119,7 +100,8 @@ def choose_plan(
     candidates = [plan for plan in candidates if plan.zero not in left_out]
     plan = choose(candidates, machine)
     why = reason(plan, candidates, machine, zero=zero, resumes=resumes)
-    return Choice(plan=plan, candidates=tuple(candidates), reason=" ".join([why, *job.unmodelled]), speeds=speeds)
+    said = [why, *job.unmodelled, *unmodelled_settings(plan.deepspeed_config)]
+    return Choice(plan=plan, candidates=tuple(candidates), reason=" ".join(said), speeds=speeds)
 
 
 def plan_run(
@@ -140,9 +122,7 @@ def plan_run(
     Raises:
         UserError: where it cannot fit, with the resource that binds and the nearest plan that can.
     """
-    if nvme := nvme_path(zero_file or {}):
-        machine = dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(nvme).free, nvme_path=nvme)
-    zero = options.zero
+    machine, zero = with_nvme(machine, zero_file), options.zero
     if checkpoint and zero == "auto":
         job, zero = _as_before(options, job, machine, checkpoint)
     choice = choose_plan(
@@ -162,6 +142,14 @@ def plan_run(
         )
         raise UserError([f"{choice.reason} {way_out}; memory_check=false starts it all the same"])
     return choice
+
+
+def with_nvme(machine: Machine, zero_file: dict[str, Any] | None) -> Machine:
+    """Returns the machine with the free bytes of the disk that a DeepSpeed JSON names for offload."""
+    nvme = nvme_path(zero_file or {})
+    if not nvme or not Path(nvme).is_dir():
+        return machine
+    return dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(nvme).free, nvme_path=nvme)
 
 
 def _as_before(options: TrainConfig, job: Job, machine: Machine, checkpoint: str) -> tuple[Job, str]:

@@ -23,12 +23,12 @@ from dsft.checkpoints.run_folder import (
     last_checkpoint,
     start_from_weights,
 )
-from dsft.config.deepspeed_json import adopt, stage
-from dsft.config.deepspeed_rules import read_sound_file
-from dsft.config.options import Decision, TrainConfig, common_options, decide
+from dsft.config.deepspeed_json import stage
+from dsft.config.options import Decision, TrainConfig, common_options
 from dsft.data.sources import FormattedSource
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
+from dsft.models.build import resolve_dtype
 from dsft.models.lora import saved_lora_config
 from dsft.models.packing_probe import Packing, try_packing
 from dsft.models.row_rules import not_causal, sees_later_tokens
@@ -46,11 +46,12 @@ from dsft.run_setup.checks import (
     check_zero_file,
 )
 from dsft.run_setup.decisions import (
+    Draft,
     accelerate_decisions,
-    batch_decisions,
-    dtype_decisions,
+    decide_batches_and_dtype,
     keep_global_batch,
     packing_decisions,
+    take_zero_file,
 )
 from dsft.run_setup.plan import job_over_data, plan_run
 from dsft.run_setup.room import check_room
@@ -111,20 +112,6 @@ class ResolvedRun:
         return self.options.training["output_dir"]
 
 
-class _Draft:
-    """Options on their way to a run: decisions are applied one after the other, problems are collected."""
-
-    def __init__(self, options: TrainConfig, decisions: Sequence[Decision] = (), problems: Sequence[str] = ()):
-        self.options, self.decisions, self.problems = options, list(decisions), list(problems)
-
-    def take(self, decisions: Sequence[Decision], problems: Sequence[str] = ()) -> None:
-        for decision in decisions:  # one after the other: a later one may give back what an earlier one took away
-            if self.options.value(decision.name) != decision.value:
-                self.options = decide(self.options, [decision])
-                self.decisions.append(decision)
-        self.problems += problems
-
-
 def resolve_run(
     options: TrainConfig, *, world: int, machine: Machine, problems: Sequence[str] = ()
 ) -> ResolvedRun | None:
@@ -141,7 +128,7 @@ def resolve_run(
     checked = check_run(options, world, problems)
     distributed.raise_together([*checked.problems])
     distributed.raise_together(check_weights(checked.options, checked.model.config, local=False))
-    draft = _Draft(checked.options, checked.decisions)
+    draft = Draft(checked.options, checked.decisions)
     # What depends on the disk or the clock is decided once, by rank 0.
     checkpoint, decisions, finished = distributed.on_rank_0(lambda: resume_decisions(draft.options, world))
     if finished:
@@ -202,20 +189,15 @@ def check_run(options: TrainConfig, world: int, problems: Sequence[str] = ()) ->
     Args:
         problems: of reading the options; the others are added to them.
     """
-    draft, zero_file = _Draft(options, problems=problems), None
+    draft = Draft(options, problems=problems)
     if options.training.get("output_dir"):
         check_output_dir(options, draft.problems)
     draft.take(*accelerate_decisions(options, os.environ))
-    if draft.options.zero != "auto":
-        zero_file = read_sound_file(draft.options.zero, draft.problems)
-        draft.take(*adopt(zero_file, draft.options))
-        draft.problems += check_zero_file(zero_file, draft.options.zero)
-    named = any("global_batch_size" in problem for problem in draft.problems)
-    decisions, not_divisible = batch_decisions(draft.options, world)
-    draft.take(decisions, [] if named else not_divisible)
-    draft.take(dtype_decisions(draft.options))
+    zero_file = take_zero_file(draft)
+    draft.problems += check_zero_file(zero_file, draft.options) if zero_file is not None else []
+    decide_batches_and_dtype(draft, world, auto_dtype=resolve_dtype("auto"))
     options = draft.options
-    draft.problems += check_machine(options, zero_file) + check_held_out(options)
+    draft.problems += check_machine(options) + check_held_out(options)
     draft.problems += check_training_arguments(options, draft.problems)
     model = tokenizer = None
     if options.model:

@@ -4,6 +4,7 @@ Reads only. To ask a GPU for its free memory makes a context on it. torch, which
 where a GPU is asked.
 """
 
+import ctypes
 import os
 import re
 import resource
@@ -140,6 +141,27 @@ def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None) -> Machin
         interconnect=read_interconnect() if has_gpu() else "",
         memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
     )
+
+
+FREED_BYTES = 2**20
+"""Pieces of memory of this size and more go back to the system as soon as they are freed."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+
+def give_back_freed_memory() -> None:
+    """Has glibc keep no freed tensors, of which ranks on a CPU hold tens of percent beyond their plan.
+
+    It costs time, since the system clears what it gives again: a step of 9 million parameters took 1.2 to 1.5 times as
+    long. The same as MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ in the environment, which go before it; so
+    it holds whatever started the process. Without effect on another C library.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        for option, variable in (
+            (_M_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_"),
+            (_M_TRIM_THRESHOLD, "MALLOC_TRIM_THRESHOLD_"),
+        ):
+            if variable not in os.environ:
+                mallopt(option, FREED_BYTES)
 
 
 def _ask_gpus() -> tuple[str, int]:

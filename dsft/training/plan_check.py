@@ -117,7 +117,8 @@ def compare(plan: Plan, step_seconds: list[float]) -> list[Comparison]:
             ("GPU memory allocated", plan.allocated_bytes, largest["allocated"], "GiB"),
             ("GPU memory reserved", plan.reserved_bytes, largest["reserved"], "GiB"),
         ]
-    rows.append(("time of a step", plan.time.step_seconds, largest["seconds"], "s"))
+    if plan.tells_time:
+        rows.append(("time of a step", plan.time.step_seconds, largest["seconds"], "s"))
     return [
         Comparison(name=name, predicted=predicted, measured=measured, unit=unit)
         for name, predicted, measured, unit in rows

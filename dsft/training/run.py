@@ -31,12 +31,16 @@ from dsft.run_setup.resolve import ResolvedRun, resolve_run
 from dsft.runtime import distributed, preemption
 from dsft.runtime.agreement import require_same_start
 from dsft.runtime.console import say
+from dsft.runtime.hardware import give_back_freed_memory
 from dsft.runtime.rank_logs import log_to_files
 from dsft.runtime.run_lock import only_run_in
 from dsft.runtime.versions import git_commit, versions
 from dsft.training.out_of_memory import out_of_memory_explained
 from dsft.training.trainer import PerplexityTrainer
 from dsft.units import GiB, plural
+
+LITTLE_MEMORY = 0.25
+"""Share of the host's memory from which a plan of CPU ranks must not be exceeded by what the C library keeps."""
 
 
 def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTrainer | None:
@@ -57,6 +61,8 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
     run = resolve_run(options, world=distributed.world_size(), machine=machine, problems=problems)
     if run is None:
         return None
+    if not machine.has_gpu and run.plan.host_bytes > LITTLE_MEMORY * machine.host_bytes:
+        give_back_freed_memory()
     log_to_files(run.output_dir, append=run.checkpoint is not None)
     describe_plan(run)
     verification = verify_while_loading(run)
@@ -89,7 +95,8 @@ def describe_plan(run: ResolvedRun) -> None:
     say(f"plan: {run.reason}")
     say(
         f"plan: peaks predicted: {plan.device_bytes / GiB:.1f} GiB per {'GPU' if run.machine.has_gpu else 'rank'},"
-        f" {plan.host_bytes / GiB:.1f} GiB host memory per node; {plan.time.step_seconds:.3g} s per step"
+        f" {plan.host_bytes / GiB:.1f} GiB host memory per node"
+        + (f"; {plan.time.step_seconds:.3g} s per step" if plan.tells_time else "")
     )
     for note in run.notes:
         say(f"note: {note}")

@@ -41,7 +41,7 @@ def test_plan_prints_a_table_and_nothing_else(run, tmp_path):
         (["merge", "./nowhere", "out"], "./nowhere: is no folder"),
         (["export", "./nowhere", "out"], "./nowhere: is no folder"),
         (["export", "./nowhere"], "out: missing"),
-        (["plan", "--model", "x", "--methd", "lora"], "--methd: unknown option; did you mean '--method'?"),
+        (["plan", "--model", "x", "--methd", "lora"], "methd: unknown key; did you mean 'method'?"),
         (["plan"], "model: missing"),
         (["doctor", "--num_nodes", "two"], "num_nodes: 'two' is not a whole number"),
         (["trian"], "'trian' is no command; did you mean 'train'?"),

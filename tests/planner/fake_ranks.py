@@ -87,14 +87,15 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """Three steps of training: bytes by owner and in total, after the last ("always") and at the peaks of load, compute
     and step.
 
-    `case`: model (fields of a LlamaConfig), config (DeepSpeed's), dtype, lora_r, rank, micro_batches (per step).
+    `case`: model (fields of a LlamaConfig), config (DeepSpeed's), dtype, lora_r, rank, ranks, micro_batches (per step).
     """
     import deepspeed
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.environ["LOCAL_RANK"] = str(case.get("rank", 0) % RANKS_PER_NODE)
-    dist.init_process_group("fake", rank=case.get("rank", 0), world_size=WORLD_SIZE, store=FakeStore())
+    ranks = case.get("ranks", WORLD_SIZE)
+    dist.init_process_group("fake", rank=case.get("rank", 0), world_size=ranks, store=FakeStore())
     deepspeed.init_distributed()
     ledger = ByteLedger()
     report: dict[str, Any] = {}

@@ -104,10 +104,14 @@ def speeds_for(step: dict[str, Any]) -> Speeds:
     )
 
 
-def predicted_tokens(step: dict[str, Any]) -> float:
-    """Tokens per second of one GPU. Selective checkpointing, of every second layer or product, lies half-way."""
+def predicted_tokens(step: dict[str, Any], speeds: Speeds | None = None) -> float:
+    """Tokens per second of one GPU. Selective checkpointing, of every second layer or product, lies half-way.
+
+    Args:
+        speeds: by default the planner's own for the card.
+    """
     if step["checkpointing"] == "selective":
-        halves = [predicted_tokens(step | {"checkpointing": checkpointing}) for checkpointing in (False, True)]
+        halves = [predicted_tokens(step | {"checkpointing": checkpointing}, speeds) for checkpointing in (False, True)]
         return 2 / sum(1 / tokens for tokens in halves)
     name = step.get("zero", "3" if step["gpus"] > 1 else "1")
     machine, micro_batch = machine_of(step), step["micro_batch"]
@@ -123,7 +127,7 @@ def predicted_tokens(step: dict[str, Any]) -> float:
     time = step_time(
         layout,
         machine,
-        speeds_for(step),
+        speeds or speeds_for(step),
         micro_batch=micro_batch,
         accumulation=step["accumulation"],
         seq_len=step["seq_len"],

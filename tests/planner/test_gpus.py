@@ -11,7 +11,7 @@ from dsft.units import GB, GiB
 
 
 def machine_of(**options) -> Machine:
-    return read_machines(PlanOptions(model="m", **options))[0]
+    return read_machines(PlanOptions(**options))[0]
 
 
 @pytest.mark.parametrize(

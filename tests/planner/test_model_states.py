@@ -45,7 +45,15 @@ SPANNING_RANK = 1
 
 
 def case(
-    *, dtype: str = "bfloat16", lora_r: int = 0, tied: bool = False, micro_batches: int = 1, rank: int = 0, **zero
+    *,
+    dtype: str = "bfloat16",
+    lora_r: int = 0,
+    tied: bool = False,
+    micro_batches: int = 1,
+    rank: int = 0,
+    ranks: int = WORLD_SIZE,
+    bf16_states: bool = False,
+    **zero,
 ) -> dict:
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -55,6 +63,8 @@ def case(
         "bf16": {"enabled": dtype == "bfloat16"},
         "zero_optimization": zero,
     }
+    if bf16_states:
+        config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     if "offload_optimizer" in zero:
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-5}}
     return {
@@ -64,6 +74,7 @@ def case(
         "lora_r": lora_r,
         "micro_batches": micro_batches,
         "rank": rank,
+        "ranks": ranks,
     }
 
 
@@ -72,10 +83,13 @@ CASES = {
     "0 fp32": case(stage=0, dtype="float32"),
     "1": case(stage=1, rank=SPANNING_RANK, **Z12),
     "1 accumulating": case(stage=1, rank=SPANNING_RANK, micro_batches=2, **Z12),
+    "1 tied accumulating": case(stage=1, tied=True, rank=SPANNING_RANK, micro_batches=2, **Z12),
+    "1 bf16 states": case(stage=1, rank=SPANNING_RANK, bf16_states=True, **Z12),
     "1 without overlap": case(stage=1, rank=SPANNING_RANK, **(Z12 | {"overlap_comm": False})),
     "2": case(stage=2, rank=SPANNING_RANK, **Z12),
     "2 tied": case(stage=2, tied=True, rank=SPANNING_RANK, **Z12),
     "2 accumulating": case(stage=2, rank=SPANNING_RANK, micro_batches=2, **Z12),
+    "2 on 13 ranks": case(stage=2, rank=SPANNING_RANK, ranks=13, **Z12),
     "2 fp32": case(stage=2, rank=SPANNING_RANK, dtype="float32", **Z12),
     "2 lora": case(stage=2, lora_r=32, **Z12),
     "2 offload": case(stage=2, offload_optimizer=CPU, **Z12),
@@ -88,6 +102,10 @@ CASES = {
     "3 max_live": case(**Z3, stage3_max_live_parameters=2_000_000),
     "3 reuse": case(**Z3, stage3_max_reuse_distance=2_000_000),
     "3 max_live and reuse": case(**Z3, stage3_max_live_parameters=2_000_000, stage3_max_reuse_distance=2_000_000),
+    "3 on 13 ranks": case(**Z3, ranks=13),
+    "3 bf16 states": case(bf16_states=True, **Z3),
+    "3 hpz lora": case(lora_r=32, **Z3, zero_hpz_partition_size=8, micro_batches=2),
+    "3 offload param": case(**Z3, offload_param=CPU),
     "3 hpz": case(**Z3, zero_hpz_partition_size=8, micro_batches=2),
     "3 offload optimizer": case(**Z3, offload_optimizer=CPU),
     "3 offload both": case(**Z3, offload_optimizer=CPU, offload_param=CPU),
@@ -96,8 +114,8 @@ CASES = {
 }
 
 
-QUICK = ("0", "1", "2", "2 accumulating", "2 lora", "2 offload", "3", "3 fp32", "3 lora", "3 offload both")
-"""Of every stage what its formulas are made of; the other cases change one setting of these."""
+QUICK = ("0", "2 accumulating", "3 lora", "3 offload both")
+"""Of every stage what most of its formulas are made of; the other cases change one setting of these."""
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +142,7 @@ def predict(name: str, sizes, function=state_terms):
     layout = describe_layout(
         sizes[case["model"]["tie_word_embeddings"], case["lora_r"]],
         case["config"],
-        world_size=WORLD_SIZE,
+        world_size=case["ranks"],
         ranks_per_node=RANKS_PER_NODE,
         dtype=case["dtype"],
         has_gpu=False,
@@ -169,9 +187,8 @@ def test_the_peak_of_a_training_step(name, measured, sizes):
         predicted = sum(num_bytes for term, num_bytes in terms if term.phase in ("always", phase))
         peak = max(peak, predicted)
         # Stage 0 reduces in backward what is counted for the step; stage 1 may free its gradients before the step.
-        if (
-            name[0] in "23" and name != "2 tied"
-        ):  # with its embedding the shares end elsewhere; its step is far from the peak
+        # "2 tied": with its embedding the shares end elsewhere; its step is far from the peak.
+        if name == "1 tied accumulating" or (name[0] in "23" and name != "2 tied"):
             assert_close(measured[name][phase]["total"], predicted, phase)
     assert_close(max(measured[name][phase]["total"] for phase in ("compute", "step")), peak, "peak")
 
@@ -249,9 +266,7 @@ def test_each_part(name, parts, phase, owners, measured, sizes):
 @pytest.mark.cases("{name}")
 @pytest.mark.parametrize(
     "name",
-    grid(
-        ["0", "1", "2 fp32", "2 lora", "3", "3 fp32", "3 lora", "3 hpz"], ["0", "1", "2 lora", "3", "3 fp32", "3 lora"]
-    ),
+    grid(["0", "1", "2 fp32", "2 lora", "3", "3 fp32", "3 lora", "3 hpz"], ["0", "3 lora"]),
 )
 def test_loading(name, measured, sizes):
     assert_close(

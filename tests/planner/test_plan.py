@@ -6,12 +6,12 @@ import math
 import os
 import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import ROOT, grid
+from paper_jobs import paper_job
 from tiny import ARCHITECTURES
 from transformers import AutoConfig, LlamaConfig, LlavaConfig, MixtralConfig
 
@@ -31,7 +31,9 @@ from dsft.planner.measuring import calibrate
 from dsft.planner.plan import Plan, all_plans, choose, reason
 from dsft.planner.speeds import parse_interconnect, speeds_of
 from dsft.planner.step_time import collective_seconds, flops_per_token
-from dsft.run_setup.plan import choose_plan, job_over_data, paper_job, plan_run
+from dsft.planner.zero_layout import unmodelled_settings
+from dsft.run_setup.alternatives import of_length
+from dsft.run_setup.plan import job_over_data, plan_run
 from dsft.runtime.hardware import Machine, parse_bytes, this_machine
 from dsft.units import GB
 
@@ -75,9 +77,9 @@ def gpus(number: int = 8, gigabytes: int = 80, *, nodes: int = 1, host: int = 10
     )
 
 
-def plans_of(model: str, machine: Machine, *, method: str = "full", zero: str = "auto", seq_len: int = 2048, **job):
-    options = TrainConfig(model=model, method=method, seq_len=seq_len, dtype="bfloat16")
-    job = dataclasses.replace(paper_job(options, attention="flash"), **job)
+def plans_of(model: str, machine: Machine, *, method: str = "full", zero: str = "auto", seq_len: int = 1024, **job):
+    options = TrainConfig(model=model, method=method, dtype="bfloat16")
+    job = of_length(paper_job(options), seq_len, **job)  # one trace for all lengths
     plans = all_plans(job, machine, speeds_of(machine, dtype=job.dtype), zero=zero)
     return choose(plans, machine), plans
 
@@ -114,7 +116,7 @@ def test_a_multimodal_wrapper_is_planned_by_its_text_model(configs):
         ("8b", gpus(1, 80), "full", {"2-offload", "3-offload-partial", "3-offload-optimizer"}),
         ("8b", gpus(1, 80), "lora", {"1"}),
         ("8b", gpus(1, 24), "qlora", {"1"}),
-        ("70b", gpus(8, 80), "lora", {"3"}),
+        pytest.param("70b", gpus(8, 80), "lora", {"3"}, marks=pytest.mark.exhaustive),
         (
             "70b",
             gpus(8, 80, nodes=2, host=1600),
@@ -156,7 +158,7 @@ def test_offload_and_hpz_are_chosen_only_for_a_gain_of_15_percent(configs):
 
 
 def test_what_a_plan_changes_to_fit_stands_in_its_label(configs):
-    chosen, _ = plans_of(configs["8b"], gpus(8, 8), zero="3-offload", micro_batch=1)
+    chosen, _ = plans_of(configs["8b"], gpus(8, 8), zero="3-offload", micro_batch=1, seq_len=2048)
     assert "fewer live parameters" in chosen.label
     plain, _ = plans_of(configs["8b"], gpus(8, 80), zero="3", micro_batch=1)
     assert "(" not in plain.label
@@ -200,15 +202,42 @@ def test_more_of_anything_never_needs_less(configs):
 
 
 def test_what_is_not_modelled_is_said(configs):
-    options = TrainConfig(model=configs["mixtral"], method="lora", dtype="bfloat16")
-    training = {"optim": "adamw_8bit", "torch_compile": True}
-    job = paper_job(dataclasses.replace(options, training=training), attention="flash")
-    text = choose_plan(job, gpus()).reason
-    assert "optim adamw_8bit is not modelled: planned with the states of adamw_torch" in text
-    assert "torch.compile is not modelled" in text
-    assert job.size.unadapted_expert_params == 0 or "of experts get no adapters" in text
-    plain = paper_job(TrainConfig(model=configs["8b"], dtype="bfloat16"), attention="flash")
-    assert plain.unmodelled == []
+    def unmodelled(model: str = configs["8b"], method: str = "full", **training) -> str:
+        return " ".join(paper_job(TrainConfig(model=model, method=method, training=training)).unmodelled)
+
+    assert unmodelled() == unmodelled(optim="adamw_8bit") == unmodelled(use_liger_kernel=True) == ""
+    assert "optim ademamix is not modelled: planned with the states of adamw_torch" in unmodelled(optim="ademamix")
+    assert "torch.compile is not modelled" in unmodelled(torch_compile=True)
+    settings = {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}, "data_types": {}}
+    assert unmodelled_settings(settings) == [
+        "zero_optimization.zero_quantized_weights is not modelled: planned without gathers of 8-bit weights."
+    ]
+    assert unmodelled_settings(read_zero_file("3", [])) == []
+
+
+def test_experts_without_adapters_and_kernels_that_are_missing_are_said(tmp_path):
+    for architecture in ("qwen2_moe", "gpt2"):
+        cls, values = ARCHITECTURES[architecture]
+        cls(**values).save_pretrained(tmp_path / architecture)
+    moe = TrainConfig(model=str(tmp_path / "qwen2_moe"), method="lora", lora_target_modules=["q_proj"])
+    assert any("of experts get no adapters" in said for said in paper_job(moe, seq_len=64).unmodelled)
+    gpt2 = TrainConfig(model=str(tmp_path / "gpt2"), training={"use_liger_kernel": True})
+    plain = TrainConfig(model=str(tmp_path / "gpt2"))
+    with_kernels, without = (paper_job(options, seq_len=64) for options in (gpt2, plain))
+    assert with_kernels.unmodelled == ["use_liger_kernel changes nothing: Liger has no kernels for gpt2."]
+    assert with_kernels.activations == without.activations
+
+
+def test_an_optimizer_of_8_bits_takes_a_quarter_of_the_moments_and_none_where_deepspeed_brings_its_own(configs):
+    _, (plain, *_) = plans_of(configs["8b"], gpus(), zero="1", micro_batch=1)
+    _, (small, *_) = plans_of(configs["8b"], gpus(), zero="1", micro_batch=1, optimizer="adamw_8bit")
+    states = [sum(term.num_bytes for term in plan.terms if term.name == "optimizer state") for plan in (plain, small)]
+    assert states[0] - states[1] == pytest.approx((8 - 2 * (1 + 4 / 256)) * 8_030_261_248 / 8, rel=1e-3)
+    offloaded = [
+        plans_of(configs["8b"], gpus(), zero="2-offload", micro_batch=1, optimizer=name)[0]
+        for name in ("adamw_torch_fused", "adamw_8bit")
+    ]
+    assert offloaded[0].host_bytes == offloaded[1].host_bytes, "CPUAdam takes its place"
 
 
 def test_batches_make_up_the_step(configs):
@@ -232,7 +261,7 @@ def test_candidates_are_those_that_make_sense(configs):
 
 def test_lowered_live_parameters_come_together(configs):
     """One alone changes nothing in DeepSpeed."""
-    chosen, _ = plans_of(configs["8b"], gpus(8, 8), zero="3-offload", micro_batch=1)
+    chosen, _ = plans_of(configs["8b"], gpus(8, 8), zero="3-offload", micro_batch=1, seq_len=2048)
     zero = chosen.deepspeed_config["zero_optimization"]
     assert chosen.fits and zero["stage3_max_live_parameters"] == zero["stage3_max_reuse_distance"] < 10**9
 
@@ -280,7 +309,7 @@ def test_arithmetic_of_a_step(configs):
     assert seconds["1"] < seconds["2"] < seconds["3-hpz"] < seconds["3"]
 
 
-@pytest.mark.parametrize("architecture", grid(ARCHITECTURES, ["gemma3", "gpt2"]))
+@pytest.mark.parametrize("architecture", grid(ARCHITECTURES, ["gpt2"]))
 def test_every_architecture_can_be_planned(tmp_path, architecture):
     cls, values = ARCHITECTURES[architecture]
     cls(**values).save_pretrained(tmp_path)
@@ -424,22 +453,37 @@ def compiled_ops() -> str:
     return os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path(root) / "torch_extensions" / f"{python}_cpu")
 
 
-@pytest.mark.parametrize("ranks", grid([1, 2], [1]))
-def test_measured_speeds_take_the_place_of_assumed_ones(tmp_path, monkeypatch, ranks):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_this_machine_is_measured_by_its_ranks(tmp_path, monkeypatch, ranks):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", compiled_ops())  # else the ranks compile DeepSpeed's operators again
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = dataclasses.replace(this_machine(ranks_per_node=ranks), has_gpu=False, gpu_type="")
     assumed = speeds_of(machine, dtype="float32")
-    assert measured_speeds.calibrated(assumed, machine, dtype="float32") == assumed
-    path = calibrate(machine, dtype="float32")
+    assert calibrate(machine, dtype="float32").is_file()
     measured = measured_speeds.calibrated(assumed, machine, dtype="float32")
-    assert path.is_file() and "measured on this machine" in measured.source
     assert (
         measured.flops > 1e9
         and measured.flops != assumed.flops
         and (measured.link_bytes == assumed.link_bytes) == (ranks == 1)
         and (ranks == 1 or (measured.link_bytes > 1e6 and 0 < measured.collective_seconds < 1))
     )
+
+
+def test_measured_speeds_take_the_place_of_assumed_ones_and_tell_time(configs, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine = dataclasses.replace(this_machine(ranks_per_node=1), has_gpu=False, gpu_type="")
+    assumed = speeds_of(machine, dtype="float32")
+    assert measured_speeds.calibrated(assumed, machine, dtype="float32") == assumed and not assumed.tells_time
+    job = paper_job(TrainConfig(model=configs["8b"]))
+    path = measured_speeds.keep_ranks(machine, {"flops": 3e10, "device_bytes": 4e9}, dtype="float32")
+    measured = measured_speeds.calibrated(assumed, machine, dtype="float32")
+    assert "measured on this machine" in measured.source and measured.tells_time
+    assert measured.flops == 3e10 and measured.link_bytes == assumed.link_bytes
+    larger = dataclasses.replace(machine, host_bytes=10**12, device_bytes=10**12)
+    for speeds in (assumed, measured):
+        plans = all_plans(job, larger, speeds, zero="1")
+        assert ("tokens/s predicted" in reason(plans[0], plans, larger)) == speeds.tells_time
     on_paper, with_gpu = dataclasses.replace(machine, measured=False), dataclasses.replace(machine, gpu_type="T4")
     more_cores = dataclasses.replace(machine, cores=machine.cores + 1)  # of the same host, in another allocation
     for other, dtype in (
@@ -461,7 +505,6 @@ def run_plan(capsys, *words: str) -> str:
 
 
 def test_the_command_prints_table_reason_and_terms(configs, capsys):
-    start = time.process_time()
     out = run_plan(
         capsys,
         "--model",
@@ -472,17 +515,14 @@ def test_the_command_prints_table_reason_and_terms(configs, capsys):
         "8x80GB",
         "--host_memory",
         "2TB",
-        "--seq_len",
-        "4096",
         "--explain",
     )
-    assert time.process_time() - start < 10  # of the processor, since others may run beside
     assert "405.853 B parameters" in out and "->" in out and "the fastest that fits" in out
     assert "optimizer state" in out and "computing" in out and "activations: fake-tensor trace" in out
 
 
 def test_the_command_shows_the_best_few_and_costs(configs, capsys):
-    words = ["--model", configs["8b"], "--gpus", "8xH100", "--tokens", "1e9", "--epochs", "2"]
+    words = ["--model", configs["8b"], "--gpus", "8xH100", "--tokens", "1e9", "--num_train_epochs", "2"]
     out = run_plan(capsys, *words, "--dollars_per_gpu_hour", "2.5")
     rows = [line for line in out.splitlines() if " x " in line and ("yes" in line or "no:" in line)]
     assert 3 <= len(rows) <= 4 and out.count("->") == 1 and "tokens per step" in out and "per GPU predicted" in out
@@ -513,7 +553,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(configs, capsys):
     longest = json.loads(run_plan(capsys, *words, "--longest", "--json"))["seq_len"]
     assert 2048 <= longest <= 8192 and longest % 256 == 0
     with pytest.raises(SystemExit) as caught:
-        run_plan(capsys, "--model", configs["8b"], "--gpus", "1xT4", "--host_memory", "32GB", "--longest")
+        run_plan(capsys, "--model", configs["8b"], "--gpus", "1xL4", "--host_memory", "32GB", "--longest")
     assert caught.value.code == 1 and "no sequence fits" in capsys.readouterr().out
 
 
@@ -585,6 +625,9 @@ def test_the_view_over_nodes_and_the_plan_of_an_evaluation(configs, capsys):
         (["--tokens_per_step", "8"], "less than one sequence"),
         (["--tokens", "0", "--gpus", "8x80GB"], "--tokens 0.0: must be above 0"),
         (["--dollars_per_gpu_hour", "2", "--gpus", "8x80GB"], "needs --tokens"),
+        (["--global_batch_size", "64", "--gpus", "3x80GB"], "try 63 or 66"),
+        (["--tokens_per_step", "65536", "--global_batch_size", "64", "--gpus", "8x80GB"], "keep one"),
+        (["--gpu_typ", "H100"], "gpu_typ: unknown key; did you mean 'gpu_type'"),
     ],
 )
 def test_bad_requests_are_one_clear_error(configs, capsys, words, message):

@@ -108,6 +108,8 @@ class Published:
     accumulation: int = 1
     checkpointing: bool = True
     loss: str = "hf"
+    liger: bool = False
+    """Norms, feed-forwards and loss by Liger."""
     optimizer: str = "adamw_torch_fused"
     logits_kept: int = 0
     """Bytes per token and word of the vocabulary that the trainer keeps beside the loss until after the backward."""
@@ -206,7 +208,7 @@ RUNS = {
         gpus=4,
         seq_len=8192,
         accumulation=2,
-        loss="fused",
+        liger=True,
         optimizer="adamw_torch",
         measured=42 * GiB,
         counts="reserved",
@@ -233,7 +235,8 @@ def predicted(run: Published) -> list[Term]:
         run.model,
         dtype="bfloat16",
         attention="flash",
-        loss=run.loss,
+        loss="fused" if run.liger else run.loss,
+        liger=run.liger,
         adapters=adapters,
         seq_len=run.seq_len,
     )
@@ -289,7 +292,7 @@ def test_published_peaks_are_met_within_10_percent(name):
                 gpus=8,
                 seq_len=8192,
                 accumulation=2,
-                loss="fused",
+                liger=True,
                 optimizer="adamw_torch",
                 measured=0,
             ),

@@ -69,7 +69,7 @@ def test_a_global_batch_that_does_not_divide_says_what_would(total, training, pr
     ],
 )
 def test_dtype_and_its_flags_are_one_decision(options, expected):
-    assert values(dtype_decisions(TrainConfig(**options))) == dict(
+    assert values(dtype_decisions(TrainConfig(**options), "float32")) == dict(
         zip(("dtype", "bf16", "fp16"), expected, strict=True)
     )
 

@@ -15,8 +15,9 @@ from dsft.config.deepspeed_json import read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.models.size import measure_model
+from dsft.planner.candidates import SEQUENCES_PER_RANK
 from dsft.planner.job import Job
-from dsft.run_setup.plan import TRAINING_MICRO_BATCH, choose_plan, plan_run, smaller_plan, training_job
+from dsft.run_setup.plan import choose_plan, plan_run, smaller_plan, training_job
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -30,7 +31,7 @@ def facts(tiny):
 
 
 def job_of(facts, options: TrainConfig) -> Job:
-    return training_job(options, facts, attention="flash", default_micro_batch=TRAINING_MICRO_BATCH)
+    return training_job(options, facts, attention="flash")
 
 
 def checkpoint_in(folder: Path, *, world_size: int, zero_stage: int) -> str:
@@ -49,7 +50,7 @@ def test_a_resume_on_as_many_ranks_keeps_the_earlier_plan(facts, tmp_path):
     assert choice.reason.startswith("zero=1 is what the resumed run began with")
     fresh = plan_run(options, job_of(facts, options), EIGHT_GPUS)
     assert fresh.reason.startswith(f"{fresh.plan.label} is the fastest that fits")
-    assert fresh.plan.micro_batch == TRAINING_MICRO_BATCH
+    assert fresh.plan.micro_batch * fresh.plan.accumulation == SEQUENCES_PER_RANK
 
 
 def test_a_zero_that_the_user_names_goes_before_that_of_the_earlier_run(facts, tmp_path):

@@ -22,7 +22,7 @@ CASES = {
     "plan --model MODEL --seq_len 32 --gpus 8x80GB --gpu_type H999": "--gpu_type H999: unknown",
     "plan --model MODEL --hostfile nowhere": "nowhere: no such file",
     "plan --model nowhere/model.json": "model",
-    "plan --model MODEL --modell x": "--modell: unknown option; did you mean '--model'",
+    "plan --model MODEL --modell x": "modell: unknown key; did you mean 'model'",
     "checkpoints NEW": "holds no checkpoints",
     "verify NEW": "is no folder",
     "verify": "folder: missing",

@@ -1,0 +1,18 @@
+"""Jobs on paper for the planner's tests."""
+
+import dataclasses
+
+from dsft.config.options import TrainConfig
+from dsft.planner.job import Job
+from dsft.run_setup.paper import paper_run
+from dsft.runtime.hardware import Machine
+from dsft.units import GB
+
+EIGHT_GPUS = Machine(nodes=1, ranks_per_node=8, device_bytes=80 * GB, host_bytes=1000 * GB, has_gpu=True)
+
+
+def paper_job(
+    options: TrainConfig, *, attention: str | None = "flash", machine: Machine = EIGHT_GPUS, **changes
+) -> Job:
+    """The job of a training with these options and changes of them."""
+    return paper_run(dataclasses.replace(options, **changes), machine, attention=attention).job

@@ -1,0 +1,122 @@
+"""`dsft plan` decides what `dsft train` would, and says what it rounds and what it takes for granted."""
+
+import dataclasses
+import json
+
+import pytest
+import yaml
+from conftest import grid
+
+from dsft.cli.main import main
+from dsft.config.options import TrainConfig
+from dsft.config.reader import make_config
+from dsft.data.batches import PaddedToFullSteps
+from dsft.data.training_data import load_training_data
+from dsft.errors import UserError
+from dsft.planner.gpus import GPUS
+from dsft.planner.plan import as_dict
+from dsft.run_setup.paper import auto_dtype, paper_run, prepared_epoch
+from dsft.run_setup.plan import choose_plan
+from dsft.run_setup.resolve import resolve_run
+from dsft.runtime.hardware import Machine
+from dsft.units import GB
+
+EIGHT_GPUS = Machine(
+    nodes=1, ranks_per_node=8, device_bytes=GPUS["A100-80GB"].usable_bytes, host_bytes=1000 * GB, has_gpu=True
+)
+BATCH = "per_device_train_batch_size"
+LORA = {"method": "lora", "lora_target_modules": ["q_proj", "v_proj"], "lora_r": 4}
+VARIANTS = {
+    "no batch": {BATCH: None},
+    "lora": {"activation_checkpointing": True, "optim": "adagrad", **LORA},
+    "a stage": {"zero": "3", BATCH: 1, "gradient_accumulation_steps": 2},
+    "offload": {"zero": "2-offload", BATCH: None, "global_batch_size": 64},
+    "packed": {"data": "PAIRS", "packing": True, BATCH: None},
+    "pairs": {"data": "PAIRS", "gradient_accumulation_steps": 3},
+    "a budget": {BATCH: None, "batch_tokens": 128},
+    "fp32": {"dtype": "float32", "activation_checkpointing": False},
+}
+
+
+@pytest.fixture
+def asked(options, tiny, tmp_path):
+    """The options of a variant, as a YAML file would hold them."""
+
+    def make(**changes) -> dict:
+        if changes.get("data") == "PAIRS":
+            changes["data"] = str(tiny / "pairs.jsonl")
+        return options(tmp_path / "run", **{"dtype": "bfloat16", "seq_len": 32, **changes})
+
+    return make
+
+
+@pytest.mark.parametrize("name", grid(VARIANTS, ["no batch", "lora", "a stage", "packed"]))
+def test_a_config_is_planned_as_it_would_be_trained(asked, capsys, tmp_path, name):
+    values = asked(**VARIANTS[name])
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(values))
+    problems: list[str] = []
+    config = make_config(TrainConfig, values, problems)
+    trained = resolve_run(config, world=8, machine=EIGHT_GPUS, problems=problems)
+    main(["plan", "--config", str(file), "--gpus", "8x80GB", "--json"])
+    on_paper = json.loads(capsys.readouterr().out)["chosen"]
+    assert on_paper == json.loads(json.dumps(as_dict(trained.plan) | {"reason": trained.reason}))
+
+
+def test_a_flag_goes_over_the_config_and_bad_options_are_those_of_a_training(asked, capsys, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(asked(zero="3")))
+    main(["plan", "--config", str(file), "--zero", "1", "--gpus", "8x80GB", "--json"])
+    assert json.loads(capsys.readouterr().out)["chosen"]["zero"] == "1"
+    for flags, problem in (
+        (["--lora_targets", "x"], "lora_targets: unknown key; did you mean 'lora_target_modules'"),
+        (["--zero", "4"], "zero=4: unknown"),
+        (["--global_batch_size", "63", "--" + BATCH, "1"], "63 is not divisible"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", "--config", str(file), "--gpus", "8x80GB", *flags])
+        assert ended.value.code == 2 and problem in capsys.readouterr().err
+
+
+def test_what_is_rounded_is_said(asked, capsys):
+    words = ["--model", asked()["model"], "--seq_len", "32", "--gpus", "3x80GB", "--json"]
+    main(["plan", *words, "--tokens_per_step", str(64 * 32)])
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["chosen"]["time"]["tokens_per_step"] == 63 * 32
+    assert "2,016 tokens per step instead of 2,048: 63 sequences of 32 are what 3 ranks can share" in printed.err
+    main(["plan", *words, "--nodes", "1,2", "--tokens_per_step", str(3 * 32)])
+    assert "6 ranks cannot share 3 sequences evenly: 6 per step" in capsys.readouterr().err
+
+
+def test_data_that_is_not_here_is_named(asked, capsys):
+    main(["plan", "--model", asked()["model"], "--seq_len", "32", "--gpus", "8x80GB", "--data", "nowhere.jsonl"])
+    printed = capsys.readouterr().err
+    assert "the data cannot be read here" in printed and "nowhere.jsonl" in printed
+
+
+@pytest.mark.parametrize("changes", [{}, {"data": "PAIRS"}, {"data": "PAIRS", "packing": True}])
+def test_an_epoch_of_prepared_data_has_the_steps_of_a_training(asked, tmp_path, changes):
+    config = make_config(TrainConfig, asked(data_cache=str(tmp_path / "tokens"), **changes), [])
+    run = paper_run(config, EIGHT_GPUS)
+    plan = choose_plan(run.job, EIGHT_GPUS, zero=run.options.zero).plan
+    assert prepared_epoch(run, plan, EIGHT_GPUS) is None, "nothing is prepared yet"
+    data = load_training_data(run.options, list(run.data), [], run.tokenizer, pack=config.packing, flash=False)
+    epoch = prepared_epoch(run, plan, EIGHT_GPUS)
+    per_step = 8 * plan.micro_batch * plan.accumulation
+    assert epoch.steps * per_step == len(PaddedToFullSteps(data.items, per_step))
+    assert epoch.tokens == data.counts["tokens"] and 0 < epoch.mean_len <= config.seq_len
+    assert epoch.tokens <= (epoch.mean_len + 1) * len(data.items), "padding is part of what is fed"
+
+
+def test_auto_is_what_the_card_computes_in():
+    types = {name: auto_dtype(dataclasses.replace(EIGHT_GPUS, gpu_type=name)) for name in ("T4", "V100-32GB", "H100")}
+    assert types == {"T4": "float32", "V100-32GB": "float32", "H100": "bfloat16"}
+    assert auto_dtype(dataclasses.replace(EIGHT_GPUS, has_gpu=False)) == "float32"
+
+
+def test_all_problems_come_at_once(asked):
+    problems: list[str] = []
+    config = make_config(TrainConfig, asked(zero="7", global_batch_size=9, seq_lenn=3), problems)
+    with pytest.raises(UserError) as caught:
+        paper_run(config, EIGHT_GPUS, problems=problems)
+    assert len(caught.value.problems) == 3
