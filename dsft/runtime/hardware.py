@@ -151,7 +151,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 def give_back_freed_memory() -> None:
     """Has glibc keep no freed tensors, of which ranks on a CPU hold tens of percent beyond their plan.
 
-    It costs time, since the system clears what it gives again: a step of 9 million parameters took 1.2 to 1.5 times as
+    It costs time, since the system clears what it gives again: a step of 9 million parameters took 1.2 to 1.65 times as
     long. The same as MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ in the environment, which go before it; so
     it holds whatever started the process. Without effect on another C library.
     """

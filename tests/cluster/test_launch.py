@@ -69,7 +69,8 @@ def through_ssh(four_hosts, folder):
 def test_a_host_file_is_examined_then_deepspeed_starts_the_ranks(through_ssh, folder):
     result, losses = through_ssh
     assert (
-        "dsft doctor: 2 nodes, 2 ranks, nothing found" in result.stdout
+        "dsft doctor: 2 nodes, 2 ranks" in result.stdout  # of a busy machine it may say that something is slow
+        and "error:" not in result.stdout
         and "dsft: deepspeed --hostfile" in result.stdout
     )
     assert len(losses) == 2

@@ -45,6 +45,7 @@ from dsft.cluster.doctor.findings import MESSAGES, Finding, Report, finding
 from dsft.cluster.doctor.gather import node_facts, parse_gpus
 from dsft.cluster.doctor.links import Measured, all_rounds, combine, ring_rounds, slow_keys, slow_nodes
 from dsft.cluster.doctor.reach import config_values, file_content
+from dsft.cluster.doctor.smoke import tcp_segments
 from dsft.cluster.doctor.ssh import ssh_error
 from dsft.errors import UserError
 from dsft.planner.measured_speeds import keep_links, speeds_file, with_links
@@ -684,3 +685,13 @@ def test_what_a_finding_tells_to_run_is_one_word_for_the_shell_where_paths_have_
     [code] = check_versions(facts)
     assert f"{folder}/" in shlex.split(code.fix)
     assert finding("mtu", "n1", "x", "y", severity="note").severity == "note"
+
+
+def test_a_segment_that_had_arrived_already_is_not_lost(tmp_path):
+    """A busy machine acknowledges so late that the other side sends again."""
+    (tmp_path / "snmp").write_text("Tcp: OutSegs RetransSegs\nTcp: 1000 30\nUdp: InDatagrams\nUdp: 5\n")
+    for duplicates, lost in ((0, 30), (28, 2), (40, 0)):
+        (tmp_path / "netstat").write_text(
+            f"TcpExt: TCPDSACKRecv TCPTimeouts\nTcpExt: {duplicates} 7\nIpExt: A\nIpExt: 1\n"
+        )
+        assert tcp_segments(tmp_path) == (1000, lost)

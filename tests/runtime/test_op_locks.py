@@ -16,11 +16,17 @@ from dsft.runtime.lock_file import Owner
 from dsft.runtime.op_locks import OLD_SECONDS, OperatorLock, name_owners_of_operator_locks
 
 LOADS_AN_OPERATOR = """
+import os, time
 import torch.utils.cpp_extension as extension
 from dsft.runtime.op_locks import name_owners_of_operator_locks
 name_owners_of_operator_locks()
 print("loading", flush=True)
-extension._write_ninja_file_and_build_library = lambda **options: open(folder + "/built", "x").close()
+def build(**options):
+    open(folder + "/building", "x").close()
+    time.sleep(0.2)
+    os.rename(folder + "/building", folder + "/built")
+
+extension._write_ninja_file_and_build_library = build
 extension._import_module_from_library = lambda name, folder, is_python: open(folder + "/built").close()
 extension.load("probe", [], build_directory=folder)
 print("loaded", flush=True)
@@ -90,6 +96,7 @@ def test_a_lock_of_another_machine_is_respected_until_it_is_old(tmp_path):
 
 
 def test_one_of_several_waiting_processes_takes_a_dead_owners_lock_over_and_the_others_wait_for_its_build(tmp_path):
+    """No two build at once: the second could not make the file `building`."""
     (tmp_path / "lock").write_text(json.dumps(asdict(gone())))
     code = f"folder = {str(tmp_path)!r}\n{LOADS_AN_OPERATOR}"
     ranks = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]

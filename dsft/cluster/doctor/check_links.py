@@ -9,7 +9,7 @@ from dsft.cluster.doctor.findings import Finding, finding, join
 from dsft.cluster.doctor.links import Measured, pair_rates, slow_keys, slow_nodes
 
 BELOW_ASSUMED = 0.5
-LOST = 0.01
+LOST = 0.02
 """Of the segments; a sound network between nodes loses less than one in thousands."""
 
 
