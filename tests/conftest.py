@@ -48,9 +48,10 @@ def pytest_xdist_make_scheduler(config, log) -> ByFile:
 
 
 def pytest_collection_modifyitems(items: list) -> None:
-    """Files that start ranks on this machine come first, those of the test hosts last."""
+    """The longest files, those of the laws, come first, then others that start ranks; those of the test hosts last."""
     starts_ranks = {item.path for item in items if item.get_closest_marker("launch")}
-    items.sort(key=lambda item: 2 if "cluster" in item.path.parts else item.path not in starts_ranks)
+    first_to_last = {"laws": -1, "cluster": 2}
+    items.sort(key=lambda item: first_to_last.get(item.path.parent.name, item.path not in starts_ranks))
 
 
 @pytest.fixture(scope="session", autouse=True)
