@@ -289,7 +289,8 @@ def test_mpirun(hosts, job, one_process, nothing_left):
 
 
 @pytest.mark.exhaustive
-def test_mpirun_without_an_address_says_what_is_missing_once(hosts, job, nothing_left):
+def test_mpirun_without_an_address_says_what_is_missing_once_a_node(hosts, job, nothing_left):
+    """Nobody can pass the message on before the ranks know of each other."""
     command = [
         "mpirun",
         "-n",
@@ -306,7 +307,7 @@ def test_mpirun_without_an_address_says_what_is_missing_once(hosts, job, nothing
     result = hosts[0].run(command, timeout=LAUNCH_SECONDS)
     assert result.returncode == 2, result.stderr
     assert (
-        result.stderr.count("dsft: error: ") == 1
+        result.stderr.count("dsft: error: ") == 2
         and "mpirun -x MASTER_ADDR" in result.stderr
         and "Traceback" not in result.stderr
     )
