@@ -6,8 +6,10 @@ torch, which takes seconds to import, is imported inside functions.
 """
 
 import atexit
+import contextlib
 import dataclasses
 import os
+import secrets
 import socket
 import sys
 import time
@@ -48,10 +50,13 @@ def ranks_per_node() -> int:
 
 
 def free_port() -> int:
-    """A TCP port that nothing on this machine listens to now."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]
+    """A TCP port that nothing on this machine uses now; not one of those that the system gives to connections (ip(7),
+    ip_local_port_range: 32768 and above), of which one may begin before the ranks listen.
+    """
+    while True:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", 20_000 + secrets.randbelow(12_768)))
+            return listener.getsockname()[1]
 
 
 def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_dir: str | None = None) -> None:

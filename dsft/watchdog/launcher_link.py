@@ -75,6 +75,11 @@ class LauncherLink:
                     case {"type": "done", "exit_code": exit_code}:
                         self.exit_code = max(exit_code, self.exit_code or 0)
 
+    @property
+    def speaks(self) -> bool:
+        """Whether the ranks have met and can still say how the job goes."""
+        return self.coordinator is not None and not self.coordinator.closed
+
     def end_ranks(self) -> None:
         """Ask for the end of all ranks, also of those that come later."""
         self.is_ending = True

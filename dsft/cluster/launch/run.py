@@ -71,9 +71,9 @@ class LauncherProcess:
                 if sessions:
                     self._look_at(sessions)
                 self._see_to_the_end(process)
-            self._listen()
+            self._hear_why()
             if self.link.exit_code is None and not self.link.failure:
-                if process.returncode and self.link.coordinator and not self.link.coordinator.closed:
+                if process.returncode and self.link.speaks:
                     say(f"the launcher has ended with exit code {process.returncode}: all ranks are being ended")
                 self.link.end_ranks()
         finally:
@@ -92,6 +92,13 @@ class LauncherProcess:
         self.link.read(wait_seconds=0.2)
         while self._for_ranks and self.link.sidecars:
             self.link.signal_ranks(self._for_ranks.pop())
+
+    def _hear_why(self) -> None:
+        """Once the launcher has ended: let the ranks say how the job ended, which may take them longer."""
+        until = time.monotonic() + END_SECONDS
+        self._listen()
+        while self.link.speaks and self.link.exit_code is None and not self.link.failure and time.monotonic() < until:
+            self._listen()
 
     def _look_at(self, sessions: SshSessions) -> None:
         """End a start that waits for a node whose ssh has ended before its ranks came."""
