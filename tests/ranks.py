@@ -4,6 +4,7 @@ import functools
 import gc
 import importlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import random
@@ -93,6 +94,7 @@ def _forked(work: list[Callable], *, out: Path, err: Path, environment: dict) ->
     """One new process for each of `work`, with the variables of a launcher where they are several; killed at the end
     where they still are.
     """
+    _start_forkserver()
     port = distributed.free_port()
     out.touch()
     ranks = []
@@ -116,7 +118,22 @@ def _forked(work: list[Callable], *, out: Path, err: Path, environment: dict) ->
             process.join()
 
 
+def _start_forkserver() -> None:
+    """Where it does not run yet: with the path of this process, which Python 3.11's forgets (gh-117378, mended in
+    3.12.4), so that nothing would be imported beforehand.
+    """
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if path is not None:
+            os.environ["PYTHONPATH"] = path
+
+
 def _begin(task: Callable, out: Path, err: Path, environment: dict) -> None:
+    assert "imported" in sys.modules, "every rank would import for seconds"
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.clear()
