@@ -77,8 +77,8 @@ class LauncherLink:
 
     @property
     def speaks(self) -> bool:
-        """Whether the ranks have met and can still say how the job goes."""
-        return self.coordinator is not None and not self.coordinator.closed
+        """Whether a node of the job can still say how it goes."""
+        return any(not connection.closed for connection in self.sidecars.values())
 
     def end_ranks(self) -> None:
         """Ask for the end of all ranks, also of those that come later."""

@@ -72,7 +72,7 @@ class LauncherProcess:
                     self._look_at(sessions)
                 self._see_to_the_end(process)
             self._hear_why()
-            if self.link.exit_code is None and not self.link.failure:
+            if not self._is_explained():
                 if process.returncode and self.link.speaks:
                     say(f"the launcher has ended with exit code {process.returncode}: all ranks are being ended")
                 self.link.end_ranks()
@@ -97,8 +97,11 @@ class LauncherProcess:
         """Once the launcher has ended: let the ranks say how the job ended, which may take them longer."""
         until = time.monotonic() + END_SECONDS
         self._listen()
-        while self.link.speaks and self.link.exit_code is None and not self.link.failure and time.monotonic() < until:
+        while self.link.speaks and not self._is_explained() and time.monotonic() < until:
             self._listen()
+
+    def _is_explained(self) -> bool:
+        return bool(self.interrupted or self.link.failure) or self.link.exit_code is not None
 
     def _look_at(self, sessions: SshSessions) -> None:
         """End a start that waits for a node whose ssh has ended before its ranks came."""
