@@ -1,12 +1,16 @@
-"""Looks at what the folder that a model's name gives holds, and says what is wrong where that is no model."""
+"""Looks at what the folder that a model's name gives holds, and says what is wrong where that is no model.
+
+Whether a path is there is told without torch: `transformers` loads where more is asked.
+"""
 
 import re
 from pathlib import Path
-
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from typing import TYPE_CHECKING
 
 from dsft.errors import one_line
-from dsft.models.zero_shards import step_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 FINAL = "final"
 """Folder of the final model inside a run's."""
@@ -32,6 +36,13 @@ def is_missing_path(name: str) -> bool:
     return not Path(name).exists() and (in_a_folder or not is_hub_id)
 
 
+def missing(key: str, name: str) -> str | None:
+    """What to say of the option `key` where its value can only be a path and nothing is there; else None."""
+    if not is_missing_path(name):
+        return None
+    return f"{key}={name}: there is no such folder{' or file' if key == 'model' else ''}"
+
+
 def model_inside(name: str) -> Path | None:
     """The model that a run's folder holds and is not itself: the final one, else the newest checkpoint."""
     folder = Path(name)
@@ -41,16 +52,20 @@ def model_inside(name: str) -> Path | None:
     return next((path for path in (folder / FINAL, *newest_first) if path.is_dir()), None)
 
 
-def no_model(model: str, error: BaseException, config: PreTrainedConfig | None) -> str:
+def no_model(model: str, error: BaseException, config: "PreTrainedConfig | None") -> str:
     """Says why no model can be built of `model`, and the way out that its folder shows."""
     folder = Path(model)
-    if is_missing_path(model):
-        return f"model={model}: there is no such folder or file"
+    if problem := missing("model", model):
+        return problem
     if folder.is_file() and folder.suffix != ".json":
         return (
             f"model={model}: is a file; name the folder of a model, or a config.json. Of a GGUF file, take the model"
             " that it was made from: GGUF is a format for inference"
         )
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from dsft.models.zero_shards import step_folder
+
     if config is not None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
         return f"model={model}: its architecture {config.model_type} is no causal language model, which dsft trains"
     why = one_line(error)
@@ -69,9 +84,9 @@ def no_model(model: str, error: BaseException, config: PreTrainedConfig | None) 
 
 def no_adapter(adapter: str, error: BaseException) -> str:
     """Says why no adapter can be taken from `adapter`."""
+    if problem := missing("adapter", adapter):
+        return problem
     why = one_line(error)
-    if is_missing_path(adapter):
-        why = "there is no such folder"
-    elif inside := model_inside(adapter):
+    if inside := model_inside(adapter):
         why = f"holds no adapter of its own; name the one inside it, {inside}"
     return f"adapter={adapter}: {why}"

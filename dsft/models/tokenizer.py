@@ -1,21 +1,15 @@
-"""Loads the tokenizer of a model, with its pad token and its chat template.
-
-A preset of `chat_template` is a file of `templates/`, by its name without the ending; nothing else lists the presets.
-"""
+"""Loads the tokenizer of a model, with its pad token and its chat template."""
 
 import re
-from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dsft.config.options import EvalConfig, TrainConfig
-from dsft.config.sent_files import read_text
 from dsft.errors import one_line
 from dsft.models.build import described_in
-from dsft.models.model_folder import is_missing_path, model_inside
+from dsft.models.chat_template import load_template
+from dsft.models.model_folder import missing, model_inside
 from dsft.models.size import CONFIG_ERRORS
-
-PRESETS = {path.stem: path for path in (Path(__file__).parent / "templates").glob("*.jinja")}
 
 
 def load_tokenizer(config: TrainConfig | EvalConfig) -> PreTrainedTokenizerBase:
@@ -39,8 +33,8 @@ def check_tokenizer(
     try:
         tokenizer = _load_without_template(config)
     except CONFIG_ERRORS as error:
-        if config.tokenizer and is_missing_path(config.tokenizer):
-            problems.append(f"tokenizer={config.tokenizer}: there is no such folder")
+        if config.tokenizer and (problem := missing("tokenizer", config.tokenizer)):
+            problems.append(problem)
             return None
         if inside := model_inside(config.tokenizer or config.model):
             name = f"tokenizer={config.tokenizer}" if config.tokenizer else f"model={config.model}"
@@ -68,20 +62,6 @@ def check_tokenizer(
             f" {vocab_size}; use the model's own tokenizer"
         )
     return tokenizer
-
-
-def load_template(name: str) -> str:
-    """Returns the text of a preset or a file.
-
-    Raises:
-        ValueError: where it is neither.
-    """
-    try:
-        return read_text(PRESETS.get(name, name))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{name} is neither a file that can be read ({error}) nor one of the presets {', '.join(sorted(PRESETS))}"
-        ) from None
 
 
 def split_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:

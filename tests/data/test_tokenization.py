@@ -13,7 +13,8 @@ from dsft.data.readers import Row
 from dsft.data.sources import Batch
 from dsft.data.tokenization import Tokens, encode, tokenise
 from dsft.errors import UserError
-from dsft.models.tokenizer import PRESETS, check_tokenizer, load_template, load_tokenizer
+from dsft.models.chat_template import PRESETS, load_template
+from dsft.models.tokenizer import check_tokenizer, load_tokenizer
 
 CHAT = [
     {"role": "system", "content": "be fast"},

@@ -21,7 +21,8 @@ from dsft.cluster.launch.shared import set_shared
 from dsft.cluster.launch.ssh_sessions import SshSessions
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import read_config, read_file_and_flags, read_flags, split_flags
-from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_UNSAVED, EXIT_USER_ERROR, raise_if_any
+from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_UNSAVED, EXIT_USER_ERROR, raise_if_any, without_second_errors
+from dsft.run_setup.named_files import check_named_files
 from dsft.runtime.distributed import free_port
 from dsft.runtime.launcher_env import LAUNCH, launcher_variables
 from dsft.watchdog.launch_guard import LaunchGuard, signal_group
@@ -184,18 +185,21 @@ def asks_to_resume(script: list[str]) -> bool:
     return "resume_from_checkpoint" in read_file_and_flags(script, [])
 
 
-def check_script(name: str, script: list[str]) -> None:
+def check_script(name: str, script: list[str], *, files: bool) -> None:
     """Say what is wrong with the options of a run before launcher and ranks take seconds to start, which check more.
 
+    Args:
+        files: look at the files that they name too; those of a run on other nodes may lie there alone.
+
     Raises:
-        UserError: with all problems that the options show by themselves.
+        UserError: with all problems that options and files show by themselves.
     """
+    if name == "eval" and {"config", "run"} & read_flags(script, []).keys():  # what these name may be a training's
+        return
     problems: list[str] = []
-    flags = read_flags(script, [])
-    if name == "train":
-        read_config(TrainConfig, script, problems)
-    elif not {"config", "run"} & flags.keys():  # what these name may be a training's
-        read_config(EvalConfig, script, problems)
+    options = read_config(TrainConfig if name == "train" else EvalConfig, script, problems)
+    if files:
+        problems += without_second_errors(check_named_files(options), problems)
     raise_if_any(problems)
 
 
@@ -210,7 +214,7 @@ def launch(argv: list[str]) -> int:
     if options.way == "local" and launcher_variables(os.environ):
         # One of several tasks of srun or mpirun: this process becomes that rank.
         os.execv(sys.executable, [sys.executable, "-m", MODULES[name], *script])
-    check_script(name, script)
+    check_script(name, script, files=options.way == "local" and not options.dry_run)
     if options.hostfile and options.master_port is None and not options.no_ssh:
         options.master_port = free_port()  # chosen here, so that the preflight looks at the one that is used
     if not options.dry_run:

@@ -1,0 +1,43 @@
+"""Chat templates by name: presets and Jinja files. Loads no library but Jinja.
+
+A preset is a file of `templates/`, by its name without the ending; nothing else lists the presets.
+"""
+
+from pathlib import Path
+
+from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+
+from dsft.config.sent_files import read_text
+
+PRESETS = {path.stem: path for path in (Path(__file__).parent / "templates").glob("*.jinja")}
+
+
+class _Generation(Extension):
+    """The tag {% generation %}, with which transformers marks what an assistant writes; here its body alone."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def load_template(name: str) -> str:
+    """Returns the text of a preset or a file.
+
+    Raises:
+        ValueError: where it is neither, or is no Jinja.
+    """
+    try:
+        template = read_text(PRESETS.get(name, name))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{name} is neither a file that can be read ({error}) nor one of the presets {', '.join(sorted(PRESETS))}"
+        ) from None
+    try:
+        Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"]).compile(template)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"{name}, line {error.lineno}: not valid Jinja ({error.message})") from None
+    return template

@@ -1,0 +1,51 @@
+"""What is wrong with the files that options name, told in a second: torch and transformers are not loaded for it.
+
+A launch looks at them before its launcher and its ranks start. The ranks look again, and at what needs the model.
+"""
+
+from dsft.config.deepspeed_json import read_zero_file
+from dsft.config.options import EvalConfig, TrainConfig
+from dsft.data.formats import format_rules
+from dsft.data.sources import find_sources
+from dsft.errors import UserError
+from dsft.models.chat_template import load_template
+from dsft.models.model_folder import missing
+
+
+def check_named_files(options: TrainConfig | EvalConfig) -> list[str]:
+    """Lists models, tokenizers, adapters and data that are not there, and files that cannot be read: the DeepSpeed
+    JSON, the chat template, the first rows of the data. What may be on the hub is left out.
+    """
+    problems: list[str] = []
+    models = [options.model] if isinstance(options, TrainConfig) else options.model
+    named = [("model", name) for name in models] + [("tokenizer", options.tokenizer)]
+    entries = {"data": options.data}
+    if isinstance(options, TrainConfig):
+        named.append(("adapter", options.adapter))
+        entries["eval_data"] = options.eval_data
+        if options.zero != "auto":
+            read_zero_file(options.zero, problems)
+    problems += filter(None, (missing(key, name) for key, name in named if name))
+    if options.chat_template:
+        try:
+            load_template(options.chat_template)
+        except ValueError as error:
+            problems.append(f"chat_template: {error}")
+    for key, names in entries.items():
+        problems += _check_rows(names, options, key)
+    return problems
+
+
+def _check_rows(entries: list[str], options: TrainConfig | EvalConfig, key: str) -> list[str]:
+    """Lists what is wrong with the first rows of each entry that is files."""
+    problems: list[str] = []
+    for source in find_sources(entries, options, key=key, split=options.data_split, problems=problems):
+        if source.hub:
+            continue
+        try:
+            format_rules(source.first_batch().rows, options)
+        except UserError as error:
+            problems += [f"{key}: {problem}" for problem in error.problems]
+        except ValueError as error:
+            problems.append(f"{key}: {source.name}: {error}")
+    return problems

@@ -1,0 +1,80 @@
+"""Files that a launch looks at before its launcher and its ranks start, without torch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from dsft.models.chat_template import PRESETS, load_template
+
+LAUNCHES = """
+import json, sys
+from dsft.cluster.launch.run import launch
+from dsft.errors import UserError
+for words in json.load(sys.stdin):
+    try:
+        launch(words)
+    except UserError as error:
+        print(json.dumps(error.problems))
+print(json.dumps(sorted({"torch", "transformers", "deepspeed", "datasets"} & sys.modules.keys())))
+"""
+
+
+def test_a_launch_names_what_is_wrong_with_its_files_before_torch_is_loaded(tmp_path):
+    files = {
+        "template.jinja": "{% for message in messages %}\n{{ message.content }\n",
+        "rows.jsonl": '{"text": "a"}\n{"text": \n',
+        "columns.jsonl": '{"title": "a", "body": "b"}\n',
+        "good.jsonl": '{"text": "a"}\n',
+        "zero.json": '{"zero_optimization": {"stage": 3},}',
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    wrong = {
+        "model": "./none/config.json",
+        "tokenizer": "./none",
+        "chat_template": "template.jinja",
+        "zero": "zero.json",
+        "eval_data": "rows.jsonl",
+        "output_dir": "run",
+    }
+    words = [word for name, value in wrong.items() for word in (f"--{name}", value)]
+    launches = [
+        ["train", *words, "--bogus", "1", "--data", "nowhere.jsonl", "columns.jsonl", "good.jsonl", "a/hub_name"],
+        ["eval", "--model", "gpt2", "./none", "--data", "rows.jsonl"],
+    ]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    result = subprocess.run(
+        [sys.executable, "-c", LAUNCHES],
+        input=json.dumps(launches), capture_output=True, text=True, cwd=tmp_path, env=environment,
+    )  # fmt: skip
+    train, evaluation, loaded = result.stdout.splitlines()
+    assert loaded == "[]", result.stdout + result.stderr
+    starts = [
+        "bogus: unknown key",
+        "zero=zero.json: not valid JSON",
+        "model=./none/config.json: there is no such folder or file",
+        "tokenizer=./none: there is no such folder",
+        "chat_template: template.jinja, line 2: not valid Jinja",
+        "data: nowhere.jsonl does not exist",
+        "data: columns.jsonl: ",
+        "eval_data: rows.jsonl, line 2: not valid JSON",
+    ]
+    found = json.loads(train)
+    assert [problem[: len(start)] for problem, start in zip(found, starts, strict=True)] == starts
+    starts = ["model=./none: there is no such folder or file", "data: rows.jsonl, line 2: not valid JSON"]
+    found = json.loads(evaluation)
+    assert [problem[: len(start)] for problem, start in zip(found, starts, strict=True)] == starts
+
+
+def test_templates_are_jinja_with_the_tags_of_transformers(tmp_path):
+    for preset in PRESETS:
+        assert load_template(preset)
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}")
+    assert load_template(str(file)) == file.read_text()
+    file.write_text("{{ messages | no_such_filter }}")
+    with pytest.raises(ValueError, match="own.jinja, line 1: not valid Jinja .*no_such_filter"):
+        load_template(str(file))
