@@ -134,6 +134,14 @@ class FolderOptions:
 
 
 @dataclass
+class CompletionOptions:
+    """Completion: the shell."""
+
+    shell: Literal["bash", "zsh", "fish"]
+    """The one that is taught."""
+
+
+@dataclass
 class CompareOptions:
     """Comparison: of which results, and with which."""
 
@@ -183,6 +191,10 @@ _LAUNCHED = "The command that is run is printed first; --dry_run prints it and s
 _PLANNED = """\
 Takes the options of dsft train and its --config beside its own, and decides what that would on such a machine.
 Exit code 1 where nothing fits."""
+_COMPLETION = """\
+  bash   in ~/.bashrc: source <(dsft completion bash)
+  zsh    in ~/.zshrc after compinit: eval "$(dsft completion zsh)"
+  fish   once: dsft completion fish > ~/.config/fish/completions/dsft.fish"""
 _RUN_OPTIONS = "Takes the options of dsft train beside its own; output_dir may be left out."
 
 COMMANDS = {
@@ -238,6 +250,12 @@ COMMANDS = {
         "a run or checkpoint as a plain Hugging Face folder", "dsft.cli.export:run_export", ExportOptions
     ),
     "merge": Command("an adapter merged into its base model", "dsft.cli.export:run_merge", ExportOptions),
+    "completion": Command(
+        "what teaches bash, zsh or fish these commands and options",
+        "dsft.cli.completion:print_completion",
+        CompletionOptions,
+        details=_COMPLETION,
+    ),
     "demo-data": Command("write the demo data set, tokenizer and configs", "dsft.cli.quickstart:demo", FolderOptions),
     "quickstart": Command("the whole job on the demo data", "dsft.cli.quickstart:run", FolderOptions),
 }

@@ -62,11 +62,11 @@ def test_a_launch_names_what_is_wrong_with_its_files_before_torch_is_loaded(tmp_
         "data: columns.jsonl: ",
         "eval_data: rows.jsonl, line 2: not valid JSON",
     ]
-    found = json.loads(train)
-    assert [problem[: len(start)] for problem, start in zip(found, starts, strict=True)] == starts
+    problems = json.loads(train)
+    assert [problem[: len(start)] for problem, start in zip(problems, starts, strict=True)] == starts
     starts = ["model=./none: there is no such folder or file", "data: rows.jsonl, line 2: not valid JSON"]
-    found = json.loads(evaluation)
-    assert [problem[: len(start)] for problem, start in zip(found, starts, strict=True)] == starts
+    problems = json.loads(evaluation)
+    assert [problem[: len(start)] for problem, start in zip(problems, starts, strict=True)] == starts
 
 
 def test_templates_are_jinja_with_the_tags_of_transformers(tmp_path):
