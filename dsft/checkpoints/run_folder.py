@@ -23,6 +23,8 @@ from dsft.runtime.launcher_env import LAUNCH
 from dsft.runtime.run_lock import LOCK
 
 RUN = "run.json"
+METRICS = "metrics.jsonl"
+"""One object for each time that training logs."""
 WEIGHTS_ONLY = "resume_weights_only"
 """The option, as the reason of what follows from it."""
 

@@ -155,6 +155,17 @@ class CompareOptions:
     """One JSON object on standard output."""
 
 
+@dataclass
+class ReportOptions:
+    """Report: of which runs, and where to."""
+
+    runs: list[str]
+    """Folders of runs; among them may stand folders that `dsft eval --output_dir` wrote."""
+    _: KW_ONLY
+    out: str = "report.html"
+    """The page. Its charts are written as PNGs to the folder of the same name without .html."""
+
+
 @dataclass(frozen=True)
 class Command:
     """One word behind `dsft`."""
@@ -207,6 +218,12 @@ COMMANDS = {
     ),
     "compare": Command(
         "results of dsft eval against each other, with intervals", "dsft.cli.compare:run_compare", CompareOptions
+    ),
+    "report": Command(
+        "one page about runs: curves, perplexity, memory, time, options",
+        "dsft.cli.report:run_report",
+        ReportOptions,
+        details="Results of dsft eval in a run's folder, or in one beside it, are part of the page.",
     ),
     "launch": Command(
         "train or eval on many nodes, which are examined first",

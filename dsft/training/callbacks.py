@@ -13,6 +13,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
+from dsft.checkpoints.run_folder import METRICS
 from dsft.runtime.console import say
 from dsft.runtime.distributed import max_over_ranks
 from dsft.runtime.hardware import peak_memory_bytes
@@ -34,8 +35,6 @@ LOGGED = {
     "peak_host_gib": "peak_host_gib",
 }
 """Metric of the log -> its name in the line, in the line's order; other metrics are in run.json alone."""
-
-METRICS = "metrics.jsonl"
 
 AS_GOOD_AS_GUESSING = 0.01
 """A loss within this share of ln(vocabulary) is that of guessing."""

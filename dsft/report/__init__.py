@@ -1,0 +1,1 @@
+"""One page about finished, running and failed runs: what is known of them, charts, tables, HTML."""

@@ -1,0 +1,260 @@
+"""Draws a report's charts as Vega-Lite specifications: plain data, which vl-convert and vega-embed render.
+
+A chart's colour is the run, everywhere. Colours are names of the palette: CSS variables in the page, so that light,
+dark and print need no second drawing, and plain colours in PNGs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dsft.report.breakdowns import largest_parts, memory_parts, time_parts
+from dsft.report.runs import Report, Run
+
+COLOURS = {
+    "ink": "#1f2933",
+    "muted": "#5f6b7a",
+    "grid": "#e4e7eb",
+    "paper": "#ffffff",
+    "series-1": "#2563a8",
+    "series-2": "#c2571a",
+    "series-3": "#2e7d4f",
+    "series-4": "#8446a6",
+    "series-5": "#b0891b",
+    "series-6": "#5f6b7a",
+}
+"""The light palette, by the names of the page's CSS variables."""
+ON_PAGE = {name: f"var(--{name})" for name in COLOURS}
+BELOW = {"title": None, "orient": "bottom"}
+ZERO = "datum.value == 0 ? '0' : datum.label"
+"""A label for 0 without the prefix of its neighbours, 0k."""
+MOST_POINTS = 1_500
+"""A line of more points is thinned; nobody sees the others."""
+
+Palette = dict[str, str]
+Spec = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One chart of the page."""
+
+    name: str
+    """Of its PNG."""
+    title: str
+    caption: str
+    spec: Spec
+
+
+def charts(report: Report, palette: Palette) -> list[Chart]:
+    """Draw every chart that the runs have data for."""
+    made = (
+        _loss(report, palette),
+        _perplexity(report, palette),
+        _line(report, palette, "learning_rate", "Learning rate", "learning rate", number=".1e"),
+        _line(report, palette, "grad_norm", "Gradient norm", "norm, before clipping"),
+        _line(report, palette, "train_tokens_per_second", "Throughput", "tokens/s, all ranks", number="~s"),
+        _peaks(report, palette),
+        _bars(report, palette, memory_parts, "memory", "Memory, planned against measured", "GiB"),
+        _bars(report, palette, time_parts, "time", "Where the time went", "minutes"),
+    )
+    return [chart for chart in made if chart]
+
+
+def _loss(report: Report, palette: Palette) -> Chart | None:
+    trained = _points(report.runs, "loss", "value")
+    held_out = _points(report.runs, "eval_loss", "value")
+    if not trained + held_out:
+        return None
+    layers = [
+        {"data": {"values": trained}, "mark": {"type": "line", "strokeWidth": 1.5, "opacity": 0.75}, **_tips("loss")},
+        {"data": {"values": held_out}, "mark": {"type": "line", "strokeDash": [4, 3], "strokeWidth": 1.5}},
+        {"data": {"values": held_out}, "mark": {"type": "point", "filled": True, "size": 45}, **_tips("held-out loss")},
+    ]
+    spec = _over_tokens(report, palette, layers, y="loss, nats per token")
+    caption = "Line: training. Dashes and points: held out." if held_out else "Training; nothing was held out."
+    return Chart(name="loss", title="Loss", caption=caption, spec=spec)
+
+
+def _perplexity(report: Report, palette: Palette) -> Chart | None:
+    """Held-out perplexity as training logged it, and results of dsft eval; both with their intervals."""
+    bounds = {"eval_perplexity_low": "low", "eval_perplexity_high": "high"}
+    logged = _points(report.runs, "eval_perplexity", "value", **bounds)
+    measured = [
+        {"run": item.run, "tokens": item.tokens_seen, "model": item.model, "data": item.report["data"]}
+        | {"value": item.report["perplexity"]}
+        | dict(zip(("low", "high"), item.report.get("interval", {}).get("perplexity", ()), strict=False))
+        for item in report.evaluations
+        if item.tokens_seen is not None
+    ]
+    values = [point["value"] for point in logged + measured]
+    if not values:
+        return None
+    interval = {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}}
+    tips = _tips("perplexity", "low", "high", "model", "data")
+    layers = [
+        {"data": {"values": logged}, "mark": {"type": "area", "opacity": 0.15}, "encoding": interval},
+        {"data": {"values": logged}, "mark": {"type": "line", "strokeDash": [4, 3], "strokeWidth": 1.5}},
+        {"data": {"values": logged}, "mark": {"type": "point", "filled": True, "size": 45}, **_tips("perplexity")},
+        {"data": {"values": measured}, "mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": interval},
+        {"data": {"values": measured}, "mark": {"type": "square", "filled": True, "size": 60, "opacity": 1}, **tips},
+    ]
+    is_wide_range = max(values) > 20 * min(values)
+    scale = {"type": "log" if is_wide_range else "linear", "zero": False}
+    title = "perplexity (log scale)" if is_wide_range else "perplexity"
+    spec = _over_tokens(report, palette, layers, y=title, number=",~r", scale=scale)
+    caption = "Points: held out, as training measured it, with 95 % interval."
+    if measured:
+        caption += " Squares: dsft eval, on the data that the table below names."
+    return Chart(name="perplexity", title="Perplexity", caption=caption, spec=spec)
+
+
+def _line(report: Report, palette: Palette, metric: str, title: str, y: str, number: str = "~g") -> Chart | None:
+    points = _points(report.runs, metric, "value")
+    if not points:
+        return None
+    layers = [{"data": {"values": points}, "mark": {"type": "line", "strokeWidth": 1.5}, **_tips(y)}]
+    spec = _over_tokens(report, palette, layers, y=y, number=number)
+    return Chart(name=metric, title=title, caption="", spec=spec)
+
+
+def _peaks(report: Report, palette: Palette) -> Chart | None:
+    """Peak memory so far of the rank that needed most; of the GPU where there is one."""
+    is_gpu = any(run.values("peak_gpu_gib") for run in report.runs)
+    metric, place = ("peak_gpu_gib", "GPU") if is_gpu else ("peak_host_gib", "host")
+    chart = _line(report, palette, metric, f"Peak {place} memory so far", "GiB, fullest rank")
+    if chart:
+        chart.spec["encoding"]["y"]["scale"] = {"zero": True}
+    return chart
+
+
+Parts = Callable[[Run], list[dict[str, Any]]]
+
+
+def _bars(report: Report, palette: Palette, parts_of: Parts, name: str, title: str, x: str) -> Chart | None:
+    """Draw one stacked bar for each of `bar`, a segment for each `part` in the order of the data."""
+    many = len(report.runs) > 1
+    rows = [
+        row | {"bar": ": ".join(filter(None, (run.name if many or not row["bar"] else "", row["bar"])))}
+        for run in report.runs
+        for row in parts_of(run)
+    ]
+    if not rows:
+        return None
+    rows = largest_parts(rows)
+    parts = list(dict.fromkeys(row["part"] for row in rows))
+    rows = [row | {"order": parts.index(row["part"])} for row in rows]
+    series = [palette[f"series-{index + 1}"] for index in range(5)]
+    colours = [palette["muted"] if part == "measured" else series[index % 5] for index, part in enumerate(parts)]
+    encoding = {
+        "y": {
+            "field": "bar",
+            "type": "nominal",
+            "sort": None,
+            "title": None,
+            "axis": {"grid": False, "labelLimit": 170, "ticks": False, "domain": False},
+        },
+        "x": {"field": "value", "type": "quantitative", "title": x, "stack": "zero", "axis": {"tickCount": 5}},
+        "color": {
+            "field": "part",
+            "type": "nominal",
+            "sort": None,
+            "scale": {"domain": parts, "range": colours},
+            "legend": BELOW | {"columns": 2, "labelFontSize": 11, "columnPadding": 6},
+        },
+        "order": {"field": "order", "type": "quantitative"},
+        "tooltip": [
+            {"field": "part"},
+            {"field": "value", "title": x, "format": ".3~f"},
+            {"field": "detail", "title": "from"},
+        ],
+    }
+    spec = _base(palette) | {
+        "height": 30 * len({row["bar"] for row in rows}),
+        "data": {"values": rows},
+        "mark": {"type": "bar", "height": 20},
+        "encoding": encoding,
+    }
+    captions = {
+        "memory": "The plan's components at their peak, beside what was measured; components cannot be measured apart.",
+        "time": "Since training was last started, without loading.",
+    }
+    return Chart(name=name, title=title, caption=captions[name], spec=spec)
+
+
+def _over_tokens(
+    report: Report, palette: Palette, layers: list[Spec], *, y: str, number: str = "~g", scale: Spec | None = None
+) -> Spec:
+    """Put layers over the tokens seen, with a colour for each run and a legend where there are several."""
+    names = [run.name for run in report.runs]
+    series = [palette[f"series-{index % 6 + 1}"] for index in range(len(names))]
+    legend = BELOW | {"columns": 3} if len(names) > 1 else None
+    return _base(palette) | {
+        "height": 220,
+        "encoding": {
+            "x": {
+                "field": "tokens",
+                "type": "quantitative",
+                "title": "tokens seen",
+                "axis": {"format": "~s", "labelExpr": ZERO, "grid": False, "tickCount": 5},
+            },
+            "y": {
+                "field": "value",
+                "type": "quantitative",
+                "title": y,
+                "scale": scale or {"zero": False},
+                "axis": {"format": number, "labelExpr": ZERO, "tickCount": 5},
+            },
+            "color": {
+                "field": "run",
+                "type": "nominal",
+                "scale": {"domain": names, "range": series},
+                "legend": legend,
+            },
+        },
+        "layer": [layer for layer in layers if layer["data"]["values"]],
+    }
+
+
+def _tips(title: str, *more: str) -> Spec:
+    fields = [
+        {"field": "run"},
+        {"field": "step", "format": ","},
+        {"field": "tokens", "title": "tokens seen", "format": ","},
+        {"field": "value", "title": title, "format": ".5~g"},
+        *({"field": name} for name in more),
+    ]
+    return {"encoding": {"tooltip": [field for field in fields if field["field"] != "step" or not more]}}
+
+
+def _points(runs: list[Run], metric: str, field: str, **more: str) -> list[dict[str, Any]]:
+    """Return a point for each log entry with a metric: run, step, tokens, and the metric as `field`."""
+    points = []
+    for run in runs:
+        entries = [entry for entry in run.log if entry.get(metric) is not None]
+        every = -(-len(entries) // MOST_POINTS)
+        kept = [entry for index, entry in enumerate(entries) if index % max(every, 1) == 0 or entry is entries[-1]]
+        for entry in kept:
+            fields = {metric: field} | more
+            tokens = entry.get("num_input_tokens_seen", entry["step"])
+            values = {name: entry[key] for key, name in fields.items() if key in entry}
+            points.append({"run": run.name, "step": entry["step"], "tokens": tokens} | values)
+    return points
+
+
+def _base(palette: Palette) -> Spec:
+    text = {"labelColor": palette["muted"], "titleColor": palette["ink"], "labelFontSize": 12, "titleFontSize": 12}
+    lines = {"gridColor": palette["grid"], "domainColor": palette["grid"], "tickColor": palette["grid"]}
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+        "width": "container",
+        "background": None,
+        "autosize": {"type": "fit-x", "contains": "padding"},
+        "config": {
+            "font": "system-ui, sans-serif",
+            "view": {"stroke": None},
+            "axis": text | lines | {"titleFontWeight": "normal", "titlePadding": 8},
+            "legend": {"labelColor": palette["ink"], "labelFontSize": 12, "symbolOpacity": 1},
+            "title": {"anchor": "start", "color": palette["ink"], "fontSize": 14, "fontWeight": 600, "offset": 12},
+        },
+    }

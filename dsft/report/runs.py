@@ -1,0 +1,198 @@
+"""Reads what is known of a run: run.json, metrics.jsonl, checkpoints, and the evaluations beside it.
+
+A run that is still running, stopped early or was killed has less of it; nothing here asks for the rest.
+"""
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from dsft.checkpoints.manifest import TRAINER_STATE, checkpoints
+from dsft.checkpoints.run_folder import FINAL, METRICS, RUN, path_of, read_run
+from dsft.errors import UserError, raise_if_any
+from dsft.perplexity.report import Results
+
+EVALUATION = "perplexity.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One checkpoint that is there, with the held-out perplexity that training logged at its step."""
+
+    name: str
+    step: int
+    tokens_seen: int
+    """Over all ranks, without padding."""
+    evaluation: dict[str, float]
+    """The log entry of its step with eval_perplexity; empty where there was no evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One result of `dsft eval`."""
+
+    run: str
+    """Name of the run whose model it is; empty for another model, such as the base."""
+    model: str
+    """As a person would call it: checkpoint-60, final, or the path of another."""
+    tokens_seen: int | None
+    """Of the model, over all ranks; None where that is not known."""
+    report: dict[str, Any]
+    """Of perplexity.json."""
+    documents: list[dict[str, Any]]
+    """Rows of documents.parquet that have scored tokens, from the fewest nats per token to the most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run, as far as it came."""
+
+    name: str
+    """The shortest end of its path that no other run of the report has."""
+    folder: Path
+    facts: dict[str, Any]
+    """The content of run.json."""
+    log: list[dict[str, Any]]
+    """One entry for each time that training logged, as in metrics.jsonl."""
+    checkpoints: list[Checkpoint]
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """What the end wrote; empty before any."""
+        return self.facts.get("results") or {}
+
+    @property
+    def status(self) -> str:
+        """running also stands for a run that was killed: it could not say so."""
+        return self.facts.get("status", "running")
+
+    def values(self, name: str) -> list[float]:
+        """Return a metric's values, in the order of the log."""
+        return [entry[name] for entry in self.log if entry.get(name) is not None]
+
+    def last_attempt(self) -> list[dict[str, Any]]:
+        """Return the entries since training was last started: its clock starts at 0 each time."""
+        timed = [index for index, entry in enumerate(self.log) if "train_runtime" in entry]
+        restarts = [
+            earlier + 1
+            for earlier, later in pairwise(timed)
+            if self.log[later]["train_runtime"] < self.log[earlier]["train_runtime"]
+        ]
+        return self.log[restarts[-1] if restarts else 0 :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All that a page shows."""
+
+    runs: list[Run]
+    evaluations: list[Measured]
+
+
+def read_report(folders: list[str]) -> Report:
+    """Read runs, and the evaluations of their models in their folders and beside them.
+
+    Args:
+        folders: of runs; one of an evaluation may stand among them, and is taken whole.
+
+    Raises:
+        UserError: with every folder that holds neither, or where there is no run at all.
+    """
+    paths = list(dict.fromkeys(Path(folder).expanduser() for folder in folders))
+    named = [path for path in paths if not (path / RUN).is_file() and (path / EVALUATION).is_file()]
+    run_folders = [path for path in paths if path not in named]
+    problems = [
+        f"{path}: holds neither {RUN} nor {EVALUATION}; name the output_dir of a training"
+        for path in run_folders
+        if not (path / RUN).is_file()
+    ]
+    if not run_folders:
+        problems.append(f"{', '.join(folders)}: holds an evaluation, and no run is named")
+    raise_if_any(problems)
+    names = _short_names(run_folders)
+    runs = [_read_run(folder, name) for folder, name in zip(run_folders, names, strict=True)]
+    beside = [path for run in runs for path in _evaluations_beside(run.folder)]
+    evaluations = []
+    for folder in dict.fromkeys(path.resolve() for path in (*named, *beside)):
+        measured = _read_evaluations(folder, runs)
+        if any(item.run for item in measured) or folder in [path.resolve() for path in named]:
+            evaluations += measured
+    return Report(runs=runs, evaluations=evaluations)
+
+
+def _short_names(folders: list[Path]) -> list[str]:
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts))):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]
+
+
+def _read_run(folder: Path, name: str) -> Run:
+    try:
+        facts = read_run(str(folder))
+        log = _read_log(folder, facts)
+        saved = _read_checkpoints(folder, log)
+    except ValueError as error:
+        raise UserError([f"{folder}: {RUN}, {METRICS} or a {TRAINER_STATE} cannot be read ({error})"]) from None
+    return Run(name=name, folder=folder, facts=facts, log=log, checkpoints=saved)
+
+
+def _read_log(folder: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Read metrics.jsonl; a run of an earlier dsft has its log in run.json alone."""
+    path = folder / METRICS
+    if not path.is_file():
+        return (facts.get("results") or {}).get("log", [])
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off by a kill
+
+
+def _read_checkpoints(folder: Path, log: list[dict[str, Any]]) -> list[Checkpoint]:
+    evaluations = {entry["step"]: entry for entry in log if "eval_perplexity" in entry}
+    saved = []
+    for path in checkpoints(folder):
+        state = json.loads((path / TRAINER_STATE).read_text(encoding="utf-8"))
+        step, tokens_seen = state["global_step"], state.get("num_input_tokens_seen", 0)
+        evaluation = evaluations.get(step, {})
+        saved.append(Checkpoint(name=path.name, step=step, tokens_seen=tokens_seen, evaluation=evaluation))
+    return saved
+
+
+def _evaluations_beside(folder: Path) -> list[Path]:
+    """Find the folders with results: the run's, those in it and those next to it."""
+    places = [folder, *sorted(folder.iterdir()), *sorted(folder.resolve().parent.iterdir())]
+    return [place for place in places if (place / EVALUATION).is_file()]
+
+
+def _read_evaluations(folder: Path, runs: list[Run]) -> list[Measured]:
+    results, measured = Results(folder), []
+    for key, report in results.reports.items():
+        places = ((run, _place_in(report["model"], run.folder)) for run in runs)
+        run, model = next(((run, place) for run, place in places if place), (None, report["model"]))
+        rows = [row for row in results.documents[key].to_pylist() if row["tokens"]]
+        rows.sort(key=lambda row: row["nats"] / row["tokens"])
+        tokens_seen = _tokens_seen(run, model) if run else None
+        name = run.name if run else ""
+        measured.append(Measured(run=name, model=model, tokens_seen=tokens_seen, report=report, documents=rows))
+    return measured
+
+
+def _place_in(model: str, run_folder: Path) -> str | None:
+    """Name a model by its place in the run's folder; None where it lies elsewhere."""
+    path, root = Path(path_of(model, str(run_folder))).resolve(), run_folder.resolve()
+    if path == root:
+        return FINAL
+    return str(path.relative_to(root)) if path.is_relative_to(root) else None
+
+
+def _tokens_seen(run: Run, model: str) -> int | None:
+    """Return the tokens that a model of a run had seen; the final one is the best checkpoint where that was loaded."""
+    tokens = {checkpoint.name: checkpoint.tokens_seen for checkpoint in run.checkpoints}
+    best = run.results.get("best_checkpoint")
+    if model != FINAL:
+        return tokens.get(model)
+    is_best = best and run.facts["config"].get("load_best_model_at_end")
+    return tokens.get(Path(best).name) if is_best else run.results.get("tokens_seen")

@@ -1,0 +1,283 @@
+"""Makes a report's tables: what is known of each run as text, in rows and columns."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from dsft.config.options import TrainConfig
+from dsft.perplexity.sums import exp
+from dsft.report.runs import Measured, Report, Run
+from dsft.units import GiB
+
+SHOWN_DOCUMENTS = 5
+STATUS = {
+    "done": "done",
+    "stopped": "stopped by an error",
+    "preempted": "preempted: it saved and ended when asked to",
+    "running": "running, or killed before it could write its end",
+}
+NOT_REPRODUCED = ("overwrite", "resume_from_checkpoint")
+COUNTS = {
+    "rows": "rows",
+    "sequences": "sequences",
+    "tokens": "tokens",
+    "trained_tokens": "trained tokens",
+    "padding_share": "padding share",
+    "truncated": "truncated",
+    "split": "split",
+    "duplicates": "duplicates",
+    "dropped_long": "dropped: too long",
+    "dropped_untrained": "dropped: nothing to train",
+    "dropped_empty": "dropped: empty",
+    "dropped_bad": "dropped: unreadable",
+}
+"""Counts of run.json -> their words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of cells under a title; the first cell of a row is its name."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folded:
+    """Text that is opened and closed by a click; print shows what is open."""
+
+    title: str
+    text: str
+    is_open: bool = False
+
+
+def headline(report: Report) -> Table:
+    """Make the table at the top: a column for each run."""
+    rows = {
+        "status": _status,
+        "model": lambda run: f"{run.facts['config']['model']}, {run.facts['config']['method']}",
+        "held-out perplexity": _change_of_perplexity,
+        "training loss": _change_of_loss,
+        "optimizer steps": lambda run: _count(run.log[-1]["step"] if run.log else None),
+        "tokens seen": lambda run: _count(max(run.values("num_input_tokens_seen"), default=None)),
+        "throughput": lambda run: _last(run, "train_tokens_per_second", "tokens/s"),
+        "peak GPU memory of a rank": lambda run: _last(run, "peak_gpu_gib", "GiB"),
+        "peak host memory of a rank": lambda run: _last(run, "peak_host_gib", "GiB"),
+        "time": _time,
+        "machine": lambda run: run.facts.get("machine", ""),
+        "started": lambda run: run.facts.get("created", "").replace("T", " ").replace("+00:00", " UTC"),
+        "final model": lambda run: run.results.get("final_model", ""),
+        "warnings": lambda run: "\n".join(run.results.get("warnings", [])),
+    }
+    return _table("", report.runs, {name: [cell(run) for run in report.runs] for name, cell in rows.items()})
+
+
+def tables(report: Report) -> list[Table]:
+    """Make the other tables; those without a row are left out."""
+    made = [
+        _differences(report.runs),
+        _checkpoints(report),
+        _evaluations(report.evaluations),
+        *(_documents(item) for item in report.evaluations),
+        *(_data(report.runs, key, title) for key, title in (("data", "Training data"), ("held_out", "Held-out data"))),
+        _plan(report.runs),
+        _versions(report.runs),
+    ]
+    return [table for table in made if table.rows]
+
+
+def folded(report: Report) -> list[Folded]:
+    """Make the texts about each run: how to run it again, its whole configuration, DeepSpeed's."""
+    texts = []
+    for run in report.runs:
+        name = f" · {run.name}" if len(report.runs) > 1 else ""
+        texts.append(Folded(title=f"The command to reproduce{name}", text=_reproduction(run), is_open=True))
+        decisions = [f"{item['name']}: {item['value']}   ({item['reason']})" for item in run.facts.get("decisions", [])]
+        if decisions:
+            texts.append(Folded(title=f"Decided by dsft{name}", text="\n".join(decisions)))
+        texts.append(Folded(title=f"All options{name}", text=_yaml(run.facts["config"])))
+        texts.append(Folded(title=f"DeepSpeed's configuration{name}", text=_yaml(run.facts.get("deepspeed", {}))))
+    return texts
+
+
+def _table(title: str, runs: list[Run], rows: dict[str, list[str]], note: str = "") -> Table:
+    """A column for each run; rows of empty cells are left out."""
+    kept = [[name, *cells] for name, cells in rows.items() if any(cells)]
+    header = ["", *(run.name for run in runs)]
+    return Table(title=title, header=header, rows=kept, note=note)
+
+
+def _status(run: Run) -> str:
+    text = STATUS.get(run.status, run.status)
+    return f"{text}\n{run.facts['error']}" if run.facts.get("error") else text
+
+
+def _change_of_perplexity(run: Run) -> str:
+    entries = [entry for entry in run.log if "eval_perplexity" in entry]
+    if not entries:
+        return "not measured"
+    last = _with_interval(entries[-1])
+    return last if len(entries) == 1 else f"{entries[0]['eval_perplexity']:,.4g} → {last}"
+
+
+def _with_interval(entry: dict[str, float]) -> str:
+    low, high = entry.get("eval_perplexity_low"), entry.get("eval_perplexity_high")
+    return f"{entry['eval_perplexity']:,.4g}" + (f" ({low:,.4g} to {high:,.4g})" if low else "")
+
+
+def _change_of_loss(run: Run) -> str:
+    losses = run.values("loss")
+    return f"{losses[0]:.4g} → {losses[-1]:.4g}" if losses else ""
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+def _last(run: Run, metric: str, unit: str) -> str:
+    values = run.values(metric)
+    return f"{values[-1]:,.4g} {unit}" if values else ""
+
+
+def _time(run: Run) -> str:
+    seconds = run.results.get("seconds") or max(run.values("train_runtime"), default=None)
+    if seconds is None:
+        return ""
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02} h" if hours else f"{rest // 60}:{rest % 60:02} min"
+
+
+def _differences(runs: list[Run]) -> Table:
+    configs = [run.facts["config"] for run in runs]
+    names = sorted(set().union(*configs))
+    rows = {name: [_short(config.get(name)) for config in configs] for name in names}
+    changed = {name: cells for name, cells in rows.items() if len(set(cells)) > 1}
+    return _table("What differs between the runs", runs, changed)
+
+
+def _checkpoints(report: Report) -> Table:
+    rows = []
+    for run in report.runs:
+        for saved in run.checkpoints:
+            held_out = _with_interval(saved.evaluation) if saved.evaluation else ""
+            name = f"{run.name}/{saved.name}" if len(report.runs) > 1 else saved.name
+            rows.append([name, _count(saved.step), _count(saved.tokens_seen), held_out])
+    header = ["", "step", "tokens seen", "held-out perplexity (95 % interval)"]
+    return Table(title="Checkpoints", header=header, rows=rows)
+
+
+def _evaluations(evaluations: list[Measured]) -> Table:
+    rows = []
+    for item in evaluations:
+        report, interval = item.report, item.report.get("interval", {})
+        rows.append(
+            [
+                f"{item.run}/{item.model}" if item.run else item.model,
+                report["data"],
+                report.get("protocol") or report["mode"],
+                f"{report['perplexity']:,.4f}" + _interval(interval.get("perplexity")),
+                f"{report['bits_per_byte']:.4f}" + _interval(interval.get("bits_per_byte"))
+                if report.get("bits_per_byte")
+                else "",
+                f"{report['tokens']:,} of {report['documents']:,} documents",
+            ]
+        )
+    header = ["", "data", "mode", "perplexity (95 % interval)", "bits per byte (95 % interval)", "tokens"]
+    return Table(title="Perplexity, measured by dsft eval", header=header, rows=rows)
+
+
+def _interval(bounds: list[float] | None) -> str:
+    return f" ({bounds[0]:,.4g} to {bounds[1]:,.4g})" if bounds and bounds[0] == bounds[0] else ""  # NaN is unequal
+
+
+def _documents(item: Measured) -> Table:
+    """The documents with the most and the fewest nats per token."""
+    count = min(SHOWN_DOCUMENTS, len(item.documents) // 2)
+    worst = [["worst", *_document(row)] for row in item.documents[::-1][:count]]
+    best = [["best", *_document(row)] for row in item.documents[:count]]
+    model = f"{item.run}/{item.model}" if item.run else item.model
+    header = ["", "document", "tokens", "nats per token", "perplexity"]
+    note = f"{item.report['data']}, {model}. Documents are counted from 0, as in documents.parquet."
+    return Table(title="Worst and best documents", header=header, rows=worst + best, note=note)
+
+
+def _document(row: dict[str, Any]) -> list[str]:
+    loss = row["nats"] / row["tokens"]
+    return [f"{row['document']:,}", f"{row['tokens']:,}", f"{loss:.4f}", f"{exp(loss):,.4g}"]
+
+
+def _data(runs: list[Run], key: str, title: str) -> Table:
+    counts = [run.facts.get(key) or {} for run in runs]
+    option = "data" if key == "data" else "eval_data"
+    rows = {"from": [_short(run.facts["config"].get(option)) for run in runs]}
+    rows |= {text: [f"{count[name]:,}" if count.get(name) else "" for count in counts] for name, text in COUNTS.items()}
+    table = _table(title, runs, rows)
+    return table if any(counts) else dataclasses.replace(table, rows=[])
+
+
+def _plan(runs: list[Run]) -> Table:
+    """Predictions beside what was measured."""
+    rows: dict[str, list[str]] = {"chosen": [(run.facts.get("plan") or {}).get("reason", "") for run in runs]}
+    names = dict.fromkeys(
+        (when, name) for run in runs for when, checks in run.results.get("plan_check", {}).items() for name in checks
+    )
+    for when, name in names:
+        rows[f"{name}, {when}"] = [
+            _checked(run.results.get("plan_check", {}).get(when, {}).get(name), is_time=name.startswith("time"))
+            for run in runs
+        ]
+    return _table("The plan", runs, rows)
+
+
+def _checked(check: dict[str, float] | None, *, is_time: bool) -> str:
+    if check is None:
+        return ""
+    scale, unit = (1, "s") if is_time else (GiB, "GiB")
+    return (
+        f"predicted {check['predicted'] / scale:.3g} {unit}, measured {check['measured'] / scale:.3g} {unit}"
+        f" ({check['error']:+.0%})"
+    )
+
+
+def _versions(runs: list[Run]) -> Table:
+    versions = [run.facts.get("versions") or {} for run in runs]
+    names = dict.fromkeys(name for known in versions for name in known)
+    rows = {name: [known.get(name) or "" for known in versions] for name in names}
+    rows["dsft's commit"] = [(run.facts.get("git_commit") or "")[:12] for run in runs]
+    return _table("Versions", runs, rows)
+
+
+def _reproduction(run: Run) -> str:
+    """The options that are not the defaults, as a file, and the command that takes it."""
+    config, plan = run.facts["config"], run.facts.get("plan") or {}
+    decided = {item["name"] for item in run.facts.get("decisions", [])}
+    defaults = {field.name: _default(field) for field in dataclasses.fields(TrainConfig)}
+    given = {
+        name: value
+        for name, value in config.items()
+        if name not in decided and name not in NOT_REPRODUCED and (name not in defaults or defaults[name] != value)
+    }
+    world, per_node = run.facts.get("world_size", 1), plan.get("ranks_per_node", 1)
+    start = (
+        "dsft train --config run.yaml" if world == per_node else "dsft launch train --hostfile HOSTS --config run.yaml"
+    )
+    words = f"{start} --num_gpus {per_node} --output_dir NEW"
+    return f"# run.yaml; relative paths start where the training was started\n{_yaml(given)}\n# {world} ranks\n{words}"
+
+
+def _default(field: dataclasses.Field) -> Any:
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def _yaml(values: dict[str, Any]) -> str:
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return "" if value is None else str(value)
