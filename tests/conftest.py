@@ -56,11 +56,16 @@ def pytest_collection_modifyitems(items: list) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory) -> None:
-    """No test reads what an earlier session, another worker or the user's own runs have left in the cache of dsft;
-    DeepSpeed's compiled operators are shared by all.
+    """No test reads what an earlier session, another worker or the user's own runs have left in the cache of dsft, but
+    for the planner's traces, which cost seconds: all workers share them, as they share DeepSpeed's compiled operators.
     """
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", cpp_extension._get_build_directory("", verbose=False))
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ["XDG_CACHE_HOME"] = str(folder := tmp_path_factory.mktemp("cache"))
+    session = tmp_path_factory.getbasetemp()
+    traces = (session.parent if "PYTEST_XDIST_WORKER" in os.environ else session) / "traces"
+    traces.mkdir(exist_ok=True)
+    (folder / "dsft").mkdir()
+    (folder / "dsft" / "activations").symlink_to(traces)
 
 
 def run_command(command: list[str], *, timeout: int = 1800, **environment: str) -> subprocess.CompletedProcess:
