@@ -20,10 +20,28 @@ KINDS = [
     (architecture, method, zero) for architecture in ARCHITECTURES for method in ("full", "lora") for zero in ("2", "3")
 ]
 QUICK = [
-    (architecture, *(("full", "3"), ("lora", "2"), ("full", "2"), ("lora", "3"))[number % 4])
-    for number, architecture in enumerate(ARCHITECTURES)
+    ("llama", "full", "3"),
+    ("gpt2", "full", "2"),  # a tied head, learned positions
+    ("gemma3", "lora", "3"),  # a tied head, sliding windows
+    ("qwen2_moe", "lora", "2"),  # experts
 ]
-"""Every architecture once, both methods in both stages."""
+"""Architectures that differ in structure, both methods in both stages."""
+VARIANTS = [
+    "dora",
+    "adapter-continued",
+    "checkpointing",
+    "bf16",
+    "stage-0",
+    "stage-1",
+    "own-file",
+    "offload",
+    "offload-param",
+    "offload-partial",
+    "chat",
+]
+STAGES = VARIANTS[4:10]
+OF_OTHERS = ["stage-1", "offload"]
+"""What other quick cases hold too: resharding trains in stage 1, offload-param offloads the optimizer as well."""
 CONTINUES = {
     "resumed": "uninterrupted",
     "lora-resumed": "lora-uninterrupted",
@@ -108,7 +126,7 @@ def runs(request, tiny, options, tmp_path_factory):
         options(
             folder / "best",
             zero="2",
-            max_steps=6,
+            max_steps=4,
             learning_rate=0.3,
             lr_scheduler_type="constant",
             load_best_model_at_end=True,
@@ -271,8 +289,8 @@ def test_tensorboard_gets_the_loss(runs):
         for entry in read_json(runs / "best" / "run.json")["results"]["log"]
         if "eval_loss" in entry
     ]
-    assert sorted((event.step, event.value) for event in events if event.step < 6) == [
-        pair for pair in logged if pair[0] < 6
+    assert sorted((event.step, event.value) for event in events if event.step < 4) == [
+        pair for pair in logged if pair[0] < 4
     ]
 
 
@@ -295,22 +313,7 @@ def test_an_adapter_can_be_trained_on(runs):
 
 
 @pytest.mark.cases("{name}")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "dora",
-        "adapter-continued",
-        "checkpointing",
-        "bf16",
-        "stage-0",
-        "stage-1",
-        "own-file",
-        "offload",
-        "offload-param",
-        "offload-partial",
-        "chat",
-    ],
-)
+@pytest.mark.parametrize("name", grid(VARIANTS, [name for name in VARIANTS if name not in OF_OTHERS]))
 def test_each_variant_exports_to_a_plain_folder_with_the_trained_logits(runs, tmp_path, name):
     out = export(str(runs / name), str(tmp_path / "out"))
     loaded = logits_of(AutoModelForCausalLM.from_pretrained(out)).float()
@@ -318,18 +321,21 @@ def test_each_variant_exports_to_a_plain_folder_with_the_trained_logits(runs, tm
     torch.testing.assert_close(loaded, trained_logits(runs / name).float(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.cases("llama-full-3", "stage-0", "stage-1", "own-file", "offload", "offload-param", "offload-partial")
-def test_stages_and_files_agree(runs):
+@pytest.mark.cases("llama-full-3", "{name}")
+@pytest.mark.parametrize("name", grid(STAGES, [name for name in STAGES if name not in OF_OTHERS]))
+def test_stages_and_files_agree(runs, name):
     expected = trained_logits(runs / "llama-full-3")
-    for name in ("stage-0", "stage-1", "own-file", "offload", "offload-param", "offload-partial"):
-        torch.testing.assert_close(
-            trained_logits(runs / name), expected, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    torch.testing.assert_close(trained_logits(runs / name), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.cases("{name}")
-@pytest.mark.parametrize("name", ["uninterrupted", "lora-uninterrupted"])
-@pytest.mark.parametrize("zero", ["0", "3"])
+@pytest.mark.parametrize(
+    ("name", "zero"),
+    grid(
+        [(name, zero) for name in ("uninterrupted", "lora-uninterrupted") for zero in "03"],
+        [("uninterrupted", "3"), ("lora-uninterrupted", "0")],
+    ),
+)
 def test_perplexity_reads_shards_directly(runs, tiny, name, zero):
     """The folder of DeepSpeed's own shards, of 2 ranks under ZeRO-3 and ZeRO-2, read in one process, gives what the
     saved model gives.
@@ -351,9 +357,9 @@ def test_shards_alone_can_be_exported(runs, tmp_path):
     assert all(torch.equal(shards[name], final[name]) for name in final)
 
 
-@pytest.mark.cases("llama-lora-3")
+@pytest.mark.cases("gemma3-lora-3")
 def test_run_json_tells_the_whole_story(runs):
-    content = read_json(runs / "llama-lora-3" / "run.json")
+    content = read_json(runs / "gemma3-lora-3" / "run.json")
     assert content["status"] == "done" and content["world_size"] == 2
     assert content["config"]["learning_rate"] == 1e-2 and content["config"]["zero"] == "3"
     assert content["plan"]["zero"] == "3" and content["plan"]["reason"]
@@ -377,7 +383,7 @@ def test_a_model_of_nan_weights_stops_at_the_first_step(options, tiny, tmp_path)
     assert not list((tmp_path / "run").rglob("*.safetensors"))
 
 
-def test_a_loss_that_overflows_stops_and_leaves_the_checkpoint_as_it_was(options, tiny, tmp_path):
+def test_a_loss_that_overflows_stops_is_reported_and_leaves_the_checkpoint_as_it_was(options, tiny, tmp_path):
     # The warm-up's first step has learning rate 0, the second overflows the weights, the third sees it.
     changes = {
         "max_steps": 9,
@@ -396,11 +402,6 @@ def test_a_loss_that_overflows_stops_and_leaves_the_checkpoint_as_it_was(options
     )
     before, kept = weights(tiny / "model"), weights(tmp_path / "run" / "checkpoint-1")
     assert all(torch.equal(before[name], kept[name]) for name in before)
-
-
-def test_a_stopped_run_says_so_in_its_report(options, tmp_path):
-    result = run_entry("dsft.train", flags(options(tmp_path / "run", learning_rate=1e30, max_grad_norm=0, max_steps=4)))
-    assert result.returncode == EXIT_STOPPED
     content = read_json(tmp_path / "run" / "run.json")
     assert content["status"] == "stopped" and "NaN or infinite" in content["error"] and content["results"]["steps"] >= 1
 

@@ -45,6 +45,3 @@ def main() -> None:
     trainer.model_wrapped.save_checkpoint(f"{output_dir}/deepspeed_alone")
     torch.distributed.barrier()
     os._exit(0)
-
-
-main()
