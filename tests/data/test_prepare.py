@@ -4,7 +4,6 @@ and what is read from them.
 
 import itertools
 import json
-import multiprocessing
 import os
 import pickle
 import resource
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import BIN, ROOT, flags
-from ranks import on_ranks
+from ranks import on_ranks, run_entry
 from small_hub import SmallHub
 from tiny import sentences, write_jsonl, write_texts
 
@@ -115,45 +114,25 @@ def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer,
     assert texts[0] == texts[1]  # windows are cut when they are read
 
 
-def _prepare_in_process(path: str, cache: str, model: str, results) -> None:
+def _error_of_preparing(path: str, cache: str, model: str) -> str:
     tokenizer = load_tokenizer(TrainConfig(model=model))
     try:
-        prepare(
-            source_of(path),
-            rules_of("text", seq_len=32),
-            tokenizer,
-            Path(cache),
-            show_progress=False,
-        )
-        results.put(os.getpid())
+        prepare(source_of(path), rules_of("text", seq_len=32), tokenizer, Path(cache), show_progress=False)
     except UserError as error:
-        results.put(str(error))
+        return str(error)
+    return ""
 
 
 def test_of_many_ranks_one_prepares_and_all_say_what_is_wrong(tiny, tmp_path):
-    good = write_texts(tmp_path / "good.jsonl", 20_000)
+    good = write_texts(tmp_path / "good.jsonl", 4000)
     bad = tmp_path / "bad.jsonl"
     bad.write_text(good.read_text() + "{\n")
-    context = multiprocessing.get_context("forkserver")
-    for path, expected in ((good, None), (bad, "bad.jsonl, line 20001: not valid JSON")):
-        results = context.Queue()
-        ranks = [
-            context.Process(
-                target=_prepare_in_process, args=(str(path), str(tmp_path / "cache"), str(tiny / "model"), results)
-            )
-            for _ in range(3)
-        ]
-        for rank in ranks:
-            rank.start()
-        said = [results.get(timeout=120) for _ in ranks]
-        for rank in ranks:
-            rank.join()
-        if expected is None:
-            assert len(set(said)) == 3 and [path.name for path in (tmp_path / "cache").glob("*.partial")] == []
-            assert len([folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]) == 1
-        else:
-            assert all(expected in line for line in said)
-    assert len([folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]) == 1
+    cache = tmp_path / "cache"
+    for path, expected in ((good, ""), (bad, "bad.jsonl, line 4001: not valid JSON")):
+        errors = on_ranks(3, _error_of_preparing, str(path), str(cache), str(tiny / "model"))
+        assert all(bool(error) == bool(expected) and expected in error for error in errors), errors
+        assert [path.name for path in cache.glob("*.partial")] == []
+        assert len([folder for folder in cache.iterdir() if folder.is_dir()]) == 1
 
 
 @pytest.mark.launch
@@ -169,23 +148,14 @@ def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_pat
             for text in sentences(20_000, longest=50)
         ],
     )
-    command = [
-        BIN / "dsft",
-        "prepare",
-        "--tokenizer",
-        tiny / "chat",
-        "--data",
-        path,
-        "--data_cache",
-        tmp_path / "cache",
-    ]
+    words = ["prepare", "--tokenizer", tiny / "chat", "--data", path, "--data_cache", tmp_path / "cache"]
 
     def written() -> int:
         return max((path.stat().st_size for path in (tmp_path / "cache").glob("*.partial/tokens.bin")), default=-1)
 
     for least in moments:
         process = subprocess.Popen(
-            [str(word) for word in command],
+            [str(word) for word in [BIN / "dsft", *words]],
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -201,10 +171,7 @@ def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_pat
         while _group(process.pid):
             assert time.monotonic() < until, "workers of a killed preparation live on"
             time.sleep(0.1)
-    first, second = (
-        subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, timeout=300)
-        for _ in range(2)
-    )
+    first, second = (run_entry("dsft.cli.main", words) for _ in range(2))
     assert first.returncode == second.returncode == 0, first.stderr
     assert (
         first.stdout == second.stdout
@@ -515,6 +482,17 @@ def test_a_stream_is_shuffled_with_a_seed(tokenizer, tmp_path, config):
     assert orders[0] == orders[1] != orders[2]
 
 
+PREPARES_TRAINS_AND_PREPARES = """
+import json, sys
+import dsft.cli.main, dsft.train
+first, training, second = json.loads(sys.argv[1])
+dsft.cli.main.main(first)
+dsft.train.main(training)
+dsft.cli.main.main(second)
+"""
+"""In one process of its own: the address of the hub is read where the libraries are imported."""
+
+
 @pytest.mark.launch
 def test_data_sets_of_the_hub(run, tiny, options, tmp_path):
     """By name, configuration and slice, from a hub on this machine: prepared, held out, streamed; and one that is not
@@ -533,40 +511,19 @@ def test_data_sets_of_the_hub(run, tiny, options, tmp_path):
         "HF_ENDPOINT": hub.url,
         "HF_HUB_OFFLINE": "0",
         "HF_HOME": str(tmp_path / "hf"),
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
-    sliced = run(
-        [
-            "dsft",
-            "prepare",
-            "--tokenizer",
-            tiny / "model",
-            "--data",
-            "ns/name:small:train[:50%]",
-            "--eval_data",
-            "ns/name:small",
-        ],
-        **environment,
-    )
-    assert "ns/name:small:train[:50%] (text): 20 rows" in sliced.stdout and "held out: 7 rows" in sliced.stdout, (
-        sliced.stderr
-    )
-    streamed = run(
-        [
-            "python",
-            "-m",
-            "dsft.train",
-            *flags(options(tmp_path / "run", data="ns/name", data_name="small", streaming=True, shuffle_buffer=4)),
-        ],
-        **environment,
-    )
-    assert streamed.returncode == 0 and (tmp_path / "run" / "final" / "model.safetensors").is_file(), streamed.stderr
-    missing = run(["dsft", "prepare", "--tokenizer", tiny / "model", "--data", "ns/nothing"], **environment)
-    assert (
-        missing.returncode == 2
-        and "ns/nothing is neither a file here" in missing.stderr
-        and "Traceback" not in missing.stderr
-    )
+    prepare = ["prepare", "--tokenizer", tiny / "model", "--data"]
+    streamed = options(tmp_path / "run", data="ns/name", data_name="small", streaming=True, shuffle_buffer=4)
+    words = [
+        [*prepare, "ns/name:small:train[:50%]", "--eval_data", "ns/name:small"],
+        flags(streamed),
+        [*prepare, "ns/nothing"],
+    ]
+    done = run(["python", "-c", PREPARES_TRAINS_AND_PREPARES, json.dumps(words, default=str)], **environment)
+    assert "ns/name:small:train[:50%] (text): 20 rows" in done.stdout and "held out: 7 rows" in done.stdout, done.stderr
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file(), done.stderr
+    assert done.returncode == 2 and "ns/nothing is neither a file here" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
     hub.shutdown()
 
 
