@@ -145,16 +145,26 @@ def _set_library_variables() -> None:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        if world_size() > 1:
-            # The ranks of a node share its cores; left alone, each would take all of them.
-            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks_per_node())))
-            import torch
-
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if world_size() > 1:
+        _share_cores()
     # A shell of ssh knows nothing of a Python environment; DeepSpeed looks for the environment's ninja.
     programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", "")
     if programs not in path.split(os.pathsep):
         os.environ["PATH"] = f"{programs}{os.pathsep}{path}"
+
+
+def _share_cores() -> None:
+    """Give each rank of a node its part of the cores: for CPU ranks, and for the optimizer of offload on GPU ranks.
+
+    Left alone each would take all of them, and torchrun gives each a single one where OMP_NUM_THREADS is not set
+    (torch/distributed/run.py).
+    """
+    import torch
+
+    if os.environ.get("OMP_NUM_THREADS") == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
+        del os.environ["OMP_NUM_THREADS"]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks_per_node())))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def _shared_buffer() -> Path:

@@ -5,10 +5,11 @@ import signal
 import socket
 
 import pytest
+import torch
 from ranks import run_entry
 
 from dsft.errors import EXIT_INTERRUPTED, EXIT_NOT_STARTED, EXIT_USER_ERROR, ends_with_clear_errors
-from dsft.runtime import preemption
+from dsft.runtime import distributed, preemption
 from dsft.runtime.distributed import free_port
 
 FIRST_OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -48,6 +49,30 @@ def test_a_busy_port_is_named_with_its_owner_and_the_way_out(tmp_path, monkeypat
     result = start(tmp_path, monkeypatch, {"MASTER_PORT": str(busy_port)})
     assert result.returncode == EXIT_USER_ERROR and "Traceback" not in result.stderr, result.stderr
     assert f"MASTER_PORT={busy_port}: is in use on" in result.stderr and f"process {os.getpid()} (" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [
+        ({}, 3),
+        ({"OMP_NUM_THREADS": "2"}, 2),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, 3),  # torchrun's own 1
+        ({"OMP_NUM_THREADS": "1"}, 1),
+    ],
+)
+def test_the_ranks_of_a_node_share_its_cores_under_every_launcher(monkeypatch, variables, threads):
+    before = torch.get_num_threads()
+    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "LOCAL_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in (FIRST_OF_TWO | {"LOCAL_WORLD_SIZE": "2"} | variables).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed, "cpu_count", lambda: 6)
+    try:
+        distributed._set_library_variables()
+        assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"]) == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_first_ctrl_c_lets_a_training_save_and_a_second_one_ends_it(monkeypatch, capfd):
