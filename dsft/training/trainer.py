@@ -73,7 +73,8 @@ class PerplexityTrainer(SavingTrainer):
         self.extra_metrics: dict[str, float] = {}
         self.plan_check = PlanCheck(plan)
         self.add_callback(self.plan_check)
-        self.bad_losses = torch.zeros((), dtype=torch.int64, device=args.device)
+        self.since_last_step = torch.zeros(2, dtype=torch.int64, device=args.device)
+        """Losses that are NaN or infinite, and tokens, of this rank's micro batches since the last optimizer step."""
 
     def _get_train_sampler(self, train_dataset: PaddedToFullSteps | None = None) -> torch.utils.data.Sampler | None:
         """The same order on any number of ranks."""
@@ -124,17 +125,20 @@ class PerplexityTrainer(SavingTrainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """The Trainer's step; then every rank learns whether any rank's loss is NaN or infinite or any was asked to
-        stop, and all stop together.
+        """The Trainer's step; after an optimizer step every rank learns how many tokens all had, whether any rank's
+        loss is NaN or infinite or any was asked to stop, and all stop together: one collective, waited for once.
         """
-        self.num_tokens = inputs.pop("num_tokens")
+        num_tokens = inputs.pop("num_tokens")
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self.bad_losses += ~loss.isfinite()
+        self.since_last_step += torch.cat([~loss.isfinite().view(1), num_tokens])
         if not self.accelerator.sync_gradients:  # the same on all ranks; micro batches in between are not waited for
             return loss
         due = self.is_save_due() and self.is_world_process_zero()  # one clock counts
-        flags = torch.tensor([self.bad_losses.item(), preemption.is_asked(), due])
-        bad, asked, due = sum_over_ranks(flags).tolist()
+        flags = torch.tensor([preemption.is_asked(), due]).to(self.since_last_step)
+        bad, tokens, asked, due = sum_over_ranks(torch.cat([self.since_last_step, flags])).tolist()
+        self.since_last_step.zero_()
+        if self.args.include_num_input_tokens_seen == "non_padding":
+            self.state.num_input_tokens_seen += tokens
         if due:
             self.control.should_save = True
         if asked and self.state.global_step + 1 < self.state.max_steps:  # else this is the last step anyhow
@@ -150,13 +154,11 @@ class PerplexityTrainer(SavingTrainer):
         return loss
 
     def _track_num_input_tokens(self, inputs: dict[str, torch.Tensor]) -> None:
-        """Counts tokens without padding; the Trainer's own takes end tokens for it in packed rows, which have no mask.
-        Collective.
+        """Leaves tokens without padding to `training_step`: the Trainer's own count is a collective for each micro
+        batch, and takes end tokens for padding in rows without a mask.
         """
         if self.args.include_num_input_tokens_seen != "non_padding":
             super()._track_num_input_tokens(inputs)
-            return
-        self.state.num_input_tokens_seen += int(sum_over_ranks(self.num_tokens))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """The Trainer's, after every step; `should_log` is the same on all ranks. Collective."""
