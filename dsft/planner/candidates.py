@@ -17,6 +17,14 @@ SMALL_LIVE_PARAMS = 50_000_000
 """stage3_max_live_parameters and stage3_max_reuse_distance, lowered together (one alone changes nothing), where 1e9
 would not fit.
 """
+LEAST_BUCKET = 2**25
+"""Elements of ZeRO-3's buckets, at least, where all that passes through them is as much: transformers' "auto" is the
+hidden size squared, 65,536 at a width of 256, and gradients then go in hundreds of small collectives.
+"""
+LEAST_PERSISTENT = 100_000
+"""Elements up to which ZeRO-3 keeps a parameter gathered, at least: DeepSpeed's own default."""
+PERSISTENT_SHARE = 0.05
+"""Of a model's parameters that may stay gathered so that its adapters are."""
 NAMES = (
     "0",
     "1",
@@ -71,15 +79,20 @@ def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Mac
         yield config
         return
     zero = config["zero_optimization"]
+    read = dict(zero)
     for part in ("offload_optimizer", "offload_param"):
         if machine.nvme_path and get_value(zero, f"{part}.nvme_path"):
             zero[part]["nvme_path"] = machine.nvme_path
     if zero.get("stage") == 3:
         zero["sub_group_size"] = sub_group_size(job.size, machine.world_size)
+    if machine.world_size == 1 and zero.get("stage") in (1, 2) and "offload_optimizer" not in zero:
+        zero["overlap_comm"] = False  # there is nothing to overlap, and a second bucket is copied to
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
         if isinstance(zero.get(key), int):  # allocated in full; some buckets per step are enough to overlap
             enough = max(job.size.num_trainable // 8, max(numel for numel, _ in job.size.trainable_numels))
             zero[key] = min(zero[key], -(-enough // 1024) * 1024)  # DeepSpeed wants an even number
+    if zero.get("stage") == 3:
+        zero |= stage_3_buckets(zero, job.size)
     shares = [1.0]
     if "ratio" in (zero.get("offload_optimizer") or {}):
         shares = [0.2, 0.4, 0.6, 0.8]
@@ -91,11 +104,44 @@ def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Mac
             zero = zero | {"offload_optimizer": zero["offload_optimizer"] | {"ratio": share}}
         yield config | {"zero_optimization": zero}
     if zero.get("stage") == 3:
-        zero = zero | {"stage3_max_live_parameters": SMALL_LIVE_PARAMS, "stage3_max_reuse_distance": SMALL_LIVE_PARAMS}
+        small = dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), SMALL_LIVE_PARAMS)
+        zero = zero | dict.fromkeys(stage_3_buckets(read, job.size), "auto") | small
         yield config | {"zero_optimization": zero}
     offloaded = [part for part in ("offload_optimizer", "offload_param") if get_value(zero, f"{part}.pin_memory")]
     if offloaded:  # pinned memory is rounded up to powers of two, pageable memory is not
         yield config | {"zero_optimization": zero | {part: zero[part] | {"pin_memory": False} for part in offloaded}}
+
+
+def stage_3_buckets(zero: dict[str, Any], size: ModelSize) -> dict[str, int]:
+    """Choose what stands at "auto" in a section of stage 3: transformers' numbers, but none so small that collectives
+    take longer to begin than to run.
+
+    With NVMe transformers' own stay: what is fetched ahead must fit into the buffers there.
+    """
+    if get_value(zero, "offload_param.device") == "nvme":
+        return {}
+    square = size.hidden_size**2
+    numbers = {
+        # allocated in full
+        "reduce_bucket_size": _even(min(max(square, LEAST_BUCKET), size.num_trainable)),
+        "stage3_prefetch_bucket_size": min(max(int(0.9 * square), LEAST_BUCKET), size.num_params),
+        "stage3_param_persistence_threshold": max(10 * size.hidden_size, LEAST_PERSISTENT, _adapters(size)),
+    }
+    return {key: number for key, number in numbers.items() if zero.get(key) == "auto"}
+
+
+def _even(number: int) -> int:
+    return number + number % 2
+
+
+def _adapters(size: ModelSize) -> int:
+    """Return the size of the largest adapter that stays gathered: each would be a collective of its own in every
+    forward and backward, over a few thousand elements. 0 in full finetuning.
+    """
+    for numel, _ in reversed(size.trainable_numels if size.lora_r else ()):
+        if sum(n * count for n, count in size.numels if n <= numel) <= PERSISTENT_SHARE * size.num_params:
+            return numel
+    return 0
 
 
 def leaner_settings(config: dict[str, Any]) -> str:

@@ -273,6 +273,37 @@ def test_buckets_are_no_larger_than_needed_and_even(configs):
     assert bucket % 2 == 0 and max(numel for numel, _ in size.trainable_numels) <= bucket < 10**8
 
 
+def test_stage_3_gathers_adapters_together_and_has_no_tiny_buckets(configs, tmp_path):
+    """transformers' "auto" follows from the hidden size alone: 65,536 elements at 256."""
+    LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=8, num_attention_heads=8).save_pretrained(
+        tmp_path
+    )
+    size = measure_model(TrainConfig(model=str(tmp_path / "config.json"))).size
+    zero = plans_of(str(tmp_path / "config.json"), gpus(2), zero="3")[0].deepspeed_config["zero_optimization"]
+    assert zero["reduce_bucket_size"] == size.num_trainable and zero["stage3_prefetch_bucket_size"] == size.num_params
+    adapted = measure_model(TrainConfig(model=configs["8b"], method="lora")).size
+    chosen, _ = plans_of(configs["8b"], gpus(8), method="lora", zero="3")
+    zero = chosen.deepspeed_config["zero_optimization"]
+    largest_adapter = max(numel for numel, _ in adapted.trainable_numels)
+    assert largest_adapter <= zero["stage3_param_persistence_threshold"] < 1024 * 4096  # and no projection
+    persistent = next(term for term in chosen.terms if term.name == "persistent parameters")
+    assert persistent.num_bytes >= 2 * adapted.num_trainable
+    full, _ = plans_of(configs["8b"], gpus(8), zero="3")
+    assert full.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] == 100_000
+
+
+def test_a_single_rank_overlaps_no_communication(configs):
+    """It has none; ZeRO-1 with a second bucket took a tenth longer on a CPU."""
+    overlaps = {
+        (number, zero): plans_of(configs["8b"], gpus(number), method="lora", zero=zero)[0].deepspeed_config[
+            "zero_optimization"
+        ]["overlap_comm"]
+        for number in (1, 2)
+        for zero in ("1", "2-offload")
+    }
+    assert overlaps == {(1, "1"): False, (2, "1"): True, (1, "2-offload"): True, (2, "2-offload"): True}
+
+
 def test_sub_groups_fill_a_power_of_two(configs):
     size = measure_model(TrainConfig(model=configs["70b"])).size
     for world_size in (1, 8, 16):
