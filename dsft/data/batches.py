@@ -147,10 +147,11 @@ class Collator:
 
     Args:
         rules: with the lengths that padding does not go beyond.
+        masked: False leaves attention_mask out, for models in which no token sees the padding after it.
     """
 
-    def __init__(self, pad_token_id: int, rules: RowRules = NO_RULES):
-        self.pad_token_id, self.rules = pad_token_id, rules
+    def __init__(self, pad_token_id: int, rules: RowRules = NO_RULES, *, masked: bool = True):
+        self.pad_token_id, self.rules, self.masked = pad_token_id, rules, masked
 
     def __call__(self, items: list[Sequence] | list[list[Sequence]]) -> dict[str, torch.Tensor]:
         sequences = sequences_in(items)
@@ -164,8 +165,8 @@ class Collator:
             ids_BT[row, :length] = torch.as_tensor(sequence["input_ids"])
             mask_BT[row, :length] = 1
             labels_BT[row, :length] = torch.as_tensor(sequence["labels"])
-        counted = {"num_tokens": count_tokens(sequences)}
-        return {"input_ids": ids_BT, "attention_mask": mask_BT, "labels": labels_BT} | counted
+        mask = {"attention_mask": mask_BT} if self.masked else {}
+        return {"input_ids": ids_BT, **mask, "labels": labels_BT, "num_tokens": count_tokens(sequences)}
 
 
 class PackedCollator:

@@ -128,6 +128,7 @@ def load_training_data(
     *,
     pack: bool,
     flash: bool,
+    masked: bool = True,
     limits: tuple[int, ...] = (),
 ) -> TrainingData:
     """Prepares the tokens and makes the Trainer's items of them. Every rank calls it; who comes first prepares.
@@ -135,6 +136,7 @@ def load_training_data(
     Args:
         pack: whether samples share rows.
         flash: whether attention is flash attention, which is told where samples begin.
+        masked: whether padded batches have an attention mask.
         limits: lengths beyond which the model computes otherwise (`models/row_rules.py`).
 
     Raises:
@@ -160,7 +162,7 @@ def load_training_data(
         items=items,
         collator=PackedCollator(tokenizer.pad_token_id, flash=flash)
         if pack
-        else Collator(tokenizer.pad_token_id, rules),
+        else Collator(tokenizer.pad_token_id, rules, masked=masked),
         held_out=held_out_sequences,
         counts=counts,
         held_out_counts=held_out_counts,

@@ -112,7 +112,7 @@ def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
         model_config=candidate.facts.config,
         dtype=dtype,
         seq_len=seq_len,
-        attention=attention_of(candidate.facts, seq_len=seq_len, padded=False),
+        attention=attention_of(candidate.facts, seq_len=seq_len, masked=False),
     )
     speeds = speeds_of(machine, dtype=job.dtype)
     plans = all_evaluation_plans(job, machine, speeds, batch_tokens=candidate.config.batch_tokens)

@@ -76,11 +76,11 @@ class Job:
         return {name: getattr(self, name) for name in names}
 
 
-def attention_of(facts: ModelFacts, *, seq_len: int, padded: bool) -> Attention:
-    """Returns what attention holds: transformers leaves sdpa's mask out only where a batch has no padding and no
-    sliding window is reached.
+def attention_of(facts: ModelFacts, *, seq_len: int, masked: bool) -> Attention:
+    """Returns what attention holds: transformers leaves sdpa's mask out only where a batch asks for none and no sliding
+    window is reached.
     """
     if facts.attn_implementation != "sdpa":
         return "eager" if facts.attn_implementation == "eager" else "flash"
     window = getattr(facts.config.get_text_config(), "sliding_window", None)
-    return "sdpa" if padded or (window and seq_len >= window) else "flash"
+    return "sdpa" if masked or (window and seq_len >= window) else "flash"

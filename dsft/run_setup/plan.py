@@ -18,6 +18,7 @@ from dsft.config.deepspeed_json import nvme_path
 from dsft.config.options import TrainConfig
 from dsft.data.sources import FormattedSource
 from dsft.errors import UserError
+from dsft.models.padding_probe import needs_mask
 from dsft.models.size import ModelFacts
 from dsft.planner.fake_model import Attention
 from dsft.planner.job import Job, attention_of
@@ -66,11 +67,31 @@ def training_job(options: TrainConfig, facts: ModelFacts, *, attention: Attentio
     )
 
 
-def job_over_data(options: TrainConfig, facts: ModelFacts, data: Sequence[FormattedSource]) -> Job:
-    """Composes the job of a training whose data is known: text in full windows needs no attention mask."""
-    full_windows = all(source.rules.is_text for source in data) and not options.packing and options.seq_len % 8 == 0
-    attention = attention_of(facts, seq_len=options.seq_len, padded=not full_windows)
+def job_over_data(
+    options: TrainConfig, facts: ModelFacts, data: Sequence[FormattedSource], *, masked: bool | None = None
+) -> Job:
+    """Composes the job of a training whose data is known.
+
+    Args:
+        masked: what `is_masked` says, where that is known already.
+    """
+    masked = is_masked(options, facts, data) if masked is None else masked
+    masks = options.packing or (masked and not _in_full_windows(options, data))
+    attention = attention_of(facts, seq_len=options.seq_len, masked=masks)
     return training_job(options, facts, attention=attention)
+
+
+def is_masked(options: TrainConfig, facts: ModelFacts, data: Sequence[FormattedSource]) -> bool:
+    """Tells whether batches that are not packed have an attention mask: padded rows have none where
+    the model computes the same without. In full windows a mask of ones costs nothing.
+    """
+    if options.packing or _in_full_windows(options, data):
+        return True
+    return needs_mask(facts, trust_remote_code=options.trust_remote_code)
+
+
+def _in_full_windows(options: TrainConfig, data: Sequence[FormattedSource]) -> bool:
+    return all(source.rules.is_text for source in data) and options.seq_len % 8 == 0
 
 
 def speeds_for(job: Job, machine: Machine) -> Speeds:

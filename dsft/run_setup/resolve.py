@@ -53,7 +53,7 @@ from dsft.run_setup.decisions import (
     packing_decisions,
     take_zero_file,
 )
-from dsft.run_setup.plan import job_over_data, plan_run
+from dsft.run_setup.plan import is_masked, job_over_data, plan_run
 from dsft.run_setup.room import check_room
 from dsft.runtime import distributed
 from dsft.runtime.agreement import SAME_FILES, SAME_OPTIONS, require_agreement
@@ -96,6 +96,8 @@ class ResolvedRun:
     """Why this plan."""
     packing: Packing | None
     """Whether and how samples can share rows, where that was asked for."""
+    masked: bool
+    """Whether padded batches have an attention mask."""
     checkpoint: str | None
     """That the run resumes from."""
     notes: tuple[str, ...]
@@ -137,13 +139,9 @@ def resolve_run(
         return None
     _require_same_run(draft.options, checked.zero_file, checkpoint)
     draft.take(decisions)
-    model = _with_adapter(checked, draft.options)
-    packing = None
-    if draft.options.packing:
-        packing = distributed.on_rank_0(lambda: try_packing(draft.options, model.config))
-        draft.take(packing_decisions(packing))
-        model = dataclasses.replace(model, attn_implementation=packing.attn_implementation or model.attn_implementation)
-    job = job_over_data(draft.options, model, checked.data)
+    packing, model = _decide_packing(draft, _with_adapter(checked, draft.options))
+    masked = distributed.on_rank_0(lambda: is_masked(draft.options, model, checked.data))
+    job = job_over_data(draft.options, model, checked.data, masked=masked)
     plan, reason = distributed.on_rank_0(lambda: _plan(draft.options, job, machine, checked.zero_file, checkpoint))
     notes = [packing_note(packing)] if packing and packing.problem else []
     notes += ignored_options(draft.options, plan.deepspeed_config, model.size)
@@ -159,9 +157,20 @@ def resolve_run(
         plan=plan,
         reason=reason,
         packing=packing,
+        masked=masked,
         checkpoint=checkpoint,
         notes=tuple(notes),
     )
+
+
+def _decide_packing(draft: Draft, model: ModelFacts) -> tuple[Packing | None, ModelFacts]:
+    """Decides whether samples share rows, where that was asked for; the model has the attention for it. Collective."""
+    if not draft.options.packing:
+        return None, model
+    packing = distributed.on_rank_0(lambda: try_packing(draft.options, model.config))
+    draft.take(packing_decisions(packing))
+    attn_implementation = packing.attn_implementation or model.attn_implementation
+    return packing, dataclasses.replace(model, attn_implementation=attn_implementation)
 
 
 def _require_same_run(options: TrainConfig, zero_file: dict[str, Any] | None, checkpoint: str | None) -> None:

@@ -73,6 +73,7 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
         run.tokenizer,
         pack=run.options.packing,
         flash=run.options.packing and run.packing.flash,
+        masked=run.masked,
         limits=length_limits(run.model.config),
     )
     trainer = build_trainer(run, data)
