@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import read_json
-from tiny import write_model, write_texts
 
 pytestmark = [pytest.mark.launch, pytest.mark.cluster]
 LOST_SECONDS = 10
@@ -37,27 +36,22 @@ LAUNCH = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(options, tmp_path_factory) -> Path:
+    """With the run.yaml of a training that would run for hours."""
     folder = tmp_path_factory.mktemp("faults")
-    write_model(folder / "model")
-    write_texts(folder / "texts.jsonl", 60)
-    options = {
-        "model": str(folder / "model"),
-        "data": str(folder / "texts.jsonl"),
-        "seq_len": 64,
-        "max_steps": 100_000,
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "overwrite": True,
-        "save_strategy": "steps",
-        "save_steps": 20,
-        "save_total_limit": 2,
-        "disable_tqdm": True,
-        "zero": "3",
-        "lost_timeout": LOST_SECONDS,
-        "step_timeout": STEP_SECONDS,
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(options))
+    told = options(
+        folder / "run",
+        max_steps=100_000,
+        logging_steps=1,
+        overwrite=True,
+        save_strategy="steps",
+        save_steps=20,
+        save_total_limit=2,
+        zero="3",
+        lost_timeout=LOST_SECONDS,
+        step_timeout=STEP_SECONDS,
+    )
+    (folder / "run.yaml").write_text(yaml.safe_dump(told))
     return folder
 
 

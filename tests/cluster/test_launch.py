@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, read_json
-from tiny import write_model, write_texts
 
 from cluster.slurm import Slurm
 
@@ -17,21 +16,9 @@ SECONDS = 600
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(options, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("launch")
-    write_model(folder / "model")
-    write_texts(folder / "texts.jsonl", 40)
-    options = {
-        "model": str(folder / "model"),
-        "data": str(folder / "texts.jsonl"),
-        "seq_len": 64,
-        "max_steps": 2,
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(options))
+    (folder / "run.yaml").write_text(yaml.safe_dump(options(folder / "run", logging_steps=1)))
     return folder
 
 

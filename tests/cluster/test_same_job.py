@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, read_json
-from tiny import write_model, write_texts
 
 from cluster.test_doctor import in_place_of
 
@@ -18,26 +17,14 @@ SECONDS = 600
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A model, data, and a run.yaml in configs/; a stale one in stale/."""
+def folder(options, tmp_path_factory) -> Path:
+    """A run.yaml in configs/; a stale one in stale/."""
     folder = tmp_path_factory.mktemp("same_job")
-    write_model(folder / "model")
-    write_texts(folder / "texts.jsonl", 40)
-    options = {
-        "model": str(folder / "model"),
-        "data": str(folder / "texts.jsonl"),
-        "seq_len": 64,
-        "max_steps": 2,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 0.01,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "zero": "3",
-    }
+    told = options(folder / "run", zero="3")
     for name, changes in (("configs", {}), ("stale", {"learning_rate": 0.001}), ("empty", None)):
         (folder / name).mkdir()
         if changes is not None:
-            (folder / name / "run.yaml").write_text(yaml.safe_dump(options | changes))
+            (folder / name / "run.yaml").write_text(yaml.safe_dump(told | changes))
     return folder
 
 
