@@ -88,7 +88,7 @@ def test_a_layer_of_llama_saves_what_its_operators_need(llama_8b):
         [*product(ARCHITECTURES, ["flash", "sdpa", "eager"], [None, ADAPTERS])],
         [
             ("gemma3", "sdpa", None),
-            ("mixtral", "flash", ADAPTERS),
+            ("llama", "flash", ADAPTERS),
         ],
     ),
 )
