@@ -5,6 +5,7 @@ Rank 0 writes to both. The other ranks write to the file, also where a library p
 
 import contextlib
 import os
+import re
 import socket
 import sys
 from datetime import UTC, datetime
@@ -15,17 +16,19 @@ from dsft.runtime.distributed import rank, world_size
 from dsft.watchdog import client as watchdog
 
 FOLDER = "logs"
+COLOUR = re.compile(r"\033\[[\d;]*m")
 
 
 class _Both:
-    """A text stream that also writes to a file; everything else is the screen's."""
+    """A text stream that also writes to a file, without progress bars and colours; everything else is the screen's."""
 
     def __init__(self, screen: TextIO, file: TextIO):
         self.screen, self.file = screen, file
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):  # a full disk must not end the run; the screen has it
-            self.file.write(text)
+        if "\r" not in text:  # a bar
+            with contextlib.suppress(OSError):  # a full disk must not end the run; the screen has it
+                self.file.write(COLOUR.sub("", text))
         return self.screen.write(text)
 
     def flush(self) -> None:
