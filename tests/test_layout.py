@@ -92,7 +92,7 @@ FLOORS = {
     "data": 4, "planner": 4, "checkpoints": 4,
     "perplexity": 5, "run_setup": 5,
     "training": 6, "cluster": 6, "api": 6, "report": 6,
-    "train": 7, "eval_ppl": 7, "notebook": 7, "evaluate_perplexity": 7, "cli": 7, "__init__": 7,
+    "train": 7, "eval_ppl": 7, "notebook": 7, "plan_pictures": 7, "evaluate_perplexity": 7, "cli": 7, "__init__": 7,
 }  # fmt: skip
 """Room (a folder or a module of dsft/) -> its floor. A module imports from its own room and from lower floors."""
 LONGEST_FILE, LONGEST_FUNCTION = 350, 50

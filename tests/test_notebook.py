@@ -1,4 +1,4 @@
-"""The notebook from top to bottom on tiny real runs, unchanged but for its environment variables; and the parts of it
+"""The notebooks from top to bottom on tiny real runs, unchanged but for environment variables; and the parts of them
 that are easy to get wrong.
 """
 
@@ -15,9 +15,17 @@ from tiny import sentences, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft import notebook as tools
+from dsft.cli.commands import PlanOptions
+from dsft.cli.plan_machine import read_machines
+from dsft.config.options import TrainConfig
 from dsft.perplexity.scoring import token_nats
+from dsft.planner.usual_models import usual_config
+from dsft.run_setup.paper import paper_run
+from dsft.run_setup.plan import choose_plan
+from dsft.units import GiB
 
 NOTEBOOK = ROOT / "notebooks" / "evaluate_checkpoints.ipynb"
+PLAN_NOTEBOOK = ROOT / "notebooks" / "plan_a_run.ipynb"
 MARKUP = "<b>&amp;</b> "
 """Begins every held-out text: a browser must show it, not obey it."""
 
@@ -55,8 +63,8 @@ def trained(options, held_out, tmp_path):
     return train
 
 
-def execute(monkeypatch, folder, held_out, **environment) -> list[dict]:
-    """All outputs of the notebook's cells in order; an exception in a cell is one here."""
+def execute(monkeypatch, folder, held_out, *, notebook=NOTEBOOK, **environment) -> list[dict]:
+    """All outputs of a notebook's cells in order; an exception in a cell is one here."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -67,11 +75,11 @@ def execute(monkeypatch, folder, held_out, **environment) -> list[dict]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     # As `run` has it: another ninja than the training's would compile DeepSpeed's operator again, each time.
     monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    content = nbformat.read(notebook, as_version=4)
     NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOK.parent)}}
+        content, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(notebook.parent)}}
     ).execute()
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    outputs = [output for cell in content.cells if cell.cell_type == "code" for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
     return outputs
 
@@ -151,9 +159,31 @@ def test_the_notebook_starts_the_launcher_for_a_lora_run(trained, held_out, monk
     assert {model.kind for model in tools.find_models(str(folder))} == {"base", "adapter"}
 
 
-def test_the_notebook_is_kept_without_outputs():
-    code = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+@pytest.mark.exhaustive
+def test_the_plan_notebook_draws_what_the_planner_says(trained, tiny, monkeypatch):
+    folder, _ = trained(model=str(tiny / "model" / "config.json"))
+    outputs = execute(monkeypatch, folder, "unused", notebook=PLAN_NOTEBOOK, NODES="1,2", SEQ_LEN=2048)
+    pictures = [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) == 3 and all(len(picture) > 10_000 for picture in pictures)
+    usual_config("meta-llama/Llama-3.1-8B").save_pretrained(folder / "config")
+    (machine,) = read_machines(PlanOptions(gpus="8xH100", nodes="1", interconnect="nvlink+8xib400"))
+    options = TrainConfig(model=str(folder / "config"), seq_len=2048, global_batch_size=256)
+    chosen = choose_plan(paper_run(options, machine).job, machine).plan
+    plans, measured = tables(outputs)
+    row = next(row for row in plans if row[0] == chosen.label)
+    assert float(row[1]) == pytest.approx(chosen.device_bytes / GiB, abs=0.1) and row[-1] == "yes"
+    assert "measured, GiB" in measured[0] and len(measured) > 1
+
+
+@pytest.mark.parametrize("path", [NOTEBOOK, PLAN_NOTEBOOK], ids=lambda path: path.stem)
+def test_notebooks_are_kept_with_outputs_that_a_page_can_show(path):
+    text = path.read_text()
+    code = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
+    assert len(text) < 600_000 and not re.search(r"[^.\w/](/tmp|/home|/root|/mnt)/", text)
     assert "DSFT_RUN" in "".join(code[0]["source"])
 
 

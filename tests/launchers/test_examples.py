@@ -1,0 +1,74 @@
+"""The files of examples/: syntax, and commands that `dsft` takes. No image is built and no cluster started."""
+
+import re
+import shlex
+
+import yaml
+from conftest import ROOT
+
+from dsft.cluster.launch.commands import build_command
+from dsft.cluster.launch.options import read_launch
+from dsft.config.options import TrainConfig
+from dsft.config.reader import read_config
+
+EXAMPLES = ROOT / "examples"
+INSTRUCTIONS = "ARG CMD COPY ENTRYPOINT ENV FROM RUN WORKDIR"
+
+
+def check_launch(words: list[str], monkeypatch, nodes: int) -> None:
+    """The launch makes a torchrun command for so many nodes, and the training takes its options."""
+    assert words[:2] == ["dsft", "launch"]
+    monkeypatch.setenv("MASTER_ADDR", "node-0")
+    options, name, script = read_launch(words[2:])
+    command = build_command(options, name, script)
+    assert name == "train" and command[command.index("--nnodes") + 1] == str(nodes)
+    problems: list[str] = []
+    read_config(TrainConfig, script, problems)
+    assert problems == [], problems
+
+
+def test_the_dockerfile_has_known_instructions_and_copies_what_is_there():
+    lines = re.sub(r"^\s*#.*\n", "", (EXAMPLES / "Dockerfile").read_text(), flags=re.MULTILINE)
+    instructions = [line.split(maxsplit=1) for line in re.sub(r"\\\n", " ", lines).splitlines() if line.strip()]
+    assert {name for name, _ in instructions} <= set(INSTRUCTIONS.split())
+    assert [name for name, _ in instructions if name in ("FROM", "ENTRYPOINT", "CMD")] == ["FROM", "ENTRYPOINT", "CMD"]
+    for name, value in instructions:
+        if name == "COPY":
+            *sources, target = shlex.split(value)
+            assert sources and target and all((ROOT / source).exists() for source in sources), value
+        elif name in ("ENTRYPOINT", "CMD"):
+            assert isinstance(yaml.safe_load(value), list)
+
+
+def test_the_kubernetes_example_is_a_job_whose_pods_find_each_other(monkeypatch, tmp_path):
+    service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    (tmp_path / "run.yaml").write_text("model: m\ndata: d\noutput_dir: o\n")
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    environment = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert (service["kind"], job["kind"], job["spec"]["completionMode"]) == ("Service", "Job", "Indexed")
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert environment["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    nodes = job["spec"]["completions"]
+    assert nodes == job["spec"]["parallelism"] and f"--nodes={nodes}" in container["args"]
+    assert "--node_rank=$(JOB_COMPLETION_INDEX)" in container["args"] and "JOB_COMPLETION_INDEX" in environment
+    words = [
+        word.replace("$(JOB_COMPLETION_INDEX)", "1").replace("/config/run.yaml", str(tmp_path / "run.yaml"))
+        for word in container["args"]
+    ]
+    check_launch(["dsft", *words], monkeypatch, nodes)
+
+
+def test_the_skypilot_example_launches_on_its_nodes(monkeypatch, tmp_path):
+    task = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
+    (tmp_path / "run.yaml").write_text("model: m\ndata: d\noutput_dir: o\n")
+    values = {"NUM_NODES": task["num_nodes"], "NODE_RANK": 1, "NUM_GPUS_PER_NODE": 8}
+    text = task["run"].replace("\\\n", " ").replace("$CONFIG", str(tmp_path / "run.yaml"))
+    for name, value in values.items():
+        text = text.replace(f"$SKYPILOT_{name}", str(value))
+    (line,) = (line for line in text.splitlines() if line.startswith("dsft launch"))
+    check_launch(shlex.split(line), monkeypatch, task["num_nodes"])
+    assert (ROOT / task["workdir"]).is_dir() and set(task["envs"]) == {"CONFIG"}
+    assert (ROOT / re.search(r"scripts/\w+", task["setup"])[0]).is_file()
