@@ -2,6 +2,9 @@
 
 # ruff: noqa: F401
 import gc
+import os
+import sys
+from pathlib import Path
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # DeepSpeed's ZeRO imports it late, and TorchInductor with it
 import peft
@@ -15,7 +18,8 @@ import dsft.api
 import dsft.eval_ppl
 import dsft.train
 
-# DeepSpeed takes a second in each rank to see that an operator is compiled already.
+# DeepSpeed takes a second in each rank to see, with the environment's ninja, that an operator is compiled already.
+os.environ["PATH"] += f"{os.pathsep}{Path(sys.executable).parent}"
 for operator in (CPUAdamBuilder(), ShareMemCommBuilder()):
     operator.load(verbose=False)
 

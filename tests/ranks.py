@@ -54,7 +54,7 @@ def on_ranks(
             until = time.monotonic() + SECONDS
             while any(rank.is_alive() for rank in ranks) and not any(rank.exitcode for rank in ranks):
                 assert time.monotonic() < until, f"not done in {SECONDS} s: {log.read_text()[-5000:]}"
-                if kill_when is not None and kill_when():
+                if kill_when is not None and holds(kill_when):
                     random.Random(seed).shuffle(ranks)
                     for rank in ranks:
                         rank.kill()
@@ -63,6 +63,14 @@ def on_ranks(
                 time.sleep(0.001 if kill_when else 0.02)
             assert not any(rank.exitcode for rank in ranks), log.read_text()[-5000:]
         return [pickle.loads(result.read_bytes()) for result in results]
+
+
+def holds(condition: Callable[[], bool]) -> bool:
+    """Whether `condition()` is true: it is not where a file that it looks at is moved or removed meanwhile."""
+    try:
+        return condition()
+    except FileNotFoundError:
+        return False
 
 
 def train_all(world: int, cases: list[dict], log: Path) -> str:

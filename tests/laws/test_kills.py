@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, flags, read_json
-from ranks import ranks_below
+from ranks import holds, ranks_below
 from safetensors.torch import load_file
 
 from dsft.checkpoints.manifest import checkpoints, integrity_errors
@@ -30,9 +30,9 @@ def deepspeed_buffers() -> set[str]:
 def wait_for(condition, process: subprocess.Popen, seconds: float = 600) -> bool:
     """Whether `condition()` came to hold before the process ended."""
     until = time.monotonic() + seconds
-    while not condition() and process.poll() is None and time.monotonic() < until:
+    while not holds(condition) and process.poll() is None and time.monotonic() < until:
         time.sleep(0.002)
-    return condition()
+    return holds(condition)
 
 
 def test_twenty_kills_change_nothing_but_the_time(run, options, tmp_path):
