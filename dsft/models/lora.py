@@ -13,10 +13,14 @@ ALL_LINEAR = "all-linear"
 
 
 def add_lora(model: PreTrainedModel, options: LoraFields, *, adapter: str | None = None) -> PeftModel:
-    """Returns `model` with trainable adapters as the options say, or with those of the folder `adapter`."""
+    """Returns `model` with trainable adapters as the options say, or with those of the folder `adapter`.
+
+    Adapters have the base's dtype, and DeepSpeed keeps fp32 masters of them. peft would make them fp32, and under
+    ZeRO-3 DeepSpeed leaves them so: every product of an adapter is then in fp32, and its inputs are kept twice.
+    """
     if adapter:
-        return PeftModel.from_pretrained(model, adapter, is_trainable=True)
-    return get_peft_model(model, lora_config(options, model))
+        return PeftModel.from_pretrained(model, adapter, is_trainable=True, autocast_adapter_dtype=False)
+    return get_peft_model(model, lora_config(options, model), autocast_adapter_dtype=False)
 
 
 def saved_lora_config(adapter: str) -> PeftConfig:

@@ -152,11 +152,7 @@ def _stage_3_nvme(layout: ZeroLayout) -> list[Term]:
 
 
 def _stage_3_params_nvme(layout: ZeroLayout) -> list[Term]:
-    offload, weight_bytes, trained_weight_bytes = (
-        layout.zero["offload_param"],
-        layout.weight_bytes,
-        layout.trained_weight_bytes,
-    )
+    offload, weight_bytes = layout.zero["offload_param"], layout.weight_bytes
     buffers, elements = offload["buffer_count"], offload["buffer_size"]
     in_memory = min(layout.share, offload["max_in_cpu"])
     return [
@@ -169,8 +165,8 @@ def _stage_3_params_nvme(layout: ZeroLayout) -> list[Term]:
         _host(
             layout,
             "trained shards",
-            _pinned(layout, trained_weight_bytes * in_memory),
-            f"{trained_weight_bytes} x {in_memory:,} (max_in_cpu), pinned",
+            _pinned(layout, weight_bytes * in_memory),
+            f"{weight_bytes} x {in_memory:,} (max_in_cpu), pinned",
         ),
     ]
 
@@ -179,36 +175,36 @@ def _stage_3_params(layout: ZeroLayout) -> list[Term]:
     """List shards one by one as zero.Init makes them; trained ones then move to one flat buffer, which is always pinned
     (_create_param_groups_fp16_flat_cpu_memory).
     """
-    weight_bytes, trained_weight_bytes, ranks = layout.weight_bytes, layout.trained_weight_bytes, layout.world_size
+    weight_bytes, ranks = layout.weight_bytes, layout.world_size
     threshold, pin = layout.zero["stage3_param_persistence_threshold"], layout.zero["offload_param"]["pin_memory"]
 
-    def shards(numels: Counter[int], width: int) -> int:
+    def shards(numels: Counter[int]) -> int:
         return sum(
-            _pinned(layout, width * -(-numel // ranks), pin=pin) * count
+            _pinned(layout, weight_bytes * -(-numel // ranks), pin=pin) * count
             for numel, count in numels.items()
             if numel > threshold
         )
 
     # Freed shards of trained parameters stay with the allocator where they were pinned.
-    freed = shards(layout.trained_numels, trained_weight_bytes) if layout.has_gpu and pin else 0
+    freed = shards(layout.trained_numels) if layout.has_gpu and pin else 0
     one_by_one = f"parameter / {ranks}, pinned one by one"
     return [
         _host(
             layout,
             "trained shards",
-            _pinned(layout, trained_weight_bytes * layout.share),
-            f"{trained_weight_bytes} x {layout.share:,}, pinned",
+            _pinned(layout, weight_bytes * layout.share),
+            f"{weight_bytes} x {layout.share:,}, pinned",
         ),
         _host(
             layout,
             "frozen shards",
-            shards(layout.frozen_numels, weight_bytes),
+            shards(layout.frozen_numels),
             f"{weight_bytes} x each frozen {one_by_one}",
         ),
         _host(
             layout,
             "allocator's leftovers",
             freed,
-            f"{trained_weight_bytes} x each trained {one_by_one}, kept when they move",
+            f"{weight_bytes} x each trained {one_by_one}, kept when they move",
         ),
     ]

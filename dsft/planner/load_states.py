@@ -12,8 +12,9 @@ from dsft.planner.zero_layout import ZeroLayout, frozen_bytes
 def load_terms(layout: ZeroLayout) -> list[Term]:
     """List what one device, and one node's host memory, hold before training."""
     size, weight_bytes, trained = layout.size, layout.weight_bytes, layout.num_trainable
-    # peft makes adapters in fp32, in full on every rank; DeepSpeed then converts or shards them.
-    adapters = 4 * trained if size.lora_r else 0
+    # Adapters are in full on every rank until DeepSpeed shards them; over a quantised base it also converts them.
+    adapter_bytes = 4 if size.quantization else weight_bytes
+    adapters = adapter_bytes * trained if size.lora_r else 0
     all_trained = (weight_bytes * trained, f"{weight_bytes} x {trained:,}")
     weights, how = frozen_bytes(layout) if size.lora_r or not trained else all_trained
     place = "host" if layout.has_gpu else "device"
@@ -30,11 +31,11 @@ def load_terms(layout: ZeroLayout) -> list[Term]:
             moved = weights + (weight_bytes * trained if size.lora_r else 0)
             terms.append(_load(layout, "weights moved to the device", moved, how, place="device"))
         elif layout.stage in (1, 2):
-            # Adapters in the model's dtype and their flat copy replace those in fp32.
-            flat = 2 * weight_bytes * trained - adapters if adapters else weight_bytes * trained
             how = f"{weight_bytes} x {trained:,} (flatten_dense_tensors_aligned)"
-            terms.append(_load(layout, "flat copy of trained weights", max(0, flat), how, place="device"))
-    return terms + ([_load(layout, "adapters", adapters, f"4 x {trained:,}", place=place)] if adapters else [])
+            flat = weight_bytes * trained
+            terms.append(_load(layout, "flat copy of trained weights", flat, how, place="device"))
+    formula = f"{adapter_bytes} x {trained:,}"
+    return terms + ([_load(layout, "adapters", adapters, formula, place=place)] if adapters else [])
 
 
 def _shards(layout: ZeroLayout, weights: int, how: str, adapters: int) -> list[Term]:

@@ -31,15 +31,9 @@ def shards(layout: ZeroLayout) -> list[Term]:
     """List this rank's part of the weights; none where they are offloaded."""
     if layout.param_device != "none":
         return []
-    weight_bytes, trained_weight_bytes = layout.weight_bytes, layout.trained_weight_bytes
-    frozen, trained = layout.num_frozen, layout.num_trainable
-    weights = f"{weight_bytes} x {frozen:,} frozen + {trained_weight_bytes} x {trained:,} trained"
+    weight_bytes, params, ranks = layout.weight_bytes, layout.size.num_params, layout.world_size
     return [
-        Term(
-            name="weights",
-            num_bytes=(weight_bytes * frozen + trained_weight_bytes * trained) // layout.world_size,
-            formula=f"({weights}) / {layout.world_size}",
-        )
+        Term(name="weights", num_bytes=weight_bytes * params // ranks, formula=f"{weight_bytes} x {params:,} / {ranks}")
     ]
 
 
@@ -55,8 +49,7 @@ def _optimizer_on_device(layout: ZeroLayout) -> list[Term]:
     flat = layout.flat_gradient_bytes
     largest = min(share, max(groups) + math.ceil(layout.largest_inner / ranks) * (len(groups) > 1))
     # Only the step partitions these, and gathers them again (step, _post_step).
-    frozen_kept, trained_kept = persistent_params(layout)
-    released = weight_bytes * frozen_kept + layout.trained_weight_bytes * trained_kept
+    released = weight_bytes * sum(persistent_params(layout))
     return [
         # An fp32 master of its own in fp32 training too (_create_fp32_partitions compares a torch.device with a name).
         Term(
@@ -140,23 +133,20 @@ def gathered(layout: ZeroLayout) -> list[Term]:
     """List full parameters, and the buffers through which they and their gradients pass; none on a single rank."""
     if not layout.gathers:
         return []
-    weight_bytes, trained_weight_bytes = layout.weight_bytes, layout.trained_weight_bytes
-    frozen, trained = persistent_params(layout)
+    weight_bytes, kept = layout.weight_bytes, sum(persistent_params(layout))
     live, most = live_params(layout)
-    fp32_adapters = (trained_weight_bytes - weight_bytes) * (layout.num_trainable - trained) * live // max(most, 1)
-    persistent = f"{weight_bytes} x {frozen:,} + {trained_weight_bytes} x {trained:,} (trained)"
+    threshold = layout.zero["stage3_param_persistence_threshold"]
     return [
         Term(
             name="persistent parameters",
-            num_bytes=weight_bytes * frozen + trained_weight_bytes * trained,
-            formula=f"{persistent} up to the threshold {layout.zero['stage3_param_persistence_threshold']:,}",
+            num_bytes=weight_bytes * kept,
+            formula=f"{weight_bytes} x {kept:,} up to the threshold {threshold:,}",
         ),
         Term(
             name="gathered parameters",
-            num_bytes=weight_bytes * live + fp32_adapters,
+            num_bytes=weight_bytes * live,
             phase="compute",
-            formula=f"{weight_bytes} x {live:,} of {most:,}"
-            + (f" + {fp32_adapters:,} as adapters are fp32" if fp32_adapters else ""),
+            formula=f"{weight_bytes} x {live:,} of {most:,}",
         ),
         _prefetch_or_reduce(layout),
     ]
@@ -164,7 +154,7 @@ def gathered(layout: ZeroLayout) -> list[Term]:
 
 def _prefetch_or_reduce(layout: ZeroLayout) -> Term:
     """Count the larger of what a prefetch and what a reduction copies: they do not come at one time."""
-    weight_bytes, trained_weight_bytes = layout.weight_bytes, layout.trained_weight_bytes
+    weight_bytes = layout.weight_bytes
     fetched = weight_bytes * prefetched_params(layout)
     if not layout.num_trainable:
         return Term(name="prefetch copies", num_bytes=fetched, phase="compute", formula=_prefetch_formula(layout))
@@ -173,14 +163,14 @@ def _prefetch_or_reduce(layout: ZeroLayout) -> Term:
     # then.
     live, most = live_params(layout)
     flattened = min(layout.zero["reduce_bucket_size"], layout.num_trainable) if live < most else 0
-    reduced = trained_weight_bytes * layout.largest_trained + weight_bytes * flattened
+    reduced = weight_bytes * (layout.largest_trained + flattened)
     return Term(
         name="prefetch or reduce copies",
         num_bytes=max(fetched, reduced),
         phase="compute",
         formula=(
-            f"max({_prefetch_formula(layout)}, gradient {trained_weight_bytes} x {layout.largest_trained:,} +"
-            f" {weight_bytes} x flat bucket {flattened:,}), not at one time"
+            f"max({_prefetch_formula(layout)}, {weight_bytes} x (gradient {layout.largest_trained:,} + flat bucket"
+            f" {flattened:,})), not at one time"
         ),
     )
 
@@ -197,7 +187,7 @@ def secondary(layout: ZeroLayout) -> list[Term]:
     over = layout.zero["zero_hpz_partition_size"]
     if over <= 1 or layout.param_device != "none":
         return []
-    weight_bytes, trained_weight_bytes = layout.weight_bytes, layout.trained_weight_bytes
+    weight_bytes = layout.weight_bytes
     live, most = live_params(layout)
     return [
         Term(
@@ -207,10 +197,10 @@ def secondary(layout: ZeroLayout) -> list[Term]:
         ),
         Term(
             name="secondary partition",
-            num_bytes=trained_weight_bytes * layout.num_trainable // over,
+            num_bytes=weight_bytes * layout.num_trainable // over,
             # With everything gathered and one micro batch, the first release comes at the end of its backward, as
             # gathered parameters go.
             phase="always" if layout.accumulates or live < most else "step",
-            formula=f"{trained_weight_bytes} x {layout.num_trainable:,} / {over}",
+            formula=f"{weight_bytes} x {layout.num_trainable:,} / {over}",
         ),
     ]

@@ -111,8 +111,8 @@ class ZeroLayout:
 
     @property
     def weight_bytes(self) -> int:
-        """Of a base weight, a gradient and a bucket's element. DeepSpeed accumulates and communicates in the model's
-        dtype.
+        """Of a weight, a gradient and a bucket's element: adapters have the base's dtype (models/lora.py), and
+        DeepSpeed accumulates and communicates in the model's.
         """
         return DTYPE_BYTES[self.dtype]
 
@@ -120,13 +120,6 @@ class ZeroLayout:
     def has_fp32_master(self) -> bool:
         """Whether the optimizer updates fp32 copies of the weights: in bf16 and fp16."""
         return self.dtype != "float32"
-
-    @property
-    def trained_weight_bytes(self) -> int:
-        """Of a trained weight. peft makes adapters in fp32; engine.py casts them to the model's dtype, but not where
-        zero.Init made the base (`_cast_module_mixed_precision`).
-        """
-        return 4 if self.stage == 3 and self.size.lora_r else self.weight_bytes
 
     @property
     def flat_gradient_bytes(self) -> int:

@@ -122,15 +122,17 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build(case: dict[str, Any]):
-    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, LlamaConfig
     from transformers.integrations import HfDeepSpeedConfig
+
+    from dsft.config.options import TrainConfig
+    from dsft.models.lora import add_lora
 
     keep = HfDeepSpeedConfig(case["config"])
     dtype = getattr(torch, case["dtype"])
     model = AutoModelForCausalLM.from_config(LlamaConfig(**case["model"]), dtype=dtype)
     if case.get("lora_r"):
-        model = get_peft_model(model, LoraConfig(r=case["lora_r"], target_modules="all-linear"))
+        model = add_lora(model, TrainConfig(method="lora", lora_r=case["lora_r"]))
         model.enable_input_require_grads()  # as dsft.models.build does
     return model, keep
 
