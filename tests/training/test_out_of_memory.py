@@ -3,8 +3,12 @@
 import re
 
 import pytest
+import torch
+import torch.distributed
 from conftest import flags
 from tiny import write_texts
+
+from dsft.training.out_of_memory import which_memory
 
 
 @pytest.mark.launch
@@ -40,3 +44,39 @@ def test_out_of_memory_names_the_plan_the_peak_and_the_next_smaller_plan(run, op
         MALLOC_ARENA_MAX="1",
     )
     assert again.returncode == 0, again.stderr[-3000:]
+
+
+FORMS = {
+    "torch's allocator": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "GPU"),
+    "cuBLAS": (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "GPU"),
+    "an operator": (torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"), "GPU"),
+    "expandable segments": (RuntimeError("CUDA driver error: out of memory"), "GPU"),
+    "NCCL": (
+        torch.distributed.DistBackendError(
+            "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.27.5\nncclUnhandledCudaError: Call"
+            " to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+        ),
+        "GPU",
+    ),
+    "the host": (
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+        "host",
+    ),
+    "Python": (MemoryError(), "host"),
+    "another error": (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), None),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_the_error_is_known_and_names_its_memory(form):
+    error, memory = FORMS[form]
+    assert which_memory(error) == memory
+
+
+def test_pinned_memory_is_the_host_s_though_the_driver_says_the_same_of_a_gpu():
+    def pin_memory():
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    with pytest.raises(RuntimeError) as raised:
+        pin_memory()
+    assert which_memory(raised.value) == "pinned host"
