@@ -15,6 +15,7 @@ Shape suffixes: B batch, T time, H hidden, V vocabulary, W one tile of it, N sco
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from dsft.perplexity.kl import COLUMNS, score_pair
 from dsft.perplexity.recording import Recorder
 from dsft.perplexity.sums import Perplexity, add_up, pieces_of
 from dsft.perplexity.windows import Windows
+from dsft.runtime.console import say
 from dsft.runtime.distributed import sum_over_ranks
 from dsft.watchdog import client as watchdog
 
@@ -103,6 +105,10 @@ def evaluate_windows(
     return add_up(windows, pieces, sums_KP.numpy(), fed_tokens=fed_tokens, rows_alone=rules.alone)
 
 
+_is_chunked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Whether the head of a model can be computed in parts, as all its ranks found."""
+
+
 def _scorer(
     model: nn.Module, reference: nn.Module | None, pad_token_id: int, device: torch.device
 ) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
@@ -111,7 +117,14 @@ def _scorer(
     for each in (model, reference):
         if each is not None:
             head = ChunkedHead(each, VOCAB_TILE[device.type])
-            heads.append(head if head.agrees(dummy) else each)
+            if each not in _is_chunked:  # once for a model: under ZeRO-3 it takes two gathers of all weights
+                _is_chunked[each] = head.agrees(dummy)
+                if not _is_chunked[each]:
+                    say(
+                        f"note: the head of {type(each).__name__} cannot be computed in parts: all logits of a batch"
+                        " are made at once; fewer tokens in a batch take less memory"
+                    )
+            heads.append(head if _is_chunked[each] else each)
     if reference is None:
         return lambda batch: score(heads[0], batch)[None]
     return lambda batch: in_exact_steps(score_pair(*heads, batch))

@@ -1,0 +1,32 @@
+"""Whether a head computed in parts is taken: by differences of rounding alone, and by all ranks or none."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from transformers import AutoModelForCausalLM
+
+from dsft.models.chunked_head import ChunkedHead, are_same_logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_roundings_are_no_other_logits_and_another_scale_is(dtype):
+    logits_NV = 5 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(0))
+    # two steps at the largest logit, as sums in another order differ: far beyond 1 % of a logit near 0
+    noise_NV = 2 * torch.finfo(dtype).eps * logits_NV.abs().amax(dim=1, keepdim=True) * torch.linspace(-1, 1, 1000)
+    assert are_same_logits(logits_NV.to(dtype), (logits_NV + noise_NV).to(dtype))
+    assert not are_same_logits(logits_NV.to(dtype), (1.1 * logits_NV).to(dtype))
+    assert not are_same_logits(logits_NV.to(dtype), logits_NV.to(dtype)[:, 1:])
+    assert not are_same_logits(logits_NV.to(dtype), torch.full_like(logits_NV, torch.nan).to(dtype))
+
+
+def agrees_where_rank_1_sees_another(model: str) -> bool:
+    head = ChunkedHead(AutoModelForCausalLM.from_pretrained(model).eval(), vocab_tile=100)
+    if torch.distributed.get_rank() == 1:
+        logits = head.logits
+        head.logits = lambda hidden: (part + 1 for part in logits(hidden))
+    return head.agrees(torch.ones(1, 8, dtype=torch.long))
+
+
+def test_ranks_that_differ_take_plain_logits_together(tiny):
+    """Under ZeRO-3 the two ways run other collectives: ranks that went different ways would wait for each other."""
+    assert on_ranks(2, agrees_where_rank_1_sees_another, str(tiny / "model")) == [False, False]
