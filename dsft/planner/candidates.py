@@ -75,6 +75,7 @@ def batches(job: Job, world_size: int) -> Iterator[tuple[int, int]]:
 def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Machine) -> Iterator[dict[str, Any]]:
     """Yield the configuration with numbers for this model, then with less memory; a JSON of the user's stays."""
     config = compose(zero_file or read_zero_file(name, []), ranks_per_node=machine.ranks_per_node)
+    _make_room_for_largest(config, job.size, machine.world_size)
     if zero_file is not None:
         yield config
         return
@@ -142,6 +143,17 @@ def _adapters(size: ModelSize) -> int:
         if sum(n * count for n, count in size.numels if n <= numel) <= PERSISTENT_SHARE * size.num_params:
             return numel
     return 0
+
+
+def _make_room_for_largest(config: dict[str, Any], size: ModelSize, world_size: int) -> None:
+    """Raise a `buffer_size` of offload to NVMe to the shard of the largest parameter, of which DeepSpeed asserts that
+    it fits (swap_tensor/partitioned_param_swapper.py).
+    """
+    offload = get_value(config, "zero_optimization.offload_param") or {}
+    if offload.get("device") == "nvme":
+        shard = -(-max(numel for numel, _ in size.numels) // world_size)
+        given = offload.get("buffer_size")
+        offload["buffer_size"] = max(given if isinstance(given, int) else 0, -(-shard // 1024) * 1024)
 
 
 def leaner_settings(config: dict[str, Any]) -> str:

@@ -244,8 +244,9 @@ def _optimizer(deepspeed_config: dict[str, Any], name: str) -> OptimizerMemory:
     """Return what DeepSpeed's own optimizer takes where the configuration names one (FusedAdam, CPUAdam), else that of
     `name`; with bf16_optimizer_states the moments and what is updated are bf16.
     """
-    kind = get_value(deepspeed_config, "optimizer.type")
-    memory = OPTIMIZERS.get("adamw_torch_fused" if kind else name, OPTIMIZERS[DEFAULT_OPTIMIZER])
+    if get_value(deepspeed_config, "optimizer.type"):
+        name = "adamw_torch" if get_value(deepspeed_config, "optimizer.params.torch_adam") else "adamw_torch_fused"
+    memory = OPTIMIZERS.get(name, OPTIMIZERS[DEFAULT_OPTIMIZER])
     if get_value(deepspeed_config, "bf16.bf16_optimizer_states"):
         return dataclasses.replace(memory, state=memory.state / 2, master=2, step=memory.step // 2)
     if get_value(deepspeed_config, "bf16.bf16_master_weights_and_grads"):

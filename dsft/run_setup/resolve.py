@@ -23,7 +23,7 @@ from dsft.checkpoints.run_folder import (
     last_checkpoint,
     start_from_weights,
 )
-from dsft.config.deepspeed_json import stage
+from dsft.config.deepspeed_json import get_value, stage
 from dsft.config.options import Decision, TrainConfig, common_options
 from dsft.data.sources import FormattedSource
 from dsft.data.training_data import check_sources
@@ -58,7 +58,8 @@ from dsft.run_setup.room import check_room
 from dsft.runtime import distributed
 from dsft.runtime.agreement import SAME_FILES, SAME_OPTIONS, require_agreement
 from dsft.runtime.console import say
-from dsft.runtime.hardware import Machine
+from dsft.runtime.fused_adam import fused_adam_problem, takes_fused_adam, with_torch_adam
+from dsft.runtime.hardware import Machine, has_gpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,13 +139,13 @@ def resolve_run(
         say(f"nothing left to train: {checkpoint} is the end of this run; {way_out}")
         return None
     _require_same_run(draft.options, checked.zero_file, checkpoint)
+    zero_file, notes = _with_an_adam_that_compiles(checked.zero_file)
     draft.take(decisions)
     packing, model = _decide_packing(draft, _with_adapter(checked, draft.options))
     masked = distributed.on_rank_0(lambda: is_masked(draft.options, model, checked.data))
     job = job_over_data(draft.options, model, checked.data, masked=masked)
-    plan, reason = distributed.on_rank_0(lambda: _plan(draft.options, job, machine, checked.zero_file, checkpoint))
-    notes = [packing_note(packing)] if packing and packing.problem else []
-    notes += ignored_options(draft.options, plan.deepspeed_config, model.size)
+    plan, reason = distributed.on_rank_0(lambda: _plan(draft.options, job, machine, zero_file, checkpoint))
+    notes += _notes_on_plan(draft.options, plan, model, packing, zero_file)
     return ResolvedRun(
         options=draft.options,
         decisions=tuple(draft.decisions),
@@ -183,6 +184,16 @@ def _require_same_run(options: TrainConfig, zero_file: dict[str, Any] | None, ch
     if checkpoint:
         files[f"{checkpoint} to resume from"] = manifest_hash(Path(checkpoint))
     require_agreement({SAME_OPTIONS: common_options(options), SAME_FILES: files})
+
+
+def _with_an_adam_that_compiles(zero_file: dict[str, Any] | None) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the DeepSpeed JSON with torch's AdamW where a rank cannot compile DeepSpeed's, and a note. Collective."""
+    if zero_file is None or not has_gpu() or not takes_fused_adam(zero_file):
+        return zero_file, []
+    problems = [problem for problem in distributed.from_all([fused_adam_problem()]) if problem]
+    if not problems:
+        return zero_file, []
+    return with_torch_adam(zero_file), [f"optimizer: torch's Adam, since FusedAdam cannot be compiled ({problems[0]})"]
 
 
 def _with_adapter(checked: CheckedRun, options: TrainConfig) -> ModelFacts:
@@ -273,6 +284,26 @@ def packing_note(packing: Packing) -> str:
         "packing is left out, sequences are padded instead: samples in one row cannot be kept apart in this model,"
         f" {packing.problem}"
     )
+
+
+def _notes_on_plan(
+    options: TrainConfig, plan: Plan, model: ModelFacts, packing: Packing | None, zero_file: dict[str, Any] | None
+) -> list[str]:
+    deepspeed_config = plan.deepspeed_config
+    return [
+        *([packing_note(packing)] if packing and packing.problem else []),
+        *raised_buffers(zero_file, deepspeed_config),
+        *ignored_options(options, deepspeed_config, model.size),
+    ]
+
+
+def raised_buffers(zero_file: dict[str, Any] | None, deepspeed_config: dict[str, Any]) -> list[str]:
+    """Say which number of a DeepSpeed JSON was too small for the model."""
+    key = "zero_optimization.offload_param.buffer_size"
+    given, taken = get_value(zero_file or {}, key), get_value(deepspeed_config, key)
+    if given is None or given == taken:
+        return []
+    return [f"{key}: {taken:,} instead of {given}, since the largest parameter's shard must fit"]
 
 
 def _plan(
