@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from dsft.checkpoints.run_folder import METRICS
+from dsft.errors import TrainingStopped
 from dsft.runtime.console import say
 from dsft.runtime.distributed import max_over_ranks
 from dsft.runtime.hardware import peak_memory_bytes
@@ -38,6 +39,10 @@ LOGGED = {
 
 AS_GOOD_AS_GUESSING = 0.01
 """A loss within this share of ln(vocabulary) is that of guessing."""
+
+
+MOST_SKIPPED = 10
+"""Steps that may be left out in a row in bf16. In fp16 the first ones are, until the loss's scale fits."""
 
 
 def gather_extra_metrics() -> dict[str, float]:
@@ -90,6 +95,32 @@ class LearningCheck(TrainerCallback):
     def _warn(self, text: str) -> None:
         self.warnings.append(text)
         say(f"warning: {text}")
+
+
+class SkippedSteps:
+    """Counts the optimizer steps that DeepSpeed leaves out in bf16 without a word: a gradient is infinite or NaN."""
+
+    def __init__(self):
+        self.number = self.in_a_row = 0
+
+    def note(self, step: int, *, is_skipped: bool) -> None:
+        """Note step number `step`; the same on all ranks.
+
+        Raises:
+            TrainingStopped: where MOST_SKIPPED steps in a row were left out.
+        """
+        self.in_a_row = self.in_a_row + 1 if is_skipped else 0
+        if not is_skipped:
+            return
+        self.number += 1
+        if self.in_a_row == 1:
+            say(f"warning: a gradient is infinite or NaN at step {step}: DeepSpeed leaves this step out")
+        if self.in_a_row == MOST_SKIPPED:
+            raise TrainingStopped(
+                f"a gradient was infinite or NaN in {MOST_SKIPPED} steps in a row, up to step {step}: nothing is learnt"
+                " any more. Usual causes: a learning rate too high, or broken weights in the model that training"
+                " started from; checkpoints are untouched"
+            )
 
 
 class MetricsFile(TrainerCallback):

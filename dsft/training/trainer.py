@@ -28,7 +28,14 @@ from dsft.perplexity.windows import windows_of_sequences
 from dsft.planner.plan import Plan
 from dsft.runtime import preemption
 from dsft.runtime.distributed import sum_over_ranks
-from dsft.training.callbacks import Heartbeat, LearningCheck, MetricsFile, ProgressLog, gather_extra_metrics
+from dsft.training.callbacks import (
+    Heartbeat,
+    LearningCheck,
+    MetricsFile,
+    ProgressLog,
+    SkippedSteps,
+    gather_extra_metrics,
+)
 from dsft.training.plan_check import PlanCheck
 from dsft.training.saving_trainer import SavingTrainer
 from dsft.units import padded_width
@@ -69,6 +76,7 @@ class PerplexityTrainer(SavingTrainer):
             self.add_callback(callback)
         self.learning = LearningCheck(model.config.get_text_config().vocab_size)
         self.add_callback(self.learning)
+        self.skipped_steps = SkippedSteps()
         self.is_stopping = False
         self.extra_metrics: dict[str, float] = {}
         self.plan_check = PlanCheck(plan)
@@ -129,6 +137,7 @@ class PerplexityTrainer(SavingTrainer):
         loss is NaN or infinite or any was asked to stop, and all stop together: one collective, waited for once.
         """
         num_tokens = inputs.pop("num_tokens")
+        skipped = self.model_wrapped.skipped_steps
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.since_last_step += torch.cat([~loss.isfinite().view(1), num_tokens])
         if not self.accelerator.sync_gradients:  # the same on all ranks; micro batches in between are not waited for
@@ -151,6 +160,9 @@ class PerplexityTrainer(SavingTrainer):
                 f" rate too high (here {self.args.learning_rate}), fp16 where bf16 is needed, or broken weights in the"
                 " model that training started from"
             )
+        if not self.args.fp16:
+            step = self.state.global_step + 1
+            self.skipped_steps.note(step, is_skipped=self.model_wrapped.skipped_steps > skipped)
         return loss
 
     def _track_num_input_tokens(self, inputs: dict[str, torch.Tensor]) -> None:
@@ -197,6 +209,7 @@ class PerplexityTrainer(SavingTrainer):
             **{name: evaluation[name] for name in evaluated if name in evaluation},
             "best_checkpoint": self.state.best_model_checkpoint,
             "saves": dataclasses.asdict(self.saves),
+            "skipped_steps": self.skipped_steps.number,
             "warnings": self.learning.warnings,
             "plan_check": self.plan_check.comparisons,
             "log": log,
