@@ -117,6 +117,10 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(main)
     def wrapped(*args, **kwargs):
         try:
+            if sys.platform != "linux":  # /proc, fork, NCCL
+                raise UserError(
+                    [f"dsft runs on Linux only, and this is {sys.platform}: use WSL, a container or a host"]
+                )
             return main(*args, **kwargs)
         except tuple(EXIT_CODES) as error:
             _end(error)

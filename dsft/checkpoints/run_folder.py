@@ -124,6 +124,11 @@ def _other_tools(config: TrainConfig, folder: Path) -> list[str] | None:
     return (_known_run(folder) or {}).get("other_tools_checkpoints") if config.verify_resume else None
 
 
+def was_killed(output_dir: str) -> bool:
+    """Tell whether the run in a folder has ended without a word, or still runs."""
+    return (_known_run(output_dir) or {}).get("status") == "running"
+
+
 def _known_run(folder: str | Path) -> dict[str, Any] | None:
     return read_run(str(folder)) if (Path(folder) / RUN).is_file() else None
 

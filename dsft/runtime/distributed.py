@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsft.errors import NotStarted, UserError, on_exit, one_line, raise_if_any
-from dsft.runtime.hardware import Machine, cpu_count, has_gpu, this_machine
+from dsft.runtime.hardware import Machine, cpu_count, has_gpu, require_seen_gpus, this_machine
 from dsft.runtime.job_token import job_name, meet_own_job
 from dsft.runtime.launcher_env import SINGLE_PROCESS_ENV, choose_interface, map_launcher_variables
 from dsft.runtime.op_locks import name_owners_of_operator_locks
@@ -144,6 +144,7 @@ def _set_library_variables() -> None:
         # used together.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     else:
+        require_seen_gpus()
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if world_size() > 1:
         _share_cores()

@@ -5,10 +5,12 @@ where a GPU is asked.
 """
 
 import ctypes
+import glob
 import os
 import re
 import resource
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,6 +110,30 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+GPU_FILES = "/dev/nvidia[0-9]*"
+"""What the driver of NVIDIA shows of each GPU."""
+
+
+def require_seen_gpus() -> None:
+    """Refuse to run on CPUs in silence beside GPUs that torch does not see, unless CPU ranks are asked for.
+
+    Raises:
+        UserError: where this machine has such GPUs.
+    """
+    are_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or os.environ.get("DS_ACCELERATOR") == "cpu"
+    if are_hidden or not glob.glob(GPU_FILES) or has_gpu():
+        return
+    import torch
+
+    build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for CPUs"
+    raise UserError(
+        [
+            f"this machine has GPUs ({GPU_FILES}) that torch {torch.__version__} does not see; it {build}. Install a"
+            " torch for the CUDA version that nvidia-smi names, or ask for CPU ranks with DS_ACCELERATOR=cpu"
+        ]
+    )
+
+
 def cpu_count() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0))
@@ -175,6 +201,32 @@ def _ask_gpus() -> tuple[str, int]:
     gpus = [int(rank_gpu)] if rank_gpu else range(torch.cuda.device_count())
     memory = [torch.cuda.mem_get_info(gpu) for gpu in gpus]
     return torch.cuda.get_device_name(0), min(min(total, free + GiB) for free, total in memory)
+
+
+FREE_SHARE = 0.95
+"""Of a GPU's memory, where nothing but a context is on it."""
+FREED_WITHIN_SECONDS, UNCHANGED_SECONDS = 180.0, 60.0
+
+
+def wait_for_freed_gpu() -> float:
+    """Waits until the processes of a killed run have given back this rank's GPU, and returns the seconds that it took.
+
+    Ends where the memory is free, where nobody gave any back for UNCHANGED_SECONDS (it is another program's then), and
+    after FREED_WITHIN_SECONDS.
+    """
+    import torch
+
+    def free_share() -> float:
+        free, total = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))
+        return free / total
+
+    start = changed = now = time.monotonic()
+    share = free_share()
+    while share < FREE_SHARE and now - start < FREED_WITHIN_SECONDS and now - changed < UNCHANGED_SECONDS:
+        time.sleep(1)
+        now, latest = time.monotonic(), free_share()
+        share, changed = latest, now if latest > share else changed
+    return now - start
 
 
 def read_interconnect() -> str:

@@ -16,7 +16,7 @@ from dsft.checkpoints.manifest import checkpoints
 from dsft.checkpoints.model_card import CARD, model_card
 from dsft.checkpoints.reshard import topology_change
 from dsft.checkpoints.room import give_room, reserve_room
-from dsft.checkpoints.run_folder import FINAL, clear_run, last_checkpoint, read_run, write_run
+from dsft.checkpoints.run_folder import FINAL, clear_run, last_checkpoint, read_run, was_killed, write_run
 from dsft.checkpoints.verification import Verification
 from dsft.config.options import TrainConfig, as_dict, common_options
 from dsft.data.sequences import describe_counts
@@ -31,7 +31,7 @@ from dsft.run_setup.resolve import ResolvedRun, resolve_run
 from dsft.runtime import distributed, preemption
 from dsft.runtime.agreement import require_same_start
 from dsft.runtime.console import say
-from dsft.runtime.hardware import give_back_freed_memory
+from dsft.runtime.hardware import give_back_freed_memory, has_gpu, wait_for_freed_gpu
 from dsft.runtime.rank_logs import log_to_files
 from dsft.runtime.run_lock import only_run_in
 from dsft.runtime.versions import git_commit, versions
@@ -57,6 +57,7 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
 
 def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTrainer | None:
     require_same_start(common_options(options), list(problems))
+    _wait_for_a_killed_run(options.training.get("output_dir"))
     machine = distributed.smallest_machine()
     run = resolve_run(options, world=distributed.world_size(), machine=machine, problems=problems)
     if run is None:
@@ -87,6 +88,12 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
     if failed := trainer.saves.failed:
         raise Unsaved(f"{final} is written, but {plural(len(failed), 'checkpoint')} on the way not: {failed[0]}")
     return trainer
+
+
+def _wait_for_a_killed_run(output_dir: str | None) -> None:
+    """Wait for the memory of the GPUs that an earlier run's dying processes hold: the plan would not count on it."""
+    if output_dir and has_gpu() and was_killed(output_dir) and (seconds := wait_for_freed_gpu()):
+        say(f"the earlier run was killed: waited {seconds:.0f} s for the memory of its GPUs")
 
 
 def describe_plan(run: ResolvedRun) -> None:

@@ -1,9 +1,13 @@
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 from ranks import on_ranks, run_entry
 from tiny import ARCHITECTURES
 
+from dsft import errors
+from dsft.cli.main import main
 from dsft.demo_data import HELD_OUT_PERCENT, split_of, standard_library_docs, write_demo_data
 from dsft.runtime import distributed
 
@@ -93,3 +97,11 @@ def test_the_demo_model_has_5_to_10_million_parameters(demo):
     from dsft.models.size import measure_model
 
     assert 5e6 < measure_model(TrainConfig(model=str(demo[0] / "model" / "config.json"))).size.num_params < 10e6
+
+
+def test_another_system_than_linux_is_named(monkeypatch, capsys):
+    streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+    monkeypatch.setattr(errors, "sys", SimpleNamespace(platform="darwin", exit=sys.exit, **streams))
+    with pytest.raises(SystemExit) as ended:
+        main(["plan"])
+    assert ended.value.code == 2 and "runs on Linux only, and this is darwin" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dsft.cluster.launch.commands import LaunchOptions, told_to_watchdog
-from dsft.runtime.hardware import has_gpu
+from dsft.runtime.hardware import has_gpu, require_seen_gpus
 from dsft.runtime.hostfile import Node
 from dsft.runtime.launcher_env import LOOPBACK, first_host, own_addresses
 from dsft.watchdog import processes
@@ -50,7 +50,12 @@ def remote_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def accelerator() -> dict[str, str]:
-    """What tells DeepSpeed that there is no GPU."""
+    """What tells DeepSpeed that there is no GPU.
+
+    Raises:
+        UserError: where there are GPUs that torch does not see.
+    """
+    require_seen_gpus()
     return {} if has_gpu() else {"DS_ACCELERATOR": "cpu"}
 
 
