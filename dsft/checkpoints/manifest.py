@@ -8,6 +8,7 @@ only; what the ranks do together is in `save.py`.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Container
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ STAGING = ".saving"
 REPLACED = ".replaced"
 MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer_state.json"
+_OF_RANK = re.compile(r"(?:pp_rank|rng_state)_(\d+)")
+"""In the name of a file that one rank has written."""
 
 
 def staging_folder(output_dir: str | Path, step: int) -> Path:
@@ -35,6 +38,21 @@ def checkpoint_folder(output_dir: str | Path, step: int) -> Path:
 def files_of(folder: Path) -> list[Path]:
     """List every file of a checkpoint but its manifest, in one order."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+
+
+def shares_of_ranks(files: list[Path], world_size: int) -> list[list[Path]]:
+    """Deal out files to be read: each rank's own shards to itself, whose node has them in memory, and of the rest,
+    largest first, what keeps the ranks' bytes even.
+    """
+    shares: list[list[Path]] = [[] for _ in range(world_size)]
+    held = [0] * world_size
+    matches = {file: _OF_RANK.search(file.name) for file in files}
+    for file in sorted(files, key=lambda file: (matches[file] is None, -file.stat().st_size)):
+        match = matches[file]
+        reader = int(match[1]) % world_size if match else held.index(min(held))
+        shares[reader].append(file)
+        held[reader] += file.stat().st_size
+    return [sorted(share) for share in shares]
 
 
 def hash_and_sync(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from dsft.checkpoints.manifest import STAGING, TRAINER_STATE, files_of, hash_and_sync, publish
+from dsft.checkpoints.manifest import STAGING, TRAINER_STATE, files_of, hash_and_sync, publish, shares_of_ranks
 from dsft.checkpoints.removal import discard_if_possible
 from dsft.errors import one_line
 from dsft.models.zero_shards import OPTIMIZER_FILES
@@ -60,15 +60,23 @@ class StagedSave:
     def noting_errors_of(self, checkpoint_engine: Any) -> Iterator[None]:
         """Replace `save` of DeepSpeed's checkpoint engine, which writes this rank's shards, by one that never raises.
 
-        rank 0: save(shards), barrier ...
-        rank 1: save(shards) fails and is noted, barrier ...   (if it raised, rank 0 would wait for it)
+        rank 0: save(shards), commit, barrier ...
+        rank 1: save(shards) fails and is noted, commit, barrier ...   (if it raised, rank 0 would wait for it)
+
+        In `commit` the ranks wait for each other, so that none waits in the barrier while another still writes.
         """
-        save = checkpoint_engine.save
+        save, commit = checkpoint_engine.save, checkpoint_engine.commit
+
+        def commit_together(*args: Any, **kwargs: Any) -> Any:
+            distributed.wait_long("shards are written")
+            return commit(*args, **kwargs)
+
         checkpoint_engine.save = lambda *args, **kwargs: self.attempt(lambda: save(*args, **kwargs))
+        checkpoint_engine.commit = commit_together
         try:
             yield
         finally:
-            checkpoint_engine.save = save
+            checkpoint_engine.save, checkpoint_engine.commit = save, commit
 
     def run(
         self,
@@ -119,15 +127,18 @@ class StagedSave:
         return [f"{free} are free on {socket.gethostname()}, and {self.folder.name} takes {needed}"]
 
     def _publish(self, check: Callable[[Path], list[str]], facts: dict[str, Any]) -> list[str]:
-        """Hash the files, each rank its share, and move the checkpoint to its name. Returns problems. Collective."""
+        """Hash the files, each rank its own and a share of the rest, and move the checkpoint to its name.
+
+        Returns problems. Collective.
+        """
         hashed, errors = [], []
+        # By rank 0's view: another node of a network file system may know a file's size later.
+        shares = distributed.on_rank_0(lambda: shares_of_ranks(files_of(self.staged), distributed.world_size()))
         try:
-            hashed = [
-                (str(path.relative_to(self.staged)), hash_and_sync(path))
-                for path in files_of(self.staged)[distributed.rank() :: distributed.world_size()]
-            ]
+            hashed = [(str(path.relative_to(self.staged)), hash_and_sync(path)) for path in shares[distributed.rank()]]
         except OSError as error:
             errors = [f"rank {distributed.rank()}: {error}"]
+        distributed.wait_long("files are hashed")
         files, errors = distributed.from_all(hashed), distributed.from_all(errors)
         if errors:
             return errors
@@ -136,6 +147,7 @@ class StagedSave:
                 publish(self.staged, facts | {"files": dict(sorted(files))})
             except OSError as error:
                 errors = [str(error)]
+        distributed.wait_long("checkpoint is published")
         return distributed.from_all(errors)
 
 

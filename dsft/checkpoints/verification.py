@@ -1,25 +1,15 @@
 """Verifies a checkpoint before a run resumes from it: every byte against the manifest, and that no pickle runs code."""
 
-import re
 import threading
 import time
 from pathlib import Path
 
-from dsft.checkpoints.manifest import content_errors, files_of
+from dsft.checkpoints.manifest import content_errors, files_of, shares_of_ranks
 from dsft.models.model_folder import has_only_shards, is_step_folder
 from dsft.models.pickles import is_read_pickle, pickle_errors
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.watchdog import client as watchdog
-
-_OF_RANK = re.compile(r"(?:pp_rank|rng_state)_(\d+)")
-
-
-def share_of_rank(files: list[Path], *, rank: int, world_size: int) -> list[Path]:
-    """Return the files that `rank` reads: its own shards, which its node then has in memory, and a part of the rest."""
-    matches = [_OF_RANK.search(file.name) for file in files]
-    ranks = [int(match[1]) if match else number for number, match in enumerate(matches)]
-    return [file for file, of in zip(files, ranks, strict=True) if of % world_size == rank]
 
 
 class Verification:
@@ -36,7 +26,7 @@ class Verification:
         files = files_of(self.folder)
         if weights_only and not has_only_shards(checkpoint):
             files = [file for file in files if not is_step_folder(str(file.parent))]
-        self._files = share_of_rank(files, rank=distributed.rank(), world_size=distributed.world_size())
+        self._files = shares_of_ranks(files, distributed.world_size())[distributed.rank()]
         self._errors: list[str] = []
         self._thread = threading.Thread(target=self._hash, daemon=True)
         if hashes:

@@ -13,7 +13,13 @@ from dsft.run_setup.largest import Largest
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB
 
-PHASES = {"always": "always", "compute": "forward and backward", "step": "optimizer step", "load": "loading"}
+PHASES = {
+    "always": "always",
+    "compute": "forward and backward",
+    "step": "optimizer step",
+    "save": "saving",
+    "load": "loading",
+}
 
 
 def describe_model(size: ModelSize) -> str:

@@ -183,11 +183,11 @@ class TimeoutFields:
     start_timeout: float = 300.0
     """Until all ranks have met."""
     load_timeout: float = 1800.0
-    """Reading and tokenising data, loading weights, the first step."""
+    """Reading and tokenising data, loading weights, the first step. A file that is read or written is progress."""
     step_timeout: float = 300.0
     """One forward and backward of training, an optimizer step, or a batch of an evaluation."""
     save_timeout: float = 1800.0
-    """Writing a checkpoint or the final model."""
+    """Writing a checkpoint or the final model: without a MiB read or written, however long it takes in all."""
     lost_timeout: float = 60.0
     """Without a sign of life of a node (its power, its link) or of a frozen process."""
 

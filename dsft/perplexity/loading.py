@@ -60,6 +60,7 @@ def _sharded(config: Any, zero: str, dtype: str) -> Iterator[PreTrainedModel]:
     try:
         model = build_model(config, dtype=dtype, seed=config.seed)
         engine = deepspeed.initialize(model=model, config=deepspeed_config)[0]
+        distributed.extend_timeouts()
         try:
             yield engine.module
         finally:

@@ -29,7 +29,20 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
         terms += _stage_3_nvme(layout) if layout.optimizer_device == "nvme" else _stage_3_optimizer(layout)
     if layout.stage == 3 and layout.param_device != "none":
         terms += _stage_3_params_nvme(layout) if layout.param_device == "nvme" else _stage_3_params(layout)
-    return terms + _files(layout)
+    return terms + _saved(layout) + _files(layout)
+
+
+def _saved(layout: ZeroLayout) -> list[Term]:
+    """List what rank 0 copies to its host memory to write a checkpoint: the trained weights, gathered under ZeRO-3
+    (`_zero3_consolidated_16bit_state_dict`). On CPU ranks an optimizer step takes more.
+    """
+    trained, weight_bytes = layout.num_trainable, layout.weight_bytes
+    formula = f"{weight_bytes} x {trained:,} on rank 0"
+    if not layout.has_gpu:
+        return []
+    return [
+        Term(name="weights to be saved", num_bytes=weight_bytes * trained, phase="save", place="host", formula=formula)
+    ]
 
 
 def _files(layout: ZeroLayout) -> list[Term]:

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Phase = Literal["always", "compute", "step", "load"]
-"""always: from the first step to the last. compute: forward and backward of a micro batch. step: the optimizer's. load:
-before training.
+Phase = Literal["always", "compute", "step", "save", "load"]
+"""always: from the first step to the last. compute: forward and backward of a micro batch. step: the optimizer's. save:
+while a checkpoint is written. load: before training.
 """
 
 
@@ -28,7 +28,7 @@ class Term:
 
 def peak_bytes(terms: Iterable[Term], place: str) -> int:
     """The largest sum of what is alive together: the terms of "always" and those of one other phase."""
-    by_phase: dict[str, int] = {"compute": 0, "step": 0, "load": 0}
+    by_phase: dict[str, int] = {"compute": 0, "step": 0, "save": 0, "load": 0}
     always = 0
     for term in terms:
         if term.place != place:
@@ -38,4 +38,4 @@ def peak_bytes(terms: Iterable[Term], place: str) -> int:
         else:
             by_phase[term.phase] += term.num_bytes
     # Loading comes before optimizer states and buffers exist, so it stands alone.
-    return max(always + max(by_phase["compute"], by_phase["step"]), by_phase["load"])
+    return max(always + max(by_phase["compute"], by_phase["step"], by_phase["save"]), by_phase["load"])

@@ -97,12 +97,33 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise _not_met(error, meet_seconds) from error
     # The ranks have met; the watchdog's limits are shorter, so that it is the watchdog that says what happened.
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds))
+    _set_timeout_of_groups(timeout_seconds)
     if not has_gpu() and world_size() > 1:
         dist.barrier()
         _shared_buffer().unlink(missing_ok=True)
     if timeouts:
         watchdog.connect(on_rank_0(watchdog.coordinator_port))
+
+
+_timeout_seconds = 1800.0
+
+
+def _set_timeout_of_groups(seconds: float) -> None:
+    global _timeout_seconds
+    _timeout_seconds = seconds
+    extend_timeouts()
+
+
+def extend_timeouts() -> None:
+    """Set the limit of a collective in every process group that there is now.
+
+    Libraries make groups of their own (DeepSpeed for ZeRO and hpZ), and torch gives these its default: 600 s with NCCL.
+    """
+    import torch.distributed as dist
+
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if dist.get_rank(group) >= 0:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=_timeout_seconds), group)
 
 
 def _not_met(error: RuntimeError, seconds: float) -> UserError | NotStarted:
@@ -243,9 +264,11 @@ def wait_long(name: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     count = store.add(f"dsft/{name}", 1)
     everyone = -(-count // dist.get_world_size()) * dist.get_world_size()  # of this call, after those before it
+    pause = 0.005
     while store.add(f"dsft/{name}", 0) < everyone:
         watchdog.heartbeat()
-        time.sleep(0.2)
+        time.sleep(pause)
+        pause = min(0.2, 2 * pause)
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:

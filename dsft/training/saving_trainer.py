@@ -1,5 +1,6 @@
 """Defines a Trainer whose checkpoints are complete or are not there."""
 
+import contextlib
 import math
 import time
 from pathlib import Path
@@ -18,6 +19,8 @@ from dsft.checkpoints.run_folder import FINAL
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards
 from dsft.checkpoints.tensor_sources import SafetensorsFiles
 from dsft.config.deepspeed_json import offloads, stage
+from dsft.models.zero_shards import mapped_resume
+from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.watchdog import client as watchdog
 
@@ -82,11 +85,18 @@ class SavingTrainer(Trainer):
 
         Collective.
         """
-        if resume_from_checkpoint is None or not topology_change(resume_from_checkpoint, self.topology):
-            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        self._restore(resume_from_checkpoint)
+        is_changed = resume_from_checkpoint is not None and topology_change(resume_from_checkpoint, self.topology)
+        with self._mapped_resume():
+            prepared = super()._prepare_for_training(
+                max_steps, train_dataloader, None if is_changed else resume_from_checkpoint
+            )
+        distributed.extend_timeouts()
+        if is_changed:
+            self._restore(resume_from_checkpoint)
         return prepared
+
+    def _mapped_resume(self) -> contextlib.AbstractContextManager[None]:
+        return mapped_resume(on_gpu=self.args.device.type == "cuda" and not self.topology["offload"])
 
     def _restore(self, checkpoint: str) -> None:
         engine = self.model_wrapped
@@ -97,7 +107,8 @@ class SavingTrainer(Trainer):
         if topology_change(best, self.topology):
             self._restore(best)
         else:
-            super()._load_best_model()
+            with self._mapped_resume():
+                super()._load_best_model()
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staged_save.staged.parent if self._staged_save else super()._get_output_dir(trial))
@@ -143,27 +154,40 @@ class SavingTrainer(Trainer):
         if self.args.should_save:
             self.state.save_to_json(str(save.staged / TRAINER_STATE))
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save as the Trainer, but in ZeRO stages 0 to 2, where every rank holds the model, on rank 0 alone: accelerate
+        would copy all of it to host memory on every rank, frozen weights too. Collective.
+        """
+        if self.topology["zero_stage"] == 3:
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save:
+            self._save(output_dir or self.args.output_dir, self._trained_state())
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        # Outside of any collective, whose limit a large model would exceed.
+        distributed.wait_long("model is saved")
+
+    def _trained_state(self) -> dict[str, torch.Tensor]:
+        """Return the weights that are saved, by name. Each is a copy where it is trained: stages 1 and 2 keep these as
+        views of flat tensors, of which a file would hold all.
+        """
+        copies = {
+            parameter: parameter.detach().to("cpu", copy=True)
+            for parameter in self.model.parameters()
+            if parameter.requires_grad
+        }
+        names = self.model.named_parameters(remove_duplicate=False)  # a tied head shares the embedding's copy
+        return self.model.state_dict() | {name: copies[parameter] for name, parameter in names if parameter in copies}
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         save = self._staged_save
         if save is None:
             return super()._save(output_dir, state_dict)
-        state_dict = self._tied_again(state_dict or {})
+        state_dict = state_dict or {}
         save.attempt(lambda: super(SavingTrainer, self)._save(output_dir, state_dict))
         if self.args.should_save and not save.errors:
             sampled = SAMPLED_TENSORS if save.folder.name == FINAL else 0
             save.errors += readback_errors(SafetensorsFiles(Path(output_dir)), state_dict, sampled=sampled)
-
-    def _tied_again(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Let the names of one parameter share a tensor, as in the model, so that it is written once.
-
-        Under ZeRO 0 to 2 accelerate gives every name a copy (clone_tensors_for_torch_save).
-        """
-        names: dict[torch.nn.Parameter, str] = {}
-        first = {
-            name: names.setdefault(parameter, name)
-            for name, parameter in self.model.named_parameters(remove_duplicate=False)
-        }
-        return {name: state_dict.get(first.get(name, name), tensor) for name, tensor in state_dict.items()}
 
     def _checkpoint_bytes(self) -> int:
         """Return at least what is saved: the trained weights and, to resume, an fp32 copy with Adam's two moments."""

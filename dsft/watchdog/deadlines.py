@@ -13,6 +13,13 @@ PHASE_LIMITS = {
 }
 """Phase of a rank -> the option that limits it, in seconds without progress."""
 
+MOVES_FILES = ("loading", "saving")
+"""Phases in which a rank that reads or writes files makes progress: libraries write a shard of 50 GB in one call, of
+which no heartbeat comes.
+"""
+PROGRESS_BYTES = 2**20
+"""Read or written at least, to be progress: what a waiting rank says to others is less."""
+
 IMPORT_SECONDS = 60.0
 """For a rank to import its libraries, from a slow disk, before it tries to meet the others."""
 POLL_SECONDS = 0.5

@@ -20,7 +20,9 @@ from dsft.watchdog.deadlines import (
     IMPORT_SECONDS,
     KILL_SECONDS,
     LAUNCHER_SECONDS,
+    MOVES_FILES,
     POLL_SECONDS,
+    PROGRESS_BYTES,
     STACKS_SECONDS,
     TERMINATE_SECONDS,
     heartbeat_seconds,
@@ -72,6 +74,8 @@ class Sidecar:
         self.to_launcher: Connection | None = None
         """To `dsft launch`, from the first rank of each node."""
         self.last_progress = self.last_heard = self.last_sent = time.monotonic()
+        self.moved_bytes = 0
+        """Of the rank's files, when they last showed progress."""
         self.stopped_since: float | None = None
 
     def run(self) -> None:
@@ -200,8 +204,17 @@ class Sidecar:
                 self._report(Failure.LAUNCHER_GONE, f"lost its launcher: process {launcher.pid} is gone")
         if self.ssh_session and self.to_coordinator is None and not self.ssh_session.is_alive():
             self._report(Failure.LAUNCHER_GONE, "lost the ssh session that started it, before the ranks have met")
+        if self.phase in MOVES_FILES and self._moves_files():
+            self.last_progress = now
         if now - self.last_progress > self.limit and not is_stopped:
             self._report(Failure.STALLED, f"made no progress for {self.limit:.0f} s, in phase {self._where()}")
+
+    def _moves_files(self) -> bool:
+        moved = self.process.moved_bytes()
+        if moved - self.moved_bytes < PROGRESS_BYTES:
+            return False
+        self.moved_bytes = moved
+        return True
 
     def _keep_in_touch(self, now: float) -> None:
         """Send the coordinator a sign of life, and end the rank where it gives none."""

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from ranks import on_ranks, train, train_all
 
-from dsft.checkpoints.manifest import MANIFEST
-from dsft.checkpoints.verification import share_of_rank
+from dsft.checkpoints.manifest import MANIFEST, shares_of_ranks
 from dsft.errors import UserError
 
 SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -87,9 +86,15 @@ def test_auto_takes_the_newest_checkpoint_whose_bytes_are_those_that_were_writte
     assert "resuming from " + str(tmp_path / "unverified/checkpoint-6") in log
 
 
-def test_every_file_is_read_by_one_rank_and_a_ranks_shard_by_itself():
-    names = ["model.safetensors", "config.json", "rng_state_0.pth", "rng_state_1.pth", "global_step2/" + SHARD]
-    files = list(map(Path, names))
-    shares = [share_of_rank(files, rank=rank, world_size=2) for rank in range(2)]
-    assert sorted(shares[0] + shares[1]) == sorted(files) and {files[3], files[4]} <= set(shares[1])
-    assert share_of_rank(files, rank=0, world_size=1) == files
+def test_every_file_is_read_by_one_rank_its_own_by_itself_and_bytes_are_even(tmp_path):
+    sizes = {"model-1.safetensors": 5000, "config.json": 10, "model-2.safetensors": 5000, "model-3.safetensors": 900}
+    sizes |= {"rng_state_0.pth": 100, "rng_state_1.pth": 100, SHARD: 1000}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    files = sorted(tmp_path.iterdir())
+    shares = shares_of_ranks(files, 2)
+    assert sorted(shares[0] + shares[1]) == files
+    assert {tmp_path / "rng_state_1.pth", tmp_path / SHARD} <= set(shares[1])
+    read = [sum(sizes[file.name] for file in share) for share in shares]
+    assert abs(read[0] - read[1]) <= 200
+    assert shares_of_ranks(files, 1) == [files]

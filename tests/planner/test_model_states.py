@@ -320,6 +320,16 @@ def test_pinned_memory_is_rounded_up_to_powers_of_two_on_gpu_nodes_only(sizes):
     assert host(True, True)["fp32 master weights and Adam moments"] == pytest.approx(12 * share, abs=24)  # pageable
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_rank_0_copies_what_is_saved_to_its_host_memory(stage, sizes):
+    for lora_r in (0, 32):
+        terms = state_terms(on_16_ranks(sizes[False, lora_r], {"zero_optimization": {"stage": stage}}))
+        (saved,) = [term.num_bytes for term in terms if (term.phase, term.place) == ("save", "host")]
+        assert saved == 2 * sizes[False, lora_r].num_trainable
+        always = sum(term.num_bytes for term in terms if (term.phase, term.place) == ("always", "host"))
+        assert peak_bytes(terms, "host") == always + saved
+
+
 def test_what_ratio_leaves_on_the_device_is_not_in_host_memory(sizes):
     def of(ratio: float, place: str) -> int:
         config = {
