@@ -37,7 +37,7 @@ from dsft.models.model_folder import is_step_folder
 from dsft.models.pickles import safe_unpickling
 from dsft.models.size import load_model_config
 from dsft.models.zero_shards import step_folder
-from dsft.runtime.console import say
+from dsft.runtime.console import bars_are_seen, say
 
 
 def find_weights(source: str) -> Path:
@@ -150,7 +150,8 @@ def _write_streamed(
     on_meta = {name: torch.empty(shape, dtype=written_dtype, device="meta") for name, shape in weights.shapes.items()}
     split = split_torch_state_dict_into_shards(on_meta, max_shard_size=max_shard_size)
     num_bytes = sum(tensor.nbytes for tensor in on_meta.values())
-    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="Writing weights", dynamic_ncols=True) as bar:
+    how = {"unit": "B", "unit_scale": True, "dynamic_ncols": True, "leave": False, "disable": not bars_are_seen()}
+    with tqdm(total=num_bytes, desc="Writing weights", **how) as bar:
         for file, names in split.filename_to_tensors.items():
             # All at first: among the temporary tensors of a merge they would leave gaps.
             tensors = {name: torch.empty(weights.shapes[name], dtype=written_dtype) for name in names}

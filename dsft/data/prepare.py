@@ -31,6 +31,7 @@ from dsft.data.sources import Batch, HeldOut, Source, batches_of
 from dsft.data.token_store import FACTS, Store, StoreWriter
 from dsft.data.tokenization import Tokens, tokenise
 from dsft.errors import UserError, one_line
+from dsft.runtime.console import bars_are_seen
 from dsft.runtime.disk import user_cache
 from dsft.runtime.hardware import cpu_count
 from dsft.watchdog import client as watchdog
@@ -185,7 +186,8 @@ def _write(
         desc=f"Preparing {name}",
         unit="B",
         unit_scale=True,
-        disable=not show_progress,
+        disable=not (show_progress and bars_are_seen()),
+        leave=False,
         dynamic_ncols=True,
         mininterval=0.5,
     )

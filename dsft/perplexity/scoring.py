@@ -31,7 +31,7 @@ from dsft.perplexity.kl import COLUMNS, score_pair
 from dsft.perplexity.recording import Recorder
 from dsft.perplexity.sums import Perplexity, add_up, pieces_of
 from dsft.perplexity.windows import Windows
-from dsft.runtime.console import say
+from dsft.runtime.console import bars_are_seen, say
 from dsft.runtime.distributed import sum_over_ranks
 from dsft.watchdog import client as watchdog
 
@@ -153,7 +153,12 @@ def _score_batches(
     dummy = torch.full((1, 8), pad_token_id, device=device)
     collated = _collated_ahead(windows, [batches[index] for index in indices[rank::world]], rules, pad_token_id)
     with tqdm(
-        total=sum(tokens), desc="Perplexity", unit="token", unit_scale=True, disable=not progress, leave=False
+        total=sum(tokens),
+        desc="Perplexity",
+        unit="token",
+        unit_scale=True,
+        disable=not (progress and bars_are_seen()),
+        leave=False,
     ) as bar:
         for turn in range(0, len(indices), world):
             if turn + rank < len(indices):

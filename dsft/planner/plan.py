@@ -239,15 +239,15 @@ def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "au
             return f"zero={zero} cannot fit: {chosen.label} needs {need(chosen)}; {have}."
         return f"nothing fits; what lacks least is {chosen.label}, which needs {need(chosen)}; {have}."
     speed = _speed(chosen, machine)
-    why = f"{chosen.label} is the fastest that fits ({speed})"
+    why = f"{chosen.label} is the fastest that fits{speed}"
     fastest = max((plan for plan in plans if plan.fits), key=lambda plan: plan.time.tokens_per_second)
     gain = fastest.time.tokens_per_second / chosen.time.tokens_per_second
     if gain > 1.01:
-        why = f"{chosen.label} is chosen ({speed}); ZeRO {fastest.zero} would gain {gain - 1:.0%}, unmeasured"
+        why = f"{chosen.label} is chosen{speed}; ZeRO {fastest.zero} would gain {gain - 1:.0%}, unmeasured"
     if zero != "auto":
         why = (
             f"zero={zero} {'is what the resumed run began with' if resumes else 'was asked for'}, and {chosen.label}"
-            f" fits ({speed})"
+            f" fits{speed}"
         )
     better = [
         plan
@@ -262,15 +262,16 @@ def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "au
 
 
 def _speed(plan: Plan, machine: Machine) -> str:
+    """Return the predicted speed in brackets, to be appended; empty where no time is told."""
     time = plan.time
     if not plan.tells_time:
-        return "no time is told without dsft plan --calibrate"
+        return ""
     seconds = f"{time.step_seconds:.3g} s per step"
     if machine.has_gpu:
         least, most = time.range_seconds
         seconds += f" ({least:.3g} to {most:.3g})"
     per_gpu = f", {time.tokens_per_second / machine.world_size:,.0f} per GPU" if machine.has_gpu else ""
-    return f"{seconds}, {time.tokens_per_second:,.0f} tokens/s{per_gpu} predicted"
+    return f" ({seconds}, {time.tokens_per_second:,.0f} tokens/s{per_gpu} predicted)"
 
 
 def need(plan: Plan) -> str:

@@ -15,8 +15,11 @@ def say(line: str) -> None:
 
 
 def set_up_screen() -> None:
-    """Let rank 0 show warnings and progress bars, the other ranks only errors. Entry points call it, no import does."""
+    """Let rank 0 show warnings, and on a terminal progress bars; the other ranks show only errors. Entry points call
+    it, no import does.
+    """
     import datasets
+    import huggingface_hub
     import transformers
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn after a fork otherwise
@@ -24,10 +27,19 @@ def set_up_screen() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING if rank() == 0 else logging.ERROR)
     transformers.logging.set_verbosity_warning()
+    transformers.logging.disable_progress_bar()  # of loading and saving weights
+    # At each start it says that the Trainer gave the model the tokenizer's end tokens.
+    logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)
     if rank():
         transformers.logging.set_verbosity_error()
+    if rank() or not bars_are_seen():
         datasets.disable_progress_bars()
-        transformers.logging.disable_progress_bar()
+        huggingface_hub.utils.disable_progress_bars()
+
+
+def bars_are_seen() -> bool:
+    """Tell whether progress bars reach a terminal or a notebook. In a file they would be carriage returns."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 def print_table(title: str, rows: dict[str, str]) -> None:

@@ -92,6 +92,7 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     timeout = timedelta(seconds=meet_seconds)
     try:
         store = meet_own_job(job_name(output_dir), timeout=timeout)
+        deepspeed.comm.torch.print = _print_nothing
         deepspeed.init_distributed(verbose=False, timeout=timeout)
         del store
     except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -156,6 +157,10 @@ def _complete_launcher_variables() -> None:
     if world_size() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         os.environ["MASTER_PORT"] = str(free_port())  # torchrun's agent holds its port itself, and waits there
     choose_interface()
+
+
+def _print_nothing(*_: Any) -> None:
+    """Stands for `print` in deepspeed/comm/torch.py, whose only use says on every rank that an operator was built."""
 
 
 def _set_library_variables() -> None:

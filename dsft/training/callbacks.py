@@ -1,12 +1,13 @@
 """What a training shows and tells while it runs: metrics.jsonl, one line per log with the progress bar, the heartbeat.
 
-A new metric is a line of `gather_extra_metrics`, and of LOGGED where the line of the log shows it.
+A new metric is a line of `gather_extra_metrics` or `derived_metrics`, and of LOGGED where the line of the log shows it.
 """
 
 import json
 import math
 import sys
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from transformers import TrainerCallback
 
 from dsft.checkpoints.run_folder import METRICS
 from dsft.errors import TrainingStopped
+from dsft.perplexity.sums import exp
+from dsft.planner.gpus import GPUS, gpu_name, named_gpus
+from dsft.planner.step_time import flops_per_token
+from dsft.run_setup.resolve import ResolvedRun
 from dsft.runtime.console import say
 from dsft.runtime.distributed import max_over_ranks
 from dsft.runtime.hardware import peak_memory_bytes
@@ -26,16 +31,23 @@ LOGGED = {
     "learning_rate": "lr",
     "grad_norm": "grad_norm",
     "train_tokens_per_second": "tokens/s",
-    "num_input_tokens_seen": "tokens",
+    "tokens_per_second_per_gpu": "per GPU",
+    "mfu": "MFU",
     "eval_loss": "eval_loss",
     "eval_perplexity": "eval_perplexity",
     "eval_perplexity_low": "from",
     "eval_perplexity_high": "to",
-    "eval_tokens": "eval_tokens",
     "peak_gpu_gib": "peak_gpu_gib",
     "peak_host_gib": "peak_host_gib",
+    "num_input_tokens_seen": "tokens",
+    "eval_tokens": "eval_tokens",
 }
-"""Metric of the log -> its name in the line, in the line's order; other metrics are in run.json alone."""
+"""Metric of the log -> its name in the line, in the line's order: a narrow terminal leaves out the last. Other metrics
+are in metrics.jsonl alone.
+"""
+
+BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
+"""The progress line; its bar takes what the terminal's width leaves."""
 
 AS_GOOD_AS_GUESSING = 0.01
 """A loss within this share of ln(vocabulary) is that of guessing."""
@@ -53,6 +65,41 @@ def gather_extra_metrics() -> dict[str, float]:
     return {
         f"peak_{name}_gib": round(max_over_ranks(num_bytes) / GiB, 3) for name, num_bytes in peak_memory_bytes().items()
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """What a run can compute, for the shares of it that are used."""
+
+    num_gpus: int
+    """Of all nodes; 0 where ranks run on CPU, whose speed is told only together."""
+    flops_per_token: float
+    """Of training a full sequence, without what activation checkpointing computes again."""
+    peak_flops: float
+    """Of one GPU by its data sheet, in the run's dtype; 0 where that is not known."""
+
+
+def compute_of(run: ResolvedRun) -> Compute:
+    """Find what a run can compute."""
+    machine, half = run.machine, run.options.dtype in ("bfloat16", "float16")
+    is_known = machine.has_gpu and half and bool(named_gpus(machine.gpu_type))
+    return Compute(
+        num_gpus=machine.world_size if machine.has_gpu else 0,
+        flops_per_token=flops_per_token(run.model.size, run.options.seq_len, checkpointing=False),
+        peak_flops=1e12 * GPUS[gpu_name(machine)].tflops if is_known else 0.0,
+    )
+
+
+def derived_metrics(logs: dict[str, float], compute: Compute) -> dict[str, float]:
+    """Compute what follows from a log entry: perplexity of the loss; of one GPU speed, TFLOP/s and MFU."""
+    derived = {"perplexity": exp(logs["loss"])} if "loss" in logs else {}
+    if compute.num_gpus and "train_tokens_per_second" in logs:
+        speed = logs["train_tokens_per_second"] / compute.num_gpus
+        flops = speed * compute.flops_per_token
+        derived |= {"tokens_per_second_per_gpu": speed, "tflops_per_gpu": flops / 1e12}
+        if compute.peak_flops:
+            derived["mfu"] = flops / compute.peak_flops
+    return derived
 
 
 class Heartbeat(TrainerCallback):
@@ -143,31 +190,35 @@ class MetricsFile(TrainerCallback):
 
 
 class ProgressLog(TrainerCallback):
-    """Shows one short line per log, on rank 0 only: below a progress bar on a terminal, else with the time left."""
+    """Shows one short line per log, on rank 0 only: above a progress line on a terminal, else with the time left."""
 
     def __init__(self):
-        self.bar = None
+        self.bar: tqdm | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.begin = time.monotonic(), state.global_step
         if state.is_world_process_zero and not args.disable_tqdm and sys.stderr.isatty():
-            self.bar = tqdm(
-                total=state.max_steps, initial=state.global_step, desc="Training", unit="step", dynamic_ncols=True
-            )
+            steps = {"total": state.max_steps, "initial": state.global_step, "unit": "step"}
+            self.bar = tqdm(desc="Training", dynamic_ncols=True, leave=False, bar_format=BAR, **steps)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero:
-            line = f"step {state.global_step:>6}  " + "  ".join(
-                f"{label} {_number(logs[metric])}" for metric, label in LOGGED.items() if metric in logs
-            )
+        if state.is_world_process_zero and {"loss", "eval_loss"} & logs.keys():  # not the sums of the end
+            metrics = [f"{label} {_number(logs[metric])}" for metric, label in LOGGED.items() if metric in logs]
+            parts = [f"step {state.global_step:>6}", *metrics]
             if self.bar is None:
-                print(line + self._time_left(state), flush=True)
+                print("  ".join(parts) + self._time_left(state), flush=True)
             else:
-                self.bar.write(line)
+                while len("  ".join(parts)) > self.bar.ncols:
+                    parts.pop()
+                self.bar.write("  ".join(parts))
+                now = {metric: logs[metric] for metric in ("loss", "train_tokens_per_second") if metric in logs}
+                if now:
+                    text = "  ".join(f"{LOGGED[metric]} {_number(value)}" for metric, value in now.items())
+                    self.bar.set_postfix_str(text)
 
     def _time_left(self, state) -> str:
         start, first = self.begin

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from dsft.checkpoints.manifest import checkpoints
 from dsft.data.batches import EpochSampler, PaddedToFullSteps, shuffle_seed
@@ -29,11 +29,13 @@ from dsft.planner.plan import Plan
 from dsft.runtime import preemption
 from dsft.runtime.distributed import sum_over_ranks
 from dsft.training.callbacks import (
+    Compute,
     Heartbeat,
     LearningCheck,
     MetricsFile,
     ProgressLog,
     SkippedSteps,
+    derived_metrics,
     gather_extra_metrics,
 )
 from dsft.training.plan_check import PlanCheck
@@ -53,6 +55,7 @@ class PerplexityTrainer(SavingTrainer):
         tokenizer: PreTrainedTokenizerBase,
         data: TrainingData,
         plan: Plan,
+        compute: Compute,
         save_minutes: float | None = None,
     ):
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -79,6 +82,7 @@ class PerplexityTrainer(SavingTrainer):
         self.skipped_steps = SkippedSteps()
         self.is_stopping = False
         self.extra_metrics: dict[str, float] = {}
+        self.compute = compute
         self.plan_check = PlanCheck(plan)
         self.add_callback(self.plan_check)
         self.since_last_step = torch.zeros(2, dtype=torch.int64, device=args.device)
@@ -184,8 +188,12 @@ class PerplexityTrainer(SavingTrainer):
         return super()._finalize_training(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the extra metrics gathered last."""
-        super().log(logs | self.extra_metrics, start_time)
+        """Adds the extra metrics gathered last, seconds of saving, and what follows from all of these."""
+        if start_time is not None and self.args.include_num_input_tokens_seen != "no":  # here: others follow from it
+            tokens = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
+            logs = logs | speed_metrics("train", start_time, num_tokens=tokens)
+        saving = {"save_seconds": self.saves.seconds} if self.saves.number else {}
+        super().log(logs | derived_metrics(logs, self.compute) | saving | self.extra_metrics)
 
     def last_evaluation(self) -> dict[str, float]:
         """Finds the newest log entry with eval_loss; before any, one of step -1."""

@@ -117,8 +117,9 @@ def _deepspeed(options: LaunchOptions, module: str, script: list[str]) -> list[s
     chosen = options.include or options.exclude or (has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES"))
     if options.way == "local" and options.num_gpus is None and not chosen:
         flags["num_gpus"] = default_ranks()
-    # The default port fails when two jobs share a machine.
-    flags |= {"master_addr": address, "master_port": port or free_port(), "log_level": "error"}
+    # The default port fails when two jobs share a machine. What an error is, dsft says itself; as critical the
+    # launcher does not repeat the command of each rank that ended with another code than 0.
+    flags |= {"master_addr": address, "master_port": port or free_port(), "log_level": "critical"}
     return [*_runner("deepspeed", flags), "--module", module, *script]
 
 

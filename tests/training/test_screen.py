@@ -1,0 +1,135 @@
+"""What a person sees of a training: calm lines without a terminal, one moving line on one."""
+
+import contextlib
+import fcntl
+import io
+import json
+import math
+import pty
+import re
+import struct
+import sys
+import termios
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+from conftest import flags, read_json
+from ranks import run_entry
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dsft.runtime.rank_logs import _Both
+from dsft.training.callbacks import Compute, ProgressLog, derived_metrics
+
+NOISE = ("built successfully", "tokenizer has new PAD", "Loading weights", "Writing model shards", "--calibrate")
+LOGS = {"loss": 2.5, "learning_rate": 0.0012345, "grad_norm": 0.61725, "train_tokens_per_second": 1234.5}
+LOGS |= {"peak_host_gib": 1.0335, "num_input_tokens_seen": 4096}
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, options, tmp_path_factory):
+    """(what two ranks printed to files, the run's folder) of a training with evaluation, checkpoint and TensorBoard."""
+    folder = tmp_path_factory.mktemp("screen") / "run"
+    chosen = {"max_steps": 4, "logging_steps": 1, "eval_fraction": 0.3, "save_strategy": "steps", "save_steps": 2}
+    chosen |= {"report_to": "tensorboard", "disable_tqdm": None}
+    result = run_entry("dsft.train", flags(options(folder, **chosen)), world=2)
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr, folder
+
+
+def test_without_a_terminal_there_are_plain_lines_and_no_noise(trained):
+    screen, folder = trained
+    logs = [path.read_text() for path in sorted((folder / "logs").iterdir())]
+    assert len(logs) == 2
+    for text in (screen, *logs):
+        assert "\r" not in text and not [noise for noise in NOISE if noise in text]
+    steps = [line for line in screen.splitlines() if line.startswith("step ")]
+    assert len(steps) == 4 + 1, "one for each step, and one for the evaluation at the end"
+    assert re.search(r"^step +3 .* left \d+:\d\d:\d\d$", screen, re.MULTILINE)
+    assert screen.count("dsft: measured") == screen.count("measured over the full training") == 1
+
+
+def test_metrics_reach_the_file_and_tensorboard_by_the_same_names(trained):
+    _, folder = trained
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    assert {line["step"]: line["perplexity"] for line in lines if "loss" in line} == {
+        step: math.exp(loss) for step, loss in losses.items()
+    }
+    assert [line["train_tokens_per_second"] > 0 for line in lines if "loss" in line] == [True] * 4
+    assert lines[-1]["save_seconds"] == pytest.approx(read_json(folder / "run.json")["results"]["saves"]["seconds"])
+    events = next(folder.rglob("events.out.tfevents.*"))
+    board = EventAccumulator(str(events.parent)).Reload()
+    for metric in ("loss", "perplexity", "grad_norm", "learning_rate", "peak_host_gib"):
+        read = {event.step: event.value for event in board.Scalars(f"train/{metric}")}
+        written = {line["step"]: line[metric] for line in lines if metric in line}
+        assert {step: read[step] for step in losses} == pytest.approx({step: written[step] for step in losses})
+    assert len(board.Scalars("eval/perplexity")) == 1
+
+
+def test_of_a_gpu_speed_and_mfu_follow_from_the_tokens_per_second():
+    gpus = Compute(num_gpus=4, flops_per_token=6e9, peak_flops=1e15)
+    assert derived_metrics({"train_tokens_per_second": 200_000.0}, gpus) == {
+        "tokens_per_second_per_gpu": 50_000,
+        "tflops_per_gpu": 300,
+        "mfu": 0.3,
+    }
+    unknown = Compute(num_gpus=4, flops_per_token=6e9, peak_flops=0.0)
+    assert "mfu" not in derived_metrics({"train_tokens_per_second": 200_000.0}, unknown)
+    on_cpu = Compute(num_gpus=0, flops_per_token=6e9, peak_flops=0.0)
+    assert derived_metrics({"loss": 0.0, "train_tokens_per_second": 10.0}, on_cpu) == {"perplexity": 1.0}
+
+
+def progress(stream, monkeypatch, capsys, *, steps=3):
+    """What a training of `steps` steps shows, with standard error as `stream`."""
+    monkeypatch.setattr(sys, "stderr", stream)
+    callback, arguments = ProgressLog(), SimpleNamespace(disable_tqdm=False)
+    state = SimpleNamespace(global_step=0, max_steps=steps, is_world_process_zero=True)
+    callback.on_train_begin(arguments, state, None)
+    for step in range(1, steps + 1):
+        state.global_step = step
+        callback.on_step_end(arguments, state, None)
+        callback.on_log(arguments, state, None, logs=LOGS)
+    callback.on_log(arguments, state, None, logs={"train_runtime": 3.0, "num_input_tokens_seen": 4096})
+    callback.on_train_end(arguments, state, None)
+    return capsys.readouterr().out
+
+
+def test_lines_are_one_for_each_log_and_the_last_one_waits_for_nothing(monkeypatch, capsys):
+    lines = progress(io.StringIO(), monkeypatch, capsys).splitlines()
+    assert [line.split()[1] for line in lines] == ["1", "2", "3"]
+    assert [" left " in line for line in lines] == [True, True, False]
+
+
+def _all_of(terminal: int) -> str:
+    """What is written to a terminal until its other side is closed."""
+    content = b""
+    with open(terminal, "rb", buffering=0) as file, contextlib.suppress(OSError):  # Linux: EIO at the end
+        while part := file.read(4096):
+            content += part
+    return content.decode()
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_on_a_terminal_one_line_moves_below_those_that_stay(monkeypatch, capsys, columns):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with ThreadPoolExecutor() as thread:
+        read = thread.submit(_all_of, ours)
+        with open(theirs, "w") as terminal:
+            lines = progress(terminal, monkeypatch, capsys).splitlines()
+        moved = read.result()
+    assert len(lines) == 3 and all(line.startswith("step ") and len(line) <= columns for line in lines)
+    assert all(("tokens 4,096" in line) == (columns == 120) for line in lines)
+    drawn = [text for text in re.split(r"[\r\n]", moved) if "Training" in text]
+    assert any("3/3" in text and "loss 2.5" in text and "tokens/s 1234" in text for text in drawn)
+    assert {len(text) <= columns for text in drawn} == {True}
+    assert "\n" not in moved.rstrip("\n"), "nothing of it stays"
+
+
+def test_bars_on_the_terminal_are_not_in_the_rank_log(tmp_path):
+    screen, file = io.StringIO(), io.StringIO()
+    both = _Both(screen, file)
+    for text in ("a line\n", "\rPerplexity:  10%", "\r    \r", "\033[31mdsft: error: \033[0manother\n"):
+        both.write(text)
+    assert screen.getvalue().count("\r") == 3 and file.getvalue() == "a line\ndsft: error: another\n"
