@@ -16,7 +16,6 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from peft import PeftModel
 from safetensors.torch import save_file
-from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from dsft.checkpoints.manifest import checkpoints
@@ -37,7 +36,7 @@ from dsft.models.model_folder import is_step_folder
 from dsft.models.pickles import safe_unpickling
 from dsft.models.size import load_model_config
 from dsft.models.zero_shards import step_folder
-from dsft.runtime.console import bars_are_seen, say
+from dsft.runtime.console import progress_bar, say
 
 
 def find_weights(source: str) -> Path:
@@ -150,8 +149,7 @@ def _write_streamed(
     on_meta = {name: torch.empty(shape, dtype=written_dtype, device="meta") for name, shape in weights.shapes.items()}
     split = split_torch_state_dict_into_shards(on_meta, max_shard_size=max_shard_size)
     num_bytes = sum(tensor.nbytes for tensor in on_meta.values())
-    how = {"unit": "B", "unit_scale": True, "dynamic_ncols": True, "leave": False, "disable": not bars_are_seen()}
-    with tqdm(total=num_bytes, desc="Writing weights", **how) as bar:
+    with progress_bar(is_shown=True, total=num_bytes, desc="Writing weights", unit="B", unit_scale=True) as bar:
         for file, names in split.filename_to_tensors.items():
             # All at first: among the temporary tensors of a merge they would leave gaps.
             tensors = {name: torch.empty(weights.shapes[name], dtype=written_dtype) for name in names}

@@ -23,7 +23,6 @@ from typing import Any
 
 import psutil
 from filelock import FileLock, Timeout
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from dsft.data.formats import FormatRules
@@ -31,7 +30,7 @@ from dsft.data.sources import Batch, HeldOut, Source, batches_of
 from dsft.data.token_store import FACTS, Store, StoreWriter
 from dsft.data.tokenization import Tokens, tokenise
 from dsft.errors import UserError, one_line
-from dsft.runtime.console import bars_are_seen
+from dsft.runtime.console import progress_bar
 from dsft.runtime.disk import user_cache
 from dsft.runtime.hardware import cpu_count
 from dsft.watchdog import client as watchdog
@@ -181,16 +180,8 @@ def _write(
 ) -> None:
     start = time.perf_counter()
     name = source.key if held_out is None or not held_out.wanted else "held-out rows"
-    bar = tqdm(
-        total=source.total_bytes,
-        desc=f"Preparing {name}",
-        unit="B",
-        unit_scale=True,
-        disable=not (show_progress and bars_are_seen()),
-        leave=False,
-        dynamic_ncols=True,
-        mininterval=0.5,
-    )
+    how = {"total": source.total_bytes, "desc": f"Preparing {name}", "unit": "B", "unit_scale": True}
+    bar = progress_bar(is_shown=show_progress, **how)
     try:
         with bar, StoreWriter(place, largest_id=max(tokenizer.get_vocab().values())) as writer:
             batches = preparation.batches(batches_of(source, held_out), rules)

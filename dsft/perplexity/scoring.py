@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dsft.data.sequences import IGNORED
@@ -31,7 +30,7 @@ from dsft.perplexity.kl import COLUMNS, score_pair
 from dsft.perplexity.recording import Recorder
 from dsft.perplexity.sums import Perplexity, add_up, pieces_of
 from dsft.perplexity.windows import Windows
-from dsft.runtime.console import bars_are_seen, say
+from dsft.runtime.console import progress_bar, say
 from dsft.runtime.distributed import sum_over_ranks
 from dsft.watchdog import client as watchdog
 
@@ -152,14 +151,7 @@ def _score_batches(
     tokens = [int(lengths[batch].sum()) for batch in batches.values()]
     dummy = torch.full((1, 8), pad_token_id, device=device)
     collated = _collated_ahead(windows, [batches[index] for index in indices[rank::world]], rules, pad_token_id)
-    with tqdm(
-        total=sum(tokens),
-        desc="Perplexity",
-        unit="token",
-        unit_scale=True,
-        disable=not (progress and bars_are_seen()),
-        leave=False,
-    ) as bar:
+    with progress_bar(is_shown=progress, total=sum(tokens), desc="Perplexity", unit="token", unit_scale=True) as bar:
         for turn in range(0, len(indices), world):
             if turn + rank < len(indices):
                 batch = {name: tensor.to(device) for name, tensor in next(collated).items()}

@@ -4,8 +4,16 @@ import logging
 import os
 import sys
 import warnings
+from typing import TYPE_CHECKING, Any
 
 from dsft.runtime.distributed import rank
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+LINE_SECONDS = 60.0
+"""Between two lines about progress, where no bar is seen; shorter work has none."""
+LINE = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {elapsed}<{remaining}, {rate_fmt}{postfix}"
 
 
 def say(line: str) -> None:
@@ -40,6 +48,30 @@ def set_up_screen() -> None:
 def bars_are_seen() -> bool:
     """Tell whether progress bars reach a terminal or a notebook. In a file they would be carriage returns."""
     return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+class _Lines:
+    """Takes what a progress bar draws, and writes it to standard error as lines."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            print(line, file=sys.stderr, flush=True)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def progress_bar(*, is_shown: bool, **options: Any) -> "tqdm":
+    """Make a bar that vanishes at its end; where none would be seen, a line each minute says how far the work is.
+
+    Args:
+        options: of tqdm.
+    """
+    from tqdm.auto import tqdm
+
+    if not bars_are_seen():
+        options |= {"file": _Lines(), "mininterval": LINE_SECONDS, "delay": LINE_SECONDS, "bar_format": LINE}
+    return tqdm(disable=not is_shown, leave=False, dynamic_ncols=True, **options)
 
 
 def print_table(title: str, rows: dict[str, str]) -> None:

@@ -8,6 +8,7 @@ torch, which takes seconds to import, is imported inside functions.
 import atexit
 import contextlib
 import dataclasses
+import importlib
 import os
 import secrets
 import socket
@@ -92,7 +93,7 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     timeout = timedelta(seconds=meet_seconds)
     try:
         store = meet_own_job(job_name(output_dir), timeout=timeout)
-        deepspeed.comm.torch.print = _print_nothing
+        importlib.import_module("deepspeed.comm.torch").print = _print_nothing
         deepspeed.init_distributed(verbose=False, timeout=timeout)
         del store
     except (dist.DistNetworkError, dist.DistStoreError) as error:
