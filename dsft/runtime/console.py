@@ -27,22 +27,24 @@ def set_up_screen() -> None:
     it, no import does.
     """
     import datasets
-    import huggingface_hub
     import transformers
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn after a fork otherwise
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING if rank() == 0 else logging.ERROR)
     transformers.logging.set_verbosity_warning()
-    transformers.logging.disable_progress_bar()  # of loading and saving weights
+    shows_downloads = not (rank() or are_progress_bars_disabled()) and bars_are_seen()
+    transformers.logging.disable_progress_bar()  # of loading and saving weights, and the hub's of downloads with them
+    if shows_downloads:
+        enable_progress_bars()
     # At each start it says that the Trainer gave the model the tokenizer's end tokens.
     logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)
     if rank():
         transformers.logging.set_verbosity_error()
     if rank() or not bars_are_seen():
         datasets.disable_progress_bars()
-        huggingface_hub.utils.disable_progress_bars()
 
 
 def bars_are_seen() -> bool:
