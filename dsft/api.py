@@ -74,6 +74,8 @@ def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:
         problems.append("evaluate_perplexity takes one model and one data set; call it for each, or use dsft eval")
     if config.protocol == "all":
         problems.append("protocol=all gives five results; name one protocol, or use dsft eval")
+    if config.context_curve:
+        problems.append("context_curve gives a result for each length; use dsft eval")
     distributed.start_ranks()
     return next(evaluate(config, problems, progress=progress))
 

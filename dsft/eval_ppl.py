@@ -19,6 +19,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 from dsft.data.training_data import notes_on_escapes
 from dsft.errors import UserError, ends_with_clear_errors
 from dsft.perplexity.compare import compare_results, comparison_rows, comparison_title
+from dsft.perplexity.context_curve import PICTURE, context_curves, curve_rows, draw_curves
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.of_training import read_evaluation
 from dsft.perplexity.result import Evaluation
@@ -47,6 +48,8 @@ def main(argv: list[str] | None = None) -> None:
             print_table(f"Perplexity of {evaluation.model} on {evaluation.data}{by}{known}", evaluation.summary())
     if config.protocol == "all" and distributed.rank() == 0:
         show_protocols(evaluations)
+    if config.context_curve and distributed.rank() == 0:
+        show_context_curves(evaluations, config.output_dir)
     if len(config.model) > 1 and distributed.rank() == 0:
         show_comparisons(evaluations)
     distributed.stop_ranks()
@@ -60,6 +63,21 @@ def show_protocols(evaluations: list[Evaluation]) -> None:
         rows[evaluation.protocol] = evaluation.protocol_row()
     for (model, data), rows in tables.items():
         print_table(f"{model} on {data}, as others report it", rows)
+
+
+def show_context_curves(evaluations: list[Evaluation], output_dir: str | None) -> None:
+    """Print a table for each model and data set; with an output_dir draw all in one picture."""
+    curves = context_curves(evaluations)
+    for (model, data), results in curves.items():
+        print_table(f"Context curve of {model} on {data}", curve_rows(results))
+    if output_dir:
+        path = Path(output_dir) / PICTURE
+        drawn = draw_curves(curves, path)
+        say(
+            f"drawn: {path}"
+            if drawn
+            else "note: no picture of the curve, which needs matplotlib (pip install matplotlib)"
+        )
 
 
 def show_comparisons(evaluations: list[Evaluation]) -> None:

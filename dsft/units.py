@@ -8,6 +8,7 @@ BYTES = {"MB": MB, "GB": GB, "TB": TB, "MiB": MiB, "GiB": GiB, "TiB": TiB}
 """Unit as users may write it -> its bytes."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """torch's name of a dtype -> bytes of one number."""
+TOKEN_UNITS = {"k": 1024, "m": 1024**2}
 PADDED_MULTIPLE = 8
 """Rows are padded to a multiple of this: what matrix units like."""
 
@@ -15,6 +16,21 @@ PADDED_MULTIPLE = 8
 def padded_width(length: Any) -> Any:
     """Round `length` tokens (a number, or an array of them) up to the width that a batch computes."""
     return -(-length // PADDED_MULTIPLE) * PADDED_MULTIPLE
+
+
+def token_counts(text: str) -> list[int]:
+    """Read numbers of tokens such as 512,1k,2k, where k is 1,024 and m 1,048,576; ascending.
+
+    Raises:
+        ValueError: naming what is no number.
+    """
+    numbers = set()
+    for word in text.replace(" ", "").split(","):
+        digits, factor = (word[:-1], TOKEN_UNITS[word[-1:].lower()]) if word[-1:].lower() in TOKEN_UNITS else (word, 1)
+        if not (digits.isascii() and digits.isdigit()):
+            raise ValueError(f"{word!r} is no number of tokens")
+        numbers.add(int(digits) * factor)
+    return sorted(numbers)
 
 
 def in_gib(num_bytes: float) -> str:

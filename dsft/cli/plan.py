@@ -26,17 +26,18 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config, split_flags
 from dsft.errors import UserError, raise_if_any
 from dsft.planner.candidates import SEQUENCES_PER_RANK
-from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation
+from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation, longest_window
 from dsft.planner.export import write_plan
 from dsft.planner.measuring import calibrate
 from dsft.planner.plan import as_dict
 from dsft.planner.shortlist import RunCost, run_cost, shortlist
+from dsft.planner.ulysses import refused_heads, refused_number
 from dsft.run_setup.alternatives import Alternative, longest_sequence, seconds_at, ways_to_fit
 from dsft.run_setup.largest import largest_models
 from dsft.run_setup.paper import PaperRun, auto_dtype, paper_run, prepared_epoch
 from dsft.run_setup.plan import Choice, choose_plan, speeds_for, with_nvme
 from dsft.runtime.hardware import Machine, has_gpu
-from dsft.units import GiB
+from dsft.units import GiB, plural
 
 NOTHING_FITS = 1
 """Exit code."""
@@ -88,7 +89,7 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
 def _impossible_numbers(options: PlanOptions) -> list[str]:
     return [
         f"--{name} {getattr(options, name)}: must be above 0"
-        for name in ("tokens_per_step", "tokens", "dollars_per_gpu_hour")
+        for name in ("tokens_per_step", "tokens", "dollars_per_gpu_hour", "sequence_parallel")
         if getattr(options, name) is not None and not getattr(options, name) > 0
     ]
 
@@ -279,18 +280,28 @@ def _perplexity(request: Request, machine: Machine) -> None:
     problems = [problem for problem in request.problems if not problem.startswith("batch_tokens and")]
     paper = _decided(dataclasses.replace(request, training=training, problems=tuple(problems)), machine)
     speeds = speeds_for(paper.job, machine)
-    plans = all_evaluation_plans(paper.job, machine, speeds, batch_tokens=batch_tokens)
+    ranks = {"sequence_parallel": request.options.sequence_parallel}
+    refusal = refused_number(ranks["sequence_parallel"], machine.world_size)
+    raise_if_any([refusal] if refusal else [])
+    refusal = refused_heads(paper.job.size, size=ranks["sequence_parallel"], world=machine.world_size)
+    raise_if_any([f"sequence_parallel={ranks['sequence_parallel']}: {refusal}"] if refusal else [])
+    plans = all_evaluation_plans(paper.job, machine, speeds, batch_tokens=batch_tokens, **ranks)
     chosen, why = choose_evaluation(plans, machine)
+    longest = longest_window(paper.job, machine, speeds, **ranks)
     if request.options.json:
         print_json(
             {
                 "chosen": dataclasses.asdict(chosen) | {"reason": why},
                 "candidates": [dataclasses.asdict(plan) for plan in plans],
+                "longest_window": longest,
             }
         )
     else:
         show_evaluation_plans(chosen, plans, paper.job.size, machine, tells_time=speeds.tells_time)
         print(why)
+        if longest:
+            ranks_of_window = plural(request.options.sequence_parallel, "rank")
+            print(f"longest window that fits: {longest:,} tokens on {ranks_of_window}")
 
 
 def print_json(content: Any) -> None:

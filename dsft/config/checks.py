@@ -7,9 +7,10 @@ import dataclasses
 from collections.abc import Callable
 
 from dsft.config.options import HALF_PRECISION, SHARDING_ARGUMENTS, EvalConfig, TimeoutFields, TrainConfig
+from dsft.units import token_counts
 
 AT_LEAST_1 = """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size
-    lora_r lora_alpha shuffle_buffer max_documents ddp_timeout"""
+    lora_r lora_alpha shuffle_buffer max_documents sequence_parallel ddp_timeout"""
 MORE_THAN_0 = "num_train_epochs logging_steps save_steps eval_steps save_minutes"
 NOT_NEGATIVE = "learning_rate weight_decay warmup_steps max_grad_norm adam_epsilon dataloader_num_workers verify"
 SHARES = "eval_fraction lora_dropout adam_beta1 adam_beta2 label_smoothing_factor"
@@ -145,7 +146,7 @@ def _check_data(options: TrainConfig) -> list[str]:
 
 def _check_evaluation(options: EvalConfig) -> list[str]:
     problems = []
-    if options.batch_tokens is not None and options.batch_tokens < options.seq_len:
+    if options.batch_tokens is not None and options.batch_tokens < options.seq_len and not options.context_curve:
         problems.append(
             f"batch_tokens={options.batch_tokens} is less than seq_len={options.seq_len}: one window must fit; raise"
             " batch_tokens"
@@ -164,6 +165,30 @@ def _check_evaluation(options: EvalConfig) -> list[str]:
             for name in ("mode", "scope", "bos", "separator")
             if getattr(options, name) != defaults[name]
         ]
+    problems += _check_context_curve(options)
     if options.bad_rows != "error":
         problems.append(f"bad_rows={options.bad_rows}: an evaluation scores every row; fix or remove the bad ones")
+    return problems
+
+
+def _check_context_curve(options: EvalConfig) -> list[str]:
+    if options.context_curve is None:
+        return []
+    try:
+        lengths = token_counts(options.context_curve)
+    except ValueError as error:
+        return [f"context_curve={options.context_curve}: {error}; write for example 512,1k,2k"]
+    if len(lengths) < 2 or lengths[0] < 2:
+        return [
+            f"context_curve={options.context_curve}: name at least two lengths of 2 tokens or more, as in 512,1k,2k"
+        ]
+    problems = []
+    if options.batch_tokens is not None and options.batch_tokens < lengths[-1]:
+        problems.append(
+            f"batch_tokens={options.batch_tokens} is less than the longest context of context_curve; raise it"
+        )
+    set_too = [name for name in ("protocol", "stride") if getattr(options, name) is not None]
+    problems += [f"context_curve and {name} are both set; keep one: it has windows of its own" for name in set_too]
+    if options.mode != "auto":
+        problems.append(f"context_curve and mode={options.mode} are both set; keep one: it has windows of its own")
     return problems

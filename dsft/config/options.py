@@ -255,6 +255,9 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     five numbers of each model. seq_len is the tool's own where it is not given."""
     has_seq_len: bool = field(default=True, metadata={"option": False})
     """Whether seq_len was named; else a protocol takes its own."""
+    context_curve: str | None = None
+    """Lengths of context such as 512,1k,2k: the same last tokens of each document, half as many as the shortest, are
+    scored in windows of each length that end with the document."""
     stride: int | None = None
     """Tokens from one sliding window to the next; by default half of seq_len."""
     scope: Literal["corpus", "document"] = "corpus"
@@ -271,6 +274,9 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     batch_tokens: int | None = None
     """Tokens (padding included) per forward of one rank; by default 16384 on a GPU and 4096 on a CPU, whose caches are
     small, or one window."""
+    sequence_parallel: int = 1
+    """Ranks that share each window, so that long ones fit: it must divide the number of ranks and the model's heads.
+    batch_tokens is then of all of these ranks together."""
     reference: str | None = None
     """A second model, beside which every model predicts: KL divergence both ways, share of the same likeliest tokens,
     change of the true tokens' probabilities. It must have the same tokenizer."""

@@ -31,6 +31,8 @@ class RowRules:
     with its padding."""
     alone: bool = False
     """Every row is a batch of its own, without padding."""
+    multiple: int = 1
+    """Every batch is padded to a multiple of this length, also alone, and beyond a limit where there is no other."""
 
     def joined(self, other: "RowRules") -> "RowRules":
         """Return the rules of two models that see the same batches."""
@@ -39,9 +41,13 @@ class RowRules:
     def width(self, longest: int) -> int:
         """Return the padded length of a batch, of at least one token: a document of one token feeds none."""
         longest = max(1, int(longest))
+        shortest = -(-longest // self.multiple) * self.multiple
         if self.alone:
-            return longest
-        return min([padded_width(longest), *(limit for limit in self.limits if limit >= longest)])
+            return shortest
+        limits = [limit for limit in self.limits if limit >= longest]
+        width = min([padded_width(longest), *limits])
+        width = -(-width // self.multiple) * self.multiple
+        return shortest if any(limit < width for limit in limits) else width
 
     def share(self, longest: int, length: int) -> bool:
         """Tell whether a row of `length` may join a batch whose longest row has `longest`."""
@@ -63,11 +69,17 @@ def length_limits(config: PreTrainedConfig) -> tuple[int, ...]:
     """
     text = config.get_text_config()
     limits = {max_positions(text)}
-    rope = getattr(text, "rope_parameters", None) or {}
-    for section in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        if section.get("rope_type") == "longrope":
-            limits.add(section.get("original_max_position_embeddings"))
+    longrope = rope_types(text).get("longrope")
+    if longrope:
+        limits.add(longrope.get("original_max_position_embeddings"))
     return tuple(sorted(limit for limit in limits if limit))
+
+
+def rope_types(text: PreTrainedConfig) -> dict[str, dict]:
+    """Return rope_type -> its parameters, of all kinds of layers."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    sections = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return {section["rope_type"]: section for section in sections if "rope_type" in section}
 
 
 @torch.no_grad()

@@ -202,12 +202,12 @@ def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
     ]
 
 
-def check_positions(facts: ModelFacts, *, seq_len: int, model: str) -> list[str]:
-    """The model must have positions for the longest sequence."""
+def check_positions(facts: ModelFacts, *, seq_len: int, model: str, key: str = "seq_len") -> list[str]:
+    """The model must have positions for the longest sequence, which the option `key` sets."""
     positions = facts.size.max_positions
     if not positions or seq_len <= positions:
         return []
-    return [f"seq_len={seq_len} is beyond the {positions} positions of {model}; lower seq_len"]
+    return [f"{key}={seq_len} is beyond the {positions} positions of {model}; lower {key}"]
 
 
 def max_positions(text: PreTrainedConfig) -> int | None:

@@ -40,15 +40,23 @@ class TooLarge(Exception):
 
 
 def small_model(
-    config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False, **options
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    heads: int = SMALL["num_attention_heads"],
+    **options,
 ) -> PreTrainedModel:
     """Builds the architecture of `config` with narrow layers, few of them but one of each kind.
+
+    Args:
+        heads: of attention; an even number.
 
     Raises:
         TooLarge: where it would have more than LARGEST_TRIED parameters.
         Exception: whatever an architecture's own code makes of sizes that it was not made for.
     """
-    small = _small_config(config)
+    small = _small_config(config, heads)
     empty = empty_model(small, trust_remote_code=trust_remote_code)
     num_params = sum(parameter.numel() for parameter in empty.parameters())
     if num_params > LARGEST_TRIED:
@@ -56,15 +64,16 @@ def small_model(
     return AutoModelForCausalLM.from_config(small, trust_remote_code=trust_remote_code, dtype=dtype, **options)
 
 
-def _small_config(config: PreTrainedConfig) -> PreTrainedConfig:
+def _small_config(config: PreTrainedConfig, small_heads: int) -> PreTrainedConfig:
     """Makes the same architecture with narrow layers, few of them but one of each kind."""
     small = copy.deepcopy(config.get_text_config())
     heads = getattr(small, "num_attention_heads", None)
-    key_heads = {1: 1, heads: SMALL["num_attention_heads"]}.get(
-        getattr(small, "num_key_value_heads", None), SMALL["num_key_value_heads"]
-    )
+    key_heads = {1: 1, heads: small_heads}.get(getattr(small, "num_key_value_heads", None), small_heads // 2)
+    width = SMALL["head_dim"] * small_heads
+    sizes = dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), width)
+    sizes |= {"num_attention_heads": small_heads, "n_head": small_heads, "num_key_value_heads": key_heads}
     kept = ["head_dim"] * hasattr(small, "qk_rope_head_dim")  # latent attention: it is derived
-    for name, value in (SMALL | {"num_key_value_heads": key_heads}).items():
+    for name, value in (SMALL | sizes).items():
         if isinstance(vars(small).get(name), int) and name not in kept:
             setattr(small, name, value)
     small.pad_token_id = 0

@@ -17,7 +17,7 @@ from dsft.models.size import ModelFacts, check_positions, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.models.weights import adapter_problems, weight_problems
 from dsft.perplexity.protocols import protocol_configs
-from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation
+from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation, longest_window
 from dsft.planner.job import Job, attention_of
 from dsft.planner.speeds import speeds_of
 from dsft.runtime.hardware import Machine
@@ -77,7 +77,9 @@ def _measure(config: EvalConfig, problems: list[str]) -> ModelFacts | None:
         problems += error.problems
         return None
     longest = max(each.seq_len for each in protocol_configs(config, facts.size.max_positions))
-    problems += check_positions(facts, seq_len=longest, model=config.model)
+    problems += check_positions(
+        facts, seq_len=longest, model=config.model, key="context_curve" if config.context_curve else "seq_len"
+    )
     if sees_later_tokens(facts.config, trust_remote_code=config.trust_remote_code):
         problems.append(not_causal(config.model))
     return facts
@@ -115,13 +117,16 @@ def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
         attention=attention_of(candidate.facts, seq_len=seq_len, masked=False),
     )
     speeds = speeds_of(machine, dtype=job.dtype)
-    plans = all_evaluation_plans(job, machine, speeds, batch_tokens=candidate.config.batch_tokens)
+    ranks = {"sequence_parallel": candidate.config.sequence_parallel}
+    plans = all_evaluation_plans(job, machine, speeds, batch_tokens=candidate.config.batch_tokens, **ranks)
     chosen, why = choose_evaluation(plans, machine)
     if not chosen.fits:
+        longest = longest_window(job, machine, speeds, **ranks)
+        fits = f" The longest window that fits has {longest:,} tokens." if longest else ""
         raise UserError(
             [
-                f"zero=auto for {candidate.config.model}: {why} Use more GPUs or nodes, a smaller batch_tokens or"
-                " seq_len, or set zero yourself"
+                f"zero=auto for {candidate.config.model}: {why}{fits} Use more GPUs or nodes, a smaller batch_tokens or"
+                " seq_len, sequence_parallel, or set zero yourself"
             ]
         )
     return chosen.zero

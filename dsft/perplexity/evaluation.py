@@ -34,9 +34,12 @@ from dsft.perplexity.report import Results
 from dsft.perplexity.result import Evaluation
 from dsft.perplexity.resume import ResumeLog
 from dsft.perplexity.scoring import evaluate_windows
+from dsft.perplexity.sequence_parallel import team_of
+from dsft.perplexity.sequence_parallel_checks import refused_models
 from dsft.perplexity.sums import Perplexity
 from dsft.perplexity.windows import Windows
 from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS
+from dsft.planner.ulysses import refused_number
 from dsft.runtime import distributed
 from dsft.runtime.agreement import SAME_FILES, require_agreement, require_same_start
 from dsft.runtime.disk import check_writable
@@ -48,7 +51,7 @@ from dsft.watchdog import client as watchdog
 
 OPTIONS = (
     *("protocol", "seq_len", "stride", "scope", "bos", "separator", "max_documents", "attn_implementation", "too_long"),
-    *("group_by", "save_tokens"),
+    *("group_by", "save_tokens", "sequence_parallel"),
 )
 """That change a result or what is kept of it, beside mode, dtype and batch_tokens."""
 TOKENS = "tokens.parquet"
@@ -71,13 +74,15 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
 
 
 def _evaluate(config: EvalConfig, problems: list[str], *, progress: bool) -> Iterator[Evaluation]:
-    if config.run:
-        distributed.raise_together(problems)  # without the run nothing else can be said
+    if config.run or config.context_curve:
+        distributed.raise_together(problems)  # without the run, or the lengths, nothing else can be said
     require_same_start(common_options(config), problems)
     unset_hf_deepspeed_config()  # of a training earlier in this process: models are measured on the meta device
     check_mode(config.mode, problems)
     if config.output_dir:
         check_writable(config.output_dir, problems)
+    if refusal := refused_number(config.sequence_parallel, distributed.world_size()):
+        problems.append(refusal)
     if config.zero not in ("auto", "0"):
         _check_zero(config.zero, problems)
     candidates = [Candidate.of(config, name, problems) for name in config.model]
@@ -87,6 +92,7 @@ def _evaluate(config: EvalConfig, problems: list[str], *, progress: bool) -> Ite
     if reference:
         distributed.raise_together([line for each in candidates if (line := refusal_of_pair(each, reference))])
     models = [*candidates, *([reference] if reference else [])]
+    distributed.raise_together(refused_models(models))
     distributed.raise_together([problem for model in models for problem in model.check_weights(local=False)])
     machine = distributed.smallest_machine()
     results = Results(Path(config.output_dir)) if config.output_dir else None
@@ -244,6 +250,7 @@ def _evaluate_job(
             collective_forward=set(loaded.zero) != {"0"},
             reference=reference,
             recorder=recorder,
+            team=team_of(config.sequence_parallel),
             progress=progress and distributed.rank() == 0,
         )
         seconds = time.perf_counter() - start

@@ -39,7 +39,8 @@ def score_pair(model: ChunkedHead | nn.Module, reference: ChunkedHead | nn.Modul
     """Return [K, N] of each scored token of a collated batch, row by row. Collective where either is sharded."""
     where_BT = batch["targets"] != IGNORED
     targets_N, rows = batch["targets"][where_BT], ROW_TILE[where_BT.device.type]
-    inputs = [_last_inputs(scorer, batch["input_ids"])[where_BT] for scorer in (model, reference)]
+    given = inputs_of(batch)
+    inputs = [_last_inputs(scorer, given)[where_BT] for scorer in (model, reference)]
     columns = []
     with _weights(model), _weights(reference):
         for of_model, of_reference, wanted in zip(*(part.split(rows) for part in (*inputs, targets_N)), strict=True):
@@ -49,11 +50,16 @@ def score_pair(model: ChunkedHead | nn.Module, reference: ChunkedHead | nn.Modul
     return torch.cat(columns, dim=1) if columns else torch.zeros(len(COLUMNS), 0, dtype=torch.float64)
 
 
-def _last_inputs(scorer: ChunkedHead | nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
+def inputs_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what a model is called with: all of a collated batch but the targets."""
+    return {name: tensor for name, tensor in batch.items() if name != "targets"}
+
+
+def _last_inputs(scorer: ChunkedHead | nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return what the tiles of logits are made of: hidden states, or all logits where the head cannot be split."""
     if isinstance(scorer, ChunkedHead):
-        return scorer.run_backbone(input_ids=ids_BT)
-    return scorer(input_ids=ids_BT, use_cache=False).logits
+        return scorer.run_backbone(**given)
+    return scorer(**given, use_cache=False).logits
 
 
 def _weights(scorer: ChunkedHead | nn.Module) -> contextlib.AbstractContextManager:

@@ -23,7 +23,7 @@ from dsft.data.sources import FormattedSource
 from dsft.data.token_store import Store
 from dsft.errors import UserError, nearest
 from dsft.perplexity.documents import Answers, Texts
-from dsft.perplexity.protocols import PROTOCOLS, Prepared
+from dsft.perplexity.protocols import Prepared, find_protocol
 from dsft.perplexity.windows import Windows, disjoint_spans, of_corpus, of_documents, rolling_spans, sliding_spans
 
 
@@ -65,11 +65,14 @@ def build_windows(
             show_progress=show_progress,
         )
 
-    protocol = PROTOCOLS.get(config.protocol)
+    protocol = find_protocol(config.protocol)
     if protocol and protocol.windows:
         if not data.rules.is_text:
             raise UserError(
-                [f"protocol={config.protocol} is of texts, and the data holds {data.rules.format}; use protocol dsft"]
+                [
+                    f"{'context_curve' if config.context_curve else f'protocol={config.protocol}'} is of texts, and the"
+                    f" data holds {data.rules.format}; use protocol dsft"
+                ]
             )
         windows, mode = protocol.windows(config, prepared, tokenizer), config.protocol
     else:

@@ -15,6 +15,8 @@
   each 512 further (`stride`). "Perplexity of fixed-length models" in the documentation of transformers. Its code weighs
   the mean of a window with one token less than the window scores, but for the first window; so does this.
 - `dsft`: the options' own defaults: the mode `windows`, or `answers`.
+- `context-512`, and so for each length of `context_curve`: the last 512 tokens of each document, of which as many are
+  scored for every length. Documents shorter than the longest length are left out.
 
 A protocol's perplexity is exp of its weighted mean of nats; only hf's weights differ from one.
 """
@@ -34,10 +36,13 @@ from dsft.data.tokenization import encode
 from dsft.errors import UserError
 from dsft.perplexity.documents import JoinedTexts, Texts
 from dsft.perplexity.windows import Spans, Windows, of_corpus, of_documents, rolling_spans, sliding_spans
+from dsft.units import token_counts
 
 Prepared = Callable[[Preparation], Store]
 """Prepares the data set in this way, or finds it prepared."""
 HF_STRIDE = 512
+CONTEXT = "context-"
+"""Before the number of tokens: the protocol of a length of `context_curve`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +58,16 @@ class Protocol:
 
 
 def protocol_configs(config: EvalConfig, positions: int | None) -> list[EvalConfig]:
-    """Return the options of each protocol that is asked for; the options alone where none is.
+    """Return the options of each protocol, or length of context, that is asked for; the options alone where none is.
 
     Args:
         positions: of the model; None where there is no limit.
     """
+    if config.context_curve:
+        return [
+            dataclasses.replace(config, protocol=f"{CONTEXT}{length}", seq_len=length)
+            for length in token_counts(config.context_curve)
+        ]
     if config.protocol is None:
         return [config]
     names = list(PROTOCOLS) if config.protocol == "all" else [config.protocol]
@@ -123,6 +133,26 @@ def _hf(config: EvalConfig, prepared: Prepared, _tokenizer: PreTrainedTokenizerB
     return windows
 
 
+def _context(config: EvalConfig, prepared: Prepared, _tokenizer: PreTrainedTokenizerBase) -> Windows:
+    store = prepared(Texts(bos=config.bos, max_documents=config.max_documents))
+    lengths = token_counts(config.context_curve)
+    document_tokens = np.diff(store.ends, prepend=0)
+    if document_tokens.max(initial=0) < lengths[-1]:
+        raise UserError(
+            [
+                f"context_curve={config.context_curve}: needs documents of {lengths[-1]:,} tokens or more, and the"
+                f" longest here has {document_tokens.max(initial=0):,}; use shorter contexts, or longer documents"
+            ]
+        )
+    scored = lengths[0] // 2
+    windows = of_documents(
+        store,
+        lambda start, end: [(end - config.seq_len, end, end - scored)] if end - start >= lengths[-1] else [],
+    )
+    windows.document_bytes = windows.document_words = np.zeros(len(windows.document_ends), dtype=np.int64)
+    return windows
+
+
 PROTOCOLS = {
     "gptq": Protocol(source="IST-DASLab/gptq, llama.py", seq_len=2048, windows=_gptq),
     "llama.cpp": Protocol(source="ggml-org/llama.cpp, tools/perplexity", seq_len=512, windows=_llama_cpp),
@@ -131,3 +161,9 @@ PROTOCOLS = {
     "dsft": Protocol(source="mode windows, or answers", seq_len=1024),
 }
 """In the order of the table."""
+CONTEXT_CURVE = Protocol(source="windows that end with the document, its last tokens scored", windows=_context)
+
+
+def find_protocol(name: str | None) -> Protocol | None:
+    """Return the protocol of this name, also of a length of context."""
+    return CONTEXT_CURVE if name and name.startswith(CONTEXT) else PROTOCOLS.get(name)

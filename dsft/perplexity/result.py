@@ -9,7 +9,7 @@ import numpy as np
 from dsft.perplexity.display import frame, html_table
 from dsft.perplexity.intervals import LEVEL, ResultIntervals, result_intervals
 from dsft.perplexity.kl import COLUMNS, Divergence
-from dsft.perplexity.protocols import PROTOCOLS
+from dsft.perplexity.protocols import find_protocol
 from dsft.perplexity.sums import Perplexity, exp
 from dsft.units import GiB
 
@@ -92,7 +92,7 @@ class Evaluation:
     @property
     def definition(self) -> str:
         if self.protocol:
-            return f"protocol {self.protocol} of dsft/perplexity/protocols.py ({PROTOCOLS[self.protocol].source})"
+            return f"protocol {self.protocol} of dsft/perplexity/protocols.py ({find_protocol(self.protocol).source})"
         return f"mode {self.mode} of dsft/perplexity/modes.py"
 
     @property
@@ -153,7 +153,7 @@ class Evaluation:
     def protocol_row(self) -> str:
         """Return one line of the table of all protocols."""
         seq_len, tokens = self.options["seq_len"], self.perplexity.tokens
-        source = PROTOCOLS[self.protocol].source
+        source = find_protocol(self.protocol).source
         return f"{exp(self.perplexity.reported_loss):.4f}  (windows of {seq_len:,}, {tokens:,} tokens scored; {source})"
 
     def to_pandas(self, group_by: str | None = None) -> Any:

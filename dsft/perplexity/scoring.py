@@ -13,21 +13,22 @@ that float64 sums of them are exact in any order and grouping, up to 33 million 
 Shape suffixes: B batch, T time, H hidden, V vocabulary, W one tile of it, N scored tokens of a batch.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dsft.data.sequences import IGNORED
 from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead
 from dsft.models.row_rules import RowRules, row_rules
-from dsft.perplexity.kl import COLUMNS, score_pair
+from dsft.perplexity.kl import COLUMNS, inputs_of, score_pair
 from dsft.perplexity.recording import Recorder
+from dsft.perplexity.sequence_parallel import ALONE, Team
 from dsft.perplexity.sums import Perplexity, add_up, pieces_of
 from dsft.perplexity.windows import Windows
 from dsft.runtime.console import progress_bar, say
@@ -62,6 +63,7 @@ def evaluate_windows(
     collective_forward: bool,
     reference: nn.Module | None = None,
     recorder: Recorder | None = None,
+    team: Team = ALONE,
     progress: bool = False,
 ) -> Perplexity:
     """Compute the perplexity of `model` on `windows`. Collective: every rank must call it.
@@ -71,24 +73,23 @@ def evaluate_windows(
         collective_forward: the model is sharded (ZeRO-3), so ranks without work must take part in every forward.
         reference: predicts the same tokens, for `document_pairs` of the result.
         recorder: knows what an interrupted evaluation scored, and takes what is scored now.
+        team: of the ranks that share each window.
 
     Raises:
         TrainingStopped: where a document's loss is NaN or infinite, naming the first such document.
     """
     was_training = model.training
-    rules = row_rules(model.eval())
-    if reference is not None:
-        rules = rules.joined(row_rules(reference.eval()))
-    lengths = windows.lengths
-    batches = form_batches(lengths, batch_tokens, rules)
+    models = (model,) if reference is None else (model, reference)
+    rules = _rules_of(models, team)
+    batches = form_batches(windows.lengths, batch_tokens, rules)
     pieces = pieces_of(windows, batches)
     places, counts = pieces.places(), pieces.tokens
     known = recorder.known() if recorder else {}
     left = {index: batch for index, batch in enumerate(batches) if index not in known}
     # Every piece is filled in on one rank and 0 on all others, so summing over ranks adds only zeros: no rounding.
     sums_KP = torch.zeros(len(COLUMNS) if reference is not None else 1, pieces.ends[-1], dtype=torch.float64)
-    score_batch = _scorer(model, reference, pad_token_id, device)
-    how = {"pad_token_id": pad_token_id, "device": device, "progress": progress}
+    score_batch = team.scorer(_scorer(model, reference, pad_token_id, device), *models)
+    how = {"pad_token_id": pad_token_id, "device": device, "team": team, "progress": progress}
     for index, columns_KN in _score_batches(score_batch, windows, left, rules, everyone=collective_forward, **how):
         parts = columns_KN.split(counts[places[index]].tolist(), dim=1)
         sums_KP[:, places[index]] = torch.stack([part.sum(dim=1) for part in parts], dim=1) if parts else 0.0
@@ -100,12 +101,20 @@ def evaluate_windows(
     sums_KP = sum_over_ranks(sums_KP)
     for index, batch_sums in known.items():
         sums_KP[:, places[index]] = torch.tensor(batch_sums, dtype=torch.float64)
-    fed_tokens = sum(int(lengths[batch].sum()) for batch in left.values())
+    fed_tokens = sum(int(windows.lengths[batch].sum()) for batch in left.values())
     return add_up(windows, pieces, sums_KP.numpy(), fed_tokens=fed_tokens, rows_alone=rules.alone)
 
 
 _is_chunked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Whether the head of a model can be computed in parts, as all its ranks found."""
+
+
+def _rules_of(models: tuple[nn.Module, ...], team: Team) -> RowRules:
+    """Find which rows may share a batch of all models, and how it is padded. Collective."""
+    first, *others = (row_rules(each.eval()) for each in models)
+    for rules in others:
+        first = first.joined(rules)
+    return dataclasses.replace(first, multiple=team.size)
 
 
 def _scorer(
@@ -138,27 +147,30 @@ def _score_batches(
     pad_token_id: int,
     device: torch.device,
     everyone: bool,
+    team: Team,
     progress: bool,
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (index of a batch, [K, N] columns of its scored tokens) of every batch that this rank scores.
 
-    The ranks take turns: with 2 ranks and 5 batches, rank 0 scores the first, third and fifth, and in the third turn
-    rank 1 has none. Collective under ZeRO-3.
+    The teams, of one rank each but for sequence parallelism, take turns: with 2 teams and 5 batches, team 0 scores the
+    first, third and fifth, and in the third turn team 1 has none. The first rank of a team yields. Collective under
+    ZeRO-3.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    number, teams = team.number, team.teams
     indices = list(batches)
     lengths = windows.lengths
     tokens = [int(lengths[batch].sum()) for batch in batches.values()]
-    dummy = torch.full((1, 8), pad_token_id, device=device)
-    collated = _collated_ahead(windows, [batches[index] for index in indices[rank::world]], rules, pad_token_id)
+    dummy = torch.full((1, 8 * team.size), pad_token_id, device=device)
+    collated = _collated_ahead(windows, [batches[index] for index in indices[number::teams]], rules, pad_token_id)
     with progress_bar(is_shown=progress, total=sum(tokens), desc="Perplexity", unit="token", unit_scale=True) as bar:
-        for turn in range(0, len(indices), world):
-            if turn + rank < len(indices):
-                batch = {name: tensor.to(device) for name, tensor in next(collated).items()}
-                yield indices[turn + rank], score_batch(batch)
+        for turn in range(0, len(indices), teams):
+            if turn + number < len(indices):
+                columns_KN = score_batch({name: tensor.to(device) for name, tensor in next(collated).items()})
+                if team.place == 0:
+                    yield indices[turn + number], columns_KN
             elif everyone:  # the same collectives as a batch with work
                 score_batch({"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
-            bar.update(sum(tokens[turn : turn + world]))
+            bar.update(sum(tokens[turn : turn + teams]))
             watchdog.heartbeat()
 
 
@@ -194,7 +206,7 @@ def score(head: ChunkedHead | nn.Module, batch: dict[str, torch.Tensor]) -> torc
     where_BT = batch["targets"] != IGNORED
     targets_N, device = batch["targets"][where_BT], where_BT.device.type
     if isinstance(head, ChunkedHead):
-        hidden = head.run_backbone(input_ids=batch["input_ids"])[where_BT].split(ROW_TILE[device])
+        hidden = head.run_backbone(**inputs_of(batch))[where_BT].split(ROW_TILE[device])
         with head.weights():
             nats = [
                 negative_log_likelihood(head.logits(rows), wanted)
@@ -202,7 +214,7 @@ def score(head: ChunkedHead | nn.Module, batch: dict[str, torch.Tensor]) -> torc
                 if len(wanted)
             ]
     else:
-        logits_NV = head(input_ids=batch["input_ids"], use_cache=False).logits[where_BT]
+        logits_NV = head(**inputs_of(batch), use_cache=False).logits[where_BT]
         rows_at_once = max(1, ROW_TILE[device] * VOCAB_TILE[device] // logits_NV.shape[1])
         nats = [
             negative_log_likelihood([rows], wanted)

@@ -16,6 +16,7 @@ from dsft.planner.speeds import Speeds
 from dsft.planner.stage3_states import gathered, shards
 from dsft.planner.step_time import GATHERS_PER_LAYER, collective_seconds, forward_flops_per_token
 from dsft.planner.terms import Term, peak_bytes
+from dsft.planner.ulysses import exchange_term
 from dsft.planner.zero_layout import ZeroLayout, describe_layout, frozen_bytes
 from dsft.runtime.hardware import Machine
 from dsft.units import in_gib
@@ -25,6 +26,12 @@ DEFAULT_BATCH_TOKENS = {True: 16384, False: 4096}
 """Tokens of one forward on a GPU, and on a CPU. The same for every way of holding the model, since the bits of a result
 depend on it.
 """
+
+
+WINDOW_STEP = 1024
+"""Tokens: the longest window that fits is a multiple, but for models with fewer positions."""
+MOST_POSITIONS = 2**24
+"""Of a window of a model without a limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +63,41 @@ def evaluation_section(zero: str) -> dict[str, Any]:
 
 
 def all_evaluation_plans(
-    job: Job, machine: Machine, speeds: Speeds, *, batch_tokens: int | None = None
+    job: Job, machine: Machine, speeds: Speeds, *, batch_tokens: int | None = None, sequence_parallel: int = 1
 ) -> list[EvaluationPlan]:
-    """Every way of holding the model, simplest first, with `batch_tokens` or the default."""
+    """Every way of holding the model, simplest first, with `batch_tokens` or the default.
+
+    Args:
+        sequence_parallel: ranks that share the tokens of a batch.
+    """
     if job.size.quantization:
         raise UserError(["--perplexity plans a model as it lies on disk; leave out --method qlora"])
-    names = [
+    batch_tokens = batch_tokens or max(DEFAULT_BATCH_TOKENS[machine.has_gpu], job.seq_len)
+    return [_plan(name, batch_tokens, job, machine, speeds, sequence_parallel) for name in _names(machine)]
+
+
+def longest_window(job: Job, machine: Machine, speeds: Speeds, *, sequence_parallel: int = 1) -> int | None:
+    """Return the tokens of the longest window that fits in some way, each in a batch of its own.
+
+    It ends with the model's positions; 0 where none fits. None where attention holds a matrix, which grows otherwise
+    than the activations that were traced.
+    """
+    if job.attention != "flash":
+        return None
+    positions = job.size.max_positions or MOST_POSITIONS
+    step = min(WINDOW_STEP, positions)
+    low, high = 0, positions // step
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = any(_plan(name, middle * step, job, machine, speeds, sequence_parallel).fits for name in _names(machine))
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low * step
+
+
+def _names(machine: Machine) -> list[str]:
+    return [
         name for name in NAMES if (name != "3-nvme" or machine.nvme_bytes) and (name != "3-offload" or machine.has_gpu)
     ]
-    batch_tokens = batch_tokens or max(DEFAULT_BATCH_TOKENS[machine.has_gpu], job.seq_len)
-    return [_plan(name, batch_tokens, job, machine, speeds) for name in names]
 
 
 def choose_evaluation(plans: list[EvaluationPlan], machine: Machine) -> tuple[EvaluationPlan, str]:
@@ -90,10 +122,15 @@ def choose_evaluation(plans: list[EvaluationPlan], machine: Machine) -> tuple[Ev
     )
 
 
-def _plan(zero: str, batch_tokens: int, job: Job, machine: Machine, speeds: Speeds) -> EvaluationPlan:
+def _plan(
+    zero: str, batch_tokens: int, job: Job, machine: Machine, speeds: Speeds, sequence_parallel: int
+) -> EvaluationPlan:
     layout = _layout(evaluation_section(zero), job, machine)
     weights = _weight_terms(layout)
-    activations = _activation_terms(job, batch_tokens, machine)
+    rank_tokens = -(-batch_tokens // sequence_parallel)
+    activations = _activation_terms(job, rank_tokens, machine)
+    if sequence_parallel > 1:
+        activations.append(exchange_term(job, rank_tokens, sequence_parallel))
     terms, needs = add_up([*weights, *activations], machine)
     return EvaluationPlan(
         zero=zero,
@@ -103,9 +140,7 @@ def _plan(zero: str, batch_tokens: int, job: Job, machine: Machine, speeds: Spee
         activation_bytes=peak_bytes(activations, "device"),
         device_bytes=needs.device_bytes,
         host_bytes=needs.host_bytes,
-        tokens_per_second=batch_tokens
-        * machine.world_size
-        / _batch_seconds(layout, batch_tokens, job, machine, speeds),
+        tokens_per_second=rank_tokens * machine.world_size / _batch_seconds(layout, rank_tokens, job, machine, speeds),
         fits=not needs.binds,
         binds=needs.binds,
     )

@@ -66,6 +66,9 @@ def configs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("configs")
     for name, values in (("8b", LLAMA_8B), ("70b", LLAMA_70B), ("405b", LLAMA_405B)):
         LlamaConfig(**values).save_pretrained(folder / name)
+    LlamaConfig(**LLAMA_8B | {"num_hidden_layers": 4, "max_position_embeddings": 2**24}).save_pretrained(
+        folder / "long"
+    )
     MixtralConfig().save_pretrained(folder / "mixtral")  # the default is Mixtral 8x7B
     LlavaConfig(text_config=LlamaConfig(**LLAMA_8B)).save_pretrained(folder / "llava")
     return {path.name: str(path) for path in folder.iterdir()}
@@ -649,6 +652,18 @@ def test_the_view_over_nodes_and_the_plan_of_an_evaluation(configs, capsys):
     assert printed["8b"]["weight_bytes"] == 2 * 8_030_261_248
 
 
+def test_windows_that_are_spread_over_more_ranks_may_be_longer(configs, capsys):
+    words = ["--model", configs["long"], "--perplexity", "--seq_len", "131072", "--gpus", "8x80GB"]
+    plans = [json.loads(run_plan(capsys, *words, "--sequence_parallel", str(n), "--json")) for n in (1, 2, 8)]
+    alone, two, eight = (plan["longest_window"] for plan in plans)
+    assert 1024 < alone < two < eight < 2**24 and two > 1.5 * alone
+    terms = {term["name"]: term["num_bytes"] for term in plans[2]["candidates"][0]["terms"]}
+    assert terms["positions exchanged for heads"] == 131_072 // 8 * (3 * 32 * 128 + 2 * 8 * 128) * 2
+    assert f"longest window that fits: {eight:,} tokens on 8 ranks" in run_plan(
+        capsys, *words, "--sequence_parallel", "8"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -661,6 +676,11 @@ def test_the_view_over_nodes_and_the_plan_of_an_evaluation(configs, capsys):
         (["--hostfile", str(ROOT / "hostfiles/2x8"), "--nodes", "3"], "keep one"),
         (["--hostfile", str(ROOT / "hostfiles/2x8"), "--gpus", "4x80GB"], "says 8 per node"),
         (["--perplexity", "--nodes", "1,2", "--gpus", "8x80GB"], "one number of nodes"),
+        (["--perplexity", "--gpus", "8x80GB", "--sequence_parallel", "3"], "use 1, 2, 4 or 8"),
+        (
+            ["--perplexity", "--gpus", "24x80GB", "--sequence_parallel", "6"],
+            "cannot be shared by 6 ranks; use 1, 2, 4 or 8",
+        ),
         (["--tokens_per_step", "8"], "less than one sequence"),
         (["--tokens", "0", "--gpus", "8x80GB"], "--tokens 0.0: must be above 0"),
         (["--dollars_per_gpu_hour", "2", "--gpus", "8x80GB"], "needs --tokens"),

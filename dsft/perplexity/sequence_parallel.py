@@ -1,0 +1,154 @@
+"""Spreads each window over a team of ranks, by DeepSpeed's Ulysses attention.
+
+A rank of a team of N holds T / N neighbouring tokens of every row. Within attention the ranks exchange positions for
+heads, so that each computes H / N heads over all T positions:
+
+    hidden [B, T/N, H] -> q, k, v -> all_to_all -> [B, H/N, T] attention all_to_all -> [B, T/N, H] -> ... -> nats
+
+The exchange is `UlyssesSPAttentionHF` (deepspeed/runtime/sequence_parallel/ulysses_sp.py), which also runs over gloo.
+Its `register_with_transformers` fixes the number of rows and reads heads from the config, so here one is made for each
+shape that attention sees. Positions are passed to the model; masks are dropped, since attention is causal.
+
+Shape suffixes: B batch, T time, N scored tokens of a batch, K columns.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dsft.data.sequences import IGNORED
+
+TIMEOUT = timedelta(minutes=30)
+"""Of a collective within a team, whose ranks do the same work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Team:
+    """Holds the ranks that share each window: neighbours, so that they lie in one node where they can."""
+
+    size: int = 1
+    group: Any = None
+    """Process group; None for a team of one."""
+
+    @property
+    def number(self) -> int:
+        """Which of the teams this rank is in, from 0."""
+        return _rank_and_world()[0] // self.size
+
+    @property
+    def place(self) -> int:
+        """Place of this rank in its team, from 0: the first positions of each row are on the first."""
+        return _rank_and_world()[0] % self.size
+
+    @property
+    def teams(self) -> int:
+        return _rank_and_world()[1] // self.size
+
+    def share(self, batch_BT: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return this rank's positions of a batch, [B, T / size], and which they are."""
+        rows, width = batch_BT["input_ids"].shape
+        here = slice(self.place * width // self.size, (self.place + 1) * width // self.size)
+        positions = torch.arange(here.start, here.stop, device=batch_BT["input_ids"].device)
+        shares = {name: tensor[:, here].contiguous() for name, tensor in batch_BT.items()}
+        return shares | {"position_ids": positions.expand(rows, -1).contiguous()}
+
+    def gather(self, columns_KN: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        """Return the columns of the whole batch, by position, on the CPU. Collective within the team.
+
+        Args:
+            columns_KN: of the scored tokens among this rank's positions, row by row.
+            targets_BT: of the whole batch.
+        """
+        is_scored_BT = targets_BT != IGNORED
+        is_here_BT = is_scored_BT.chunk(self.size, dim=1)[self.place]
+        share_KBT = torch.zeros(len(columns_KN), *is_here_BT.shape, dtype=torch.float64, device=targets_BT.device)
+        share_KBT[:, is_here_BT] = columns_KN.to(targets_BT.device)
+        shares = [torch.empty_like(share_KBT) for _ in range(self.size)]
+        dist.all_gather(shares, share_KBT, group=self.group)
+        return torch.cat(shares, dim=2)[:, is_scored_BT].cpu()
+
+    @contextlib.contextmanager
+    def attention(self, *models: nn.Module) -> Iterator[None]:
+        """Exchange positions for heads in every attention of `models`, which are called with `share(batch)`."""
+        functions = {name: ALL_ATTENTION_FUNCTIONS[name] for name in map(attention_name, models)}
+        for name, function in functions.items():
+            ALL_ATTENTION_FUNCTIONS[name] = _exchanging(function, self.group)
+        try:
+            yield
+        finally:
+            for name, function in functions.items():
+                ALL_ATTENTION_FUNCTIONS[name] = function
+
+    def scorer(self, score_batch: Callable[[dict], torch.Tensor], *models: nn.Module) -> Callable[[dict], torch.Tensor]:
+        """Return what gives the columns [K, N] of a batch as `score_batch` does, each rank its positions."""
+        if self.size == 1:
+            return score_batch
+
+        def score_shared(batch_BT: dict[str, torch.Tensor]) -> torch.Tensor:
+            with self.attention(*models):
+                columns_KN = score_batch(self.share(batch_BT))
+            return self.gather(columns_KN, batch_BT["targets"])
+
+        return score_shared
+
+
+ALONE = Team()
+
+
+@functools.cache
+def team_of(size: int) -> Team:
+    """Split the ranks into teams of `size`, which divides their number. Collective the first time."""
+    if size == 1:
+        return ALONE
+    rank, world = _rank_and_world()
+    groups = [dist.new_group([*range(first, first + size)], timeout=TIMEOUT) for first in range(0, world, size)]
+    return Team(size=size, group=groups[rank // size])
+
+
+def attention_name(model: nn.Module) -> str:
+    """Name the attention function of a loaded model, as transformers registers it."""
+    return model.config.get_text_config()._attn_implementation
+
+
+def _rank_and_world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _exchanging(function: Callable, group: Any) -> Callable:
+    """Wrap an attention function of transformers."""
+
+    def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask, **options):
+        ulysses = _ulysses(function, group, query.shape[0], query.shape[1], key.shape[1], query.shape[3])
+        # Where key heads are repeated for the ranks, Ulysses sets this to the number of its own share and leaves it.
+        groups = vars(module).get("num_key_value_groups")
+        try:
+            return ulysses(module, query, key, value, None, **options)
+        finally:
+            if groups is not None:
+                module.num_key_value_groups = groups
+
+    return attention
+
+
+@functools.cache
+def _ulysses(function: Callable, group: Any, rows: int, heads: int, key_heads: int, head_size: int) -> nn.Module:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # seconds, which few need
+
+    return UlyssesSPAttentionHF(
+        attn=function,
+        batch_size=rows,
+        attn_head_count=heads,
+        attn_head_size=head_size,
+        kv_head_count=key_heads,
+        num_hidden_layers=1,  # read by a debug mode only
+        process_group=group,
+        seq_length_is_variable=True,
+    )
