@@ -32,7 +32,7 @@ def trained(tiny, options, tmp_path_factory):
     """(what two ranks printed to files, the run's folder) of a training with evaluation, checkpoint and TensorBoard."""
     folder = tmp_path_factory.mktemp("screen") / "run"
     chosen = {"max_steps": 4, "logging_steps": 1, "eval_fraction": 0.3, "save_strategy": "steps", "save_steps": 2}
-    chosen |= {"report_to": "tensorboard", "disable_tqdm": None}
+    chosen |= {"report_to": "tensorboard", "disable_tqdm": None, "zero": "2"}  # without ZeRO there is no gradient norm
     result = run_entry("dsft.train", flags(options(folder, **chosen)), world=2)
     assert result.returncode == 0, result.stderr
     return result.stdout + result.stderr, folder
