@@ -130,7 +130,8 @@ def _exchanging(function: Callable, group: Any) -> Callable:
         # Where key heads are repeated for the ranks, Ulysses sets this to the number of its own share and leaves it.
         groups = vars(module).get("num_key_value_groups")
         try:
-            return ulysses(module, query, key, value, None, **options)
+            output, weights = ulysses(module, query, key, value, None, **options)
+            return output.unflatten(-1, (query.shape[1], -1)), weights  # [B, T, H, D], as GPT-2 needs it
         finally:
             if groups is not None:
                 module.num_key_value_groups = groups

@@ -209,6 +209,9 @@ class Writer:
         if self.is_full:
             raise OSError("No space left")
 
+    def commit(self, tag: str) -> bool:
+        return True
+
 
 @pytest.mark.parametrize(
     ("fault", "message"),

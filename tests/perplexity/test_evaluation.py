@@ -42,7 +42,7 @@ def test_progress_counts_tokens_and_can_be_turned_off(evaluated, capsys, monkeyp
     monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
     evaluated(progress=True)
     said = capsys.readouterr().err
-    assert "Perplexity: " in said and "token/s" in said and "\r" not in said
+    assert "Perplexity: " in said and "token/s" in said and "\r" not in said[said.index("Perplexity") :]
     evaluated()
     assert "Perplexity" not in capsys.readouterr().err
 
