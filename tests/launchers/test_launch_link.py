@@ -26,8 +26,9 @@ start = lambda: client.start(SimpleNamespace(start_timeout=300, lost_timeout=60,
 def is_tied():
     import psutil
     mine = f'"pid": {os.getpid()},'
-    [sidecar] = [each for each in psutil.process_iter(["cmdline"]) if mine in " ".join(each.info["cmdline"] or ())]
-    return any(connection.status == "ESTABLISHED" for connection in sidecar.net_connections("tcp"))
+    sidecars = [each for each in psutil.process_iter(["cmdline"]) if mine in " ".join(each.info["cmdline"] or ())]
+    # None: a process that has just begun has no command line for a moment.
+    return any(connection.status == "ESTABLISHED" for each in sidecars for connection in each.net_connections("tcp"))
 def wait_until_tied():
     while not is_tied():
         time.sleep(0.1)
