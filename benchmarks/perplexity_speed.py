@@ -27,6 +27,7 @@ cut into full windows, and `mixed`, documents of mixed length, each by itself.
   tied or not;
   attention's products, softmax and norms are not in it.
 - ZeRO-3 on 2 ranks is compared with two replicas through the launcher, in wall seconds of scoring.
+- KL to a reference, comparisons and large corpora: `perplexity_scale.py`.
 
 Ratios are medians over rounds of the ratio within a round. What it does not do: GPUs, trained models, several threads,
 time of loading
@@ -37,6 +38,7 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import gc
 import importlib.metadata
 import json
@@ -60,6 +62,14 @@ import numpy as np
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from perplexity_scale import (
+    another,
+    comparison_seconds,
+    corpus_rows,
+    saved_logits_kl,
+    slope,
+    tiled_kl,
+)
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -78,6 +88,7 @@ from dsft.perplexity.windows import Windows, rolling_spans
 
 WINDOW = 512
 MIB = 1024**2
+KL_WAYS = ("tiles", "saved logits")
 TITLES = {
     "dsft": "dsft, batch_tokens {}",
     "lm_eval": "lm-evaluation-harness, batch {}",
@@ -121,6 +132,19 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--zero_tokens", type=int, default=65536, help="tokens of that comparison (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        default=["speed", "zero", "kl", "comparison", "corpus"],
+        choices=["speed", "zero", "kl", "comparison", "corpus"],
+        help="what is measured (default: all)",
+    )
+    parser.add_argument(
+        "--corpus_mib", nargs="+", type=int, default=[1, 10, 100], help="sizes of text (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--compared_documents", nargs="+", type=int, default=[100, 2000, 100_000], help="(default: %(default)s)"
     )
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the results")
     parser.add_argument("--verbose", action="store_true", help="let the subjects write to the screen")
@@ -385,8 +409,64 @@ def best_seconds_per_row(outputs: int, inputs: int, dtype: torch.dtype) -> float
     return best
 
 
+def measure_kl(way: str, path: Path, dtype: str, corpus: Corpus) -> dict[str, float]:
+    """KL to a reference on one corpus, in this process: by dsft in tiles, or with saved logits."""
+    torch.set_num_threads(1)
+    models = another(load_model(path, dtype)), load_model(path, dtype)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ways = {
+            "tiles": lambda part: tiled_kl(models, as_windows(part), corpus.tokenizer.eos_token_id),
+            "saved logits": lambda part: saved_logits_kl(models, as_windows(part), folder / str(part.tokens)),
+        }
+        ways[way](dataclasses.replace(corpus, documents=[corpus.documents[0][:17]]))
+        before = resident_bytes_set_back()
+        wall, start = time.perf_counter(), time.process_time()
+        kl = ways[way](corpus)
+        return {
+            "cpu_ms_per_token": (time.process_time() - start) / corpus.tokens * 1e3,
+            "wall_ms_per_token": (time.perf_counter() - wall) / corpus.tokens * 1e3,
+            "extra_memory_bytes": status_bytes("VmHWM") - before,
+            "disk_bytes": sum(file.stat().st_size for file in folder.rglob("*.npy")),
+            "kl": kl,
+        }
+
+
+def compare_kl(args: argparse.Namespace, model: Path, corpora: dict[str, Corpus]) -> list[dict]:
+    """Both ways of KL in turn, on full windows."""
+    runs = []
+    for turn in range(args.repeats):
+        for dtype in args.dtypes:
+            for way in KL_WAYS:
+                result = call_apart(measure_kl, way, model, dtype, corpora["full"], verbose=args.verbose)
+                runs.append({"round": turn, "dtype": dtype, "way": way} | result)
+    return runs
+
+
+def scale_rows(args: argparse.Namespace, model: Path, corpora: dict[str, Corpus], folder: Path) -> dict:
+    """The rows beyond one pass over one model."""
+    rows = {}
+    if "kl" in args.rows:
+        rows["kl"] = compare_kl(args, model, corpora)
+    if "comparison" in args.rows:
+        rows["comparison"] = [
+            call_apart(comparison_seconds, documents, verbose=args.verbose) for documents in args.compared_documents
+        ]
+    if "corpus" in args.rows:
+        apart = functools.partial(call_apart, verbose=args.verbose)
+        rows["corpus"] = corpus_rows(args.corpus_mib, folder, apart, status_bytes)
+        if len(args.corpus_mib) > 1:
+            rows["corpus_slope"] = {mode: slope(rows["corpus"], mode) for mode in ("windows", "rolling")}
+    return rows
+
+
 def measure_apart(*job, verbose: bool) -> dict[str, float]:
     """`measure(*job)` in a process of its own."""
+    return call_apart(measure, *job, verbose=verbose)
+
+
+def call_apart(function: Callable, *job, verbose: bool) -> dict[str, float]:
+    """`function(*job)` in a process of its own."""
 
     def child(sender) -> None:
         with open(os.devnull, "w") as nothing, contextlib.ExitStack() as stack:
@@ -394,7 +474,7 @@ def measure_apart(*job, verbose: bool) -> dict[str, float]:
                 stack.enter_context(contextlib.redirect_stdout(nothing))
                 stack.enter_context(contextlib.redirect_stderr(nothing))
             try:
-                sender.send(measure(*job))
+                sender.send(function(*job))
             except Exception:  # whatever it is, the parent reports it
                 sender.send(traceback.format_exc())
 
@@ -409,7 +489,7 @@ def measure_apart(*job, verbose: bool) -> dict[str, float]:
         result = "it ended without a word; out of memory?"
     process.join()
     if isinstance(result, str):
-        raise RuntimeError(f"{job[0]} with {job[1]} in {job[3]} failed:\n{result}")
+        raise RuntimeError(f"{function.__name__} of {job[0]} failed:\n{result}")
     return result
 
 
@@ -562,6 +642,39 @@ def goals_of(tables: list[dict], zero: dict | None) -> list[dict]:
     return goals
 
 
+def print_scale(scale: dict) -> None:
+    """The rows beyond one pass, as Markdown."""
+    runs = scale.get("kl", [])
+    for dtype in dict.fromkeys(run["dtype"] for run in runs):
+        ways = {way: [run for run in runs if (run["dtype"], run["way"]) == (dtype, way)] for way in KL_WAYS}
+        print(f"\n**KL, {dtype}**\n\n| | CPU ms/token | extra MiB | MiB on disk | KL |\n|---|---|---|---|---|")
+        for way, of_way in ways.items():
+            print(
+                f"| {way} | {statistics.median(run['cpu_ms_per_token'] for run in of_way):.3f} |"
+                f" {statistics.median(run['extra_memory_bytes'] for run in of_way) / MIB:.0f} |"
+                f" {of_way[0]['disk_bytes'] / MIB:.0f} | {of_way[0]['kl']:.6f} |"
+            )
+        pairs = zip(*ways.values(), strict=True)
+        ratio = statistics.median(saved["cpu_ms_per_token"] / tiles["cpu_ms_per_token"] for tiles, saved in pairs)
+        print(f"\nSaved logits take {ratio:.2f} times the time of tiles.")
+    if "comparison" in scale:
+        print("\n**Comparison**\n\n| documents | CPU s | resampled |\n|---|---|---|")
+        for row in scale["comparison"]:
+            print(f"| {row['documents']:,} | {row['cpu_seconds']:.2f} | {row['resampled']} |")
+    if "corpus" in scale:
+        print(
+            "\n**Prepared corpus, until the first batch**\n\n| MiB of text | mode | windows | s | CPU s | extra MiB |"
+        )
+        print("|---|---|---|---|---|---|")
+        for row in scale["corpus"]:
+            print(
+                f"| {row['mebibytes']:,} | {row['mode']} | {row['windows']:,} | {row['seconds']:.2f} |"
+                f" {row['cpu_seconds']:.2f} | {row['anonymous_bytes'] / MIB:.1f} |"
+            )
+        for mode, value in scale.get("corpus_slope", {}).items():
+            print(f"\nSlope ({mode}): {value:.4f} bytes of memory for each byte of text.")
+
+
 def print_markdown(tables: list[dict], goals: list[dict], zero: dict | None) -> None:
     for table in tables:
         print(
@@ -583,7 +696,8 @@ def print_markdown(tables: list[dict], goals: list[dict], zero: dict | None) -> 
             f"\nZeRO-3 on 2 ranks: {zero['time_over_replicas']:.2f} of the time of two replicas; perplexity differs by"
             f" {zero['relative_difference']:.1e}"
         )
-    print("\n| goal | wanted | reached | |\n|---|---|---|---|")
+    if goals:
+        print("\n| goal | wanted | reached | |\n|---|---|---|---|")
     for goal in goals:
         print(
             f"| {goal['goal']} | {goal['wanted']} | {goal['reached']:.2f} |"
@@ -643,7 +757,7 @@ def main() -> None:
         ]
         jobs += [("lm_eval", "auto")] if args.with_auto else []
         runs = []
-        for turn in range(args.repeats):
+        for turn in range(args.repeats if "speed" in args.rows else 0):
             for dtype in args.dtypes:
                 for data, corpus in corpora.items():
                     for subject, setting in jobs:
@@ -665,16 +779,19 @@ def main() -> None:
                             file=sys.stderr,
                         )
         zero = None
-        if args.zero_repeats:
+        if args.zero_repeats and "zero" in args.rows:
             zero = compare_zero(args, model, tokenizer, folder)
-        tables = [summarise(runs, jobs, dtype, data) for dtype in args.dtypes for data in corpora]
+        scale = scale_rows(args, model, corpora, folder)
+        tables = [summarise(runs, jobs, dtype, data) for dtype in args.dtypes for data in corpora] if runs else []
         goals = goals_of(tables, zero)
         print_markdown(tables, goals, zero)
+        print_scale(scale)
         counts = {
             data: {"documents": len(corpus.documents), "windows": len(corpus.spans()), "scored_tokens": corpus.tokens}
             for data, corpus in corpora.items()
         }
         results = {**surroundings(args), "data": counts, "goals": goals, "tables": tables, "zero": zero, "runs": runs}
+        results |= {"scale": scale, "load_average": os.getloadavg()}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

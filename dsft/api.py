@@ -72,6 +72,8 @@ def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:
     config = evaluation_config(options, problems)
     if len(config.model) > 1 or len(config.data) > 1:
         problems.append("evaluate_perplexity takes one model and one data set; call it for each, or use dsft eval")
+    if len(config.quantization) > 1:
+        problems.append("quantization of several formats gives several results; name one, or use dsft eval")
     if config.protocol == "all":
         problems.append("protocol=all gives five results; name one protocol, or use dsft eval")
     if config.context_curve:

@@ -50,8 +50,9 @@ def main(argv: list[str] | None = None) -> None:
         show_protocols(evaluations)
     if config.context_curve and distributed.rank() == 0:
         show_context_curves(evaluations, config.output_dir)
-    if len(config.model) > 1 and distributed.rank() == 0:
+    if len({evaluation.model for evaluation in evaluations}) > 1 and distributed.rank() == 0:
         show_comparisons(evaluations)
+        show_divergences(evaluations)
     distributed.stop_ranks()
 
 
@@ -78,6 +79,21 @@ def show_context_curves(evaluations: list[Evaluation], output_dir: str | None) -
             if drawn
             else "note: no picture of the curve, which needs matplotlib (pip install matplotlib)"
         )
+
+
+def show_divergences(evaluations: list[Evaluation]) -> None:
+    """Print all models against their reference, a table for each data set and protocol."""
+    tables: dict[tuple[str, str], dict[str, str]] = {}
+    for evaluation in evaluations:
+        if divergence := evaluation.divergence:
+            rows = tables.setdefault((evaluation.data, evaluation.protocol or ""), {})
+            rows.setdefault(f"{divergence.reference} (reference)", f"{divergence.reference_perplexity:.4f}")
+            rows[evaluation.model] = (
+                f"{evaluation.perplexity.perplexity:.4f}  (KL {divergence.kl:.6f} nats per token, same likeliest token"
+                f" {divergence.same_top:.2%})"
+            )
+    for (data, protocol), rows in tables.items():
+        print_table(f"Perplexity on {data}{f' by {protocol}' if protocol else ''}, against the reference", rows)
 
 
 def show_comparisons(evaluations: list[Evaluation]) -> None:

@@ -121,7 +121,8 @@ def _decided(request: Request, machine: Machine) -> PaperRun:
                 f" sequences of {training.seq_len:,} are what {machine.world_size:,} ranks can share evenly",
                 file=sys.stderr,
             )
-    paper = paper_run(training, machine, attention=request.options.attention, problems=problems)
+    attention, scored = request.options.attention, bool(request.options.perplexity)
+    paper = paper_run(training, machine, attention=attention, scored=scored, problems=problems)
     for note in paper.notes:
         print(f"dsft: note: {note}", file=sys.stderr)
     return paper

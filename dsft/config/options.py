@@ -240,7 +240,7 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
 
     model: list[str] = field(default_factory=list)
     """One or more of: hub id, folder, adapter's folder, run's folder, DeepSpeed checkpoint (also its global_step
-    folder), config.json."""
+    folder), config.json, GGUF file."""
     run: str | None = None
     """A training's run folder: its final model, the form of its data and its held-out data are taken, where no other
     option says otherwise; so does --config with a training's file."""
@@ -277,6 +277,10 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     sequence_parallel: int = 1
     """Ranks that share each window, so that long ones fit: it must divide the number of ranks and the model's heads.
     batch_tokens is then of all of these ranks together."""
+    quantization: list[str] = field(default_factory=lambda: ["none"])
+    """Formats of the weights, each of which gives a result of each model: none (as they lie on disk), nf4, int8
+    (bitsandbytes), torchao-int8wo, torchao-int4wo. A model that is quantised on disk (GPTQ, AWQ, FP8, a GGUF file ...)
+    is evaluated once, as it lies; reference is never quantised."""
     reference: str | None = None
     """A second model, beside which every model predicts: KL divergence both ways, share of the same likeliest tokens,
     change of the true tokens' probabilities. It must have the same tokenizer."""

@@ -5,9 +5,10 @@ trained.bin   [F] bool
 ends.bin      [S] int64
 hashes.bin    [S] uint64, of the tokens; of the texts where an evaluation made them
 document_bytes.bin, document_words.bin    [S] int64, of the texts; empty where only training reads the folder
-facts.json    format, counts, and what the tokens were made from
+facts.json    format, counts, what the tokens were made from, and the SHA-256 of tokens, trained and ends together
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -36,7 +37,7 @@ class Store:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """format, is_text, source, seconds, dtype, counts, first_bad."""
+        """format, is_text, source, seconds, dtype, counts, first_bad, tokens_hash (not of an earlier dsft)."""
         return json.loads((self.folder / FACTS).read_text(encoding="utf-8"))
 
     @cached_property
@@ -80,6 +81,16 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
 def _duplicates(hashes: np.ndarray) -> int:
     """Counts hashes that are there already; a sixteenth at a time, so that memory stays small."""
     return len(hashes) - sum(len(np.unique(hashes[hashes >> np.uint64(60) == part])) for part in range(16))
+
+
+def _hash_of(files: list[Path]) -> str:
+    """Hash files one after the other, as if they were one."""
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+    return digest.hexdigest()
 
 
 class StoreWriter:
@@ -131,9 +142,11 @@ class StoreWriter:
                 "trained_tokens",
             )
         }
+        tokens_hash = _hash_of([self.partial / f"{name}.bin" for name in ("tokens", "trained", "ends")])
         counts |= {"tokens": self.size, "duplicates": _duplicates(_mapped(self.partial / "hashes.bin", "uint64"))}
         with open(self.partial / FACTS, "w", encoding="utf-8") as file:
-            json.dump(facts | {"dtype": self.dtype, "counts": counts, "first_bad": self.first_bad}, file, indent=1)
+            facts |= {"dtype": self.dtype, "counts": counts, "first_bad": self.first_bad, "tokens_hash": tokens_hash}
+            json.dump(facts, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         self.partial.rename(self.place)

@@ -17,9 +17,9 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.lora import add_lora, saved_lora_config
-from dsft.models.model_folder import has_only_shards, is_step_folder
+from dsft.models.model_folder import has_only_shards, is_step_folder, located
 from dsft.models.pickles import check_weight_files, pickle_errors, safe_unpickling
-from dsft.models.quantization import quantization_of
+from dsft.models.quantization import Quantization, quantization_of
 from dsft.models.size import load_model_config
 from dsft.models.weights import loading_problems
 from dsft.models.zero_shards import step_folder
@@ -55,18 +55,19 @@ def described_in(model: str) -> str:
     return str(Path(model).parent) if is_bare_config(model) or is_step_folder(model) else model
 
 
-def build_model(config, *, dtype: str, seed: int = 42) -> PreTrainedModel:
+def build_model(config, *, dtype: str, seed: int = 42, quantization: Quantization | None = None) -> PreTrainedModel:
     """Builds the causal language model of `config`, with trainable adapters where the method has them.
 
     Args:
         dtype: of the weights: "float32", "bfloat16", "float16" or "auto".
         seed: of the random weights where the model is a config.json alone, and of new adapters.
+        quantization: of a model that is scored; it is put together on this rank's device.
     """
     with safe_unpickling(trust=config.trust_checkpoint):
-        return _build(config, dtype=resolve_dtype(dtype), seed=seed)
+        return _build(config, dtype=resolve_dtype(dtype), seed=seed, quantization=quantization)
 
 
-def _build(config, *, dtype: str, seed: int) -> PreTrainedModel:
+def _build(config, *, dtype: str, seed: int, quantization: Quantization | None) -> PreTrainedModel:
     options = {"dtype": DTYPES[dtype], "trust_remote_code": config.trust_remote_code}
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
@@ -79,6 +80,10 @@ def _build(config, *, dtype: str, seed: int) -> PreTrainedModel:
     else:
         if method == "qlora":
             options["quantization_config"] = quantization_of(config).load_config(DTYPES[dtype])
+        elif quantization:
+            options["device_map"] = {"": distributed.device()}
+            if load_config := quantization.load_config(DTYPES[dtype]):
+                options["quantization_config"] = load_config
         model = load_weights(config.model, revision=config.revision, **options)
     if method == "qlora":
         from peft import prepare_model_for_kbit_training
@@ -116,10 +121,11 @@ def load_weights(name: str, **options) -> PreTrainedModel:
 
 
 def _load_files(name: str, **options) -> PreTrainedModel:
+    place, gguf = located(name)
     try:
         # Mismatched tensors stand in the report, as the missing ones do.
         model, info = AutoModelForCausalLM.from_pretrained(
-            name, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            place, output_loading_info=True, ignore_mismatched_sizes=True, **options, **gguf
         )
     except RuntimeError as error:
         if "Error(s) in loading state_dict" not in str(error):

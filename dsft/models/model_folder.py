@@ -12,6 +12,7 @@ from dsft.errors import one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+NO_GGUF = "GGUF is a format for inference; take the model that it was made from"
 FINAL = "final"
 """Folder of the final model inside a run's."""
 
@@ -29,9 +30,34 @@ def has_only_shards(model: str) -> bool:
     )
 
 
+def is_gguf(model: str) -> bool:
+    """Whether `model` names a GGUF file, here or in a repository of the hub."""
+    return model.endswith(".gguf")
+
+
+def located(model: str) -> tuple[str, dict[str, str]]:
+    """Return a folder or hub id, and what from_pretrained is told beside it: the name of the GGUF file in it."""
+    if not is_gguf(model):
+        return model, {}
+    if Path(model).is_file():
+        path = Path(model).resolve()
+        return str(path.parent), {"gguf_file": path.name}
+    owner, _, rest = model.partition("/")
+    name, _, file = rest.partition("/")
+    return f"{owner}/{name}", {"gguf_file": file}
+
+
+def weight_bytes_in(model: str) -> int | None:
+    """Count the bytes of the files of weights in a folder; None where there are none here."""
+    folder = Path(model)
+    files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+    return sum(file.stat().st_size for file in files) or None
+
+
 def is_missing_path(name: str) -> bool:
     """Whether `name` can only be a path, and nothing is there: no hub id looks so, or the folder above it exists."""
-    is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
+    hub_id = r"[\w-][\w.-]*/[\w.-]+/.+" if is_gguf(name) else r"[\w-][\w.-]*(/[\w.-]+)?"
+    is_hub_id = re.fullmatch(hub_id, name)
     in_a_folder = "/" in name and Path(name).parent.is_dir()
     return not Path(name).exists() and (in_a_folder or not is_hub_id)
 
@@ -57,11 +83,10 @@ def no_model(model: str, error: BaseException, config: "PreTrainedConfig | None"
     folder = Path(model)
     if problem := missing("model", model):
         return problem
+    if is_gguf(model):
+        return f"model={model}: is no GGUF file that transformers can read ({one_line(error)})"
     if folder.is_file() and folder.suffix != ".json":
-        return (
-            f"model={model}: is a file; name the folder of a model, or a config.json. Of a GGUF file, take the model"
-            " that it was made from: GGUF is a format for inference"
-        )
+        return f"model={model}: is a file; name the folder of a model, a config.json or a GGUF file"
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from dsft.models.zero_shards import step_folder
@@ -72,7 +97,7 @@ def no_model(model: str, error: BaseException, config: "PreTrainedConfig | None"
     if inside := model_inside(model):
         return f"model={model}: holds no model of its own; name the one inside it, {inside}"
     if any(folder.glob("*.gguf")):
-        why = "GGUF is a format for inference; take the model that it was made from"
+        why = f"it holds GGUF files; {NO_GGUF}, or evaluate a file by its own name"
     way_out = (
         "; DeepSpeed's shards lie there without a description: copy config.json and the tokenizer's files of the model"
         " they were trained from beside them"

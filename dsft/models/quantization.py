@@ -1,33 +1,68 @@
-"""Formats of the frozen base under method qlora: the method says that there are adapters, the format how the base lies
-in memory.
+"""Formats of quantised weights: of the frozen base under method qlora, and of models that are scored.
+
+A format is either made while weights load (bitsandbytes, torchao), or it lies on disk: a GGUF file, or what
+`quantization_config` in a model's config names (GPTQ, AWQ, FP8, compressed-tensors ...). transformers loads them all.
 """
 
+import copy
+import dataclasses
+import importlib.util
+import re
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from transformers import BitsAndBytesConfig
+from torch import nn
+from transformers import BitsAndBytesConfig, GgufConfig, PreTrainedConfig, TorchAoConfig
+from transformers.quantizers.auto import AutoHfQuantizer, get_hf_quantizer
 
 from dsft.config.options import TrainConfig
-from dsft.errors import UserError, nearest
+from dsft.errors import UserError, nearest, one_line
+
+NONE = "none"
+"""Of the option `quantization` of an evaluation: the model as it lies on disk."""
+GROUP_SIZES = (128, 64, 32)
+"""Weights that share a scale in torchao-int4wo: the first that divides the inputs of every layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """How a base's linear layers are stored; bitsandbytes leaves embedding and head as they are."""
+    """How a model's linear layers are stored; embedding and head stay as they are, unless the disk says otherwise."""
 
     format: str
-    """As bitsandbytes and the option `quantization` name it."""
+    """As the option `quantization` names it, or as the config or the file on disk does."""
     bits: int
-    """Of one weight, without scales."""
+    """Of one weight in memory, without scales."""
     scale_bytes: float = 0.0
     """Of one weight, its part of the scales."""
+    package: str = ""
+    """That makes the format while weights load; empty where it lies on disk."""
+    group_size: int | None = None
+    """Weights that share a scale, where the model decides it (torchao-int4wo)."""
+    disk_bytes: int | None = None
+    """Of all weights, where they lie on disk in this format and on this machine."""
+    unpacked_on: tuple[Literal["cpu", "cuda"], ...] = ()
+    """Devices for which transformers unpacks the weights to the model's dtype while it loads them."""
 
     @property
     def weight_bytes(self) -> float:
         return self.bits / 8 + self.scale_bytes
 
-    def load_config(self, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
-        """Say to transformers how weights are quantised while they are loaded."""
+    @property
+    def lies_on_disk(self) -> bool:
+        return not self.package
+
+    def __str__(self) -> str:
+        return f"{self.format} in groups of {self.group_size}" if self.group_size else self.format
+
+    def load_config(self, compute_dtype: torch.dtype) -> Any:
+        """Say to transformers how weights are quantised while they are loaded; None where their own config says it."""
+        if self.format == "gguf":
+            return GgufConfig(dequantize=True)  # the same numbers with and without a kernel for packed weights
+        if self.lies_on_disk:
+            return None
+        if self.package == "torchao":
+            return TorchAoConfig(_torchao_config(self.group_size))
         if self.bits == 8:
             return BitsAndBytesConfig(load_in_8bit=True)
         return BitsAndBytesConfig(
@@ -39,13 +74,30 @@ class Quantization:
         )
 
 
-_KNOWN = (
+def _torchao_config(group_size: int | None) -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
+    from torchao.quantization.quant_primitives import MappingType
+
+    if group_size is None:
+        return Int8WeightOnlyConfig()
+    # The grid of Int4WeightOnlyConfig, which has kernels on few GPUs and none on a CPU: the same numbers on any device.
+    return IntxWeightOnlyConfig(torch.int4, PerGroup(group_size), MappingType.ASYMMETRIC)
+
+
+_MADE_WHILE_LOADING = (
     # Double quantisation: one 8-bit scale per 64 weights, one fp32 scale per 256 of those (QLoRA paper, section 3).
-    Quantization(format="nf4", bits=4, scale_bytes=1 / 64 + 4 / (64 * 256)),
-    Quantization(format="int8", bits=8),
+    Quantization(format="nf4", bits=4, scale_bytes=1 / 64 + 4 / (64 * 256), package="bitsandbytes"),
+    Quantization(format="int8", bits=8, package="bitsandbytes"),
+    Quantization(format="torchao-int8wo", bits=8, package="torchao"),
+    # Four bits in a byte each; at most a scale of four bytes and a zero point of one for 32 weights.
+    Quantization(format="torchao-int4wo", bits=8, scale_bytes=5 / 32, package="torchao", group_size=GROUP_SIZES[0]),
 )
-FORMATS = {quantization.format: quantization for quantization in _KNOWN}
+FORMATS = {quantization.format: quantization for quantization in _MADE_WHILE_LOADING}
 """By the option `quantization`. A new format is one value above."""
+TRAINING_FORMATS = [name for name, quantization in FORMATS.items() if quantization.package == "bitsandbytes"]
+GGUF = Quantization(format="gguf", bits=16, unpacked_on=("cpu", "cuda"))
+UNPACKED_ON_CPU = ("fp8", "mxfp8", "mxfp4", "fbgemm_fp8")
+"""Formats on disk that transformers has no products for on a CPU."""
 
 
 def quantization_of(options: TrainConfig) -> Quantization | None:
@@ -56,7 +108,98 @@ def quantization_of(options: TrainConfig) -> Quantization | None:
     """
     if options.method != "qlora":
         return None
-    if options.quantization not in FORMATS:
-        known = f"{', '.join(FORMATS)}{nearest(options.quantization, FORMATS)}"
-        raise UserError([f"quantization={options.quantization}: is none of {known}"])
+    if options.quantization not in TRAINING_FORMATS:
+        raise UserError([unknown_format(options.quantization, TRAINING_FORMATS)])
     return FORMATS[options.quantization]
+
+
+def unknown_format(name: str, known: list[str]) -> str:
+    return f"quantization={name}: is none of {', '.join(known)}{nearest(name, known)}"
+
+
+def quantization_on_disk(config: PreTrainedConfig, *, disk_bytes: int | None = None) -> Quantization | None:
+    """Return the format that a model's config names; None where its weights are not quantised.
+
+    Args:
+        disk_bytes: of the files of its weights, where they are here.
+    """
+    section = _section(config)
+    if not section:
+        return None
+    method = str(getattr(section.get("quant_method"), "value", section.get("quant_method")) or "bitsandbytes")
+    unpacked = ("cpu",) if method in UNPACKED_ON_CPU else ()
+    return Quantization(format=method, bits=_bits_in(method, section), disk_bytes=disk_bytes, unpacked_on=unpacked)
+
+
+def _section(config: PreTrainedConfig) -> dict[str, Any]:
+    section = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(decoder=True), "quantization_config", None
+    )
+    return section if isinstance(section, dict) or section is None else section.to_dict()
+
+
+def _bits_in(method: str, section: dict[str, Any]) -> int:
+    """Return the bits of a weight by the words that the formats have for them; 8 where none is known."""
+    if section.get("load_in_4bit"):
+        return 4
+    for name in ("bits", "w_bit", "num_bits", "nbits", "weight_bits"):
+        if isinstance(section.get(name), int):
+            return section[name]
+    groups = section.get("config_groups") or {}
+    of_groups = [group["weights"]["num_bits"] for group in groups.values() if (group.get("weights") or {})]
+    number = re.search(r"(?:int|fp)(\d+)", method)
+    return max(of_groups, default=int(number[1]) if number else 8)
+
+
+def fitted(quantization: Quantization, model: nn.Module, *, name: str) -> Quantization:
+    """Return the format with a group size that fits the layers of a model.
+
+    Raises:
+        UserError: where transformers would leave all layers, or some, as they are.
+    """
+    if quantization.package != "torchao":
+        return quantization
+    head = model.get_output_embeddings()
+    widths = {layer.in_features for layer in model.modules() if type(layer) is nn.Linear and layer is not head}
+    if not widths:
+        raise UserError([f"model={name}: has no linear layers, which {quantization.format} quantises; use nf4 or int8"])
+    if not quantization.group_size:
+        return quantization
+    for size in GROUP_SIZES:
+        if not any(width % size for width in widths):
+            return dataclasses.replace(quantization, group_size=size)
+    raise UserError(
+        [
+            f"model={name}: {quantization.format} quantises groups of {GROUP_SIZES[-1]} weights or more, which do not"
+            f" divide its layers' {min(width for width in widths if width % GROUP_SIZES[-1])} inputs; use"
+            " torchao-int8wo or nf4"
+        ]
+    )
+
+
+def format_problems(
+    name: str, config: PreTrainedConfig, quantization: Quantization, *, dtype: torch.dtype
+) -> list[str]:
+    """List why a model cannot be loaded in this format on this machine, by transformers' own checks.
+
+    Args:
+        name: of the model, for the message.
+        config: of the model.
+    """
+    if quantization.package and importlib.util.find_spec(quantization.package) is None:
+        return [
+            f"quantization={quantization.format}: the package {quantization.package} is not installed;"
+            f" pip install {quantization.package}"
+        ]
+    if quantization.format == GGUF.format:
+        return []  # its file has been read
+    try:
+        if quantization.lies_on_disk and not AutoHfQuantizer.supports_quant_method(_section(config)):
+            return [
+                f"model={name}: is quantised as {quantization.format}, which this transformers does not know; update it"
+            ]
+        get_hf_quantizer(copy.deepcopy(config), quantization.load_config(dtype), None, True, {})
+    except (ImportError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+        how = f"is quantised as {quantization.format}" if quantization.lies_on_disk else f"as {quantization.format}"
+        return [f"model={name}: {how}, which cannot be computed here ({one_line(error)})"]
+    return []

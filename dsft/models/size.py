@@ -1,6 +1,8 @@
 """Counts a model's parameters and the widths that memory formulas need, without weights (meta device)."""
 
 import copy
+import dataclasses
+import struct
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,12 +24,13 @@ from transformers import (
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.lora import adapters_of, check_lora_targets
-from dsft.models.model_folder import is_step_folder, no_adapter, no_model
-from dsft.models.quantization import Quantization, quantization_of
+from dsft.models.model_folder import NO_GGUF, is_gguf, is_step_folder, located, no_adapter, no_model, weight_bytes_in
+from dsft.models.quantization import GGUF, Quantization, quantization_of, quantization_on_disk
 
 CONFIG_ERRORS = (
     *(OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, StrictDataclassError),
     *(RuntimeError, ArithmeticError, AssertionError, IndexError),  # of sizes that no tensor can have
+    struct.error,  # of a GGUF file that ends too early
 )
 """What transformers raises where a config cannot be found, read or built from."""
 COUNT_FROM_PADDING = (
@@ -82,7 +85,7 @@ class ModelSize:
     lora_r: int
     """Rank of the adapters; 0 in full finetuning."""
     quantization: Quantization | None
-    """Format of the base with qlora; None otherwise."""
+    """Format of the base with qlora, and of a model that is scored; None where weights are as trained."""
 
 
 def empty_model(
@@ -103,9 +106,8 @@ def load_model_config(name: str, *, revision: str | None = None, trust_remote_co
     Raises:
         OSError, ValueError: as transformers does, where it is not found or of an unknown kind.
     """
-    return AutoConfig.from_pretrained(
-        str(Path(name).parent) if is_step_folder(name) else name, revision=revision, trust_remote_code=trust_remote_code
-    )
+    name, gguf = located(str(Path(name).parent) if is_step_folder(name) else name)
+    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **gguf)
 
 
 def _unadapted_expert_params(adapted: PeftModel) -> int:
@@ -152,16 +154,19 @@ class ModelFacts:
     """Of LoRA, new or saved; None in full finetuning."""
 
 
-def measure_model(options: TrainConfig, *, text_only: bool = False) -> ModelFacts:
+def measure_model(options: TrainConfig, *, text_only: bool = False, scored: bool = False) -> ModelFacts:
     """Measures the model that `options` name, with its adapters where the method has some, without its weights.
 
     Args:
         text_only: of a multimodal wrapper, build the language model alone; the other parts are counted.
+        scored: not trained: it may be a GGUF file, and the format in which it lies on disk is its own.
 
     Raises:
         UserError: where no model can be built from what is there, or its adapters do not fit it.
     """
     other_params, config = 0, None
+    if is_gguf(options.model) and not scored:
+        raise UserError([f"model={options.model}: {NO_GGUF}"])
     try:
         config = load_model_config(
             options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
@@ -179,6 +184,8 @@ def measure_model(options: TrainConfig, *, text_only: bool = False) -> ModelFact
     try:
         adapters = adapters_of(options, model)
         size = model_size(model, options, adapters=adapters, other_params=other_params)
+        if scored:
+            size = dataclasses.replace(size, quantization=_on_disk(options.model, config))
     except UserError:
         raise  # it names its option
     except AttributeError as error:
@@ -192,9 +199,22 @@ def measure_model(options: TrainConfig, *, text_only: bool = False) -> ModelFact
     return ModelFacts(config=config, size=size, attn_implementation=attn_implementation, adapters=adapters)
 
 
+def _on_disk(name: str, config: PreTrainedConfig) -> Quantization | None:
+    if name.endswith(".json"):  # random weights
+        return None
+    return GGUF if is_gguf(name) else quantization_on_disk(config, disk_bytes=weight_bytes_in(name))
+
+
 def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
-    """A model that changes its weights inside a forward cannot be sharded."""
-    if stage < 3 or size.model_type != "rwkv":
+    """Neither a quantised model nor one that changes its weights inside a forward can be sharded."""
+    if stage < 3:
+        return []
+    if size.quantization and not size.lora_r:
+        return [
+            f"model={model}: its weights are quantised ({size.quantization.format}), and transformers loads such a"
+            " model whole on every rank under ZeRO-3 (get_init_context); use zero 0 or auto"
+        ]
+    if size.model_type != "rwkv":
         return []
     return [
         f"model={model}: RWKV rescales its weights inside a forward (rescale_every), which shards of ZeRO-3 do not"

@@ -8,7 +8,7 @@ from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import one_line
 from dsft.models.build import described_in
 from dsft.models.chat_template import load_template
-from dsft.models.model_folder import missing, model_inside
+from dsft.models.model_folder import located, missing, model_inside
 from dsft.models.size import CONFIG_ERRORS
 
 
@@ -71,8 +71,10 @@ def split_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]
 
 
 def _load_without_template(config: TrainConfig | EvalConfig) -> PreTrainedTokenizerBase:
+    name, gguf = located(config.tokenizer or described_in(config.model))
     tokenizer = AutoTokenizer.from_pretrained(
-        config.tokenizer or described_in(config.model),
+        name,
+        **gguf,
         revision=config.revision if not config.tokenizer else None,
         trust_remote_code=config.trust_remote_code,
     )

@@ -40,7 +40,7 @@ def weight_problems(
 
     What only a load can tell is left to it: DeepSpeed's shards, and formats that are quantised on disk.
     """
-    if model.endswith(".json") or has_only_shards(model) or getattr(config, "quantization_config", None):
+    if model.endswith((".json", ".gguf")) or has_only_shards(model) or getattr(config, "quantization_config", None):
         return []
     try:
         files = _files(model, MODEL_FILES, revision)

@@ -1,6 +1,7 @@
 """Finds what is known of the models to evaluate before their weights are loaded, and how each is held in memory."""
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.sources import FormattedSource, HeldOut
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError
-from dsft.models.build import adapter_base, described_in, is_bare_config
+from dsft.models.build import DTYPES, adapter_base, described_in, is_bare_config, resolve_dtype
+from dsft.models.model_folder import has_only_shards
+from dsft.models.quantization import FORMATS, NONE, Quantization, fitted, format_problems, unknown_format
 from dsft.models.row_rules import not_causal, sees_later_tokens
-from dsft.models.size import ModelFacts, check_positions, measure_model
+from dsft.models.size import ModelFacts, check_positions, check_sharding, empty_model, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.models.weights import adapter_problems, weight_problems
 from dsft.perplexity.protocols import protocol_configs
@@ -49,6 +52,62 @@ class Candidate:
         problems += candidate.check_weights(local=True) if facts else []
         return candidate
 
+    @property
+    def name(self) -> str:
+        """Name the model in results: a format that is made while it loads stands behind a colon."""
+        quantization = self.facts.size.quantization
+        made = quantization is not None and not quantization.lies_on_disk
+        return f"{self.config.model}:{quantization.format}" if made else self.config.model
+
+    def in_formats(self, formats: Iterable[str], problems: list[str]) -> "list[Candidate]":
+        """Return the candidate in each format of the option `quantization`; as it lies where it is quantised on disk.
+
+        What cannot be loaded so goes to `problems`.
+        """
+        if self.facts is None:
+            return [self]
+        size, on_disk = self.facts.size, self.facts.size.quantization
+        if on_disk:
+            problems += self._format_problems(on_disk)
+        if on_disk or not formats:
+            return [self]
+        candidates = []
+        for name in dict.fromkeys(formats):
+            quantization = self._quantization(name, problems)
+            facts = dataclasses.replace(self.facts, size=dataclasses.replace(size, quantization=quantization))
+            candidates.append(dataclasses.replace(self, facts=facts))
+            if quantization:
+                problems += candidates[-1]._format_problems(quantization)
+        return candidates
+
+    def _quantization(self, name: str, problems: list[str]) -> Quantization | None:
+        model, facts = self.config.model, self.facts
+        if name == NONE:
+            return None
+        if name not in FORMATS:
+            problems.append(unknown_format(name, [NONE, *FORMATS]))
+            return None
+        if is_bare_config(model) or has_only_shards(model):
+            problems.append(
+                f"quantization={name}: weights are quantised while they load from the files of a model, and {model} has"
+                " none; name a folder or hub id (dsft export makes one of a checkpoint)"
+            )
+            return None
+        try:
+            empty = empty_model(facts.config, trust_remote_code=self.config.trust_remote_code)
+            return fitted(FORMATS[name], empty, name=model)
+        except UserError as error:
+            problems += error.problems
+            return None
+
+    def _format_problems(self, quantization: Quantization) -> list[str]:
+        config = self.config
+        dtype = DTYPES[resolve_dtype(config.dtype)]
+        problems = format_problems(config.model, self.facts.config, quantization, dtype=dtype)
+        if config.zero not in ("auto", "0"):
+            problems += check_sharding(self.facts.size, stage=3, model=self.name)
+        return problems
+
     def configs(self) -> list[EvalConfig]:
         """Return the options of each protocol that is asked for; the options alone where none is."""
         return protocol_configs(self.config, self.facts.size.max_positions)
@@ -72,7 +131,7 @@ def _measure(config: EvalConfig, problems: list[str]) -> ModelFacts | None:
     names = ("revision", "trust_remote_code", "attn_implementation")
     options = {name: getattr(config, name) for name in names}
     try:
-        facts = measure_model(TrainConfig(model=adapter_base(folder) or folder, **options))
+        facts = measure_model(TrainConfig(model=adapter_base(folder) or folder, **options), scored=True)
     except UserError as error:
         problems += error.problems
         return None
@@ -125,7 +184,7 @@ def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
         fits = f" The longest window that fits has {longest:,} tokens." if longest else ""
         raise UserError(
             [
-                f"zero=auto for {candidate.config.model}: {why}{fits} Use more GPUs or nodes, a smaller batch_tokens or"
+                f"zero=auto for {candidate.name}: {why}{fits} Use more GPUs or nodes, a smaller batch_tokens or"
                 " seq_len, sequence_parallel, or set zero yourself"
             ]
         )

@@ -22,10 +22,11 @@ from dsft.data.sequences import IGNORED
 from dsft.data.sources import FormattedSource
 from dsft.errors import raise_if_any
 from dsft.models.build import resolve_dtype
+from dsft.models.quantization import NONE, Quantization
 from dsft.models.size import check_sharding
 from dsft.perplexity.breakdown import Breakdown, build_breakdown
 from dsft.perplexity.candidates import Candidate, choose_zero, read_data
-from dsft.perplexity.identity import fingerprint, model_identity
+from dsft.perplexity.identity import QUANTIZERS, fingerprint, model_identity
 from dsft.perplexity.kl import ChangeHistogram, divergence_of, refusal_of_pair
 from dsft.perplexity.loading import loaded_for_scoring
 from dsft.perplexity.modes import build_windows, check_mode
@@ -42,6 +43,7 @@ from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS
 from dsft.planner.ulysses import refused_number
 from dsft.runtime import distributed
 from dsft.runtime.agreement import SAME_FILES, require_agreement, require_same_start
+from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable
 from dsft.runtime.hardware import Machine, has_gpu, peak_memory_bytes
 from dsft.runtime.run_lock import only_run_in
@@ -53,7 +55,7 @@ OPTIONS = (
     *("protocol", "seq_len", "stride", "scope", "bos", "separator", "max_documents", "attn_implementation", "too_long"),
     *("group_by", "save_tokens", "sequence_parallel"),
 )
-"""That change a result or what is kept of it, beside mode, dtype and batch_tokens."""
+"""That change a result or what is kept of it, beside mode, dtype, quantization and batch_tokens."""
 TOKENS = "tokens.parquet"
 """Folder in output_dir."""
 
@@ -85,19 +87,30 @@ def _evaluate(config: EvalConfig, problems: list[str], *, progress: bool) -> Ite
         problems.append(refusal)
     if config.zero not in ("auto", "0"):
         _check_zero(config.zero, problems)
-    candidates = [Candidate.of(config, name, problems) for name in config.model]
+    named = [Candidate.of(config, name, problems) for name in config.model]
+    candidates = [each for model in named for each in model.in_formats(config.quantization, problems)]
     reference = Candidate.of(config, config.reference, problems) if config.reference else None
-    data_sets = {source: read_data(source, config, candidates, problems) for source in config.data}
+    if reference:
+        reference.in_formats([], problems)
+    data_sets = {source: read_data(source, config, named, problems) for source in config.data}
     distributed.raise_together([*dict.fromkeys(problems)])
     if reference:
-        distributed.raise_together([line for each in candidates if (line := refusal_of_pair(each, reference))])
-    models = [*candidates, *([reference] if reference else [])]
+        distributed.raise_together([line for each in named if (line := refusal_of_pair(each, reference))])
+    _note_formats(config, named)
+    models = [*named, *([reference] if reference else [])]
     distributed.raise_together(refused_models(models))
     distributed.raise_together([problem for model in models for problem in model.check_weights(local=False)])
     machine = distributed.smallest_machine()
     results = Results(Path(config.output_dir)) if config.output_dir else None
     for candidate in candidates:
         yield from _evaluate_candidate(candidate, reference, data_sets, machine, results, progress=progress)
+
+
+def _note_formats(config: EvalConfig, models: list[Candidate]) -> None:
+    for model in models:
+        on_disk = model.facts.size.quantization
+        if on_disk and {*config.quantization} - {NONE}:
+            say(f"note: {model.config.model} is quantised on disk ({on_disk.format}) and evaluated as it lies")
 
 
 def _check_zero(zero: str, problems: list[str]) -> None:
@@ -164,7 +177,10 @@ def _load(candidates: list[Candidate], machine: Machine, dtype: str, stack: cont
     models: list[nn.Module] = [None] * share
     # Sharded ones last: while one is loaded, transformers would shard every other that it loads.
     for place in sorted(range(share), key=lambda place: zero[place] != "0"):
-        models[place] = stack.enter_context(loaded_for_scoring(candidates[place].config, zero[place], dtype))
+        each = candidates[place]
+        models[place] = stack.enter_context(
+            loaded_for_scoring(each.config, zero[place], dtype, each.facts.size.quantization)
+        )
     return _Loaded((models[0], models[1] if share == 2 else None), zero)
 
 
@@ -212,7 +228,7 @@ def _jobs(
         identity |= {f"reference {name}": value for name, value in _identity(reference).items()}
     jobs = []
     for source, config, windows in prepared:
-        options, hashes = _options(config, windows, dtype), windows.hashes()
+        options, hashes = _options(config, windows, dtype, candidate.facts.size.quantization), windows.hashes()
         breakdown = build_breakdown(data_sets[source], config, candidate.tokenizer, windows)
         print_of_job = fingerprint(identity, hashes, options)
         jobs.append(_Job(source, config, windows, breakdown, options, model_hash, hashes, print_of_job))
@@ -224,11 +240,12 @@ def _identity(candidate: Candidate) -> dict[str, str]:
     return model_identity(config.model, revision=config.revision, seed=config.seed)
 
 
-def _options(config: EvalConfig, windows: Windows, dtype: str) -> dict[str, Any]:
+def _options(config: EvalConfig, windows: Windows, dtype: str, quantization: Quantization | None) -> dict[str, Any]:
     """Return the options that change a result."""
     batch_tokens = config.batch_tokens or max(padded_width(config.seq_len), DEFAULT_BATCH_TOKENS[has_gpu()])
     options = {name: getattr(config, name) for name in OPTIONS}
-    return options | {"dtype": dtype, "mode": windows.mode, "batch_tokens": batch_tokens}
+    options |= {"dtype": dtype, "mode": windows.mode, "batch_tokens": batch_tokens}
+    return options | {"quantization": str(quantization or NONE)}
 
 
 def _evaluate_job(
@@ -257,7 +274,7 @@ def _evaluate_job(
         difference = verify(model, job.windows, result, config.verify, seed=config.seed) if config.verify else None
     return Evaluation(
         perplexity=result,
-        model=config.model,
+        model=candidate.name,
         data=job.source,
         protocol=job.options["protocol"],
         mode=job.windows.mode,
@@ -273,7 +290,7 @@ def _evaluate_job(
         model_hash=job.model_hash,
         hashes=job.hashes,
         fingerprint=job.fingerprint,
-        versions=versions(),
+        versions=versions(*QUANTIZERS) if job.options["quantization"] != NONE else versions(),
         verified_difference=difference,
         peak_memory_bytes=_peaks(),
     )

@@ -14,7 +14,8 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from dsft.models.build import adapter_base, described_in, is_bare_config
-from dsft.models.model_folder import has_only_shards, is_step_folder
+from dsft.models.model_folder import has_only_shards, is_step_folder, located
+from dsft.models.quantization import NONE
 from dsft.runtime import distributed
 from dsft.runtime.hardware import has_gpu
 from dsft.runtime.versions import versions
@@ -23,6 +24,8 @@ SCORING = 3
 """A change of code that changes nats, or what is kept of a result, raises it."""
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")
 """Whose versions can change nats."""
+QUANTIZERS = ("bitsandbytes", "torchao", "gguf", "compressed-tensors", "gptqmodel", "optimum")
+"""Whose versions can change those of a quantised model."""
 READ_ENDINGS = (".safetensors", ".bin", ".pt", ".json", ".py")
 """Of files that loading a model reads. The text of a tokenizer counts through the tokens that it makes."""
 RESULTS = ("perplexity.json",)
@@ -39,7 +42,8 @@ def fingerprint(model: dict[str, str], windows: dict[str, str], options: dict[st
         windows: their `hashes()`.
     """
     device = torch.cuda.get_device_name() if has_gpu() else f"cpu {torch.backends.cpu.get_cpu_capability()}"
-    libraries = {name: version for name, version in versions().items() if name in LIBRARIES}
+    quantizers = QUANTIZERS if options.get("quantization", NONE) != NONE else ()
+    libraries = {name: version for name, version in versions(*quantizers).items() if name in (*LIBRARIES, *quantizers)}
     everywhere = sorted(set(distributed.from_all([json.dumps([model, device, libraries])])))
     content = json.dumps([SCORING, everywhere, options, windows], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
@@ -78,8 +82,10 @@ def _with_bases(model: str) -> Iterator[str]:
 
 def _hub_commit(name: str, revision: str | None) -> str | None:
     """Return the commit that the cache holds of a hub model. Its config is there: it has been measured."""
-    config = try_to_load_from_cache(name, "config.json", revision=revision)
-    return Path(config).parent.name if isinstance(config, str) else None
+    repository, gguf = located(name)
+    file = gguf.get("gguf_file", "config.json")
+    path = try_to_load_from_cache(repository, file, revision=revision)
+    return Path(path.removesuffix(file)).name if isinstance(path, str) else None
 
 
 def _files_read(path: Path) -> list[Path]:

@@ -190,8 +190,9 @@ def refusal_of_pair(model: Any, reference: Any) -> str:
     names = f"reference={reference.config.model}"
     if reference.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         return (
-            f"{names}: has another tokenizer than {model.config.model}, and KL needs the same tokens; evaluate both"
-            " by themselves, and compare their bits per byte with dsft compare"
+            f"{names}: has another tokenizer than {model.config.model}, and KL needs the same tokens; where both"
+            " were trained with one, name it with tokenizer; else evaluate both by themselves, and compare their bits"
+            " per byte with dsft compare"
         )
     sizes = reference.facts.size.vocab_size, model.facts.size.vocab_size
     if sizes[0] != sizes[1]:

@@ -12,17 +12,20 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft.config.deepspeed_json import read_zero_file
 from dsft.models.build import build_model
+from dsft.models.quantization import Quantization
 from dsft.planner.evaluation_plan import evaluation_section
 from dsft.runtime import distributed
 from dsft.runtime.hardware import has_gpu
 
 
 @contextlib.contextmanager
-def loaded_for_scoring(config: Any, zero: str, dtype: str) -> Iterator[PreTrainedModel]:
+def loaded_for_scoring(
+    config: Any, zero: str, dtype: str, quantization: Quantization | None = None
+) -> Iterator[PreTrainedModel]:
     """Load the model of `config` in evaluation mode; its memory is given back at the end, for the next one."""
     _free_memory()  # an earlier sharded model is in cycles
     try:
-        with _replicated(config, dtype) if zero == "0" else _sharded(config, zero, dtype) as model:
+        with _replicated(config, dtype, quantization) if zero == "0" else _sharded(config, zero, dtype) as model:
             yield model.eval()
     finally:
         _free_memory()
@@ -35,12 +38,16 @@ def _free_memory() -> None:
 
 
 @contextlib.contextmanager
-def _replicated(config: Any, dtype: str) -> Iterator[PreTrainedModel]:
-    model = build_model(config, dtype=dtype, seed=config.seed).to(distributed.device())
+def _replicated(config: Any, dtype: str, quantization: Quantization | None) -> Iterator[PreTrainedModel]:
+    model = build_model(config, dtype=dtype, seed=config.seed, quantization=quantization)
+    if not quantization:
+        model.to(distributed.device())
     try:
         yield model
     finally:
-        model.to("meta")  # frees the weights, whoever still holds the module
+        for module in model.modules():  # frees the weights, whoever still holds the module
+            module._parameters.clear()
+            module._buffers.clear()
 
 
 @contextlib.contextmanager

@@ -78,7 +78,7 @@ def build_windows(
     else:
         windows = modes[mode](config, prepared)
     windows.mode = mode
-    if not any(len(windows.pieces(window)[0]) for window in range(len(windows.spans))):
+    if not windows.has_scored_tokens:
         raise UserError(
             [f"data: {len(windows.document_ends)} documents give no token to score: a first token is context only"]
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from dsft.models.quantization import NONE
 from dsft.perplexity.display import frame, html_table
 from dsft.perplexity.intervals import LEVEL, ResultIntervals, result_intervals
 from dsft.perplexity.kl import COLUMNS, Divergence
@@ -145,7 +146,13 @@ class Evaluation:
             rows["verified"] = f"largest relative difference to the plain way {report['verified_difference']:.1e}"
         peaks = report["peak_memory_bytes"]
         return rows | {
-            "computed as": f"{report['options']['dtype']}, ZeRO {report['zero']}, {report['ranks']} ranks",
+            "computed as": ", ".join(
+                (
+                    report["options"]["dtype"],
+                    *_in_format(report),
+                    f"ZeRO {report['zero']}, {report['ranks']} ranks",
+                )
+            ),
             "speed": f"{report['tokens_per_second']:,.0f} tokens/s, {report['seconds']:.1f} s",
             "peak memory per rank": ", ".join(f"{name} {value / GiB:.2f} GiB" for name, value in peaks.items()),
         }
@@ -183,6 +190,11 @@ class Evaluation:
         of_evaluation = {field.name: report[field.name] for field in fields(cls) if field.name in report}
         divergence = report["divergence"] and Divergence(**report["divergence"])
         return cls(**of_evaluation | {"perplexity": perplexity, "divergence": divergence, "is_known": True})
+
+
+def _in_format(report: dict[str, Any]) -> list[str]:
+    quantization = report["options"].get("quantization", NONE)
+    return [f"quantised as {quantization}"] if quantization != NONE else []
 
 
 def _group_rows(groups: list[dict[str, Any]]) -> str:

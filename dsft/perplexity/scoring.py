@@ -29,7 +29,7 @@ from dsft.models.row_rules import RowRules, row_rules
 from dsft.perplexity.kl import COLUMNS, inputs_of, score_pair
 from dsft.perplexity.recording import Recorder
 from dsft.perplexity.sequence_parallel import ALONE, Team
-from dsft.perplexity.sums import Perplexity, add_up, pieces_of
+from dsft.perplexity.sums import Perplexity, add_up, exp, pieces_of
 from dsft.perplexity.windows import Windows
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.distributed import sum_over_ranks
@@ -42,13 +42,15 @@ STEPS = 2.0**28
 def form_batches(lengths: np.ndarray, batch_tokens: int, rules: RowRules) -> list[list[int]]:
     """Group windows, longest first, up to `batch_tokens` tokens with padding. Depends on data and model alone."""
     batches: list[list[int]] = []
-    for index in np.argsort(-lengths, kind="stable").tolist():
-        longest = lengths[batches[-1][0]] if batches else 0
-        fits = batches and rules.width(longest) * (len(batches[-1]) + 1) <= batch_tokens
-        if fits and rules.share(longest, lengths[index]):
+    order = np.argsort(-lengths, kind="stable")
+    rows, longest = 0, 0  # that the last batch may still take; its longest
+    for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        if rows > 0 and rules.share(longest, length):
             batches[-1].append(index)
         else:
             batches.append([index])
+            rows, longest = batch_tokens // rules.width(length), length
+        rows -= 1
     return batches
 
 
@@ -162,12 +164,15 @@ def _score_batches(
     tokens = [int(lengths[batch].sum()) for batch in batches.values()]
     dummy = torch.full((1, 8 * team.size), pad_token_id, device=device)
     collated = _collated_ahead(windows, [batches[index] for index in indices[number::teams]], rules, pad_token_id)
+    nats, scored = 0.0, 0  # of this rank's team
     with progress_bar(is_shown=progress, total=sum(tokens), desc="Perplexity", unit="token", unit_scale=True) as bar:
         for turn in range(0, len(indices), teams):
             if turn + number < len(indices):
                 columns_KN = score_batch({name: tensor.to(device) for name, tensor in next(collated).items()})
                 if team.place == 0:
                     yield indices[turn + number], columns_KN
+                nats, scored = nats + columns_KN[0].sum().item(), scored + columns_KN.shape[1]
+                bar.set_postfix_str(f"{exp(nats / max(scored, 1)):.4f} so far", refresh=False)
             elif everyone:  # the same collectives as a batch with work
                 score_batch({"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
             bar.update(sum(tokens[turn : turn + teams]))

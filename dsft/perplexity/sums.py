@@ -4,9 +4,8 @@ A piece is what one window scores of one document. Sums are exactly rounded, so 
 """
 
 import math
-from array import array
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -113,19 +112,18 @@ class Pieces:
 
 def pieces_of(windows: Windows, batches: list[list[int]]) -> Pieces:
     """Find the pieces of batches, which are lists of windows."""
-    documents, numbers, tokens, ends = array("q"), array("q"), array("q"), [0]
-    for batch in batches:
-        for window in batch:
-            of_window, counts = windows.pieces(window)
-            documents.extend(of_window.tolist())
-            numbers.extend([window] * len(of_window))
-            tokens.extend(counts.tolist())
-        ends.append(len(documents))
+    numbers, documents, tokens = windows.all_pieces()
+    per_window = np.bincount(numbers, minlength=len(windows.spans))
+    first_of_window = np.cumsum(per_window) - per_window
+    order = np.fromiter(chain.from_iterable(batches), dtype=np.int64)
+    counts = per_window[order]
+    ends = np.concatenate([[0], np.cumsum(counts)])
+    places = np.arange(ends[-1]) + np.repeat(first_of_window[order] - ends[:-1], counts)
     return Pieces(
-        documents=np.array(documents, dtype=np.int64),
-        windows=np.array(numbers, dtype=np.int64),
-        tokens=np.array(tokens, dtype=np.int64),
-        ends=ends,
+        documents=documents[places],
+        windows=numbers[places],
+        tokens=tokens[places],
+        ends=ends[np.cumsum([0, *map(len, batches)])].tolist(),
     )
 
 

@@ -6,7 +6,7 @@ holds 24 bytes for each window. Which windows there are, the modes (`modes.py`) 
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
 import numpy as np
@@ -44,6 +44,8 @@ class Windows:
     """Answers cut to seq_len; their cut-off tokens are not scored."""
     first_token: int | None = None
     """Fed in place of the first token of every window."""
+    known_hashes: dict[str, str] = field(default_factory=dict)
+    """Of `hashes()`, what the store knows since it was made; a corpus is not read for them."""
     weights: np.ndarray | None = None
     """[W] float64: how a protocol weighs the tokens of each window; None for all alike."""
 
@@ -69,11 +71,7 @@ class Windows:
             "tokens": (self.tokens, self.scorable, self.document_ends),
             "windows": (self.spans, np.array([-1 if self.first_token is None else self.first_token])),
         }
-        digests = {name: hashlib.sha256() for name in parts}
-        for name, arrays in parts.items():
-            for values in arrays:
-                digests[name].update(np.ascontiguousarray(values))
-        return {name: digest.hexdigest() for name, digest in digests.items()}
+        return {name: self.known_hashes.get(name) or _hash(arrays) for name, arrays in parts.items()}
 
     def scored_places(self, window: int) -> np.ndarray:
         """Return where the scored tokens of a window stand in `tokens`, in order."""
@@ -82,8 +80,46 @@ class Windows:
 
     def pieces(self, window: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (documents, scored tokens of each) in a window, in order: what its sum of nats is split into."""
-        documents = np.searchsorted(self.document_ends, self.scored_places(window), side="right")
-        return np.unique(documents, return_counts=True)
+        _, documents, counts = self._pieces_of(self.spans[window : window + 1])
+        return documents, counts
+
+    def all_pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (windows, documents, scored tokens) of the pieces of all windows, window by window, [P] each."""
+        return self._pieces_of(self.spans)
+
+    @property
+    def has_scored_tokens(self) -> bool:
+        step = 1 << 10
+        return any(len(self._pieces_of(self.spans[at : at + step])[0]) for at in range(0, len(self.spans), step))
+
+    def _pieces_of(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Cut the scored part of each window where documents end; what has no token that counts is no piece."""
+        ends, stops_W, begins_W = self.document_ends, spans[:, 1], spans[:, 2]
+        first_W, last_W = (np.searchsorted(ends, at_W, side="right") for at_W in (begins_W, stops_W - 1))
+        per_window = np.where(begins_W < stops_W, last_W - first_W + 1, 0)
+        windows_P = np.repeat(np.arange(len(spans)), per_window)
+        before_W = np.cumsum(per_window) - per_window
+        documents_P = np.arange(len(windows_P)) + np.repeat(first_W - before_W, per_window)
+        starts = np.concatenate([[0], ends])
+        begins_P = np.maximum(begins_W[windows_P], starts[documents_P])
+        stops_P = np.minimum(stops_W[windows_P], starts[documents_P + 1])
+        counts_P = np.zeros(len(windows_P), dtype=np.int64)
+        filled = begins_P < stops_P
+        counts_P[filled] = count_true(self.scorable, begins_P[filled], stops_P[filled])
+        counted = counts_P > 0
+        return windows_P[counted], documents_P[counted], counts_P[counted]
+
+
+def count_true(flags: np.ndarray, begins: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """Count what is true in each flags[begin:stop], none of which is empty; about a million flags at a time."""
+    counts, parts = [], np.flatnonzero(np.diff(begins >> 20)) + 1
+    for part_begins, part_stops in zip(np.split(begins, parts), np.split(stops, parts), strict=True):
+        if len(part_begins):
+            low, high = part_begins.min(), part_stops.max()
+            part = np.append(flags[low:high], False)  # so that a stop at the end has a place
+            bounds = np.stack([part_begins, part_stops], axis=1).ravel() - low
+            counts.append(np.add.reduceat(part, bounds, dtype=np.int64)[::2])
+    return np.concatenate([np.zeros(0, np.int64), *counts])
 
 
 def of_corpus(store: Store, spans_of: Callable[[int, int], Spans]) -> Windows:
@@ -107,7 +143,15 @@ def _of_store(store: Store, spans: Spans) -> Windows:
         document_bytes=store.document_bytes,
         document_words=store.document_words,
         document_hashes=store.hashes,
+        known_hashes={"tokens": store.facts["tokens_hash"]} if "tokens_hash" in store.facts else {},
     )
+
+
+def _hash(arrays: Iterable[np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for values in arrays:
+        digest.update(np.ascontiguousarray(values))
+    return digest.hexdigest()
 
 
 def disjoint_spans(start: int, end: int, length: int) -> Spans:

@@ -70,10 +70,10 @@ def all_evaluation_plans(
     Args:
         sequence_parallel: ranks that share the tokens of a batch.
     """
-    if job.size.quantization:
+    if job.size.quantization and job.size.lora_r:
         raise UserError(["--perplexity plans a model as it lies on disk; leave out --method qlora"])
     batch_tokens = batch_tokens or max(DEFAULT_BATCH_TOKENS[machine.has_gpu], job.seq_len)
-    return [_plan(name, batch_tokens, job, machine, speeds, sequence_parallel) for name in _names(machine)]
+    return [_plan(name, batch_tokens, job, machine, speeds, sequence_parallel) for name in _names(job, machine)]
 
 
 def longest_window(job: Job, machine: Machine, speeds: Speeds, *, sequence_parallel: int = 1) -> int | None:
@@ -89,12 +89,16 @@ def longest_window(job: Job, machine: Machine, speeds: Speeds, *, sequence_paral
     low, high = 0, positions // step
     while low < high:
         middle = (low + high + 1) // 2
-        fits = any(_plan(name, middle * step, job, machine, speeds, sequence_parallel).fits for name in _names(machine))
+        fits = any(
+            _plan(name, middle * step, job, machine, speeds, sequence_parallel).fits for name in _names(job, machine)
+        )
         low, high = (middle, high) if fits else (low, middle - 1)
     return low * step
 
 
-def _names(machine: Machine) -> list[str]:
+def _names(job: Job, machine: Machine) -> list[str]:
+    if job.size.quantization:  # no such model is sharded (check_sharding)
+        return ["0"]
     return [
         name for name in NAMES if (name != "3-nvme" or machine.nvme_bytes) and (name != "3-offload" or machine.has_gpu)
     ]

@@ -22,9 +22,10 @@ def load_terms(layout: ZeroLayout) -> list[Term]:
     if layout.stage == 3:
         terms += _shards(layout, weights, how, adapters)
     elif size.quantization and layout.has_gpu:
-        plain = size.embedding_params + size.head_params  # prepare_model_for_kbit_training makes these fp32
-        weights += (4 - weight_bytes) * plain
-        terms.append(_load(layout, "weights", weights, f"{how}, embedding and head in fp32", place="device"))
+        if trained:
+            plain = size.embedding_params + size.head_params  # prepare_model_for_kbit_training makes these fp32
+            weights, how = weights + (4 - weight_bytes) * plain, f"{how}, embedding and head in fp32"
+        terms.append(_load(layout, "weights", weights, how, place="device"))
     else:
         terms.append(_load(layout, "weights", weights, how, place=place))
         if layout.has_gpu:

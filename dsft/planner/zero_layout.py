@@ -260,8 +260,10 @@ def frozen_bytes(layout: ZeroLayout) -> tuple[int, str]:
     Quantised, only linear layers are; bitsandbytes leaves embedding and head.
     """
     weight_bytes, quantization = layout.weight_bytes, layout.size.quantization
-    if not quantization:
+    if not quantization or ("cuda" if layout.has_gpu else "cpu") in quantization.unpacked_on:
         return weight_bytes * layout.num_frozen, f"{weight_bytes} x {layout.num_frozen:,} frozen"
+    if quantization.disk_bytes:
+        return quantization.disk_bytes, f"{quantization.format} files of the weights"
     plain = layout.size.embedding_params + layout.size.head_params
     quantized = layout.num_frozen - plain
     per_weight = quantization.weight_bytes

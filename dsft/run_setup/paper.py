@@ -55,12 +55,18 @@ class PaperRun:
 
 
 def paper_run(
-    options: TrainConfig, machine: Machine, *, attention: Attention | None = None, problems: Sequence[str] = ()
+    options: TrainConfig,
+    machine: Machine,
+    *,
+    attention: Attention | None = None,
+    scored: bool = False,
+    problems: Sequence[str] = (),
 ) -> PaperRun:
     """Decides what a training with these options on this machine would.
 
     Args:
         attention: that is planned, whatever the model and its data would take.
+        scored: the model is evaluated, not trained.
         problems: of reading the options.
 
     Raises:
@@ -71,7 +77,7 @@ def paper_run(
     draft.problems += check_zero_file(zero_file, draft.options, here=machine.measured) if zero_file else []
     decide_batches_and_dtype(draft, machine.world_size, auto_dtype=auto_dtype(machine))
     raise_if_any(draft.problems)  # before the model, which may lie on the hub
-    facts = _measured(draft.options)
+    facts = _measured(draft.options, scored=scored)
     stage = zero_file and zero_file.get("zero_optimization", {}).get("stage")
     raise_if_any(check_sharding(facts.size, stage=stage or 0, model=options.model))
     data, tokenizer, notes = _readable_data(draft.options)
@@ -103,12 +109,14 @@ def auto_dtype(machine: Machine) -> str:
     return "bfloat16" if GPUS[gpu_name(machine)].has_bf16 else "float32"
 
 
-def _measured(options: TrainConfig) -> ModelFacts:
+def _measured(options: TrainConfig, *, scored: bool) -> ModelFacts:
     """Measures the model; an attention that needs a GPU's package is taken as it will be there."""
     asked = options.attn_implementation
     elsewhere = asked and ("flash" in asked or "/" in asked)  # a package, or a kernel of the hub
     facts = measure_model(
-        dataclasses.replace(options, attn_implementation=None) if elsewhere else options, text_only=True
+        dataclasses.replace(options, attn_implementation=None) if elsewhere else options,
+        text_only=True,
+        scored=scored,
     )
     raise_if_any(check_positions(facts, seq_len=options.seq_len, model=options.model))
     return dataclasses.replace(facts, attn_implementation=asked) if elsewhere else facts

@@ -73,6 +73,7 @@ def progress_bar(*, is_shown: bool, **options: Any) -> "tqdm":
 
     if not bars_are_seen():
         options |= {"file": _Lines(), "mininterval": LINE_SECONDS, "delay": LINE_SECONDS, "bar_format": LINE}
+        options["miniters"] = 1  # by the time alone; else tqdm leaves lines out by the size of the steps
     return tqdm(disable=not is_shown, leave=False, dynamic_ncols=True, **options)
 
 

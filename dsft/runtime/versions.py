@@ -14,23 +14,31 @@ OPTIONAL_PACKAGES = ("bitsandbytes", "flash_attn", "kernels", "liger-kernel", "t
 """They compute where they are installed, and something else computes where they are not."""
 
 
-def versions() -> dict[str, str]:
+def versions(*others: str) -> dict[str, str]:
     """Versions of Python and of every package that a run's numbers depend on.
 
+    Args:
+        others: packages that count where they are installed.
+
     Raises:
-        PackageNotFoundError: where one is not installed.
+        PackageNotFoundError: where one of PACKAGES is not installed.
     """
-    return {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in PACKAGES}
+    installed = {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in PACKAGES}
+    return installed | {name: version for name in others if (version := _version_of(name))}
+
+
+def _version_of(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def numeric_versions() -> dict[str, str]:
     """Versions of what changes the numbers or the tokens of a run; of Python without the last digit, which does not."""
     installed = {"python": ".".join(map(str, sys.version_info[:2]))}
     for name in (*NUMERIC_PACKAGES, *OPTIONAL_PACKAGES):
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            installed[name] = "not installed"
+        installed[name] = _version_of(name) or "not installed"
     return installed
 
 

@@ -1,6 +1,7 @@
 """What an evaluation tells of itself: its report, its progress, what is wrong with a model, answers without a token."""
 
 import math
+import sys
 
 import pytest
 from tiny import write_jsonl
@@ -40,9 +41,12 @@ def test_the_report_holds_every_figure_of_the_result_and_how_it_came_about(evalu
 def test_progress_counts_tokens_and_can_be_turned_off(evaluated, capsys, monkeypatch):
     """In a pipe there are lines, on a busy machine or not: here one for each batch."""
     monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
-    evaluated(progress=True)
-    said = capsys.readouterr().err
-    assert "Perplexity: " in said and "token/s" in said and "\r" not in said[said.index("Perplexity") :]
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)  # as in a file, where no bar is drawn
+    result = evaluated(progress=True, batch_tokens=64).perplexity
+    lines = [line for line in capsys.readouterr().err.split("\n") if "Perplexity" in line]
+    assert len(lines) > 2 and not any("\r" in line for line in lines)
+    assert lines[0].startswith("Perplexity: 0%") and "token/s" in lines[0]
+    assert lines[-1].startswith("Perplexity: 100%") and f"{result.perplexity:.4f} so far" in lines[-1]
     evaluated()
     assert "Perplexity" not in capsys.readouterr().err
 

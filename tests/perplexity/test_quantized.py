@@ -1,0 +1,314 @@
+"""Quantised models are evaluated beside the model they were made from; what cannot be is refused before loading."""
+
+import importlib.util
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import read_json
+from ranks import run_entry
+from safetensors.torch import load_file, save_file
+from tiny import write_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dsft import eval_ppl
+from dsft.config.options import EvalConfig
+from dsft.errors import UserError
+from dsft.perplexity.candidates import Candidate
+from dsft.perplexity.evaluation import evaluate
+from dsft.perplexity.identity import model_identity
+from dsft.planner.evaluation_plan import all_evaluation_plans
+from dsft.planner.job import Job, attention_of
+from dsft.planner.speeds import speeds_of
+from dsft.runtime.hardware import this_machine
+
+ON_DISK = {
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4),
+    "awq": ({"quant_method": "awq", "bits": 4}, 4),
+    "compressed-tensors": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}},
+        },
+        4,
+    ),
+}
+FP8_BLOCK = 16
+
+
+def needs(package):
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a model whose layers groups of 32 weights divide, and that predicts with some certainty."""
+    return write_certain_model(tmp_path_factory.mktemp("quantized") / "model", intermediate_size=64)
+
+
+def write_certain_model(folder, **sizes):
+    write_model(folder, **sizes)
+    built = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.mul_(4 if parameter.dim() > 1 else 1)
+    built.save_pretrained(folder)
+    return folder
+
+
+def options_for(tiny, **changes) -> dict:
+    base = {"model": [str(tiny / "model")], "data": [str(tiny / "held_out.jsonl")], "seq_len": 32}
+    return base | {"batch_tokens": 256, "max_documents": 6} | changes
+
+
+def results(tiny, **changes):
+    return list(evaluate(EvalConfig(**options_for(tiny, **changes))))
+
+
+def refusals(tiny, **changes) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        results(tiny, **changes)
+    return caught.value.problems
+
+
+def loss_of(model: torch.nn.Module, tiny, evaluation) -> float:
+    """Nats per token of a model that is in memory, in the windows of `evaluation`, with plain logits."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    rows = [json.loads(line)["text"] for line in (tiny / "held_out.jsonl").read_text().splitlines()[:6]]
+    ids = torch.tensor([token for text in rows for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+    nats, tokens = 0.0, 0
+    for window in ids.split(evaluation.options["seq_len"]):
+        log_probs = model(input_ids=window[None]).logits[0, :-1].double().log_softmax(-1)
+        nats -= log_probs.gather(1, window[1:, None]).sum().item()
+        tokens += len(window) - 1
+    assert tokens == evaluation.perplexity.tokens
+    return nats / tokens
+
+
+@needs("torchao")
+@torch.no_grad()
+def test_one_launch_gives_the_table_of_a_model_and_its_formats(tiny, model, tmp_path, capsys):
+    """Each format's number is that of plain weights rounded to its grid."""
+    model, formats = str(model), ["none", "torchao-int8wo", "torchao-int4wo"]
+    options = options_for(tiny, model=[model], quantization=formats, reference=model, output_dir=str(tmp_path))
+    words = [word for name, value in options.items() for word in (f"--{name}", *map(str, np.atleast_1d(value)))]
+    eval_ppl.main(words)
+    said = capsys.readouterr().out
+    known = list(evaluate(EvalConfig(**options)))
+    assert [each.model for each in known] == [model, f"{model}:torchao-int8wo", f"{model}:torchao-int4wo"]
+    assert all(each.is_known for each in known)
+    assert [each.options["quantization"] for each in known] == [*formats[:2], "torchao-int4wo in groups of 32"]
+    plain, *quantized = known
+    assert abs(plain.divergence.kl) < 1e-7 < quantized[0].divergence.kl < quantized[1].divergence.kl
+    assert plain.divergence.same_top == 1.0 and "torchao" in quantized[0].versions
+    for name in ("against the reference", f"{model}:torchao-int4wo against {model}", "KL ", "same likeliest token"):
+        assert name in said.replace("\n", " "), name
+    for each, levels, symmetric in zip(quantized, (127.5, 7.5), (True, False), strict=True):
+        rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        for layer in rounded.model.layers.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer.weight.copy_(rounded_to_grid(layer.weight, levels, symmetric=symmetric))
+        apart = abs(each.perplexity.loss - plain.perplexity.loss)
+        assert abs(each.perplexity.loss - loss_of(rounded, tiny, each)) < apart / 20, each.model
+
+
+def rounded_to_grid(weight: torch.Tensor, levels: float, *, symmetric: bool) -> torch.Tensor:
+    """Round each row to 256 steps around 0, or each group of 32 to 16 steps between its ends."""
+    if symmetric:
+        scale = weight.abs().amax(dim=1, keepdim=True) / levels
+        return (weight / scale).round().clamp(-128, 127) * scale
+    groups = weight.reshape(len(weight), -1, 32)
+    low, high = (
+        end(groups, dim=2, keepdim=True).clamp(**side)
+        for end, side in ((torch.amin, {"max": 0}), (torch.amax, {"min": 0}))
+    )
+    scale = (high - low) / (2 * levels)
+    zero = -8 - (low / scale).round()
+    steps = ((groups / scale).round() + zero).clamp(-8, 7)
+    return ((steps - zero) * scale).reshape(weight.shape)
+
+
+def as_fp8(model, folder):
+    """A folder with a model in FP8 blocks, as DeepSeek and Qwen publish them, and the same model unpacked."""
+    shutil.copytree(model, folder)
+    tensors, unpacked = load_file(folder / "model.safetensors"), AutoModelForCausalLM.from_pretrained(model)
+    for name, weight in unpacked.named_parameters():
+        if name.endswith("proj.weight"):
+            blocks = weight.detach().unfold(0, FP8_BLOCK, FP8_BLOCK).unfold(1, FP8_BLOCK, FP8_BLOCK)
+            scale = blocks.abs().amax(dim=(2, 3)) / 448
+            wide = scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+            tensors[name] = (weight.detach() / wide).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scale
+            weight.data = tensors[name].float() * wide
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    describe(folder, {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK] * 2})
+    return folder, unpacked
+
+
+def describe(folder, quantization: dict) -> str:
+    config = read_json(folder / "config.json") | {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@torch.no_grad()
+def test_a_model_that_is_quantised_on_disk_is_evaluated_as_it_lies_and_a_missing_weight_is_told(tiny, model, tmp_path):
+    folder, unpacked = as_fp8(model, tmp_path / "fp8")
+    evaluation, plain = results(tiny, model=[str(folder), str(model)])
+    apart = abs(evaluation.perplexity.loss - plain.perplexity.loss)
+    assert abs(evaluation.perplexity.loss - loss_of(unpacked, tiny, evaluation)) < apart / 20
+    assert (evaluation.options["quantization"], evaluation.zero, evaluation.model) == ("fp8", "0", str(folder))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (problem,) = refusals(tiny, model=[str(folder)])
+    assert "missing from its weights, model.layers.1.mlp.up_proj.weight" in problem
+
+
+@pytest.mark.parametrize("name", ON_DISK)
+def test_formats_on_disk_that_cannot_be_computed_here_are_one_line_before_loading(tiny, tmp_path, name):
+    section, bits = ON_DISK[name]
+    model = describe(shutil.copytree(tiny / "model", tmp_path / "model"), section)
+    candidate = Candidate.of(EvalConfig(**options_for(tiny)), model, [])
+    assert (candidate.facts.size.quantization.format, candidate.facts.size.quantization.bits) == (name, bits)
+    if name == "compressed-tensors" and importlib.util.find_spec("compressed_tensors"):
+        return
+    (problem,) = refusals(tiny, model=[model])
+    assert f"is quantised as {name}, which cannot be computed here" in problem and "pip install" in problem
+    assert "\n" not in problem
+
+
+def test_what_cannot_be_quantised_or_sharded_is_refused_with_the_way_out(tiny, tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *others: None if name == "bitsandbytes" else find_spec(name, *others)
+    )
+    plain = tiny / "model"
+    fp8 = describe(shutil.copytree(plain, tmp_path / "fp8"), {"quant_method": "fp8", "weight_block_size": [16, 16]})
+    new = describe(shutil.copytree(plain, tmp_path / "new"), {"quant_method": "of_tomorrow"})
+    for changes, part in (
+        ({"quantization": ["nf5"]}, "quantization=nf5: is none of none, nf4, .* did you mean 'nf4'"),
+        ({"quantization": ["nf4"]}, "bitsandbytes is not installed; pip install bitsandbytes"),
+        ({"quantization": ["int8"], "model": [str(plain / "config.json")]}, "has none; name a folder or hub id"),
+        ({"model": [fp8], "zero": "3"}, "weights are quantised \\(fp8\\), .* under ZeRO-3 .*; use zero 0 or auto"),
+        ({"model": [new]}, "quantised as of_tomorrow, which this transformers does not know"),
+        ({"model": [str(tmp_path / "model.gguf")]}, "no such folder or file"),
+    ):
+        problems = refusals(tiny, **changes)
+        assert any(re.search(part, problem) for problem in problems), problems
+
+
+@needs("torchao")
+def test_layers_that_no_group_divides_are_refused_rather_than_left_as_they_are(tiny, tmp_path):
+    odd, gpt2 = (
+        str(write_model(tmp_path / name, name, **changes))
+        for name, changes in (("llama", {"intermediate_size": 40}), ("gpt2", {}))
+    )
+    (problem,) = refusals(tiny, model=[odd], quantization=["torchao-int4wo"])
+    assert "do not divide its layers' 40 inputs; use torchao-int8wo or nf4" in problem
+    (problem,) = refusals(tiny, model=[gpt2], quantization=["torchao-int8wo"])
+    assert "has no linear layers, which torchao-int8wo quantises" in problem
+
+
+def test_a_quantised_model_is_planned_with_its_own_bytes_and_in_one_copy(tiny, tmp_path):
+    folder = shutil.copytree(tiny / "model", tmp_path / "gptq")
+    describe(folder, ON_DISK["gptq"][0])
+    plans = {}
+    for model in (tiny / "model", folder):
+        facts = Candidate.of(EvalConfig(**options_for(tiny)), str(model), []).facts
+        attention = attention_of(facts, seq_len=32, masked=False)
+        job = Job(size=facts.size, model_config=facts.config, dtype="float32", seq_len=32, attention=attention)
+        machine = this_machine()
+        plans[model] = all_evaluation_plans(job, machine, speeds_of(machine, dtype="float32"))
+    assert [plan.zero for plan in plans[folder]] == ["0"] and len(plans[tiny / "model"]) > 1
+    terms = {term.name: term for term in plans[folder][0].terms}
+    assert terms["weights"].num_bytes == (folder / "model.safetensors").stat().st_size
+
+
+def write_gguf(model, path, kind: str) -> str:
+    """Write the model of a folder as llama.cpp's convert_hf_to_gguf.py does, its layers in one of ggml's types."""
+    gguf = pytest.importorskip("gguf")
+    config, tokenizer = read_json(model / "config.json"), AutoTokenizer.from_pretrained(model)
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer, weights = gguf.GGUFWriter(path, "llama"), load_file(model / "model.safetensors")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    inner = read_json(model / "tokenizer.json")
+    vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    special = {token["content"] for token in inner["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(vocabulary)
+    writer.add_token_types([3 if token in special else 1 for token in vocabulary])
+    writer.add_token_merges([" ".join(merge) for merge in inner["model"]["merges"]])
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, tensor in weights.items():
+        data = tensor.float().numpy()
+        for part, number in (("q_proj", heads), ("k_proj", kv_heads)):
+            if part in name:  # LlamaModel.permute
+                halves = data.reshape(number, 2, len(data) // number // 2, *data.shape[1:])
+                data = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(data.shape))
+        stored = gguf.GGMLQuantizationType.F32 if data.ndim < 2 else gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(names.get_name(name, (".weight",)), gguf.quants.quantize(data, stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+@needs("gguf")
+def test_gguf_files_are_read_beside_the_model_they_were_made_from(tiny, model, tmp_path):
+    plain, packed = (write_gguf(model, tmp_path / f"{kind}.gguf", kind) for kind in ("F32", "Q8_0"))
+    (problem,) = refusals(tiny, model=[plain], reference=str(model))  # made anew from the file, with tokens of its own
+    assert "has another tokenizer" in problem and "name it with tokenizer" in problem
+    kept = {"reference": str(model), "tokenizer": str(model), "output_dir": str(tmp_path / "kept")}
+    of_base, of_plain, of_packed = results(tiny, model=[str(model), plain, packed], **kept)
+    assert of_plain.perplexity.loss == pytest.approx(of_base.perplexity.loss, abs=1e-6)
+    assert abs(of_plain.divergence.kl) < 1e-7 < of_packed.divergence.kl < 0.1
+    assert of_packed.options["quantization"] == "gguf"
+    assert all(each.is_known for each in results(tiny, model=[plain, packed], **kept))
+    identities = [model_identity(name, revision=None, seed=0)["content"] for name in (plain, packed)]
+    assert identities[0] != identities[1]
+    (problem,) = refusals(tiny, model=[packed], zero="3")
+    assert "weights are quantised (gguf)" in problem
+    broken = tmp_path / "broken.gguf"
+    for size in (100, -1):  # within the header, and within the weights
+        broken.write_bytes((tmp_path / "Q8_0.gguf").read_bytes()[:size])
+        (problem,) = refusals(tiny, model=[str(broken)])
+        assert "is no GGUF file that transformers can read" in problem
+
+
+@needs("bitsandbytes")
+@pytest.mark.exhaustive
+def test_the_formats_of_bitsandbytes_are_evaluated(tiny, tmp_path):
+    # Its products on CPUs with AVX512-BF16 take 64 inputs and 32 outputs at a time.
+    model = str(write_certain_model(tmp_path / "model", hidden_size=64, intermediate_size=64))
+    evaluations = results(tiny, model=[model], quantization=["none", "nf4", "int8"], reference=model)
+    plain, nf4, int8 = (each.divergence.kl for each in evaluations)
+    assert abs(plain) < 1e-7 < int8 < nf4
+
+
+@needs("torchao")
+@pytest.mark.exhaustive
+def test_quantised_results_have_the_same_bits_on_one_and_two_ranks(tiny, model, tmp_path):
+    words = ["--model", model, "--data", tiny / "held_out.jsonl", "--seq_len", "32", "--batch_tokens", "128"]
+    words += ["--quantization", "torchao-int8wo", "torchao-int4wo", "--reference", model]
+    for world in (1, 2):
+        run_entry("dsft.eval_ppl", [*words, "--output_dir", tmp_path / str(world)], world=world).check_returncode()
+    alone, pair = (read_json(tmp_path / str(world) / "perplexity.json")["results"] for world in (1, 2))
+    assert [each["nats"] for each in alone] == [each["nats"] for each in pair]
+    assert [each["divergence"] for each in alone] == [each["divergence"] for each in pair]
