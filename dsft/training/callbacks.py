@@ -12,10 +12,11 @@ from datetime import timedelta
 from pathlib import Path
 
 from tqdm.auto import tqdm
-from transformers import TrainerCallback
+from transformers import PreTrainedConfig, TrainerCallback
 
 from dsft.checkpoints.run_folder import METRICS
 from dsft.errors import TrainingStopped
+from dsft.models.size import COUNT_FROM_PADDING
 from dsft.perplexity.sums import exp
 from dsft.planner.gpus import GPUS, gpu_name, named_gpus
 from dsft.planner.step_time import flops_per_token
@@ -111,6 +112,19 @@ class Heartbeat(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         watchdog.set_phase("training")
         watchdog.heartbeat(state.global_step)
+
+
+class PositionsKept(TrainerCallback):
+    """Keeps the padding token in the config of a model that counts positions from it, where the Trainer writes the
+    tokenizer's (align_special_tokens): the saved model would count from another one than was trained.
+    """
+
+    def __init__(self, config: PreTrainedConfig):
+        self.config, self.pad_token_id = config, config.pad_token_id
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self.config.model_type in COUNT_FROM_PADDING:
+            self.config.pad_token_id = self.pad_token_id
 
 
 class LearningCheck(TrainerCallback):

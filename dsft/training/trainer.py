@@ -33,6 +33,7 @@ from dsft.training.callbacks import (
     Heartbeat,
     LearningCheck,
     MetricsFile,
+    PositionsKept,
     ProgressLog,
     SkippedSteps,
     derived_metrics,
@@ -79,6 +80,7 @@ class PerplexityTrainer(SavingTrainer):
             self.add_callback(callback)
         self.learning = LearningCheck(model.config.get_text_config().vocab_size)
         self.add_callback(self.learning)
+        self.add_callback(PositionsKept(model.config.get_text_config()))
         self.skipped_steps = SkippedSteps()
         self.is_stopping = False
         self.extra_metrics: dict[str, float] = {}

@@ -108,6 +108,8 @@ def test_training_and_evaluation_take_as_many_tokens_as_there_are_positions(
     chosen = options(tmp_path / "run", model=str(model), seq_len=100, eval_fraction=0.2)
     result = run_entry("dsft.train", flags(chosen))
     assert result.returncode == 0, result.stderr
+    configs = [transformers.AutoConfig.from_pretrained(folder) for folder in (model, tmp_path / "run" / "final")]
+    assert len({max_positions(config) for config in configs}) == 1
     evaluation = {"model": str(model), "data": str(tiny / "texts.jsonl"), "mode": "windows", "progress": False}
     assert evaluate_perplexity(**evaluation, seq_len=100).perplexity.tokens > 100
     with pytest.raises(UserError, match="seq_len=101 is beyond the 100 positions"):
