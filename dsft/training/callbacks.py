@@ -120,7 +120,7 @@ class PositionsKept(TrainerCallback):
     """
 
     def __init__(self, config: PreTrainedConfig):
-        self.config, self.pad_token_id = config, config.pad_token_id
+        self.config, self.pad_token_id = config, getattr(config, "pad_token_id", None)
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.config.model_type in COUNT_FROM_PADDING:
