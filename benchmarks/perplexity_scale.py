@@ -5,41 +5,49 @@
 - KL: one launch of both models over the same tiles, beside what is usual: a pass that saves the reference's logits
   (float32, a file for each window), and a pass that reads them. CPU milliseconds per token, memory, and bytes on disk.
 - Comparison: CPU seconds of 10,000 resamples and the sign test, by the number of documents.
-- Corpus: what a rank does with a prepared corpus before its first forward (windows, hashes, batches, pieces, the first
-  batch), by the size of the text, four bytes a token, in documents of 500 tokens in the mean. Tokens are random and
-  written as preparation does. Anonymous memory counts; pages of the mapped files are the system's cache.
+- Corpus: an evaluation of a small model on a prepared corpus until its first batches are scored, by the size of the
+  text, four bytes a token, in documents of 500 tokens in the mean. Tokens are random, in a store as preparation writes
+  it. Seconds until the first forward, and the peak of private memory (RssAnon, sampled) above that before the start,
+  the same on every rank; pages of the mapped files are the system's cache.
 
 Each measurement is a process of its own, forked.
 """
 
+import contextlib
+import ctypes
 import dataclasses
+import gc
+import json
 import math
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import LlamaConfig, PreTrainedTokenizerBase
 
-from dsft.data.token_store import Store, StoreWriter
+from dsft.config.options import EvalConfig
+from dsft.data.prepare import fingerprint
+from dsft.data.token_store import StoreWriter
 from dsft.data.tokenization import Tokens
-from dsft.models.row_rules import RowRules
+from dsft.perplexity import modes, scoring
 from dsft.perplexity.compare import compare_pair
-from dsft.perplexity.kl import COLUMNS
+from dsft.perplexity.divergence import COLUMNS
+from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.result import Evaluation
-from dsft.perplexity.scoring import evaluate_windows, form_batches
-from dsft.perplexity.sums import Perplexity, pieces_of
-from dsft.perplexity.windows import Windows, disjoint_spans, of_corpus, of_documents, rolling_spans
+from dsft.perplexity.scoring import evaluate_windows
+from dsft.perplexity.sums import Perplexity
+from dsft.perplexity.windows import Windows
 
 BYTES_PER_TOKEN = 4
 """Of English text with a vocabulary of today."""
 MEAN_TOKENS = 500
 SEQ_LEN, BATCH_TOKENS = 1024, 4096
-VOCABULARY = 50257
 PART_TOKENS = 1 << 22
 
 
@@ -127,10 +135,10 @@ def _evaluation(name: str, seed: int, documents: int) -> Evaluation:
 # --- corpus ----------------------------------------------------------------------------------------------------------
 
 
-def write_corpus(folder: Path, mebibytes: int) -> Path:
+def write_corpus(folder: Path, mebibytes: int, largest_id: int) -> None:
     """Write a prepared corpus of so much text."""
     rng, left = np.random.default_rng(0), mebibytes * 2**20 // BYTES_PER_TOKEN
-    with StoreWriter(folder, largest_id=VOCABULARY - 1) as writer:
+    with StoreWriter(folder, largest_id=largest_id) as writer:
         while left:
             size = min(left, PART_TOKENS)
             left -= size
@@ -138,7 +146,7 @@ def write_corpus(folder: Path, mebibytes: int) -> Path:
             sizes = np.diff(ends, prepend=0)
             writer.append(
                 Tokens(
-                    ids=rng.integers(0, VOCABULARY, size).astype(np.int32),
+                    ids=rng.integers(0, largest_id, size).astype(np.int32),
                     trained=np.ones(size, bool),
                     ends=ends,
                     hashes=rng.integers(0, 2**63, len(ends)).astype(np.uint64),
@@ -148,61 +156,118 @@ def write_corpus(folder: Path, mebibytes: int) -> Path:
                 )
             )
         writer.finish(is_text=True)
-    return folder
 
 
-MODES: dict[str, Callable[[Store], Windows]] = {
-    "windows": partial(of_corpus, spans_of=partial(disjoint_spans, length=SEQ_LEN)),
-    "rolling": partial(of_documents, spans_of=partial(rolling_spans, length=SEQ_LEN)),
-}
+MODES = ("windows", "rolling")
+FIRST_BATCHES = 8
+ROWS = 2000
+"""That the file of a corpus really has; the rest is a hole, since tokens come from the store."""
 
 
-def to_the_first_batch(folder: Path, mode: str, memory: Callable[[str], int]) -> dict[str, float]:
-    """Seconds and memory of a rank until its first batch can be fed.
+class Enough(Exception):
+    """Ends an evaluation after its first batches."""
+
+
+def options_of(model: Path, tokenizer: str, file: Path, mode: str) -> EvalConfig:
+    options = {"model": [str(model)], "tokenizer": tokenizer, "data": [str(file)], "mode": mode, "seq_len": SEQ_LEN}
+    cache = str(file.parent / "cache")
+    return EvalConfig(**options, batch_tokens=BATCH_TOKENS, data_cache=cache, dtype="float32")
+
+
+def to_the_first_batches(options: EvalConfig, memory: Callable[[str], int]) -> dict:
+    """Evaluate a corpus that is prepared until its first batches are scored, as `dsft eval` does.
+
+    Returns: seconds until the first forward, and the most private memory until the last of the first batches.
 
     Args:
         memory: bytes of a field of /proc/self/status.
     """
+    forwards: list[float] = []
+    score = scoring.score
+
+    def counted(*batch) -> torch.Tensor:
+        forwards.append(time.perf_counter())
+        if len(forwards) > FIRST_BATCHES:
+            raise Enough
+        return score(*batch)
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            peak[0] = max(peak[0], memory("RssAnon"))
+
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     before = memory("RssAnon")
+    peak, done = [before], threading.Event()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    scoring.score = counted
     wall, cpu = time.perf_counter(), time.process_time()
-    windows = MODES[mode](Store(folder))
-    assert windows.has_scored_tokens
-    windows.hashes()
-    batches = form_batches(windows.lengths, BATCH_TOKENS, RowRules())
-    pieces = pieces_of(windows, batches)
-    sums = np.zeros(pieces.ends[-1])
-    places = pieces.places()
-    for window in batches[0]:
-        windows.inputs_and_targets(window)
+    try:
+        with contextlib.suppress(Enough):
+            list(evaluate(options))
+    finally:
+        scoring.score = score
+        cpu_seconds = time.process_time() - cpu
+        done.set()
+        watcher.join()
     return {
-        "seconds": time.perf_counter() - wall,
-        "cpu_seconds": time.process_time() - cpu,
-        "anonymous_bytes": memory("RssAnon") - before,
-        "windows": len(windows.spans),
-        "documents": len(windows.document_ends),
-        "tokens": len(windows.tokens),
-        "pieces": len(sums),
-        "batches": len(places),
+        "seconds_to_first_batch": forwards[0] - wall,
+        "cpu_seconds": cpu_seconds,
+        "private_bytes": peak[0] - before,
     }
 
 
-def corpus_rows(sizes: list[int], folder: Path, apart: Callable, memory: Callable[[str], int]) -> list[dict]:
+def write_file(path: Path, mebibytes: int) -> Path:
+    """Write a file of so many MiB, of which only the first rows are there."""
+    rng = np.random.default_rng(0)
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(ROWS):
+            file.write(json.dumps({"text": " ".join(map(str, rng.integers(0, 999, MEAN_TOKENS)))}) + "\n")
+        file.truncate(max(file.tell(), mebibytes * 2**20))
+    return path
+
+
+def write_prepared(options: EvalConfig, mebibytes: int, largest_id: int) -> dict:
+    """Write the tokens of so much text where evaluations look for those of the file."""
+
+    def prepared(source: Any, rules: Any, tokenizer: Any, cache: Path, **how: Any) -> None:
+        place = cache / fingerprint(source, rules, how["held_out"], tokenizer, how["preparation"])
+        write_corpus(place, mebibytes, largest_id)
+        raise Enough
+
+    modes.prepare = prepared
+    with contextlib.suppress(Enough):
+        list(evaluate(options))
+    return {}
+
+
+def corpus_rows(
+    sizes: list[int], folder: Path, tokenizer: PreTrainedTokenizerBase, apart: Callable, memory: Callable[[str], int]
+) -> list[dict]:
     """Measure each size in each mode.
 
     Args:
         sizes: of the text, in MiB.
         apart: calls a function in a process of its own.
     """
+    model = folder / "small"
+    sized = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=SEQ_LEN, **sized).save_pretrained(model)
     rows = []
     for mebibytes in sizes:
-        store = write_corpus(folder / f"corpus-{mebibytes}", mebibytes)
+        here = folder / f"corpus-{mebibytes}"
+        here.mkdir()
+        file = write_file(here / "corpus.jsonl", mebibytes)
         for mode in MODES:
-            rows.append({"mebibytes": mebibytes, "mode": mode} | apart(to_the_first_batch, store, mode, memory))
-        shutil.rmtree(store)
+            options = options_of(model / "config.json", tokenizer.name_or_path, file, mode)
+            apart(write_prepared, options, mebibytes, len(tokenizer) - 1)
+            rows.append({"mebibytes": mebibytes, "mode": mode} | apart(to_the_first_batches, options, memory))
+        shutil.rmtree(here)
     return rows
 
 
 def slope(rows: list[dict], mode: str) -> float:
-    """Anonymous bytes of a rank for each byte of text, between the smallest and the largest size."""
+    """Private bytes of a rank for each byte of text, between the smallest and the largest size."""
     first, *_, last = (row for row in rows if row["mode"] == mode)
-    return (last["anonymous_bytes"] - first["anonymous_bytes"]) / ((last["mebibytes"] - first["mebibytes"]) * 2**20)
+    return (last["private_bytes"] - first["private_bytes"]) / ((last["mebibytes"] - first["mebibytes"]) * 2**20)

@@ -141,7 +141,7 @@ def parse_arguments() -> argparse.Namespace:
         help="what is measured (default: all)",
     )
     parser.add_argument(
-        "--corpus_mib", nargs="+", type=int, default=[1, 10, 100], help="sizes of text (default: %(default)s)"
+        "--corpus_mib", nargs="+", type=int, default=[10, 100, 500, 1024], help="sizes of text (default: %(default)s)"
     )
     parser.add_argument(
         "--compared_documents", nargs="+", type=int, default=[100, 2000, 100_000], help="(default: %(default)s)"
@@ -443,7 +443,13 @@ def compare_kl(args: argparse.Namespace, model: Path, corpora: dict[str, Corpus]
     return runs
 
 
-def scale_rows(args: argparse.Namespace, model: Path, corpora: dict[str, Corpus], folder: Path) -> dict:
+def scale_rows(
+    args: argparse.Namespace,
+    model: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    corpora: dict[str, Corpus],
+    folder: Path,
+) -> dict:
     """The rows beyond one pass over one model."""
     rows = {}
     if "kl" in args.rows:
@@ -454,7 +460,7 @@ def scale_rows(args: argparse.Namespace, model: Path, corpora: dict[str, Corpus]
         ]
     if "corpus" in args.rows:
         apart = functools.partial(call_apart, verbose=args.verbose)
-        rows["corpus"] = corpus_rows(args.corpus_mib, folder, apart, status_bytes)
+        rows["corpus"] = corpus_rows(args.corpus_mib, folder, tokenizer, apart, status_bytes)
         if len(args.corpus_mib) > 1:
             rows["corpus_slope"] = {mode: slope(rows["corpus"], mode) for mode in ("windows", "rolling")}
     return rows
@@ -663,13 +669,14 @@ def print_scale(scale: dict) -> None:
             print(f"| {row['documents']:,} | {row['cpu_seconds']:.2f} | {row['resampled']} |")
     if "corpus" in scale:
         print(
-            "\n**Prepared corpus, until the first batch**\n\n| MiB of text | mode | windows | s | CPU s | extra MiB |"
+            "\n**Prepared corpus, until the first batches**\n\n"
+            "| MiB of text | mode | s to the first | CPU s | private MiB |"
         )
-        print("|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|")
         for row in scale["corpus"]:
             print(
-                f"| {row['mebibytes']:,} | {row['mode']} | {row['windows']:,} | {row['seconds']:.2f} |"
-                f" {row['cpu_seconds']:.2f} | {row['anonymous_bytes'] / MIB:.1f} |"
+                f"| {row['mebibytes']:,} | {row['mode']} | {row['seconds_to_first_batch']:.2f} |"
+                f" {row['cpu_seconds']:.2f} | {row['private_bytes'] / MIB:.0f} |"
             )
         for mode, value in scale.get("corpus_slope", {}).items():
             print(f"\nSlope ({mode}): {value:.4f} bytes of memory for each byte of text.")
@@ -781,7 +788,7 @@ def main() -> None:
         zero = None
         if args.zero_repeats and "zero" in args.rows:
             zero = compare_zero(args, model, tokenizer, folder)
-        scale = scale_rows(args, model, corpora, folder)
+        scale = scale_rows(args, model, tokenizer, corpora, folder)
         tables = [summarise(runs, jobs, dtype, data) for dtype in args.dtypes for data in corpora] if runs else []
         goals = goals_of(tables, zero)
         print_markdown(tables, goals, zero)

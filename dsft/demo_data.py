@@ -3,16 +3,16 @@
     dsft demo-data demo
 
 Text: the language reference (`pydoc_data.topics`) and the docstrings of the standard library, read from its source
-    files
-without importing them. Instructions: a question about a function, and its docstring as the answer. Whole modules are
-held out, so
-that no held-out answer was seen in training. The same Python version gives the same files.
+files without importing them. Instructions: a question about a function, and the summary of its docstring as the answer.
+Whole documents are held out, less the paragraphs and answers that training has too. The same Python version gives the
+same files; another's docstrings read otherwise, and so do all figures.
 """
 
 import ast
 import hashlib
 import inspect
 import json
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,22 +21,28 @@ from pydoc_data.topics import topics
 END = "<|end|>"
 VOCAB_SIZE = 4096
 HELD_OUT_PERCENT = 8
-SKIPPED_FOLDERS = {
+SKIPPED = {
     "test",
     "tests",
     "idlelib",
-    "site-packages",
-    "dist-packages",
-    "lib2to3",
+    "tkinter",
+    "turtle",
     "turtledemo",
-    "__pycache__",
+    "lib2to3",
+    "distutils",
+    "venv",
     "ensurepip",
+    "macholib",
 }
+"""Tests, and what a distribution's Python may lack."""
 
 
-def write_demo_data(folder: Path) -> dict[str, int]:
+def write_demo_data(folder: Path, *, dtype: str = "auto") -> dict[str, int]:
     """Write corpus/, instructions/ (train.jsonl and held_out.jsonl each), model/ (config.json and tokenizer), full.yaml
     and lora.yaml.
+
+    Args:
+        dtype: of full.yaml.
 
     Returns the number of rows of each data file.
     """
@@ -47,17 +53,21 @@ def write_demo_data(folder: Path) -> dict[str, int]:
     corpus = {"train": [], "held_out": []}
     for name, text in documents:
         corpus[split_of(name)].append({"text": text})
+    # Topics repeat parts of each other, and so do modules.
+    seen = {part for row in corpus["train"] for part in row["text"].split("\n\n")}
+    unseen = ("\n\n".join(part for part in row["text"].split("\n\n") if part not in seen) for row in corpus["held_out"])
+    corpus["held_out"] = [{"text": text} for text in unseen if text]
     instructions = {"train": [], "held_out": []}
     trained_on = {
-        text for module, docs in modules.items() if split_of(f"module {module}") == "train" for _, text in docs
+        summary(text) for module, docs in modules.items() if split_of(f"module {module}") == "train" for _, text in docs
     }
     for module, docs in modules.items():
         held_out = split_of(f"module {module}") == "held_out"
         for signature, text in docs:
             # bz2 and gzip, say, describe their methods in the same words.
-            if "(" in signature and not (held_out and text in trained_on):
+            if "(" in signature and not (held_out and summary(text) in trained_on):
                 instructions[split_of(f"module {module}")].append(
-                    {"prompt": f"Question: what does {module}.{signature} do?\nAnswer: ", "completion": text}
+                    {"prompt": f"Question: what does {module}.{signature} do?\nAnswer: ", "completion": summary(text)}
                 )
     for kind, splits in (("corpus", corpus), ("instructions", instructions)):
         for split, rows in splits.items():
@@ -67,7 +77,7 @@ def write_demo_data(folder: Path) -> dict[str, int]:
             counts[f"{kind}/{split}"] = len(rows)
     write_tokenizer(folder / "model", [row["text"] for row in corpus["train"]])
     write_model_config(folder / "model")
-    write_run_configs(folder)
+    write_run_configs(folder, dtype)
     return counts
 
 
@@ -76,18 +86,23 @@ def split_of(name: str) -> str:
     return "held_out" if int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100 < HELD_OUT_PERCENT else "train"
 
 
+def summary(docstring: str) -> str:
+    """The first paragraph, in one line."""
+    return " ".join(docstring.partition("\n\n")[0].split())
+
+
 def standard_library_docs() -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """(module, [(signature or name, docstring)]) for every module of the standard library with docstrings, by name."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if SKIPPED_FOLDERS & set(relative.parts) or any(part.startswith("config-") for part in relative.parts):
+        parts = path.relative_to(root).with_suffix("").parts
+        if parts[0] not in sys.stdlib_module_names or SKIPPED & set(parts):
             continue
         try:
             tree = ast.parse(path.read_bytes())
         except SyntaxError:
             continue  # templates and samples that are no Python of this version
-        name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+        name = ".".join(parts).removesuffix(".__init__")
         docs = [(signature, doc) for node, signature in _walk(tree, "") if (doc := ast.get_docstring(node))]
         if docs:
             yield name, docs
@@ -121,16 +136,16 @@ def write_tokenizer(folder: Path, texts: list[str]) -> None:
 
 
 def write_model_config(folder: Path) -> None:
-    """config.json of a Llama of 6.9 M parameters."""
+    """config.json of a Llama of 1.3 M parameters."""
     from transformers import LlamaConfig
 
     LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -140,52 +155,51 @@ def write_model_config(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def write_run_configs(folder: Path) -> None:
+def write_run_configs(folder: Path, dtype: str) -> None:
     """The two runs of the quickstart, as YAML that a user can copy."""
-    (folder / "full.yaml").write_text(
-        inspect.cleandoc(f"""
+    texts = {
+        "full": f"""
         # Full finetuning of a small Llama with random weights on the text of Python's documentation.
         model: {folder}/model/config.json
         data: {folder}/corpus/train.jsonl
         eval_data: {folder}/corpus/held_out.jsonl
         output_dir: {folder}/runs/full
-        seq_len: 256
+        dtype: {dtype}
+        seq_len: 512
         zero: 3
-        per_device_train_batch_size: 4
-        max_steps: 120
-        learning_rate: 4e-3
+        per_device_train_batch_size: 1
+        max_steps: 800
+        learning_rate: 3e-3
+        adam_beta2: 0.99
         lr_scheduler_type: cosine
-        warmup_steps: 10
+        warmup_steps: 30
         eval_on_start: true
         eval_strategy: steps
-        eval_steps: 60
+        eval_steps: 400
         save_strategy: steps
-        save_steps: 60
-        logging_steps: 5
-        """)
-        + "\n",
-        encoding="utf-8",
-    )
-    (folder / "lora.yaml").write_text(
-        inspect.cleandoc(f"""
+        save_steps: 400
+        logging_steps: 25
+        """,
+        "lora": f"""
         # LoRA on questions about functions, over the model that full.yaml trained. Only the answers are learnt.
         model: {folder}/runs/full/final
         data: {folder}/instructions/train.jsonl
         eval_data: {folder}/instructions/held_out.jsonl
         output_dir: {folder}/runs/lora
-        seq_len: 128
+        dtype: float32
+        seq_len: 512
         method: lora
         lora_r: 16
         zero: auto
         per_device_train_batch_size: 8
-        max_steps: 80
+        max_steps: 120
         learning_rate: 1e-2
         lr_scheduler_type: cosine
         warmup_steps: 8
         eval_on_start: true
         save_strategy: "no"
-        logging_steps: 5
-        """)
-        + "\n",
-        encoding="utf-8",
-    )
+        logging_steps: 10
+        """,
+    }
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(inspect.cleandoc(text) + "\n", encoding="utf-8")

@@ -16,13 +16,12 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from dsft.data.training_data import notes_on_escapes
 from dsft.errors import UserError, ends_with_clear_errors
 from dsft.perplexity.compare import compare_results, comparison_rows, comparison_title
 from dsft.perplexity.context_curve import PICTURE, context_curves, curve_rows, draw_curves
-from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.of_training import read_evaluation
 from dsft.perplexity.result import Evaluation
+from dsft.run_setup.named_files import check_before_meeting
 from dsft.runtime import distributed
 from dsft.runtime.console import print_table, say, set_up_screen
 from dsft.runtime.launcher_env import map_launcher_variables
@@ -33,10 +32,14 @@ def main(argv: list[str] | None = None) -> None:
     map_launcher_variables()  # first: from here on RANK says who prints
     problems: list[str] = []
     config = read_evaluation(sys.argv[1:] if argv is None else argv, problems)
+    check_before_meeting(config, problems)
     set_up_screen()
     distributed.start_ranks(
         timeouts=config, timeout_seconds=max(1800, config.load_timeout), output_dir=config.output_dir
     )
+    from dsft.data.training_data import notes_on_escapes  # loads torch, transformers and DeepSpeed
+    from dsft.perplexity.evaluation import evaluate
+
     for note in notes_on_escapes(config):
         say(f"note: {note}")
     evaluations = []

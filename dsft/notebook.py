@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow.parquet
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dsft.checkpoints.manifest import checkpoints
-from dsft.checkpoints.run_folder import FINAL, path_of, read_run
+from dsft.checkpoints.run_folder import FINAL, path_of, read_options_of_run, read_run
 from dsft.cluster.launch.run import launch
 from dsft.config.options import EvalConfig
 from dsft.config.reader import make_config
@@ -27,6 +26,7 @@ from dsft.data.formats import Chat, Pair
 from dsft.data.training_data import check_sources
 from dsft.errors import raise_if_any
 from dsft.models.build import resolve_dtype
+from dsft.models.generation import generate as generate
 from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity.compare import Comparisons, compare_results, read_evaluations
 from dsft.perplexity.documents import read_samples, read_texts
@@ -56,15 +56,15 @@ def find_models(run_folder: str) -> list[Model]:
     Raises:
         UserError: where the folder is no run.
     """
-    folder, run = Path(run_folder), read_run(run_folder)
-    base = path_of(run["config"]["adapter"] or run["config"]["model"], run_folder)
+    folder, options = Path(run_folder), read_options_of_run(run_folder)
+    base = path_of(options["adapter"] or options["model"], run_folder)
     saved = [_saved_model(path) for path in checkpoints(run_folder) if kind_of(path)]
     exports = [
         Model(name=path.name, kind=kind_of(path), path=str(path))
         for path in sorted(folder.iterdir())
         if path.name not in ("base", FINAL) and not path.name.startswith("checkpoint-") and kind_of(path)
     ]
-    final = [_final_model(folder / FINAL, run, saved)] if kind_of(folder / FINAL) else []
+    final = [_final_model(folder / FINAL, read_run(run_folder), saved)] if kind_of(folder / FINAL) else []
     return [Model(name="base", kind="base", path=base, step=0, tokens_seen=0), *saved, *exports, *final]
 
 
@@ -96,7 +96,7 @@ def kind_of(folder: Path) -> str | None:
 
 def evaluation_options(run_folder: str) -> dict[str, Any]:
     """Return the options of a run that its evaluation must share, such as dtype, tokenizer, templates and columns."""
-    return shared_options(read_run(run_folder)["config"], run_folder)
+    return shared_options(read_options_of_run(run_folder), run_folder)
 
 
 def evaluate_on_ranks(num_ranks: int, models: Iterable[str], data: str, **options: Any) -> None:
@@ -180,28 +180,6 @@ def _text_and_prompt(sample: Pair | Chat | None, tokenizer: PreTrainedTokenizerB
 def _render(tokenizer: PreTrainedTokenizerBase, chat: list[dict], **options: Any) -> str:
     """Render a chat without the BOS token, which tokenising the text adds again."""
     return tokenizer.apply_chat_template(chat, tokenize=False, **options).removeprefix(tokenizer.bos_token or "")
-
-
-@torch.no_grad()
-def generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, *, max_new_tokens: int = 40
-) -> str:
-    """Continue `prompt`, always with the likeliest token."""
-    ids = tokenizer(prompt)["input_ids"]
-    if ids and ids[-1] == tokenizer.eos_token_id:
-        ids = ids[:-1]  # a tokenizer that closes each text must not close the prompt
-    prompt_BT = torch.tensor([ids], device=model.device)
-    output_BT = model.generate(
-        input_ids=prompt_BT,
-        attention_mask=torch.ones_like(prompt_BT),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return tokenizer.decode(output_BT[0, len(ids) :], skip_special_tokens=True)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

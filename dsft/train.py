@@ -6,7 +6,8 @@
     torchrun --nproc_per_node 8 dsft/train.py --config run.yaml
     python dsft/train.py --config run.yaml
 
-Reads the options and joins the other ranks; what follows is `training/run.py`.
+Reads and checks the options, which takes a second, then loads the libraries and joins the other ranks; what follows is
+`training/run.py`.
 """
 
 import sys
@@ -19,10 +20,10 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
 from dsft.errors import ends_with_clear_errors
+from dsft.run_setup.named_files import check_before_meeting
 from dsft.runtime import distributed, preemption
 from dsft.runtime.console import set_up_screen
 from dsft.runtime.launcher_env import map_launcher_variables
-from dsft.training.run import finetune
 
 
 @ends_with_clear_errors
@@ -30,6 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     map_launcher_variables()  # first: from here on RANK says who prints
     problems: list[str] = []
     options = read_config(TrainConfig, sys.argv[1:] if argv is None else argv, problems)
+    check_before_meeting(options, problems)
     set_up_screen()
     # Before any TrainingArguments: transformers would make a process group that DeepSpeed does not know of.
     preemption.listen()
@@ -38,6 +40,8 @@ def main(argv: list[str] | None = None) -> None:
         timeout_seconds=options.training.get("ddp_timeout", max(1800, options.load_timeout, options.save_timeout)),
         output_dir=options.training.get("output_dir"),
     )
+    from dsft.training.run import finetune  # loads torch, transformers and DeepSpeed
+
     finetune(options, problems)
     distributed.stop_ranks()
 

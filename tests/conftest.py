@@ -11,6 +11,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Tests are about CPU ranks, on machines with a GPU too; test_gpu.py takes this away again.
 os.environ["DS_ACCELERATOR"] = "cpu"
+# No test asks the hub; where it cannot be reached, its client would try for 24 s.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `tiny` and `ranks`
@@ -70,7 +72,7 @@ def cache(tmp_path_factory) -> None:
 
 def run_command(command: list[str], *, timeout: int = 1800, **environment: str) -> subprocess.CompletedProcess:
     """Run from the checkout's root as a user would, in this environment; CPU ranks."""
-    env = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"} | environment
+    env = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"} | environment
     return subprocess.run(
         [str(part) for part in command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
     )

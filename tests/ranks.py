@@ -161,8 +161,8 @@ def _entry(module: str, words: list[str]) -> None:
     importlib.import_module(module).main()
 
 
-def train(options: dict):
-    """Train once, on the rank that this is."""
+def trained(options: dict):
+    """Train once, on the rank that this is; returns the trainer."""
     from dsft.config.options import TrainConfig
     from dsft.config.reader import make_config
     from dsft.training.run import finetune
@@ -171,10 +171,15 @@ def train(options: dict):
     return finetune(make_config(TrainConfig, options, problems), problems)
 
 
+def train(options: dict) -> None:
+    """The same for `on_ranks`: a trainer cannot be sent to the process that waits for it."""
+    trained(options)
+
+
 def _trainings(cases: list[dict]) -> None:
     for options in cases:
         try:
-            trainer = train(options)
+            trainer = trained(options)
             with torch.no_grad():
                 logits = trainer.model.eval()(input_ids=PROBE.to(trainer.args.device), use_cache=False).logits
             if distributed.rank() == 0:

@@ -1,14 +1,20 @@
-"""README and docs: every link leads somewhere, and every command is one that `dsft` takes."""
+"""README and docs: every link leads somewhere, and every command is one that its own parser takes, values included."""
 
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import ROOT
 
 from dsft.cli.commands import COMMANDS
 from dsft.cli.help import command_groups
+from dsft.cluster.launch.run import launch
+from dsft.config.options import TrainConfig
+from dsft.config.reader import make_config, read_command, read_config, read_options
+from dsft.perplexity.of_training import read_evaluation
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")])
 OF_ALL = {"config", "help"}
@@ -22,7 +28,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_link_leads_to_a_file_and_a_heading(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith("http"):
@@ -33,14 +43,25 @@ def test_every_link_leads_to_a_file_and_a_heading(page):
         assert not anchor or anchor in anchors(linked), target
 
 
+def blocks(page: Path, languages: str) -> list[str]:
+    return re.findall(rf"^```(?:{languages})\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
 def commands(page: Path) -> list[str]:
-    """The lines of shell blocks, without comments, and the commands in the cells of tables."""
-    text = page.read_text()
-    blocks = re.findall(r"^```(?:bash|sh)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    quoted = [cell for row in text.splitlines() if row.startswith("|") for cell in re.findall(r"`([^`]+)`", row)]
-    starts = ("dsft ", "scripts/", *(f"{launcher} " for launcher in LAUNCHERS))
-    return [line for line in (*lines, *quoted) if line.startswith(starts)]
+    """The lines of shell blocks, without comments."""
+    lines = "".join(blocks(page, "bash|sh")).replace("\\\n", " ").splitlines()
+    return [re.sub(r"\s+#.*", "", line).strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def quoted(page: Path) -> list[str]:
+    """The commands in the cells of tables, some with words that stand for others."""
+    rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    starts = ("dsft ", *(f"{launcher} " for launcher in LAUNCHERS))
+    return [cell for row in rows for cell in re.findall(r"`([^`]+)`", row) if cell.startswith(starts)]
+
+
+def with_commands(find: Callable[[Path], list[str]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", [page for page in PAGES if find(page)], ids=name_of)
 
 
 def own_options(name: str) -> set[str]:
@@ -54,18 +75,13 @@ def options(name: str) -> set[str]:
     return own_options(name)
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if commands(page)], ids=lambda page: str(page.relative_to(ROOT))
-)
-def test_every_command_exists_with_every_option_that_is_written(page):
-    for line in commands(page):
+@with_commands(quoted)
+def test_every_command_in_a_table_exists_with_every_option_that_is_written(page):
+    for line in quoted(page):
         words = shlex.split(line, comments=True)
         if words[0] == "dsft":
             name, words = words[1], words[2:]
             assert name in COMMANDS or name == "--help", line
-        elif words[0].startswith("scripts/"):
-            assert (ROOT / words[0]).is_file(), line
-            continue
         else:
             script = next((word for word in words if word in SCRIPTS), None)
             if script is None:
@@ -73,3 +89,57 @@ def test_every_command_exists_with_every_option_that_is_written(page):
             name, words = SCRIPTS[script], words[words.index(script) + 1 :]
         flags = {word[2:].partition("=")[0] for word in words if word.startswith("--")}
         assert flags <= options(name), (line, flags - options(name))
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A folder with the files that the pages' commands read before they start anything."""
+    folder = tmp_path_factory.mktemp("docs")
+    for name in ("ds_configs", "hostfiles", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "hosts").write_text("node-0 slots=8\nnode-1 slots=8\n")
+    (folder / "run.yaml").write_text("model: base\ndata: train.jsonl\noutput_dir: runs/first\n")
+    return folder
+
+
+@with_commands(commands)
+def test_every_command_of_a_block_is_one_that_its_parser_takes(page, workplace, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
+    for line in commands(page):
+        words = shlex.split(line)
+        while re.match(r"\w+=", words[0]):
+            monkeypatch.setenv(*words.pop(0).split("=", 1))
+        if words[0] == "srun":
+            words = words[words.index("dsft") :]
+        if words[0] == "dsft":
+            parse(words[1], words[2:])
+        elif script := next((word for word in words if word in SCRIPTS), None):
+            parse_run(SCRIPTS[script], words[words.index(script) + 1 :])
+        elif words[0] == "sbatch" or words[0].startswith("scripts/"):
+            assert (ROOT / words[words[0] == "sbatch"]).is_file(), line
+
+
+def parse(name: str, words: list[str]) -> None:
+    """Raise or fail where the command does not take these words."""
+    if name in ("train", "eval", "launch"):
+        assert launch([*([] if name == "launch" else [name]), "--dry_run", *words]) == 0
+    elif COMMANDS[name].run_options:
+        problems: list[str] = []
+        parse_run("train", read_options(COMMANDS[name].options, words, problems)[1])
+        assert problems == []
+    else:
+        read_command(COMMANDS[name].options, words)
+
+
+def parse_run(name: str, words: list[str]) -> None:
+    problems: list[str] = []
+    read_config(TrainConfig, words, problems) if name == "train" else read_evaluation(words, problems)
+    assert [problem for problem in problems if ": missing" not in problem] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=name_of)
+def test_every_yaml_block_holds_options_of_a_training(page):
+    for block in blocks(page, "yaml"):
+        problems: list[str] = []
+        make_config(TrainConfig, yaml.safe_load(block), problems)
+        assert [problem for problem in problems if ": missing" not in problem] == []

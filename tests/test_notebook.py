@@ -53,9 +53,8 @@ def trained(options, held_out, tmp_path):
             "save_steps": 2,
             "save_total_limit": 5,
         }
-        result = run_entry(
-            "dsft.train", flags(options(folder, max_steps=4, eval_data=str(held_out), **every, **changes))
-        )
+        case = {"max_steps": 4, "eval_data": str(held_out)} | every | changes
+        result = run_entry("dsft.train", flags(options(folder, **case)))
         assert result.returncode == 0, result.stderr[-3000:]
         log = read_json(folder / "run.json")["results"]["log"]
         return folder, {entry["step"]: entry["eval_perplexity"] for entry in log if "eval_perplexity" in entry}
@@ -157,6 +156,39 @@ def test_the_notebook_starts_the_launcher_for_a_lora_run(trained, held_out, monk
     )
     assert {report["ranks"] for report in read_json(folder / "perplexity" / "perplexity.json")["results"]} == {2}
     assert {model.kind for model in tools.find_models(str(folder))} == {"base", "adapter"}
+
+
+def _chat(text: str) -> dict:
+    user, assistant = {"role": "user", "content": f"about {text[:8]}"}, {"role": "assistant", "content": text}
+    return {"messages": [user, assistant]}
+
+
+TEMPLATES = {
+    "chats": (_chat, {"chat_template": "chatml"}, {"RANKS": 2}, "<|im_start|>assistant"),
+    "columns": (
+        lambda text: {"question": text[:8], "answer": text},
+        {"prompt_template": "Question: {question}\nAnswer:", "completion_template": " {answer}"},
+        {},
+        "Question: ",
+    ),
+}
+"""What the data is -> (a row of it, options of the run, the notebook's parameters, what its prompts hold)."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.launch
+@pytest.mark.parametrize("data", TEMPLATES)
+def test_the_notebook_takes_the_templates_of_a_run(trained, tmp_path, monkeypatch, data):
+    row, templates, parameters, in_prompt = TEMPLATES[data]
+    train, held = (
+        write_jsonl(tmp_path / f"{name}.jsonl", [row(text) for text in sentences(number, seed=seed, longest=20)])
+        for name, number, seed in (("train", 40, 0), ("held", 12, 1))
+    )
+    folder, logged = trained(data=str(train), eval_data=str(held), **templates)
+    outputs = execute(monkeypatch, folder, held, MODELS="base final", **parameters)
+    assert shown_perplexities(outputs) == pytest.approx({"base": logged[0], "final": logged[4]}, rel=1e-4)
+    generated = next(table for table in tables(outputs) if table[0][0] == "prompt")
+    assert len(generated) == 4 and all(in_prompt in prompt for prompt, *_ in generated[1:])
 
 
 @pytest.mark.exhaustive

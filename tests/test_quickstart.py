@@ -1,6 +1,8 @@
 """The first command of the README, as a user runs it (the environment is made already)."""
 
+import re
 import struct
+from pathlib import Path
 
 import pytest
 from conftest import read_json
@@ -32,6 +34,7 @@ def test_quickstart_does_the_whole_job(run, capfd, tmp_path, steps):
             else:
                 result = run_entry("dsft.cli.main", [name, *words])
             assert result.returncode == 0, result.stderr
+        quickstart.print_answers(folder)
         quickstart.show_results(folder, seconds=1)
         out = capfd.readouterr().out
     runs = {name: read_json(folder / "runs" / name / "run.json") for name in ("full", "lora")}
@@ -45,15 +48,25 @@ def test_quickstart_does_the_whole_job(run, capfd, tmp_path, steps):
         and "is the fastest that fits" in runs["lora"]["plan"]["reason"]
     )
     if steps is None:
-        assert runs["full"]["results"]["eval_perplexity"] < 1000  # of 4,096 words
-    (merged,) = read_json(folder / "perplexity" / "perplexity.json")["results"]
+        model, gzip = map(float, re.search(r"([\d.]+) bits per byte by the model, ([\d.]+) by gzip", out).groups())
+        assert model < 0.95 * gzip
+    results = {
+        (Path(result["model"]).name, result["mode"]): result
+        for result in read_json(folder / "perplexity" / "perplexity.json")["results"]
+    }
+    assert len(results) == 4
+    merged = results["merged", "answers"]
     assert merged["perplexity"] == pytest.approx(runs["lora"]["results"]["eval_perplexity"], rel=1e-4)
 
     model = AutoModelForCausalLM.from_pretrained(folder / "merged")
     tokenizer = AutoTokenizer.from_pretrained(folder / "merged")
     answer = model.generate(**tokenizer("Question: what does", return_tensors="pt"), max_new_tokens=5)
     assert answer.shape[1] > 5
-    png = (folder / "loss.png").read_bytes()
+    png = (folder / "report" / "loss.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", png[16:24]) > (600, 300)
-    for part in ("perplexity", "tokens/s", "peak", "loss.png", "merged", "next"):
+    assert out.count("before LoRA:") == out.count("after LoRA:") == quickstart.NUM_QUESTIONS
+    for part in ("perplexity", "tokens/s", "peak", "gzip -9", "loss.png", "report.html", "merged", "next"):
         assert part in out
+    (folder / "report.html").unlink()  # as without vl-convert
+    quickstart.show_results(folder, seconds=1)
+    assert "pip install 'dsft[report]', then dsft report" in " ".join(capfd.readouterr().out.split())

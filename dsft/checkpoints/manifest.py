@@ -13,10 +13,10 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
 from dsft.checkpoints.removal import discard, discard_if_possible, empty_trash
 
+PREFIX = "checkpoint"
+"""Of a checkpoint's name (PREFIX_CHECKPOINT_DIR of transformers.trainer_utils, whose import takes seconds)."""
 STAGING = ".saving"
 REPLACED = ".replaced"
 MANIFEST = "manifest.json"
@@ -27,12 +27,12 @@ _OF_RANK = re.compile(r"(?:pp_rank|rng_state)_(\d+)")
 
 def staging_folder(output_dir: str | Path, step: int) -> Path:
     """Name the folder in which the checkpoint of `step` is written."""
-    return Path(output_dir) / STAGING / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    return Path(output_dir) / STAGING / f"{PREFIX}-{step}"
 
 
 def checkpoint_folder(output_dir: str | Path, step: int) -> Path:
     """Name the folder at which it stands once it is complete."""
-    return Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    return Path(output_dir) / f"{PREFIX}-{step}"
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -121,7 +121,7 @@ def checkpoints(output_dir: str | Path) -> list[Path]:
     """
     folders = [
         path
-        for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        for path in Path(output_dir).glob(f"{PREFIX}-*")
         if (path / TRAINER_STATE).is_file() and path.name.rpartition("-")[2].isdigit()
     ]
     return sorted(folders, key=lambda path: int(path.name.rpartition("-")[2]))

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers.trainer import SCHEDULER_NAME
 
 from dsft.checkpoints.manifest import read_manifest
 from dsft.checkpoints.readback import trained_shapes
@@ -187,6 +186,8 @@ def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint
 
     DeepSpeed keeps the state of a scheduler that it runs itself, as with offload; the Trainer writes its own to a file.
     """
+    from transformers.trainer import SCHEDULER_NAME  # with datasets and pandas, which a plan does without
+
     then, now = shards.model_state.get("lr_scheduler"), scheduler.state_dict()
     if not then:
         then = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)

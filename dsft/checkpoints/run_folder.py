@@ -10,9 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
-from dsft.checkpoints.manifest import MANIFEST, checkpoints, last_good, resume_errors
+from dsft.checkpoints.manifest import MANIFEST, PREFIX, checkpoints, last_good, resume_errors
 from dsft.checkpoints.removal import discard
 from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
@@ -71,7 +69,7 @@ def clear_run(output_dir: str) -> None:
         UserError: where a checkpoint resists: a later resume would take it for one of the new run.
     """
     path = Path(output_dir)
-    for folder in (*path.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), path / FINAL):
+    for folder in (*path.glob(f"{PREFIX}-*"), path / FINAL):
         try:
             for error in discard(folder) if folder.is_dir() else ():
                 say(f"warning: {error}: is left of the run that was replaced; a later save tries again")
@@ -179,17 +177,32 @@ def read_run(output_dir: str) -> dict[str, Any]:
     """Read run.json of a run.
 
     Raises:
-        UserError: where the folder is no run.
+        UserError: where the folder is no run, or run.json no JSON.
     """
     path = Path(output_dir) / RUN
     if not path.is_file():
         raise UserError([f"{output_dir}: is no run folder, it has no run.json"])
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError([f"{path}: is no JSON ({error}); was it written by dsft?"]) from None
+
+
+def read_options_of_run(output_dir: str) -> dict[str, Any]:
+    """Read the options that a run was started with.
+
+    Raises:
+        UserError: where the folder is no run, or its run.json does not hold them.
+    """
+    options = read_run(output_dir).get("config")
+    if options is None:
+        raise UserError([f"{output_dir}: its run.json holds no options of a training; name model and data instead"])
+    return options
 
 
 def path_of(name: str, run_folder: str) -> str:
     """Find a file or folder that run.json names. A relative path starts where the training was started."""
-    output_dir, started_in = Path(read_run(run_folder)["config"]["output_dir"]), Path(run_folder).resolve()
+    output_dir, started_in = Path(read_options_of_run(run_folder)["output_dir"]), Path(run_folder).resolve()
     for part in reversed(output_dir.parts):
         if started_in.name != part:
             return name  # an absolute output_dir, or a run that was moved

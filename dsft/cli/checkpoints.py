@@ -7,6 +7,7 @@ from dsft.checkpoints.run_folder import FINAL
 from dsft.cli.commands import FolderOptions
 from dsft.errors import UserError, raise_if_any
 from dsft.models.pickles import is_read_pickle, pickle_errors
+from dsft.runtime.console import show_table
 from dsft.units import GB, plural
 
 
@@ -16,7 +17,6 @@ def show_checkpoints(options: FolderOptions) -> None:
     Raises:
         UserError: where the folder holds none.
     """
-    from rich.console import Console
     from rich.table import Table
 
     folders = checkpoints(options.folder)
@@ -39,7 +39,7 @@ def show_checkpoints(options: FolderOptions) -> None:
         )
         if not errors:
             newest, ranks = folder, manifest["world_size"]
-    Console(width=200).print(table)
+    show_table(table)
     if newest:
         print(
             f"dsft: to resume from {newest}: the command of the run with --resume_from_checkpoint auto; on"

@@ -28,6 +28,7 @@ from dsft.data.streaming import Stream
 from dsft.data.training_data import TrainingData, check_sources, load_training_data
 from dsft.errors import raise_if_any
 from dsft.models.tokenizer import check_tokenizer
+from dsft.runtime.console import show_table
 
 STREAMED = 1000
 """Sequences that the figures of a stream are of."""
@@ -77,7 +78,7 @@ def preview_command(options: PreviewOptions, argv: Sequence[str]) -> None:
     for name, entries in sources.items():
         if entries:
             console.print(f"{name}: {', '.join(map(str, entries))}", markup=False)
-    console.print(_figures(items, data))
+    show_table(_figures(items, data))
     for note in data.notes:
         console.print(f"note: {note}", markup=False)
 

@@ -10,6 +10,7 @@ from dsft.cluster.doctor.check_between import differences
 from dsft.cluster.doctor.check_links import in_rate
 from dsft.cluster.doctor.facts import NodeFacts
 from dsft.cluster.doctor.findings import Finding, Report
+from dsft.runtime.console import show_table
 from dsft.units import GiB, plural
 
 COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -20,10 +21,10 @@ def show(report: Report, *, only_findings: bool = False) -> None:
     # In a file or a pipe nothing is broken over lines, so that commands stay complete.
     console = Console(width=None if sys.stdout.isatty() else 240, highlight=False)
     if report.facts and not only_findings:
-        console.print(_nodes(report))
+        show_table(_nodes(report))
     rows = differences(report.facts)
     if rows:
-        console.print(_versions(rows, list(report.facts)))
+        show_table(_versions(rows, list(report.facts)))
     if report.links and not only_findings:
         for line in link_lines(report):
             console.print(line, soft_wrap=True)
@@ -115,7 +116,7 @@ def _versions(rows: dict[str, dict[str, str]], nodes: list[str]) -> Table:
     table = Table(title="Versions that differ", title_justify="left")
     table.add_column("")
     for node in nodes:
-        table.add_column(node, overflow="fold")
+        table.add_column(node)
     for row, versions in rows.items():
         table.add_row(row, *(versions[node] for node in nodes))
     return table

@@ -1,6 +1,5 @@
 """Plans on the screen: the table of candidates, every term with its formula, and the view over numbers of nodes."""
 
-from rich.console import Console
 from rich.table import Table
 
 from dsft.models.size import ModelSize
@@ -10,6 +9,7 @@ from dsft.planner.plan import Plan
 from dsft.planner.shortlist import RunCost
 from dsft.planner.step_time import TIME_RANGE
 from dsft.run_setup.largest import Largest
+from dsft.runtime.console import show_table
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB
 
@@ -56,10 +56,9 @@ def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machin
         table.add_column(name, no_wrap=True, justify="left" if left else "right")
     for plan in plans:
         table.add_row("->" if plan is chosen else "", *_plan_row(plan, machine))
-    console = _console()
-    console.print(f"{describe_model(size)}\n{machine}", soft_wrap=True)
-    console.print(table)
-    console.print(f"{chosen.time.tokens_per_step:,} tokens per step", soft_wrap=True)
+    print(f"{describe_model(size)}\n{machine}")
+    show_table(table)
+    print(f"{chosen.time.tokens_per_step:,} tokens per step")
 
 
 def _plan_row(plan: Plan, machine: Machine) -> list[str]:
@@ -88,7 +87,7 @@ def explain(plan: Plan) -> None:
     """Every term of one plan with its formula, and the parts of its time."""
     table = Table(title=plan.label, title_justify="left")
     for name in ("term", "held", "where", "GiB", "formula"):
-        table.add_column(name, overflow="fold", justify="right" if name == "GiB" else "left")
+        table.add_column(name, justify="right" if name == "GiB" else "left")
     for term in sorted(plan.terms, key=lambda term: (term.place, list(PHASES).index(term.phase))):
         table.add_row(
             term.name,
@@ -109,10 +108,9 @@ def explain(plan: Plan) -> None:
         ("together", time.step_seconds),
     ):
         times.add_row(name, f"{seconds:,.4f}")
-    console = _console()
-    console.print(table)
-    console.print(times)
-    console.print("peak = always + the larger of (forward and backward) and (optimizer step)")
+    show_table(table)
+    show_table(times)
+    print("peak = always + the larger of (forward and backward) and (optimizer step)")
 
 
 def largest_text(row: Largest, machine: Machine) -> str:
@@ -156,7 +154,7 @@ def show_scale(rows: list[tuple[Machine, Plan]]) -> None:
             *(times if plan.tells_time else ["-"] * 3),
             "yes" if plan.fits else f"no: {plan.binds}",
         )
-    _console().print(table)
+    show_table(table)
 
 
 def gpu_hours(plan: Plan, machine: Machine) -> float:
@@ -181,12 +179,5 @@ def show_evaluation_plans(
             f"{plan.tokens_per_second:,.0f}" if tells_time else "-",
             "yes" if plan.fits else f"no: {plan.binds}",
         )
-    console = _console()
-    console.print(f"{describe_model(size)}\n{machine}", soft_wrap=True)
-    console.print(table)
-
-
-def _console() -> Console:
-    """As wide as the terminal; in a file or a pipe nothing is cut off."""
-    console = Console()
-    return console if console.is_terminal else Console(width=200)
+    print(f"{describe_model(size)}\n{machine}")
+    show_table(table)

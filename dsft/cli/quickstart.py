@@ -1,9 +1,12 @@
 """`dsft demo-data` and `dsft quickstart`: the whole job on the demo data, as the commands a user would type.
 
-Full finetuning, LoRA, merge, perplexity: each step is a real `dsft` command on all GPUs of this machine, or on 2 CPU
-ranks. Nothing is downloaded.
+Full finetuning, LoRA, merge, perplexity, report: each step is a real `dsft` command on all GPUs of this machine, or on
+2 CPU ranks. Nothing is downloaded.
 """
 
+import gzip
+import importlib.util
+import json
 import shlex
 import shutil
 import subprocess
@@ -14,32 +17,39 @@ from pathlib import Path
 from dsft.cli.commands import FolderOptions
 from dsft.demo_data import write_demo_data
 from dsft.errors import UserError
+from dsft.runtime.hardware import cpu_computes_bfloat16, has_gpu
 
+REPORT = "report {folder}/runs/full {folder}/runs/lora --out {folder}/report.html"
 STEPS = {
     "text, instructions, tokenizer and model config from Python's own documentation": "demo-data {folder}",
     "full finetuning under ZeRO-3 (the first launch on a machine compiles a DeepSpeed op, up to a minute)": (
         "train --config {folder}/full.yaml"
     ),
     "LoRA on questions and answers, over that model": "train --config {folder}/lora.yaml",
-    "the adapter merged into a plain Hugging Face folder": "merge {folder}/runs/lora {folder}/merged",
-    "perplexity of the merged model's answers, measured once more from its folder": (
-        "eval --model {folder}/merged --data {folder}/instructions/held_out.jsonl --seq_len 128"
-        " --output_dir {folder}/perplexity"
+    "the adapter merged into a plain Hugging Face folder": "merge {folder}/runs/lora {folder}/merged --dtype float32",
+    "perplexity of both models on text and answers that they have not seen, measured from their folders": (
+        "eval --model {folder}/runs/full/final {folder}/merged --data {folder}/corpus/held_out.jsonl"
+        " {folder}/instructions/held_out.jsonl --seq_len 512 --output_dir {folder}/perplexity"
     ),
+    "a page about both trainings": REPORT,
 }
 """What a step does -> its `dsft` command."""
 TITLES = {"full": "full finetuning", "lora": "LoRA, answers only"}
+NUM_QUESTIONS = 3
+"""Answered before and after LoRA: the shortest of those held out."""
 
 
 def demo(options: FolderOptions) -> None:
     """Write the demo data."""
-    for name, rows in write_demo_data(Path(options.folder)).items():
+    dtype = "bfloat16" if not has_gpu() and cpu_computes_bfloat16() else "auto"
+    for name, rows in write_demo_data(Path(options.folder), dtype=dtype).items():
         print(f"dsft: {options.folder}/{name}.jsonl: {rows:,} rows")
     print(f"dsft: next: dsft train --config {options.folder}/full.yaml")
 
 
 def run(options: FolderOptions) -> None:
-    """Run every step below the folder, which must be new or a quickstart's; ends with a table and loss.png.
+    """Run every step below the folder, which must be new or a quickstart's; ends with answers before and after LoRA,
+    and a table. Without vl-convert there is no report.
 
     Raises:
         UserError: where the folder holds something else.
@@ -47,59 +57,80 @@ def run(options: FolderOptions) -> None:
     start, folder = time.perf_counter(), Path(options.folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "full.yaml").is_file():
         raise UserError([f"{folder}: exists and is no quickstart folder; choose a new one"])
-    for old in ("runs/full", "runs/lora", "merged", "perplexity"):
+    for old in ("runs/full", "runs/lora", "merged", "perplexity", "report"):
         shutil.rmtree(folder / old, ignore_errors=True)
-    for number, (title, command) in enumerate(STEPS.items(), start=1):
-        print(f"dsft: {number} of {len(STEPS)}: {title}", flush=True)
+    (folder / "report.html").unlink(missing_ok=True)
+    can_report = importlib.util.find_spec("vl_convert") is not None
+    steps = {title: command for title, command in STEPS.items() if can_report or command != REPORT}
+    for number, (title, command) in enumerate(steps.items(), start=1):
+        print(f"dsft: {number} of {len(steps)}: {title}", flush=True)
         words = [word.format(folder=folder) for word in command.split()]
         print(f"dsft: {shlex.join(['dsft', *words])}", flush=True)
         if code := subprocess.run([sys.executable, "-m", "dsft.cli.main", *words]).returncode:
             sys.exit(code)
+    print_answers(folder)
     show_results(folder, seconds=time.perf_counter() - start)
 
 
 def show_results(folder: Path, *, seconds: float) -> None:
-    """Print a table of the runs and draw their losses."""
+    """Print a table of the runs, and where their report is."""
     from dsft.checkpoints.run_folder import read_run
     from dsft.runtime.console import print_table
 
-    runs = {name: read_run(str(folder / "runs" / name)) for name in TITLES}
-    plot_losses(runs, folder / "loss.png")
     rows = {}
     for name, title in TITLES.items():
-        results = runs[name]["results"]
+        results = read_run(str(folder / "runs" / name))["results"]
         before = next(entry["eval_perplexity"] for entry in results["log"] if "eval_perplexity" in entry)
         peak = results.get("peak_gpu_gib", results["peak_host_gib"])
         rows[title] = (
             f"perplexity {before:,.1f} -> {results['eval_perplexity']:,.1f}; {results['tokens_seen']:,} tokens, "
             f"{results['tokens_per_second']:,.0f} tokens/s, peak {peak:.2f} GiB per rank"
         )
+    bits, bits_of_gzip = bits_per_byte(folder)
+    has_report = (folder / "report.html").is_file()
     rows |= {
+        "held-out text": f"{bits:.2f} bits per byte by the model, {bits_of_gzip:.2f} by gzip -9",
         "models": f"{folder}/runs/full/final, {folder}/merged",
         "runs": f"{folder}/runs/full/run.json, {folder}/runs/lora/run.json",
-        "loss curve": f"{folder}/loss.png",
         "time": f"{seconds:.0f} s",
         "next": f"copy {folder}/full.yaml, name your model and data, and run: dsft train --config yours.yaml",
     }
+    if has_report:
+        rows |= {"loss curve": f"{folder}/report/loss.png", "report": f"open {folder}/report.html in a browser"}
+    else:
+        rows["report"] = f"pip install 'dsft[report]', then dsft {REPORT.format(folder=folder)}"
     print_table("dsft quickstart", rows)
 
 
-def plot_losses(runs: dict[str, dict], path: Path) -> None:
-    """Draw the training and held-out loss of each run against tokens seen."""
-    import matplotlib
+def print_answers(folder: Path) -> None:
+    """Print what the models before and after LoRA answer to the same held-out questions."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from dsft.models.generation import generate
+    from dsft.runtime.console import set_up_screen
 
-    figure, axes = pyplot.subplots(1, len(runs), figsize=(5 * len(runs), 4), layout="constrained", squeeze=False)
-    for axis, (name, run) in zip(axes[0], runs.items(), strict=True):
-        for key, style, label in (("loss", "-", "training"), ("eval_loss", "o--", "held out")):
-            points = [
-                (entry["num_input_tokens_seen"] / 1000, entry[key]) for entry in run["results"]["log"] if key in entry
-            ]
-            axis.plot(*zip(*points, strict=True), style, label=label)
-        axis.set(title=TITLES[name], xlabel="tokens seen, thousands", ylabel="loss, nats per token")
-        axis.legend()
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    set_up_screen()
+    rows = [json.loads(line) for line in (folder / "instructions" / "held_out.jsonl").open(encoding="utf-8")]
+    rows = sorted(rows, key=lambda row: len(row["prompt"]))[:NUM_QUESTIONS]
+    answers = {}
+    for when, model in {"before LoRA": "runs/full/final", "after LoRA": "merged"}.items():
+        loaded = AutoModelForCausalLM.from_pretrained(folder / model), AutoTokenizer.from_pretrained(folder / model)
+        answers[when] = [generate(*loaded, row["prompt"], max_new_tokens=30) for row in rows]
+    for number, row in enumerate(rows):
+        print(f"dsft: {row['prompt'].splitlines()[0]}")
+        for when, texts in answers.items():
+            print(f"dsft:   {when + ':':<13}{' '.join(texts[number].split())}")
+        print(f"dsft:   {'Python says:':<13}{row['completion']}")
+
+
+def bits_per_byte(folder: Path) -> tuple[float, float]:
+    """(of the held-out text by the trained model, by gzip -9)."""
+    held_out = folder / "corpus" / "held_out.jsonl"
+    text = "".join(json.loads(line)["text"] for line in held_out.open(encoding="utf-8")).encode()
+    results = json.loads((folder / "perplexity" / "perplexity.json").read_text(encoding="utf-8"))["results"]
+    (bits,) = (
+        result["bits_per_byte"]
+        for result in results
+        if result["data"] == str(held_out) and result["model"] == f"{folder}/runs/full/final"
+    )
+    return bits, 8 * len(gzip.compress(text, 9)) / len(text)

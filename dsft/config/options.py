@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 HALF_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
 """Flag of TrainingArguments -> the `dtype` that says the same."""
+UNQUANTISED = "none"
+"""Of the option `quantization` of an evaluation: the model as it lies on disk."""
 
 SHARDING_ARGUMENTS = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
 """Fields of TrainingArguments that are refused: `zero` says how states are sharded."""
@@ -325,3 +327,8 @@ def as_dict(options: TrainConfig | EvalConfig) -> dict[str, Any]:
     values = dataclasses.asdict(options)
     values |= values.pop("training", {})
     return {key: value for key, value in values.items() if not key.endswith("_token")}
+
+
+def shuffle_seed(data_seed: int | None, seed: int) -> int:
+    """Returns the seed of all that is drawn of the data: `data_seed` where it is given, 0 too."""
+    return seed if data_seed is None else data_seed

@@ -127,14 +127,11 @@ def padding_share(order: list[int], lengths: np.ndarray, batch: int) -> float:
     return float(1 - lengths_of_batches.sum() / (widths * batch).sum())
 
 
-def shuffle_seed(data_seed: int | None, seed: int) -> int:
-    """Returns the seed of all that is drawn of the data: `data_seed` where it is given, 0 too."""
-    return seed if data_seed is None else data_seed
-
-
-def count_tokens(sequences: list[Sequence]) -> torch.Tensor:
-    """Counts the tokens of a batch, [1], without padding and blank sequences."""
-    return torch.tensor([sum(len(sequence["input_ids"]) for sequence in sequences if sequence is not BLANK)])
+def count_tokens(sequences: list[Sequence], *, positions: int) -> torch.Tensor:
+    """Counts the tokens of a batch, [3]: without padding and blank sequences, those trained, computed positions."""
+    tokens = sum(len(sequence["input_ids"]) for sequence in sequences if sequence is not BLANK)
+    trained = sum(np.count_nonzero(np.asarray(sequence["labels"]) != IGNORED) for sequence in sequences)
+    return torch.tensor([tokens, trained, positions])
 
 
 class Collator:
@@ -143,7 +140,7 @@ class Collator:
     Items that are lists of sequences are taken apart.
 
     Returns input_ids, attention_mask and labels of shape [batch, time]; padding has attention 0 and label -100, so the
-    choice of the pad token changes no loss. num_tokens [1] is for the Trainer, not for the model.
+    choice of the pad token changes no loss. num_tokens [3] is for the Trainer, not for the model.
 
     Args:
         rules: with the lengths that padding does not go beyond.
@@ -166,7 +163,12 @@ class Collator:
             mask_BT[row, :length] = 1
             labels_BT[row, :length] = torch.as_tensor(sequence["labels"])
         mask = {"attention_mask": mask_BT} if self.masked else {}
-        return {"input_ids": ids_BT, **mask, "labels": labels_BT, "num_tokens": count_tokens(sequences)}
+        return {
+            "input_ids": ids_BT,
+            **mask,
+            "labels": labels_BT,
+            "num_tokens": count_tokens(sequences, positions=ids_BT.numel()),
+        }
 
 
 class PackedCollator:
@@ -184,7 +186,7 @@ class PackedCollator:
     def __call__(self, groups: list[list[Sequence]]) -> dict[str, Any]:
         longest = padded_width(max(sum(len(sequence["input_ids"]) for sequence in group) for group in groups))
         rows = [self._row(group, longest) for group in groups]
-        num_tokens = count_tokens(sequences_in(groups))
+        num_tokens = count_tokens(sequences_in(groups), positions=len(groups) * longest)
         if self.flash:
             lengths = [length for _, _, row_lengths in rows for length in row_lengths]
             return {

@@ -11,9 +11,10 @@ from functools import partial
 
 import numpy as np
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase, TokenizersBackend
+from transformers import PreTrainedTokenizerBase
 
 from dsft.data.chat_masks import Spans, chat_tokens
+from dsft.data.encoding import encode
 from dsft.data.formats import Chat, EmptyAnswer, FormatRules, Pair, Text, canonical
 from dsft.data.readers import Row
 from dsft.data.sources import Batch
@@ -151,22 +152,6 @@ def _continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator
         ids[len(before) :] if ids[: len(before)] == before else next(encode(tokenizer, [text], special=False))
         for ids, text in zip(joined, texts, strict=True)
     )
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool = True) -> Iterator[list[int]]:
-    """Encodes as `tokenizer(texts)` does.
-
-    Args:
-        special: with the tokens that the tokenizer puts around a text.
-    """
-    if not isinstance(tokenizer, TokenizersBackend):
-        return iter(tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else [])
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = tokenizer.split_special_tokens
-    # Without the offsets, which take a fifth of the time.
-    return (encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special))
 
 
 class _TokensBuilder:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from dsft.config.options import DataFields, TrainConfig
+from dsft.config.options import DataFields, TrainConfig, shuffle_seed
 from dsft.data.batches import (
     Collator,
     EpochSampler,
@@ -16,7 +16,6 @@ from dsft.data.batches import (
     PaddedToFullSteps,
     num_mixed,
     padding_share,
-    shuffle_seed,
 )
 from dsft.data.formats import FormatRules, format_rules
 from dsft.data.packing import PackedRows, batches_by_token_budget, best_fit

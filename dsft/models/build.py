@@ -19,7 +19,7 @@ from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.lora import add_lora, saved_lora_config
 from dsft.models.model_folder import has_only_shards, is_step_folder, located
 from dsft.models.pickles import check_weight_files, pickle_errors, safe_unpickling
-from dsft.models.quantization import Quantization, quantization_of
+from dsft.models.quantization import Quantization, compute_in_own_dtype, quantization_of
 from dsft.models.size import load_model_config
 from dsft.models.weights import loading_problems
 from dsft.models.zero_shards import step_folder
@@ -85,6 +85,7 @@ def _build(config, *, dtype: str, seed: int, quantization: Quantization | None) 
             if load_config := quantization.load_config(DTYPES[dtype]):
                 options["quantization_config"] = load_config
         model = load_weights(config.model, revision=config.revision, **options)
+        compute_in_own_dtype(model)
     if method == "qlora":
         from peft import prepare_model_for_kbit_training
 

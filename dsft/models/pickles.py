@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from dsft.errors import UserError, one_line, raise_if_any
 
@@ -56,6 +55,8 @@ def load_pickle(file: Path) -> Any:
     Raises:
         UserError: where it cannot be read, or asks for a class that no checkpoint holds.
     """
+    import torch  # here, since folders without pickles are verified without it
+
     _allow_known_classes()
     try:
         # DeepSpeed writes the format before zip where its JSON says so.
@@ -119,6 +120,7 @@ def _allow_known_classes() -> None:
 
     For the rest of the process: `torch.serialization.safe_globals` takes away at its end what was allowed before.
     """
+    import torch
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

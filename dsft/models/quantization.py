@@ -19,8 +19,6 @@ from transformers.quantizers.auto import AutoHfQuantizer, get_hf_quantizer
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, nearest, one_line
 
-NONE = "none"
-"""Of the option `quantization` of an evaluation: the model as it lies on disk."""
 GROUP_SIZES = (128, 64, 32)
 """Weights that share a scale in torchao-int4wo: the first that divides the inputs of every layer."""
 
@@ -175,6 +173,18 @@ def fitted(quantization: Quantization, model: nn.Module, *, name: str) -> Quanti
             " torchao-int8wo or nf4"
         ]
     )
+
+
+def compute_in_own_dtype(model: nn.Module) -> None:
+    """Let bitsandbytes unpack its 4-bit weights for each product, as on any other device.
+
+    On CPUs with AVX512-BF16 its layers are packed anew at the first product in evaluation. That computes in bf16
+    whatever the dtype, fails where 64 does not divide a layer's inputs or 32 its outputs, and has no gradients for the
+    training that goes on (bitsandbytes 0.50, nn/modules.py, Linear4bit.forward).
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def format_problems(

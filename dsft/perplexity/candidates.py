@@ -8,13 +8,13 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from dsft.checkpoints.run_folder import FINAL
-from dsft.config.options import EvalConfig, TrainConfig
+from dsft.config.options import UNQUANTISED, EvalConfig, TrainConfig
 from dsft.data.sources import FormattedSource, HeldOut
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError
 from dsft.models.build import DTYPES, adapter_base, described_in, is_bare_config, resolve_dtype
 from dsft.models.model_folder import has_only_shards
-from dsft.models.quantization import FORMATS, NONE, Quantization, fitted, format_problems, unknown_format
+from dsft.models.quantization import FORMATS, Quantization, fitted, format_problems, unknown_format
 from dsft.models.row_rules import not_causal, sees_later_tokens
 from dsft.models.size import ModelFacts, check_positions, check_sharding, empty_model, measure_model
 from dsft.models.tokenizer import check_tokenizer
@@ -82,10 +82,10 @@ class Candidate:
 
     def _quantization(self, name: str, problems: list[str]) -> Quantization | None:
         model, facts = self.config.model, self.facts
-        if name == NONE:
+        if name == UNQUANTISED:
             return None
         if name not in FORMATS:
-            problems.append(unknown_format(name, [NONE, *FORMATS]))
+            problems.append(unknown_format(name, [UNQUANTISED, *FORMATS]))
             return None
         if is_bare_config(model) or has_only_shards(model):
             problems.append(

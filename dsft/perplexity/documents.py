@@ -19,11 +19,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dsft.config.options import EvalConfig
+from dsft.data.encoding import encode
 from dsft.data.formats import Chat, EmptyAnswer, FormatRules, Pair, Text, canonical, text_of
 from dsft.data.prepare import Preparation
 from dsft.data.readers import Row
 from dsft.data.sources import Batch, FormattedSource
-from dsft.data.tokenization import Tokens, closes_texts, encode, tokenise
+from dsft.data.tokenization import Tokens, closes_texts, tokenise
 from dsft.errors import UserError
 
 

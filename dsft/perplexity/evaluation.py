@@ -17,12 +17,12 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft.config.deepspeed_json import check_nvme, read_zero_file, stage
 from dsft.config.deepspeed_rules import read_sound_file
-from dsft.config.options import EvalConfig, common_options
+from dsft.config.options import UNQUANTISED, EvalConfig, common_options
 from dsft.data.sequences import IGNORED
 from dsft.data.sources import FormattedSource
 from dsft.errors import raise_if_any
 from dsft.models.build import resolve_dtype
-from dsft.models.quantization import NONE, Quantization
+from dsft.models.quantization import Quantization
 from dsft.models.size import check_sharding
 from dsft.perplexity.breakdown import Breakdown, build_breakdown
 from dsft.perplexity.candidates import Candidate, choose_zero, read_data
@@ -109,7 +109,7 @@ def _evaluate(config: EvalConfig, problems: list[str], *, progress: bool) -> Ite
 def _note_formats(config: EvalConfig, models: list[Candidate]) -> None:
     for model in models:
         on_disk = model.facts.size.quantization
-        if on_disk and {*config.quantization} - {NONE}:
+        if on_disk and {*config.quantization} - {UNQUANTISED}:
             say(f"note: {model.config.model} is quantised on disk ({on_disk.format}) and evaluated as it lies")
 
 
@@ -245,7 +245,7 @@ def _options(config: EvalConfig, windows: Windows, dtype: str, quantization: Qua
     batch_tokens = config.batch_tokens or max(padded_width(config.seq_len), DEFAULT_BATCH_TOKENS[has_gpu()])
     options = {name: getattr(config, name) for name in OPTIONS}
     options |= {"dtype": dtype, "mode": windows.mode, "batch_tokens": batch_tokens}
-    return options | {"quantization": str(quantization or NONE)}
+    return options | {"quantization": str(quantization or UNQUANTISED)}
 
 
 def _evaluate_job(
@@ -290,7 +290,7 @@ def _evaluate_job(
         model_hash=job.model_hash,
         hashes=job.hashes,
         fingerprint=job.fingerprint,
-        versions=versions(*QUANTIZERS) if job.options["quantization"] != NONE else versions(),
+        versions=versions(*QUANTIZERS) if job.options["quantization"] != UNQUANTISED else versions(),
         verified_difference=difference,
         peak_memory_bytes=_peaks(),
     )

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 
+from dsft.config.options import UNQUANTISED
 from dsft.models.build import adapter_base, described_in, is_bare_config
 from dsft.models.model_folder import has_only_shards, is_step_folder, located
-from dsft.models.quantization import NONE
 from dsft.runtime import distributed
 from dsft.runtime.hardware import has_gpu
 from dsft.runtime.versions import versions
@@ -42,7 +42,7 @@ def fingerprint(model: dict[str, str], windows: dict[str, str], options: dict[st
         windows: their `hashes()`.
     """
     device = torch.cuda.get_device_name() if has_gpu() else f"cpu {torch.backends.cpu.get_cpu_capability()}"
-    quantizers = QUANTIZERS if options.get("quantization", NONE) != NONE else ()
+    quantizers = QUANTIZERS if options.get("quantization", UNQUANTISED) != UNQUANTISED else ()
     libraries = {name: version for name, version in versions(*quantizers).items() if name in (*LIBRARIES, *quantizers)}
     everywhere = sorted(set(distributed.from_all([json.dumps([model, device, libraries])])))
     content = json.dumps([SCORING, everywhere, options, windows], sort_keys=True, default=str)

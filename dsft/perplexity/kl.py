@@ -16,7 +16,6 @@ Shape suffixes: N scored tokens, W tile of the vocabulary, K columns, D document
 import contextlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,10 @@ from torch import nn
 
 from dsft.data.sequences import IGNORED
 from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead
+from dsft.perplexity.divergence import COLUMNS, Divergence
 from dsft.perplexity.sums import Perplexity, exp
 from dsft.runtime.distributed import sum_over_ranks
 
-COLUMNS = ("nats", "reference_nats", "kl", "reverse_kl", "same_top")
-"""Rows of what `score_pair` returns; the first is the model's own."""
 QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 BINS = 1 << 15
 """Of changes from -1 to 1: quantiles are exact to 3e-5."""
@@ -145,31 +143,6 @@ class ChangeHistogram:
         ends = np.cumsum(sum_over_ranks(torch.from_numpy(self.counts)).numpy())
         bins = np.searchsorted(ends, np.array(QUANTILES) * ends[-1])
         return {str(share): place / BINS * 2 - 1 for share, place in zip(QUANTILES, bins.tolist(), strict=True)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Divergence:
-    """Holds how far a model's predictions are from those of a reference; means are over scored tokens."""
-
-    reference: str
-    reference_perplexity: float
-    kl: float
-    """Mean KL(reference || model) in nats."""
-    reverse_kl: float
-    """Mean KL(model || reference) in nats."""
-    same_top: float
-    """Share of the tokens where both find the same token likeliest."""
-    change_quantiles: dict[str, float]
-    """Share -> change of the true token's probability that so large a share of the tokens stays below."""
-
-    def row(self) -> str:
-        """Return it as text for the screen."""
-        low, middle, high = (self.change_quantiles[share] for share in ("0.01", "0.5", "0.99"))
-        return (
-            f"KL(reference || model) {self.kl:.6f}, KL(model || reference) {self.reverse_kl:.6f} nats per token;"
-            f" same likeliest token {self.same_top:.2%}; change of the true token's probability {low:+.4f} (1%),"
-            f" {middle:+.4f} (median), {high:+.4f} (99%); perplexity of the reference {self.reference_perplexity:.4f}"
-        )
 
 
 def divergence_of(result: Perplexity, reference: str, histogram: ChangeHistogram) -> Divergence:

@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsft.checkpoints.run_folder import FINAL, path_of, read_run
-from dsft.config.options import HALF_PRECISION, EvalConfig, TrainConfig
+from dsft.checkpoints.run_folder import FINAL, path_of, read_options_of_run
+from dsft.config.options import HALF_PRECISION, EvalConfig, TrainConfig, shuffle_seed
 from dsft.config.reader import check_values, field_types, make_config, read_flags, read_named_file, training_types
-from dsft.data.batches import shuffle_seed
 from dsft.errors import UserError
 
 SHARED = (
@@ -48,7 +47,7 @@ def _evaluation_config(values: Mapping[str, Any], problems: list[str]) -> EvalCo
     run = values.get("run")
     if isinstance(run, str):
         try:
-            options = read_run(run)["config"]
+            options = read_options_of_run(run)
         except UserError as error:
             problems += [f"run: {problem}" for problem in error.problems]
             return make_config(EvalConfig, {"model": run, "data": run} | values, problems)

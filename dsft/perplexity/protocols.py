@@ -30,9 +30,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dsft.config.options import EvalConfig
+from dsft.data.encoding import encode
 from dsft.data.prepare import Preparation
 from dsft.data.token_store import Store
-from dsft.data.tokenization import encode
 from dsft.errors import UserError
 from dsft.perplexity.documents import JoinedTexts, Texts
 from dsft.perplexity.windows import Spans, Windows, of_corpus, of_documents, rolling_spans, sliding_spans

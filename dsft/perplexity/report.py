@@ -14,7 +14,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from dsft.errors import UserError
-from dsft.perplexity.kl import COLUMNS
+from dsft.perplexity.divergence import COLUMNS
 from dsft.perplexity.result import DOCUMENT_COLUMNS, Evaluation
 from dsft.runtime import distributed
 from dsft.runtime.disk import write_json

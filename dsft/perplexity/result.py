@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from dsft.models.quantization import NONE
+from dsft.config.options import UNQUANTISED
 from dsft.perplexity.display import frame, html_table
+from dsft.perplexity.divergence import COLUMNS, Divergence
 from dsft.perplexity.intervals import LEVEL, ResultIntervals, result_intervals
-from dsft.perplexity.kl import COLUMNS, Divergence
-from dsft.perplexity.protocols import find_protocol
 from dsft.perplexity.sums import Perplexity, exp
 from dsft.units import GiB
 
@@ -93,8 +92,15 @@ class Evaluation:
     @property
     def definition(self) -> str:
         if self.protocol:
-            return f"protocol {self.protocol} of dsft/perplexity/protocols.py ({find_protocol(self.protocol).source})"
+            return f"protocol {self.protocol} of dsft/perplexity/protocols.py ({self._source})"
         return f"mode {self.mode} of dsft/perplexity/modes.py"
+
+    @property
+    def _source(self) -> str:
+        """Where the protocol comes from."""
+        from dsft.perplexity.protocols import find_protocol  # loads transformers, which reading results does not need
+
+        return find_protocol(self.protocol).source
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -160,8 +166,8 @@ class Evaluation:
     def protocol_row(self) -> str:
         """Return one line of the table of all protocols."""
         seq_len, tokens = self.options["seq_len"], self.perplexity.tokens
-        source = find_protocol(self.protocol).source
-        return f"{exp(self.perplexity.reported_loss):.4f}  (windows of {seq_len:,}, {tokens:,} tokens scored; {source})"
+        perplexity = exp(self.perplexity.reported_loss)
+        return f"{perplexity:.4f}  (windows of {seq_len:,}, {tokens:,} tokens scored; {self._source})"
 
     def to_pandas(self, group_by: str | None = None) -> Any:
         """Return a pandas.DataFrame with a row for each document, or for each group of one grouping."""
@@ -193,8 +199,8 @@ class Evaluation:
 
 
 def _in_format(report: dict[str, Any]) -> list[str]:
-    quantization = report["options"].get("quantization", NONE)
-    return [f"quantised as {quantization}"] if quantization != NONE else []
+    quantization = report["options"].get("quantization", UNQUANTISED)
+    return [f"quantised as {quantization}"] if quantization != UNQUANTISED else []
 
 
 def _group_rows(groups: list[dict[str, Any]]) -> str:

@@ -24,9 +24,10 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dsft.data.sequences import IGNORED
-from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead
+from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead, Reused
 from dsft.models.row_rules import RowRules, row_rules
-from dsft.perplexity.kl import COLUMNS, inputs_of, score_pair
+from dsft.perplexity.divergence import COLUMNS
+from dsft.perplexity.kl import inputs_of, score_pair
 from dsft.perplexity.recording import Recorder
 from dsft.perplexity.sequence_parallel import ALONE, Team
 from dsft.perplexity.sums import Perplexity, add_up, exp, pieces_of
@@ -241,8 +242,10 @@ def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_N: torch.Tens
             would cost as much as the head.
     """
     log_sums, start, wanted_N = [], 0, torch.zeros(len(targets_N), device=targets_N.device)
+    in_fp32 = Reused()
     for logits_NW in parts:
-        logits_NW = logits_NW.float()
+        if logits_NW.dtype != torch.float32:
+            logits_NW = in_fp32.of(logits_NW.shape, wanted_N).copy_(logits_NW)
         column_N = targets_N - start
         start += logits_NW.shape[1]
         is_here_N = (column_N >= 0) & (targets_N < start)

@@ -6,11 +6,14 @@ A piece is what one window scores of one document. Sums are exactly rounded, so 
 import math
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dsft.errors import TrainingStopped
-from dsft.perplexity.windows import Windows
+
+if TYPE_CHECKING:  # results are read without torch
+    from dsft.perplexity.windows import Windows
 
 FEWEST_DOCUMENTS = 30
 """With fewer scored documents, blocks of windows are kept too: they are resampled for intervals."""
@@ -110,7 +113,7 @@ class Pieces:
         return [slice(start, end) for start, end in pairwise(self.ends)]
 
 
-def pieces_of(windows: Windows, batches: list[list[int]]) -> Pieces:
+def pieces_of(windows: "Windows", batches: list[list[int]]) -> Pieces:
     """Find the pieces of batches, which are lists of windows."""
     numbers, documents, tokens = windows.all_pieces()
     per_window = np.bincount(numbers, minlength=len(windows.spans))
@@ -127,7 +130,7 @@ def pieces_of(windows: Windows, batches: list[list[int]]) -> Pieces:
     )
 
 
-def add_up(windows: Windows, pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens: int, rows_alone: bool) -> Perplexity:
+def add_up(windows: "Windows", pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens: int, rows_alone: bool) -> Perplexity:
     """Add pieces up to documents, blocks and the total.
 
     Args:
@@ -168,7 +171,7 @@ def add_up(windows: Windows, pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens:
     )
 
 
-def _reported_loss(windows: Windows, pieces: Pieces, nats: np.ndarray) -> float:
+def _reported_loss(windows: "Windows", pieces: Pieces, nats: np.ndarray) -> float:
     weights = np.ones(len(nats)) if windows.weights is None else windows.weights[pieces.windows]
     return math.fsum(nats * weights) / math.fsum(pieces.tokens * weights)
 

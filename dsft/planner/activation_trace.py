@@ -1,10 +1,10 @@
 """Activation bytes of a model that transformers builds, from one forward and backward over fake tensors: shapes only,
 no memory, no GPU.
 
-Few layers are traced and the rest is extrapolated (every layer of a kind keeps the same bytes), so a model of any size
-takes seconds. Storages are counted as autograd and the Python code hold and free them. Weights, their gradients and the
-token ids are left out. What a CUDA kernel needs inside (workspace of a matrix product, a rounded-up length) is left out
-too, but for attention (fake_model.py).
+One and two layers are traced and the rest is extrapolated (every layer of a kind keeps the same bytes), so a model of
+any size takes seconds. Storages are counted as autograd and the Python code hold and free them. Weights, their
+gradients and the token ids are left out. What a CUDA kernel needs inside (workspace of a matrix product, a rounded-up
+length) is left out too, but for attention (fake_model.py).
 
     bytes                                  head                 What a step holds without checkpointing, over time.
       |                                   /\    backward        `kept`: what the layers saved. `head`: the most above
@@ -26,7 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from dsft.planner.fake_model import Attention, decoder_layers, enable_checkpointing, fake_model, layer_kinds
+from dsft.planner.fake_model import (
+    Attention,
+    decoder_layers,
+    enable_checkpointing,
+    fake_model,
+    layer_kinds,
+    meta_model,
+)
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm}
@@ -223,19 +230,12 @@ def trace_training(
     adapters: LoraConfig | None = None,
     liger: bool = False,
 ) -> list[TrainingTrace]:
-    """Trace two and three layers of each kind and add up as many as there are; one result for each size of batch."""
-    kinds = []
-    for layers in layer_kinds(model_config):
+    """Trace one and two layers of each kind and add up as many as there are; one result for each size of batch."""
+    blueprint, kinds = meta_model(model_config, dtype=dtype, attention=attention), []
+    for layers in layer_kinds(blueprint):
         steps: dict[tuple[int, bool, int], StepTrace] = {}
-        for number in (2, 3):
-            with fake_model(
-                model_config,
-                dtype=dtype,
-                attention=attention,
-                adapters=adapters,
-                layers=layers[:1] * number,
-                liger=liger,
-            ) as model:
+        for number in (1, 2):
+            with fake_model(blueprint, adapters=adapters, layers=layers[:1] * number, liger=liger) as model:
                 for checkpointing in (False, True):
                     if checkpointing:
                         enable_checkpointing(model)
@@ -253,17 +253,17 @@ def _add_up(kinds: list[tuple[int, dict[tuple[int, bool, int], StepTrace]]], bat
     traffic = dict.fromkeys((False, True), 0)
     for number, steps in kinds:
         plain, checkpointed = steps[2, False, batch], steps[2, True, batch]
-        layer_input = steps[3, True, batch].kept - checkpointed.kept
-        saved += number * (steps[3, False, batch].kept - plain.kept)
+        layer_input = checkpointed.kept - steps[1, True, batch].kept
+        saved += number * (plain.kept - steps[1, False, batch].kept)
         inputs += number * layer_input
         once += checkpointed.kept - 2 * layer_input  # rotary angles and masks are a kind's own
         transient = max(transient, checkpointed.layers)
         backward = max(backward, plain.layers)
         head = max(head, checkpointed.head)
         for checkpointing, total in traffic.items():
-            two, three = steps[2, checkpointing, batch].traffic, steps[3, checkpointing, batch].traffic
-            outside = 0 if total else three - 3 * (three - two)  # embedding, norm, head and loss: once for all kinds
-            traffic[checkpointing] = total + outside + number * (three - two)
+            layer = steps[2, checkpointing, batch].traffic - steps[1, checkpointing, batch].traffic
+            outside = 0 if total else steps[1, checkpointing, batch].traffic - layer  # embedding, norm, head and loss
+            traffic[checkpointing] = total + outside + number * layer
     return TrainingTrace(
         once=once,
         layers_saved=saved,
@@ -295,10 +295,9 @@ def trace_evaluation(
 ) -> list[EvaluationTrace]:
     """Trace three layers of each kind without gradients; one result for each size of batch."""
     peaks = [0] * len(batches)
-    for layers in layer_kinds(model_config):
-        with fake_model(
-            model_config, dtype=dtype, attention=attention, adapters=adapters, layers=layers[:1] * 3
-        ) as model:
+    blueprint = meta_model(model_config, dtype=dtype, attention=attention)
+    for layers in layer_kinds(blueprint):
+        with fake_model(blueprint, adapters=adapters, layers=layers[:1] * 3) as model:
             for number, batch in enumerate(batches):
                 forward = trace_forward(model, batch=batch, seq_len=seq_len, attention=attention)
                 peaks[number] = max(peaks[number], forward)

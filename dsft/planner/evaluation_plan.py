@@ -14,7 +14,7 @@ from dsft.planner.limits import add_up
 from dsft.planner.load_states import load_terms
 from dsft.planner.speeds import Speeds
 from dsft.planner.stage3_states import gathered, shards
-from dsft.planner.step_time import GATHERS_PER_LAYER, collective_seconds, forward_flops_per_token
+from dsft.planner.step_time import GATHERS_PER_LAYER, collective_seconds, forward_seconds_per_token
 from dsft.planner.terms import Term, peak_bytes
 from dsft.planner.ulysses import exchange_term
 from dsft.planner.zero_layout import ZeroLayout, describe_layout, frozen_bytes
@@ -195,7 +195,7 @@ def _batch_seconds(layout: ZeroLayout, batch_tokens: int, job: Job, machine: Mac
     memory or NVMe.
     """
     size, weights = job.size, layout.weight_bytes * job.size.num_params
-    compute = batch_tokens * forward_flops_per_token(size, job.seq_len) / speeds.flops
+    compute = batch_tokens * forward_seconds_per_token(size, job.seq_len, speeds)
     if layout.stage != 3:
         return compute
     moving = collective_seconds(weights, GATHERS_PER_LAYER * size.num_layers, machine, speeds, speeds.link_bytes)

@@ -101,31 +101,34 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
+def meta_model(model_config: PreTrainedConfig, *, dtype: torch.dtype, attention: Attention) -> PreTrainedModel:
+    """Build the model on the meta device, with the operators that `fake_model` traces."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(model_config.get_text_config()), dtype=dtype, attn_implementation=_IMPLEMENTATIONS[attention]
+        )
+
+
 @contextlib.contextmanager
 def fake_model(
-    model_config: PreTrainedConfig,
+    blueprint: PreTrainedModel,
     *,
-    dtype: torch.dtype,
-    attention: Attention,
     adapters: LoraConfig | None = None,
     layers: list[int] | None = None,
     liger: bool = False,
 ) -> Iterator[PreTrainedModel]:
-    """Build the model over fake tensors as dsft/models/build.py does, within the mode that it runs in.
+    """Copy a `meta_model` to fake tensors, adapted as dsft/models/build.py does, within the mode that it runs in.
 
     Args:
-        liger: with Liger's norms and feed-forwards.
         layers: only these, a number twice being two layers alike; by default all.
+        liger: with Liger's norms and feed-forwards.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(model_config.get_text_config()), dtype=dtype, attn_implementation=_IMPLEMENTATIONS[attention]
-        )
-        if layers is not None:
-            _keep_layers(model, layers)
-        if adapters is not None:
+    dtype = blueprint.dtype
+    model = copy.deepcopy(blueprint) if layers is None else _with_layers(blueprint, layers)
+    if adapters is not None:
+        with torch.device("meta"):
             model = get_peft_model(model, copy.deepcopy(adapters))
-            model.enable_input_require_grads()
+        model.enable_input_require_grads()
     with contextlib.ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
         if dtype != torch.bfloat16:
@@ -165,14 +168,11 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
     model.activation_checkpointing_enable({"use_reentrant": False})
 
 
-def layer_kinds(model_config: PreTrainedConfig) -> list[list[int]]:
+def layer_kinds(blueprint: PreTrainedModel) -> list[list[int]]:
     """Group the layers that have the same parameters and of which the config's lists (layer_types ...) say the same."""
-    text = copy.deepcopy(model_config.get_text_config())
-    with torch.device("meta"):
-        layers = decoder_layers(AutoModelForCausalLM.from_config(text))
-    lists = _per_layer_lists(text)
+    lists = _per_layer_lists(blueprint.config.get_text_config())
     kinds: dict[tuple, list[int]] = {}
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(decoder_layers(blueprint)):
         shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
         kinds.setdefault((shapes, *(str(values[index]) for values in lists.values())), []).append(index)
     if not kinds:
@@ -180,17 +180,17 @@ def layer_kinds(model_config: PreTrainedConfig) -> list[list[int]]:
     return list(kinds.values())
 
 
-def _keep_layers(model: PreTrainedModel, layers: list[int]) -> None:
-    """Cut `model` and its config down to these layers."""
-    there, text = decoder_layers(model), model.config.get_text_config()
+def _with_layers(blueprint: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
+    """Copy a model and its config with these of its layers; the others are not copied."""
+    there = decoder_layers(blueprint)
     kept = nn.ModuleList(copy.deepcopy(there[index]) for index in layers)
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if isinstance(child, nn.ModuleList) and child[0] is there[0]:
-                parent._modules[name] = kept
+    whole = [part for part in blueprint.modules() if isinstance(part, nn.ModuleList) and part[0] is there[0]]
+    model = copy.deepcopy(blueprint, {id(part): kept for part in whole})  # which takes `kept` for a copy of them
+    text = model.config.get_text_config()
     for name, values in _per_layer_lists(text).items():
         setattr(text, name, [values[index] for index in layers])
     text.num_hidden_layers = len(layers)
+    return model
 
 
 def _per_layer_lists(text: PreTrainedConfig) -> dict[str, list]:

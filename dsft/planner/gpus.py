@@ -20,9 +20,18 @@ SAME_MEMORY = 0.005
 """Cards whose memory differs by less plan alike, but for time."""
 
 
-AMPERE, HOPPER, ADA, OTHERS = 0.86, 0.72, 0.95, 0.85
-"""Share of the rate of the best products that those of a training reach: by published steps of A100 and A800, of H100,
-and of a 4090 (tests/planner/published_steps.json); assumed for others.
+AMPERE, HOPPER, ADA, OTHERS = 0.88, 0.73, 1.0, 0.85
+"""Share of the rate of the best products that those of a training reach: by published steps of A100 and A800, of H100
+and H200, and of a 4090 (tests/planner/published_steps.json); assumed for others.
+"""
+
+ATTENTION_SHARE = 0.6
+"""Of the data sheet's rate, what attention reaches: 0.5 to 0.73 on an A100 (FlashAttention-2, arXiv 2307.08691), with
+the kernels that transformers takes for flash_attention_2, and torch for sdpa.
+"""
+ATTENTION_FLOPS = 0.35 * 989e12
+"""That these kernels reach at most: 35 % on an H100, since they use no instruction that is newer than Ampere's
+(FlashAttention-3, arXiv 2407.08608).
 """
 
 
@@ -60,6 +69,11 @@ class Gpu:
     def matmul_flops(self) -> float:
         """Of large bf16 products per second: measured, or a share of the data sheet."""
         return 1e12 * (self.matmul_tflops or MATMUL_SHARE * self.tflops)
+
+    @property
+    def attention_flops(self) -> float:
+        """Of attention per second, forward and backward."""
+        return min(ATTENTION_SHARE * 1e12 * self.tflops, ATTENTION_FLOPS)
 
 
 def _gpu(

@@ -68,6 +68,15 @@ class Plan:
         return peak_bytes((term for term in self.terms if term.name != OVERHEAD), "device")
 
     @property
+    def held_bytes(self) -> int:
+        """What torch holds on one device between two steps: what is always there."""
+        return sum(
+            term.num_bytes
+            for term in self.terms
+            if term.phase == "always" and term.name != OVERHEAD and term.place == "device"
+        )
+
+    @property
     def training_host_bytes(self) -> int:
         """`host_bytes` without loading."""
         terms = [term for term in self.terms if term.phase != "load"]
@@ -228,6 +237,13 @@ def shortage(plan: Plan, machine: Machine) -> float:
     return max(device, nvme, plan.host_bytes / (HOST_SHARE * machine.host_bytes))
 
 
+def nearest_miss(chosen: Plan, plans: list[Plan], machine: Machine) -> Plan | None:
+    """Find the plan that lacks least of those that do not fit and would be worth more memory, if there is one."""
+    least = WORTH_IT * chosen.time.tokens_per_second
+    misses = [plan for plan in plans if not plan.fits and plan.time.tokens_per_second >= least]
+    return min(misses, key=lambda plan: shortage(plan, machine), default=None)
+
+
 def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "auto", resumes: bool = False) -> str:
     """Say in one sentence why, and in one what the next better configuration would need."""
     have = (
@@ -249,14 +265,9 @@ def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "au
             f"zero={zero} {'is what the resumed run began with' if resumes else 'was asked for'}, and {chosen.label}"
             f" fits{speed}"
         )
-    better = [
-        plan
-        for plan in plans
-        if not plan.fits and plan.time.tokens_per_second >= WORTH_IT * chosen.time.tokens_per_second
-    ]
-    if not better:
+    nearest = nearest_miss(chosen, plans, machine)
+    if nearest is None:
         return f"{why}; {have}."
-    nearest = min(better, key=lambda plan: shortage(plan, machine))
     gain = nearest.time.tokens_per_second / chosen.time.tokens_per_second
     return f"{why}; {have}. With {need(nearest)}, {nearest.label} would fit, {gain:.1f} times as fast."
 

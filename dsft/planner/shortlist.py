@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dsft.planner.plan import Plan, shortage
+from dsft.planner.plan import Plan, nearest_miss, shortage
 from dsft.planner.step_time import TIME_RANGE
 from dsft.runtime.hardware import Machine
 
@@ -11,17 +11,19 @@ BEST = 3
 
 
 def shortlist(chosen: Plan, plans: list[Plan], machine: Machine) -> list[Plan]:
-    """The choice, the next fastest that fit, and the nearest faster one that does not fit; in the order of `plans`."""
+    """The choice, the next fastest that fit, and the nearest that does not fit and is worth it; where nothing fits, the
+    two that lack least. In the order of `plans`.
+    """
 
     def speed(plan: Plan) -> float:
         return plan.time.tokens_per_second
 
     others = sorted((plan for plan in plans if plan.fits and plan is not chosen), key=speed, reverse=True)
     shown = [chosen, *others[: BEST - 1]]
-    misses = [plan for plan in plans if not plan.fits and plan is not chosen]
-    faster = [plan for plan in misses if speed(plan) > speed(chosen)]
-    if faster or not chosen.fits:
-        shown.append(min(faster or misses or [chosen], key=lambda plan: shortage(plan, machine)))
+    if chosen.fits:
+        shown.append(nearest_miss(chosen, plans, machine))
+    else:
+        shown += sorted((plan for plan in plans if plan is not chosen), key=lambda plan: shortage(plan, machine))[:1]
     return [plan for plan in plans if any(plan is kept for kept in shown)]
 
 

@@ -53,6 +53,12 @@ class Speeds:
     """Whether seconds may be told from these numbers, or only an order of configurations: rules of thumb for CPU ranks
     are off by a factor.
     """
+    attention_share: float = 1.0
+    """Of `flops`, what attention reaches."""
+
+    @property
+    def attention_flops(self) -> float:
+        return self.attention_share * self.flops
 
 
 def speeds_of(machine: Machine, *, dtype: str) -> Speeds:
@@ -84,9 +90,11 @@ def speeds_of(machine: Machine, *, dtype: str) -> Speeds:
     name = gpu_name(machine)
     gpu = GPUS[name]
     link, network = parse_interconnect(machine.interconnect, gpu)
+    products = gpu.training_share * gpu.matmul_flops
     return Speeds(
         # fp32 without tensor cores is an eighth to a sixteenth of bf16 on these GPUs.
-        flops=gpu.training_share * gpu.matmul_flops / (8 if dtype == "float32" else 1),
+        flops=products / (8 if dtype == "float32" else 1),
+        attention_share=min(1.0, gpu.attention_flops / products),
         device_bytes=MEMORY_SHARE * gpu.memory_gbps * GB,
         link_bytes=link,
         reduce_bytes=link,

@@ -1,7 +1,8 @@
 """Predicts the time of one optimizer step. Pure arithmetic.
 
 Products of matrices per token: 2 x active parameters forward, twice that backward (once with LoRA, whose base needs no
-weight gradients), once more forward with activation checkpointing.
+weight gradients), once more forward with activation checkpointing. Attention is slower than these, and its backward
+multiplies five times where its forward does twice (FlashAttention-2, arXiv 2307.08691).
 
 Traffic of ZeRO (ZeRO paper, section 7; with LoRA the gradients are the adapters'):
     stage 0, 1  gradients reduced and weights gathered once per step
@@ -35,7 +36,7 @@ OVERLAP_LOSS = 0.5
 """Share of the shorter of computing and communicating that overlap does not hide: NCCL's kernels take multiprocessors
 and memory bandwidth. Published steps of 13 B on 8 H100 hide none of it, others all.
 """
-TIME_RANGE = (0.85, 1.11)
+TIME_RANGE = (0.85, 1.1)
 """Measured over predicted seconds, from the fastest to the slowest of the published steps (tests/planner)."""
 
 
@@ -66,17 +67,33 @@ class StepTime:
         return self.tokens_per_step / self.step_seconds
 
 
+def attention_flops_per_token(size: ModelSize, seq_len: int) -> float:
+    """Floating-point operations of one forward's attention on one token of a causal sequence."""
+    return 2 * seq_len * size.num_heads * size.head_dim * size.num_layers  # causal: half of 4 s h L
+
+
 def forward_flops_per_token(size: ModelSize, seq_len: int) -> float:
-    """Floating-point operations of one forward on one token, attention of a causal sequence included."""
-    return (
-        2 * size.active_params + 2 * seq_len * size.num_heads * size.head_dim * size.num_layers
-    )  # causal: half of 4 s h L
+    """Floating-point operations of one forward on one token, attention included."""
+    return 2 * size.active_params + attention_flops_per_token(size, seq_len)
 
 
 def flops_per_token(size: ModelSize, seq_len: int, *, checkpointing: bool) -> float:
-    """Floating-point operations of training on one token."""
+    """Floating-point operations of training on one token, as they are counted for a share of the data sheet's rate."""
     passes = (2 if size.lora_r else 3) + checkpointing
     return passes * forward_flops_per_token(size, seq_len)
+
+
+def forward_seconds_per_token(size: ModelSize, seq_len: int, speeds: Speeds) -> float:
+    """Predict products and attention of one forward on one token."""
+    return 2 * size.active_params / speeds.flops + attention_flops_per_token(size, seq_len) / speeds.attention_flops
+
+
+def _training_seconds_per_token(size: ModelSize, seq_len: int, speeds: Speeds, *, checkpointing: bool) -> float:
+    """Predict products and attention of forward, recompute and backward on one token."""
+    passes = (2 if size.lora_r else 3) + checkpointing
+    attention_passes = 3.5 + checkpointing
+    attention = attention_flops_per_token(size, seq_len) / speeds.attention_flops
+    return passes * 2 * size.active_params / speeds.flops + attention_passes * attention
 
 
 def step_time(
@@ -96,7 +113,7 @@ def step_time(
         traffic_bytes: what operators other than products read and write in one micro step.
     """
     tokens = micro_batch * seq_len
-    products = tokens * flops_per_token(layout.size, seq_len, checkpointing=checkpointing) / speeds.flops
+    products = tokens * _training_seconds_per_token(layout.size, seq_len, speeds, checkpointing=checkpointing)
     micro_step = products + traffic_bytes / speeds.device_bytes
     if layout.has_gpu:  # else the same cores launch and compute
         micro_step = max(micro_step, _launch_seconds(layout.size, checkpointing))

@@ -1,6 +1,8 @@
 """What the memory formulas read of model, DeepSpeed configuration and machine, and the counts they share."""
 
 import dataclasses
+import functools
+import json
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -80,17 +82,22 @@ def resolve_auto(zero_section: dict[str, Any], size: ModelSize) -> dict[str, Any
     Source: HfTrainerDeepSpeedConfig.trainer_config_finalize (transformers/integrations/deepspeed.py) and
         DeepSpeedZeroConfig.
     """
+    return json.loads(_resolved(json.dumps(zero_section), size.hidden_size))
+
+
+@functools.cache
+def _resolved(zero_section: str, hidden: int) -> str:
+    """Fill a section, as JSON: a plan asks for the same one for each micro batch."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    hidden = size.hidden_size
     filled = {
         "reduce_bucket_size": hidden * hidden,
         "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
         "stage3_param_persistence_threshold": 10 * hidden,
     }
-    section = {key: filled.get(key) if value == "auto" else value for key, value in zero_section.items()}
+    section = {key: filled.get(key) if value == "auto" else value for key, value in json.loads(zero_section).items()}
     given = DeepSpeedZeroConfig(**{key: value for key, value in section.items() if value is not None})
-    return given.model_dump(mode="json", by_alias=True)
+    return json.dumps(given.model_dump(mode="json", by_alias=True))
 
 
 @dataclass(frozen=True, kw_only=True)

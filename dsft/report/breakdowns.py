@@ -9,27 +9,42 @@ from dsft.units import GiB
 
 MOST_PARTS = 4
 """Components shown by name; the smaller ones of a bar are added up."""
-MEASURED, OTHERS = "measured", "other components"
+OTHERS = "other components"
+MEASURED = {"measured": "muted", "held between steps": "muted", "added by a step": "ink"}
+"""Parts of the measured bar -> their colours: the sum alone, or what a GPU's allocator tells apart."""
 FULL_TRAINING = "over the full training"
 """Of `plan_check` in run.json."""
 
 
 def memory_parts(run: Run) -> list[dict[str, Any]]:
-    """Return segments of bars, in GiB: the planned components, and the measured sum where there is one.
+    """Return segments of bars, in GiB: the planned components, and what was measured.
 
-    On GPUs that is what torch allocates on the fullest; on CPU ranks the host memory of a node.
+    On GPUs that is what torch allocates on the fullest, split into what is held between steps and what a step adds; on
+    CPU ranks the host memory of a node.
     """
     plan = run.facts.get("plan")
     if not plan:
         return []
     checks = run.results.get("plan_check", {})
     checked = checks.get(FULL_TRAINING) or next(iter(checks.values()), {})
-    name = "GPU memory allocated" if plan["has_gpu"] else "host memory of a node"
-    parts = _planned_bytes(plan)
-    rows = [{"bar": "planned", "part": part, "value": size / GiB, "detail": why} for part, (size, why) in parts.items()]
-    if name in checked:
-        rows.append({"bar": "measured", "part": MEASURED, "value": checked[name]["measured"] / GiB, "detail": name})
-    return rows
+    bars = {"planned": _planned_bytes(plan), "measured": _measured_bytes(checked, has_gpu=plan["has_gpu"])}
+    return [
+        {"bar": bar, "part": part, "value": num_bytes / GiB, "detail": detail}
+        for bar, parts in bars.items()
+        for part, (num_bytes, detail) in parts.items()
+    ]
+
+
+def _measured_bytes(checked: dict[str, dict[str, float]], *, has_gpu: bool) -> dict[str, tuple[float, str]]:
+    """Return (bytes, what they are) of each part that could be measured."""
+    name, held_name = "GPU memory allocated" if has_gpu else "host memory of a node", "GPU memory between steps"
+    if name not in checked:
+        return {}
+    peak = checked[name]["measured"]
+    if held_name not in checked:
+        return {"measured": (peak, name)}
+    held = checked[held_name]["measured"]
+    return {"held between steps": (held, held_name), "added by a step": (peak - held, f"{name}, less that")}
 
 
 def _planned_bytes(plan: dict[str, Any]) -> dict[str, tuple[int, str]]:
@@ -55,18 +70,18 @@ def largest_parts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Keep the largest components of all bars by name, largest first, and add up the smaller ones of each bar."""
     sizes: Counter[str] = Counter()
     for row in rows:
-        if row["part"] != MEASURED:
+        if row["part"] not in MEASURED:
             sizes[row["part"]] = max(sizes[row["part"]], row["value"])
     named = [part for part, _ in sizes.most_common(MOST_PARTS)]
     others: dict[str, dict[str, Any]] = {}
     for row in rows:
-        if row["part"] not in (*named, MEASURED):
+        if row["part"] not in (*named, *MEASURED):
             other = others.setdefault(
                 row["bar"], {"bar": row["bar"], "part": OTHERS, "value": 0.0, "detail": "smaller"}
             )
             other["value"] += row["value"]
     ranked = sorted((row for row in rows if row["part"] in named), key=lambda row: named.index(row["part"]))
-    measured = [row for row in rows if row["part"] == MEASURED]
+    measured = [row for row in rows if row["part"] in MEASURED]
     order = list(dict.fromkeys(row["bar"] for row in rows))
     return sorted([*ranked, *others.values(), *measured], key=lambda row: order.index(row["bar"]))
 
@@ -80,7 +95,9 @@ def time_parts(run: Run) -> list[dict[str, Any]]:
     if not seconds:
         return []
     saving = run.results.get("saves", {}).get("seconds", 0.0)
-    parts = {"training": max(seconds - evaluating - saving, 0.0), "evaluation": evaluating, "saving": saving}
+    waiting = sum(entry.get("data_wait_seconds", 0.0) for entry in attempt)
+    training = max(seconds - evaluating - saving - waiting, 0.0)
+    parts = {"training": training, "waiting for data": waiting, "evaluation": evaluating, "saving": saving}
     return [
         {"bar": "", "part": part, "value": value / 60, "detail": f"{value:,.0f} s"}
         for part, value in parts.items()

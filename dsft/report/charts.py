@@ -4,11 +4,12 @@ A chart's colour is the run, everywhere. Colours are names of the palette: CSS v
 dark and print need no second drawing, and plain colours in PNGs.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.report.breakdowns import largest_parts, memory_parts, time_parts
+from dsft.report.breakdowns import MEASURED, largest_parts, memory_parts, time_parts
 from dsft.report.runs import Report, Run
 
 COLOURS = {
@@ -83,7 +84,7 @@ def _perplexity(report: Report, palette: Palette) -> Chart | None:
     measured = [
         {"run": item.run, "tokens": item.tokens_seen, "model": item.model, "data": item.report["data"]}
         | {"value": item.report["perplexity"]}
-        | dict(zip(("low", "high"), item.report.get("interval", {}).get("perplexity", ()), strict=False))
+        | _bounds(item.report.get("interval", {}).get("perplexity", ()))
         for item in report.evaluations
         if item.tokens_seen is not None
     ]
@@ -107,6 +108,11 @@ def _perplexity(report: Report, palette: Palette) -> Chart | None:
     if measured:
         caption += " Squares: dsft eval, on the data that the table below names."
     return Chart(name="perplexity", title="Perplexity", caption=caption, spec=spec)
+
+
+def _bounds(interval: Sequence[float]) -> dict[str, float]:
+    """Name the ends of an interval; those of a single document are NaN."""
+    return dict(zip(("low", "high"), filter(math.isfinite, interval), strict=False))
 
 
 def _line(report: Report, palette: Palette, metric: str, title: str, y: str, number: str = "~g") -> Chart | None:
@@ -144,8 +150,6 @@ def _bars(report: Report, palette: Palette, parts_of: Parts, name: str, title: s
     rows = largest_parts(rows)
     parts = list(dict.fromkeys(row["part"] for row in rows))
     rows = [row | {"order": parts.index(row["part"])} for row in rows]
-    series = [palette[f"series-{index + 1}"] for index in range(5)]
-    colours = [palette["muted"] if part == "measured" else series[index % 5] for index, part in enumerate(parts)]
     encoding = {
         "y": {
             "field": "bar",
@@ -159,7 +163,7 @@ def _bars(report: Report, palette: Palette, parts_of: Parts, name: str, title: s
             "field": "part",
             "type": "nominal",
             "sort": None,
-            "scale": {"domain": parts, "range": colours},
+            "scale": {"domain": parts, "range": _colours(parts, palette)},
             "legend": BELOW | {"columns": 2, "labelFontSize": 11, "columnPadding": 6},
         },
         "order": {"field": "order", "type": "quantitative"},
@@ -176,10 +180,17 @@ def _bars(report: Report, palette: Palette, parts_of: Parts, name: str, title: s
         "encoding": encoding,
     }
     captions = {
-        "memory": "The plan's components at their peak, beside what was measured; components cannot be measured apart.",
+        "memory": "The plan's components at their peak, beside what was measured: on CPU ranks the sum alone, on GPUs"
+        " also what a step adds. Components cannot be measured apart.",
         "time": "Since training was last started, without loading.",
     }
     return Chart(name=name, title=title, caption=captions[name], spec=spec)
+
+
+def _colours(parts: list[str], palette: Palette) -> list[str]:
+    others = [part for part in parts if part not in MEASURED]
+    names = MEASURED | {part: f"series-{index % 5 + 1}" for index, part in enumerate(others)}
+    return [palette[names[part]] for part in parts]
 
 
 def _over_tokens(

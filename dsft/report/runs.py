@@ -4,6 +4,7 @@ A run that is still running, stopped early or was killed has less of it; nothing
 """
 
 import json
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -142,12 +143,19 @@ def _read_run(folder: Path, name: str) -> Run:
 
 
 def _read_log(folder: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Read metrics.jsonl; a run of an earlier dsft has its log in run.json alone."""
+    """Read metrics.jsonl without values that are NaN or infinite, such as the gradient norm of a step that was skipped.
+
+    A run of an earlier dsft has its log in run.json alone.
+    """
     path = folder / METRICS
-    if not path.is_file():
-        return (facts.get("results") or {}).get("log", [])
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off by a kill
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        log = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off by a kill
+    else:
+        log = (facts.get("results") or {}).get("log", [])
+    return [
+        {name: value for name, value in entry.items() if value is not None and math.isfinite(value)} for entry in log
+    ]
 
 
 def _read_checkpoints(folder: Path, log: list[dict[str, Any]]) -> list[Checkpoint]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, Trainer, TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dsft.config.deepspeed_json import check_nvme, get_value, offloads, stage
@@ -94,6 +94,8 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = ()) ->
     Args:
         known: problems found so far; what transformers says of an option that is named there is no news.
     """
+    from transformers import Trainer  # with datasets and pandas, which a plan does without
+
     named = {re.match(r"\w*", problem)[0] for problem in known} & options.training.keys()
     values = with_defaults(options)
     for name in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"):

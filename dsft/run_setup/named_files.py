@@ -1,15 +1,27 @@
 """What is wrong with the files that options name, told in a second: torch and transformers are not loaded for it.
 
-A launch looks at them before its launcher and its ranks start. The ranks look again, and at what needs the model.
+A launch looks at them before its launcher and its ranks start, ranks of one machine before they meet. What needs the
+model, and files of several machines, are looked at by all ranks together, later.
 """
 
 from dsft.config.deepspeed_json import read_zero_file
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.formats import format_rules
 from dsft.data.sources import find_sources
-from dsft.errors import UserError
+from dsft.errors import UserError, raise_if_any, without_second_errors
 from dsft.models.chat_template import load_template
 from dsft.models.model_folder import missing
+from dsft.runtime.distributed import ranks_per_node, world_size
+
+
+def check_before_meeting(options: TrainConfig | EvalConfig, problems: list[str]) -> None:
+    """Ends a rank with all that options and files show by themselves, where every rank sees the same: on one machine.
+
+    Args:
+        problems: of reading the options.
+    """
+    if ranks_per_node() == world_size():
+        raise_if_any([*problems, *without_second_errors(check_named_files(options), problems)])
 
 
 def check_named_files(options: TrainConfig | EvalConfig) -> list[str]:

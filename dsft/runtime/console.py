@@ -3,17 +3,24 @@
 import logging
 import os
 import sys
+import textwrap
 import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dsft.runtime.distributed import rank
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from tqdm import tqdm
 
 LINE_SECONDS = 60.0
 """Between two lines about progress, where no bar is seen; shorter work has none."""
 LINE = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {elapsed}<{remaining}, {rate_fmt}{postfix}"
+
+NO_LIMIT = 1000
+"""Columns of a file, wider than any table."""
+UNBROKEN = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def say(line: str) -> None:
@@ -79,12 +86,37 @@ def progress_bar(*, is_shown: bool, **options: Any) -> "tqdm":
 
 def print_table(title: str, rows: dict[str, str]) -> None:
     """Print two columns: name and value."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("", "", title=title, show_header=False, title_justify="left", title_style="bold")
-    table.columns[1].overflow = "fold"
     for name, value in rows.items():
         table.add_row(name, value)
-    # In a file or a pipe nothing is broken over lines, so that paths stay in one piece.
-    Console(width=None if sys.stdout.isatty() else 240).print(table)
+    show_table(table)
+
+
+def show_table(table: "Table") -> None:
+    """Print a table where the terminal is wide enough for it, else a short text for each row.
+
+    In a file or a pipe nothing is cut off or broken over lines, so that paths and commands stay in one piece.
+    """
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else NO_LIMIT
+    console = Console(width=width, highlight=False, markup=False, emoji=False)  # a path may hold [brackets]
+    if console.measure(table, options=console.options.update(width=NO_LIMIT)).maximum <= console.width:
+        console.print(table)
+        return
+    for text in (table.title, *_rows_as_text(table), table.caption):
+        if text:
+            lines = textwrap.wrap(str(text), console.width, subsequent_indent="    ", **UNBROKEN)
+            console.print("\n".join(lines), soft_wrap=True)
+    console.print()  # between two of them
+
+
+def _rows_as_text(table: "Table") -> Iterator[str]:
+    names = [str(column.header) for column in table.columns]
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        if table.show_header:
+            yield ", ".join(f"{name} {cell}".strip() for name, cell in zip(names, cells, strict=True) if cell)
+        else:
+            yield ": ".join(cells)

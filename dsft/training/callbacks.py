@@ -1,13 +1,9 @@
-"""What a training shows and tells while it runs: metrics.jsonl, one line per log with the progress bar, the heartbeat.
-
-A new metric is a line of `gather_extra_metrics` or `derived_metrics`, and of LOGGED where the line of the log shows it.
-"""
+"""What a training shows and tells while it runs: metrics.jsonl, a line per log with the progress bar, the heartbeat."""
 
 import json
 import math
 import sys
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,14 +13,7 @@ from transformers import PreTrainedConfig, TrainerCallback
 from dsft.checkpoints.run_folder import METRICS
 from dsft.errors import TrainingStopped
 from dsft.models.size import COUNT_FROM_PADDING
-from dsft.perplexity.sums import exp
-from dsft.planner.gpus import GPUS, gpu_name, named_gpus
-from dsft.planner.step_time import flops_per_token
-from dsft.run_setup.resolve import ResolvedRun
 from dsft.runtime.console import say
-from dsft.runtime.distributed import max_over_ranks
-from dsft.runtime.hardware import peak_memory_bytes
-from dsft.units import GiB
 from dsft.watchdog import client as watchdog
 
 LOGGED = {
@@ -49,6 +38,9 @@ are in metrics.jsonl alone.
 
 BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
 """The progress line; its bar takes what the terminal's width leaves."""
+IN_BAR = ("loss", "train_tokens_per_second", "tokens_per_second_per_gpu", "mfu", "peak_gpu_gib", "peak_host_gib")
+BAR_COLUMNS = 40
+"""Of the progress line, for what stands before the metrics."""
 
 AS_GOOD_AS_GUESSING = 0.01
 """A loss within this share of ln(vocabulary) is that of guessing."""
@@ -56,51 +48,6 @@ AS_GOOD_AS_GUESSING = 0.01
 
 MOST_SKIPPED = 10
 """Steps that may be left out in a row in bf16. In fp16 the first ones are, until the loss's scale fits."""
-
-
-def gather_extra_metrics() -> dict[str, float]:
-    """Gather what each log entry holds beside the Trainer's own metrics: the largest peak memory of one rank so far.
-
-    Collective.
-    """
-    return {
-        f"peak_{name}_gib": round(max_over_ranks(num_bytes) / GiB, 3) for name, num_bytes in peak_memory_bytes().items()
-    }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compute:
-    """What a run can compute, for the shares of it that are used."""
-
-    num_gpus: int
-    """Of all nodes; 0 where ranks run on CPU, whose speed is told only together."""
-    flops_per_token: float
-    """Of training a full sequence, without what activation checkpointing computes again."""
-    peak_flops: float
-    """Of one GPU by its data sheet, in the run's dtype; 0 where that is not known."""
-
-
-def compute_of(run: ResolvedRun) -> Compute:
-    """Find what a run can compute."""
-    machine, half = run.machine, run.options.dtype in ("bfloat16", "float16")
-    is_known = machine.has_gpu and half and bool(named_gpus(machine.gpu_type))
-    return Compute(
-        num_gpus=machine.world_size if machine.has_gpu else 0,
-        flops_per_token=flops_per_token(run.model.size, run.options.seq_len, checkpointing=False),
-        peak_flops=1e12 * GPUS[gpu_name(machine)].tflops if is_known else 0.0,
-    )
-
-
-def derived_metrics(logs: dict[str, float], compute: Compute) -> dict[str, float]:
-    """Compute what follows from a log entry: perplexity of the loss; of one GPU speed, TFLOP/s and MFU."""
-    derived = {"perplexity": exp(logs["loss"])} if "loss" in logs else {}
-    if compute.num_gpus and "train_tokens_per_second" in logs:
-        speed = logs["train_tokens_per_second"] / compute.num_gpus
-        flops = speed * compute.flops_per_token
-        derived |= {"tokens_per_second_per_gpu": speed, "tflops_per_gpu": flops / 1e12}
-        if compute.peak_flops:
-            derived["mfu"] = flops / compute.peak_flops
-    return derived
 
 
 class Heartbeat(TrainerCallback):
@@ -221,18 +168,15 @@ class ProgressLog(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and {"loss", "eval_loss"} & logs.keys():  # not the sums of the end
-            metrics = [f"{label} {_number(logs[metric])}" for metric, label in LOGGED.items() if metric in logs]
-            parts = [f"step {state.global_step:>6}", *metrics]
+            metrics = {metric: f"{LOGGED[metric]} {_number(logs[metric])}" for metric in LOGGED if metric in logs}
+            parts = [f"step {state.global_step:>6}", *metrics.values()]
             if self.bar is None:
                 print("  ".join(parts) + self._time_left(state), flush=True)
-            else:
-                while len("  ".join(parts)) > self.bar.ncols:
-                    parts.pop()
-                self.bar.write("  ".join(parts))
-                now = {metric: logs[metric] for metric in ("loss", "train_tokens_per_second") if metric in logs}
-                if now:
-                    text = "  ".join(f"{LOGGED[metric]} {_number(value)}" for metric, value in now.items())
-                    self.bar.set_postfix_str(text)
+                return
+            self.bar.write(_fitting(parts, self.bar.ncols))
+            if "loss" in logs:
+                now = [metrics[metric] for metric in IN_BAR if metric in metrics]
+                self.bar.set_postfix_str(_fitting(now, self.bar.ncols - BAR_COLUMNS))
 
     def _time_left(self, state) -> str:
         start, first = self.begin
@@ -245,6 +189,13 @@ class ProgressLog(TrainerCallback):
         if self.bar is not None:
             self.bar.close()
             self.bar = None
+
+
+def _fitting(parts: list[str], columns: int) -> str:
+    """Join the first parts, as many as there is room for."""
+    while len(text := "  ".join(parts)) > columns and parts:
+        parts = parts[:-1]
+    return text
 
 
 def _number(value: float) -> str:

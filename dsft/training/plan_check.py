@@ -62,11 +62,15 @@ class PlanCheck(TrainerCallback):
         self.comparisons: dict[str, dict[str, Any]] = {}
         self.step_seconds: list[float] = []
         self.started = 0.0
+        self.held_bytes = 0
+        """Of this rank's GPU, between two steps, at most; 0 before the second."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         set_back_peaks()
 
     def on_step_begin(self, args, state, control, **kwargs):
+        if has_gpu() and self.step_seconds:
+            self.held_bytes = max(self.held_bytes, torch.cuda.memory_allocated())
         self.started = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -81,7 +85,7 @@ class PlanCheck(TrainerCallback):
             self._compare(FULL_TRAINING)
 
     def _compare(self, when: str) -> None:
-        comparisons = compare(self.plan, self.step_seconds)
+        comparisons = compare(self.plan, self.step_seconds, held_bytes=self.held_bytes)
         self.comparisons[when] = {
             comparison.name: {
                 "predicted": comparison.predicted,
@@ -94,13 +98,14 @@ class PlanCheck(TrainerCallback):
             say(f"measured {when}: " + "; ".join(map(str, comparisons)))
 
 
-def compare(plan: Plan, step_seconds: list[float]) -> list[Comparison]:
+def compare(plan: Plan, step_seconds: list[float], *, held_bytes: int) -> list[Comparison]:
     """Compares every figure that this machine can measure: the fullest GPU, the fullest node, the slowest rank.
     Collective.
     """
     children = sum(child.memory_info().rss for child in psutil.Process().children(recursive=True))
     figures = {"seconds": statistics.median(step_seconds[1:] or step_seconds)}
     if has_gpu():
+        figures["held"] = held_bytes
         figures["allocated"] = torch.cuda.max_memory_allocated()
         figures["reserved"] = torch.cuda.max_memory_reserved()
     ranks = from_all([(socket.gethostname(), peak_resident_bytes() + children, figures)])
@@ -110,6 +115,8 @@ def compare(plan: Plan, step_seconds: list[float]) -> list[Comparison]:
     largest = {name: max(figures[name] for _, _, figures in ranks) for name in figures}
     rows = [("host memory of a node", plan.training_host_bytes, max(nodes.values()), "GiB")]
     if has_gpu():
+        if largest["held"]:
+            rows.append(("GPU memory between steps", plan.held_bytes, largest["held"], "GiB"))
         rows += [
             ("GPU memory allocated", plan.allocated_bytes, largest["allocated"], "GiB"),
             ("GPU memory reserved", plan.reserved_bytes, largest["reserved"], "GiB"),

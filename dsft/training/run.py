@@ -35,7 +35,7 @@ from dsft.runtime.hardware import give_back_freed_memory, has_gpu, wait_for_free
 from dsft.runtime.rank_logs import log_to_files
 from dsft.runtime.run_lock import only_run_in
 from dsft.runtime.versions import git_commit, versions
-from dsft.training.callbacks import compute_of
+from dsft.training.metrics import compute_of
 from dsft.training.out_of_memory import out_of_memory_explained
 from dsft.training.trainer import PerplexityTrainer
 from dsft.units import GiB, plural

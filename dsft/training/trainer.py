@@ -5,7 +5,7 @@ No training loop here: the Trainer's own runs.
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from dsft.checkpoints.manifest import checkpoints
-from dsft.data.batches import EpochSampler, PaddedToFullSteps, shuffle_seed
+from dsft.config.options import shuffle_seed
+from dsft.data.batches import EpochSampler, PaddedToFullSteps
 from dsft.data.sequences import Sequences
 from dsft.data.streaming import Stream
 from dsft.data.training_data import TrainingData
@@ -29,16 +30,14 @@ from dsft.planner.plan import Plan
 from dsft.runtime import preemption
 from dsft.runtime.distributed import sum_over_ranks
 from dsft.training.callbacks import (
-    Compute,
     Heartbeat,
     LearningCheck,
     MetricsFile,
     PositionsKept,
     ProgressLog,
     SkippedSteps,
-    derived_metrics,
-    gather_extra_metrics,
 )
+from dsft.training.metrics import Compute, Work, derived_metrics, gather_metrics, mark
 from dsft.training.plan_check import PlanCheck
 from dsft.training.saving_trainer import SavingTrainer
 from dsft.units import padded_width
@@ -84,11 +83,17 @@ class PerplexityTrainer(SavingTrainer):
         self.skipped_steps = SkippedSteps()
         self.is_stopping = False
         self.extra_metrics: dict[str, float] = {}
+        self.work = Work()
         self.compute = compute
         self.plan_check = PlanCheck(plan)
         self.add_callback(self.plan_check)
-        self.since_last_step = torch.zeros(2, dtype=torch.int64, device=args.device)
-        """Losses that are NaN or infinite, and tokens, of this rank's micro batches since the last optimizer step."""
+        self.since_last_step = torch.zeros(4, dtype=torch.int64, device=args.device)
+        """Losses that are NaN or infinite, and counts of tokens, of this rank's micro batches since the last step."""
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Counts over the full training. The Trainer's state keeps them, so that checkpoints do."""
+        return self.state.stateful_callbacks.setdefault("dsft", {"trained_tokens": 0})
 
     def _get_train_sampler(self, train_dataset: PaddedToFullSteps | None = None) -> torch.utils.data.Sampler | None:
         """The same order on any number of ranks."""
@@ -131,10 +136,21 @@ class PerplexityTrainer(SavingTrainer):
             f"{metric_key_prefix}_tokens": result.tokens,
             f"{metric_key_prefix}_runtime": time.perf_counter() - start,
         }
-        self.extra_metrics = gather_extra_metrics()
+        self.extra_metrics = gather_metrics()
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> tuple[list, Any]:
+        """The Trainer's, timed."""
+        return super().get_batch_samples(self.work.timed(epoch_iterator), *args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's, timed."""
+        start = mark()
+        loss = super().compute_loss(*args, **kwargs)
+        self.work.note_forward(start, mark())
+        return loss
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None
@@ -150,10 +166,12 @@ class PerplexityTrainer(SavingTrainer):
             return loss
         due = self.is_save_due() and self.is_world_process_zero()  # one clock counts
         flags = torch.tensor([preemption.is_asked(), due]).to(self.since_last_step)
-        bad, tokens, asked, due = sum_over_ranks(torch.cat([self.since_last_step, flags])).tolist()
+        bad, tokens, trained, positions, asked, due = sum_over_ranks(torch.cat([self.since_last_step, flags])).tolist()
         self.since_last_step.zero_()
         if self.args.include_num_input_tokens_seen == "non_padding":
             self.state.num_input_tokens_seen += tokens
+        self.totals["trained_tokens"] += trained
+        self.work.note_step(tokens=tokens, positions=positions)
         if due:
             self.control.should_save = True
         if asked and self.state.global_step + 1 < self.state.max_steps:  # else this is the last step anyhow
@@ -181,12 +199,13 @@ class PerplexityTrainer(SavingTrainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """The Trainer's, after every step; `should_log` is the same on all ranks. Collective."""
         if self.control.should_log:
-            self.extra_metrics = gather_extra_metrics()
+            self.extra_metrics = gather_metrics(self.work) | {"num_trained_tokens": self.totals["trained_tokens"]}
+            self.work = Work()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """The Trainer's, which logs the figures of the full training. Collective."""
-        self.extra_metrics = gather_extra_metrics()
+        self.extra_metrics = gather_metrics()
         return super()._finalize_training(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -214,6 +233,7 @@ class PerplexityTrainer(SavingTrainer):
         return {
             "steps": self.state.global_step,
             "tokens_seen": self.state.num_input_tokens_seen,
+            "trained_tokens": self.totals["trained_tokens"],
             "tokens_per_second": speeds[-1] if speeds else None,
             **peaks,
             **{name: evaluation[name] for name in evaluated if name in evaluation},

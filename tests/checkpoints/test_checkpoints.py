@@ -317,11 +317,10 @@ def test_a_run_killed_while_it_saves_resumes_from_the_last_complete_checkpoint(o
     def saving() -> bool:
         return len(checkpoints(out)) > 1 and any(staging.glob("*/*"))
 
-    for again in range(9):  # until no save ended between the look at it and the kill
-        killed = on_ranks(2, train, words | {"overwrite": again > 0}, kill_when=saving)
-        assert killed is None, "it was never seen saving"
-        if any(staging.glob("*/*")):
+    for again in range(9):  # until a save is seen, and did not end between the look at it and the kill
+        if on_ranks(2, train, words | {"overwrite": again > 0}, kill_when=saving) is None and any(staging.glob("*/*")):
             break
+    assert any(staging.glob("*/*"))
     for folder in checkpoints(out):
         assert integrity_errors(folder, hashes=True) == []
     log = train_all(2, [words | {"resume_from_checkpoint": "auto"}], tmp_path / "log")

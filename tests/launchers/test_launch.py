@@ -56,6 +56,11 @@ def test_without_options_the_command_takes_this_machine_and_a_free_port():
     assert second[-1] == "dsft.eval_ppl"
 
 
+def test_the_first_words_of_an_evaluation_are_its_models():
+    words = command("--num_gpus 1 eval base base.gguf --reference base")
+    assert words[-5:] == ["--model", "base", "base.gguf", "--reference", "base"]
+
+
 def test_nodes_without_ssh_take_their_place_from_the_environment(monkeypatch):
     kubernetes = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "23456", "RANK": "1", "WORLD_SIZE": "2"}
     for name, value in kubernetes.items():  # as its training operator sets them
@@ -224,14 +229,14 @@ def job(tiny, tmp_path_factory):
     """
     started = []
 
-    def start(*words: str, steps: int = 100_000):
+    def start(*words: str):
         folder = tmp_path_factory.mktemp("job")
         config = {
             "model": str(tiny / "model"),
             "data": str(tiny / "texts.jsonl"),
             "output_dir": str(folder / "run"),
             "seq_len": 64,
-            "max_steps": steps,
+            "max_steps": 100_000,
             "per_device_train_batch_size": 2,
             "save_strategy": "steps",
             "save_steps": 20,
@@ -300,13 +305,8 @@ def test_a_killed_launch_takes_its_ranks_along(job):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGUSR1,
-        *(pytest.param(number, marks=pytest.mark.exhaustive) for number in (signal.SIGTERM, signal.SIGINT)),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_asked_to_end_saves_and_ends_with_the_code_to_requeue(job, number):
     process, log, folder = job()
     process.send_signal(number)
@@ -319,20 +319,24 @@ def test_a_run_that_is_asked_to_end_saves_and_ends_with_the_code_to_requeue(job,
 
 
 @pytest.mark.launch
-def test_a_run_whose_rank_is_killed_starts_again_from_its_last_checkpoint(job):
-    process, log, folder = job("--max_restarts", "1", steps=60)
-    until = time.monotonic() + 300
-    while not (folder / "checkpoint-20" / "trainer_state.json").exists() and time.monotonic() < until:
-        time.sleep(0.05)
+def test_a_run_whose_rank_is_killed_starts_again_from_its_last_checkpoint_and_saves_when_it_is_asked_to_end(job):
+    process, log, folder = job("--max_restarts", "1")
+
+    def wait_for(condition) -> None:
+        until = time.monotonic() + 300
+        while not condition() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+
+    wait_for((folder / "checkpoint-20" / "trainer_state.json").exists)
     os.kill(ranks_below(process.pid)[1], signal.SIGKILL)
-    assert process.wait(600) == 0, log.read_text()
+    wait_for(lambda: "step " in log.read_text().partition("resuming from")[2])
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(600) == 75, log.read_text()
     text = log.read_text()
-    assert (
-        "was killed from outside" in text
-        and "restart 1 of 1, from the last checkpoint" in text
-        and "resuming from" in text
-    )
-    assert read_json(folder / "run.json")["results"]["steps"] == 60
+    assert "was killed from outside" in text and "restart 1 of 1, from the last checkpoint" in text
+    assert "asked to stop (SIGUSR1, SIGTERM)" in text.partition("resuming from")[2]
+    assert read_json(folder / "run.json")["status"] == "preempted"
+    assert list(folder.glob("checkpoint-*/trainer_state.json"))
 
 
 @pytest.mark.launch

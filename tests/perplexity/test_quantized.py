@@ -294,12 +294,53 @@ def test_gguf_files_are_read_beside_the_model_they_were_made_from(tiny, model, t
 
 @needs("bitsandbytes")
 @pytest.mark.exhaustive
-def test_the_formats_of_bitsandbytes_are_evaluated(tiny, tmp_path):
-    # Its products on CPUs with AVX512-BF16 take 64 inputs and 32 outputs at a time.
-    model = str(write_certain_model(tmp_path / "model", hidden_size=64, intermediate_size=64))
+@torch.no_grad()
+def test_the_formats_of_bitsandbytes_are_evaluated_in_layers_of_any_size(tiny, tmp_path):
+    """nf4 in fp32 is plain weights rounded to its grid, also where a CPU has products in bf16 for some sizes."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    model = str(write_certain_model(tmp_path / "model", intermediate_size=40))
     evaluations = results(tiny, model=[model], quantization=["none", "nf4", "int8"], reference=model)
-    plain, nf4, int8 = (each.divergence.kl for each in evaluations)
-    assert abs(plain) < 1e-7 < int8 < nf4
+    plain, nf4, int8 = evaluations
+    assert abs(plain.divergence.kl) < 1e-7 < int8.divergence.kl < nf4.divergence.kl
+    rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for layer in rounded.model.layers.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.copy_(
+                dequantize_4bit(*quantize_4bit(layer.weight, quant_type="nf4", compress_statistics=True))
+            )
+    assert nf4.perplexity.loss == pytest.approx(loss_of(rounded, tiny, nf4), rel=1e-6)
+
+
+@needs("compressed_tensors")
+@pytest.mark.exhaustive
+@torch.no_grad()
+def test_a_model_of_compressed_tensors_is_evaluated_as_it_lies(tiny, model, tmp_path):
+    """Four bits in groups of 32, packed as llm-compressor writes them."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    folder = tmp_path / "packed"
+    shutil.copytree(model, folder)
+    rounded, tensors = AutoModelForCausalLM.from_pretrained(model), load_file(folder / "model.safetensors")
+    for name, weight in rounded.named_parameters():
+        if name.endswith("proj.weight"):
+            del tensors[name]
+            groups = weight.reshape(len(weight), -1, 32)
+            scale = groups.abs().amax(dim=2, keepdim=True) / 7.5
+            steps = (groups / scale).round().clamp(-8, 7)
+            weight.copy_((steps * scale).reshape(weight.shape))
+            packed = {"packed": pack_to_int32(steps.reshape(weight.shape).to(torch.int8), 4), "scale": scale[:, :, 0]}
+            packed["shape"] = torch.tensor(weight.shape)
+            tensors |= {f"{name}_{part}": tensor.contiguous() for part, tensor in packed.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    section = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
+    describe(folder, section | {"config_groups": groups, "ignore": ["lm_head"]})
+    evaluation, plain = results(tiny, model=[str(folder), str(model)], reference=str(model))
+    assert (evaluation.options["quantization"], evaluation.zero) == ("compressed-tensors", "0")
+    assert evaluation.perplexity.loss == pytest.approx(loss_of(rounded, tiny, evaluation), rel=1e-5)
+    assert abs(plain.divergence.kl) < 1e-7 < evaluation.divergence.kl
 
 
 @needs("torchao")

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
+from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from dsft.config.deepspeed_json import read_zero_file
 from dsft.config.options import TrainConfig
@@ -41,7 +41,8 @@ def model_config(step: dict[str, Any]) -> PreTrainedConfig:
             embd_pdrop=0,
             attn_pdrop=0,
         )
-    return LlamaConfig(
+    architecture = Qwen3Config if values["like"] == "qwen3" else LlamaConfig
+    return architecture(
         hidden_size=values["hidden"],
         num_hidden_layers=values["layers"],
         num_attention_heads=values["heads"],

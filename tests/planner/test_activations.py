@@ -7,11 +7,11 @@ from itertools import product
 import pytest
 import torch
 import transformers
+from allocator import allocator_peak
 from conftest import grid
 from datasets import Dataset
 from peft import LoraConfig
 from tiny import ARCHITECTURES
-from torch.profiler import ProfilerActivity, profile
 
 from dsft.config.options import TrainConfig
 from dsft.data.batches import Collator
@@ -22,7 +22,7 @@ from dsft.perplexity.scoring import score
 from dsft.planner import activations
 from dsft.planner.activation_trace import trace_step, trace_training
 from dsft.planner.activations import _fused_head, evaluation_activations, training_activations
-from dsft.planner.fake_model import enable_checkpointing, fake_model
+from dsft.planner.fake_model import enable_checkpointing, fake_model, meta_model
 
 LLAMA_8B = transformers.LlamaConfig(
     vocab_size=128256,
@@ -162,7 +162,7 @@ UNLIKE_LAYERS = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128
 def test_few_layers_tell_of_many(model_config):
     options = {"dtype": torch.bfloat16, "attention": "flash"}
     (extrapolated,) = trace_training(model_config, batches=(2,), seq_len=512, **options)
-    with fake_model(model_config, **options) as model:
+    with fake_model(meta_model(model_config, **options)) as model:
         for checkpointing in (False, True):
             if checkpointing:
                 enable_checkpointing(model)
@@ -266,19 +266,6 @@ def real_model(attention: str, *, checkpointing: bool = False, dtype: torch.dtyp
     return model.train()
 
 
-def allocator_peak(run) -> int:
-    """Most bytes that torch's CPU allocator had handed out at once during `run()`: everything, inside operators too."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        run()
-    held = peak = 0
-    for event in sorted(
-        (e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()
-    ):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
-
-
 SHAPES = [
     (*peak, checkpointing, dtype)
     for peak, checkpointing, dtype in product(
@@ -301,7 +288,7 @@ def test_fake_tensors_live_and_die_as_real_ones_do(vocab_size, peak_lies_in, che
     shape = {"batch": 2, "seq_len": 256, "attention": "eager"}
     ids_BT = torch.zeros(2, 256, dtype=torch.long)
     model_config = transformers.LlamaConfig(**(SMALL | {"vocab_size": vocab_size}))
-    with fake_model(model_config, dtype=dtype, attention="eager") as model:
+    with fake_model(meta_model(model_config, dtype=dtype, attention="eager")) as model:
         if checkpointing:
             enable_checkpointing(model)
         fake = trace_step(model, **shape)
@@ -355,7 +342,8 @@ def test_the_trainer_holds_no_more_than_the_trace_says(tmp_path):
     )
     sequences = Dataset.from_list([{"input_ids": [1] * 256, "labels": [1] * 256}] * 4)
     Measured(model=real_model("eager"), args=arguments, train_dataset=sequences, data_collator=Collator(0)).train()
-    with fake_model(transformers.LlamaConfig(**SMALL), dtype=torch.float32, attention="eager") as model:
+    blueprint = meta_model(transformers.LlamaConfig(**SMALL), dtype=torch.float32, attention="eager")
+    with fake_model(blueprint) as model:
         fake = trace_step(model, batch=2, seq_len=256, attention="eager")
     assert peaks == [pytest.approx(fake.kept + fake.head, rel=0.005)] * 2
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import socket
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ from dsft.planner.candidates import NAMES, candidate_names, sub_group_size
 from dsft.planner.gpus import GPUS
 from dsft.planner.measuring import calibrate
 from dsft.planner.plan import Plan, all_plans, choose, reason
+from dsft.planner.shortlist import shortlist
 from dsft.planner.speeds import parse_interconnect, speeds_of
 from dsft.planner.step_time import collective_seconds, flops_per_token
 from dsft.planner.zero_layout import unmodelled_settings
@@ -184,6 +186,13 @@ def test_the_reason_says_what_the_next_better_plan_would_need(configs):
     chosen, plans = plans_of(configs["8b"], machine, method="full")
     text = reason(chosen, plans, machine)
     assert chosen.fits and "per GPU" in text and "would fit" in text and "times as fast" in text
+
+
+def test_the_plan_that_the_reason_names_is_shown(configs):
+    machine = gpus(8, 80, nodes=2, host=1000)
+    chosen, plans = plans_of(configs["70b"], machine, method="lora")
+    (named,) = re.findall(r"per (?:GPU|host), (ZeRO .*?) would fit", reason(chosen, plans, machine))
+    assert named in [plan.label for plan in shortlist(chosen, plans, machine)]
 
 
 def test_more_of_anything_never_needs_less(configs):

@@ -189,6 +189,19 @@ RUNS = {
             "offload_param": {"device": "cpu", "pin_memory": False},
         },
     ),
+    "arctic-8b-offload-liger-300k": Published(
+        source="snowflakedb/ArcticTraining, projects/sequence-parallelism/run-h200-sp1-llama-8b-liger.yml",
+        model=LlamaConfig(**LLAMA3_8B),
+        seq_len=300_000,
+        liger=True,
+        measured=134.96 * GiB,
+        counts="nvml",
+        zero={
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "pin_memory": False},
+            "offload_param": {"device": "cpu", "pin_memory": False},
+        },
+    ),
     "swift-14b-zero3": Published(
         source="modelscope/ms-swift, examples of sequence packing on 8 A800",
         model=Qwen2Config(**QWEN_14B),

@@ -1,4 +1,4 @@
-"""The predicted speed beside published steps of A100, H100, A800 and 4090: within 20 % each, 10 % in the median."""
+"""The predicted speed beside published steps of five cards: within 20 % each, 10 % in the median."""
 
 import dataclasses
 import statistics
@@ -39,7 +39,12 @@ def fitted_ratio(step: dict, share: float, memory: float) -> float:
     """Predicted over published tokens, had these two shares been chosen."""
     speeds = speeds_for(step)
     flops = speeds.flops * share / FAMILIES[step["gpu"][0]]
-    speeds = dataclasses.replace(speeds, flops=flops, device_bytes=speeds.device_bytes * memory / MEMORY_SHARE)
+    speeds = dataclasses.replace(
+        speeds,
+        flops=flops,
+        attention_share=speeds.attention_flops / flops,
+        device_bytes=speeds.device_bytes * memory / MEMORY_SHARE,
+    )
     return predicted_tokens(step, speeds) / step["tokens_per_gpu"]
 
 

@@ -1,6 +1,7 @@
 """`dsft report`: the page holds what is known of runs, however they ended, and loads nothing."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -64,6 +65,7 @@ def logged(steps, *, evaluated=True):
     log = [
         {"step": step, "num_input_tokens_seen": 100 * step, "loss": 4.0 / step, "learning_rate": 0.01, "grad_norm": 1.5}
         | {"train_runtime": 10.0 * step, "train_tokens_per_second": 50.0, "peak_gpu_gib": 20.0}
+        | {"data_wait_seconds": 1.5}
         for step in range(1, steps + 1)
     ]
     last = {"step": steps, "num_input_tokens_seen": 100 * steps, "eval_loss": 2.5, "eval_perplexity": 12.1825}
@@ -80,7 +82,8 @@ def write_evaluation(folder, model):
     pyarrow.parquet.write_table(pyarrow.table(names | columns), folder / "documents.parquet")
     report = {"model": model, "data": "held.jsonl", "mode": "windows", "perplexity": 45.5, "tokens": 11, "documents": 3}
     report |= {"nats": sum(nats), "bits_per_byte": 1.377, "interval": {"perplexity": [40.25, 50.5]}, "divergence": None}
-    (folder / "perplexity.json").write_text(json.dumps({"results": [report]}))
+    of_one_document = {"data": "one.jsonl", "interval": {"perplexity": [math.nan, math.nan]}}
+    (folder / "perplexity.json").write_text(json.dumps({"results": [report, report | of_one_document]}))
     return folder
 
 
@@ -114,12 +117,16 @@ def two_runs(tmp_path):
     """A finished run with an evaluation of its final model beside it, and one that a NaN stopped."""
     checks = {"over the full training": {"GPU memory allocated": {"predicted": 195 << 30, "measured": 200 << 30}}}
     checks["over the full training"]["GPU memory allocated"]["error"] = -0.025
+    held = {"predicted": 150 << 30, "measured": 160 << 30, "error": -0.0625}
+    checks["over the full training"]["GPU memory between steps"] = held
     results = {"seconds": 100.0, "tokens_seen": 400, "plan_check": checks, "saves": {"seconds": 10.0}}
     config = {"model": HOSTILE, "method": "lora", "data": ["a.jsonl"], "output_dir": "x", "max_steps": 8}
     good = write_run(tmp_path / "runs" / "good", log=logged(4), status="done", results=results)
     bad = write_run(
         tmp_path / "runs" / "bad", log=logged(2), status="stopped", error="the loss is NaN at step 3", config=config
     )
+    with (bad / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": 1.5, "grad_norm": Infinity, "num_input_tokens_seen": 300}\n')
     write_evaluation(tmp_path / "runs" / "eval", str(good / "final"))
     return [str(good), str(bad)]
 
@@ -153,9 +160,11 @@ def test_each_chart_has_its_points_with_tokens_and_units(two_runs):
         ("good", 200, 2.0),
     ]
     measured = drawn["perplexity"]["layer"][-1]["data"]["values"]
-    assert [(point["tokens"], point["value"], point["low"], point["high"]) for point in measured] == [
-        (400, 45.5, 40.25, 50.5)
+    assert [(point["tokens"], point["value"], point.get("low"), point.get("high")) for point in measured] == [
+        (400, 45.5, 40.25, 50.5),
+        (400, 45.5, None, None),
     ]
+    json.dumps(drawn, allow_nan=False)  # a browser would draw an axis without an end
     bars = drawn["memory"]["data"]["values"]
     planned = {row["part"]: row["value"] for row in bars if row["bar"] == "good: planned"}
     assert planned == {
@@ -165,7 +174,12 @@ def test_each_chart_has_its_points_with_tokens_and_units(two_runs):
         "saved activations": 25,
         "other components": 20,
     }, "without what the step alone takes, which is less than a micro batch"
-    assert [row["value"] for row in bars if row["part"] == "measured"] == [200]
+    assert [(row["part"], row["value"]) for row in bars if row["bar"] == "good: measured"] == [
+        ("held between steps", 160),
+        ("added by a step", 40),
+    ]
+    colours = drawn["memory"]["encoding"]["color"]["scale"]
+    assert len(set(colours["range"])) == len(colours["domain"]) == 7
 
 
 @pytest.mark.parametrize(
@@ -187,7 +201,11 @@ def test_a_log_cut_off_by_a_kill_and_one_of_two_attempts(tmp_path):
         file.write('{"step": 5, "lo')
     run = read_report([str(folder)]).runs[0]
     assert len(run.log) == 8
-    assert {row["part"]: 60 * row["value"] for row in time_parts(run)} == {"training": 10.0, "evaluation": 10.0}
+    assert {row["part"]: 60 * row["value"] for row in time_parts(run)} == {
+        "training": 7.0,
+        "waiting for data": 3.0,
+        "evaluation": 10.0,
+    }
 
 
 def test_what_is_no_run_is_named(tmp_path):

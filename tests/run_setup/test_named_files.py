@@ -1,4 +1,4 @@
-"""Files that a launch looks at before its launcher and its ranks start, without torch."""
+"""Files that a launch looks at before its launcher and its ranks start, and ranks before they meet, without torch."""
 
 import json
 import subprocess
@@ -9,28 +9,32 @@ from conftest import ROOT
 
 from dsft.models.chat_template import PRESETS, load_template
 
-LAUNCHES = """
+STARTS = """
 import json, sys
+from dsft import eval_ppl, train
 from dsft.cluster.launch.run import launch
 from dsft.errors import UserError
-for words in json.load(sys.stdin):
-    try:
-        launch(words)
-    except UserError as error:
-        print(json.dumps(error.problems))
+for name, *words in json.load(sys.stdin):
+    for start in launch, {"train": train, "eval": eval_ppl}[name].main.__wrapped__:
+        try:
+            start([name, *words] if start is launch else words)
+        except UserError as error:
+            print(json.dumps(error.problems))
 print(json.dumps(sorted({"torch", "transformers", "deepspeed", "datasets"} & sys.modules.keys())))
 """
 
 
-def test_a_launch_names_what_is_wrong_with_its_files_before_torch_is_loaded(tmp_path):
+def test_launches_and_ranks_name_what_is_wrong_with_their_files_before_torch_is_loaded(tmp_path):
     files = {
         "template.jinja": "{% for message in messages %}\n{{ message.content }\n",
         "rows.jsonl": '{"text": "a"}\n{"text": \n',
         "columns.jsonl": '{"title": "a", "body": "b"}\n',
         "good.jsonl": '{"text": "a"}\n',
         "zero.json": '{"zero_optimization": {"stage": 3},}',
+        "old/run.json": '{"config": {"model": "gpt2", "eval_data": ["gone.jsonl"], "output_dir": "old"}}',
     }
     for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     wrong = {
         "model": "./none/config.json",
@@ -44,14 +48,19 @@ def test_a_launch_names_what_is_wrong_with_its_files_before_torch_is_loaded(tmp_
     launches = [
         ["train", *words, "--bogus", "1", "--data", "nowhere.jsonl", "columns.jsonl", "good.jsonl", "a/hub_name"],
         ["eval", "--model", "gpt2", "./none", "--data", "rows.jsonl"],
+        ["eval", "--run", "old"],
     ]
     environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
     result = subprocess.run(
-        [sys.executable, "-c", LAUNCHES],
+        [sys.executable, "-c", STARTS],
         input=json.dumps(launches), capture_output=True, text=True, cwd=tmp_path, env=environment,
     )  # fmt: skip
-    train, evaluation, loaded = result.stdout.splitlines()
+    *answers, loaded = result.stdout.splitlines()
     assert loaded == "[]", result.stdout + result.stderr
+    (train, as_rank), (evaluation, as_scorer), (of_run, of_run_as_scorer) = zip(
+        answers[::2], answers[1::2], strict=True
+    )
+    assert (train, evaluation, of_run) == (as_rank, as_scorer, of_run_as_scorer)
     starts = [
         "bogus: unknown key",
         "zero=zero.json: not valid JSON",
@@ -66,6 +75,10 @@ def test_a_launch_names_what_is_wrong_with_its_files_before_torch_is_loaded(tmp_
     assert [problem[: len(start)] for problem, start in zip(problems, starts, strict=True)] == starts
     starts = ["model=./none: there is no such folder or file", "data: rows.jsonl, line 2: not valid JSON"]
     problems = json.loads(evaluation)
+    assert [problem[: len(start)] for problem, start in zip(problems, starts, strict=True)] == starts
+
+    starts = ["run=old: holds no final model yet", "data: gone.jsonl does not exist"]
+    problems = json.loads(of_run)
     assert [problem[: len(start)] for problem, start in zip(problems, starts, strict=True)] == starts
 
 

@@ -7,30 +7,15 @@ import sys
 import threading
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
+import torch.utils.cpp_extension as extension
+from ranks import on_ranks
 
 from dsft.runtime import op_locks
 from dsft.runtime.lock_file import Owner
 from dsft.runtime.op_locks import OLD_SECONDS, OperatorLock, name_owners_of_operator_locks
-
-LOADS_AN_OPERATOR = """
-import os, time
-import torch.utils.cpp_extension as extension
-from dsft.runtime.op_locks import name_owners_of_operator_locks
-name_owners_of_operator_locks()
-print("loading", flush=True)
-def build(**options):
-    open(folder + "/building", "x").close()
-    time.sleep(0.2)
-    os.rename(folder + "/building", folder + "/built")
-
-extension._write_ninja_file_and_build_library = build
-extension._import_module_from_library = lambda name, folder, is_python: open(folder + "/built").close()
-extension.load("probe", [], build_directory=folder)
-print("loaded", flush=True)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -95,17 +80,26 @@ def test_a_lock_of_another_machine_is_respected_until_it_is_old(tmp_path):
     assert "s old" in op_locks._left_behind(path)
 
 
+def _loads_an_operator(folder: Path) -> None:
+    def build(**options) -> None:
+        (folder / "building").touch(exist_ok=False)
+        time.sleep(0.2)
+        (folder / "building").rename(folder / "built")
+
+    name_owners_of_operator_locks()
+    extension._write_ninja_file_and_build_library = build
+    extension._import_module_from_library = lambda name, folder, is_python: Path(folder, "built").open().close()
+    extension.load("probe", [], build_directory=str(folder))
+
+
 def test_one_of_several_waiting_processes_takes_a_dead_owners_lock_over_and_the_others_wait_for_its_build(tmp_path):
     """No two build at once: the second could not make the file `building`."""
     (tmp_path / "lock").write_text(json.dumps(asdict(gone())))
-    code = f"folder = {str(tmp_path)!r}\n{LOADS_AN_OPERATOR}"
-    ranks = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
-    assert [rank.wait(300) for rank in ranks] == [0, 0, 0] and (tmp_path / "built").exists()
+    on_ranks(3, _loads_an_operator, tmp_path)
+    assert (tmp_path / "built").exists()
 
 
 def test_torch_builds_with_this_lock(monkeypatch):
-    import torch.utils.cpp_extension
-
-    monkeypatch.setattr(torch.utils.cpp_extension, "FileBaton", None)
+    monkeypatch.setattr(extension, "FileBaton", None)
     name_owners_of_operator_locks()
-    assert torch.utils.cpp_extension.FileBaton is OperatorLock
+    assert extension.FileBaton is OperatorLock

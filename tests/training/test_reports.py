@@ -22,10 +22,10 @@ def _sequence(length: int):
 
 
 @pytest.mark.parametrize("flash", [False, True])
-def test_a_batch_tells_its_tokens_without_padding_and_blank_sequences(flash):
+def test_a_batch_tells_its_tokens_those_trained_and_its_positions(flash):
     packed = PackedCollator(0, flash=flash)([[_sequence(3), _sequence(4)], [_sequence(5)], [BLANK]])
-    assert packed["num_tokens"].tolist() == [12]
-    assert Collator(0)([_sequence(3), _sequence(11), BLANK])["num_tokens"].tolist() == [14]
+    assert packed["num_tokens"].tolist() == [12, 12 - 3, 3 * 8]
+    assert Collator(0)([_sequence(3), _sequence(11), BLANK])["num_tokens"].tolist() == [14, 14 - 2, 3 * 16]
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +78,15 @@ def test_a_run_that_resumes_continues_its_metrics_after_its_checkpoint(tmp_path)
     assert path.read_text() == "", "another run"
 
 
-def test_tokens_seen_are_those_of_the_data_packed_or_padded(runs):
+def test_tokens_seen_and_trained_are_those_of_the_data_packed_or_padded(runs):
     folder, _ = runs
-    counts = {name: read_json(folder / name / "run.json") for name in ("packed", "padded")}
-    for run in counts.values():
-        assert run["results"]["tokens_seen"] == 2 * run["data"]["tokens"], json.dumps(run["data"])
+    for name in ("packed", "padded"):
+        run = read_json(folder / name / "run.json")
+        results, data = run["results"], run["data"]
+        assert results["tokens_seen"] == 2 * data["tokens"], json.dumps(data)
+        assert results["trained_tokens"] == 2 * data["trained_tokens"] < results["tokens_seen"]
+        last = [entry for entry in results["log"] if "loss" in entry][-1]
+        assert last["num_trained_tokens"] == results["trained_tokens"] and 0 <= last["padding_share"] < 1
 
 
 def test_data_seed_0_is_a_seed_like_any_other(runs):

@@ -8,26 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from allocator import allocator_peak
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from ranks import SECONDS, on_ranks, train
-from torch.profiler import ProfilerActivity, profile
+from ranks import SECONDS, on_ranks, trained
 
 from dsft.models.zero_shards import mapped_resume
 from dsft.training.saving_trainer import SavingTrainer
 from dsft.watchdog.processes import Process
-
-
-def allocator_peak(run) -> int:
-    """Most bytes of tensors made during `run()` and alive at once, in mapped files too."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        run()
-    held = peak = 0
-    for event in sorted(
-        (e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()
-    ):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 def train_measured(options: dict) -> dict:
@@ -39,7 +26,7 @@ def train_measured(options: dict) -> dict:
 
     SavingTrainer.save_model = measured_save
     try:
-        trainer = train(options)
+        trainer = trained(options)
     finally:
         SavingTrainer.save_model = save_model
     weights = [parameter for parameter in trainer.model.parameters()]

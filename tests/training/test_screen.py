@@ -16,13 +16,17 @@ from types import SimpleNamespace
 import pytest
 from conftest import flags, read_json
 from ranks import run_entry
+from rich.table import Table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dsft.runtime import console
 from dsft.runtime.rank_logs import _Both
-from dsft.training.callbacks import Compute, ProgressLog, derived_metrics
+from dsft.training.callbacks import ProgressLog
+from dsft.training.metrics import Compute, derived_metrics
 
 NOISE = ("built successfully", "tokenizer has new PAD", "Loading weights", "Writing model shards", "--calibrate")
+TOLD = ("loss", "perplexity", "grad_norm", "learning_rate", "peak_host_gib", "num_trained_tokens")
+TOLD += ("data_wait_seconds", "rank_skew", "padding_share")
 LOGS = {"loss": 2.5, "learning_rate": 0.0012345, "grad_norm": 0.61725, "train_tokens_per_second": 1234.5}
 LOGS |= {"peak_host_gib": 1.0335, "num_input_tokens_seen": 4096}
 
@@ -61,7 +65,7 @@ def test_metrics_reach_the_file_and_tensorboard_by_the_same_names(trained):
     assert lines[-1]["save_seconds"] == pytest.approx(read_json(folder / "run.json")["results"]["saves"]["seconds"])
     events = next(folder.rglob("events.out.tfevents.*"))
     board = EventAccumulator(str(events.parent)).Reload()
-    for metric in ("loss", "perplexity", "grad_norm", "learning_rate", "peak_host_gib"):
+    for metric in TOLD:
         read = {event.step: event.value for event in board.Scalars(f"train/{metric}")}
         written = {line["step"]: line[metric] for line in lines if metric in line}
         assert {step: read[step] for step in losses} == pytest.approx({step: written[step] for step in losses})
@@ -124,6 +128,7 @@ def test_on_a_terminal_one_line_moves_below_those_that_stay(monkeypatch, capsys,
     assert all(("tokens 4,096" in line) == (columns == 120) for line in lines)
     drawn = [text for text in re.split(r"[\r\n]", moved) if "Training" in text]
     assert any("3/3" in text and "loss 2.5" in text and "tokens/s 1234" in text for text in drawn)
+    assert any("peak_host_gib 1.034" in text for text in drawn) == (columns == 120)
     assert {len(text) <= columns for text in drawn} == {True}
     assert "\n" not in moved.rstrip("\n"), "nothing of it stays"
 
@@ -151,3 +156,23 @@ def test_bars_on_the_terminal_are_not_in_the_rank_log(tmp_path):
     for text in ("a line\n", "\rPerplexity:  10%", "\r    \r", "\033[31mdsft: error: \033[0manother\n"):
         both.write(text)
     assert screen.getvalue().count("\r") == 3 and file.getvalue() == "a line\ndsft: error: another\n"
+
+
+@pytest.mark.parametrize(("columns", "is_terminal"), [(40, True), (80, True), (40, False)])
+def test_a_table_stands_only_where_it_fits_and_nothing_of_it_is_lost(monkeypatch, capsys, columns, is_terminal):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    table = Table(caption="GiB of a rank")
+    for name in ("step", "ZeRO", "where"):
+        table.add_column(name, no_wrap=True)
+    table.add_row("10", "", "folder/with-a-long-name/checkpoint-10")
+    table.add_row("20", "3", "folder/with-a-long-name/checkpoint-20")
+    console.show_table(table)
+    console.print_table("a title", {"a name": "word " * 8 + "/a/path-of[one]/piece"})
+    lines = re.sub("\033\\[\\d*m", "", capsys.readouterr().out).splitlines()
+    for piece in ("folder/with-a-long-name/checkpoint-20", "/a/path-of[one]/piece", "a title", "GiB of a rank"):
+        assert sum(piece in line for line in lines) == 1, piece
+    if is_terminal:
+        assert max(map(len, lines)) <= max(columns, 42)
+    if columns == 40 and is_terminal:
+        assert lines[:3] == ["step 10, where", "    folder/with-a-long-name/checkpoint-10", "step 20, ZeRO 3, where"]

@@ -7,6 +7,7 @@ import resource
 import sys
 from pathlib import Path
 
+import dsft.training.run  # noqa: F401  what a training loads is not counted
 from dsft.errors import ends_with_clear_errors
 from dsft.runtime import distributed
 from dsft.train import main

@@ -10,7 +10,7 @@ from dsft.errors import raise_if_any
 
 def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
     """(options, "train" or "eval", words of the script) from `[options] train|eval [words]`; options may also stand
-    among the words.
+    among the words. The first words of an evaluation are its models.
 
     Raises:
         UserError: for an unknown word before train or eval, a value that is none, or two ways at once.
@@ -25,7 +25,10 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
         )
     _check(options, problems)
     raise_if_any(problems)
-    return options, words[0], words[1:]
+    name, *script = words
+    if name == "eval" and script and not script[0].startswith("--"):
+        script = ["--model", *script]
+    return options, name, script
 
 
 def _check(options: LaunchOptions, problems: list[str]) -> None:

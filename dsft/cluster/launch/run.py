@@ -19,9 +19,10 @@ from dsft.cluster.launch.options import read_launch
 from dsft.cluster.launch.preflight import examine_first, wait_until_examined
 from dsft.cluster.launch.shared import set_shared
 from dsft.cluster.launch.ssh_sessions import SshSessions
-from dsft.config.options import EvalConfig, TrainConfig
-from dsft.config.reader import read_config, read_file_and_flags, read_flags, split_flags
+from dsft.config.options import TrainConfig
+from dsft.config.reader import read_config, read_file_and_flags, split_flags
 from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_UNSAVED, EXIT_USER_ERROR, raise_if_any, without_second_errors
+from dsft.perplexity.of_training import read_evaluation
 from dsft.run_setup.named_files import check_named_files
 from dsft.runtime.distributed import free_port
 from dsft.runtime.launcher_env import LAUNCH, launcher_variables
@@ -194,10 +195,13 @@ def check_script(name: str, script: list[str], *, files: bool) -> None:
     Raises:
         UserError: with all problems that options and files show by themselves.
     """
-    if name == "eval" and {"config", "run"} & read_flags(script, []).keys():  # what these name may be a training's
-        return
     problems: list[str] = []
-    options = read_config(TrainConfig if name == "train" else EvalConfig, script, problems)
+    if name == "train":
+        options = read_config(TrainConfig, script, problems)
+    else:
+        options = read_evaluation(script, problems)
+        if options.run and not files:  # its run.json may lie there alone too
+            return
     if files:
         problems += without_second_errors(check_named_files(options), problems)
     raise_if_any(problems)

@@ -1,0 +1,117 @@
+"""What a line of the log tells beside the Trainer's own metrics. It costs one collective at log steps, none at others.
+
+A new metric is a line of `gather_metrics` or `derived_metrics`, and of LOGGED (callbacks.py) where the screen shows it.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dsft.perplexity.sums import exp
+from dsft.planner.gpus import GPUS, gpu_name, named_gpus
+from dsft.planner.step_time import flops_per_token
+from dsft.run_setup.resolve import ResolvedRun
+from dsft.runtime.distributed import from_all
+from dsft.runtime.hardware import has_gpu, peak_memory_bytes
+from dsft.units import GiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """What a run can compute, for the shares of it that are used."""
+
+    num_gpus: int
+    """Of all nodes; 0 where ranks run on CPU, whose speed is told only together."""
+    flops_per_token: float
+    """Of training a full sequence, without what activation checkpointing computes again."""
+    peak_flops: float
+    """Of one GPU by its data sheet, in the run's dtype; 0 where that is not known."""
+
+
+def compute_of(run: ResolvedRun) -> Compute:
+    """Find what a run can compute."""
+    machine, half = run.machine, run.options.dtype in ("bfloat16", "float16")
+    is_known = machine.has_gpu and half and bool(named_gpus(machine.gpu_type))
+    return Compute(
+        num_gpus=machine.world_size if machine.has_gpu else 0,
+        flops_per_token=flops_per_token(run.model.size, run.options.seq_len, checkpointing=False),
+        peak_flops=1e12 * GPUS[gpu_name(machine)].tflops if is_known else 0.0,
+    )
+
+
+def derived_metrics(logs: dict[str, float], compute: Compute) -> dict[str, float]:
+    """Compute what follows from a log entry: perplexity of the loss; of one GPU speed, TFLOP/s and MFU."""
+    derived = {"perplexity": exp(logs["loss"])} if "loss" in logs else {}
+    if compute.num_gpus and "train_tokens_per_second" in logs:
+        speed = logs["train_tokens_per_second"] / compute.num_gpus
+        flops = speed * compute.flops_per_token
+        derived |= {"tokens_per_second_per_gpu": speed, "tflops_per_gpu": flops / 1e12}
+        if compute.peak_flops:
+            derived["mfu"] = flops / compute.peak_flops
+    return derived
+
+
+@dataclass(kw_only=True)
+class Work:
+    """What was done since the last line of the log that tells of steps."""
+
+    tokens: int = 0
+    """Of all ranks, without padding."""
+    positions: int = 0
+    """Of all ranks, with padding."""
+    data_seconds: float = 0.0
+    """This rank waited for batches."""
+    forward_seconds: float = 0.0
+    """This rank's forward passes took. In ZeRO stages 0 to 2 a rank waits for no other before their end."""
+    _passes: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches, and count the seconds until each is there."""
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            self.data_seconds += time.perf_counter() - start
+            if batch is None:
+                return
+            yield batch
+
+    def note_forward(self, start: Any, end: Any) -> None:
+        """Note the marks before and after a forward pass."""
+        self._passes.append((start, end))
+
+    def note_step(self, *, tokens: int, positions: int) -> None:
+        """Note what all ranks computed in a step, when this rank's work of it is known to be done."""
+        self.tokens += tokens
+        self.positions += positions
+        self.forward_seconds += sum(_seconds_between(start, end) for start, end in self._passes)
+        self._passes.clear()
+
+
+def mark() -> Any:
+    """Mark the time in a rank's work; on a GPU, whose work is done later than it is asked for, without waiting."""
+    if not has_gpu():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds_between(start: Any, end: Any) -> float:
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
+
+
+def gather_metrics(work: Work | None = None) -> dict[str, float]:
+    """Gather the largest peak memory of one rank so far and, of `work`, what ranks waited for. Collective."""
+    own_seconds = work.data_seconds + work.forward_seconds if work else 0.0
+    ranks = from_all([(peak_memory_bytes(), work.data_seconds if work else 0.0, own_seconds)])
+    peaks, data_seconds, own_seconds = zip(*ranks, strict=True)
+    metrics = {f"peak_{name}_gib": round(max(peak[name] for peak in peaks) / GiB, 3) for name in peaks[0]}
+    if work is None or not work.positions:
+        return metrics
+    metrics |= {"data_wait_seconds": max(data_seconds), "padding_share": 1 - work.tokens / work.positions}
+    if len(ranks) > 1:
+        metrics["rank_skew"] = max(own_seconds) / min(own_seconds)
+    return metrics
