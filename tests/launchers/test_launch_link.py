@@ -36,9 +36,12 @@ def wait_until_tied():
 def to_another_host():
     if os.fork():
         time.sleep(1000)  # as an ssh
+    session = os.getpid()
     if os.fork():
         os._exit(0)
     os.setsid()
+    while os.getppid() == session:  # whose end would be that of a launcher, as its command line reads
+        time.sleep(0.01)
 def say(word):
     path = os.environ["FOLDER"] + "/" + word
     open(path + "-", "w").write(str(os.getpid()))
