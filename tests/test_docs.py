@@ -137,6 +137,18 @@ def parse_run(name: str, words: list[str]) -> None:
     assert [problem for problem in problems if ": missing" not in problem] == []
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", *ROOT.glob("docs/*.md")], ids=name_of)
+def test_no_sentence_has_more_than_25_words(page):
+    """Of prose: pieces of code and addresses of links count as none, and blocks, tables and headings are left out."""
+    text = re.sub(
+        r"^```.*?^```|`[^`]*`", lambda code: "\n" if "\n" in code[0] else "`", page.read_text(), flags=re.M | re.S
+    )
+    text = re.sub(r"\]\([^)]*\)", "", re.sub(r"^[|#>!].*", "\n", text, flags=re.M))
+    for paragraph in re.split(r"\n\s*\n|\n\s*(?:-|\d\.) ", text):
+        for sentence in re.split(r"(?<=[.!?])[*)]*\s+(?=[\W\d]*[A-Z`\d])", " ".join(paragraph.split())):
+            assert len(re.findall(r"\S*\w\S*", sentence)) <= 25, sentence
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=name_of)
 def test_every_yaml_block_holds_options_of_a_training(page):
     for block in blocks(page, "yaml"):
