@@ -1,6 +1,6 @@
 """The commands of `dsft`, their options, and what help says of them. Loads no library: help starts at once."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 from dsft.cluster.launch.commands import LaunchOptions
@@ -79,6 +79,20 @@ class DoctorOptions(HostFields):
     """Without the tables, where nothing is wrong."""
     json: bool = False
     """One JSON object on standard output."""
+
+
+@dataclass(kw_only=True)
+class GpuCheckOptions:
+    """Checks: which, for how long, and where their results go."""
+
+    minutes: float = 8.0
+    """For all checks together; those that are not reached are told."""
+    only: list[str] = field(default_factory=list)
+    """Names of the checks to run; by default all, most valuable first."""
+    tiny: bool = False
+    """With a tiny model, of which no memory and no time is claimed; needs no GPU."""
+    out: str = "gpu-check"
+    """Folder for gpu-check.md and gpu-check.json; its disk holds models and checkpoints meanwhile."""
 
 
 @dataclass(kw_only=True)
@@ -200,6 +214,9 @@ It looks before any training process starts, in less than half a minute: drivers
 memory and disk against the plan, then sums and rates between all nodes. docs/doctor.md says what each finding means.
 Options that are not listed here are the run's own, as dsft train takes them (--model, --data, --output_dir ...).
 Exit code 0 without errors, 2 with."""
+_GPU_CHECK = """\
+Each check is a process of its own with its own limit. Nothing is downloaded. Prints a Markdown table for an issue, and
+keeps the measured speeds for dsft plan. Exit code 1 where a claim does not hold. docs/gpus.md says what each means."""
 _LAUNCHED = "The command that is run is printed first; --dry_run prints it and stops."
 _PLANNED = """\
 Takes the options of dsft train and its --config beside its own, and decides what that would on such a machine.
@@ -246,6 +263,12 @@ COMMANDS = {
         DoctorOptions,
         TrainConfig,
         details=_DOCTOR,
+    ),
+    "gpu-check": Command(
+        "what dsft claims against what the GPUs of this machine do",
+        "dsft.cli.gpu_check:run",
+        GpuCheckOptions,
+        details=_GPU_CHECK,
     ),
     "preview": Command(
         "some samples as the model will see them",

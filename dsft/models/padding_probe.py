@@ -31,24 +31,32 @@ def needs_mask(facts: ModelFacts, *, trust_remote_code: bool = False) -> bool:
     """
     if facts.attn_implementation != "sdpa":
         return True
-    return not _ignores_padding(facts.config, trust_remote_code=trust_remote_code)
+    return not ignores_padding(facts.config, trust_remote_code=trust_remote_code)
 
 
-def _ignores_padding(config: PreTrainedConfig, *, trust_remote_code: bool) -> bool:
+def ignores_padding(
+    config: PreTrainedConfig,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    noise: float = NOISE,
+    trust_remote_code: bool = False,
+) -> bool:
     """Tells whether loss and all gradients are the same with a mask, and without one whatever stands in the padding."""
+    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "attn_implementation": "sdpa"}
     try:
-        model = small_model(config, trust_remote_code=trust_remote_code, attn_implementation="sdpa").eval()
+        model = small_model(config, **options).to(device).eval()
         masked, unmasked, other = (
             _loss_and_gradients(model, pad=pad, masked=masked) for pad, masked in ((1, True), (1, False), (2, False))
         )
     except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
         return False
     runs = zip(masked, unmasked, other, strict=True)
-    return all(_close(tensor, reference) for reference, *others in runs for tensor in others)
+    return all(_close(tensor, reference, noise) for reference, *others in runs for tensor in others)
 
 
-def _close(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
-    return bool((tensor - reference).abs().max() <= NOISE * reference.abs().max())
+def _close(tensor: torch.Tensor, reference: torch.Tensor, noise: float) -> bool:
+    return bool((tensor - reference).abs().max() <= noise * reference.abs().max())
 
 
 def _loss_and_gradients(model: nn.Module, *, pad: int, masked: bool) -> list[torch.Tensor]:
@@ -58,6 +66,7 @@ def _loss_and_gradients(model: nn.Module, *, pad: int, masked: bool) -> list[tor
     vocab_size = model.config.get_text_config().vocab_size
     ids_BT = torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(0))
     padding_BT = torch.arange(shape[1]) >= lengths
+    ids_BT, padding_BT = ids_BT.to(model.device), padding_BT.to(model.device)
     mask = {"attention_mask": (~padding_BT).long()} if masked else {}
     model.zero_grad()
     loss = model(

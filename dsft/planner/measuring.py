@@ -98,22 +98,30 @@ def _exchange(peer: int, sent: torch.Tensor, received: torch.Tensor) -> None:
         work.wait()
 
 
-def calibrate(machine: Machine, *, dtype: str) -> Path:
+def calibrate(machine: Machine, *, dtype: str, known: dict[str, float] | None = None) -> Path:
     """Measure with one rank and with as many as the machine has, and keep the results; takes up to a minute.
+
+    Args:
+        known: measured already, and kept beside.
 
     Returns the file.
     """
-    import torch.multiprocessing as multiprocessing
-
     for ranks in sorted({1, machine.ranks_per_node}):
-        results = multiprocessing.get_context("spawn").SimpleQueue()
-        multiprocessing.spawn(_measure_rank, args=(ranks, free_port(), dtype, results), nprocs=ranks, join=True)
-        path = keep_ranks(dataclasses.replace(machine, ranks_per_node=ranks), results.get(), dtype=dtype)
+        measured = on_new_ranks(_measure_rank, ranks, dtype) | (known or {})
+        path = keep_ranks(dataclasses.replace(machine, ranks_per_node=ranks), measured, dtype=dtype)
     return path
 
 
-def _measure_rank(rank: int, ranks: int, port: int, dtype: str, results: Any) -> None:
-    """Measure all ranks at once, since they share cores, memory and links; rank 0 reports the slowest of them."""
+def on_new_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
+    """Call a function of a module on new processes, which have the variables of ranks; returns rank 0's result."""
+    import torch.multiprocessing as multiprocessing
+
+    results = multiprocessing.get_context("spawn").SimpleQueue()
+    multiprocessing.spawn(_begin, args=(ranks, free_port(), results, function, arguments), nprocs=ranks, join=True)
+    return results.get()
+
+
+def _begin(rank: int, ranks: int, port: int, results: Any, function: Callable[..., Any], arguments: tuple) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -122,16 +130,22 @@ def _measure_rank(rank: int, ranks: int, port: int, dtype: str, results: Any) ->
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    result = function(*arguments)
+    if rank == 0:
+        results.put(result)
+
+
+def _measure_rank(dtype: str) -> dict[str, float]:
+    """Measure all ranks at once, since they share cores, memory and links; each returns the slowest of them."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch about names that DeepSpeed calls
     start_ranks()
-    place = device()
+    place, ranks = device(), dist.get_world_size()
     measured = {"flops": _training_flops(place, getattr(torch, dtype)), "device_bytes": _adam_bytes(place)}
     if ranks > 1:
         measured |= _collectives(place, ranks)
-    if rank == 0:
-        results.put(measured)
     wait_for_all()
     dist.destroy_process_group()
+    return measured
 
 
 def _slowest_seconds(run: Callable[[], object], place: torch.device) -> float:

@@ -1,0 +1,60 @@
+"""All checks, most valuable first."""
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+
+from dsft.cluster.gpu_check import faults, perplexities, trainings
+from dsft.cluster.gpu_check.check import Check, Row, Setting, needs_gpu, needs_large_model
+from dsft.cluster.gpu_check.trainings import planned_training
+
+
+def _in(module: str, name: str):
+    """Make a check of a function whose module imports torch: only the check's own process does."""
+
+    def check(setting: Setting) -> Iterator[Row]:
+        return getattr(importlib.import_module(f"dsft.cluster.gpu_check.{module}"), name)(setting)
+
+    return check
+
+
+def _lacks_quantisation(setting: Setting) -> str:
+    has_package = importlib.util.find_spec("bitsandbytes") is not None
+    return needs_gpu(setting) or ("" if has_package else "needs bitsandbytes: pip install 'dsft[gpu]'")
+
+
+def _lacks_disk(setting: Setting) -> str:
+    free, wanted = shutil.disk_usage(setting.folder).free / 1e9, 1 if setting.tiny else CHECKPOINTS_GB
+    return "" if free >= wanted else f"needs {wanted} GB of disk where --out lies, {free:.0f} are free"
+
+
+CHECKPOINTS_GB = 45
+"""Two checkpoints of the wide model, 14 B a parameter each, and final models."""
+FILES = Check(name="files", run=_in("files", "make_files"), seconds=180)
+"""Comes first, whatever is chosen: the others work on them."""
+OFFLOAD = {"zero": "3-offload-optimizer", "activation_checkpointing": True}
+CHECKS = (
+    Check(name="facts", run=_in("speeds", "facts"), seconds=60),
+    Check(name="full-1", run=planned_training(zero="1", activation_checkpointing=False), seconds=120),
+    Check(name="lora-1", run=planned_training(zero="1", method="lora", activation_checkpointing=False), seconds=120),
+    Check(name="perplexity", run=perplexities.perplexity, seconds=180),
+    Check(name="masks", run=_in("speeds", "masks"), seconds=60),
+    Check(name="full-3", run=planned_training(zero="3", activation_checkpointing=True), seconds=120),
+    Check(name="nan", run=faults.nan_loss, seconds=60),
+    Check(name="out-of-memory", run=faults.out_of_memory, seconds=120, lacks=needs_large_model),
+    Check(name="kill", run=faults.killed_rank, seconds=120),
+    Check(name="signal", run=faults.asked_to_stop, seconds=120),
+    Check(name="outside", run=_in("speeds", "outside_memory"), seconds=60),
+    Check(name="speeds", run=_in("speeds", "speeds"), seconds=120),
+    Check(name="resume", run=trainings.resume, seconds=180, lacks=_lacks_disk),
+    Check(name="packing", run=trainings.packed_training, seconds=120),
+    Check(
+        name="qlora",
+        run=planned_training(zero="1", method="qlora", activation_checkpointing=True),
+        seconds=120,
+        lacks=_lacks_quantisation,
+    ),
+    Check(name="lora-3", run=planned_training(zero="3", method="lora", activation_checkpointing=True), seconds=120),
+    Check(name="full-2", run=planned_training(zero="2", activation_checkpointing=True), seconds=120),
+    Check(name="offload", run=planned_training(**OFFLOAD), seconds=180),
+)

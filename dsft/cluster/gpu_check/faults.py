@@ -1,0 +1,119 @@
+"""Checks of what a run does when a rank is killed, memory runs out, weights are NaN, or it is asked to stop."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from dsft.checkpoints.run_folder import METRICS
+from dsft.cluster.gpu_check.check import Failed, Row, Setting, command, launch
+from dsft.cluster.gpu_check.trainings import options
+from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_USER_ERROR
+from dsft.watchdog.processes import Process, descendants, end
+
+LEFT_SECONDS = 30
+"""From the end of a command to the look at what is left of it."""
+
+
+def killed_rank(setting: Setting) -> Iterator[Row]:
+    """Kill a rank as suddenly as the kernel does."""
+    with endless_training(setting) as (process, family):
+        os.kill(ranks_of(family)[-1], signal.SIGKILL)
+        start, before = time.monotonic(), setting.log.stat().st_size
+        code = process.wait()
+        text = setting.log.read_bytes()[before:].decode(errors="replace")
+        yield Row(
+            claim="a killed rank ends the run, which says so",
+            measured=f"exit code {code} after {time.monotonic() - start:.0f} s",
+            ok=code != 0 and "was killed from outside" in text,
+        )
+        yield nothing_left(family)
+
+
+def asked_to_stop(setting: Setting) -> Iterator[Row]:
+    """Send SIGUSR1, as SLURM does before the time is up."""
+    with endless_training(setting) as (process, family):
+        process.send_signal(signal.SIGUSR1)
+        code = process.wait()
+        saved = [path.parent.name for path in setting.runs.glob("endless/checkpoint-*/trainer_state.json")]
+        yield Row(
+            claim="SIGUSR1: the run saves and asks to be queued again",
+            predicted=f"exit code {EXIT_REQUEUE}",
+            measured=f"exit code {code}, {', '.join(saved) or 'no checkpoint'}",
+            ok=code == EXIT_REQUEUE and bool(saved),
+        )
+        yield nothing_left(family)
+
+
+def nan_loss(setting: Setting) -> Iterator[Row]:
+    """Train a model whose embeddings are NaN."""
+    words = command(setting, "train", options(setting, "nan", model=setting.path("broken"), zero="1"))
+    text = launch(setting, words, code=EXIT_STOPPED)
+    yield Row(
+        claim="a NaN loss ends the run at its step",
+        predicted=f"exit code {EXIT_STOPPED}",
+        measured=last_error(text),
+        ok="NaN or infinite at step 1" in text,
+    )
+
+
+def out_of_memory(setting: Setting) -> Iterator[Row]:
+    """Train with far too large a batch, although the plan says that it cannot fit."""
+    changes = {"per_device_train_batch_size": 512, "memory_check": False, "activation_checkpointing": False}
+    words = command(setting, "train", options(setting, "oom", **changes, zero="1"), ranks=1)
+    text = launch(setting, words, code=EXIT_USER_ERROR)
+    yield Row(
+        claim="out of memory is named, with the next smaller plan",
+        predicted=f"exit code {EXIT_USER_ERROR}",
+        measured=last_error(text),
+        ok="out of memory" in text and "smaller plan" in text,
+    )
+
+
+def last_error(text: str) -> str:
+    errors = [line for line in text.splitlines() if "dsft: error: " in line]
+    return errors[-1].partition("dsft: error: ")[2][:120] if errors else "no error was told"
+
+
+@contextlib.contextmanager
+def endless_training(setting: Setting) -> Iterator[tuple[subprocess.Popen, list[Process]]]:
+    """Start a training of the small model that does not end by itself; gives it and its processes after its first step.
+
+    Raises:
+        Failed: where it ends before.
+    """
+    changes = {"model": setting.path("small"), "max_steps": 1_000_000, "seq_len": 128, "lost_timeout": 10, "zero": "2"}
+    words = command(setting, "train", options(setting, "endless", **changes, save_strategy="steps"))
+    process = subprocess.Popen(words, stdout=sys.stdout.fileno(), stderr=subprocess.STDOUT)
+    metrics = setting.runs / "endless" / METRICS
+    while not (metrics.is_file() and metrics.stat().st_size):
+        if process.poll() is not None:
+            raise Failed(f"the training ended with exit code {process.returncode} before its first step")
+        time.sleep(0.1)
+    family = [Process.of(pid) for pid in (*descendants(process.pid), process.pid)]
+    try:
+        yield process, family
+    finally:
+        end(family, [(signal.SIGKILL, 1)])
+
+
+def ranks_of(family: list[Process]) -> list[int]:
+    """Find the processes that compute: those of the training's module that are no launcher."""
+    ranks = []
+    for process in family:
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+            if any(word.startswith(b"--local_rank") for word in words) and b"launcher" not in b" ".join(words):
+                ranks.append(process.pid)
+    return ranks
+
+
+def nothing_left(family: list[Process]) -> Row:
+    deadline = time.monotonic() + LEFT_SECONDS
+    while (alive := sum(process.is_alive() for process in family)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return Row(claim="no process of the run is left", measured=f"{alive} of {len(family)}", ok=not alive)

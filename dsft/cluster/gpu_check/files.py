@@ -1,0 +1,53 @@
+"""Makes what the checks work on, offline: the demo data, a model with random weights, a small one, and one of NaN."""
+
+import time
+from collections.abc import Iterator
+
+from dsft.cluster.gpu_check.check import Row, Setting
+from dsft.demo_data import write_demo_data
+from dsft.units import GiB
+
+WIDE = {
+    "vocab_size": 32_768,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+}
+"""The widths of Llama 3.2 1B."""
+NARROW = WIDE | {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+"""For GPUs below WIDE_BYTES."""
+WIDE_BYTES = 36 * GiB
+"""Of GPU memory that the wide model asks for: 16 GiB of states, and room for its activations."""
+
+
+def make_files(setting: Setting) -> Iterator[Row]:
+    """Write `demo`, `base`, `small` and `broken`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    start = time.perf_counter()
+    write_demo_data(setting.path("demo"))
+    tokenizer = AutoTokenizer.from_pretrained(setting.path("demo", "model"))
+    config = AutoConfig.from_pretrained(setting.path("demo", "model"))
+    torch.manual_seed(0)
+    small = AutoModelForCausalLM.from_config(config)
+    small.save_pretrained(setting.path("small"))
+    if setting.has_gpu and not setting.tiny:
+        memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(setting.ranks))
+        config.update(WIDE if memory >= WIDE_BYTES else NARROW)
+    with torch.device("cuda" if setting.has_gpu else "cpu"):
+        base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if setting.has_gpu else torch.float32)
+    base.save_pretrained(setting.path("base"))
+    with torch.no_grad():
+        small.get_input_embeddings().weight.fill_(float("nan"))
+    small.save_pretrained(setting.path("broken"))
+    for name in ("base", "small", "broken"):
+        tokenizer.save_pretrained(setting.path(name))
+    seconds, millions = time.perf_counter() - start, base.num_parameters() / 1e6
+    yield Row(
+        claim="data and models are made offline", measured=f"{millions:,.0f} M parameters, {seconds:.0f} s", ok=True
+    )

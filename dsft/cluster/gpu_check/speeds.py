@@ -1,0 +1,208 @@
+"""Checks that ask torch itself: the machine, its rates, memory outside of torch, kernels that keep rows apart."""
+
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig
+
+from dsft.cluster.gpu_check.check import Row, Setting
+from dsft.models.build import DTYPES, resolve_dtype
+from dsft.models.packing_probe import isolation_problem
+from dsft.models.padding_probe import ignores_padding
+from dsft.planner.gpus import GPUS, gpu_name, named_gpus
+from dsft.planner.limits import COMMUNICATION_BYTES, CONTEXT_BYTES
+from dsft.planner.measured_speeds import calibrated
+from dsft.planner.measuring import best_seconds, calibrate, matmul_flops, on_new_ranks
+from dsft.planner.speeds import Speeds, speeds_of
+from dsft.runtime.distributed import device
+from dsft.runtime.hardware import FREE_SHARE, Machine, has_gpu, peak_resident_bytes, this_machine
+from dsft.units import MiB, in_gib
+
+FAST_ENOUGH = 0.7
+"""Of the rate that the plan counts on."""
+SAME_MEMORY = 0.01
+"""Of a card, between two drivers."""
+RATES = {
+    "flops": "a few layers in training",
+    "device_bytes": "a fused AdamW update (GPU memory)",
+    "host_link_bytes": "copies to the GPU",
+    "link_bytes": "all-gather",
+    "reduce_bytes": "reduce-scatter",
+    "all_reduce_bytes": "all-reduce",
+}
+"""Field of `Speeds` -> what is timed."""
+COMMUNICATORS = 3
+NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+"""Of loss and gradients, with kernels that add up in another order."""
+
+
+def facts(setting: Setting) -> Iterator[Row]:
+    """Compare the cards with the planner's table."""
+    machine = this_machine(ranks_per_node=setting.ranks)
+    if not setting.has_gpu:
+        yield Row(
+            claim="this machine", measured=f"{machine.ranks_per_node} CPU ranks on {machine.cores} cores", ok=True
+        )
+        return
+    cards = [torch.cuda.get_device_properties(gpu) for gpu in range(setting.ranks)]
+    free = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(setting.ranks)]
+    names = sorted({card.name for card in cards})
+    yield Row(
+        claim="all GPUs are of a kind that the plan knows",
+        predicted="one known kind",
+        measured=f"{len(cards)} x {', '.join(names)}, {machine.interconnect or 'links not read'}",
+        ok=len(names) == 1 and bool(named_gpus(names[0])),
+        details={"machine": str(machine), "driver": driver(), "cuda": torch.version.cuda, "nccl": nccl()},
+    )
+    planned, total = GPUS[gpu_name(machine)].usable_bytes, min(card.total_memory for card in cards)
+    is_same = abs(total / planned - 1) <= SAME_MEMORY
+    yield Row(claim="memory that programs see", predicted=in_gib(planned), measured=in_gib(total), ok=is_same)
+    share = min(now / card.total_memory for now, card in zip(free, cards, strict=True))
+    yield Row(
+        claim="no other program holds GPU memory",
+        predicted=f"at least {FREE_SHARE:.0%} free",
+        measured=f"{share:.0%} free",
+        ok=share >= FREE_SHARE,
+    )
+
+
+def driver() -> str:
+    """Ask for the driver's version, which nvidia-ml-py knows."""
+    try:
+        import pynvml
+    except ImportError:
+        return "nvidia-ml-py is not installed"
+    pynvml.nvmlInit()
+    return pynvml.nvmlSystemGetDriverVersion()
+
+
+def nccl() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def speeds(setting: Setting) -> Iterator[Row]:
+    """Measure this machine's rates, compare them with those that the plan counts on, and keep them for it."""
+    place, dtype = device(), resolve_dtype("auto")
+    machine = this_machine(ranks_per_node=setting.ranks)
+    planned = speeds_of(machine, dtype=dtype)
+    products = GPUS[gpu_name(machine)].matmul_flops if setting.has_gpu else 0.0
+    yield rate("large matrix products", products, matmul_flops(place), "TFLOP/s")
+    yield rate("attention", planned.attention_flops, attention_flops(place), "TFLOP/s", told=planned.tells_time)
+    copies = {"host_link_bytes": host_link_bytes(place)} if setting.has_gpu else {}
+    torch.cuda.empty_cache()
+    path = calibrate(machine, dtype=dtype, known=copies)
+    yield from planned_rates(planned, calibrated(planned, machine, dtype=dtype), machine)
+    yield Row(claim="dsft plan reads these rates", measured=path.name, ok=path.is_file())
+
+
+def planned_rates(planned: Speeds, measured: Speeds, machine: Machine) -> Iterator[Row]:
+    """Compare what was measured, field by field."""
+    for name, title in RATES.items():
+        if machine.ranks_per_node == 1 and title.startswith(("all-", "reduce-")):
+            continue
+        if name == "host_link_bytes" and not machine.has_gpu:
+            continue
+        unit = "TFLOP/s" if name == "flops" else "GB/s"
+        yield rate(title, getattr(planned, name), getattr(measured, name), unit, told=planned.tells_time)
+
+
+def rate(title: str, planned: float, measured: float, unit: str, *, told: bool = True) -> Row:
+    """Compare two rates; nothing is claimed where the plan's is a rule of thumb."""
+    scale = 1e12 if unit == "TFLOP/s" else 1e9
+    claims = told and planned > 0
+    return Row(
+        claim=f"{title}: at least {FAST_ENOUGH} of the plan's rate" if claims else title,
+        predicted=f"{planned / scale:.3g} {unit}" if claims else "",
+        measured=f"{measured / scale:.3g} {unit}",
+        ok=measured >= FAST_ENOUGH * planned if claims else None,
+        details={"planned": planned, "measured": measured},
+    )
+
+
+def attention_flops(place: torch.device) -> float:
+    """Operations per second of causal attention, forward and backward, counted as in arXiv 2307.08691, section 4.1."""
+    batch, heads, length, width = (4, 16, 4096, 128) if place.type == "cuda" else (1, 4, 256, 64)
+    dtype = DTYPES[resolve_dtype("auto")]
+    shape = (batch, heads, length, width)
+    query, key, value = (torch.randn(shape, device=place, dtype=dtype, requires_grad=True) for _ in range(3))
+
+    def run() -> None:
+        attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended.backward(torch.ones_like(attended))
+
+    # 4 T^2 d per head, half of it masked; the backward takes 2.5 times the forward.
+    return 3.5 * 4 * length**2 * width * heads * batch / 2 / best_seconds(run, place)
+
+
+def host_link_bytes(place: torch.device) -> float:
+    """Bytes per second from pinned host memory to the GPU."""
+    host = torch.empty(256 * MiB, dtype=torch.uint8, pin_memory=place.type == "cuda")
+    there = torch.empty_like(host, device=place, pin_memory=False)
+    return host.numel() / best_seconds(lambda: there.copy_(host, non_blocking=True), place)
+
+
+def outside_memory(setting: Setting) -> Iterator[Row]:
+    """Measure what a GPU holds beyond torch's allocator: the context, then each communicator."""
+    context, *after = on_new_ranks(_outside_of_rank, setting.ranks)
+    claims = setting.has_gpu
+    yield Row(
+        claim="the context takes at most what is planned",
+        predicted=in_gib(CONTEXT_BYTES) if claims else "",
+        measured=in_gib(context),
+        ok=context <= CONTEXT_BYTES if claims else None,
+    )
+    if setting.ranks > 1:
+        taken = [count - context for count in after]
+        yield Row(
+            claim=f"{COMMUNICATORS} communicators take at most what is planned",
+            predicted=in_gib(COMMUNICATION_BYTES) if claims else "",
+            measured=", then ".join(map(in_gib, taken)),
+            ok=taken[-1] <= COMMUNICATION_BYTES if claims else None,
+        )
+
+
+def _outside_of_rank() -> list[int]:
+    """Measure on each rank, collectively; returns bytes after the context, and after each communicator."""
+    ranks, has_card = int(os.environ["WORLD_SIZE"]), has_gpu()
+    if has_card:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    place = device()
+    numbers = torch.ones(1024, 1024, device=place)
+    numbers @ numbers
+    counts = [outside_bytes(place)]
+    if ranks > 1:
+        dist.init_process_group("nccl" if has_card else "gloo")
+        for number in range(COMMUNICATORS):
+            dist.all_reduce(numbers, group=dist.new_group() if number else None)
+            counts.append(outside_bytes(place))
+        dist.destroy_process_group()
+    return counts
+
+
+def outside_bytes(place: torch.device) -> int:
+    """Bytes of the GPU that torch's allocator does not hold; without a GPU, the peak of resident memory."""
+    if place.type == "cpu":
+        return peak_resident_bytes()
+    torch.cuda.synchronize(place)
+    free, total = torch.cuda.mem_get_info(place)
+    return total - free - torch.cuda.memory_reserved(place)
+
+
+def masks(setting: Setting) -> Iterator[Row]:
+    """Try on this device whether packed samples see each other, and whether padding is seen without a mask."""
+    from transformers.utils import is_flash_attn_2_available
+
+    place, dtype = device(), DTYPES[resolve_dtype("auto")]
+    config = AutoConfig.from_pretrained(setting.path("base"))
+    for kernel in ["sdpa", *(["flash_attention_2"] if setting.has_gpu and is_flash_attn_2_available() else [])]:
+        problem = isolation_problem(config, attn_implementation=kernel, device=place, dtype=dtype)
+        claim = f"packed samples do not see each other ({kernel})"
+        yield Row(claim=claim, measured=problem or "they do not", ok=problem is None)
+    same = ignores_padding(config, device=place, dtype=dtype, noise=NOISE[dtype])
+    yield Row(
+        claim="loss and gradients without a mask are those with it (sdpa)",
+        measured="the same" if same else "they differ",
+        ok=same,
+    )

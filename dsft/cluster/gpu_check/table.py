@@ -1,0 +1,57 @@
+"""The results as a Markdown table to paste into an issue, and as JSON; neither names the host or its folders."""
+
+import dataclasses
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+from dsft.cluster.gpu_check.check import Row, Setting
+from dsft.runtime.versions import OPTIONAL_PACKAGES, git_commit, versions
+
+Results = dict[str, list[Row]]
+"""Name of a check -> its rows."""
+WORDS = {True: "yes", False: "**no**", None: ""}
+
+
+def line(check: str, row: Row) -> str:
+    """Compose one line of the table."""
+    cells = (check, row.claim, row.predicted, row.measured, WORDS[row.ok])
+    return f"| {' | '.join(' '.join(cell.replace('|', '/').split()) for cell in cells)} |"
+
+
+def table(results: Results) -> str:
+    """Compose the table."""
+    rows = [line(check, row) for check, rows in results.items() for row in rows]
+    return "\n".join(["| check | claim | predicted | measured | ok |", "|---|---|---|---|---|", *rows]) + "\n"
+
+
+def content(results: Results, setting: Setting) -> dict[str, Any]:
+    """Make what the JSON holds."""
+    return {
+        "ranks": setting.ranks,
+        "gpu": setting.has_gpu,
+        "tiny": setting.tiny,
+        "versions": versions(*OPTIONAL_PACKAGES),
+        "commit": git_commit(),
+        "checks": {check: [dataclasses.asdict(row) for row in rows] for check, rows in results.items()},
+    }
+
+
+def without_names(text: str, setting: Setting) -> str:
+    """Take out the name of the host, of the folder of the checks, and of the user's home."""
+    names = {setting.folder: "FOLDER", str(Path.home()): "~", socket.getfqdn(): "HOST", socket.gethostname(): "HOST"}
+    for name in sorted(filter(None, names), key=len, reverse=True):
+        text = text.replace(name, names[name])
+    return text
+
+
+def write_results(results: Results, setting: Setting, out: Path) -> None:
+    """Write `gpu-check.md` and `gpu-check.json`."""
+    as_json = json.dumps(content(results, setting), indent=1, default=str) + "\n"
+    for name, text in (("gpu-check.md", table(results)), ("gpu-check.json", as_json)):
+        (out / name).write_text(without_names(text, setting), encoding="utf-8")
+
+
+def has_failures(results: Results) -> bool:
+    return any(row.ok is False for rows in results.values() for row in rows)

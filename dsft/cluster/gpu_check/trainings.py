@@ -1,0 +1,113 @@
+"""Checks that are trainings: memory and time against the plan, resuming, packing. Each reads the run's own files."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dsft.cluster.gpu_check.check import Failed, Row, Setting, command, launch
+from dsft.planner.limits import MEMORY_ERROR
+from dsft.planner.step_time import TIME_RANGE
+from dsft.units import GiB, in_gib
+
+STEPS = 6
+GPU_NOISE = 1e-3
+"""Of a loss: the backward of attention adds up in another order each time."""
+COMPARED = ("GPU memory reserved", "host memory of a node", "time of a step")
+"""Of the plan's figures; all are in the JSON."""
+
+
+def options(setting: Setting, name: str, **changes: Any) -> dict[str, Any]:
+    """Compose the options of a short training of `base` on full sequences, and change some."""
+    return {
+        "model": setting.path("base"),
+        "data": setting.path("demo", "corpus", "train.jsonl"),
+        "output_dir": setting.runs / name,
+        "seq_len": 128 if setting.tiny else 2048,
+        "per_device_train_batch_size": 2,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    } | changes
+
+
+def train(setting: Setting, name: str, **changes: Any) -> dict[str, Any]:
+    """Train; returns its run.json.
+
+    Raises:
+        Failed: where it does not end well, or a loss is no number.
+    """
+    launch(setting, command(setting, "train", options(setting, name, **changes)))
+    run = json.loads((setting.runs / name / "run.json").read_text(encoding="utf-8"))
+    if not all(math.isfinite(loss) for loss in losses(run)):
+        raise Failed("a loss is no number")
+    return run
+
+
+def losses(run: dict[str, Any]) -> list[float]:
+    return [entry["loss"] for entry in run["results"]["log"] if "loss" in entry]
+
+
+def planned_training(**changes: Any) -> Callable[[Setting], Iterator[Row]]:
+    """Make a check: this training takes the memory and time that its plan says."""
+
+    def check(setting: Setting) -> Iterator[Row]:
+        yield from compared(train(setting, "run", **changes), tiny=setting.tiny)
+
+    return check
+
+
+def compared(run: dict[str, Any], *, tiny: bool) -> Iterator[Row]:
+    """Compare the plan's figures in a run.json with the measured ones; of a tiny model's, nothing is claimed."""
+    *_, figures = run["results"]["plan_check"].values()
+    mfu = [entry["mfu"] for entry in run["results"]["log"] if "mfu" in entry]
+    for name, figure in figures.items():
+        if name not in COMPARED or (name == "host memory of a node" and "GPU memory reserved" in figures):
+            continue
+        is_time, ratio = name == "time of a step", figure["measured"] / figure["predicted"]
+        low, high = TIME_RANGE if is_time else (1 - MEMORY_ERROR, 1 + MEMORY_ERROR)
+        texts = [f"{figure[key]:.3g} s" if is_time else in_gib(figure[key]) for key in ("predicted", "measured")]
+        yield Row(
+            claim=f"{name}: {low:.2g} to {high:.2g} of the plan",
+            predicted=texts[0],
+            measured=texts[1] + (f", MFU {mfu[-1]:.0%}" if is_time and mfu else ""),
+            ok=None if tiny else low <= ratio <= high,
+            details={"plan_check": figures, "plan": run["plan"]["reason"]},
+        )
+    if tiny:
+        yield Row(claim="it trains", measured=f"loss {losses(run)[-1]:.3f}", ok=True)
+
+
+def resume(setting: Setting) -> Iterator[Row]:
+    """Train on from a checkpoint in the middle, and compare with the run that was not interrupted."""
+    saving = {"zero": "3", "save_strategy": "steps", "save_steps": STEPS // 2, "activation_checkpointing": True}
+    whole = train(setting, "whole", **saving, max_steps=STEPS)
+    checkpoint = setting.runs / "whole" / f"checkpoint-{STEPS // 2}"
+    resumed = train(setting, "resumed", **saving | {"save_strategy": "no"}, resume_from_checkpoint=checkpoint)
+    expected, got = losses(whole)[STEPS // 2 :], losses(resumed)[-(STEPS - STEPS // 2) :]
+    difference = max(abs(loss / other - 1) for loss, other in zip(got, expected, strict=True))
+    tolerance = GPU_NOISE if setting.has_gpu else 0.0
+    yield Row(
+        claim="a resumed training has the losses of one without a break",
+        predicted=", ".join(f"{loss:.6f}" for loss in expected),
+        measured=f"{difference:.1e} off" if difference else "the same bits",
+        ok=difference <= tolerance,
+    )
+    for name, run in (("saving", whole), ("resuming", resumed)):
+        peak = setting.ranks * run["results"]["peak_host_gib"] * GiB
+        planned = run["plan"]["host_bytes"]
+        yield Row(
+            claim=f"host memory while {name} is at most the plan's",
+            predicted=in_gib(planned),
+            measured=in_gib(peak),
+            ok=None if setting.tiny else peak <= planned * (1 + MEMORY_ERROR),
+        )
+
+
+def packed_training(setting: Setting) -> Iterator[Row]:
+    """Train on packed instructions."""
+    data = setting.path("demo", "instructions", "train.jsonl")
+    run = train(setting, "packed", data=data, packing=True, zero="1")
+    yield Row(claim="packed instructions train", measured=f"loss {losses(run)[-1]:.3f}", ok=True)
+    yield from (row for row in compared(run, tiny=setting.tiny) if row.predicted)

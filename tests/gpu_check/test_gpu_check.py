@@ -1,0 +1,155 @@
+"""`dsft gpu-check`: claims that hold and that do not, limits, skip reasons, what is written; whole on CPU ranks."""
+
+import dataclasses
+import json
+import socket
+import subprocess
+
+import pytest
+import torch
+from conftest import read_json
+
+from dsft.cli.commands import GpuCheckOptions
+from dsft.cli.gpu_check import run as gpu_check
+from dsft.cluster.gpu_check import examine
+from dsft.cluster.gpu_check.check import Check, Row, Setting
+from dsft.cluster.gpu_check.checks import CHECKS, FILES
+from dsft.cluster.gpu_check.perplexities import same_bits
+from dsft.cluster.gpu_check.speeds import masks, planned_rates, rate
+from dsft.cluster.gpu_check.table import has_failures, table, write_results
+from dsft.cluster.gpu_check.trainings import compared
+from dsft.errors import UserError
+from dsft.planner.measured_speeds import calibrated
+from dsft.planner.speeds import speeds_of
+from dsft.runtime.hardware import Machine
+from dsft.units import GiB
+from dsft.watchdog.processes import Process
+
+H100 = Machine(
+    nodes=1, ranks_per_node=2, device_bytes=79 * GiB, host_bytes=500 * GiB, has_gpu=True, gpu_type="NVIDIA H100 80GB"
+)
+
+
+@pytest.fixture
+def setting(tmp_path):
+    return Setting(folder=str(tmp_path), ranks=2, has_gpu=False, tiny=True)
+
+
+def run_json(**ratios: float) -> dict:
+    """A run.json whose figures were measured at these ratios of the plan."""
+    figures = {"GPU memory reserved": 10 * GiB, "host memory of a node": 5 * GiB, "time of a step": 2.0}
+    check = {
+        name: {"predicted": value, "measured": value * ratio}
+        for (name, value), ratio in zip(figures.items(), ratios.values(), strict=True)
+    }
+    log = [{"loss": 3.0, "mfu": 0.41}]
+    results = {"plan_check": {"after 3 steps": {}, "over the full training": check}, "log": log}
+    return {"results": results, "plan": {"reason": "asked for"}}
+
+
+def test_a_training_near_its_plan_holds_the_claims_and_one_beside_it_does_not():
+    good = list(compared(run_json(gpu=1.05, host=9.0, time=0.9), tiny=False))
+    assert [row.ok for row in good] == [True, True], "host memory is no claim where a GPU's is measured"
+    assert good[0].predicted == "10 GiB" and good[1].measured == "1.8 s, MFU 41%"
+    bad = list(compared(run_json(gpu=1.2, host=1.0, time=1.3), tiny=False))
+    assert [row.ok for row in bad] == [False, False]
+    assert {row.ok for row in compared(run_json(gpu=1.2, host=1.0, time=1.3), tiny=True)} == {None, True}
+
+
+def test_perplexity_that_differs_in_the_last_bit_is_not_the_same():
+    first = {"nats": 100.0, "tokens": 10, "nats_per_token": 10.0, "blocks": {"nats": [60.0, 40.0]}}
+    assert same_bits("twice", first, dict(first)).ok
+    assert not same_bits("twice", first, first | {"nats": 100.00000000000001}).ok
+    assert not same_bits("twice", first, first | {"blocks": {"nats": [40.0, 60.0]}}).ok
+
+
+def test_rates_below_the_plans_do_not_hold_and_rules_of_thumb_claim_nothing():
+    planned = speeds_of(H100, dtype="bfloat16")
+    assert all(row.ok for row in planned_rates(planned, planned, H100))
+    slow = rate("all-gather", planned.link_bytes, planned.link_bytes / 2, "GB/s")
+    assert slow.ok is False and slow.measured.endswith("GB/s")
+    assert rate("attention", 1e12, 1e3, "TFLOP/s", told=False).ok is None
+    assert calibrated(planned, H100, dtype="bfloat16") is planned
+
+
+def test_packing_and_padding_are_tried_on_the_device(setting, tiny, monkeypatch):
+    setting.path("base").symlink_to(tiny / "model")
+    monkeypatch.setattr("dsft.cluster.gpu_check.speeds.NOISE", {torch.float32: -1})  # no two losses are so close
+    packing, padding = masks(setting)
+    assert packing.ok is True and padding.ok is False
+
+
+def checks_that_do(monkeypatch, *words: str) -> None:
+    monkeypatch.setattr(examine, "worker_command", lambda setting: list(words))
+
+
+def test_a_check_that_hangs_is_ended_at_its_limit_and_the_next_one_runs(setting, monkeypatch):
+    checks_that_do(monkeypatch, "sleep", "600")
+    checks = [Check(name=name, run=iter, seconds=0.01) for name in ("first", "second")]
+    results = dict(examine.run_checks(checks, setting, seconds=600))
+    assert {name: rows[-1].ok for name, rows in results.items()} == {"first": False, "second": False}
+    assert "not done after" in results["first"][-1].measured and has_failures(results)
+    assert not setting.of("first").runs.exists()
+
+
+def test_the_end_of_a_check_ends_all_that_it_started():
+    worker = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+    child = Process.of(int(worker.stdout.readline()))
+    assert child.is_alive()
+    examine.end_all(worker)
+    assert not child.is_alive() and worker.returncode
+
+
+def test_a_check_that_fails_keeps_its_rows_and_its_last_lines(setting, monkeypatch):
+    row = Row(claim="first", measured="1", ok=True)
+    setting.path("broken.jsonl").write_text(json.dumps(dataclasses.asdict(row)) + '\n{"claim": "cut')
+    checks_that_do(monkeypatch, "sh", "-c", "echo 'dsft: error: no room' >&2; exit 2")
+    first, last = examine.run_check(Check(name="broken", run=iter, seconds=100), setting.of("broken"), left=600)
+    assert first == row
+    assert last.ok is False and last.measured == "dsft: error: no room"
+    assert last.details["last lines"] == ["dsft: error: no room"]
+
+
+def test_a_check_that_cannot_run_or_has_no_time_left_says_so_and_is_no_failure(setting):
+    checks = [
+        Check(name="gpu", run=iter, seconds=1, lacks=lambda setting: "needs a GPU"),
+        Check(name="late", run=iter, seconds=1),
+    ]
+    results = dict(examine.run_checks(checks, setting, seconds=0))
+    assert results["gpu"][0].measured == "skipped: needs a GPU"
+    assert "--minutes" in results["late"][0].measured and not has_failures(results)
+
+
+def test_table_and_json_can_be_pasted_and_name_no_host(setting, tmp_path):
+    leak = f"a | b\n{socket.gethostname()} in {setting.folder}/x"
+    results = {"full-1": [Row(claim="memory", predicted="1 GiB", measured=leak, ok=False, details={"last": [leak]})]}
+    write_results(results, setting, tmp_path)
+    text = (tmp_path / "gpu-check.md").read_text()
+    assert text.splitlines()[0] == "| check | claim | predicted | measured | ok |"
+    assert text.splitlines()[2].count("|") == 6 and "**no**" in text
+    content = read_json(tmp_path / "gpu-check.json")
+    assert content["checks"]["full-1"][0]["ok"] is False and content["versions"]["torch"]
+    for written in (text, json.dumps(content)):
+        assert socket.gethostname() not in written and setting.folder not in written
+
+
+def test_an_unknown_check_and_a_machine_without_gpus_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"--only ful-1: no such check; did you mean 'full-1'\?"):
+        gpu_check(GpuCheckOptions(only=["ful-1"], tiny=True, out=str(tmp_path)))
+    with pytest.raises(UserError, match="--tiny"):
+        gpu_check(GpuCheckOptions(out=str(tmp_path)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.launch
+def test_every_check_holds_on_cpu_ranks(run, tmp_path):
+    result = run(["dsft", "gpu-check", "--tiny", "--minutes", "100", "--out", tmp_path], timeout=3600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    checks = read_json(tmp_path / "gpu-check.json")["checks"]
+    assert list(checks) == [check.name for check in (FILES, *CHECKS)]
+    rows = [(name, row) for name, rows in checks.items() for row in rows]
+    skipped = {name for name, row in rows if row["measured"].startswith("skipped")}
+    assert skipped == {"out-of-memory", "qlora"}
+    assert all(any(row["ok"] for row in checks[name]) for name in checks.keys() - skipped - {"outside"})
+    assert table({}).splitlines()[0] in result.stdout
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
