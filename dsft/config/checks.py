@@ -4,6 +4,7 @@ What needs the model, the data, the machine or the DeepSpeed JSON is checked in 
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 
 from dsft.config.options import HALF_PRECISION, SHARDING_ARGUMENTS, EvalConfig, TimeoutFields, TrainConfig
@@ -145,7 +146,12 @@ def _check_data(options: TrainConfig) -> list[str]:
 
 
 def _check_evaluation(options: EvalConfig) -> list[str]:
-    problems = []
+    problems = [
+        f"{name}: {value} is named twice; name it once"
+        for name in ("model", "data", "quantization", "group_by")
+        for value, times in Counter(getattr(options, name)).items()
+        if times > 1
+    ]
     if options.batch_tokens is not None and options.batch_tokens < options.seq_len and not options.context_curve:
         problems.append(
             f"batch_tokens={options.batch_tokens} is less than seq_len={options.seq_len}: one window must fit; raise"

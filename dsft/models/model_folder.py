@@ -66,7 +66,7 @@ def missing(key: str, name: str) -> str | None:
     """What to say of the option `key` where its value can only be a path and nothing is there; else None."""
     if not is_missing_path(name):
         return None
-    return f"{key}={name}: there is no such folder{' or file' if key == 'model' else ''}"
+    return f"{key}={name}: there is no such folder{' or file' if key in ('model', 'reference') else ''}"
 
 
 def model_inside(name: str) -> Path | None:

@@ -1,6 +1,7 @@
 """Finds what is known of the models to evaluate before their weights are loaded, and how each is held in memory."""
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,19 +38,25 @@ class Candidate:
     """Of the model, of its base where it is an adapter."""
 
     @classmethod
-    def of(cls, config: EvalConfig, model: str, problems: list[str]) -> "Candidate":
-        """Find what `model` means: a run's folder stands for its final model."""
+    def of(cls, config: EvalConfig, model: str, problems: list[str], *, key: str = "model") -> "Candidate":
+        """Find what `model` means: a run's folder stands for its final model.
+
+        Args:
+            key: the option that names it, for the messages.
+        """
+        faults: list[str] = []
         is_run = (Path(model) / "run.json").is_file()
         config = dataclasses.replace(config, model=str(Path(model) / FINAL) if is_run else model)
-        facts = _measure(config, problems)
+        facts = _measure(config, faults)
         candidate = cls(
             config=config,
-            tokenizer=check_tokenizer(config, problems, vocab_size=facts and facts.size.vocab_size)
+            tokenizer=check_tokenizer(config, faults, vocab_size=facts and facts.size.vocab_size)
             if facts or config.tokenizer
             else None,
             facts=facts,
         )
-        problems += candidate.check_weights(local=True) if facts else []
+        faults += candidate.check_weights(local=True) if facts else []
+        problems += [re.sub("^model(?==)", key, line) for line in faults]
         return candidate
 
     @property
@@ -72,7 +79,7 @@ class Candidate:
         if on_disk or not formats:
             return [self]
         candidates = []
-        for name in dict.fromkeys(formats):
+        for name in formats:
             quantization = self._quantization(name, problems)
             facts = dataclasses.replace(self.facts, size=dataclasses.replace(size, quantization=quantization))
             candidates.append(dataclasses.replace(self, facts=facts))

@@ -298,7 +298,7 @@ def comparison_rows(comparison: Comparison) -> dict[str, str]:
         ("lost most", [item for item in reversed(comparison.moved) if item.nats > item.base_nats]),
     ):
         if documents:
-            rows[end] = "; ".join(map(_moved_text, documents))
+            rows[end] = "\n".join(map(_moved_text, documents))
     return rows
 
 

@@ -89,7 +89,7 @@ def _evaluate(config: EvalConfig, problems: list[str], *, progress: bool) -> Ite
         _check_zero(config.zero, problems)
     named = [Candidate.of(config, name, problems) for name in config.model]
     candidates = [each for model in named for each in model.in_formats(config.quantization, problems)]
-    reference = Candidate.of(config, config.reference, problems) if config.reference else None
+    reference = Candidate.of(config, config.reference, problems, key="reference") if config.reference else None
     if reference:
         reference.in_formats([], problems)
     data_sets = {source: read_data(source, config, named, problems) for source in config.data}

@@ -68,12 +68,8 @@ def build_windows(
     protocol = find_protocol(config.protocol)
     if protocol and protocol.windows:
         if not data.rules.is_text:
-            raise UserError(
-                [
-                    f"{'context_curve' if config.context_curve else f'protocol={config.protocol}'} is of texts, and the"
-                    f" data holds {data.rules.format}; use protocol dsft"
-                ]
-            )
+            key = "context_curve" if config.context_curve else f"protocol={config.protocol}"
+            raise UserError([f"{key} is of texts, and the data holds {data.rules.format}; leave it out"])
         windows, mode = protocol.windows(config, prepared, tokenizer), config.protocol
     else:
         windows = modes[mode](config, prepared)

@@ -37,6 +37,8 @@ def check_named_files(options: TrainConfig | EvalConfig) -> list[str]:
         entries["eval_data"] = options.eval_data
         if options.zero != "auto":
             read_zero_file(options.zero, problems)
+    else:
+        named.append(("reference", options.reference))
     problems += filter(None, (missing(key, name) for key, name in named if name))
     if options.chat_template:
         try:

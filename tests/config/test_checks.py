@@ -72,3 +72,9 @@ def test_an_evaluation_s_numbers_too(name, value):
 def test_what_is_not_given_is_no_problem():
     assert check_config(TrainConfig(model="m", data=["d"], training={"output_dir": "run"})) == []
     assert problems_of(TrainConfig, max_steps=-1, save_steps=0.5, weight_decay=0, data_seed=0, seed=0) == []
+
+
+@pytest.mark.parametrize("name", ["model", "data", "quantization", "group_by"])
+def test_what_an_evaluation_is_to_do_twice_is_refused(name):
+    assert problems_of(EvalConfig, **{name: ["none", "nf4", "none"]}) == [f"{name}: none is named twice; name it once"]
+    assert problems_of(EvalConfig, **{name: ["none", "nf4"]}) == []

@@ -75,7 +75,7 @@ def test_a_curve_that_cannot_be_is_one_problem(tiny, changes, said):
 
 def test_a_curve_is_of_texts_and_gives_several_results(tiny, tmp_path):
     pairs = write_pairs(tmp_path / "pairs.jsonl", 3)
-    with pytest.raises(UserError, match="context_curve is of texts"):
+    with pytest.raises(UserError, match="context_curve is of texts.* leave it out"):
         next(evaluate(EvalConfig(model=[str(tiny / "model")], data=[str(pairs)], context_curve="8,16", zero="0")))
     with pytest.raises(UserError, match="a result for each length"):
         evaluate_perplexity(model=str(tiny / "model"), data=str(pairs), context_curve="8,16")

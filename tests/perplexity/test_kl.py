@@ -162,7 +162,7 @@ def test_a_reference_with_another_tokenizer_or_head_is_refused(tiny, tmp_path):
     for reference, part in (
         (other, "has another tokenizer than .* KL needs the same tokens; .* dsft compare"),
         (wider, "predicts 392 tokens and .* 384; KL needs the same number"),
-        (tmp_path / "nowhere", "nowhere"),
+        (tmp_path / "nowhere", "^reference=.*nowhere: there is no such folder or file$"),
     ):
         with pytest.raises(UserError, match=part):
             evaluate_perplexity(**options_for(tiny, tiny / "model", reference=str(reference)), progress=False)

@@ -47,7 +47,7 @@ def test_launches_and_ranks_name_what_is_wrong_with_their_files_before_torch_is_
     words = [word for name, value in wrong.items() for word in (f"--{name}", value)]
     launches = [
         ["train", *words, "--bogus", "1", "--data", "nowhere.jsonl", "columns.jsonl", "good.jsonl", "a/hub_name"],
-        ["eval", "--model", "gpt2", "./none", "--data", "rows.jsonl"],
+        ["eval", "--model", "gpt2", "./none", "--reference", "./gone", "--data", "rows.jsonl"],
         ["eval", "--run", "old"],
     ]
     environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
@@ -73,7 +73,11 @@ def test_launches_and_ranks_name_what_is_wrong_with_their_files_before_torch_is_
     ]
     problems = json.loads(train)
     assert [problem[: len(start)] for problem, start in zip(problems, starts, strict=True)] == starts
-    starts = ["model=./none: there is no such folder or file", "data: rows.jsonl, line 2: not valid JSON"]
+    starts = [
+        "model=./none: there is no such folder or file",
+        "reference=./gone: there is no such folder or file",
+        "data: rows.jsonl, line 2: not valid JSON",
+    ]
     problems = json.loads(evaluation)
     assert [problem[: len(start)] for problem, start in zip(problems, starts, strict=True)] == starts
 
