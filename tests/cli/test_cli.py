@@ -7,6 +7,7 @@ from ranks import on_ranks, run_entry
 from tiny import ARCHITECTURES
 
 from dsft import errors
+from dsft.cli.commands import COMMANDS, Command, PlanOptions
 from dsft.cli.main import main
 from dsft.demo_data import HELD_OUT_PERCENT, split_of, standard_library_docs, write_demo_data
 from dsft.runtime import distributed
@@ -34,6 +35,15 @@ def test_plan_prints_a_table_and_nothing_else(run, tmp_path):
         table.returncode == 0 and "3-offload-optimizer" in table.stdout and "is the fastest that fits" in table.stdout
     )
     assert not table.stderr.strip()
+
+
+def test_garbage_is_collected_again_once_a_command_is_imported(tmp_path, monkeypatch, capsys):
+    source = "import gc\nduring = gc.isenabled()\ndef run(options):\n    print(during, gc.isenabled())\n"
+    (tmp_path / "room_of_a_command.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(COMMANDS, "plan", Command("a test's", "room_of_a_command:run", PlanOptions))
+    main(["plan"])
+    assert capsys.readouterr().out == "False True\n"
 
 
 @pytest.mark.parametrize(

@@ -185,5 +185,5 @@ def test_a_law_holds_for_some_plans(law):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("law", LAWS)
-def test_a_law_holds_for_75_plans(law):
-    hold(law, 75)
+def test_a_law_holds_for_300_plans(law):
+    hold(law, 300)
