@@ -41,6 +41,8 @@ def run(options: GpuCheckOptions) -> None:
             results[name] = rows
             print(without_names("\n".join(line(name, row) for row in rows), setting), flush=True)
             write_results(results, setting, out)  # what is known stays, whatever ends this process
+            if name == FILES.name and has_failures(results):
+                break  # the others have nothing to work on
     print(f"\ndsft: {out}/gpu-check.md and gpu-check.json are written", file=sys.stderr)
     if has_failures(results):
         sys.exit(1)

@@ -97,7 +97,7 @@ def test_the_end_of_a_check_ends_all_that_it_started():
     child = Process.of(int(worker.stdout.readline()))
     assert child.is_alive()
     examine.end_all(worker)
-    assert not child.is_alive() and worker.returncode
+    assert not child.is_alive() and worker.poll() is not None
 
 
 def test_a_check_that_fails_keeps_its_rows_and_its_last_lines(setting, monkeypatch):
@@ -138,6 +138,15 @@ def test_an_unknown_check_and_a_machine_without_gpus_are_refused(tmp_path):
         gpu_check(GpuCheckOptions(only=["ful-1"], tiny=True, out=str(tmp_path)))
     with pytest.raises(UserError, match="--tiny"):
         gpu_check(GpuCheckOptions(out=str(tmp_path)))
+
+
+def test_a_failed_check_is_written_and_ends_the_command_with_code_1(tmp_path, monkeypatch, capsys):
+    results = {"files": [Row(claim="made", measured="no room", ok=False)], "facts": [Row(claim="x", measured="y")]}
+    monkeypatch.setattr("dsft.cli.gpu_check.run_checks", lambda *_, **__: results.items())
+    with pytest.raises(SystemExit, match="1"):
+        gpu_check(GpuCheckOptions(tiny=True, out=str(tmp_path)))
+    assert "| files | made |  | no room | **no** |" in capsys.readouterr().out
+    assert list(read_json(tmp_path / "gpu-check.json")["checks"]) == ["files"], "the others work on these files"
 
 
 @pytest.mark.exhaustive

@@ -22,8 +22,8 @@ LEFT_SECONDS = 30
 def killed_rank(setting: Setting) -> Iterator[Row]:
     """Kill a rank as suddenly as the kernel does."""
     with endless_training(setting) as (process, family):
-        os.kill(ranks_of(family)[-1], signal.SIGKILL)
         start, before = time.monotonic(), setting.log.stat().st_size
+        os.kill(ranks_of(family)[-1], signal.SIGKILL)
         code = process.wait()
         text = setting.log.read_bytes()[before:].decode(errors="replace")
         yield Row(
@@ -63,7 +63,7 @@ def nan_loss(setting: Setting) -> Iterator[Row]:
 
 def out_of_memory(setting: Setting) -> Iterator[Row]:
     """Train with far too large a batch, although the plan says that it cannot fit."""
-    changes = {"per_device_train_batch_size": 512, "memory_check": False, "activation_checkpointing": False}
+    changes = {"per_device_train_batch_size": 256, "memory_check": False, "activation_checkpointing": False}
     words = command(setting, "train", options(setting, "oom", **changes, zero="1"), ranks=1)
     text = launch(setting, words, code=EXIT_USER_ERROR)
     yield Row(

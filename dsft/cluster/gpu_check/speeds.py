@@ -27,7 +27,6 @@ SAME_MEMORY = 0.01
 RATES = {
     "flops": "a few layers in training",
     "device_bytes": "a fused AdamW update (GPU memory)",
-    "host_link_bytes": "copies to the GPU",
     "link_bytes": "all-gather",
     "reduce_bytes": "reduce-scatter",
     "all_reduce_bytes": "all-reduce",
@@ -90,9 +89,10 @@ def speeds(setting: Setting) -> Iterator[Row]:
     products = GPUS[gpu_name(machine)].matmul_flops if setting.has_gpu else 0.0
     yield rate("large matrix products", products, matmul_flops(place), "TFLOP/s")
     yield rate("attention", planned.attention_flops, attention_flops(place), "TFLOP/s", told=planned.tells_time)
-    copies = {"host_link_bytes": host_link_bytes(place)} if setting.has_gpu else {}
+    copies = host_link_bytes(place)
+    yield rate("copies from pinned host memory", planned.host_link_bytes, copies, "GB/s", told=planned.tells_time)
     torch.cuda.empty_cache()
-    path = calibrate(machine, dtype=dtype, known=copies)
+    path = calibrate(machine, dtype=dtype, known={"host_link_bytes": copies} if setting.has_gpu else {})
     yield from planned_rates(planned, calibrated(planned, machine, dtype=dtype), machine)
     yield Row(claim="dsft plan reads these rates", measured=path.name, ok=path.is_file())
 
@@ -101,8 +101,6 @@ def planned_rates(planned: Speeds, measured: Speeds, machine: Machine) -> Iterat
     """Compare what was measured, field by field."""
     for name, title in RATES.items():
         if machine.ranks_per_node == 1 and title.startswith(("all-", "reduce-")):
-            continue
-        if name == "host_link_bytes" and not machine.has_gpu:
             continue
         unit = "TFLOP/s" if name == "flops" else "GB/s"
         yield rate(title, getattr(planned, name), getattr(measured, name), unit, told=planned.tells_time)
