@@ -18,6 +18,7 @@ Shape suffixes: B batch, T time, H hidden, N scored positions, W one tile of the
 import contextlib
 import copy
 import inspect
+import math
 from collections.abc import Iterator
 
 import torch
@@ -63,6 +64,14 @@ class Reused:
         if (self.tensor.shape, self.tensor.dtype, self.tensor.device) != (shape, like.dtype, like.device):
             self.tensor = like.new_empty(shape)
         return self.tensor
+
+
+def exp_in_place(tile: torch.Tensor) -> torch.Tensor:
+    """Replace fp32 values by their exponentials.
+
+    On a CPU torch.exp is MKL's, which takes four times as long on an AMD one as exp2, which is SLEEF's.
+    """
+    return tile.exp_() if tile.is_cuda else tile.mul_(math.log2(math.e)).exp2_()
 
 
 class BareLinear(nn.Module):

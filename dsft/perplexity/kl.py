@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from dsft.data.sequences import IGNORED
-from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead
+from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead, exp_in_place
 from dsft.perplexity.divergence import COLUMNS, Divergence
 from dsft.perplexity.sums import Perplexity, exp
 from dsft.runtime.distributed import sum_over_ranks
@@ -86,7 +86,7 @@ class _Sums:
         self.top_N = torch.where(largest_N > self.largest_N, top_N + start, self.top_N)
         before_N, self.largest_N = self.largest_N, torch.maximum(self.largest_N, largest_N.double())
         shrunk_N = (before_N - self.largest_N).exp()
-        weights_NW = (logits_NW - self.largest_N.float()[:, None]).exp_()
+        weights_NW = exp_in_place(logits_NW - self.largest_N.float()[:, None])
         self.sum_N = self.sum_N * shrunk_N + weights_NW.sum(dim=1).double()
         self.change_N = self.change_N * shrunk_N + weights_NW.mul_(change_NW).sum(dim=1).double()
 

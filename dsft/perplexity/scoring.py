@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dsft.data.sequences import IGNORED
-from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead, Reused
+from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead, Reused, exp_in_place
 from dsft.models.row_rules import RowRules, row_rules
 from dsft.perplexity.divergence import COLUMNS
 from dsft.perplexity.kl import inputs_of, score_pair
@@ -251,7 +251,7 @@ def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_N: torch.Tens
         is_here_N = (column_N >= 0) & (targets_N < start)
         wanted_N = torch.where(is_here_N, logits_NW.gather(1, column_N.where(is_here_N, 0)[:, None])[:, 0], wanted_N)
         largest_N1 = logits_NW.amax(dim=1, keepdim=True)
-        log_sums.append(largest_N1[:, 0] + logits_NW.sub_(largest_N1).exp_().sum(dim=1).log())
+        log_sums.append(largest_N1[:, 0] + exp_in_place(logits_NW.sub_(largest_N1)).sum(dim=1).log())
     return torch.stack(log_sums).logsumexp(dim=0) - wanted_N
 
 
