@@ -97,6 +97,28 @@ def another(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+# --- profile ---------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "products": ("mm", "addmm", "bmm"),
+    "attention": ("_scaled_dot_product_flash_attention_for_cpu",),
+    "exponentials of the head": ("exp_", "exp2_"),
+    "largest, differences and sums of the head": ("amax", "sub_", "mul_", "sum"),
+    "conversions and copies": ("copy_", "cat"),
+}
+"""ATen's operators by kind; those of norms, rotary positions and activations are among the rest."""
+
+
+def shares_by_kind(run: Callable[[], Any]) -> dict[str, float]:
+    """Profile `run` and return the share of each kind of operator in its time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    times = {event.key.removeprefix("aten::"): event.self_cpu_time_total for event in profile.key_averages()}
+    total = sum(times.values())
+    shares = {kind: sum(times.get(name, 0) for name in names) / total for kind, names in KINDS.items()}
+    return shares | {"norms, rotary positions, activations and the rest": 1 - sum(shares.values())}
+
+
 # --- comparison ------------------------------------------------------------------------------------------------------
 
 

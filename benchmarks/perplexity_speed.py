@@ -26,7 +26,9 @@ cut into full windows, and `mixed`, documents of mixed length, each by itself.
   shapes, each at its best of several numbers of rows. Matmul parameters are those of all linear layers and the head,
   tied or not;
   attention's products, softmax and norms are not in it.
-- ZeRO-3 on 2 ranks is compared with two replicas through the launcher, in wall seconds of scoring.
+- ZeRO-3 on 2 ranks is compared with two replicas through the launcher, in wall seconds of scoring, and in CPU
+  seconds of the whole launch.
+- The row profile: share of each kind of operator in the time of scoring, by torch.profiler.
 - KL to a reference, comparisons and large corpora: `perplexity_scale.py`.
 
 Ratios are medians over rounds of the ratio within a round. What it does not do: GPUs, trained models, several threads,
@@ -46,6 +48,8 @@ import math
 import multiprocessing
 import os
 import platform
+import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -54,6 +58,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads would not survive the fork
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -67,6 +72,7 @@ from perplexity_scale import (
     comparison_seconds,
     corpus_rows,
     saved_logits_kl,
+    shares_by_kind,
     slope,
     tiled_kl,
 )
@@ -88,6 +94,7 @@ from dsft.perplexity.windows import Windows, rolling_spans
 
 WINDOW = 512
 MIB = 1024**2
+ROWS = ("speed", "zero", "profile", "kl", "comparison", "corpus")
 KL_WAYS = ("tiles", "saved logits")
 TITLES = {
     "dsft": "dsft, batch_tokens {}",
@@ -136,8 +143,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rows",
         nargs="+",
-        default=["speed", "zero", "kl", "comparison", "corpus"],
-        choices=["speed", "zero", "kl", "comparison", "corpus"],
+        default=[*ROWS],
+        choices=ROWS,
         help="what is measured (default: all)",
     )
     parser.add_argument(
@@ -432,6 +439,23 @@ def measure_kl(way: str, path: Path, dtype: str, corpus: Corpus) -> dict[str, fl
         }
 
 
+def measure_profile(path: Path, dtype: str, corpus: Corpus) -> dict[str, Any]:
+    """Where dsft's time goes on one corpus, and its share of the floor, in this process."""
+    torch.set_num_threads(1)
+    model = load_model(path, dtype)
+    run = dsft_subject(model, corpus.tokenizer, 4096)
+    run(dataclasses.replace(corpus, documents=[corpus.documents[0][:17]]))
+    start = time.process_time()
+    run(corpus)
+    seconds_per_token = (time.process_time() - start) / corpus.tokens
+    return {
+        "dtype": dtype,
+        "cpu_ms_per_token": seconds_per_token * 1e3,
+        "share_of_floor": floor_seconds_per_token(model)[0] / seconds_per_token,
+        "shares": shares_by_kind(lambda: run(corpus)),
+    }
+
+
 def compare_kl(args: argparse.Namespace, model: Path, corpora: dict[str, Corpus]) -> list[dict]:
     """Both ways of KL in turn, on full windows."""
     runs = []
@@ -452,6 +476,12 @@ def scale_rows(
 ) -> dict:
     """The rows beyond one pass over one model."""
     rows = {}
+    if "profile" in args.rows:
+        rows["profile"] = [
+            call_apart(measure_profile, model, dtype, corpora["full"], verbose=args.verbose)
+            for _ in range(args.repeats)
+            for dtype in args.dtypes
+        ]
     if "kl" in args.rows:
         rows["kl"] = compare_kl(args, model, corpora)
     if "comparison" in args.rows:
@@ -502,7 +532,7 @@ def call_apart(function: Callable, *job, verbose: bool) -> dict[str, float]:
 def zero_seconds(
     args: argparse.Namespace, model: Path, tokenizer: PreTrainedTokenizerBase, folder: Path, zero: str
 ) -> dict[str, float]:
-    """Wall seconds of scoring on 2 ranks of the launcher, and the perplexity."""
+    """Wall seconds of scoring on 2 ranks of the launcher, CPU seconds of the whole launch, and the perplexity."""
     repository = Path(__file__).resolve().parent.parent
     data, output = folder / "zero.jsonl", folder / f"zero{zero}"
     data.write_text(json.dumps({"text": args.zero_text}) + "\n", encoding="utf-8")
@@ -535,11 +565,16 @@ def zero_seconds(
         "PYTHONPATH": str(repository),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
+    shutil.rmtree(output, ignore_errors=True)  # else the result of the round before is taken over
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, env=environment, capture_output=not args.verbose, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{(done.stderr or '')[-3000:]}")
     report = json.loads((output / "perplexity.json").read_text())["results"][0]
-    return {"seconds": report["seconds"], "perplexity": report["perplexity"], "tokens": report["tokens"]}
+    return {name: report[name] for name in ("seconds", "perplexity", "tokens")} | {
+        "launch_cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    }
 
 
 def compare_zero(args: argparse.Namespace, model: Path, tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict:
@@ -555,6 +590,9 @@ def compare_zero(args: argparse.Namespace, model: Path, tokenizer: PreTrainedTok
     return {
         "launches": launches,
         "time_over_replicas": statistics.median(sharded["seconds"] / replica["seconds"] for replica, sharded in pairs),
+        "launch_cpu_over_replicas": statistics.median(
+            sharded["launch_cpu_seconds"] / replica["launch_cpu_seconds"] for replica, sharded in pairs
+        ),
         "relative_difference": pairs[0][1]["perplexity"] / pairs[0][0]["perplexity"] - 1,
     }
 
@@ -650,6 +688,9 @@ def goals_of(tables: list[dict], zero: dict | None) -> list[dict]:
 
 def print_scale(scale: dict) -> None:
     """The rows beyond one pass, as Markdown."""
+    for row in scale.get("profile", []):
+        print(f"\n**Profile, {row['dtype']}**: {row['share_of_floor']:.0%} of the floor; share of the time\n")
+        print("\n".join(f"- {kind}: {share:.1%}" for kind, share in row["shares"].items()))
     runs = scale.get("kl", [])
     for dtype in dict.fromkeys(run["dtype"] for run in runs):
         ways = {way: [run for run in runs if (run["dtype"], run["way"]) == (dtype, way)] for way in KL_WAYS}
@@ -700,7 +741,8 @@ def print_markdown(tables: list[dict], goals: list[dict], zero: dict | None) -> 
             )
     if zero:
         print(
-            f"\nZeRO-3 on 2 ranks: {zero['time_over_replicas']:.2f} of the time of two replicas; perplexity differs by"
+            f"\nZeRO-3 on 2 ranks: {zero['time_over_replicas']:.2f} of the time of two replicas, with the start"
+            f" {zero['launch_cpu_over_replicas']:.2f} of their CPU seconds; perplexity differs by"
             f" {zero['relative_difference']:.1e}"
         )
     if goals:
