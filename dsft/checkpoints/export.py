@@ -18,9 +18,8 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from dsft.checkpoints.manifest import checkpoints
 from dsft.checkpoints.readback import check_export, check_written
-from dsft.checkpoints.run_folder import FINAL
+from dsft.checkpoints.run_folder import check_new_folder, find_adapter, find_weights
 from dsft.checkpoints.tensor_sources import (
     MergedSource,
     NotStreamable,
@@ -31,31 +30,12 @@ from dsft.checkpoints.tensor_sources import (
     local_folder,
 )
 from dsft.errors import UserError, one_line
-from dsft.models.build import DTYPES, adapter_base, described_in, load_weights
-from dsft.models.model_folder import is_step_folder
+from dsft.models.build import DTYPES, described_in, load_weights
+from dsft.models.model_folder import adapter_base
 from dsft.models.pickles import safe_unpickling
 from dsft.models.size import load_model_config
 from dsft.models.zero_shards import step_folder
 from dsft.runtime.console import progress_bar, say
-
-
-def find_weights(source: str) -> Path:
-    """Find the folder with weights that `source` means: a run's `final/` (else its last checkpoint), or itself.
-
-    Raises:
-        UserError: where no weights are there.
-    """
-    folder = Path(source)
-    if not folder.is_dir():
-        raise UserError([f"{source}: is no folder"])
-    if (folder / "run.json").is_file():
-        folders = [folder / FINAL] if (folder / FINAL).is_dir() else checkpoints(source)
-        if not folders:
-            raise UserError([f"{source}: the run has neither a final model nor a complete checkpoint yet"])
-        return folders[-1]
-    if not is_step_folder(source) and not any(folder.glob("*.safetensors")) and not any(folder.glob("global_step*")):
-        raise UserError([f"{source}: holds neither safetensors nor a DeepSpeed global_step folder"])
-    return folder
 
 
 def export(
@@ -79,8 +59,7 @@ def export(
         UserError: where `source` holds no weights or `out` holds files already.
     """
     folder, target = find_weights(source), Path(out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError([f"{out}: exists and is not empty; choose a new folder"])
+    check_new_folder(out)
     beside = target.absolute().with_name(f"{target.name}.unfinished")
     shutil.rmtree(beside, ignore_errors=True)
     try:
@@ -102,10 +81,7 @@ def merge(source: str, out: str, **options: Any) -> Path:
     Raises:
         UserError: where it is none.
     """
-    folder = find_weights(source)
-    if adapter_base(str(folder)) is None:
-        raise UserError([f"{folder}: is no adapter, it has no adapter_config.json; use dsft export"])
-    return export(str(folder), out, **options)
+    return export(str(find_adapter(source)), out, **options)
 
 
 def _write(folder: Path, out: Path, dtype: str, *, max_shard_size: str, trust_remote_code: bool) -> None:

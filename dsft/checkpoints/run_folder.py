@@ -14,7 +14,7 @@ from dsft.checkpoints.manifest import MANIFEST, PREFIX, checkpoints, last_good, 
 from dsft.checkpoints.removal import discard
 from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
-from dsft.models.model_folder import FINAL
+from dsft.models.model_folder import FINAL, adapter_base, is_step_folder
 from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable, write_json
 from dsft.runtime.launcher_env import LAUNCH
@@ -208,3 +208,45 @@ def path_of(name: str, run_folder: str) -> str:
             return name  # an absolute output_dir, or a run that was moved
         started_in = started_in.parent
     return str(started_in / name) if (started_in / name).exists() else name
+
+
+def find_weights(source: str) -> Path:
+    """Find the folder with weights that `source` means: a run's `final/` (else its last checkpoint), or itself.
+
+    Raises:
+        UserError: where no weights are there.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        raise UserError([f"{source}: is no folder"])
+    if (folder / "run.json").is_file():
+        folders = [folder / FINAL] if (folder / FINAL).is_dir() else checkpoints(source)
+        if not folders:
+            raise UserError([f"{source}: the run has neither a final model nor a complete checkpoint yet"])
+        return folders[-1]
+    if not is_step_folder(source) and not any(folder.glob("*.safetensors")) and not any(folder.glob("global_step*")):
+        raise UserError([f"{source}: holds neither safetensors nor a DeepSpeed global_step folder"])
+    return folder
+
+
+def find_adapter(source: str) -> Path:
+    """Find the folder with an adapter that `source` means, as `find_weights`.
+
+    Raises:
+        UserError: where it is none, too.
+    """
+    folder = find_weights(source)
+    if adapter_base(str(folder)) is None:
+        raise UserError([f"{folder}: is no adapter, it has no adapter_config.json; use dsft export"])
+    return folder
+
+
+def check_new_folder(out: str) -> None:
+    """Check that `out` can become a folder.
+
+    Raises:
+        UserError: where it holds files, or is one.
+    """
+    path = Path(out)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError([f"{out}: exists and is not empty; choose a new folder"])

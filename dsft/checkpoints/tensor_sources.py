@@ -21,8 +21,8 @@ from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from dsft.errors import UserError
-from dsft.models.build import adapter_base
 from dsft.models.lora import saved_lora_config
+from dsft.models.model_folder import adapter_base
 from dsft.models.pickles import check_weight_files
 from dsft.models.size import empty_model, load_model_config
 from dsft.models.zero_shards import ZeroShards

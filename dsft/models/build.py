@@ -6,7 +6,6 @@ Under ZeRO-3 the DeepSpeed configuration must be registered (by `TrainingArgumen
 
 import contextlib
 import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.lora import add_lora, saved_lora_config
-from dsft.models.model_folder import has_only_shards, is_step_folder, located
+from dsft.models.model_folder import adapter_base, has_only_shards, is_step_folder, located
 from dsft.models.pickles import check_weight_files, pickle_errors, safe_unpickling
 from dsft.models.quantization import Quantization, compute_in_own_dtype, quantization_of
 from dsft.models.size import load_model_config
@@ -34,12 +33,6 @@ def resolve_dtype(dtype: str) -> str:
     if dtype != "auto":
         return dtype
     return "bfloat16" if has_gpu() and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-
-
-def adapter_base(folder: str) -> str | None:
-    """Returns the base model that an adapter folder names, or None where the folder holds no adapter."""
-    file = Path(folder) / "adapter_config.json"
-    return json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"] if file.is_file() else None
 
 
 def is_bare_config(model: str) -> bool:

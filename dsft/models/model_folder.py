@@ -3,6 +3,7 @@
 Whether a path is there is told without torch: `transformers` loads where more is asked.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,12 @@ def has_only_shards(model: str) -> bool:
     return is_step_folder(model) or (
         folder.is_dir() and not any(folder.glob("*.safetensors*")) and any(folder.glob("global_step*"))
     )
+
+
+def adapter_base(folder: str) -> str | None:
+    """Returns the base model that an adapter folder names, or None where the folder holds no adapter."""
+    file = Path(folder) / "adapter_config.json"
+    return json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"] if file.is_file() else None
 
 
 def is_gguf(model: str) -> bool:

@@ -13,8 +13,8 @@ from dsft.config.options import UNQUANTISED, EvalConfig, TrainConfig
 from dsft.data.sources import FormattedSource, HeldOut
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError
-from dsft.models.build import DTYPES, adapter_base, described_in, is_bare_config, resolve_dtype
-from dsft.models.model_folder import has_only_shards
+from dsft.models.build import DTYPES, described_in, is_bare_config, resolve_dtype
+from dsft.models.model_folder import adapter_base, has_only_shards
 from dsft.models.quantization import FORMATS, Quantization, fitted, format_problems, unknown_format
 from dsft.models.row_rules import not_causal, sees_later_tokens
 from dsft.models.size import ModelFacts, check_positions, check_sharding, empty_model, measure_model

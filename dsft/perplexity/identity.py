@@ -14,8 +14,8 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from dsft.config.options import UNQUANTISED
-from dsft.models.build import adapter_base, described_in, is_bare_config
-from dsft.models.model_folder import has_only_shards, is_step_folder, located
+from dsft.models.build import described_in, is_bare_config
+from dsft.models.model_folder import adapter_base, has_only_shards, is_step_folder, located
 from dsft.runtime import distributed
 from dsft.runtime.hardware import has_gpu
 from dsft.runtime.versions import versions

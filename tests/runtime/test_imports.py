@@ -2,10 +2,11 @@ import json
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
 
-COMMANDS = ("checkpoints", "compare", "doctor", "init", "report")
-"""Of dsft, that read files alone."""
+COMMANDS = ("checkpoints", "compare", "data", "doctor", "export", "init", "report")
+"""Of dsft, that read files alone, or look at them before they load more."""
 
 
 def test_runtime_and_commands_that_read_files_load_no_large_library_at_import():
@@ -15,3 +16,22 @@ def test_runtime_and_commands_that_read_files_load_no_large_library_at_import():
     code = f"import json, sys, {', '.join(modules)}; print(json.dumps([*sys.modules]))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "datasets", "deepspeed"} & set(json.loads(result.stdout))
+
+
+BAD = {
+    ("preview", "--data", "no.jsonl", "--model", "gpt2", "--seq_len", "x"): ["data: no.jsonl", "seq_len: 'x'"],
+    ("prepare", "--data", "no.jsonl", "--model", "./nowhere"): ["data: no.jsonl", "model=./nowhere"],
+    ("export", "./nowhere", "out"): ["./nowhere: is no folder"],
+    ("merge", "./dsft", "out"): ["./dsft: holds neither safetensors"],
+}
+
+
+@pytest.mark.parametrize(("words", "named"), BAD.items(), ids=lambda value: value[0])
+def test_what_is_wrong_with_options_and_files_is_told_before_torch_is_loaded(words, named):
+    code = (
+        "import sys; from dsft.cli.main import main\n"
+        f"try: main({list(words)})\n"
+        "finally: assert not {'torch', 'transformers', 'deepspeed'} & sys.modules.keys()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2 and all(name in result.stderr for name in named), result.stderr

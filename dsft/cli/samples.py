@@ -1,0 +1,120 @@
+"""Makes the data of a training ready ahead of it, and shows samples of it, for `dsft prepare` and `dsft preview`."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from dsft.config.options import TrainConfig
+from dsft.data.packing import PackedRows
+from dsft.data.prepare import cache_folder
+from dsft.data.sequences import IGNORED, describe_counts, describe_value, sequences_in
+from dsft.data.sequences import Sequence as TokenSequence
+from dsft.data.sources import FormattedSource
+from dsft.data.streaming import Stream
+from dsft.data.training_data import TrainingData, check_sources, load_training_data
+from dsft.errors import raise_if_any
+from dsft.models.tokenizer import check_tokenizer
+from dsft.runtime.console import show_table
+
+STREAMED = 1000
+"""Sequences that the figures of a stream are of."""
+
+
+def prepare(config: TrainConfig) -> None:
+    """Tokenises the data of a training ahead of it.
+
+    Raises:
+        UserError: with every problem of the tokenizer and the data.
+    """
+    sources, _, data = _load(config)
+    print(f"dsft: {', '.join(map(str, sources['data']))}: {describe_counts(data.counts)}")
+    if data.held_out_counts:
+        print(f"dsft: held out: {describe_counts(data.held_out_counts)}")
+    for note in data.notes:
+        print(f"dsft: note: {note}")
+    print(f"dsft: ready in {cache_folder(config)}; training with the same options and files takes it from there")
+
+
+def preview(config: TrainConfig, *, samples: int) -> None:
+    """Prints samples as the model will see them, and figures.
+
+    Raises:
+        UserError: with every problem of the tokenizer and the data.
+    """
+    sources, tokenizer, data = _load(config)
+    console = Console(soft_wrap=True, highlight=False)
+    items = list(itertools.islice(data.items, STREAMED)) if isinstance(data.items, Stream) else data.items
+    for index in np.linspace(0, len(items) - 1, min(samples, len(items))).astype(int).tolist():
+        sequences = sequences_in([items[index]])
+        tokens = sum(len(sequence["input_ids"]) for sequence in sequences)
+        console.print(
+            f"[bold]{'row' if isinstance(items, PackedRows) else 'sequence'} {index + 1}[/bold]: {tokens}"
+            f" tokens{f' of {len(sequences)} samples' if len(sequences) > 1 else ''}"
+        )
+        for sequence in sequences:
+            console.print(in_colour(sequence, tokenizer, marks=not console.is_terminal))
+            console.print()
+    console.print(
+        "trained tokens are [green]green[/green]" if console.is_terminal else "trained tokens stand between ⟦ and ⟧"
+    )
+    for name, entries in sources.items():
+        if entries:
+            console.print(f"{name}: {', '.join(map(str, entries))}", markup=False)
+    show_table(_figures(items, data))
+    for note in data.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def in_colour(sequence: TokenSequence, tokenizer: PreTrainedTokenizerBase, *, marks: bool) -> Text:
+    """Decodes the tokens, special ones included, with the trained ones green, or between ⟦ and ⟧ with `marks`."""
+    text = Text()
+    trained = sequence["labels"] != IGNORED
+    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1), len(trained)]
+    for start, end in itertools.pairwise(edges):
+        piece = tokenizer.decode(sequence["input_ids"][start:end])
+        if not trained[start]:
+            text.append(piece, style="dim")
+        else:
+            text.append(f"⟦{piece}⟧" if marks else piece, style="green")
+    return text
+
+
+def _load(config: TrainConfig) -> tuple[dict[str, list[FormattedSource]], PreTrainedTokenizerBase, TrainingData]:
+    problems: list[str] = []
+    tokenizer = check_tokenizer(config, problems)
+    sources = {
+        "data": check_sources(config.data, config, tokenizer, key="data", split=config.data_split, problems=problems),
+        "eval_data": check_sources(
+            config.eval_data, config, tokenizer, key="eval_data", split=config.eval_split, problems=problems
+        ),
+    }
+    raise_if_any(problems)
+    data = load_training_data(
+        config, sources["data"], sources["eval_data"], tokenizer, pack=config.packing, flash=False
+    )
+    return sources, tokenizer, data
+
+
+def _figures(items: Any, data: TrainingData) -> Table:
+    if isinstance(items, list):  # the beginning of a stream
+        lengths = np.array([len(sequence["input_ids"]) for sequence in sequences_in(items)])
+    else:
+        lengths = (items.sequences if isinstance(items, PackedRows) else items).lengths
+    table = Table("", "", show_header=False)
+    table.add_row(
+        "lengths",
+        f"{lengths.min()} shortest, {np.median(lengths):.0f} median, {np.quantile(lengths, 0.95):.0f} for 95 %,"
+        f" {lengths.max()} longest",
+    )
+    if "tokens" in data.counts:
+        table.add_row("trained fraction", f"{data.counts['trained_tokens'] / data.counts['tokens']:.1%}")
+    for head, counts in {"": data.counts, "held out: ": data.held_out_counts or {}}.items():
+        for name, value in counts.items():
+            if value:
+                table.add_row(head + name.replace("_", " "), describe_value(value))
+    return table
