@@ -1,8 +1,9 @@
 """A finetuning, from options to the saved model and run.json; every rank runs it.
 
-Reads top to bottom: options -> a decided run -> data -> trainer -> fit -> last evaluation, final model and report.
+Reads top to bottom: options -> a decided run -> data -> trainer -> fit -> final model and report.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import shlex
@@ -174,6 +175,8 @@ def run_report(run: ResolvedRun, data: TrainingData, trainer: PerplexityTrainer)
         outcome = {"status": "preempted"} if isinstance(error, Requeue) else {"status": "stopped", "error": str(error)}
         if distributed.rank() == 0:
             _write_results(run, trainer, **outcome)
+            if distributed.world_size() > 1:
+                atexit._run_exitfuncs()  # os._exit leaves them out, and with them W&B's last rows
         distributed.wait_for_all()  # every rank stops together, and the first one that ends has the others killed
         raise
     finally:
@@ -242,10 +245,7 @@ def fit(trainer: PerplexityTrainer, run: ResolvedRun) -> float:
 def finish(
     trainer: PerplexityTrainer, run: ResolvedRun, data: TrainingData, *, train_loss: float, start: float
 ) -> Path:
-    """Evaluates what was trained last, saves the final model, and completes run.json. Collective."""
-    evaluated = trainer.last_evaluation()["step"] == trainer.state.global_step
-    if data.held_out and (trainer.args.load_best_model_at_end or not evaluated):
-        trainer.evaluate()
+    """Saves the final model and completes run.json. Collective."""
     final, saves = trainer.save_final(), trainer.saves
     seconds = time.perf_counter() - start
     if saves.number:

@@ -4,6 +4,7 @@ No training loop here: the Trainer's own runs.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from dsft.checkpoints.manifest import checkpoints
@@ -87,6 +88,7 @@ class PerplexityTrainer(SavingTrainer):
         self.compute = compute
         self.plan_check = PlanCheck(plan)
         self.add_callback(self.plan_check)
+        self.callback_handler.callbacks.insert(0, LastEvaluation(self))  # trackers close after it
         self.since_last_step = torch.zeros(4, dtype=torch.int64, device=args.device)
         """Losses that are NaN or infinite, and counts of tokens, of this rank's micro batches since the last step."""
 
@@ -128,11 +130,13 @@ class PerplexityTrainer(SavingTrainer):
                 progress=self.is_world_process_zero() and not self.args.disable_tqdm,
             )
         low, high = result_intervals(result).perplexity
+        bounds = {f"{metric_key_prefix}_perplexity_low": low, f"{metric_key_prefix}_perplexity_high": high}
+        if math.isnan(low):  # of one window there is no interval
+            bounds = {}
         metrics = {
             f"{metric_key_prefix}_loss": result.loss,
             f"{metric_key_prefix}_perplexity": result.perplexity,
-            f"{metric_key_prefix}_perplexity_low": low,
-            f"{metric_key_prefix}_perplexity_high": high,
+            **bounds,
             f"{metric_key_prefix}_tokens": result.tokens,
             f"{metric_key_prefix}_runtime": time.perf_counter() - start,
         }
@@ -252,3 +256,15 @@ def mean_over_the_global_batch(
     """Divides the nats of a micro batch by `num_items_in_batch`, the trained tokens of a step over all ranks."""
     logits = outputs["logits"]
     return ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch=num_items_in_batch)
+
+
+class LastEvaluation(TrainerCallback):
+    """Evaluates what was trained last while trackers still listen: later MLflow and Trackio would begin another run."""
+
+    def __init__(self, trainer: PerplexityTrainer):
+        self.trainer = trainer
+
+    def on_train_end(self, args, state, control, **kwargs):
+        is_due = args.load_best_model_at_end or self.trainer.last_evaluation()["step"] != state.global_step
+        if self.trainer.eval_dataset and is_due and not self.trainer.is_stopping:
+            self.trainer.evaluate()

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 from conftest import flags
+from ranks import run_entry
 from transformers.integrations.integration_utils import rewrite_logs
+
+from dsft.errors import EXIT_STOPPED
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.launch]
 
@@ -61,6 +64,7 @@ def test_each_tracker_has_the_metrics_of_the_file_by_their_names(run, tracker, o
         monkeypatch.setenv(name, str(value))
     pytest.importorskip(tracker, reason=f"{tracker} is not installed: pip install {tracker}")
     case = {"max_steps": 3, "logging_steps": 1, "eval_fraction": 0.3, "zero": "2", "project": "seen"}
+    case |= {"eval_strategy": "steps", "eval_steps": 2}  # so that the last step is evaluated when training has ended
     words = flags(options(tmp_path / "run", report_to=tracker, **case))
     result = run([sys.executable, "-m", "dsft.train", *words])  # W&B writes at the end of the process
     assert result.returncode == 0, result.stdout + result.stderr
@@ -70,3 +74,13 @@ def test_each_tracker_has_the_metrics_of_the_file_by_their_names(run, tracker, o
     assert {"train/loss", "train/perplexity", "train/padding_share", "eval/perplexity"} <= told.keys()
     read = READERS[tracker](tmp_path)
     assert {name: read.get(name) for name in told} == pytest.approx(told)
+
+
+def test_a_run_of_several_ranks_that_stops_itself_has_told_its_tracker(options, tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    case = {"max_steps": 9, "logging_steps": 1, "learning_rate": 1e30, "zero": "2", "report_to": "wandb"}
+    result = run_entry("dsft.train", flags(options(tmp_path / "run", **case)), world=2)
+    assert result.returncode == EXIT_STOPPED, result.stderr
+    assert wandb_values(tmp_path)["train/global_step"] == 1
