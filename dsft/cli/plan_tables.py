@@ -1,5 +1,6 @@
 """Plans on the screen: the table of candidates, every term with its formula, and the view over numbers of nodes."""
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from dsft.models.size import ModelSize
@@ -50,7 +51,10 @@ def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machin
     table = Table(
         caption=f"GiB per {device}; host: GiB per node; batch: sequences of a micro batch x accumulation{error}",
         caption_justify="left",
-    )
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )  # 120 columns hold it
     for name in ("", "ZeRO", "ckpt", "batch", *NUMBERS, f"per {device}", "fits"):
         left = name in ("", "ZeRO", "ckpt", "batch", "fits")
         table.add_column(name, no_wrap=True, justify="left" if left else "right")
@@ -79,7 +83,7 @@ def _plan_row(plan: Plan, machine: Machine) -> list[str]:
         f"{plan.micro_batch} x {plan.accumulation}",
         *(f"{number / GiB:,.1f}" for number in sizes),
         *(times if plan.tells_time else ["-"] * 3),
-        "yes" if plan.fits else f"no: {plan.binds}",
+        "yes" if plan.fits else f"no: {plan.binds.replace(' memory', '').replace(' and ', '+')}",
     ]
 
 

@@ -38,7 +38,8 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.6g}, {LEVEL:.0%} {self.low:.6g} to {self.high:.6g}"
+        bounds = "unknown" if math.isnan(self.low) else f"{self.low:.6g} to {self.high:.6g}"
+        return f"{self.value:.6g}, {LEVEL:.0%} {bounds}"
 
     def exp(self) -> "Estimate":
         return Estimate(exp(self.value), exp(self.low), exp(self.high))

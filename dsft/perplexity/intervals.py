@@ -17,6 +17,7 @@ from statistics import NormalDist
 import numpy as np
 
 from dsft.perplexity.sums import Perplexity, exp
+from dsft.units import plural
 
 LEVEL, RESAMPLES, SEED = 0.95, 10_000, 0
 MOST_UNITS = 2_000
@@ -80,8 +81,8 @@ def units_of(result: Perplexity, documents_KD: list[np.ndarray], blocks_KB: list
     if result.windows_per_block:
         tokens_B = result.block_tokens.astype(np.float64)
         sums_KU = np.stack([*blocks_KB, tokens_B, tokens_B * (result.bytes / max(result.tokens, 1))])
-        windows = f"{result.windows_per_block} windows" if result.windows_per_block > 1 else "1 window"
-        return Units(sums_KU=sums_KU, kind=f"{sums_KU.shape[1]:,} blocks of {windows}")
+        kind = f"{plural(sums_KU.shape[1], 'block')} of {plural(result.windows_per_block, 'window')}"
+        return Units(sums_KU=sums_KU, kind=kind)
     is_scored_D = result.document_tokens > 0
     return grouped(np.stack([*documents_KD, result.document_tokens, result.document_bytes])[:, is_scored_D])
 

@@ -1,6 +1,7 @@
 """Defines the result of an evaluation, and its report in perplexity.json."""
 
 import functools
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -128,16 +129,17 @@ class Evaluation:
         """Return the rows of a table about the result, for the screen."""
         report = self.report()
         low, high = self.intervals.perplexity
+        bounds = "unknown" if math.isnan(low) else f"{low:.4f} to {high:.4f}"
         rows = {
             "perplexity": f"{report['perplexity']:.4f}",
-            f"{LEVEL:.0%} interval": f"{low:.4f} to {high:.4f} (resampled: {self.intervals.resampled})",
+            f"{LEVEL:.0%} interval": f"{bounds} (resampled: {self.intervals.resampled})",
             "scored": f"{report['tokens']:,} tokens of {report['documents']:,} documents ({report['mode']})",
             "nats per token": f"{report['nats_per_token']:.6f}",
         }
         if report["bytes"]:
             rows["per text"] = (
-                f"word perplexity {report['word_perplexity']:,.4f}, byte perplexity {report['byte_perplexity']:.4f},"
-                f" {report['bits_per_byte']:.4f} bits per byte"
+                f"word perplexity {report['word_perplexity']:,.4f}, byte perplexity {report['byte_perplexity']:.4f}\n"
+                f"{report['bits_per_byte']:.4f} bits per byte"
             )
         rows |= {f"by {name}": _group_rows(groups) for name, groups in self.groups.items()}
         if self.divergence:

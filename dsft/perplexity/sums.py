@@ -91,8 +91,8 @@ class Perplexity:
 
 
 def exp(value: float) -> float:
-    """Return math.exp, infinite where float64 ends (exp(709.8))."""
-    return math.exp(value) if value < 709 else math.inf
+    """Return math.exp, infinite where float64 ends (exp(709.8)); NaN stays NaN."""
+    return math.inf if value > 709 else math.exp(value)
 
 
 @dataclass(frozen=True, kw_only=True)

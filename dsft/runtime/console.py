@@ -117,6 +117,8 @@ def _rows_as_text(table: "Table") -> Iterator[str]:
     names = [str(column.header) for column in table.columns]
     for cells in zip(*(column.cells for column in table.columns), strict=True):
         if table.show_header:
-            yield ", ".join(f"{name} {cell}".strip() for name, cell in zip(names, cells, strict=True) if cell)
+            unnamed = [cell for name, cell in zip(names, cells, strict=True) if cell and not name]
+            named = [f"{name} {cell}" for name, cell in zip(names, cells, strict=True) if cell and name]
+            yield " ".join([*unnamed, ", ".join(named)])
         else:
-            yield ": ".join(cells)
+            yield ": ".join(cells).replace("\n", "; ")

@@ -111,6 +111,13 @@ def test_few_documents_are_compared_by_blocks_of_windows_which_is_said():
     assert bits.low * math.log(2) * 4 == pytest.approx(comparison.nats_per_token.low)  # four bytes to each token
 
 
+def test_of_a_single_block_no_interval_is_told():
+    results = [evaluation(name, seed, documents=3, blocks=1) for seed, name in enumerate(("base", "other"))]
+    shown = comparison_rows(comparison_of(*results)) | results[0].summary()
+    assert shown["perplexity, ratio"].endswith("95% unknown")
+    assert shown["95% interval"] == "unknown (resampled: 1 block of 2 windows)"
+
+
 def test_over_two_tokenizers_only_bytes_are_a_measure():
     base, other = evaluation("base", 0), evaluation("other", 1, hashes=HASHES | {"tokens": "x", "windows": "y"})
     comparison = comparison_of(base, other)
