@@ -5,7 +5,7 @@ holds 24 bytes for each window. Which windows there are, the modes (`modes.py`) 
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
@@ -14,6 +14,7 @@ import numpy as np
 from dsft.data.sequences import IGNORED, Sequence
 from dsft.data.token_store import Store
 
+WINDOWS_AT_ONCE = 1 << 12
 Spans = Iterable[tuple[int, int, int]]
 """start, end and scored_from of windows."""
 
@@ -85,12 +86,18 @@ class Windows:
 
     def all_pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (windows, documents, scored tokens) of the pieces of all windows, window by window, [P] each."""
-        return self._pieces_of(self.spans)
+        windows, documents, counts = zip(*self._parts(), strict=True)
+        return np.concatenate(windows), np.concatenate(documents), np.concatenate(counts)
 
     @property
     def has_scored_tokens(self) -> bool:
-        step = 1 << 10
-        return any(len(self._pieces_of(self.spans[at : at + step])[0]) for at in range(0, len(self.spans), step))
+        return any(len(counts) for *_, counts in self._parts())
+
+    def _parts(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield the pieces of WINDOWS_AT_ONCE windows after the other: finding them takes more memory than they do."""
+        for at in range(0, len(self.spans) or 1, WINDOWS_AT_ONCE):
+            numbers, documents, counts = self._pieces_of(self.spans[at : at + WINDOWS_AT_ONCE])
+            yield numbers + at, documents, counts
 
     def _pieces_of(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Cut the scored part of each window where documents end; what has no token that counts is no piece."""
