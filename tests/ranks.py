@@ -83,13 +83,13 @@ def train_all(world: int, cases: list[dict], log: Path) -> str:
     return log.read_text()
 
 
-def run_entry(module: str, words: list, *, world: int = 1) -> subprocess.CompletedProcess:
-    """Run `main()` of a module with the command line `words`, as `world` ranks; the exit code is the first of a rank
-    that is not 0. For what an entry does after its start: tests of the start itself take the `run` fixture.
+def run_entry(module: str, words: list, *, world: int = 1, folder: Path = Path()) -> subprocess.CompletedProcess:
+    """Run `main()` of a module with the command line `words` in a folder, as `world` ranks; the exit code is the first
+    of a rank that is not 0. For what an entry does after its start: tests of the start itself take the `run` fixture.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        work = [functools.partial(_entry, module, [str(word) for word in words])] * world
+    with tempfile.TemporaryDirectory() as printed:
+        out, err = Path(printed, "out"), Path(printed, "err")
+        work = [functools.partial(_entry, module, [str(word) for word in words], folder)] * world
         with _forked(work, out=out, err=err, environment=dict(os.environ)) as ranks:
             for rank in ranks:
                 rank.join(SECONDS)
@@ -156,7 +156,8 @@ def _as_rank(function: Callable, arguments: tuple, result: Path) -> None:
     distributed.stop_ranks()
 
 
-def _entry(module: str, words: list[str]) -> None:
+def _entry(module: str, words: list[str], folder: Path) -> None:
+    os.chdir(folder)
     sys.argv = [module, *words]
     importlib.import_module(module).main()
 
