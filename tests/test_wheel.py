@@ -1,0 +1,54 @@
+"""dsft from a built wheel, outside of a checkout."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import BIN, ROOT
+from tiny import write_model, write_texts
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.launch]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """A folder of packages with dsft from its wheel."""
+    pytest.importorskip("hatchling", reason="scripts/install has not been run since it is needed")
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT], check=True)
+    (wheel,) = folder.glob("dsft-*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", folder / "site", wheel], check=True)
+    return folder / "site"
+
+
+def test_the_wheel_brings_all_that_the_commands_read(site, tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(site), "PATH": f"{site / 'bin'}:{BIN}:{os.environ['PATH']}"}
+    write_model(tmp_path / "base", max_position_embeddings=2048)
+    write_texts(tmp_path / "train.jsonl", 100)
+
+    def run(command: str) -> subprocess.CompletedProcess:
+        return subprocess.run(shlex.split(command), cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    for command, printed in {
+        "python -c 'import dsft; print(dsft.__path__)'": str(site),
+        "dsft --help": "quickstart",
+        "dsft init --model base --data train.jsonl": "run.yaml: written",
+        "dsft preview --config run.yaml": "trained fraction",
+        "dsft plan --config run.yaml --zero 3-offload --chat_template chatml --gpus 2x4090": "3-offload",
+        "dsft demo-data demo": "full.yaml",
+        "dsft train --config run.yaml --dry_run": "deepspeed",
+    }.items():
+        result = run(command)
+        assert result.returncode == 0 and printed in result.stdout, f"{command}\n{result.stdout}{result.stderr}"
+    assert yaml.safe_load((tmp_path / "demo" / "lora.yaml").read_text())["method"] == "lora"
+    result = run("deepspeed --num_gpus 2 --module dsft.train --config run.yaml --methd lora")
+    assert result.returncode != 0 and "did you mean 'method'" in result.stderr + result.stdout
+    packed = {str(path.relative_to(site)) for path in (site / "dsft").rglob("*") if path.is_file()}
+    wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "dsft").rglob("*") if path.suffix in (".py", ".jinja")}
+    wanted |= {f"dsft/{path.relative_to(ROOT)}" for path in (ROOT / "ds_configs").rglob("*.*")}
+    assert wanted <= packed, wanted - packed
