@@ -5,8 +5,9 @@ import struct
 from pathlib import Path
 
 import pytest
-from conftest import read_json
+from conftest import ROOT, read_json
 from ranks import run_entry
+from test_notebook import execute, shown_perplexities
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.cli import quickstart
@@ -14,26 +15,46 @@ from dsft.cli import quickstart
 pytestmark = pytest.mark.launch
 
 
-@pytest.mark.parametrize("steps", [6, pytest.param(None, marks=pytest.mark.exhaustive, id="whole")])
-def test_quickstart_does_the_whole_job(run, capfd, tmp_path, steps):
-    """Whole, as its user types it; in the quick tier its commands on forked ranks, where a training ends after some
-    steps.
-    """
-    folder = tmp_path / "quickstart"
-    if steps is None:
+@pytest.fixture(scope="module")
+def short(tmp_path_factory) -> Path:
+    """What the quickstart's commands leave on forked ranks, where a training ends after 6 steps."""
+    folder = tmp_path_factory.mktemp("short") / "quickstart"
+    entries = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
+    for command in quickstart.STEPS.values():
+        name, *words = command.format(folder=folder).split()
+        words += ["--max_steps", 6] if name == "train" else []
+        if name in entries:
+            result = run_entry(entries[name], words, world=2)
+        else:
+            result = run_entry("dsft.cli.main", [name, *words])
+        assert result.returncode == 0, result.stderr
+    return folder
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["evaluate_checkpoints", "plan_a_run"])
+def test_the_notebooks_run_on_what_the_quickstart_leaves(short, tmp_path, monkeypatch, name):
+    run = short / "runs" / "full"
+    outputs = execute(
+        monkeypatch, run, short / "corpus" / "held_out.jsonl", notebook=ROOT / "notebooks" / f"{name}.ipynb",
+        SEQ_LEN=512, OUT=tmp_path,
+    )  # fmt: skip
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
+    if name == "evaluate_checkpoints":
+        logged = read_json(run / "run.json")["results"]["eval_perplexity"]
+        assert shown_perplexities(outputs)["final"] == pytest.approx(logged, rel=1e-3)
+
+
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["short", "whole"])
+def test_quickstart_does_the_whole_job(run, capfd, tmp_path, request, is_whole):
+    """Whole, as its user types it; in the quick tier as `short`."""
+    if is_whole:
+        folder = tmp_path / "quickstart"
         result = run(["dsft", "quickstart", folder], timeout=3000)
         assert result.returncode == 0, result.stdout + result.stderr
         out = result.stdout
     else:
-        entries = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
-        for command in quickstart.STEPS.values():
-            name, *words = command.format(folder=folder).split()
-            words += ["--max_steps", steps] if name == "train" else []
-            if name in entries:
-                result = run_entry(entries[name], words, world=2)
-            else:
-                result = run_entry("dsft.cli.main", [name, *words])
-            assert result.returncode == 0, result.stderr
+        folder = request.getfixturevalue("short")
         quickstart.print_answers(folder)
         quickstart.show_results(folder, seconds=1)
         out = capfd.readouterr().out
@@ -41,13 +62,13 @@ def test_quickstart_does_the_whole_job(run, capfd, tmp_path, steps):
     for content in runs.values():
         assert content["status"] == "done"
         before = next(entry["eval_perplexity"] for entry in content["results"]["log"] if "eval_perplexity" in entry)
-        assert content["results"]["eval_perplexity"] < (0.98 if steps is None else 1) * before
+        assert content["results"]["eval_perplexity"] < (0.98 if is_whole else 1) * before
     assert (
         runs["full"]["plan"]["zero"] == "3"
         and runs["lora"]["plan"]["zero"] in ("0", "1", "2")
         and "is the fastest that fits" in runs["lora"]["plan"]["reason"]
     )
-    if steps is None:
+    if is_whole:
         model, gzip = map(float, re.search(r"([\d.]+) bits per byte by the model, ([\d.]+) by gzip", out).groups())
         assert model < 0.95 * gzip
     results = {
