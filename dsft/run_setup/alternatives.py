@@ -43,17 +43,18 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
         attention: that is planned, whatever the model would take; None for the model's.
     """
     alternatives = []
-    if options.zero != "auto":
-        plan = choose_plan(dataclasses.replace(job, checkpointing=None), machine).plan
+    freed = {}
+    if options.zero != "auto":  # part of every change: what follows is planned so
+        freed, options = {"zero": "auto"}, dataclasses.replace(options, zero="auto")
+        job = _replanned(options, machine, attention)
+        plan = choose_plan(job, machine).plan
         if plan.fits:
-            alternatives.append(Alternative(change={"zero": "auto"}, machine=machine, plan=plan))
-        options = dataclasses.replace(options, zero="auto")
-        job = dataclasses.replace(job, checkpointing=None)
+            alternatives.append(Alternative(change=freed, machine=machine, plan=plan))
     for kind in (_methods, _nodes, _host_memory, _batches, _lengths):
         for change, other_job, other_machine in kind(options, job, machine, attention):
             plan = choose_plan(other_job, other_machine).plan
             if plan.fits:
-                alternatives.append(Alternative(change=change, machine=other_machine, plan=plan))
+                alternatives.append(Alternative(change=freed | change, machine=other_machine, plan=plan))
                 break
     return alternatives
 
@@ -62,8 +63,8 @@ Trial = tuple[dict[str, Any], Job, Machine]
 
 
 def _methods(options: TrainConfig, job: Job, machine: Machine, attention: Attention | None) -> Iterator[Trial]:
-    methods = ("full", "lora", "qlora")
-    for method in methods[methods.index(options.method) + 1 :]:
+    # A quantised base is not sharded, that of LoRA is.
+    for method in {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ("lora",)}[options.method]:
         try:
             yield {"method": method}, _replanned(options, machine, attention, method=method), machine
         except UserError:  # the model has no layers for adapters

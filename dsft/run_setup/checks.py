@@ -43,7 +43,8 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, *, here: bo
         # transformers skips zero.Init for quantised models (modeling_utils.py, get_init_context).
         problems.append(
             f"method=qlora cannot be combined with zero={zero}: every GPU would load the whole quantised base"
-            " before ZeRO-3 shards it (DeepSpeed issue 5637), and offload does not take it; use zero 2, or method lora"
+            " before ZeRO-3 shards it (DeepSpeed issue 5637), and offload does not take it; use zero 2 where that base"
+            " fits one GPU, else method lora, whose base is sharded and offloaded"
         )
     if (get_value(zero_file, "tensor_parallel.autotp_size") or 1) > 1:
         problems.append(

@@ -121,6 +121,8 @@ def choose_plan(
     candidates = [plan for plan in candidates if plan.zero not in left_out]
     plan = choose(candidates, machine)
     why = reason(plan, candidates, machine, zero=zero, resumes=resumes)
+    if job.size.quantization and not plan.fits:
+        why += " Every GPU holds the whole quantised base: ZeRO-3 would shard it only once it is loaded."
     said = [why, *job.unmodelled, *unmodelled_settings(plan.deepspeed_config)]
     return Choice(plan=plan, candidates=tuple(candidates), reason=" ".join(said), speeds=speeds)
 

@@ -34,8 +34,8 @@ from dsft.planner.shortlist import shortlist
 from dsft.planner.speeds import parse_interconnect, speeds_of
 from dsft.planner.step_time import collective_seconds, flops_per_token
 from dsft.planner.zero_layout import unmodelled_settings
-from dsft.run_setup.alternatives import of_length
-from dsft.run_setup.plan import job_over_data, plan_run
+from dsft.run_setup.alternatives import of_length, ways_to_fit
+from dsft.run_setup.plan import choose_plan, job_over_data, plan_run
 from dsft.runtime.hardware import Machine, parse_bytes, this_machine
 from dsft.units import GB
 
@@ -597,6 +597,24 @@ def test_what_does_not_fit_ends_with_1_and_says_as_commands_what_would(configs, 
     assert any("--method lora" in line or "--method qlora" in line for line in commands) and len(commands) >= 3
     for command in commands:  # each is a whole command, and keeps its word
         assert json.loads(run_plan(capsys, *command.split()[2:], "--json"))["chosen"]["fits"], command
+
+
+def test_lora_is_the_way_out_where_a_quantised_base_fits_no_gpu(configs):
+    options = TrainConfig(model=configs["8b"], method="qlora", dtype="bfloat16")
+    machine = gpus(8, 8)
+    job = paper_job(options, machine=machine)
+    choice = choose_plan(job, machine)
+    assert not choice.plan.fits and "ZeRO-3 would shard it only once it is loaded" in choice.reason
+    assert {"method": "lora"} in [way.change for way in ways_to_fit(options, job, machine, attention="flash")]
+
+
+def test_every_way_out_of_a_zero_that_was_asked_for_leaves_it(configs):
+    checkpointing = {"activation_checkpointing": True}
+    options = TrainConfig(model=configs["8b"], zero="3", dtype="bfloat16", training=checkpointing)
+    machine = gpus(1, 24, host=64)
+    ways = ways_to_fit(options, paper_job(options, machine=machine), machine, attention="flash")
+    assert len(ways) > 1
+    assert all(way.change["zero"] == "auto" and way.plan.activation_checkpointing for way in ways)
 
 
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(configs, capsys):
