@@ -90,6 +90,29 @@ class BareLinear(nn.Module):
         return (out_NW if self.bias is None else out_NW.add_(self.bias[self.tile]))[None]
 
 
+def make_shell(inner: nn.Module, backbone: nn.Module, head: nn.Module) -> nn.Module | None:
+    """Make a shallow copy of a model with another backbone and head.
+
+    None where it has not the usual parts: a backbone and a plain linear head in the same module.
+    """
+    names = {module: name for name, module in inner._modules.items()}
+    own = inner.base_model, inner.get_output_embeddings()
+    parameters = inspect.signature(type(inner).forward).parameters
+    if (
+        own[0] is inner
+        or type(own[1]) is not nn.Linear
+        or not all(module in names for module in own)
+        or "logits_to_keep" not in parameters
+    ):
+        return None
+    shell = copy.copy(inner)
+    shell.__dict__["_modules"] = inner._modules | {names[own[0]]: backbone, names[own[1]]: head}
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        shell.__dict__[hooks] = {}
+    shell.__dict__.pop("forward", None)  # tiled_loss.py, DeepSpeed and accelerate may wrap the instance's forward
+    return shell
+
+
 class ChunkedHead:
     """Splits a forward: `hidden = run_backbone(...)`, then `logits(rows of hidden)` within `weights()`.
 
@@ -104,26 +127,13 @@ class ChunkedHead:
         self.usable = self._make_shell()
 
     def _make_shell(self) -> bool:
-        """Make the shell, if the model has the usual parts: a backbone and a plain linear head in the same module."""
-        inner = self.inner
-        names = {module: name for name, module in inner._modules.items()}
-        head = inner.get_output_embeddings()
-        parameters = inspect.signature(type(inner).forward).parameters
-        if (
-            self.backbone is inner
-            or self.backbone not in names
-            or type(head) is not nn.Linear
-            or head not in names
-            or "logits_to_keep" not in parameters
-        ):
+        """Make the shell, if the model has the usual parts."""
+        self.hand_out, self.linear = HandOut(), self.inner.get_output_embeddings()
+        if type(self.linear) is not nn.Linear:
             return False
-        self.hand_out, self.linear, self.bare = HandOut(), head, BareLinear(head)
-        self.shell = copy.copy(inner)
-        self.shell.__dict__["_modules"] = inner._modules | {names[self.backbone]: self.hand_out, names[head]: self.bare}
-        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            self.shell.__dict__[hooks] = {}
-        self.shell.__dict__.pop("forward", None)  # DeepSpeed and accelerate may wrap the instance's forward
-        return True
+        self.bare = BareLinear(self.linear)
+        self.shell = make_shell(self.inner, self.hand_out, self.bare)
+        return self.shell is not None
 
     def run_backbone(self, **inputs: torch.Tensor) -> torch.Tensor:
         """Return hidden states [B, T, H]. The model itself is called, so every hook runs; the head does one row."""

@@ -57,8 +57,8 @@ class StorageLog(TorchDispatchMode):
 
     Args:
         known: tensors that are not counted (weights, buffers, inputs).
-        gradient_shape: a tensor of this shape made after `mark("loss")` is a gradient of the (tied) embedding, and is
-            not counted.
+        gradient_shape: a tensor of this shape made after `mark("head")` is a gradient of embedding or head, and is not
+            counted.
     """
 
     def __init__(self, known: list[torch.Tensor], gradient_shape: torch.Size | None = None):
@@ -91,7 +91,7 @@ class StorageLog(TorchDispatchMode):
         index, num_bytes = len(self.events), storage.nbytes()
         self.indices[address] = index
         self.events.append((index, num_bytes))
-        if "loss" in self.marks and tensor.shape == self.gradient_shape:
+        if "head" in self.marks and tensor.shape == self.gradient_shape:
             self.gradients.add(index)
         self.references[address] = weakref.ref(storage, lambda _: self._forget(address, index, num_bytes))
 
@@ -229,13 +229,19 @@ def trace_training(
     attention: Attention,
     adapters: LoraConfig | None = None,
     liger: bool = False,
+    tiled: bool = False,
 ) -> list[TrainingTrace]:
-    """Trace one and two layers of each kind and add up as many as there are; one result for each size of batch."""
+    """Trace one and two layers of each kind and add up as many as there are; one result for each size of batch.
+
+    Args:
+        tiled: the loss is of tiles, each of one sequence.
+    """
     blueprint, kinds = meta_model(model_config, dtype=dtype, attention=attention), []
     for layers in layer_kinds(blueprint):
         steps: dict[tuple[int, bool, int], StepTrace] = {}
         for number in (1, 2):
-            with fake_model(blueprint, adapters=adapters, layers=layers[:1] * number, liger=liger) as model:
+            parts = {"layers": layers[:1] * number, "liger": liger, "tile_rows": seq_len if tiled else None}
+            with fake_model(blueprint, adapters=adapters, **parts) as model:
                 for checkpointing in (False, True):
                     if checkpointing:
                         enable_checkpointing(model)

@@ -11,7 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -22,15 +22,16 @@ from transformers import LlamaConfig, PreTrainedConfig
 from dsft.errors import one_line
 from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE
 from dsft.models.size import ModelSize
+from dsft.models.tiled_loss import tile_rows
 from dsft.planner.activation_trace import EvaluationTrace, TrainingTrace, trace_evaluation, trace_training
 from dsft.planner.fake_model import Attention
 from dsft.planner.terms import Term
 from dsft.runtime.disk import user_cache, write_json
 from dsft.units import DTYPE_BYTES
 
-Loss = Literal["hf", "fused"]
-"""hf: transformers' ForCausalLMLoss, over all logits in fp32. fused: logits of some tokens at a time (Liger's
-fused_linear_cross_entropy).
+Loss = Literal["hf", "tiled", "fused"]
+"""hf: transformers' ForCausalLMLoss, over all logits in fp32. tiled: logits of some tokens at a time
+(models/tiled_loss.py). fused: Liger's fused_linear_cross_entropy, which does the same.
 """
 BATCHES = (1, 4)
 """Sequences of the two micro batches that are traced: what a batch takes is a line through them."""
@@ -46,9 +47,12 @@ class Cost:
     """At the length of sequences that was traced: where attention makes a matrix, a longer sequence takes more."""
     fixed: float = 0.0
     """Whatever the micro batch."""
+    tile_tokens: int = 0
+    """Of so many tokens or more are the fixed bytes; of fewer a share."""
 
     def num_bytes(self, num_tokens: int) -> int:
-        return int(self.fixed + num_tokens * self.per_token)
+        share = min(1.0, num_tokens / self.tile_tokens) if self.tile_tokens else 1.0
+        return int(share * self.fixed + num_tokens * self.per_token)
 
     def formula(self, num_tokens: int) -> str:
         parts = [f"{num_tokens:,} tokens x {self.per_token:,.0f} B"] if self.per_token else []
@@ -156,6 +160,7 @@ def training_activations(
         liger: with Liger's norms and feed-forwards, whose loss is "fused".
     """
     options = {"seq_len": seq_len, "dtype": dtype, "adapters": adapters} | ({"liger": True} if liger else {})
+    options |= {"tiled": True} if loss == "tiled" else {}
     source = "fake-tensor trace"
     try:
         traces = _cached(trace_training, TrainingTrace, model_config, attention=attention, **options)
@@ -166,6 +171,10 @@ def training_activations(
     def fit(name: str, divisor: int = 1) -> Cost:
         return _line([getattr(trace, name) / divisor for trace in traces], seq_len)
 
+    head = fit("head") if loss != "fused" else _fused_head(size, dtype)
+    if loss == "tiled":
+        rows = tile_rows(size.vocab_size)
+        head = replace(head, fixed=head.fixed * rows / seq_len, tile_tokens=rows)  # each traced tile is one sequence
     return TrainingActivations(
         num_layers=size.num_layers,
         once=fit("once"),
@@ -173,7 +182,7 @@ def training_activations(
         layer_input=fit("layers_input", size.num_layers),
         layer_transient=fit("layer_transient"),
         layer_backward=fit("layer_backward"),
-        head=fit("head") if loss == "hf" else _fused_head(size, dtype, trained=adapters is None, liger=liger),
+        head=head,
         traffic=fit("traffic"),
         traffic_checkpointed=fit("traffic_checkpointed"),
         source=source,
@@ -212,17 +221,13 @@ def _line(values: list[float], seq_len: int) -> Cost:
     return Cost(fixed=less - few * per_sequence, per_token=per_sequence / seq_len)
 
 
-def _fused_head(size: ModelSize, dtype: str, *, trained: bool, liger: bool) -> Cost:
-    """What a fused loss takes, which no CPU can trace (liger_kernel/ops/fused_linear_cross_entropy.py).
+def _fused_head(size: ModelSize, dtype: str) -> Cost:
+    """What Liger's loss takes, which no CPU can trace (liger_kernel/ops/fused_linear_cross_entropy.py).
 
-    The final norm's input (in fp32, and what is normalised where its weight is trained, unless the norm is Liger's too)
-    and output; the gradient of the hidden states; logits of a stretch of tokens, so many that they take up to twice
-    that.
+    The final norm's input and output; the gradient of the hidden states; logits of a stretch of tokens, so many that
+    they take up to twice that.
     """
-    itemsize = DTYPE_BYTES[dtype]
-    if liger:
-        return Cost(per_token=5 * itemsize * size.hidden_size)
-    return Cost(per_token=(4 + itemsize * (5 if trained else 4)) * size.hidden_size)
+    return Cost(per_token=5 * DTYPE_BYTES[dtype] * size.hidden_size)
 
 
 def _like_llama(size: ModelSize) -> LlamaConfig:
@@ -273,7 +278,8 @@ def _cached(
 def _code_versions() -> list[str]:
     """List the versions of what a trace runs through, and a hash of the tracing code itself."""
     folder = Path(__file__).parent
-    source = b"".join((folder / name).read_bytes() for name in ("activation_trace.py", "fake_model.py"))
+    files = ("activation_trace.py", "fake_model.py", "../models/tiled_loss.py")
+    source = b"".join((folder / name).read_bytes() for name in files)
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers", "peft")]
     return [*versions, hashlib.sha256(source).hexdigest(), str(BATCHES)]
 

@@ -26,6 +26,7 @@ from transformers.integrations import moe
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from dsft.models.tiled_loss import tile_loss
 from dsft.planner.liger import take_over
 
 Attention = Literal["flash", "sdpa", "eager"]
@@ -116,12 +117,14 @@ def fake_model(
     adapters: LoraConfig | None = None,
     layers: list[int] | None = None,
     liger: bool = False,
+    tile_rows: int | None = None,
 ) -> Iterator[PreTrainedModel]:
     """Copy a `meta_model` to fake tensors, adapted as dsft/models/build.py does, within the mode that it runs in.
 
     Args:
         layers: only these, a number twice being two layers alike; by default all.
         liger: with Liger's norms and feed-forwards.
+        tile_rows: with the loss of tiles of so many rows.
     """
     dtype = blueprint.dtype
     model = copy.deepcopy(blueprint) if layers is None else _with_layers(blueprint, layers)
@@ -138,6 +141,8 @@ def fake_model(
         _leave_meta(model, dtype)
         if liger:
             take_over(model)
+        if tile_rows and not tile_loss(model, rows=tile_rows):
+            raise ValueError("its loss cannot be tiled")
         yield model.train()
 
 

@@ -43,6 +43,9 @@ class Job:
     liger: bool = False
     """Whether Liger's kernels are asked for; they change nothing where it has none for the architecture."""
 
+    tiled_loss: bool = False
+    """Whether logits of some tokens at a time exist (models/tiled_loss.py)."""
+
     compiled: bool = False
     """Whether torch.compile is asked for."""
 
@@ -64,7 +67,7 @@ class Job:
     @cached_property
     def activations(self) -> TrainingActivations:
         liger = self.liger and self.size.model_type in LIGER_MODELS
-        loss = "fused" if liger else "hf"
+        loss = "fused" if liger else "tiled" if self.tiled_loss else "hf"
         return training_activations(self.size, self.model_config, loss=loss, liger=liger, **self._traced())
 
     @cached_property

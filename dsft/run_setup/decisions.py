@@ -13,6 +13,11 @@ from dsft.config.deepspeed_rules import read_sound_file
 from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
 from dsft.errors import raise_if_any
 from dsft.models.packing_probe import Packing
+from dsft.models.size import ModelFacts
+from dsft.models.tiled_loss import LEAST_VOCAB, can_tile_loss
+
+UNTILED = ("float16", "qlora")
+"""float16's small gradients vanish before they are scaled; a head over a quantised base is not proven."""
 
 
 class Draft:
@@ -143,6 +148,22 @@ def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list
         ]
     )
     return kept + decisions
+
+
+def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
+    """Decides whether the loss is computed for some tokens at a time."""
+    vocab_size, training = facts.size.vocab_size, options.training
+    if options.tiled_loss is False:
+        return Decision("tiled_loss", False, "as asked for")
+    if options.tiled_loss == "auto" and vocab_size < LEAST_VOCAB:
+        return Decision("tiled_loss", False, f"a vocabulary of {vocab_size:,} is below {LEAST_VOCAB:,}")
+    others = [name for name in ("use_liger_kernel", "label_smoothing_factor", "torch_compile") if training.get(name)]
+    others += [f"{name}={options.value(name)}" for name in ("dtype", "method") if options.value(name) in UNTILED]
+    if others:
+        return Decision("tiled_loss", False, f"not with {' and '.join(others)}")
+    if not can_tile_loss(facts.config, adapters=facts.adapters, trust_remote_code=options.trust_remote_code):
+        return Decision("tiled_loss", False, f"a trial with {facts.size.model_type} did not find the same gradients")
+    return Decision("tiled_loss", True, f"logits of {vocab_size:,} entries take more memory than the layers")
 
 
 def packing_decisions(packing: Packing) -> list[Decision]:

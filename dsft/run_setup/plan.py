@@ -26,6 +26,7 @@ from dsft.planner.measured_speeds import calibrated
 from dsft.planner.plan import Plan, all_plans, choose, reason
 from dsft.planner.speeds import Speeds, speeds_of
 from dsft.planner.zero_layout import unmodelled_settings
+from dsft.run_setup.decisions import tiled_loss_decision
 from dsft.runtime.hardware import Machine
 
 
@@ -39,7 +40,7 @@ class Choice:
     speeds: Speeds
 
 
-def training_job(options: TrainConfig, facts: ModelFacts, *, attention: Attention) -> Job:
+def training_job(options: TrainConfig, facts: ModelFacts, *, attention: Attention, tiled_loss: bool = False) -> Job:
     """Composes what a training with these options is to the planner.
 
     Args:
@@ -56,6 +57,7 @@ def training_job(options: TrainConfig, facts: ModelFacts, *, attention: Attentio
         seq_len=options.seq_len,
         attention=attention,
         liger=bool(training.get("use_liger_kernel")),
+        tiled_loss=tiled_loss,
         adapters=facts.adapters,
         micro_batch=training.get("per_device_train_batch_size")
         or (options.batch_tokens and options.batch_tokens // options.seq_len),
@@ -68,17 +70,24 @@ def training_job(options: TrainConfig, facts: ModelFacts, *, attention: Attentio
 
 
 def job_over_data(
-    options: TrainConfig, facts: ModelFacts, data: Sequence[FormattedSource], *, masked: bool | None = None
+    options: TrainConfig,
+    facts: ModelFacts,
+    data: Sequence[FormattedSource],
+    *,
+    masked: bool | None = None,
+    tiled_loss: bool | None = None,
 ) -> Job:
     """Composes the job of a training whose data is known.
 
     Args:
         masked: what `is_masked` says, where that is known already.
+        tiled_loss: what `tiled_loss_decision` says, likewise.
     """
+    tiled_loss = tiled_loss_decision(options, facts).value if tiled_loss is None else tiled_loss
     masked = is_masked(options, facts, data) if masked is None else masked
     masks = options.packing or (masked and not _in_full_windows(options, data))
     attention = attention_of(facts, seq_len=options.seq_len, masked=masks)
-    return training_job(options, facts, attention=attention)
+    return training_job(options, facts, attention=attention, tiled_loss=tiled_loss)
 
 
 def is_masked(options: TrainConfig, facts: ModelFacts, data: Sequence[FormattedSource]) -> bool:

@@ -52,6 +52,7 @@ from dsft.run_setup.decisions import (
     keep_global_batch,
     packing_decisions,
     take_zero_file,
+    tiled_loss_decision,
 )
 from dsft.run_setup.plan import is_masked, job_over_data, plan_run
 from dsft.run_setup.room import check_room
@@ -143,8 +144,11 @@ def resolve_run(
     draft.take(decisions)
     packing, model = _decide_packing(draft, _with_adapter(checked, draft.options))
     masked = distributed.on_rank_0(lambda: is_masked(draft.options, model, checked.data))
-    job = job_over_data(draft.options, model, checked.data, masked=masked)
+    tiling, asked = distributed.on_rank_0(lambda: tiled_loss_decision(draft.options, model)), draft.options.tiled_loss
+    draft.take([tiling])
+    job = job_over_data(draft.options, model, checked.data, masked=masked, tiled_loss=tiling.value)
     plan, reason = distributed.on_rank_0(lambda: _plan(draft.options, job, machine, zero_file, checkpoint))
+    notes += [f"tiled_loss: ignored, {tiling.reason}"] if asked is True and not tiling.value else []
     notes += _notes_on_plan(draft.options, plan, model, packing, zero_file)
     return ResolvedRun(
         options=draft.options,

@@ -26,6 +26,7 @@ from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError
 from dsft.models.build import build_model
 from dsft.models.pickles import safe_unpickling
 from dsft.models.row_rules import length_limits
+from dsft.models.tiled_loss import tile_loss
 from dsft.planner.plan import as_dict as plan_as_dict
 from dsft.run_setup.arguments import training_arguments
 from dsft.run_setup.resolve import ResolvedRun, resolve_run
@@ -122,6 +123,8 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
         say(f"note: {note}")
     with out_of_memory_explained(run, "while loading"):
         model = build_model(run.options, dtype=run.options.dtype, seed=args.seed)
+    if run.options.tiled_loss and not tile_loss(model):
+        raise AssertionError(f"the trial of tiled_loss found what {type(model).__name__} has not")
     return PerplexityTrainer(
         model,
         args,

@@ -1,6 +1,5 @@
 """The activation trace against real models and torch's own accounts, and the predictions and the cache made of it."""
 
-import dataclasses
 import json
 from itertools import product
 
@@ -15,13 +14,14 @@ from tiny import ARCHITECTURES
 
 from dsft.config.options import TrainConfig
 from dsft.data.batches import Collator
+from dsft.models import tiled_loss
 from dsft.models.chunked_head import VOCAB_TILE, ChunkedHead
 from dsft.models.lora import add_lora
 from dsft.models.size import empty_model, model_size
 from dsft.perplexity.scoring import score
 from dsft.planner import activations
 from dsft.planner.activation_trace import trace_step, trace_training
-from dsft.planner.activations import _fused_head, evaluation_activations, training_activations
+from dsft.planner.activations import evaluation_activations, training_activations
 from dsft.planner.fake_model import enable_checkpointing, fake_model, meta_model
 
 LLAMA_8B = transformers.LlamaConfig(
@@ -178,9 +178,9 @@ def test_terms_add_up_and_show_their_numbers(llama_8b):
     assert sum(term.num_bytes for term in terms) == predicted.peak_bytes(8192, True)
     assert {(term.phase, term.place) for term in terms} == {("compute", "device")}
     assert "32 layers x (8,192 tokens x 8,192 B)" in [term.formula for term in terms]
-    fused = dataclasses.replace(predicted, head=_fused_head(SIZE_8B, "bfloat16", trained=True, liger=False))
-    assert fused.head.num_bytes(8192) < predicted.head.num_bytes(8192) / 10
-    assert fused.terms(8192, True)[-1].name == "backward of one layer"
+    tiled = predict(LLAMA_8B, seq_len=2048, loss="tiled")
+    assert tiled.head.num_bytes(8192) < predicted.head.num_bytes(8192) / 10
+    assert tiled.terms(8192, True)[-1].name == "backward of one layer"
 
 
 @pytest.mark.parametrize(
@@ -346,6 +346,19 @@ def test_the_trainer_holds_no_more_than_the_trace_says(tmp_path):
     with fake_model(blueprint) as model:
         fake = trace_step(model, batch=2, seq_len=256, attention="eager")
     assert peaks == [pytest.approx(fake.kept + fake.head, rel=0.005)] * 2
+
+
+def test_a_loss_in_tiles_takes_what_is_planned(monkeypatch):
+    """By torch's own record of a real step; the head's gradient is there too when its tiles are."""
+    monkeypatch.setattr(tiled_loss, "TILE_LOGITS", 128 * 3000)
+    options = {"dtype": "float32", "attention": "eager", "seq_len": 256}
+    predicted = predict(transformers.LlamaConfig(**SMALL), loss="tiled", **options)
+    model, ids_BT = real_model("eager"), torch.zeros(2, 256, dtype=torch.long)
+    assert tiled_loss.tile_loss(model)
+    inputs = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "labels": ids_BT}
+    measured = allocator_peak(lambda: model(**inputs, use_cache=False).loss.backward())
+    assert predicted.terms(512, False)[-1].name == "logits and loss"
+    assert predicted.peak_bytes(512, False) + 4 * 3000 * 64 == pytest.approx(measured, rel=0.01)
 
 
 def saved_by_autograd(model: torch.nn.Module) -> int:
