@@ -96,17 +96,13 @@ def make_shell(inner: nn.Module, backbone: nn.Module, head: nn.Module) -> nn.Mod
     None where it has not the usual parts: a backbone and a plain linear head in the same module.
     """
     names = {module: name for name, module in inner._modules.items()}
-    own = inner.base_model, inner.get_output_embeddings()
+    replaced = {inner.base_model: backbone, inner.get_output_embeddings(): head}
     parameters = inspect.signature(type(inner).forward).parameters
-    if (
-        own[0] is inner
-        or type(own[1]) is not nn.Linear
-        or not all(module in names for module in own)
-        or "logits_to_keep" not in parameters
-    ):
+    is_plain_head = type(inner.get_output_embeddings()) is nn.Linear
+    if not is_plain_head or not replaced.keys() <= names.keys() or "logits_to_keep" not in parameters:
         return None
     shell = copy.copy(inner)
-    shell.__dict__["_modules"] = inner._modules | {names[own[0]]: backbone, names[own[1]]: head}
+    shell.__dict__["_modules"] = inner._modules | {names[module]: other for module, other in replaced.items()}
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         shell.__dict__[hooks] = {}
     shell.__dict__.pop("forward", None)  # tiled_loss.py, DeepSpeed and accelerate may wrap the instance's forward

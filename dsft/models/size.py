@@ -184,8 +184,11 @@ def measure_model(options: TrainConfig, *, text_only: bool = False, scored: bool
     try:
         adapters = adapters_of(options, model)
         size = model_size(model, options, adapters=adapters, other_params=other_params)
-        if scored:
-            size = dataclasses.replace(size, quantization=_on_disk(options.model, config))
+        on_disk = _on_disk(options.model, config)
+        if scored or (on_disk and options.method != "qlora"):
+            size = dataclasses.replace(size, quantization=on_disk)
+        if on_disk and options.method == "full" and not scored and not on_disk.unpacked_on:
+            raise UserError([no_full_training(options.model, on_disk)])
     except UserError:
         raise  # it names its option
     except AttributeError as error:
@@ -205,11 +208,18 @@ def _on_disk(name: str, config: PreTrainedConfig) -> Quantization | None:
     return GGUF if is_gguf(name) else quantization_on_disk(config, disk_bytes=weight_bytes_in(name))
 
 
+def no_full_training(model: str, quantization: Quantization) -> str:
+    return (
+        f"model={model}: its weights are quantised ({quantization.format}), which method=full cannot train; use method"
+        " lora, or the model that it was made from"
+    )
+
+
 def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
     """Neither a quantised model nor one that changes its weights inside a forward can be sharded."""
     if stage < 3:
         return []
-    if size.quantization and not size.lora_r:
+    if size.quantization and (size.quantization.lies_on_disk or not size.lora_r):
         return [
             f"model={model}: its weights are quantised ({size.quantization.format}), and transformers loads such a"
             " model whole on every rank under ZeRO-3 (get_init_context); use zero 0 or auto"

@@ -46,6 +46,12 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, *, here: bo
             " before ZeRO-3 shards it (DeepSpeed issue 5637), and offload does not take it; use zero 2 where that base"
             " fits one GPU, else method lora, whose base is sharded and offloaded"
         )
+    if options.training.get("use_liger_kernel") and stage(zero_file) == 3:
+        # liger_kernel 0.8.5, transformers/model/llama.py: lce_maybe_trainable_lm_head reads lm_head.weight itself.
+        problems.append(
+            f"use_liger_kernel cannot be combined with zero={zero}: its loss reads the head's weight past ZeRO-3's"
+            " hooks, which no run has proven; leave it out (tiled_loss saves the same memory), or use zero 2"
+        )
     if (get_value(zero_file, "tensor_parallel.autotp_size") or 1) > 1:
         problems.append(
             f"zero={zero}: tensor_parallel is not supported: the Trainer would feed the ranks that share a layer"

@@ -1,6 +1,7 @@
 """Each mistake of a user gives one sentence that names the key or file and the way out, before weights load."""
 
 import json
+import shutil
 import subprocess
 
 import pytest
@@ -9,6 +10,7 @@ from tiny import write_jsonl
 
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
+from dsft.models.size import measure_model
 from dsft.run_setup.resolve import check_run
 
 
@@ -340,3 +342,22 @@ def test_tensor_parallelism_is_refused_since_no_model_would_be_saved(problems_of
     file = tmp_path / "tensor_parallel.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}))
     assert ["tensor_parallel is not supported" in problem for problem in problems_of(zero=str(file))] == [True]
+
+
+def test_liger_is_refused_where_zero_3_shards_the_head(problems_of):
+    expected = "use_liger_kernel cannot be combined with zero=3"
+    assert any(expected in problem for problem in problems_of(use_liger_kernel=True, zero="3"))
+    assert not any(expected in problem for problem in problems_of(use_liger_kernel=True, zero="2"))
+
+
+def test_a_model_quantised_on_disk_trains_adapters_unsharded(problems_of, tiny, tmp_path):
+    folder = shutil.copytree(tiny / "model", tmp_path / "gptq")
+    config = json.loads((folder / "config.json").read_text())
+    section = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    named = {"model": str(folder)}
+    full, sharded = problems_of(**named), problems_of(**named, method="lora", zero="3")
+    assert any("quantised (gptq), which method=full cannot train; use method lora" in problem for problem in full)
+    assert any("loads such a model whole on every rank under ZeRO-3" in problem for problem in sharded)
+    planned = measure_model(TrainConfig(**named, method="lora")).size.quantization
+    assert planned.disk_bytes == (folder / "model.safetensors").stat().st_size
