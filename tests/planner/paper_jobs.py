@@ -14,5 +14,7 @@ EIGHT_GPUS = Machine(nodes=1, ranks_per_node=8, device_bytes=80 * GB, host_bytes
 def paper_job(
     options: TrainConfig, *, attention: str | None = "flash", machine: Machine = EIGHT_GPUS, **changes
 ) -> Job:
-    """The job of a training with these options and changes of them."""
-    return paper_run(dataclasses.replace(options, **changes), machine, attention=attention).job
+    """The job of a training with these options and changes of them; with all logits, if they do not say otherwise."""
+    return paper_run(
+        dataclasses.replace(options, **({"tiled_loss": False} | changes)), machine, attention=attention
+    ).job
