@@ -41,7 +41,7 @@ NAMES = (
 """Candidates, simplest first: of two that are equally fast, the first is taken."""
 
 
-def candidate_names(job: Job, machine: Machine) -> list[str]:
+def candidate_names(size: ModelSize, machine: Machine, *, liger: bool = False) -> list[str]:
     """List the configurations that make sense for this model and machine."""
     left_out = set()
     if machine.world_size == 1:
@@ -52,9 +52,9 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
         left_out |= {name for name in NAMES if "offload" in name}  # device and host are the same memory
     if not machine.nvme_bytes:
         left_out.add("3-nvme")
-    if job.liger:  # its loss reads the head past ZeRO-3's hooks
+    if liger:  # its loss reads the head past ZeRO-3's hooks
         left_out |= {name for name in NAMES if name.startswith("3")}
-    if job.size.quantization:  # neither sharded by ZeRO-3 nor offloaded: transformers skips zero.Init for such a base
+    if size.quantization:  # neither sharded by ZeRO-3 nor offloaded: transformers skips zero.Init for such a base
         left_out |= {name for name in NAMES if name not in ("0", "1", "2")}
     return [name for name in NAMES if name not in left_out]
 

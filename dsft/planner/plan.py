@@ -115,7 +115,7 @@ def all_plans(
         zero: "auto" for all candidates, else the one of that name.
         zero_file: the content of the DeepSpeed JSON where `zero` is a path.
     """
-    names = candidate_names(job, machine) if zero == "auto" else [zero]
+    names = candidate_names(job.size, machine, liger=job.liger) if zero == "auto" else [zero]
     choices = [False, True] if job.checkpointing is None else [job.checkpointing]
     plans = []
     for name in names:
