@@ -13,6 +13,9 @@ from dsft.models.chat_template import load_template
 from dsft.models.model_folder import missing
 from dsft.runtime.distributed import ranks_per_node, world_size
 
+NOT_NEEDED = ("output_dir: missing", "data: missing", "eval_strategy needs", "streaming needs max_steps")
+"""Beginnings of the problems that hinder a training and no plan."""
+
 
 def check_before_meeting(options: TrainConfig | EvalConfig, problems: list[str]) -> None:
     """Ends a rank with all that options and files show by themselves, where every rank sees the same: on one machine.

@@ -30,11 +30,9 @@ from dsft.planner.job import Job
 from dsft.planner.plan import Plan
 from dsft.run_setup.checks import check_zero_file
 from dsft.run_setup.decisions import Draft, decide_batches_and_dtype, packing_decisions, take_zero_file
+from dsft.run_setup.named_files import NOT_NEEDED
 from dsft.run_setup.plan import job_over_data
 from dsft.runtime.hardware import Machine
-
-NOT_NEEDED = ("output_dir: missing", "data: missing", "eval_strategy needs", "streaming needs max_steps")
-"""Beginnings of the problems that hinder a training and no plan."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,13 @@ def resolved(options, tmp_path):
 def test_every_decision_is_in_the_options_and_says_why(resolved):
     run = resolved(world=8, global_batch_size=64, packing=True)
     decisions = {decision.name: decision for decision in run.decisions}
-    assert decisions.keys() == {"gradient_accumulation_steps", "dtype", "bf16", "fp16"}  # packing is possible: no news
+    assert decisions.keys() == {
+        "gradient_accumulation_steps",
+        "dtype",
+        "bf16",
+        "fp16",
+        "tiled_loss",
+    }  # packing: no news
     assert all(decision.reason for decision in run.decisions)
     assert all(run.options.value(decision.name) == decision.value for decision in run.decisions)
     assert decisions["gradient_accumulation_steps"].value == 4

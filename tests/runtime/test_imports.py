@@ -5,7 +5,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-COMMANDS = ("checkpoints", "compare", "data", "doctor", "export", "init", "report")
+COMMANDS = ("checkpoints", "compare", "data", "doctor", "export", "init", "plan", "report")
 """Of dsft, that read files alone, or look at them before they load more."""
 
 
@@ -22,6 +22,7 @@ BAD = {
     ("preview", "--data", "no.jsonl", "--model", "gpt2", "--seq_len", "x"): ["data: no.jsonl", "seq_len: 'x'"],
     ("prepare", "--data", "no.jsonl", "--model", "./nowhere"): ["data: no.jsonl", "model=./nowhere"],
     ("export", "./nowhere", "out"): ["./nowhere: is no folder"],
+    ("plan", "--model", "./nowhere", "--zero", "4", "--gpus", "8x80GB"): ["model=./nowhere", "zero=4"],
     ("merge", "./dsft", "out"): ["./dsft: holds neither safetensors"],
 }
 

@@ -1,0 +1,295 @@
+"""What `dsft plan` answers: what the training would decide -> table, JSON or files."""
+
+import dataclasses
+import json
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsft.cli.commands import PlanOptions
+from dsft.cli.plan_machine import assumed_card
+from dsft.cli.plan_tables import (
+    cost_text,
+    explain,
+    gpu_hours,
+    largest_text,
+    show_evaluation_plans,
+    show_plans,
+    show_scale,
+    speed_text,
+)
+from dsft.config.options import TrainConfig
+from dsft.config.reader import split_flags
+from dsft.errors import UserError, raise_if_any
+from dsft.planner.candidates import SEQUENCES_PER_RANK
+from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation, longest_window
+from dsft.planner.export import write_plan
+from dsft.planner.measuring import calibrate
+from dsft.planner.plan import as_dict
+from dsft.planner.shortlist import RunCost, run_cost, shortlist
+from dsft.planner.ulysses import refused_heads, refused_number
+from dsft.run_setup.alternatives import Alternative, longest_sequence, seconds_at, ways_to_fit
+from dsft.run_setup.largest import largest_models
+from dsft.run_setup.paper import PaperRun, auto_dtype, paper_run, prepared_epoch
+from dsft.run_setup.plan import Choice, choose_plan, speeds_for, with_nvme
+from dsft.runtime.hardware import Machine, has_gpu
+from dsft.units import GiB, plural
+
+NOTHING_FITS = 1
+"""Exit code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked."""
+
+    options: PlanOptions
+    words: tuple[str, ...]
+    """Those of the command line that describe the training."""
+    training: TrainConfig
+    """As it was asked for, without decisions."""
+
+
+def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine], *, words: tuple[str, ...]) -> None:
+    """Print the answer for one machine or several. Args: `words`: those that `training` was read from.
+
+    Raises:
+        UserError: with every problem of the model.
+    """
+    if not has_gpu():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that there is no GPU
+    request = Request(options=options, words=words, training=training)
+    if options.calibrate:
+        _calibrate(request, machines[0])
+    if (options.perplexity or options.largest or options.longest) and (
+        len(machines) > 1 or options.write or options.explain
+    ):
+        raise UserError(
+            ["--perplexity, --longest and --largest take one number of nodes, and neither --write nor --explain"]
+        )
+    if options.largest:
+        _largest(request, machines[0])
+    elif options.perplexity:
+        _perplexity(request, machines[0])
+    elif options.longest:
+        _longest(request, machines[0])
+    elif len(machines) > 1:
+        _scale(request, machines)
+    else:
+        _training(request, machines[0])
+
+
+def _calibrate(request: Request, machine: Machine) -> None:
+    if not machine.measured:
+        raise UserError(["--calibrate measures this machine; leave out --gpus, --hostfile and --gpu_type"])
+    dtype = request.training.dtype if request.training.dtype != "auto" else auto_dtype(machine)
+    print(f"dsft: speeds measured and kept in {calibrate(machine, dtype=dtype)}", file=sys.stderr)
+
+
+def _decided(request: Request, machine: Machine) -> PaperRun:
+    """What the training would decide on this machine; what was rounded is said."""
+    training, problems = request.training, []
+    wanted = request.options.tokens_per_step
+    if wanted and training.global_batch_size:
+        problems.append("--tokens_per_step and --global_batch_size are both set; keep one")
+    elif wanted and wanted < training.seq_len:
+        problems.append(
+            f"--tokens_per_step {wanted} is less than one sequence of --seq_len {training.seq_len}; raise it"
+        )
+    elif wanted:
+        share = machine.world_size * (training.training.get("per_device_train_batch_size") or 1)
+        sequences = max(1, wanted // training.seq_len // share) * share
+        training = dataclasses.replace(training, global_batch_size=sequences)
+        if sequences * training.seq_len != wanted:
+            print(
+                f"dsft: note: {sequences * training.seq_len:,} tokens per step instead of {wanted:,}: {sequences:,}"
+                f" sequences of {training.seq_len:,} are what {machine.world_size:,} ranks can share evenly",
+                file=sys.stderr,
+            )
+    attention, scored = request.options.attention, bool(request.options.perplexity)
+    paper = paper_run(training, machine, attention=attention, scored=scored, problems=problems)
+    for note in paper.notes:
+        print(f"dsft: note: {note}", file=sys.stderr)
+    return paper
+
+
+def _choice(paper: PaperRun, machine: Machine) -> Choice:
+    machine = with_nvme(machine, paper.zero_file)
+    return choose_plan(paper.job, machine, zero=paper.options.zero, zero_file=paper.zero_file)
+
+
+def _training(request: Request, machine: Machine) -> None:
+    options, paper = request.options, _decided(request, machine)
+    choice, job = _choice(paper, machine), paper.job
+    ways = [] if choice.plan.fits else ways_to_fit(paper.options, job, machine, attention=options.attention)
+    cost = _cost(options, paper, choice, machine)
+    written = []
+    if options.write:
+        written = write_plan(Path(options.write), choice.plan, job.size, machine, dtype=job.dtype)
+    if options.json:
+        print_json(
+            {
+                "chosen": as_dict(choice.plan) | {"reason": choice.reason},
+                "candidates": [as_dict(plan) for plan in choice.candidates],
+                "model": dataclasses.asdict(job.size),
+                "machine": dataclasses.asdict(machine),
+                "speeds": dataclasses.asdict(choice.speeds),
+                "activations": job.activations.source,
+                "cost": cost and dataclasses.asdict(cost),
+                "would_fit": [command_line(request, way.change) for way in ways],
+            }
+        )
+    else:
+        shown = list(choice.candidates) if options.all else shortlist(choice.plan, list(choice.candidates), machine)
+        show_plans(choice.plan, shown, job.size, machine)
+        if options.explain:
+            explain(choice.plan)
+        print(f"speeds: {assumed_card(options, machine)}{choice.speeds.source}; activations: {job.activations.source}")
+        print(choice.reason)
+        if cost:
+            print(cost_text(cost))
+        for path in written:
+            print(f"dsft: written: {path}")
+        if not choice.plan.fits:
+            _print_ways(request, ways)
+    if not choice.plan.fits:
+        raise SystemExit(NOTHING_FITS)
+
+
+def _print_ways(request: Request, ways: list[Alternative]) -> None:
+    print("what would fit:" if ways else "nothing that was tried would fit: more nodes, LoRA, QLoRA, shorter sequences")
+    for way in ways:
+        print(f"  {command_line(request, way.change)}\n    {way.plan.label}{speed_text(way.plan, way.machine)}")
+
+
+def command_line(request: Request, change: dict[str, Any]) -> str:
+    """The command with these options and a change."""
+    _, words = split_flags(request.words, dict.fromkeys(change, str))
+    asked = {
+        field.name: getattr(request.options, field.name)
+        for field in dataclasses.fields(request.options)
+        if getattr(request.options, field.name) != field.default
+    }
+    for name, value in (asked | change).items():
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return shlex.join(["dsft", "plan", *words])
+
+
+def _longest(request: Request, machine: Machine) -> None:
+    paper = _decided(request, machine)
+    longest = longest_sequence(paper.job, machine)
+    if request.options.json:
+        print_json({"seq_len": longest[0], "plan": as_dict(longest[1])} if longest else {"seq_len": None})
+    elif longest:
+        tokens, plan = longest
+        print(f"{tokens:,} tokens per sequence fit: {plan.label}, {plan.device_bytes / GiB:.1f} GiB per GPU")
+    else:
+        print("no sequence fits, however short")
+    if not longest:
+        raise SystemExit(NOTHING_FITS)
+
+
+def _largest(request: Request, machine: Machine) -> None:
+    rows = largest_models(request.training, machine, attention=request.options.attention)
+    if request.options.json:
+        print_json([dataclasses.asdict(row) for row in rows])
+    else:
+        print(f"{machine}, {request.training.seq_len:,} tokens per sequence")
+        for row in rows:
+            print(largest_text(row, machine))
+
+
+def _cost(options: PlanOptions, paper: PaperRun, choice: Choice, machine: Machine) -> RunCost | None:
+    """Hours of the whole training: of the tokens that are named, else of data that is prepared."""
+    plan, training = choice.plan, paper.options.training
+    if not plan.tells_time:
+        return None
+    steps = training.get("max_steps", -1)
+    dollars = options.dollars_per_gpu_hour
+    if options.tokens:
+        tokens = options.tokens * training.get("num_train_epochs", 1)
+        return run_cost(plan, machine, tokens=tokens, steps=tokens / plan.time.tokens_per_step, dollars=dollars)
+    epoch = prepared_epoch(paper, plan, machine)
+    if epoch:
+        steps = steps if steps > 0 else epoch.steps * training.get("num_train_epochs", 3)  # transformers' default
+        seconds = seconds_at(paper.job, machine, choice, seq_len=epoch.mean_len)
+        tokens = epoch.tokens * steps / epoch.steps
+        return run_cost(plan, machine, tokens=tokens, steps=steps, dollars=dollars, step_seconds=seconds)
+    if steps > 0:
+        return run_cost(plan, machine, tokens=steps * plan.time.tokens_per_step, steps=steps, dollars=dollars)
+    if dollars:
+        raise UserError(
+            ["--dollars_per_gpu_hour: a cost needs --tokens, for example 1e9, --max_steps, or data that is prepared"]
+        )
+    if paper.data:
+        print("dsft: note: hours are counted once the data is prepared: dsft prepare, or --tokens", file=sys.stderr)
+    return None
+
+
+def _scale(request: Request, machines: list[Machine]) -> None:
+    options = request.options
+    if options.write or options.explain:
+        raise UserError(["--write and --explain take one number of nodes"])
+    smallest = min(machines, key=lambda machine: machine.world_size)
+    paper = _decided(request, smallest)
+    job = paper.job
+    per_rank = (job.micro_batch or SEQUENCES_PER_RANK) * (job.accumulation or 1)
+    per_step = job.sequences_per_step or per_rank * smallest.world_size
+    rows = []
+    for machine in machines:
+        grown = per_step * machine.world_size // smallest.world_size if options.scaling == "weak" else per_step
+        scaled = dataclasses.replace(job, sequences_per_step=grown, accumulation=None)
+        rows.append((machine, _choice(dataclasses.replace(paper, job=scaled), machine).plan))
+        taken = rows[-1][1].time.tokens_per_step // job.seq_len
+        if taken != grown:
+            print(
+                f"dsft: note: {machine.world_size} ranks cannot share {grown} sequences evenly: {taken} per step",
+                file=sys.stderr,
+            )
+    if options.json:
+        print_json(
+            [
+                {"nodes": machine.nodes, "gpu_hours_per_1e9_tokens": gpu_hours(plan, machine)} | as_dict(plan)
+                for machine, plan in rows
+            ]
+        )
+    else:
+        show_scale(rows)
+        batch = "grows with the nodes (weak scaling)" if options.scaling == "weak" else "stays (strong scaling)"
+        print(f"the global batch {batch}; --scaling {'strong' if options.scaling == 'weak' else 'weak'} for the other")
+
+
+def _perplexity(request: Request, machine: Machine) -> None:
+    batch_tokens = request.training.batch_tokens
+    training = dataclasses.replace(request.training, batch_tokens=None, zero="auto", packing=False)
+    paper = _decided(dataclasses.replace(request, training=training), machine)
+    speeds = speeds_for(paper.job, machine)
+    ranks = {"sequence_parallel": request.options.sequence_parallel}
+    refusal = refused_number(ranks["sequence_parallel"], machine.world_size)
+    raise_if_any([refusal] if refusal else [])
+    refusal = refused_heads(paper.job.size, size=ranks["sequence_parallel"], world=machine.world_size)
+    raise_if_any([f"sequence_parallel={ranks['sequence_parallel']}: {refusal}"] if refusal else [])
+    plans = all_evaluation_plans(paper.job, machine, speeds, batch_tokens=batch_tokens, **ranks)
+    chosen, why = choose_evaluation(plans, machine)
+    longest = longest_window(paper.job, machine, speeds, **ranks)
+    if request.options.json:
+        print_json(
+            {
+                "chosen": dataclasses.asdict(chosen) | {"reason": why},
+                "candidates": [dataclasses.asdict(plan) for plan in plans],
+                "longest_window": longest,
+            }
+        )
+    else:
+        show_evaluation_plans(chosen, plans, paper.job.size, machine, tells_time=speeds.tells_time)
+        print(why)
+        if longest:
+            ranks_of_window = plural(request.options.sequence_parallel, "rank")
+            print(f"longest window that fits: {longest:,} tokens on {ranks_of_window}")
+
+
+def print_json(content: Any) -> None:
+    print(json.dumps(content, indent=2))
