@@ -35,6 +35,7 @@ from dsft.run_setup.alternatives import Alternative, longest_sequence, seconds_a
 from dsft.run_setup.largest import largest_models
 from dsft.run_setup.paper import PaperRun, auto_dtype, paper_run, prepared_epoch
 from dsft.run_setup.plan import Choice, choose_plan, speeds_for, with_nvme
+from dsft.runtime.console import show_text
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import GiB, plural
 
@@ -147,8 +148,9 @@ def _training(request: Request, machine: Machine) -> None:
         show_plans(choice.plan, shown, job.size, machine)
         if options.explain:
             explain(choice.plan)
-        print(f"speeds: {assumed_card(options, machine)}{choice.speeds.source}; activations: {job.activations.source}")
-        print(choice.reason)
+        sources = f"{choice.speeds.source}; activations: {job.activations.source}"
+        show_text(f"speeds: {assumed_card(options, machine)}{sources}")
+        show_text(choice.reason)
         if cost:
             print(cost_text(cost))
         for path in written:
@@ -285,7 +287,7 @@ def _perplexity(request: Request, machine: Machine) -> None:
         )
     else:
         show_evaluation_plans(chosen, plans, paper.job.size, machine, tells_time=speeds.tells_time)
-        print(why)
+        show_text(why)
         if longest:
             ranks_of_window = plural(request.options.sequence_parallel, "rank")
             print(f"longest window that fits: {longest:,} tokens on {ranks_of_window}")

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import sys
 import textwrap
 import warnings
@@ -111,6 +112,13 @@ def show_table(table: "Table") -> None:
             lines = textwrap.wrap(str(text), console.width, subsequent_indent="    ", **UNBROKEN)
             console.print("\n".join(lines), soft_wrap=True)
     console.print()  # between two of them
+
+
+def show_text(text: str) -> None:
+    """Print a text, in lines that end between words where a terminal is too narrow for it."""
+    if sys.stdout.isatty():
+        text = "\n".join(textwrap.wrap(text, shutil.get_terminal_size().columns, **UNBROKEN))
+    print(text)
 
 
 def _rows_as_text(table: "Table") -> Iterator[str]:
