@@ -150,6 +150,14 @@ class FolderOptions:
 
 
 @dataclass
+class QuickstartOptions:
+    """Folder: the one to write."""
+
+    folder: str = "quickstart"
+    """A new folder."""
+
+
+@dataclass
 class CompletionOptions:
     """Completion: the shell."""
 
@@ -299,6 +307,6 @@ COMMANDS = {
         details=_COMPLETION,
     ),
     "demo-data": Command("write the demo data set, tokenizer and configs", "dsft.cli.quickstart:demo", FolderOptions),
-    "quickstart": Command("the whole job on the demo data", "dsft.cli.quickstart:run", FolderOptions),
+    "quickstart": Command("the whole job on the demo data", "dsft.cli.quickstart:run", QuickstartOptions),
 }
 """Command -> what it is, in the order of `dsft --help`."""

@@ -77,7 +77,12 @@ def command_help(name: str, *, everything: bool) -> str:
 def usage(name: str) -> str:
     """Returns the form of a command line."""
     fields = [field for group in command_groups(COMMANDS[name]) for field in group.fields]
-    words = ["dsft", name, *(field.name.upper() for field in fields if field.is_positional)]
+    positional = [field for field in fields if field.is_positional]
+    words = [
+        "dsft",
+        name,
+        *(f"[{field.name.upper()}]" if field.default else field.name.upper() for field in positional),
+    ]
     options = ["[--OPTION VALUE ...]"] if any(not field.is_positional for field in fields) else []
     if name == "launch":
         words += [*options, "train|eval"]

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from dsft.cli.commands import FolderOptions
+from dsft.cli.commands import FolderOptions, QuickstartOptions
 from dsft.demo_data import write_demo_data
 from dsft.errors import UserError
 from dsft.runtime.hardware import cpu_computes_bfloat16, has_gpu
@@ -47,7 +47,7 @@ def demo(options: FolderOptions) -> None:
     print(f"dsft: next: dsft train --config {options.folder}/full.yaml")
 
 
-def run(options: FolderOptions) -> None:
+def run(options: QuickstartOptions) -> None:
     """Run every step below the folder, which must be new or a quickstart's; ends with answers before and after LoRA,
     and a table. Without vl-convert there is no report.
 
