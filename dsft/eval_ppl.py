@@ -25,6 +25,7 @@ from dsft.run_setup.named_files import check_before_meeting
 from dsft.runtime import distributed
 from dsft.runtime.console import print_table, say, set_up_screen
 from dsft.runtime.launcher_env import map_launcher_variables
+from dsft.runtime.quick_imports import quick_imports
 
 
 @ends_with_clear_errors
@@ -34,11 +35,12 @@ def main(argv: list[str] | None = None) -> None:
     config = read_evaluation(sys.argv[1:] if argv is None else argv, problems)
     check_before_meeting(config, problems)
     set_up_screen()
-    distributed.start_ranks(
-        timeouts=config, timeout_seconds=max(1800, config.load_timeout), output_dir=config.output_dir
-    )
-    from dsft.data.training_data import notes_on_escapes  # loads torch, transformers and DeepSpeed
-    from dsft.perplexity.evaluation import evaluate
+    with quick_imports():
+        distributed.start_ranks(
+            timeouts=config, timeout_seconds=max(1800, config.load_timeout), output_dir=config.output_dir
+        )
+        from dsft.data.training_data import notes_on_escapes  # loads torch, transformers and DeepSpeed
+        from dsft.perplexity.evaluation import evaluate
 
     for note in notes_on_escapes(config):
         say(f"note: {note}")

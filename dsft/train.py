@@ -24,6 +24,7 @@ from dsft.run_setup.named_files import check_before_meeting
 from dsft.runtime import distributed, preemption
 from dsft.runtime.console import set_up_screen
 from dsft.runtime.launcher_env import map_launcher_variables
+from dsft.runtime.quick_imports import quick_imports
 
 
 @ends_with_clear_errors
@@ -35,12 +36,13 @@ def main(argv: list[str] | None = None) -> None:
     set_up_screen()
     # Before any TrainingArguments: transformers would make a process group that DeepSpeed does not know of.
     preemption.listen()
-    distributed.start_ranks(
-        timeouts=options,
-        timeout_seconds=options.training.get("ddp_timeout", max(1800, options.load_timeout, options.save_timeout)),
-        output_dir=options.training.get("output_dir"),
-    )
-    from dsft.training.run import finetune  # loads torch, transformers and DeepSpeed
+    with quick_imports():
+        distributed.start_ranks(
+            timeouts=options,
+            timeout_seconds=options.training.get("ddp_timeout", max(1800, options.load_timeout, options.save_timeout)),
+            output_dir=options.training.get("output_dir"),
+        )
+        from dsft.training.run import finetune  # loads torch, transformers and DeepSpeed
 
     finetune(options, problems)
     distributed.stop_ranks()

@@ -14,6 +14,7 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
 from dsft.errors import raise_if_any, without_second_errors
 from dsft.run_setup.named_files import check_named_files
+from dsft.runtime.quick_imports import quick_imports
 
 
 def prepare_command(_options: PrepareOptions, argv: Sequence[str]) -> None:
@@ -25,7 +26,8 @@ def prepare_command(_options: PrepareOptions, argv: Sequence[str]) -> None:
     config = _read(argv)
     if config.streaming:
         raise_if_any(["streaming keeps nothing, so there is nothing to prepare; leave streaming out"])
-    from dsft.cli.samples import prepare
+    with quick_imports():
+        from dsft.cli.samples import prepare
 
     prepare(config)
 
@@ -37,7 +39,8 @@ def preview_command(options: PreviewOptions, argv: Sequence[str]) -> None:
         UserError: with every problem of the options and the data.
     """
     config = _read(argv)
-    from dsft.cli.samples import preview
+    with quick_imports():
+        from dsft.cli.samples import preview
 
     preview(config, samples=options.samples)
 

@@ -8,6 +8,7 @@ import dataclasses
 from dsft.checkpoints.run_folder import check_new_folder, find_adapter, find_weights
 from dsft.cli.commands import ExportOptions
 from dsft.runtime.console import set_up_screen
+from dsft.runtime.quick_imports import quick_imports
 
 
 def run_export(options: ExportOptions) -> None:
@@ -15,7 +16,8 @@ def run_export(options: ExportOptions) -> None:
     find_weights(options.source)
     check_new_folder(options.out)
     set_up_screen()
-    from dsft.checkpoints.export import export
+    with quick_imports():
+        from dsft.checkpoints.export import export
 
     print(f"dsft: written and read back: {export(**dataclasses.asdict(options))}")
 
@@ -25,6 +27,7 @@ def run_merge(options: ExportOptions) -> None:
     find_adapter(options.source)
     check_new_folder(options.out)
     set_up_screen()
-    from dsft.checkpoints.export import merge
+    with quick_imports():
+        from dsft.checkpoints.export import merge
 
     print(f"dsft: merged, written and read back: {merge(**dataclasses.asdict(options))}")

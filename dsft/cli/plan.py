@@ -12,6 +12,7 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
 from dsft.errors import raise_if_any, without_second_errors
 from dsft.run_setup.named_files import NOT_NEEDED, check_named_files
+from dsft.runtime.quick_imports import quick_imports
 
 
 def run(options: PlanOptions, argv: Sequence[str]) -> None:
@@ -32,7 +33,8 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
     files = check_named_files(dataclasses.replace(training, data=[], eval_data=[]))  # a plan takes data that is to come
     raise_if_any([*problems, *without_second_errors(files, problems)])
     machines = read_machines(options)
-    from dsft.cli.plan_answers import answer
+    with quick_imports():
+        from dsft.cli.plan_answers import answer
 
     answer(options, training, machines, words=tuple(argv))
 

@@ -15,7 +15,7 @@ from transformers.utils import is_flash_attn_2_available
 from dsft.config.options import TrainConfig
 from dsft.errors import one_line
 from dsft.models.build import DTYPES
-from dsft.models.small_model import TooLarge, small_model
+from dsft.models.small_model import TooLarge, one_thread, small_model
 from dsft.runtime import distributed
 from dsft.runtime.hardware import has_gpu
 
@@ -52,6 +52,7 @@ def try_packing(config: TrainConfig, model_config: PreTrainedConfig) -> Packing:
     return Packing(problem=problem, attn_implementation=implementation)
 
 
+@one_thread()
 @torch.no_grad()
 def isolation_problem(
     config: PreTrainedConfig,

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from dsft.models.row_rules import length_limits
 from dsft.models.size import ModelFacts
-from dsft.models.small_model import small_model
+from dsft.models.small_model import one_thread, small_model
 
 LENGTHS = (16, 11, 5)
 """Tokens of the rows of the trial, which are padded to the longest."""
@@ -34,6 +34,7 @@ def needs_mask(facts: ModelFacts, *, trust_remote_code: bool = False) -> bool:
     return not ignores_padding(facts.config, trust_remote_code=trust_remote_code)
 
 
+@one_thread()
 def ignores_padding(
     config: PreTrainedConfig,
     *,

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from dsft.errors import UserError
 from dsft.models.size import max_positions
-from dsft.models.small_model import small_model
+from dsft.models.small_model import one_thread, small_model
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.units import padded_width
@@ -108,6 +108,7 @@ def not_causal(model: str) -> str:
     )
 
 
+@one_thread()
 def sees_later_tokens(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> bool:
     """Tell whether tokens see later ones in this architecture, tried out on a small model with random weights.
 

@@ -1,6 +1,8 @@
 """Builds a small model of any architecture, with random weights, to try out how it computes."""
 
+import contextlib
 import copy
+from collections.abc import Iterator
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -37,6 +39,17 @@ LAYER_NAMES = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 class TooLarge(Exception):
     """Says how many parameters the small model would have."""
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Computes on one thread: operators of a small model take less time than threads need to meet on busy cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def small_model(

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
 from dsft.models.chunked_head import HandOut, make_shell
-from dsft.models.small_model import small_model
+from dsft.models.small_model import one_thread, small_model
 
 LEAST_VOCAB = 32_000
 """Entries of the vocabulary from which the loss is tiled where nothing is said."""
@@ -130,6 +130,7 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
     return True
 
 
+@one_thread()
 def can_tile_loss(
     config: PreTrainedConfig, *, adapters: LoraConfig | None = None, trust_remote_code: bool = False
 ) -> bool:
