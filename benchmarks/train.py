@@ -221,9 +221,11 @@ def meter_trainers(meter: Meter) -> None:
 
 
 def dsft_subject(row: Row, folder: Path, meter: Meter) -> None:
-    meter_trainers(meter)
+    from dsft.runtime.quick_imports import quick_imports
     from dsft.train import main
 
+    with quick_imports():  # as main does
+        meter_trainers(meter)
     name = "instructions" if row.instructions else "corpus"
     options = dsft_options(folder, name=name, output_dir=meter.path.parent / "run") | {
         "per_device_train_batch_size": row.batch,
