@@ -149,6 +149,8 @@ def _training(request: Request, machine: Machine) -> None:
         if options.explain:
             explain(choice.plan)
         sources = f"{choice.speeds.source}; activations: {job.activations.source}"
+        if machine.has_gpu and not choice.speeds.outside.measured:
+            sources += "; memory outside of torch: assumed"
         show_text(f"speeds: {assumed_card(options, machine)}{sources}")
         show_text(choice.reason)
         if cost:

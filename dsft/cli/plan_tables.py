@@ -83,8 +83,12 @@ def _plan_row(plan: Plan, machine: Machine) -> list[str]:
         f"{plan.micro_batch} x {plan.accumulation}",
         *(f"{number / GiB:,.1f}" for number in sizes),
         *(times if plan.tells_time else ["-"] * 3),
-        "yes" if plan.fits else f"no: {plan.binds.replace(' memory', '').replace(' and ', '+')}",
+        _fits(plan, plan.binds.replace(" memory", "").replace(" and ", "+")),
     ]
+
+
+def _fits(plan: Plan | EvaluationPlan, binds: str) -> str:
+    return ("tight" if plan.is_tight else "yes") if plan.fits else f"no: {binds}"
 
 
 def explain(plan: Plan) -> None:
@@ -156,7 +160,7 @@ def show_scale(rows: list[tuple[Machine, Plan]]) -> None:
             f"{plan.device_bytes / GiB:,.1f}",
             f"{plan.host_bytes / GiB:,.0f}",
             *(times if plan.tells_time else ["-"] * 3),
-            "yes" if plan.fits else f"no: {plan.binds}",
+            _fits(plan, plan.binds),
         )
     show_table(table)
 
@@ -181,7 +185,7 @@ def show_evaluation_plans(
             f"{plan.batch_tokens:,}",
             *(f"{number / GiB:,.1f}" for number in numbers),
             f"{plan.tokens_per_second:,.0f}" if tells_time else "-",
-            "yes" if plan.fits else f"no: {plan.binds}",
+            _fits(plan, plan.binds),
         )
     print(f"{describe_model(size)}\n{machine}")
     show_table(table)

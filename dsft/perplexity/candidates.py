@@ -23,6 +23,7 @@ from dsft.models.weights import adapter_problems, weight_problems
 from dsft.perplexity.protocols import protocol_configs
 from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation, longest_window
 from dsft.planner.job import Job, attention_of
+from dsft.planner.measured_speeds import calibrated
 from dsft.planner.speeds import speeds_of
 from dsft.runtime.hardware import Machine
 
@@ -182,7 +183,7 @@ def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
         seq_len=seq_len,
         attention=attention_of(candidate.facts, seq_len=seq_len, masked=False),
     )
-    speeds = speeds_of(machine, dtype=job.dtype)
+    speeds = calibrated(speeds_of(machine, dtype=job.dtype), machine, dtype=job.dtype)
     ranks = {"sequence_parallel": candidate.config.sequence_parallel}
     plans = all_evaluation_plans(job, machine, speeds, batch_tokens=candidate.config.batch_tokens, **ranks)
     chosen, why = choose_evaluation(plans, machine)

@@ -10,7 +10,7 @@ from dsft.config.deepspeed_json import read_zero_file
 from dsft.errors import UserError
 from dsft.planner.host_memory import host_terms
 from dsft.planner.job import Job
-from dsft.planner.limits import add_up
+from dsft.planner.limits import add_up, with_room
 from dsft.planner.load_states import load_terms
 from dsft.planner.speeds import Speeds
 from dsft.planner.stage3_states import gathered, shards
@@ -51,6 +51,7 @@ class EvaluationPlan:
     tokens_per_second: float
     """Over all ranks."""
     fits: bool
+    is_tight: bool
     binds: str
 
 
@@ -105,15 +106,15 @@ def _names(job: Job, machine: Machine) -> list[str]:
 
 
 def choose_evaluation(plans: list[EvaluationPlan], machine: Machine) -> tuple[EvaluationPlan, str]:
-    """(the first that fits, or else what lacks least; one sentence why)."""
+    """(the first that fits, with room if one leaves some, or else what lacks least; one sentence why)."""
     have = (
         f"{in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'} and {in_gib(machine.host_bytes)}"
         " per host are there"
     )
-    for plan in plans:
-        if plan.fits:
-            how = "one copy of the model per rank" if plan.zero == "0" else f"shards over all ranks (zero {plan.zero})"
-            return plan, f"{how}, {plan.batch_tokens:,} tokens at once: {in_gib(plan.device_bytes)} needed; {have}."
+    if fitting := with_room(plans):
+        plan = fitting[0]
+        how = "one copy of the model per rank" if plan.zero == "0" else f"shards over all ranks (zero {plan.zero})"
+        return plan, f"{how}, {plan.batch_tokens:,} tokens at once: {in_gib(plan.device_bytes)} needed; {have}."
     least = min(
         plans, key=lambda plan: max(plan.device_bytes / machine.device_bytes, plan.host_bytes / machine.host_bytes)
     )
@@ -135,7 +136,13 @@ def _plan(
     activations = _activation_terms(job, rank_tokens, machine)
     if sequence_parallel > 1:
         activations.append(exchange_term(job, rank_tokens, sequence_parallel))
-    terms, needs = add_up([*weights, *activations], machine)
+    terms, needs = add_up(
+        [*weights, *activations],
+        machine,
+        speeds.outside,
+        communicators=_communicators(layout, sequence_parallel),
+        stage=layout.stage,
+    )
     return EvaluationPlan(
         zero=zero,
         batch_tokens=batch_tokens,
@@ -146,6 +153,7 @@ def _plan(
         host_bytes=needs.host_bytes,
         tokens_per_second=rank_tokens * machine.world_size / _batch_seconds(layout, rank_tokens, job, machine, speeds),
         fits=not needs.binds,
+        is_tight=needs.is_tight,
         binds=needs.binds,
     )
 
@@ -160,6 +168,13 @@ def _layout(section: dict[str, Any], job: Job, machine: Machine) -> ZeroLayout:
         dtype=job.dtype,
         has_gpu=machine.has_gpu,
     )
+
+
+def _communicators(layout: ZeroLayout, sequence_parallel: int) -> int:
+    """Count NCCL's: a replicated model has no engine with a group of its own; ranks that share a window have one."""
+    if layout.world_size == 1:
+        return 0
+    return (layout.communicators if layout.stage == 3 else 1) + (sequence_parallel > 1)
 
 
 def _weight_terms(layout: ZeroLayout) -> list[Term]:

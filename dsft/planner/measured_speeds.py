@@ -1,9 +1,9 @@
 """Measured speeds for the time model of later plans: one file, `dsft/speeds.json` in the user's cache (XDG_CACHE_HOME).
 
 `dsft plan --calibrate` writes what this machine's ranks reach (under host, CPU, GPU, number of ranks and precision),
-`dsft doctor` what the links between a set of hosts do; a plan made for another machine or other hosts sees neither.
-Memory predictions are never fitted. Remove the file to go back to data sheets. Imports no torch: the doctor's quick
-part writes here too. What measures is measuring.py.
+`dsft doctor` what the links between a set of hosts do, `dsft gpu-check` what GPUs hold outside of torch. A plan for
+another machine or other hosts sees none of it. Other memory predictions are never fitted. Remove the file to go back to
+data sheets. Imports no torch: the doctor's quick part writes here too. What measures is measuring.py.
 """
 
 import dataclasses
@@ -31,12 +31,18 @@ def calibrated(speeds: "Speeds", machine: "Machine", *, dtype: str) -> "Speeds":
     """Put what was measured in the place of what was assumed: this machine's ranks in this precision, and the links
     between its nodes.
     """
-    return with_links(_with_ranks(speeds, machine, dtype=dtype), machine)
+    return with_links(_with_outside(_with_ranks(speeds, machine, dtype=dtype), machine), machine)
 
 
 def keep_ranks(machine: "Machine", measured: dict[str, float], *, dtype: str) -> Path:
     """Keep what the ranks of this machine reach: fields of `Speeds` by name. Returns the file."""
     return _keep("ranks", _ranks_key(machine, dtype), measured)
+
+
+def keep_outside(machine: "Machine", *, context_bytes: int, communicators_bytes: Iterable[int]) -> Path:
+    """Keep what this machine's GPUs hold outside of torch: fields of `OutsideMemory`. Returns the file."""
+    measured = {"context_bytes": context_bytes, "communicators_bytes": list(communicators_bytes)}
+    return _keep("outside", _outside_key(machine), measured)
 
 
 def keep_links(
@@ -87,6 +93,24 @@ def _with_ranks(speeds: "Speeds", machine: "Machine", *, dtype: str) -> "Speeds"
         return speeds
 
 
+def _with_outside(speeds: "Speeds", machine: "Machine") -> "Speeds":
+    """Put in the memory measured outside of torch, on one node: between nodes NCCL has other buffers."""
+    if not machine.measured or machine.nodes > 1:
+        return speeds
+    measured = _look_up("outside", _outside_key(machine))
+    try:
+        context_bytes, each = int(measured["context_bytes"]), tuple(map(int, measured["communicators_bytes"]))
+    except (KeyError, TypeError, ValueError):  # nothing measured, or a damaged entry
+        return speeds
+    values = {"communicators_bytes": each} if len(each) == len(speeds.outside.communicators_bytes) else {}
+    outside = dataclasses.replace(speeds.outside, context_bytes=context_bytes, measured=True, **values)
+    return dataclasses.replace(speeds, outside=outside)
+
+
+def _outside_key(machine: "Machine") -> str:
+    return f"{socket.gethostname()}, {machine.gpu_type}: {machine.ranks_per_node} ranks"
+
+
 def _ranks_key(machine: "Machine", dtype: str) -> str:
     """Name this host, its CPU, the cores that may be used and GPU, how many ranks share them, and in how many bits they
     compute.
@@ -110,10 +134,10 @@ def _links_key(host_names: Iterable[str]) -> str:
     return ",".join(sorted(set(host_names)))
 
 
-def _keep(section: str, key: str, measured: dict[str, float]) -> Path:
+def _keep(section: str, key: str, measured: dict[str, Any]) -> Path:
     path = speeds_file()
-    content = {"ranks": {}, "links": {}} | _read(path)
-    content[section] = content[section] | {key: measured | {"date": datetime.now(UTC).date().isoformat()}}
+    content = _read(path)
+    content[section] = content.get(section, {}) | {key: measured | {"date": datetime.now(UTC).date().isoformat()}}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
     return path

@@ -14,7 +14,7 @@ from typing import Any
 
 from dsft.planner.candidates import batches, candidate_names, leaner_settings, settings
 from dsft.planner.job import Job
-from dsft.planner.limits import FRAGMENTATION, HOST_SHARE, OVERHEAD, Needs, add_up
+from dsft.planner.limits import FRAGMENTATION, HOST_SHARE, OVERHEAD, Needs, add_up, with_room
 from dsft.planner.load_states import load_terms
 from dsft.planner.model_states import state_terms
 from dsft.planner.speeds import Speeds
@@ -57,6 +57,8 @@ class Plan:
     tells_time: bool
     """Whether `time` is good for more than an order (Speeds.tells_time)."""
     fits: bool
+    is_tight: bool
+    """Whether it fits without the room that is left where it can be (limits.py)."""
     binds: str
     """Of "GPU memory", "host memory", "NVMe" and "locked memory" what is too small, joined by " and "; empty where it
     fits.
@@ -134,7 +136,7 @@ def _best_batch(plans: list[Plan], machine: Machine) -> Plan:
     One that leaves a fifth of the memory free is preferred up to a loss of 5 %. Of equally fast ones it is the largest
     of these, else the smallest.
     """
-    fitting = [plan for plan in plans if plan.fits]
+    fitting = with_room(plans)
     if not fitting:
         return plans[0]
     roomy = [plan for plan in fitting if plan.device_bytes <= 0.8 * machine.device_bytes]
@@ -147,11 +149,11 @@ def _best_batch(plans: list[Plan], machine: Machine) -> Plan:
 
 
 def choose(plans: list[Plan], machine: Machine) -> Plan:
-    """Return the fastest that fits; where nothing fits, the one that lacks least.
+    """Return the fastest that fits, with room if one leaves some; where nothing fits, the one that lacks least.
 
     A gain below 1 % is no reason to leave a simpler one, one below 15 % none for offload or hpZ.
     """
-    fitting = [plan for plan in plans if plan.fits]
+    fitting = with_room(plans)
     if not fitting:
         return min(plans, key=lambda plan: shortage(plan, machine))
     fastest = max(plan.time.tokens_per_second for plan in fitting)
@@ -173,26 +175,32 @@ def _fitted(
     machine: Machine,
     speeds: Speeds,
 ) -> Plan:
-    """Predict one candidate with the first of its settings that fits, else with the last and leanest."""
+    """Predict one candidate with the first of its settings that fits (with room, if one does), else with the last and
+    leanest.
+    """
+    plans = []
     for deepspeed_config in settings(name, zero_file, job, machine):
         needs, predicted = _predict(deepspeed_config, checkpointing, micro_batch, accumulation, job, machine, speeds)
-        if not needs.binds:
+        plan = Plan(
+            zero=name,
+            activation_checkpointing=checkpointing,
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+            deepspeed_config=deepspeed_config,
+            device_bytes=needs.device_bytes,
+            host_bytes=needs.host_bytes,
+            ranks_per_node=machine.ranks_per_node,
+            has_gpu=machine.has_gpu,
+            tells_time=speeds.tells_time,
+            fits=not needs.binds,
+            is_tight=needs.is_tight,
+            binds=needs.binds,
+            **predicted,
+        )
+        plans.append(plan)
+        if plan.fits and not plan.is_tight:
             break
-    return Plan(
-        zero=name,
-        activation_checkpointing=checkpointing,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        deepspeed_config=deepspeed_config,
-        device_bytes=needs.device_bytes,
-        host_bytes=needs.host_bytes,
-        ranks_per_node=machine.ranks_per_node,
-        has_gpu=machine.has_gpu,
-        tells_time=speeds.tells_time,
-        fits=not needs.binds,
-        binds=needs.binds,
-        **predicted,
-    )
+    return next(iter(with_room(plans)), plan)
 
 
 def _predict(
@@ -215,7 +223,13 @@ def _predict(
         optimizer=job.optimizer,
     )
     activations = job.activations.terms(micro_batch * job.seq_len, checkpointing)
-    terms, needs = add_up(state_terms(layout) + load_terms(layout) + activations, machine)
+    terms, needs = add_up(
+        state_terms(layout) + load_terms(layout) + activations,
+        machine,
+        speeds.outside,
+        communicators=layout.communicators,
+        stage=layout.stage,
+    )
     time = step_time(
         layout,
         machine,
@@ -259,12 +273,15 @@ def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "au
     fastest = max((plan for plan in plans if plan.fits), key=lambda plan: plan.time.tokens_per_second)
     gain = fastest.time.tokens_per_second / chosen.time.tokens_per_second
     if gain > 1.01:
-        why = f"{chosen.label} is chosen{speed}; ZeRO {fastest.zero} would gain {gain - 1:.0%}, unmeasured"
+        doubt = "with memory tight" if fastest.is_tight and not chosen.is_tight else "unmeasured"
+        why = f"{chosen.label} is chosen{speed}; ZeRO {fastest.zero} would gain {gain - 1:.0%}, {doubt}"
     if zero != "auto":
         why = (
             f"zero={zero} {'is what the resumed run began with' if resumes else 'was asked for'}, and {chosen.label}"
             f" fits{speed}"
         )
+    if chosen.is_tight:
+        why += ", with memory tight"
     nearest = nearest_miss(chosen, plans, machine)
     if nearest is None:
         return f"{why}; {have}."

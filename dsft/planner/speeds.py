@@ -1,7 +1,7 @@
 """How fast the hardware of a plan is: from data sheets by the GPU's name and from `--interconnect`; what was measured
 takes their place (measured_speeds.py).
 
-Speeds are for ranking configurations; the memory predictions do not depend on them.
+Speeds are for ranking configurations; the memory predictions do not depend on them, but for `Speeds.outside`.
 """
 
 import re
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from dsft.errors import UserError
 from dsft.planner.gpus import GPUS, Gpu, gpu_name
+from dsft.planner.limits import ASSUMED, OutsideMemory
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -55,6 +56,8 @@ class Speeds:
     """
     attention_share: float = 1.0
     """Of `flops`, what attention reaches."""
+    outside: OutsideMemory = ASSUMED
+    """No speed, but measured beside them: what a GPU holds outside of torch."""
 
     @property
     def attention_flops(self) -> float:

@@ -206,6 +206,13 @@ class ZeroLayout:
         """Whether ZeRO-3 builds full parameters beside its partitions (`NoGatherHandle` on one rank)."""
         return self.world_size > 1 or self.param_device != "none"
 
+    @property
+    def communicators(self) -> int:
+        """NCCL's on one GPU: of all ranks, of ZeRO (`groups._clone_world_group`) and of hpZ."""
+        if self.world_size == 1:
+            return 0
+        return 2 + (self.zero["zero_hpz_partition_size"] > 1)
+
 
 def describe_layout(
     size: ModelSize,

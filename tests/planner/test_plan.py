@@ -163,7 +163,7 @@ def test_offload_and_hpz_are_chosen_only_for_a_gain_of_15_percent(configs):
 
 
 def test_what_a_plan_changes_to_fit_stands_in_its_label(configs):
-    chosen, _ = plans_of(configs["8b"], gpus(8, 8), zero="3-offload", micro_batch=1, seq_len=2048)
+    chosen, _ = plans_of(configs["8b"], gpus(8, 10), zero="3-offload", micro_batch=1, seq_len=2048)
     assert "fewer live parameters" in chosen.label
     plain, _ = plans_of(configs["8b"], gpus(8, 80), zero="3", micro_batch=1)
     assert "(" not in plain.label
@@ -273,7 +273,7 @@ def test_candidates_are_those_that_make_sense(configs):
 
 def test_lowered_live_parameters_come_together(configs):
     """One alone changes nothing in DeepSpeed."""
-    chosen, _ = plans_of(configs["8b"], gpus(8, 8), zero="3-offload", micro_batch=1, seq_len=2048)
+    chosen, _ = plans_of(configs["8b"], gpus(8, 10), zero="3-offload", micro_batch=1, seq_len=2048)
     zero = chosen.deepspeed_config["zero_optimization"]
     assert chosen.fits and zero["stage3_max_live_parameters"] == zero["stage3_max_reuse_distance"] < 10**9
 
@@ -550,6 +550,22 @@ def test_measured_speeds_take_the_place_of_assumed_ones_and_tell_time(configs, t
     assert "cannot be read" in measured_speeds.calibrated(assumed, machine, dtype="float32").source
 
 
+def test_measured_memory_outside_of_torch_takes_the_place_of_the_assumed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine = gpus(2, gpu_type="H100", measured=True)
+    assumed = speeds_of(machine, dtype="bfloat16")
+    measured_speeds.keep_outside(machine, context_bytes=100, communicators_bytes=[10, 20, 30])
+    outside = measured_speeds.calibrated(assumed, machine, dtype="bfloat16").outside
+    assert outside.measured and outside.total_bytes(2) == 120 and outside.total_bytes(0) == 100
+    for other in ({"measured": False}, {"nodes": 2}, {"ranks_per_node": 4}, {"gpu_type": "A100-80GB"}):
+        elsewhere = dataclasses.replace(machine, **other)
+        assert measured_speeds.calibrated(assumed, elsewhere, dtype="bfloat16").outside == assumed.outside
+    alone = gpus(1, gpu_type="H100", measured=True)
+    measured_speeds.keep_outside(alone, context_bytes=100, communicators_bytes=[])
+    outside = measured_speeds.calibrated(assumed, alone, dtype="bfloat16").outside
+    assert outside.context_bytes == 100 and outside.communicators_bytes == assumed.outside.communicators_bytes
+
+
 def run_plan(capsys, *words: str) -> str:
     main(["plan", *words])
     return capsys.readouterr().out
@@ -568,7 +584,7 @@ def test_the_command_prints_table_reason_and_terms(configs, capsys):
         "2TB",
         "--explain",
     )
-    assert "405.853 B parameters" in out and "->" in out and "is chosen" in out
+    assert "405.853 B parameters" in out and "->" in out and "is the fastest that fits" in out
     assert "optimizer state" in out and "computing" in out and "activations: fake-tensor trace" in out
 
 

@@ -98,7 +98,7 @@ def plans_of(job: Job, machine: Machine, zero: str = "auto"):
 def check_choice(job: Job, machine: Machine) -> None:
     plans = plans_of(job, machine)
     chosen = choose(plans, machine)
-    fitting = [plan for plan in plans if plan.fits]
+    fitting = [plan for plan in plans if plan.fits and not plan.is_tight] or [plan for plan in plans if plan.fits]
     assert chosen.fits == bool(fitting)
     if not fitting:
         assert shortage(chosen, machine) == min(shortage(plan, machine) for plan in plans) > 1

@@ -1,5 +1,6 @@
 """Checks that ask torch itself: the machine, its rates, memory outside of torch, kernels that keep rows apart."""
 
+import operator
 import os
 from collections.abc import Iterator
 
@@ -12,8 +13,8 @@ from dsft.models.build import DTYPES, resolve_dtype
 from dsft.models.packing_probe import isolation_problem
 from dsft.models.padding_probe import ignores_padding
 from dsft.planner.gpus import GPUS, gpu_name, named_gpus
-from dsft.planner.limits import COMMUNICATION_BYTES, CONTEXT_BYTES
-from dsft.planner.measured_speeds import calibrated
+from dsft.planner.limits import ASSUMED
+from dsft.planner.measured_speeds import calibrated, keep_outside
 from dsft.planner.measuring import best_seconds, calibrate, matmul_flops, on_new_ranks
 from dsft.planner.speeds import Speeds, speeds_of
 from dsft.runtime.distributed import device
@@ -32,7 +33,6 @@ RATES = {
     "all_reduce_bytes": "all-reduce",
 }
 """Field of `Speeds` -> what is timed."""
-COMMUNICATORS = 3
 NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Of loss and gradients, with kernels that add up in another order."""
 
@@ -142,23 +142,27 @@ def host_link_bytes(place: torch.device) -> float:
 
 
 def outside_memory(setting: Setting) -> Iterator[Row]:
-    """Measure what a GPU holds beyond torch's allocator: the context, then each communicator."""
+    """Measure what a GPU holds beyond torch's allocator: the context, then each communicator. Later plans use it."""
     context, *after = on_new_ranks(_outside_of_rank, setting.ranks)
+    taken = [count - context for count in after]
     claims = setting.has_gpu
     yield Row(
-        claim="the context takes at most what is planned",
-        predicted=in_gib(CONTEXT_BYTES) if claims else "",
+        claim="the context takes at most what is assumed",
+        predicted=in_gib(ASSUMED.context_bytes) if claims else "",
         measured=in_gib(context),
-        ok=context <= CONTEXT_BYTES if claims else None,
+        ok=context <= ASSUMED.context_bytes if claims else None,
     )
-    if setting.ranks > 1:
-        taken = [count - context for count in after]
+    if taken:
         yield Row(
-            claim=f"{COMMUNICATORS} communicators take at most what is planned",
-            predicted=in_gib(COMMUNICATION_BYTES) if claims else "",
-            measured=", then ".join(map(in_gib, taken)),
-            ok=taken[-1] <= COMMUNICATION_BYTES if claims else None,
+            claim="one, two and three communicators take at most what is assumed",
+            predicted=", ".join(map(in_gib, ASSUMED.communicators_bytes)) if claims else "",
+            measured=", ".join(map(in_gib, taken)),
+            ok=all(map(operator.le, taken, ASSUMED.communicators_bytes)) if claims else None,
         )
+    if claims:
+        machine = this_machine(ranks_per_node=setting.ranks)
+        path = keep_outside(machine, context_bytes=context, communicators_bytes=taken)
+        yield Row(claim="dsft plan reads these bytes", measured=path.name, ok=path.is_file())
 
 
 def _outside_of_rank() -> list[int]:
@@ -172,7 +176,7 @@ def _outside_of_rank() -> list[int]:
     counts = [outside_bytes(place)]
     if ranks > 1:
         dist.init_process_group("nccl" if has_card else "gloo")
-        for number in range(COMMUNICATORS):
+        for number in range(len(ASSUMED.communicators_bytes)):
             dist.all_reduce(numbers, group=dist.new_group() if number else None)
             counts.append(outside_bytes(place))
         dist.destroy_process_group()
