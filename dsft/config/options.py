@@ -156,6 +156,11 @@ class ZeroFields:
     3-offload-optimizer, 3-offload, 3-hpz, 3-nvme, or the path of a DeepSpeed JSON."""
     memory_check: bool = True
     """Refuse to start what by prediction cannot fit."""
+    fp32_accumulation: bool | Literal["auto"] = "auto"
+    """Add up the gradients of a step's micro batches in float32 where the model computes in half precision; ZeRO 2 and
+    3 can. auto does in bfloat16 from 4 micro batches on where it fits."""
+    fp32_reduction: bool = False
+    """Send gradients between ranks in float32 where the model computes in half precision: twice the traffic."""
 
 
 @dataclass(frozen=True, kw_only=True)

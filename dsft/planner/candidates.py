@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dsft.config.deepspeed_json import compose, get_value, read_zero_file
+from dsft.config.deepspeed_json import compose, get_value, read_zero_file, stage
 from dsft.models.size import ModelSize
 from dsft.planner.job import Job
 from dsft.runtime.hardware import Machine
@@ -13,6 +13,10 @@ SEQUENCES_PER_RANK = 8
 per_device_train_batch_size. The plan cuts them into micro batches.
 """
 LARGEST_MICRO_BATCH = 64
+MANY_MICRO_BATCHES = 4
+"""From which on their gradients are added up in fp32: in bf16 the sum of 4 is off by 0.3 %, of 64 by 0.8 % (measured,
+docs/planner.md).
+"""
 SMALL_LIVE_PARAMS = 50_000_000
 """stage3_max_live_parameters and stage3_max_reuse_distance, lowered together (one alone changes nothing), where 1e9
 would not fit.
@@ -41,10 +45,12 @@ NAMES = (
 """Candidates, simplest first: of two that are equally fast, the first is taken."""
 
 
-def candidate_names(size: ModelSize, machine: Machine, *, liger: bool = False) -> list[str]:
+def candidate_names(job: Job, machine: Machine) -> list[str]:
     """List the configurations that make sense for this model and machine."""
     left_out = set()
-    if machine.world_size == 1:
+    if job.fp32_accumulation and job.dtype != "float32":
+        left_out |= {"0", "1"}
+    elif machine.world_size == 1:
         left_out |= {"0", "2"}  # nothing to shard: 1 is the same with fewer buffers
     if machine.nodes == 1 or machine.ranks_per_node == 1:
         left_out.add("3-hpz")
@@ -52,9 +58,9 @@ def candidate_names(size: ModelSize, machine: Machine, *, liger: bool = False) -
         left_out |= {name for name in NAMES if "offload" in name}  # device and host are the same memory
     if not machine.nvme_bytes:
         left_out.add("3-nvme")
-    if liger:  # its loss reads the head past ZeRO-3's hooks
+    if job.liger:  # its loss reads the head past ZeRO-3's hooks
         left_out |= {name for name in NAMES if name.startswith("3")}
-    if size.quantization:  # neither sharded by ZeRO-3 nor offloaded: transformers skips zero.Init for such a base
+    if job.size.quantization:  # neither sharded by ZeRO-3 nor offloaded: transformers skips zero.Init for such a base
         left_out |= {name for name in NAMES if name not in ("0", "1", "2")}
     return [name for name in NAMES if name not in left_out]
 
@@ -113,6 +119,34 @@ def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Mac
     offloaded = [part for part in ("offload_optimizer", "offload_param") if get_value(zero, f"{part}.pin_memory")]
     if offloaded:  # pinned memory is rounded up to powers of two, pageable memory is not
         yield config | {"zero_optimization": zero | {part: zero[part] | {"pin_memory": False} for part in offloaded}}
+
+
+def gradient_types(config: dict[str, Any], job: Job, accumulation: int, *, decides: bool) -> Iterator[dict[str, Any]]:
+    """Yield the configuration with the types in which gradients are sent and added up, the better one first.
+
+    Stage 0 refuses to add up in another type than the model's, and stage 1 would hold all gradients in full on every
+    GPU, in an optimizer of its own (deepspeed/runtime/engine.py, _do_optimizer_sanity_check; bf16_optimizer.py).
+
+    Args:
+        decides: whether what the user left open is decided: not over a JSON of the user's.
+    """
+    if job.dtype == "float32":
+        yield config
+        return
+    if job.fp32_reduction:
+        config = config | {"communication_data_type": "fp32"}
+    asked = job.fp32_accumulation
+    if stage(config) >= 2 and (asked or (decides and wants_fp32_sums(config, job, accumulation))):
+        yield config | {"data_types": (config.get("data_types") or {}) | {"grad_accum_dtype": "fp32"}}
+    if not asked or stage(config) < 2:
+        yield config
+
+
+def wants_fp32_sums(config: dict[str, Any], job: Job, accumulation: int) -> bool:
+    """Tell whether gradients should be added up in fp32 where the user left it open; with NVMe that is not proven."""
+    on_nvme = get_value(config, "zero_optimization.offload_optimizer.device") == "nvme"
+    many = job.dtype == "bfloat16" and accumulation >= MANY_MICRO_BATCHES
+    return many and job.fp32_accumulation is None and stage(config) >= 2 and not on_nvme
 
 
 def stage_3_buckets(zero: dict[str, Any], size: ModelSize) -> dict[str, int]:

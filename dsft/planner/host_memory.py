@@ -111,7 +111,8 @@ def _stage_1_2(layout: ZeroLayout) -> list[Term]:
     ):
         buffer = _pinned(layout, num_bytes * count, pin=pin)
         terms.append(_host(layout, name, buffer, f"{num_bytes} x {count:,}, pinned"))
-    return terms + ([_accumulated(layout, pin)] if layout.accumulates and layout.stage == 2 else [])
+    waits = layout.accumulates and layout.stage == 2 and not layout.keeps_fp32_share
+    return terms + ([_accumulated(layout, pin)] if waits else [])
 
 
 def _accumulated(layout: ZeroLayout, pin: bool) -> Term:
@@ -149,9 +150,9 @@ def _stage_3_optimizer(layout: ZeroLayout) -> list[Term]:
 
 
 def _gradient_partition(layout: ZeroLayout) -> Term:
-    weight_bytes, pin = layout.weight_bytes, layout.zero["offload_optimizer"]["pin_memory"]
-    partition = _pinned(layout, weight_bytes * layout.share, pin=pin)
-    return _host(layout, "gradient partition", partition, f"{weight_bytes} x {layout.share:,}, pinned")
+    sum_bytes, pin = layout.sum_bytes, layout.zero["offload_optimizer"]["pin_memory"]
+    partition = _pinned(layout, sum_bytes * layout.share, pin=pin)
+    return _host(layout, "gradient partition", partition, f"{sum_bytes} x {layout.share:,}, pinned")
 
 
 def _stage_3_nvme(layout: ZeroLayout) -> list[Term]:

@@ -46,6 +46,12 @@ class Job:
     tiled_loss: bool = False
     """Whether logits of some tokens at a time exist (models/tiled_loss.py)."""
 
+    fp32_accumulation: bool | None = None
+    """Whether gradients of micro batches are added up in fp32; None lets the plan decide."""
+
+    fp32_reduction: bool = False
+    """Whether gradients are sent in fp32."""
+
     compiled: bool = False
     """Whether torch.compile is asked for."""
 

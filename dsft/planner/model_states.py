@@ -4,7 +4,8 @@ offload takes of the host in host_memory.py, loading in load_states.py.
 Formulas hold for DeepSpeed 0.19.8; tests/planner/test_model_states.py compares each with unmodified DeepSpeed on one
 rank of 16. Worst rank, worst moment: a parameter that lies across two ranks' shares counts in full, and gradient
 accumulation is assumed unless the configuration says 1. Not counted: activations (elsewhere), alignment paddings,
-tensor parallelism, MoE groups, `data_types.grad_accum_dtype`, torch autocast, quantised collectives (qwZ, qgZ).
+tensor parallelism, MoE groups, `data_types.grad_accum_dtype` under stage 1, torch autocast, quantised collectives (qwZ,
+qgZ).
 """
 
 from dsft.planner.host_memory import host_terms
@@ -29,7 +30,8 @@ def stage_0(layout: ZeroLayout) -> list[Term]:
     master = optimizer.master if layout.has_fp32_master else 0
     # The engine reduces a flat copy of the gradients; later, in bf16 and fp16, fp32 gradients stand beside the model's
     # (unfused_optimizer.py, step).
-    reduced = weight_bytes * min(trained, STAGE_0_REDUCE_ELEMENTS + layout.largest_trained)
+    copied = layout.copy_to_send_bytes
+    reduced = copied * min(trained, STAGE_0_REDUCE_ELEMENTS + layout.largest_trained)
     updating = ((4 if layout.has_fp32_master else 0) + optimizer.step) * trained
     return [
         Term(
@@ -48,7 +50,7 @@ def stage_0(layout: ZeroLayout) -> list[Term]:
             num_bytes=max(reduced, updating),
             phase="step",
             formula=(
-                f"max(all-reduce copy {weight_bytes} x min({trained:,}, {STAGE_0_REDUCE_ELEMENTS:,} +"
+                f"max(all-reduce copy {copied} x min({trained:,}, {STAGE_0_REDUCE_ELEMENTS:,} +"
                 f" {layout.largest_trained:,}), fp32 gradients and copies {updating:,})"
             ),
         ),
@@ -95,9 +97,12 @@ def _reduced_gradients(layout: ZeroLayout) -> list[Term]:
     return [
         Term(
             name="reduce buckets",
-            num_bytes=weight_bytes * (buffers * bucket + max(flat, sliced)),
+            num_bytes=weight_bytes * buffers * bucket + layout.copy_to_send_bytes * max(flat, sliced),
             phase="compute",
-            formula=f"{weight_bytes} x ({buffers} x bucket {bucket:,} + copy {max(flat, sliced):,})",
+            formula=(
+                f"{weight_bytes} x {buffers} x bucket {bucket:,} + {layout.copy_to_send_bytes} x copy"
+                f" {max(flat, sliced):,}"
+            ),
         ),
         Term(
             name="gradient not yet reduced",
@@ -118,6 +123,8 @@ def _gradients(layout: ZeroLayout) -> list[Term]:
     weight_bytes, trained, share = layout.weight_bytes, layout.num_trainable, layout.share
     # fp64 copy of one gradient at a time (get_grad_norm_direct, set_norm_for_param_grad_in_gpu)
     norm = 8 * min(layout.largest_trained, share)
+    if layout.keeps_fp32_share:
+        return _gradients_in_fp32(layout, norm)
     if layout.optimizer_device != "none":
         # The share's gradients go to host memory as they are reduced; stage 1 keeps them on the device until the last
         # micro batch.
@@ -142,6 +149,26 @@ def _gradients(layout: ZeroLayout) -> list[Term]:
                 f"{weight_bytes} x {of_share:,} + max({flat} x {trained:,} / {layout.world_size}, fp64 norm {norm:,}) -"
                 f" gradients {held:,}{f', at least the buckets {buckets:,}' if buckets else ''}"
             ),
+        ),
+    ]
+
+
+def _gradients_in_fp32(layout: ZeroLayout, norm: int) -> list[Term]:
+    """List the share's gradients, which the optimizer takes as they are, or a copy in host memory."""
+    trained, share, piece = layout.num_trainable, layout.share, norm // 8
+    gradients = Term(name="gradients", num_bytes=4 * share, formula=f"4 x {trained:,} / {layout.world_size}, in fp32")
+    if layout.optimizer_device != "none":
+        return [gradients, Term(name="gradient norm", num_bytes=norm, phase="compute", formula=f"8 x {piece:,} (fp64)")]
+    copies = layout.optimizer.step * share
+    added = 0 if layout.reduces_in_fp32 else 4 * piece
+    return [
+        gradients,
+        Term(name="gradient to add", num_bytes=added, phase="compute", formula=f"4 x {piece:,}, from what is sent"),
+        Term(
+            name="optimizer step",
+            num_bytes=max(copies, norm),
+            phase="step",
+            formula=f"max(copies of the optimizer {copies:,}, fp64 norm {norm:,})",
         ),
     ]
 

@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.planner.candidates import batches, candidate_names, leaner_settings, settings
+from dsft.planner.candidates import batches, candidate_names, gradient_types, leaner_settings, settings
 from dsft.planner.job import Job
 from dsft.planner.limits import FRAGMENTATION, HOST_SHARE, OVERHEAD, Needs, add_up, with_room
 from dsft.planner.load_states import load_terms
@@ -117,7 +117,7 @@ def all_plans(
         zero: "auto" for all candidates, else the one of that name.
         zero_file: the content of the DeepSpeed JSON where `zero` is a path.
     """
-    names = candidate_names(job.size, machine, liger=job.liger) if zero == "auto" else [zero]
+    names = candidate_names(job, machine) if zero == "auto" else [zero]
     choices = [False, True] if job.checkpointing is None else [job.checkpointing]
     plans = []
     for name in names:
@@ -179,7 +179,11 @@ def _fitted(
     leanest.
     """
     plans = []
-    for deepspeed_config in settings(name, zero_file, job, machine):
+    for deepspeed_config in (
+        typed
+        for config in settings(name, zero_file, job, machine)
+        for typed in gradient_types(config, job, accumulation, decides=zero_file is None)
+    ):
         needs, predicted = _predict(deepspeed_config, checkpointing, micro_batch, accumulation, job, machine, speeds)
         plan = Plan(
             zero=name,

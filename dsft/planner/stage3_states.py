@@ -15,10 +15,10 @@ from dsft.planner.zero_layout import OPTIMIZERS, ZeroLayout
 
 def stage_3(layout: ZeroLayout) -> list[Term]:
     """List weights, gradients, optimizer states and what is gathered, on one device."""
-    weight_bytes = layout.weight_bytes
     bucket = layout.zero["reduce_bucket_size"] if layout.zero["contiguous_gradients"] else 0
     # allocated in full, once
-    reduced = Term(name="reduce bucket", num_bytes=weight_bytes * bucket, formula=f"{weight_bytes} x bucket {bucket:,}")
+    sent_bytes = layout.sent_bytes
+    reduced = Term(name="reduce bucket", num_bytes=sent_bytes * bucket, formula=f"{sent_bytes} x bucket {bucket:,}")
     optimizer = []
     if layout.optimizer_device == "none":
         optimizer = _optimizer_on_device(layout)
@@ -59,8 +59,8 @@ def _optimizer_on_device(layout: ZeroLayout) -> list[Term]:
         ),
         Term(
             name="gradient partition",
-            num_bytes=weight_bytes * share,
-            formula=f"{weight_bytes} x {trained:,} / {ranks} (grad_partitions_flat_buffer)",
+            num_bytes=layout.sum_bytes * share,
+            formula=f"{layout.sum_bytes} x {trained:,} / {ranks} (grad_partitions_flat_buffer)",
         ),
         Term(
             name="optimizer step",
@@ -154,7 +154,7 @@ def gathered(layout: ZeroLayout) -> list[Term]:
 
 def _prefetch_or_reduce(layout: ZeroLayout) -> Term:
     """Count the larger of what a prefetch and what a reduction copies: they do not come at one time."""
-    weight_bytes = layout.weight_bytes
+    weight_bytes, sent_bytes = layout.weight_bytes, layout.sent_bytes
     fetched = weight_bytes * prefetched_params(layout)
     if not layout.num_trainable:
         return Term(name="prefetch copies", num_bytes=fetched, phase="compute", formula=_prefetch_formula(layout))
@@ -163,14 +163,15 @@ def _prefetch_or_reduce(layout: ZeroLayout) -> Term:
     # then.
     live, most = live_params(layout)
     flattened = min(layout.zero["reduce_bucket_size"], layout.num_trainable) if live < most else 0
-    reduced = weight_bytes * (layout.largest_trained + flattened)
+    sent = layout.largest_trained if sent_bytes > weight_bytes else 0
+    reduced = weight_bytes * layout.largest_trained + sent_bytes * (flattened + sent)
     return Term(
         name="prefetch or reduce copies",
         num_bytes=max(fetched, reduced),
         phase="compute",
         formula=(
-            f"max({_prefetch_formula(layout)}, {weight_bytes} x (gradient {layout.largest_trained:,} + flat bucket"
-            f" {flattened:,})), not at one time"
+            f"max({_prefetch_formula(layout)}, {weight_bytes} x gradient {layout.largest_trained:,} + {sent_bytes} x"
+            f" ({f'its copy {sent:,} + ' if sent else ''}flat bucket {flattened:,})), not at one time"
         ),
     )
 

@@ -161,13 +161,14 @@ def collective_seconds(
 
 def _communication_seconds(layout: ZeroLayout, machine: Machine, speeds: Speeds, accumulation: int) -> float:
     size, zero = layout.size, layout.zero
-    weights, gradients = layout.weight_bytes * size.num_params, layout.weight_bytes * size.num_trainable
+    weights, gradients = layout.weight_bytes * size.num_params, layout.sent_bytes * size.num_trainable
     buckets = size.num_trainable // zero["reduce_bucket_size"] + 1
     if layout.stage == 0:
         return collective_seconds(2 * gradients, 2 * buckets, machine, speeds, speeds.all_reduce_bytes)
     reduce = collective_seconds(gradients, buckets, machine, speeds, speeds.reduce_bytes)
     if layout.stage < 3:
-        gather = collective_seconds(gradients, buckets, machine, speeds, speeds.link_bytes)
+        updated = layout.weight_bytes * size.num_trainable
+        gather = collective_seconds(updated, buckets, machine, speeds, speeds.link_bytes)
         return (accumulation if layout.stage == 2 else 1) * reduce + gather
     calls = GATHERS_PER_LAYER * size.num_layers
     forward = collective_seconds(weights, calls, machine, speeds, speeds.link_bytes)
@@ -189,8 +190,9 @@ def _update_seconds(layout: ZeroLayout, machine: Machine, speeds: Speeds, accumu
     seconds = (1 - ratio) * updated * optimizer.traffic / speeds.device_bytes
     if ratio:
         on_host = ratio * updated
-        if machine.has_gpu:  # gradients down each micro step, weights up once
-            transfers += (accumulation + 1) * layout.weight_bytes * on_host / speeds.host_link_bytes
+        if machine.has_gpu:  # gradients down each micro step (once where the device adds them up), weights up once
+            gradients = (1 if layout.keeps_fp32_share else accumulation) * layout.sum_bytes
+            transfers += (gradients + layout.weight_bytes) * on_host / speeds.host_link_bytes
         seconds = max(seconds, on_host * machine.ranks_per_node / speeds.adam_params)
     if layout.optimizer_device == "nvme":  # master and moments, read and written
         moved = 2 * (optimizer.master + optimizer.state) * updated * machine.ranks_per_node

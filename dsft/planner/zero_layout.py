@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.config.deepspeed_json import get_value
+from dsft.config.deepspeed_json import get_value, stage
 from dsft.models.size import ModelSize
 from dsft.units import DTYPE_BYTES
 
@@ -60,19 +60,28 @@ UNMODELLED = {
     "zero_optimization.zero_quantized_weights": "gathers of 8-bit weights",
     "zero_optimization.zero_quantized_gradients": "4-bit gradients",
     "zero_optimization.mics_shard_size": "MiCS",
-    "data_types.grad_accum_dtype": "gradients accumulated in another type",
     "torch_autocast.enabled": "torch autocast",
     "fp16.fp16_master_weights_and_grads": "fp16 master weights",
     "compression_training": "compression",
     "compile.deepcompile": "DeepCompile",
 }
 """Settings of a DeepSpeed JSON that change memory or time and are not counted."""
+FP32 = ("fp32", "float32")
+"""As a DeepSpeed JSON names the type."""
 
 
 def unmodelled_settings(deepspeed_config: dict[str, Any]) -> list[str]:
     """What this configuration asks for and the plan does not count, a sentence each."""
     asked = [key for key in UNMODELLED if (get_value(deepspeed_config, key) or -1) != -1]
-    return [f"{key} is not modelled: planned without {UNMODELLED[key]}." for key in asked]
+    said = [f"{key} is not modelled: planned without {UNMODELLED[key]}." for key in asked]
+    if sums_in_fp32(deepspeed_config) and stage(deepspeed_config) == 1:
+        said.append("data_types.grad_accum_dtype under stage 1 is not modelled: each GPU holds all gradients in fp32.")
+    return said
+
+
+def sums_in_fp32(deepspeed_config: dict[str, Any]) -> bool:
+    """Whether the gradients of micro batches are added up in fp32."""
+    return get_value(deepspeed_config, "data_types.grad_accum_dtype") in FP32
 
 
 def resolve_auto(zero_section: dict[str, Any], size: ModelSize) -> dict[str, Any]:
@@ -115,13 +124,39 @@ class ZeroLayout:
     accumulates: bool
     """More than one micro batch per optimizer step, or not known."""
     optimizer: OptimizerMemory
+    sums_in_fp32: bool
+    """Whether gradients of micro batches are added up in fp32 whatever the model's dtype; stages 2 and 3 can."""
+    reduces_in_fp32: bool
+    """Whether gradients are sent to other ranks in fp32, likewise."""
 
     @property
     def weight_bytes(self) -> int:
         """Of a weight, a gradient and a bucket's element: adapters have the base's dtype (models/lora.py), and
-        DeepSpeed accumulates and communicates in the model's.
+        DeepSpeed accumulates and communicates in the model's unless told otherwise.
         """
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of a gradient summed over micro batches."""
+        return 4 if self.sums_in_fp32 and self.stage >= 2 else self.weight_bytes
+
+    @property
+    def keeps_fp32_share(self) -> bool:
+        """Whether stage 2 adds what is reduced into an fp32 buffer of this rank's share, on the device with offload too
+        (`_build_compact_grad_partition_buffer` in stage_1_and_2.py).
+        """
+        return self.stage == 2 and self.sum_bytes > self.weight_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of a gradient as other ranks get it."""
+        return 4 if self.reduces_in_fp32 else self.weight_bytes
+
+    @property
+    def copy_to_send_bytes(self) -> int:
+        """Of a gradient's copies while it is reduced under stages 0 to 2: a flat one, and one as it is sent."""
+        return self.weight_bytes + (self.sent_bytes if self.sent_bytes > self.weight_bytes else 0)
 
     @property
     def has_fp32_master(self) -> bool:
@@ -133,7 +168,7 @@ class ZeroLayout:
         """Of a gradient on its way into the optimizer: a flat copy and one in the master's type (where that is the
         weights' the flat copy is it), and the optimizer's own copies.
         """
-        flat = self.weight_bytes if self.optimizer.master > self.weight_bytes else 0
+        flat = self.sum_bytes if self.optimizer.master != self.sum_bytes else 0
         return flat + self.optimizer.master + self.optimizer.step
 
     @property
@@ -251,6 +286,8 @@ def describe_layout(
         has_gpu=has_gpu,
         accumulates=deepspeed_config.get("gradient_accumulation_steps", 1) != 1,
         optimizer=_optimizer(deepspeed_config, optimizer),
+        sums_in_fp32=sums_in_fp32(deepspeed_config),
+        reduces_in_fp32=get_value(deepspeed_config, "communication_data_type") in FP32,
     )
 
 

@@ -5,11 +5,12 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from dsft.config.deepspeed_json import stage
 from dsft.config.options import IGNORED_ARGUMENTS, TRAINING_DEFAULTS, LoraFields, TrainConfig
 from dsft.models.size import ModelSize
 from dsft.planner.liger import MODEL_TYPES as LIGER_MODELS
 from dsft.planner.plan import Plan
-from dsft.planner.zero_layout import OPTIMIZERS
+from dsft.planner.zero_layout import OPTIMIZERS, sums_in_fp32
 from dsft.runtime.hardware import has_gpu
 
 
@@ -56,6 +57,11 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
     for name in IGNORED_ARGUMENTS:
         if name in training:
             notes.append(f"{name}: ignored, dsft sets it (DS_ACCELERATOR=cpu in the environment asks for CPU ranks)")
+    if options.fp32_accumulation is True and not sums_in_fp32(deepspeed_config):
+        why = (
+            "dtype is float32" if options.dtype == "float32" else f"ZeRO {stage(deepspeed_config)} cannot, 2 and 3 can"
+        )
+        notes.append(f"fp32_accumulation: ignored, because {why}")
     if "optim" in training and training["optim"] not in OPTIMIZERS:
         notes.append(f"optim={training['optim']}: its memory and time are planned as AdamW's")
     if training.get("use_liger_kernel") and size.model_type not in LIGER_MODELS:

@@ -14,10 +14,11 @@ from transformers import PreTrainedConfig, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dsft.config.deepspeed_json import check_nvme, get_value, offloads, stage
-from dsft.config.options import TrainConfig
+from dsft.config.options import HALF_PRECISION, TrainConfig
 from dsft.errors import nearest, one_line
 from dsft.models.build import is_bare_config
 from dsft.models.weights import adapter_problems, weight_problems
+from dsft.planner.zero_layout import sums_in_fp32
 from dsft.run_setup.arguments import with_defaults
 from dsft.runtime.hardware import has_gpu
 
@@ -52,6 +53,8 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, *, here: bo
             f"use_liger_kernel cannot be combined with zero={zero}: its loss reads the head's weight past ZeRO-3's"
             " hooks, which no run has proven; leave it out (tiled_loss saves the same memory), or use zero 2"
         )
+    if stage(zero_file) == 0 and sums_in_fp32(zero_file) and options.dtype in HALF_PRECISION.values():
+        problems.append(f"zero={zero}: data_types.grad_accum_dtype: ZeRO 0 cannot add up in fp32; use stage 2 or 3")
     if (get_value(zero_file, "tensor_parallel.autotp_size") or 1) > 1:
         problems.append(
             f"zero={zero}: tensor_parallel is not supported: the Trainer would feed the ranks that share a layer"

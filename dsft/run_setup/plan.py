@@ -20,12 +20,13 @@ from dsft.data.sources import FormattedSource
 from dsft.errors import UserError
 from dsft.models.padding_probe import needs_mask
 from dsft.models.size import ModelFacts
+from dsft.planner.candidates import wants_fp32_sums
 from dsft.planner.fake_model import Attention
 from dsft.planner.job import Job, attention_of
 from dsft.planner.measured_speeds import calibrated
 from dsft.planner.plan import Plan, all_plans, choose, reason
 from dsft.planner.speeds import Speeds, speeds_of
-from dsft.planner.zero_layout import unmodelled_settings
+from dsft.planner.zero_layout import sums_in_fp32, unmodelled_settings
 from dsft.run_setup.decisions import tiled_loss_decision
 from dsft.runtime.hardware import Machine
 
@@ -65,6 +66,8 @@ def training_job(options: TrainConfig, facts: ModelFacts, *, attention: Attentio
         sequences_per_step=options.global_batch_size,
         checkpointing=checkpointing,
         optimizer=training.get("optim", "adamw_torch_fused"),
+        fp32_accumulation=None if options.fp32_accumulation == "auto" else options.fp32_accumulation,
+        fp32_reduction=options.fp32_reduction,
         compiled=bool(training.get("torch_compile")),
     )
 
@@ -132,7 +135,12 @@ def choose_plan(
     why = reason(plan, candidates, machine, zero=zero, resumes=resumes)
     if job.size.quantization and not plan.fits:
         why += " Every GPU holds the whole quantised base: ZeRO-3 would shard it only once it is loaded."
-    said = [why, *job.unmodelled, *unmodelled_settings(plan.deepspeed_config)]
+    config = plan.deepspeed_config
+    if zero_file is None and wants_fp32_sums(config, job, plan.accumulation) and not sums_in_fp32(config):
+        why += (
+            f" Gradients of {plan.accumulation} micro batches are added up in bfloat16: float32 takes too much memory."
+        )
+    said = [why, *job.unmodelled, *unmodelled_settings(config)]
     return Choice(plan=plan, candidates=tuple(candidates), reason=" ".join(said), speeds=speeds)
 
 

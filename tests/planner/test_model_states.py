@@ -40,6 +40,8 @@ Z3 = {
     "stage3_param_persistence_threshold": 2560,
 }
 CPU = {"device": "cpu", "pin_memory": True}
+SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+SENT = {"communication_data_type": "fp32"}
 SPANNING_RANK = 1
 """The rank that has the end of the embedding and what follows: the most gradients under ZeRO-1 and 2."""
 
@@ -53,6 +55,7 @@ def case(
     rank: int = 0,
     ranks: int = WORLD_SIZE,
     bf16_states: bool = False,
+    types: dict | None = None,
     **zero,
 ) -> dict:
     config = {
@@ -62,7 +65,7 @@ def case(
         "steps_per_print": 10**9,
         "bf16": {"enabled": dtype == "bfloat16"},
         "zero_optimization": zero,
-    }
+    } | (types or {})
     if bf16_states:
         config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     if "offload_optimizer" in zero:
@@ -89,6 +92,12 @@ CASES = {
     "2": case(stage=2, rank=SPANNING_RANK, **Z12),
     "2 tied": case(stage=2, tied=True, rank=SPANNING_RANK, **Z12),
     "2 accumulating": case(stage=2, rank=SPANNING_RANK, micro_batches=2, **Z12),
+    "2 accumulating, fp32 sums": case(stage=2, micro_batches=2, types=SUMS, **Z12),
+    "2 accumulating, fp32 sums, fp32 sent": case(stage=2, micro_batches=2, types=SUMS | SENT, **Z12),
+    "2 offload, fp32 sums": case(stage=2, micro_batches=2, types=SUMS, offload_optimizer=CPU, **Z12),
+    "2 fp32 sent": case(stage=2, rank=SPANNING_RANK, types=SENT, **Z12),
+    "1 fp32 sent": case(stage=1, rank=SPANNING_RANK, types=SENT, **Z12),
+    "0 fp32 sent": case(stage=0, types=SENT),
     "2 on 13 ranks": case(stage=2, rank=SPANNING_RANK, ranks=13, **Z12),
     "2 fp32": case(stage=2, rank=SPANNING_RANK, dtype="float32", **Z12),
     "2 lora": case(stage=2, lora_r=32, **Z12),
@@ -97,6 +106,9 @@ CASES = {
     "3": case(**Z3),
     "3 fp32": case(dtype="float32", **Z3),
     "3 lora": case(lora_r=32, **Z3),
+    "3 fp32 sums": case(types=SUMS, micro_batches=2, **Z3),
+    "3 fp32 sums, fp32 sent": case(types=SUMS | SENT, micro_batches=2, **Z3),
+    "3 offload optimizer, fp32 sums": case(types=SUMS, micro_batches=2, **Z3, offload_optimizer=CPU),
     "3 sub-groups": case(**Z3, sub_group_size=150_000),
     "3 persistence": case(**(Z3 | {"stage3_param_persistence_threshold": 70_000})),
     "3 max_live": case(**Z3, stage3_max_live_parameters=2_000_000),
@@ -114,7 +126,7 @@ CASES = {
 }
 
 
-QUICK = ("0", "2 accumulating", "3 lora", "3 offload both")
+QUICK = ("0", "2 accumulating, fp32 sums", "3 lora", "3 offload both")
 """Of every stage what most of its formulas are made of; the other cases change one setting of these."""
 
 
@@ -214,6 +226,10 @@ PARTS = [
     ("2", ("gradient not yet reduced",), "compute", ("backward",)),
     ("2", ("reduce buckets",), "compute", ("setup_buckets", "allreduce_bucket")),
     ("2 accumulating", ("gradients",), "compute", ("copy_grads_in_partition",)),
+    ("2 accumulating, fp32 sums", ("gradients",), "compute", ("_build_compact_grad_partition_buffer",)),
+    ("2 accumulating, fp32 sums", ("gradient to add",), "compute", ("_add_to_grad_partition_buffer",)),
+    ("3 fp32 sums", ("reduce bucket", "gradient partition"), "always", ("_setup_for_real_optimizer",)),
+    ("3 fp32 sums", ("optimizer step",), "step", ("_prepare_fp32_grad_for_sub_group",)),
     ("2 fp32", ("optimizer state",), "always", ("__init__", "torch_optimizer")),
     ("2 fp32", ("gradients",), "compute", ("copy_grads_in_partition",)),
     ("2 lora", ("weights",), "always", ("model", FLAT)),

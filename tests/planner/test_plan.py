@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, grid
-from paper_jobs import paper_job
+from paper_jobs import EIGHT_GPUS, paper_job
 from tiny import ARCHITECTURES
 from transformers import AutoConfig, LlamaConfig, LlavaConfig, MixtralConfig
 
@@ -33,7 +33,7 @@ from dsft.planner.plan import Plan, all_plans, choose, reason
 from dsft.planner.shortlist import shortlist
 from dsft.planner.speeds import parse_interconnect, speeds_of
 from dsft.planner.step_time import collective_seconds, flops_per_token
-from dsft.planner.zero_layout import unmodelled_settings
+from dsft.planner.zero_layout import sums_in_fp32, unmodelled_settings
 from dsft.run_setup.alternatives import of_length, ways_to_fit
 from dsft.run_setup.plan import choose_plan, job_over_data, plan_run
 from dsft.runtime.hardware import Machine, parse_bytes, this_machine
@@ -262,13 +262,36 @@ def test_batches_make_up_the_step(configs):
 
 
 def test_candidates_are_those_that_make_sense(configs):
-    size = measure_model(TrainConfig(model=configs["8b"])).size
-    assert candidate_names(size, gpus(8, nodes=2, nvme_bytes=4 * 10**12)) == list(NAMES)
-    assert "3-hpz" not in candidate_names(size, gpus(8)) and "3-nvme" not in candidate_names(size, gpus(8))
-    assert candidate_names(dataclasses.replace(size, quantization=FORMATS["nf4"]), gpus(8)) == ["0", "1", "2"]
+    job = paper_job(TrainConfig(model=configs["8b"], dtype="bfloat16"))
+    assert candidate_names(job, gpus(8, nodes=2, nvme_bytes=4 * 10**12)) == list(NAMES)
+    assert "3-hpz" not in candidate_names(job, gpus(8)) and "3-nvme" not in candidate_names(job, gpus(8))
+    quantised = dataclasses.replace(job.size, quantization=FORMATS["nf4"])
+    assert candidate_names(dataclasses.replace(job, size=quantised), gpus(8)) == ["0", "1", "2"]
+    assert candidate_names(dataclasses.replace(job, fp32_accumulation=True), gpus(1))[:2] == ["2", "3"]
     for name in NAMES:
         problems: list[str] = []
         assert check_deepspeed_json(read_zero_file(name, problems), name) == problems == []
+
+
+REFUSED = {"fp32_accumulation": False}
+
+
+def test_gradients_of_many_micro_batches_are_added_up_in_fp32_where_that_fits(configs):
+    def of(zero: str, machine: Machine = EIGHT_GPUS, *, accumulation: int = 4, **job) -> tuple[bool, Plan, str]:
+        job = paper_job(TrainConfig(model=configs["8b"], dtype=job.pop("dtype", "bfloat16")), **job)
+        job = of_length(job, 1024, micro_batch=1, accumulation=accumulation, checkpointing=True)
+        choice = choose_plan(job, machine, zero=zero)
+        return sums_in_fp32(choice.plan.deepspeed_config), choice.plan, choice.reason
+
+    assert of("3")[0] and of("2")[0]
+    for zero, change in (("3", {"accumulation": 2}), ("1", {}), ("3", {"dtype": "float16"}), ("3", REFUSED)):
+        assert not of(zero, **change)[0]
+    assert of("3", dtype="float16", fp32_accumulation=True)[0]
+    bf16, fp32 = of("3", **REFUSED)[1], of("3")[1]
+    assert fp32.device_bytes > bf16.device_bytes
+    between = dataclasses.replace(EIGHT_GPUS, device_bytes=(bf16.device_bytes + fp32.device_bytes) // 2)
+    fits, plan, why = of("3", between)
+    assert plan.fits and not fits and "4 micro batches are added up in bfloat16: float32 takes too much" in why
 
 
 def test_lowered_live_parameters_come_together(configs):

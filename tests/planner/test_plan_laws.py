@@ -135,7 +135,7 @@ def check_more_gpus(job: Job, machine: Machine) -> None:
     if machine.world_size < 2:
         return
     larger = dataclasses.replace(machine, ranks_per_node=2 * machine.ranks_per_node)
-    for zero in candidate_names(job.size, machine):
+    for zero in candidate_names(job, machine):
         if zero == "3-hpz":
             continue
         few, many = plans_of(job, machine, zero), plans_of(job, larger, zero)
