@@ -195,7 +195,8 @@ class TimeoutFields:
     load_timeout: float = 1800.0
     """Reading and tokenising data, loading weights, the first step. A file that is read or written is progress."""
     step_timeout: float = 300.0
-    """One forward and backward of training, an optimizer step, or a batch of an evaluation."""
+    """One forward and backward of training, an optimizer step, or a batch of an evaluation. With offload to NVMe at
+    least ten planned steps."""
     save_timeout: float = 1800.0
     """Writing a checkpoint or the final model: without a MiB read or written, however long it takes in all."""
     lost_timeout: float = 60.0

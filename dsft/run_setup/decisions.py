@@ -3,6 +3,7 @@
 A `Draft` applies them one after the other, for a training (`resolve.py`) and for one on paper (`paper.py`).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,13 @@ from dsft.errors import raise_if_any
 from dsft.models.packing_probe import Packing
 from dsft.models.size import ModelFacts
 from dsft.models.tiled_loss import LEAST_VOCAB, can_tile_loss
+from dsft.planner.plan import Plan
 
 UNTILED = ("float16", "qlora")
 """float16's small gradients vanish before they are scaled; a head over a quantised base is not proven."""
+
+STEPS_WAITED = 10
+"""Planned steps in the time of one, after which a run with NVMe is ended: disks may be as much slower than planned."""
 
 
 class Draft:
@@ -172,3 +177,13 @@ def packing_decisions(packing: Packing) -> list[Decision]:
         Decision("packing", packing.problem is None, packing.problem or "samples in one row are kept apart"),
         Decision("attn_implementation", packing.attn_implementation, "it keeps packed samples apart"),
     ]
+
+
+def step_limit_decision(options: TrainConfig, plan: Plan) -> Decision:
+    """Decides how long the watchdog waits for a step: at least ten planned ones where a plan uses NVMe, whose rate is a
+    guess.
+    """
+    seconds = options.step_timeout
+    if any(term.place == "nvme" for term in plan.terms):
+        seconds = max(seconds, float(math.ceil(STEPS_WAITED * plan.time.step_seconds)))
+    return Decision("step_timeout", seconds, f"{STEPS_WAITED} planned steps, with offload to NVMe")

@@ -51,6 +51,7 @@ from dsft.run_setup.decisions import (
     decide_batches_and_dtype,
     keep_global_batch,
     packing_decisions,
+    step_limit_decision,
     take_zero_file,
     tiled_loss_decision,
 )
@@ -136,8 +137,7 @@ def resolve_run(
     # What depends on the disk or the clock is decided once, by rank 0.
     checkpoint, decisions, finished = distributed.on_rank_0(lambda: resume_decisions(draft.options, world))
     if finished:
-        way_out = "raise max_steps or num_train_epochs to continue"
-        say(f"nothing left to train: {checkpoint} is the end of this run; {way_out}")
+        say(f"nothing left to train: {checkpoint} is its end; raise max_steps or num_train_epochs to continue")
         return None
     _require_same_run(draft.options, checked.zero_file, checkpoint)
     zero_file, notes = _with_an_adam_that_compiles(checked.zero_file)
@@ -148,6 +148,7 @@ def resolve_run(
     draft.take([tiling])
     job = job_over_data(draft.options, model, checked.data, masked=masked, tiled_loss=tiling.value)
     plan, reason = distributed.on_rank_0(lambda: _plan(draft.options, job, machine, zero_file, checkpoint))
+    draft.take([step_limit_decision(draft.options, plan)])
     notes += [f"tiled_loss: ignored, {tiling.reason}"] if asked is True and not tiling.value else []
     notes += _notes_on_plan(draft.options, plan, model, packing, zero_file)
     return ResolvedRun(

@@ -41,6 +41,7 @@ from dsft.training.metrics import compute_of
 from dsft.training.out_of_memory import out_of_memory_explained
 from dsft.training.trainer import PerplexityTrainer
 from dsft.units import GiB, plural
+from dsft.watchdog import client as watchdog
 
 LITTLE_MEMORY = 0.25
 """Share of the host's memory from which a plan of CPU ranks must not be exceeded by what the C library keeps."""
@@ -69,6 +70,7 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
         give_back_freed_memory()
     log_to_files(run.output_dir, append=run.checkpoint is not None)
     describe_plan(run)
+    watchdog.set_limits(run.options)
     verification = verify_while_loading(run)
     data = load_training_data(
         run.options,

@@ -121,6 +121,12 @@ def heartbeat(step: int | None = None) -> None:
         _client.sidecar.send("heartbeat", step=step)
 
 
+def set_limits(timeouts: Any) -> None:
+    """Let these limits hold from the next phase on: a run that is planned may need longer steps."""
+    if _client is not None:
+        _client.timeouts = timeouts
+
+
 def set_phase(phase: str) -> None:
     """Let the limit of `phase` hold from now on."""
     if _client is not None:

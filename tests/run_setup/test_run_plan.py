@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -17,6 +18,8 @@ from dsft.errors import UserError
 from dsft.models.size import measure_model
 from dsft.planner.candidates import SEQUENCES_PER_RANK
 from dsft.planner.job import Job
+from dsft.planner.terms import Term
+from dsft.run_setup.decisions import step_limit_decision
 from dsft.run_setup.plan import choose_plan, plan_run, smaller_plan, training_job
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
@@ -84,6 +87,18 @@ def test_what_cannot_fit_is_refused_with_what_would_unless_memory_is_not_to_be_c
         plan_run(options, job, machine)
     choice = plan_run(dataclasses.replace(options, memory_check=False), job, machine)
     assert not choice.plan.fits and choice.plan.zero == "0"
+
+
+def test_a_step_with_nvme_may_take_ten_planned_ones():
+    options = TrainConfig()
+    terms = {place: Term(name="", num_bytes=1, formula="", place=place) for place in ("host", "nvme")}
+
+    def limit(place: str, seconds: float) -> float:
+        plan = SimpleNamespace(terms=(terms[place],), time=SimpleNamespace(step_seconds=seconds))
+        return step_limit_decision(options, plan).value
+
+    assert limit("host", 90.0) == limit("nvme", 20.0) == options.step_timeout
+    assert limit("nvme", 90.04) == 901.0
 
 
 def test_the_nvme_that_a_deepspeed_json_names_is_counted(facts, tmp_path):

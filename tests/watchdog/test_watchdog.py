@@ -8,12 +8,15 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from conftest import ROOT
 
+from dsft.config.options import TrainConfig
 from dsft.runtime import distributed
+from dsft.watchdog import client
 from dsft.watchdog.messages import LARGEST_BYTES, Connection, Server, connect, listen, wait_for_messages
 from dsft.watchdog.processes import Process, descendants, end, start_time
 from dsft.watchdog.root_cause import Failure, Report, first_cause
@@ -45,6 +48,16 @@ client.start(SimpleNamespace(start_timeout=300, lost_timeout=60))
 time.sleep(1000)
 """
 CLOSED = "Traceback ...\nRuntimeError: [../gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:37"
+
+
+def test_limits_of_a_planned_run_hold_from_its_next_phase_on(monkeypatch):
+    sent = []
+    sidecar = SimpleNamespace(send=lambda kind, **message: sent.append(message))
+    monkeypatch.setattr(client, "_client", client._Client(TrainConfig(), sidecar, None))
+    client.set_phase("training")
+    client.set_limits(TrainConfig(step_timeout=900.0))
+    client.set_phase("training")
+    assert [message["limit"] for message in sent] == [300.0, 900.0]
 
 
 @pytest.fixture(scope="module")
