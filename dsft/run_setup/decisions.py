@@ -129,6 +129,17 @@ def dtype_decisions(options: TrainConfig, auto_dtype: str) -> list[Decision]:
     ]
 
 
+def tf32_decision(options: TrainConfig, *, available: bool) -> list[Decision]:
+    """Lets a training in float32 multiply on tensor cores, where all GPUs can and the user says nothing of it.
+
+    Args:
+        available: whether the GPUs of all ranks have TF32 (NVIDIA since Ampere).
+    """
+    if options.dtype != "float32" or not available or "tf32" in options.training:
+        return []
+    return [Decision("tf32", True, "faster: products of training keep 10 of 23 bits, evaluations keep all")]
+
+
 def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list[Decision]:
     """Lets a training that resumes on another number of ranks take as many sequences per step as before, unless
     `global_batch_size` says how many.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.import_utils import is_torch_tf32_available
 
 from dsft.checkpoints.manifest import clean_up, manifest_hash
 from dsft.checkpoints.run_folder import (
@@ -53,6 +54,7 @@ from dsft.run_setup.decisions import (
     packing_decisions,
     step_limit_decision,
     take_zero_file,
+    tf32_decision,
     tiled_loss_decision,
 )
 from dsft.run_setup.plan import is_masked, job_over_data, plan_run
@@ -142,6 +144,9 @@ def resolve_run(
     _require_same_run(draft.options, checked.zero_file, checkpoint)
     zero_file, notes = _with_an_adam_that_compiles(checked.zero_file)
     draft.take(decisions)
+    tf32 = tf32_decision(draft.options, available=all(distributed.from_all([is_torch_tf32_available()])))
+    draft.take(tf32)
+    notes += [f"tf32: {decision.reason}; tf32=false leaves it off" for decision in tf32]
     packing, model = _decide_packing(draft, _with_adapter(checked, draft.options))
     masked = distributed.on_rank_0(lambda: is_masked(draft.options, model, checked.data))
     tiling, asked = distributed.on_rank_0(lambda: tiled_loss_decision(draft.options, model)), draft.options.tiled_loss

@@ -3,6 +3,7 @@
 No training loop here: the Trainer's own runs.
 """
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -119,7 +120,7 @@ class PerplexityTrainer(SavingTrainer):
         """
         start = time.perf_counter()
         windows = windows_of_sequences(self.eval_dataset if eval_dataset is None else eval_dataset)
-        with watchdog.phase("evaluating"):
+        with watchdog.phase("evaluating"), exact_products():
             result = evaluate_windows(
                 self.model,
                 windows,
@@ -256,6 +257,17 @@ def mean_over_the_global_batch(
     """Divides the nats of a micro batch by `num_items_in_batch`, the trained tokens of a step over all ranks."""
     logits = outputs["logits"]
     return ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch=num_items_in_batch)
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Multiplies float32 in full precision inside a `with`, whatever `tf32` says of training."""
+    before = torch.backends.fp32_precision
+    torch.backends.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        torch.backends.fp32_precision = before
 
 
 class LastEvaluation(TrainerCallback):

@@ -15,6 +15,7 @@ from dsft.run_setup.decisions import (
     dtype_decisions,
     keep_global_batch,
     packing_decisions,
+    tf32_decision,
 )
 
 MICRO, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
@@ -127,3 +128,10 @@ def test_packing_is_taken_back_where_samples_would_see_each_other():
     assert values(packing_decisions(possible)) == {"packing": True, "attn_implementation": "sdpa"}
     impossible = packing_decisions(Packing(attn_implementation=None, problem="they mix"))
     assert values(impossible)["packing"] is False and impossible[0].reason == "they mix"
+
+
+def test_float32_trains_in_tf32_where_gpus_have_it_unless_the_user_says():
+    assert values(tf32_decision(TrainConfig(dtype="float32"), available=True)) == {"tf32": True}
+    assert tf32_decision(TrainConfig(dtype="float32"), available=False) == []
+    assert tf32_decision(TrainConfig(dtype="float32", training={"tf32": False}), available=True) == []
+    assert tf32_decision(TrainConfig(dtype="bfloat16"), available=True) == []
