@@ -144,9 +144,6 @@ def resolve_run(
     _require_same_run(draft.options, checked.zero_file, checkpoint)
     zero_file, notes = _with_an_adam_that_compiles(checked.zero_file)
     draft.take(decisions)
-    tf32 = tf32_decision(draft.options, available=all(distributed.from_all([is_torch_tf32_available()])))
-    draft.take(tf32)
-    notes += [f"tf32: {decision.reason}; tf32=false leaves it off" for decision in tf32]
     packing, model = _decide_packing(draft, _with_adapter(checked, draft.options))
     masked = distributed.on_rank_0(lambda: is_masked(draft.options, model, checked.data))
     tiling, asked = distributed.on_rank_0(lambda: tiled_loss_decision(draft.options, model)), draft.options.tiled_loss
@@ -155,7 +152,7 @@ def resolve_run(
     plan, reason = distributed.on_rank_0(lambda: _plan(draft.options, job, machine, zero_file, checkpoint))
     draft.take([step_limit_decision(draft.options, plan)])
     notes += [f"tiled_loss: ignored, {tiling.reason}"] if asked is True and not tiling.value else []
-    notes += _notes_on_plan(draft.options, plan, model, packing, zero_file)
+    notes += _decide_tf32(draft) + _notes_on_plan(draft.options, plan, model, packing, zero_file)
     return ResolvedRun(
         options=draft.options,
         decisions=tuple(draft.decisions),
@@ -182,6 +179,13 @@ def _decide_packing(draft: Draft, model: ModelFacts) -> tuple[Packing | None, Mo
     draft.take(packing_decisions(packing))
     attn_implementation = packing.attn_implementation or model.attn_implementation
     return packing, dataclasses.replace(model, attn_implementation=attn_implementation)
+
+
+def _decide_tf32(draft: Draft) -> list[str]:
+    """Decide whether a training in float32 multiplies in TF32, and say so. Collective."""
+    decisions = tf32_decision(draft.options, available=all(distributed.from_all([is_torch_tf32_available()])))
+    draft.take(decisions)
+    return [f"tf32: {decision.reason}; tf32=false leaves it off" for decision in decisions]
 
 
 def _require_same_run(options: TrainConfig, zero_file: dict[str, Any] | None, checkpoint: str | None) -> None:
