@@ -9,9 +9,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dsft.checkpoints.removal import discard, discard_if_possible, empty_trash
 
@@ -64,6 +64,44 @@ def hash_and_sync(path: Path) -> dict[str, Any]:
             digest.update(piece)
         size = file.tell()
     return {"size": size, "sha256": digest.hexdigest()}
+
+
+class HashedFile:
+    """What torch.save writes to: a file whose content is hashed on its way."""
+
+    def __init__(self, file: BinaryIO):
+        self.file, self.digest = file, hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, piece: bytes | memoryview) -> int:
+        """Write and hash; an error is kept, since torch's zip writer cannot be left by an exception."""
+        if self.error is None:
+            try:
+                self.file.write(piece)
+                self.digest.update(piece)
+            except OSError as error:
+                self.error = error
+        return memoryview(piece).nbytes
+
+    def flush(self) -> None:
+        """Leave it to the end, as a save to a path does."""
+
+
+def write_hashed(path: Path, write: Callable[[HashedFile], Any]) -> dict[str, Any]:
+    """Let `write` fill a file; return its size in bytes and SHA-256. Its content is on the disk from then on, and need
+    not be read.
+
+    Raises:
+        OSError: where it cannot be written.
+    """
+    with path.open("wb") as file:
+        hashed = HashedFile(file)
+        write(hashed)
+        if hashed.error:
+            raise hashed.error
+        file.flush()
+        os.fsync(file.fileno())
+        return {"size": file.tell(), "sha256": hashed.digest.hexdigest()}
 
 
 def publish(staged: Path, manifest: dict[str, Any]) -> Path:

@@ -10,14 +10,22 @@ import contextlib
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from dsft.checkpoints.manifest import STAGING, TRAINER_STATE, files_of, hash_and_sync, publish, shares_of_ranks
+from dsft.checkpoints.manifest import (
+    STAGING,
+    TRAINER_STATE,
+    files_of,
+    hash_and_sync,
+    publish,
+    shares_of_ranks,
+    write_hashed,
+)
 from dsft.checkpoints.removal import discard_if_possible
 from dsft.errors import one_line
 from dsft.models.zero_shards import OPTIMIZER_FILES
@@ -48,6 +56,8 @@ class StagedSave:
         self.staged, self.folder = folder.parent / STAGING / folder.name, folder
         self.errors: list[str] = []
         """What this rank could not write."""
+        self.hashed: dict[str, dict[str, Any]] = {}
+        """Files that this rank hashed while it wrote them: path in the folder -> size and SHA-256."""
 
     def attempt(self, write: Callable[[], Any]) -> None:
         """Note an error of `write` instead of raising it: the other ranks wait in the collectives that follow."""
@@ -64,14 +74,23 @@ class StagedSave:
         rank 1: save(shards) fails and is noted, commit, barrier ...   (if it raised, rank 0 would wait for it)
 
         In `commit` the ranks wait for each other, so that none waits in the barrier while another still writes.
+        DeepSpeed's default engine hands its path to torch.save as it is, and takes a file that hashes in its place.
         """
+        from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
         save, commit = checkpoint_engine.save, checkpoint_engine.commit
+
+        def save_hashed(state_dict: Any, path: str) -> None:
+            if not isinstance(checkpoint_engine, TorchCheckpointEngine):
+                return save(state_dict, path)
+            entry = write_hashed(Path(path), lambda file: save(state_dict, file))
+            self.hashed[str(Path(path).relative_to(self.staged))] = entry
 
         def commit_together(*args: Any, **kwargs: Any) -> Any:
             distributed.wait_long("shards are written")
             return commit(*args, **kwargs)
 
-        checkpoint_engine.save = lambda *args, **kwargs: self.attempt(lambda: save(*args, **kwargs))
+        checkpoint_engine.save = lambda state_dict, path: self.attempt(lambda: save_hashed(state_dict, path))
         checkpoint_engine.commit = commit_together
         try:
             yield
@@ -127,13 +146,15 @@ class StagedSave:
         return [f"{free} are free on {socket.gethostname()}, and {self.folder.name} takes {needed}"]
 
     def _publish(self, check: Callable[[Path], list[str]], facts: dict[str, Any]) -> list[str]:
-        """Hash the files, each rank its own and a share of the rest, and move the checkpoint to its name.
+        """Hash the files that were not while they were written, each rank its own and a share of the rest, and move the
+        checkpoint to its name.
 
         Returns problems. Collective.
         """
         hashed, errors = [], []
+        written = dict(distributed.from_all(list(self.hashed.items())))
         # By rank 0's view: another node of a network file system may know a file's size later.
-        shares = distributed.on_rank_0(lambda: shares_of_ranks(files_of(self.staged), distributed.world_size()))
+        shares = distributed.on_rank_0(lambda: shares_of_ranks(self._unhashed(written), distributed.world_size()))
         try:
             hashed = [(str(path.relative_to(self.staged)), hash_and_sync(path)) for path in shares[distributed.rank()]]
         except OSError as error:
@@ -144,11 +165,14 @@ class StagedSave:
             return errors
         if distributed.rank() == 0 and not (errors := check(self.staged)):
             try:
-                publish(self.staged, facts | {"files": dict(sorted(files))})
+                publish(self.staged, facts | {"files": dict(sorted([*written.items(), *files]))})
             except OSError as error:
                 errors = [str(error)]
         distributed.wait_long("checkpoint is published")
         return distributed.from_all(errors)
+
+    def _unhashed(self, written: Container[str]) -> list[Path]:
+        return [path for path in files_of(self.staged) if str(path.relative_to(self.staged)) not in written]
 
 
 def missing_shards(folder: Path, world_size: int, *, sharded: bool) -> list[str]:

@@ -1,21 +1,26 @@
 """A checkpoint is complete or is not there: on handmade files, and in real runs that are killed or fill the disk."""
 
 import contextlib
+import hashlib
+import io
 import json
 import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 import torch
 from conftest import flags, read_json
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from ranks import on_ranks, run_entry, train, train_all
 
 from dsft.checkpoints.manifest import (
     MANIFEST,
     TRAINER_STATE,
+    HashedFile,
     checkpoint_folder,
     checkpoints,
     clean_up,
@@ -177,8 +182,13 @@ def test_what_an_earlier_save_left_is_not_published(tmp_path):
     leftover = write_staged(tmp_path, 10)
     (leftover / "of_another_rank.pt").write_text("old")
     staged_save = StagedSave(checkpoint_folder(tmp_path, 10))
+
+    def write() -> None:
+        staged_save.staged.mkdir(parents=True)
+        (staged_save.staged / TRAINER_STATE).write_text("{}")
+
     assert staged_save.run(
-        lambda: Writer(is_full=False).save(staged_save.staged),
+        write,
         lambda folder: [],
         needed_bytes=1,
         facts={"step": 10},
@@ -197,20 +207,16 @@ def test_ranks_whose_part_is_missing_are_counted(tmp_path):
     )
 
 
-class Writer:
-    """Writes a checkpoint as DeepSpeed's checkpoint engine does, onto a disk that may be full."""
+SHARD = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
-    def __init__(self, *, is_full: bool):
-        self.is_full = is_full
 
-    def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        (folder / TRAINER_STATE).write_text("{}")
-        if self.is_full:
-            raise OSError("No space left")
+class FullDisk(io.BytesIO):
+    def write(self, piece) -> int:
+        raise OSError("No space left")
 
-    def commit(self, tag: str) -> bool:
-        return True
+
+def on_a_full_disk(self: HashedFile, file: BinaryIO) -> None:
+    self.file, self.digest, self.error = FullDisk(), hashlib.sha256(), None
 
 
 @pytest.mark.parametrize(
@@ -222,13 +228,20 @@ class Writer:
         ("room", "GB are free"),
     ],
 )
-def test_a_save_is_published_or_leaves_the_last_good_checkpoint(tmp_path, fault, message):
-    earlier, saves, writer = save(tmp_path, 5), Saves(), Writer(is_full=fault == "write")
+def test_a_save_is_published_or_leaves_the_last_good_checkpoint(tmp_path, monkeypatch, fault, message):
+    earlier, saves, writer = save(tmp_path, 5), Saves(), TorchCheckpointEngine()
+    writer.zipfile_serialization = True  # as DeepSpeed's configurations have it
     staged_save, original = StagedSave(checkpoint_folder(tmp_path, 10)), writer.save
+    read = []
+    monkeypatch.setattr("dsft.checkpoints.save.hash_and_sync", lambda path: read.append(path) or hash_and_sync(path))
+    if fault == "write":
+        monkeypatch.setattr(HashedFile, "__init__", on_a_full_disk)
 
     def write() -> None:
+        (staged_save.staged / "global_step10").mkdir(parents=True)
+        (staged_save.staged / TRAINER_STATE).write_text("{}")
         with staged_save.noting_errors_of(writer):
-            writer.save(staged_save.staged)
+            writer.save({"state": torch.ones(1000)}, path=str(staged_save.staged / "global_step10" / SHARD))
 
     is_saved = staged_save.run(
         write,
@@ -247,7 +260,10 @@ def test_a_save_is_published_or_leaves_the_last_good_checkpoint(tmp_path, fault,
             integrity_errors(checkpoint_folder(tmp_path, 10), hashes=True) == []
             and read_manifest(checkpoint_folder(tmp_path, 10))["step"] == 10
         )
-        assert (saves.number, saves.largest_bytes, saves.failed) == (1, 2, [])
+        shard = checkpoint_folder(tmp_path, 10) / "global_step10" / SHARD
+        assert torch.equal(torch.load(shard, mmap=True)["state"], torch.ones(1000))
+        assert [path.name for path in read] == [TRAINER_STATE], "what was hashed while it was written is not read"
+        assert (saves.number, saves.largest_bytes, saves.failed) == (1, 2 + shard.stat().st_size, [])
 
 
 def two_saves_on_a_disk_of_its_own(folder: Path) -> tuple[list[str], list[Path]]:
