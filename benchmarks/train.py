@@ -308,6 +308,7 @@ def trl_subject(row: Row, folder: Path, meter: Meter) -> None:
         **trainer_arguments(row, meter),
         max_length=SEQ_LEN,
         packing=row.packing,
+        completion_only_loss=row.instructions,
         pad_to_multiple_of=8,
         gradient_checkpointing=False,
         include_num_input_tokens_seen="non_padding" if row.packing else "no",

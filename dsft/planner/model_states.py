@@ -28,10 +28,10 @@ def stage_0(layout: ZeroLayout) -> list[Term]:
     weight_bytes, trained, optimizer = layout.weight_bytes, layout.num_trainable, layout.optimizer
     frozen, how = frozen_bytes(layout)
     master = optimizer.master if layout.has_fp32_master else 0
-    # The engine reduces a flat copy of the gradients; later, in bf16 and fp16, fp32 gradients stand beside the model's
-    # (unfused_optimizer.py, step).
-    copied = layout.copy_to_send_bytes
-    reduced = copied * min(trained, STAGE_0_REDUCE_ELEMENTS + layout.largest_trained)
+    # The engine reduces a flat copy of the gradients, which dsft leaves out on a single rank (saving_trainer.py).
+    # Later, in bf16 and fp16, fp32 gradients stand beside the model's (unfused_optimizer.py, step).
+    copied = min(trained, STAGE_0_REDUCE_ELEMENTS + layout.largest_trained) if layout.world_size > 1 else 0
+    reduced = layout.copy_to_send_bytes * copied
     updating = ((4 if layout.has_fp32_master else 0) + optimizer.step) * trained
     return [
         Term(
@@ -50,8 +50,7 @@ def stage_0(layout: ZeroLayout) -> list[Term]:
             num_bytes=max(reduced, updating),
             phase="step",
             formula=(
-                f"max(all-reduce copy {copied} x min({trained:,}, {STAGE_0_REDUCE_ELEMENTS:,} +"
-                f" {layout.largest_trained:,}), fp32 gradients and copies {updating:,})"
+                f"max(all-reduce copy {layout.copy_to_send_bytes} x {copied:,}, fp32 gradients and copies {updating:,})"
             ),
         ),
     ]

@@ -91,6 +91,9 @@ class SavingTrainer(Trainer):
                 max_steps, train_dataloader, None if is_changed else resume_from_checkpoint
             )
         distributed.extend_timeouts()
+        engine = self.model_wrapped
+        if engine.dp_world_size == 1 and engine.zero_optimization_stage() == 0:
+            engine.enable_backward_allreduce = False  # it would copy all gradients, and copy them back
         if is_changed:
             self._restore(resume_from_checkpoint)
         return prepared
