@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsft.errors import NotStarted, UserError, on_exit, one_line, raise_if_any
-from dsft.runtime.hardware import Machine, cpu_count, has_gpu, require_seen_gpus, this_machine
+from dsft.runtime.hardware import Machine, has_gpu, require_seen_gpus, this_machine
 from dsft.runtime.job_token import job_name, meet_own_job
 from dsft.runtime.launcher_env import SINGLE_PROCESS_ENV, choose_interface, map_launcher_variables
 from dsft.runtime.op_locks import name_owners_of_operator_locks
 from dsft.runtime.ports import port_owner
+from dsft.runtime.threads import own_cores, share_cores, use_bound_cores
 from dsft.watchdog import client as watchdog
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
         watchdog.start(timeouts)
         on_exit(watchdog.close)
     _complete_launcher_variables()
-    _set_library_variables()
+    chooses_threads = _set_library_variables()
     name_owners_of_operator_locks()
     import deepspeed  # here, so that `import dsft` stays light and DS_ACCELERATOR is read after it is set
 
@@ -100,6 +101,9 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
         raise _not_met(error, meet_seconds) from error
     # The ranks have met; the watchdog's limits are shorter, so that it is the watchdog that says what happened.
     _set_timeout_of_groups(timeout_seconds)
+    cores_of_ranks = from_all([own_cores()])
+    if chooses_threads:
+        use_bound_cores(cores_of_ranks, ranks=ranks_per_node())
     if not has_gpu() and world_size() > 1:
         dist.barrier()
         _shared_buffer().unlink(missing_ok=True)
@@ -164,8 +168,10 @@ def _print_nothing(*_: Any) -> None:
     """Stands for `print` in deepspeed/comm/torch.py, whose only use says on every rank that an operator was built."""
 
 
-def _set_library_variables() -> None:
-    """Set what torch and DeepSpeed read at their start: the accelerator, threads, the path to ninja."""
+def _set_library_variables() -> bool:
+    """Set what torch and DeepSpeed read at their start: the accelerator, threads, the path to ninja. Returns whether
+    the number of threads is dsft's.
+    """
     if has_gpu():
         # Read at the first allocation. Without it the pieces left between gathered layers and activations cannot be
         # used together.
@@ -173,26 +179,12 @@ def _set_library_variables() -> None:
     else:
         require_seen_gpus()
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if world_size() > 1:
-        _share_cores()
+    is_free = world_size() > 1 and share_cores(ranks_per_node())
     # A shell of ssh knows nothing of a Python environment; DeepSpeed looks for the environment's ninja.
     programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", "")
     if programs not in path.split(os.pathsep):
         os.environ["PATH"] = f"{programs}{os.pathsep}{path}"
-
-
-def _share_cores() -> None:
-    """Give each rank of a node its part of the cores: for CPU ranks, and for the optimizer of offload on GPU ranks.
-
-    Left alone each would take all of them, and torchrun gives each a single one where OMP_NUM_THREADS is not set
-    (torch/distributed/run.py).
-    """
-    import torch
-
-    if os.environ.get("OMP_NUM_THREADS") == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
-        del os.environ["OMP_NUM_THREADS"]
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks_per_node())))
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return is_free
 
 
 def _shared_buffer() -> Path:
