@@ -66,11 +66,15 @@ def _build(config, *, dtype: str, seed: int, quantization: Quantization | None) 
         options["attn_implementation"] = config.attn_implementation
     method = getattr(config, "method", "full")
     set_seed(seed)
+    place = _loading_device()
     if is_bare_config(config.model):
-        model = AutoModelForCausalLM.from_config(
-            load_model_config(config.model, trust_remote_code=config.trust_remote_code), **options
-        )
+        with place or contextlib.nullcontext():
+            model = AutoModelForCausalLM.from_config(
+                load_model_config(config.model, trust_remote_code=config.trust_remote_code), **options
+            )
     else:
+        if place:
+            options["device_map"] = {"": place}
         if method == "qlora":
             options["quantization_config"] = quantization_of(config).load_config(DTYPES[dtype])
         elif quantization:
@@ -91,6 +95,13 @@ def _build(config, *, dtype: str, seed: int, quantization: Quantization | None) 
         # activation checkpointing over a frozen embedding needs an input with a gradient
         model.enable_input_require_grads()
     return model
+
+
+def _loading_device() -> torch.device | None:
+    """Return the GPU that weights are read to, without a copy in host memory; None where ZeRO-3 shards them on the way,
+    and without a GPU.
+    """
+    return distributed.device() if has_gpu() and not is_deepspeed_zero3_enabled() else None
 
 
 def load_weights(name: str, **options) -> PreTrainedModel:
@@ -145,7 +156,7 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
         if options["dtype"] == "auto":
             options["dtype"] = config.dtype or torch.float32
         model = AutoModelForCausalLM.from_config(
-            config, **{name: value for name, value in options.items() if name != "revision"}
+            config, **{name: value for name, value in options.items() if name not in ("revision", "device_map")}
         )
         wanted = dict(model.named_parameters()) | {
             name: buffer for name, buffer in model.named_buffers() if name in state

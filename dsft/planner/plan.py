@@ -228,7 +228,7 @@ def _predict(
     )
     activations = job.activations.terms(micro_batch * job.seq_len, checkpointing)
     terms, needs = add_up(
-        state_terms(layout) + load_terms(layout) + activations,
+        state_terms(layout) + load_terms(layout, device_bytes=machine.device_bytes) + activations,
         machine,
         speeds.outside,
         communicators=layout.communicators,

@@ -107,6 +107,16 @@ def test_missing_weights_end_a_load_whoever_asks_for_it(tiny, tmp_path):
         build_model(TrainConfig(model=str(folder)), dtype="float32")
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("name", ["model", "model/config.json"])
+def test_weights_are_read_straight_to_the_gpu(tiny, monkeypatch, name, method):
+    """The meta device stands for the GPU."""
+    monkeypatch.setattr("dsft.models.build.has_gpu", lambda: True)
+    monkeypatch.setattr("dsft.runtime.distributed.device", lambda: torch.device("meta"))
+    model = build_model(TrainConfig(model=str(tiny / name), method=method), dtype="float32")
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
+
+
 def test_sharded_weights_of_either_format_and_tied_ones_are_whole(tiny, tmp_path):
     for name, change in {"shards": shard, "pickle": as_pickle}.items():
         change(shutil.copytree(tiny / "model", tmp_path / name))

@@ -17,6 +17,7 @@ from dsft.planner.load_states import load_terms
 from dsft.planner.model_states import state_terms
 from dsft.planner.terms import peak_bytes
 from dsft.planner.zero_layout import OPTIMIZERS, OptimizerMemory, describe_layout, resolve_auto
+from dsft.units import GiB
 
 MODEL = {
     "vocab_size": 2520,
@@ -320,6 +321,19 @@ def test_every_configuration_has_terms_with_their_arithmetic(name, lora_r, sizes
     for function in (state_terms, load_terms):
         terms = function(layout)
         assert all(term.num_bytes > 0 and term.formula for term in terms) and peak_bytes(terms, "device") > 0
+
+
+def test_host_memory_holds_no_weights_while_a_gpu_loads_them_but_where_it_has_no_room_for_a_flat_copy(sizes):
+    size = sizes[False, 0]
+    weights = 2 * size.num_params
+
+    def host(config: dict, device_bytes: int) -> int:
+        terms = load_terms(on_16_ranks(size, {"zero_optimization": config}), device_bytes=device_bytes)
+        return peak_bytes((term for term in terms if term.name != "processes"), "host")
+
+    for stage in (0, 1, 2):
+        assert host({"stage": stage}, 2 * weights + 3 * GiB) == 0
+        assert host({"stage": stage}, 2 * weights) == (8 * 2 * weights if stage else 0)
 
 
 def test_pinned_memory_is_rounded_up_to_powers_of_two_on_gpu_nodes_only(sizes):
