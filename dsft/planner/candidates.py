@@ -51,7 +51,8 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
     if job.fp32_accumulation and job.dtype != "float32":
         left_out |= {"0", "1"}
     elif machine.world_size == 1:
-        left_out |= {"0", "2"}  # nothing to shard: 1 is the same with fewer buffers
+        # There is nothing to shard. 1 is 2 with fewer buffers; in fp32 it has a second copy of the weights.
+        left_out |= {"1", "2"} if job.dtype == "float32" else {"0", "2"}
     if machine.nodes == 1 or machine.ranks_per_node == 1:
         left_out.add("3-hpz")
     if not machine.has_gpu:
