@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 from transformers import Trainer
 
@@ -96,6 +97,8 @@ class SavingTrainer(Trainer):
             engine.enable_backward_allreduce = False  # it would copy all gradients, and copy them back
         if is_changed:
             self._restore(resume_from_checkpoint)
+        elif resume_from_checkpoint is None and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+            _forget_first_step(engine.optimizer)
         return prepared
 
     def _mapped_resume(self) -> contextlib.AbstractContextManager[None]:
@@ -228,3 +231,14 @@ class SavingTrainer(Trainer):
             )
         self._staged_save = None
         return save.folder if is_saved else None
+
+
+def _forget_first_step(optimizer: FP16_UnfusedOptimizer) -> None:
+    """Undo the step with zero gradients by which DeepSpeed makes optimizer states under ZeRO 0 in bf16 and fp16: it
+    decays the weights, and Adam counts it (`initialize_optimizer_states`).
+    """
+    optimizer.optimizer.state.clear()
+    with torch.no_grad():
+        for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+            for master, weight in zip(masters, weights, strict=True):
+                master.copy_(weight)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks, train, trained
+from ranks import on_ranks, train
 from transformers import TrainerCallback, trainer
 
 import dsft
@@ -77,25 +77,3 @@ def test_an_optimizer_step_waits_for_one_collective_and_a_micro_batch_for_none(t
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     line = next(line for line in lines if line["step"] == 4)
     assert line["data_wait_seconds"] > 4 * WAIT_SECONDS and line["rank_skew"] >= 1
-
-
-def copied_elements(options: dict) -> tuple[int, list[float]]:
-    """Elements of gradients that DeepSpeed flattens to reduce them in a training, and the training's losses."""
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    counts, reduce_bucket = [], DeepSpeedEngine.allreduce_bucket
-
-    def counting(engine, bucket, *args, **kwargs):
-        counts.append(sum(gradient.numel() for gradient in bucket))
-        return reduce_bucket(engine, bucket, *args, **kwargs)
-
-    DeepSpeedEngine.allreduce_bucket = counting
-    history = trained(options).state.log_history
-    return sum(counts), [entry["loss"] for entry in history if "loss" in entry]
-
-
-def test_a_single_rank_copies_no_gradients_to_reduce_them(tiny, options, tmp_path):
-    (alone,) = on_ranks(1, copied_elements, options(tmp_path / "alone", zero="0", per_device_train_batch_size=4))
-    both = on_ranks(2, copied_elements, options(tmp_path / "both", zero="0", per_device_train_batch_size=2))
-    assert alone[0] == 0 and both[0][0] > 0
-    assert alone[1] == pytest.approx(both[0][1], rel=1e-5)

@@ -1,0 +1,42 @@
+"""What DeepSpeed does in ZeRO 0 beside the training itself."""
+
+import pytest
+from ranks import on_ranks, trained
+
+pytestmark = pytest.mark.launch
+
+
+def losses(options: dict) -> list[float]:
+    """Losses of a training, step by step."""
+    return [entry["loss"] for entry in trained(options).state.log_history if "loss" in entry]
+
+
+def copied_elements(options: dict) -> tuple[int, list[float]]:
+    """Elements of gradients that DeepSpeed flattens to reduce them in a training, and the training's losses."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    counts, reduce_bucket = [], DeepSpeedEngine.allreduce_bucket
+
+    def counting(engine, bucket, *args, **kwargs):
+        counts.append(sum(gradient.numel() for gradient in bucket))
+        return reduce_bucket(engine, bucket, *args, **kwargs)
+
+    DeepSpeedEngine.allreduce_bucket = counting
+    history = losses(options)
+    return sum(counts), history
+
+
+def test_a_single_rank_copies_no_gradients_to_reduce_them(tiny, options, tmp_path):
+    (alone,) = on_ranks(1, copied_elements, options(tmp_path / "alone", zero="0", per_device_train_batch_size=4))
+    both = on_ranks(2, copied_elements, options(tmp_path / "both", zero="0", per_device_train_batch_size=2))
+    assert alone[0] == 0 and both[0][0] > 0
+    assert alone[1] == pytest.approx(both[0][1], rel=1e-5)
+
+
+def test_the_first_step_in_bfloat16_is_the_first_of_adam(tiny, options, tmp_path):
+    """DeepSpeed makes the optimizer's states by a step of zero gradients."""
+    runs = [
+        on_ranks(1, losses, options(tmp_path / zero, zero=zero, dtype="bfloat16", weight_decay=0.1, logging_steps=1))
+        for zero in "01"
+    ]
+    assert runs[0][0] == pytest.approx(runs[1][0], rel=1e-4)
