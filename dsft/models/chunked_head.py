@@ -46,9 +46,20 @@ class BackboneOutput(tuple):
 class HandOut(nn.Module):
     """Stands for the backbone and returns the hidden states it was given, whatever it is called with."""
 
-    def __init__(self):
+    def __init__(self, backbone: nn.Module):
         super().__init__()
-        self.hidden = None
+        self.hidden, self.stood_for = None, (backbone,)  # in a tuple, which registers no module
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # Falcon-H1 reads the head's multiplier there
+            return getattr(self.stood_for[0], name)
+
+    @property
+    def decoder(self) -> "HandOut":
+        """OPT and BART call their decoder past the backbone."""
+        return self
 
     def forward(self, *_, **__):
         return BackboneOutput((self.hidden,))
@@ -90,13 +101,21 @@ class BareLinear(nn.Module):
         return (out_NW if self.bias is None else out_NW.add_(self.bias[self.tile]))[None]
 
 
+def backbone_of(inner: nn.Module) -> nn.Module:
+    """Return what computes the hidden states: the base model, or, where that is said to be the model itself (Llama 4),
+    its part beside the head.
+    """
+    parts = [part for part in inner.children() if part is not inner.get_output_embeddings()]
+    return parts[0] if inner.base_model is inner and len(parts) == 1 else inner.base_model
+
+
 def make_shell(inner: nn.Module, backbone: nn.Module, head: nn.Module) -> nn.Module | None:
     """Make a shallow copy of a model with another backbone and head.
 
     None where it has not the usual parts: a backbone and a plain linear head in the same module.
     """
     names = {module: name for name, module in inner._modules.items()}
-    replaced = {inner.base_model: backbone, inner.get_output_embeddings(): head}
+    replaced = {backbone_of(inner): backbone, inner.get_output_embeddings(): head}
     parameters = inspect.signature(type(inner).forward).parameters
     is_plain_head = type(inner.get_output_embeddings()) is nn.Linear
     if not is_plain_head or not replaced.keys() <= names.keys() or "logits_to_keep" not in parameters:
@@ -119,12 +138,12 @@ class ChunkedHead:
     def __init__(self, model: nn.Module, vocab_tile: int):
         self.model, self.vocab_tile = model, vocab_tile
         self.inner = model.get_base_model() if isinstance(model, PeftModel) else model
-        self.backbone = self.inner.base_model
+        self.backbone = backbone_of(self.inner)
         self.usable = self._make_shell()
 
     def _make_shell(self) -> bool:
         """Make the shell, if the model has the usual parts."""
-        self.hand_out, self.linear = HandOut(), self.inner.get_output_embeddings()
+        self.hand_out, self.linear = HandOut(self.backbone), self.inner.get_output_embeddings()
         if type(self.linear) is not nn.Linear:
             return False
         self.bare = BareLinear(self.linear)
@@ -134,12 +153,14 @@ class ChunkedHead:
     def run_backbone(self, **inputs: torch.Tensor) -> torch.Tensor:
         """Return hidden states [B, T, H]. The model itself is called, so every hook runs; the head does one row."""
         outputs = []
-        handle = self.backbone.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
+        parts = [part for part in (self.backbone, getattr(self.backbone, "decoder", None)) if part is not None]
+        handles = [part.register_forward_hook(lambda module, args, output: outputs.append(output[0])) for part in parts]
         try:
             self.model(**inputs, use_cache=False, logits_to_keep=1)
         finally:
-            handle.remove()
-        return outputs[0]  # IndexError where this architecture does not call its backbone as a module
+            for handle in handles:
+                handle.remove()
+        return outputs[-1]  # the backbone's comes last; IndexError where this architecture calls neither
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from dsft.models.chunked_head import HandOut, make_shell
+from dsft.models.chunked_head import HandOut, backbone_of, make_shell
 from dsft.models.small_model import one_thread, small_model
 
 LEAST_VOCAB = 32_000
@@ -95,7 +95,8 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
         False, and leaves the model as it is, where it is not built of a backbone and a plain linear head.
     """
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    backbone, head, hand_out = inner.base_model, inner.get_output_embeddings(), HandOut()
+    backbone, head = backbone_of(inner), inner.get_output_embeddings()
+    hand_out = HandOut(backbone)
     shell = make_shell(inner, hand_out, nn.Identity())
     if shell is None:
         return False

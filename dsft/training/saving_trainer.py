@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 from transformers import Trainer
 
@@ -23,6 +22,7 @@ from dsft.config.deepspeed_json import offloads, stage
 from dsft.models.zero_shards import mapped_resume
 from dsft.runtime import distributed
 from dsft.runtime.console import say
+from dsft.training import zero_0
 from dsft.watchdog import client as watchdog
 
 SAMPLED_TENSORS = 16
@@ -92,13 +92,9 @@ class SavingTrainer(Trainer):
                 max_steps, train_dataloader, None if is_changed else resume_from_checkpoint
             )
         distributed.extend_timeouts()
-        engine = self.model_wrapped
-        if engine.dp_world_size == 1 and engine.zero_optimization_stage() == 0:
-            engine.enable_backward_allreduce = False  # it would copy all gradients, and copy them back
+        zero_0.mend(self.model_wrapped, resumes=resume_from_checkpoint is not None)
         if is_changed:
             self._restore(resume_from_checkpoint)
-        elif resume_from_checkpoint is None and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
-            _forget_first_step(engine.optimizer)
         return prepared
 
     def _mapped_resume(self) -> contextlib.AbstractContextManager[None]:
@@ -231,14 +227,3 @@ class SavingTrainer(Trainer):
             )
         self._staged_save = None
         return save.folder if is_saved else None
-
-
-def _forget_first_step(optimizer: FP16_UnfusedOptimizer) -> None:
-    """Undo the step with zero gradients by which DeepSpeed makes optimizer states under ZeRO 0 in bf16 and fp16: it
-    decays the weights, and Adam counts it (`initialize_optimizer_states`).
-    """
-    optimizer.optimizer.state.clear()
-    with torch.no_grad():
-        for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
-            for master, weight in zip(masters, weights, strict=True):
-                master.copy_(weight)

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from conftest import grid
 from ranks import on_ranks
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FalconH1Config, Llama4TextConfig, OPTConfig
 
 from dsft.models.chunked_head import ChunkedHead, are_same_logits
+from dsft.models.small_model import small_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -17,6 +19,11 @@ def test_roundings_are_no_other_logits_and_another_scale_is(dtype):
     assert not are_same_logits(logits_NV.to(dtype), (1.1 * logits_NV).to(dtype))
     assert not are_same_logits(logits_NV.to(dtype), logits_NV.to(dtype)[:, 1:])
     assert not are_same_logits(logits_NV.to(dtype), torch.full_like(logits_NV, torch.nan).to(dtype))
+
+
+@pytest.mark.parametrize("config", grid([FalconH1Config, Llama4TextConfig, OPTConfig], [Llama4TextConfig]))
+def test_architectures_with_other_names_and_parts_need_no_plain_logits(config):
+    assert ChunkedHead(small_model(config()).eval(), vocab_tile=100).agrees(torch.ones(1, 8, dtype=torch.long))
 
 
 def agrees_where_rank_1_sees_another(model: str) -> bool:

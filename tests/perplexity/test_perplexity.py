@@ -383,8 +383,7 @@ def test_parts_of_the_head_give_plain_full_logits_in_every_architecture(architec
         model, windows, pad_token_id=0, batch_tokens=48, device=torch.device("cpu"), collective_forward=False
     )
     assert result.tokens == tokens and result.nats == pytest.approx(nats, rel=1e-5)
-    # OPT calls its decoder past its backbone, and falls back to plain logits; all others are scored in tiles.
-    assert ChunkedHead(model, vocab_tile=100).agrees(torch.ones(1, 8, dtype=torch.long)) == (architecture != "opt")
+    assert ChunkedHead(model, vocab_tile=100).agrees(torch.ones(1, 8, dtype=torch.long))
 
 
 def test_no_full_logits_exist(tiny, monkeypatch):

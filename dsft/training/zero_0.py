@@ -1,0 +1,39 @@
+"""What DeepSpeed's engine leaves out, or does too much of, where nothing is sharded."""
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.utils import clip_grad_norm_
+
+
+def mend(engine: DeepSpeedEngine, *, resumes: bool) -> None:
+    """Mend an engine of ZeRO 0; leaves the other stages' alone.
+
+    Args:
+        resumes: its optimizer has the states of a checkpoint.
+    """
+    if engine.zero_optimization_stage() != 0:
+        return
+    if engine.dp_world_size == 1:
+        engine.enable_backward_allreduce = False  # it would copy all gradients, and copy them back
+    if not resumes and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        _forget_first_step(engine.optimizer)
+    engine.clip_fp32_gradients = lambda: _clip(engine)
+
+
+def _forget_first_step(optimizer: FP16_UnfusedOptimizer) -> None:
+    """Undo the step with zero gradients by which DeepSpeed makes optimizer states in bf16 and fp16: it decays the
+    weights, and Adam counts it (`initialize_optimizer_states`).
+    """
+    optimizer.optimizer.state.clear()
+    with torch.no_grad():
+        for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+            for master, weight in zip(masters, weights, strict=True):
+                master.copy_(weight)
+
+
+def _clip(engine: DeepSpeedEngine) -> None:
+    """Clip fp32 gradients as DeepSpeed does, and keep their norm, which it forgets, for `get_global_grad_norm`."""
+    engine._global_grad_norm = clip_grad_norm_(
+        parameters=engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu
+    )
