@@ -25,7 +25,7 @@ from dsft.models.lora import saved_lora_config
 from dsft.models.model_folder import adapter_base
 from dsft.models.pickles import check_weight_files
 from dsft.models.size import empty_model, load_model_config
-from dsft.models.zero_shards import ZeroShards
+from dsft.models.zero_shards import OPTIMIZER_FILES, ZeroShards, step_folder
 
 DTYPES_ON_DISK = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -89,6 +89,8 @@ class ShardsSource:
     """Gives the weights of a fully finetuned model out of ZeRO's shards, in float32."""
 
     def __init__(self, checkpoint: Path, config: PreTrainedConfig, *, trust_remote_code: bool = False):
+        if not any((step_folder(checkpoint) or checkpoint).glob(OPTIMIZER_FILES)):
+            raise NotStreamable("it was saved under ZeRO 0, whose files hold the whole model")
         self.shards = ZeroShards(checkpoint)
         model = empty_model(config, trust_remote_code=trust_remote_code)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -17,11 +17,11 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.lora import add_lora, saved_lora_config
 from dsft.models.model_folder import adapter_base, has_only_shards, is_step_folder, located
-from dsft.models.pickles import check_weight_files, pickle_errors, safe_unpickling
+from dsft.models.pickles import check_weight_files, load_pickle, pickle_errors, safe_unpickling
 from dsft.models.quantization import Quantization, compute_in_own_dtype, quantization_of
 from dsft.models.size import load_model_config
 from dsft.models.weights import loading_problems
-from dsft.models.zero_shards import step_folder
+from dsft.models.zero_shards import MODEL_FILES, OPTIMIZER_FILES, step_folder
 from dsft.runtime import distributed
 from dsft.runtime.hardware import has_gpu
 
@@ -144,12 +144,20 @@ def _load_files(name: str, **options) -> PreTrainedModel:
     return model
 
 
-def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
+def _trained_state(folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Reads the weights that DeepSpeed saved: whole under ZeRO 0, else gathered from its shards."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    checkpoint, tag = (folder.parent, folder.name) if is_step_folder(str(folder)) else (folder, None)
+    saved = step_folder(folder)
+    if not any(saved.glob(OPTIMIZER_FILES)):
+        return load_pickle(next(saved.glob(MODEL_FILES)))["module"]
     with contextlib.redirect_stdout(io.StringIO()):  # it prints a dozen lines on every rank
-        state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=tag)
+        return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=saved.name)
+
+
+def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
+    checkpoint = folder.parent if is_step_folder(str(folder)) else folder
+    state = _trained_state(folder, checkpoint)
     base = adapter_base(str(checkpoint))
     if base is None:
         config = load_model_config(str(checkpoint), trust_remote_code=options.get("trust_remote_code", False))

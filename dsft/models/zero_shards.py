@@ -79,7 +79,7 @@ def step_folder(checkpoint: str | Path) -> Path | None:
     It is `checkpoint` itself, or the `global_step*` in it that `latest` names, else the newest.
     """
     folder = Path(checkpoint)
-    if any(folder.glob(OPTIMIZER_FILES)):
+    if any(folder.glob(OPTIMIZER_FILES)) or any(folder.glob(MODEL_FILES)):
         return folder
     if (folder / "latest").is_file() and (named := folder / (folder / "latest").read_text().strip()).is_dir():
         return named

@@ -1,7 +1,14 @@
 """What DeepSpeed does in ZeRO 0 beside the training itself."""
 
+from pathlib import Path
+
 import pytest
+import torch
 from ranks import on_ranks, trained
+from safetensors.torch import load_file
+
+from dsft.checkpoints.export import export
+from dsft.models.build import load_weights
 
 pytestmark = pytest.mark.launch
 
@@ -40,3 +47,17 @@ def test_the_first_step_in_bfloat16_is_the_first_of_adam(tiny, options, tmp_path
         for zero in "01"
     ]
     assert runs[0][0] == pytest.approx(runs[1][0], rel=1e-4)
+
+
+def test_its_checkpoint_is_read_without_safetensors(tiny, options, tmp_path):
+    """DeepSpeed's own reader of checkpoints wants the shards of other stages."""
+    save = {"save_strategy": "steps", "save_steps": 2}
+    on_ranks(1, losses, options(tmp_path / "run", zero="0", **save))
+    folder = tmp_path / "run" / "checkpoint-2"
+    (folder / "model.safetensors").unlink()
+    expected = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    for source in (folder, folder / "global_step2"):
+        read = load_weights(str(source), dtype=torch.float32).state_dict()
+        assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
+    exported = load_file(Path(export(str(folder), str(tmp_path / "out"))) / "model.safetensors")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
