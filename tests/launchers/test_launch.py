@@ -56,6 +56,30 @@ def test_without_options_the_command_takes_this_machine_and_a_free_port():
     assert second[-1] == "dsft.eval_ppl"
 
 
+@pytest.mark.parametrize(
+    ("number", "begin"),
+    [
+        ("", "deepspeed --master_port"),  # DeepSpeed takes all that are visible
+        ("--num_gpus 2", "deepspeed --master_port"),
+        ("--num_gpus 1", "deepspeed --include localhost:4 --master_port"),  # beside --num_gpus 1 it would take 0
+    ],
+)
+def test_gpus_that_the_user_made_visible_are_the_ones_that_are_taken(monkeypatch, number, begin):
+    monkeypatch.setattr("dsft.cluster.launch.commands.has_gpu", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert " ".join(command(f"{number} train")).startswith(begin)
+
+
+@pytest.mark.parametrize(
+    ("visible", "way_out"), [("4,5", "names 2; lower it"), ("GPU-5a1b,GPU-77c3", "--nodes 1 --master_addr 127.0.0.1")]
+)
+def test_visible_gpus_that_the_launcher_cannot_take_are_refused(monkeypatch, visible, way_out):
+    monkeypatch.setattr("dsft.cluster.launch.commands.has_gpu", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(UserError, match=way_out):
+        command("--num_gpus 3 train")
+
+
 def test_the_first_words_of_an_evaluation_are_its_models():
     words = command("--num_gpus 1 eval base base.gguf --reference base")
     assert words[-5:] == ["--model", "base", "base.gguf", "--reference", "base"]

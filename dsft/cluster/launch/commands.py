@@ -113,14 +113,36 @@ def _deepspeed(options: LaunchOptions, module: str, script: list[str]) -> list[s
                 " give the command on every node with --no_ssh"
             ]
         )
-    # DeepSpeed turns CUDA_VISIBLE_DEVICES into --include by itself, but ignores it beside --num_gpus.
-    chosen = options.include or options.exclude or (has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if options.way == "local" and options.num_gpus is None and not chosen:
-        flags["num_gpus"] = default_ranks()
+    if options.way == "local" and not (options.include or options.exclude):
+        flags |= _local_gpus(options.num_gpus)
     # The default port fails when two jobs share a machine. What an error is, dsft says itself; as critical the
     # launcher does not repeat the command of each rank that ended with another code than 0.
     flags |= {"master_addr": address, "master_port": port or free_port(), "log_level": "critical"}
     return [*_runner("deepspeed", flags), "--module", module, *script]
+
+
+def _local_gpus(number: int | None) -> dict[str, object]:
+    """The flags that choose so many GPUs of this machine, or all; of CUDA_VISIBLE_DEVICES where that is set.
+
+    DeepSpeed turns all of that variable into --include by itself, but takes the first GPUs of the machine beside
+    --num_gpus (`main` in deepspeed/launcher/runner.py).
+
+    Raises:
+        UserError: where the variable names fewer, or names them otherwise than by numbers.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if has_gpu() else None
+    if not visible:
+        return {"num_gpus": number or default_ranks()}
+    gpus = [word.strip() for word in visible.split(",")]
+    if not all(gpu.isdigit() for gpu in gpus):
+        way_out = "give numbers (nvidia-smi -L), or start with torchrun: --nodes 1 --master_addr 127.0.0.1"
+        raise UserError([f"CUDA_VISIBLE_DEVICES={visible}: DeepSpeed's launcher knows GPUs by number alone; {way_out}"])
+    if number and number > len(gpus):
+        raise UserError(
+            [f"--num_gpus {number}: CUDA_VISIBLE_DEVICES={visible} names {len(gpus)}; lower it, or add more"]
+        )
+    chosen = gpus[: number or None]
+    return {"num_gpus": None, "include": None if chosen == gpus else f"localhost:{','.join(chosen)}"}
 
 
 def _place_in_hostfile(options: LaunchOptions) -> int:
