@@ -38,8 +38,8 @@ def run(options: GpuCheckOptions) -> None:
         results: Results = {}
         print(table(results), end="", flush=True)
         for name, rows in run_checks(chosen, setting, seconds=60 * options.minutes):
-            results[name] = rows
-            print(without_names("\n".join(line(name, row) for row in rows), setting), flush=True)
+            results[name] = [without_names(row, setting) for row in rows]
+            print("\n".join(line(name, row) for row in results[name]), flush=True)
             write_results(results, setting, out)  # what is known stays, whatever ends this process
             if name == FILES.name and has_failures(results):
                 break  # the others have nothing to work on

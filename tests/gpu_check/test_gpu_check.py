@@ -11,14 +11,15 @@ from conftest import read_json
 
 from dsft.cli.commands import GpuCheckOptions
 from dsft.cli.gpu_check import run as gpu_check
-from dsft.cluster.gpu_check import examine
+from dsft.cluster.gpu_check import examine, faults
 from dsft.cluster.gpu_check.check import Check, Row, Setting
 from dsft.cluster.gpu_check.checks import CHECKS, FILES
 from dsft.cluster.gpu_check.perplexities import same_bits
 from dsft.cluster.gpu_check.speeds import masks, planned_rates, rate
-from dsft.cluster.gpu_check.table import has_failures, table, write_results
+from dsft.cluster.gpu_check.table import has_failures, table, without_names, write_results
 from dsft.cluster.gpu_check.trainings import compared
 from dsft.errors import UserError
+from dsft.planner import measuring
 from dsft.planner.measured_speeds import calibrated
 from dsft.planner.speeds import speeds_of
 from dsft.runtime.hardware import Machine
@@ -63,6 +64,15 @@ def test_perplexity_that_differs_in_the_last_bit_is_not_the_same():
     assert not same_bits("twice", first, first | {"blocks": {"nats": [40.0, 60.0]}}).ok
 
 
+@pytest.mark.parametrize(
+    ("way_out", "holds"), [("the next smaller plan is 1", True), ("no smaller plan is known", False)]
+)
+def test_out_of_memory_that_names_no_smaller_plan_does_not_hold(setting, monkeypatch, way_out, holds):
+    monkeypatch.setattr(faults, "launch", lambda *_, **__: f"dsft: error: out of memory in training; {way_out}: ...")
+    (row,) = faults.out_of_memory(setting)
+    assert row.ok is holds
+
+
 def test_rates_below_the_plans_do_not_hold_and_rules_of_thumb_claim_nothing():
     planned = speeds_of(H100, dtype="bfloat16")
     assert all(row.ok for row in planned_rates(planned, planned, H100))
@@ -70,6 +80,13 @@ def test_rates_below_the_plans_do_not_hold_and_rules_of_thumb_claim_nothing():
     assert slow.ok is False and slow.measured.endswith("GB/s")
     assert rate("attention", 1e12, 1e3, "TFLOP/s", told=False).ok is None
     assert calibrated(planned, H100, dtype="bfloat16") is planned
+
+
+def test_products_are_timed_on_numbers_that_differ(monkeypatch):
+    products = []
+    monkeypatch.setattr(measuring, "best_seconds", lambda run, *_: products.append(run()) or 1.0)
+    measuring.matmul_flops(torch.device("cpu"))
+    assert products[0].unique().numel() > 1000, "equal numbers take less power, and a GPU is faster with them"
 
 
 def test_packing_and_padding_are_tried_on_the_device(setting, tiny, monkeypatch):
@@ -122,8 +139,8 @@ def test_a_check_that_cannot_run_or_has_no_time_left_says_so_and_is_no_failure(s
 
 def test_table_and_json_can_be_pasted_and_name_no_host(setting, tmp_path):
     leak = f"a | b\n{socket.gethostname()} in {setting.folder}/x"
-    results = {"full-1": [Row(claim="memory", predicted="1 GiB", measured=leak, ok=False, details={"last": [leak]})]}
-    write_results(results, setting, tmp_path)
+    row = Row(claim="memory", predicted="1 GiB", measured=leak, ok=False, details={"last": [leak]})
+    write_results({"full-1": [without_names(row, setting)]}, setting, tmp_path)
     text = (tmp_path / "gpu-check.md").read_text()
     assert text.splitlines()[0] == "| check | claim | predicted | measured | ok |"
     assert text.splitlines()[2].count("|") == 6 and "**no**" in text
@@ -131,6 +148,14 @@ def test_table_and_json_can_be_pasted_and_name_no_host(setting, tmp_path):
     assert content["checks"]["full-1"][0]["ok"] is False and content["versions"]["torch"]
     for written in (text, json.dumps(content)):
         assert socket.gethostname() not in written and setting.folder not in written
+
+
+def test_a_host_whose_name_is_a_word_changes_no_claim_and_no_key(setting, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "train")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "train.local")
+    row = Row(claim="it trains", measured="the training on train.local, train", details={"train": ["on train"]})
+    expected = Row(claim="it trains", measured="the training on HOST, HOST", details={"train": ["on HOST"]})
+    assert without_names(row, setting) == expected
 
 
 def test_an_unknown_check_and_a_machine_without_gpus_are_refused(tmp_path):

@@ -70,7 +70,7 @@ def out_of_memory(setting: Setting) -> Iterator[Row]:
         claim="out of memory is named, with the next smaller plan",
         predicted=f"exit code {EXIT_USER_ERROR}",
         measured=last_error(text),
-        ok="out of memory" in text and "smaller plan" in text,
+        ok="out of memory" in text and "the next smaller plan is" in text,
     )
 
 

@@ -1,7 +1,8 @@
-"""The results as a Markdown table to paste into an issue, and as JSON; neither names the host or its folders."""
+"""The results as a Markdown table to paste into an issue, and as JSON; rows `without_names` tell no host or folder."""
 
 import dataclasses
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -38,19 +39,30 @@ def content(results: Results, setting: Setting) -> dict[str, Any]:
     }
 
 
-def without_names(text: str, setting: Setting) -> str:
-    """Take out the name of the host, of the folder of the checks, and of the user's home."""
+def without_names(row: Row, setting: Setting) -> Row:
+    """Take the names of the host, of the folder of the checks, and of the user's home out of what was measured."""
+    return dataclasses.replace(row, measured=_nameless(row.measured, setting), details=_nameless(row.details, setting))
+
+
+def _nameless(value: Any, setting: Setting) -> Any:
+    """Take these names, as whole words, out of every text in a value; keys stay."""
+    if isinstance(value, dict):
+        return {key: _nameless(item, setting) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_nameless(item, setting) for item in value]
+    if not isinstance(value, str):
+        return value
     names = {setting.folder: "FOLDER", str(Path.home()): "~", socket.getfqdn(): "HOST", socket.gethostname(): "HOST"}
     for name in sorted(filter(None, names), key=len, reverse=True):
-        text = text.replace(name, names[name])
-    return text
+        value = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", names[name], value)
+    return value
 
 
 def write_results(results: Results, setting: Setting, out: Path) -> None:
     """Write `gpu-check.md` and `gpu-check.json`."""
     as_json = json.dumps(content(results, setting), indent=1, default=str) + "\n"
     for name, text in (("gpu-check.md", table(results)), ("gpu-check.json", as_json)):
-        (out / name).write_text(without_names(text, setting), encoding="utf-8")
+        (out / name).write_text(text, encoding="utf-8")
 
 
 def has_failures(results: Results) -> bool:
