@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from dsft.planner.terms import Term, peak_bytes
-from dsft.runtime.hardware import Machine
+from dsft.runtime.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
 from dsft.units import GiB, plural
 
 HOST_SHARE = 0.95
@@ -27,9 +27,9 @@ class OutsideMemory:
     `dsft gpu-check` has measured them.
     """
 
-    context_bytes: int = 2**29
+    context_bytes: int = CONTEXT_BYTES
     """CUDA's context with the libraries' kernels."""
-    communicators_bytes: tuple[int, ...] = tuple(int(number * 1.1 * GiB) for number in (1, 2, 3))
+    communicators_bytes: tuple[int, ...] = tuple(number * COMMUNICATOR_BYTES for number in (1, 2, 3))
     """NCCL's buffers with one communicator, two, and three."""
     measured: bool = False
 

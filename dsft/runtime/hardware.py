@@ -112,6 +112,19 @@ def has_gpu() -> bool:
 
 GPU_FILES = "/dev/nvidia[0-9]*"
 """What the driver of NVIDIA shows of each GPU."""
+AMD_FILE, AMD_MEMORY = "/dev/kfd", "/sys/class/drm/card*/device/mem_info_vram_total"
+"""What AMD's driver shows of all GPUs, and of each the bytes of its own memory."""
+AMD_BYTES = 8 * GiB
+"""Of memory that a card has; a processor's own graphics, which ROCm mostly does not drive, has less."""
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def _gpus_of_drivers() -> str:
+    """The files by which a driver shows GPUs; empty where there are none."""
+    if glob.glob(GPU_FILES):
+        return GPU_FILES
+    has_card = any(int(Path(path).read_text()) >= AMD_BYTES for path in glob.glob(AMD_MEMORY))
+    return AMD_FILE if has_card and Path(AMD_FILE).exists() else ""
 
 
 def require_seen_gpus() -> None:
@@ -120,16 +133,20 @@ def require_seen_gpus() -> None:
     Raises:
         UserError: where this machine has such GPUs.
     """
-    are_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or os.environ.get("DS_ACCELERATOR") == "cpu"
-    if are_hidden or not glob.glob(GPU_FILES) or has_gpu():
+    are_hidden = any(os.environ.get(name) in ("", "-1") for name in HIDING) or os.environ.get("DS_ACCELERATOR") == "cpu"
+    if are_hidden or not (files := _gpus_of_drivers()) or has_gpu():
         return
     import torch
 
-    build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for CPUs"
+    kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    build = next(
+        (f"is built for {name} {version}" for name, version in kinds.items() if version), "is a build for CPUs"
+    )
+    driver = "CUDA version that nvidia-smi" if files == GPU_FILES else "ROCm version that amd-smi"
     raise UserError(
         [
-            f"this machine has GPUs ({GPU_FILES}) that torch {torch.__version__} does not see; it {build}. Install a"
-            " torch for the CUDA version that nvidia-smi names, or ask for CPU ranks with DS_ACCELERATOR=cpu"
+            f"this machine has GPUs ({files}) that torch {torch.__version__} does not see; it {build}. Install a torch"
+            f" for the {driver} names, or ask for CPU ranks with DS_ACCELERATOR=cpu"
         ]
     )
 
@@ -197,20 +214,36 @@ def give_back_freed_memory() -> None:
 
 
 def _ask_gpus() -> tuple[str, int]:
-    """(name of the GPUs, memory of the fullest that other programs leave). The context that asking makes on a GPU does
-    not count.
-    """
+    """(name of the GPUs, memory of the fullest that other programs leave)."""
     import torch
 
     # A rank of a launch asks only its GPU: each context takes memory there.
     rank_gpu = os.environ.get("LOCAL_RANK")
     gpus = [int(rank_gpu)] if rank_gpu else range(torch.cuda.device_count())
-    memory = [torch.cuda.mem_get_info(gpu) for gpu in gpus]
-    return torch.cuda.get_device_name(0), min(min(total, free + GiB) for free, total in memory)
+    return torch.cuda.get_device_name(0), min(ask_gpu(gpu)[0] for gpu in gpus)
+
+
+CONTEXT_BYTES = 2**29
+"""CUDA's context with the libraries' kernels, on one GPU (assumed; docs/planner.md has the sources)."""
+COMMUNICATOR_BYTES = int(1.1 * GiB)
+"""NCCL's buffers for one communicator, on one GPU (assumed as well)."""
+
+
+def ask_gpu(gpu: int) -> tuple[int, int]:
+    """(bytes of a GPU that other programs leave, all its bytes).
+
+    What this process takes by asking, and by the communicator in which ranks have met, is left: plans count it.
+    """
+    import torch
+    import torch.distributed as dist
+
+    free, total = torch.cuda.mem_get_info(gpu)
+    has_met = dist.is_initialized() and dist.get_world_size() > 1
+    return min(total, free + CONTEXT_BYTES + (COMMUNICATOR_BYTES if has_met else 0)), total
 
 
 FREE_SHARE = 0.95
-"""Of a GPU's memory, where nothing but a context is on it."""
+"""Of a GPU's memory, where no other program holds any."""
 FREED_WITHIN_SECONDS, UNCHANGED_SECONDS = 180.0, 60.0
 
 
@@ -220,17 +253,16 @@ def wait_for_freed_gpu() -> float:
     Ends where the memory is free, where nobody gave any back for UNCHANGED_SECONDS (it is another program's then), and
     after FREED_WITHIN_SECONDS.
     """
-    import torch
 
-    def free_share() -> float:
-        free, total = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))
-        return free / total
+    def left_share() -> float:
+        left, total = ask_gpu(int(os.environ.get("LOCAL_RANK", "0")))
+        return left / total
 
     start = changed = now = time.monotonic()
-    share = free_share()
+    share = left_share()
     while share < FREE_SHARE and now - start < FREED_WITHIN_SECONDS and now - changed < UNCHANGED_SECONDS:
         time.sleep(1)
-        now, latest = time.monotonic(), free_share()
+        now, latest = time.monotonic(), left_share()
         share, changed = latest, now if latest > share else changed
     return now - start
 

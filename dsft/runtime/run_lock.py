@@ -22,16 +22,18 @@ STALE_SECONDS = 30.0
 
 
 @contextlib.contextmanager
-def only_run_in(output_dir: str | None) -> Iterator[None]:
+def only_run_in(output_dir: str | None) -> Iterator[bool]:
     """Hold the lock of `output_dir` inside a `with`. A folder that cannot be written is left to the checks. Collective.
+
+    Gives whether the run before this one was killed: it left its lock.
 
     Raises:
         UserError: on every rank, where another run is alive there.
     """
     lock = RunLock(Path(output_dir)) if output_dir and distributed.rank() == 0 else None
-    distributed.on_rank_0(lambda: lock.acquire() if lock else None)
+    was_killed = distributed.on_rank_0(lambda: lock.acquire() if lock else False)
     try:
-        yield
+        yield was_killed
     finally:
         if lock:
             lock.release()
@@ -44,22 +46,25 @@ class RunLock:
         self.file, self._ended = folder / LOCK, threading.Event()
         self._made_folder = self._is_held = False
 
-    def acquire(self) -> None:
-        """Take the lock, over a stale one where there is one.
+    def acquire(self) -> bool:
+        """Take the lock, over a stale one where there is one; returns whether there was.
 
         Raises:
             UserError: naming the owner, where it is alive.
         """
+        was_stale = False
         try:
             self._made_folder = not self.file.parent.exists()
             self.file.parent.mkdir(parents=True, exist_ok=True)
             while (descriptor := create(self.file)) is None:
                 self._take_away_stale()
+                was_stale = True
             os.close(descriptor)
         except OSError:
-            return
+            return False
         self._is_held = True
         threading.Thread(target=self._beat, daemon=True).start()
+        return was_stale
 
     def release(self) -> None:
         """Give the folder back; one that was made for the lock alone goes."""

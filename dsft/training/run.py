@@ -55,13 +55,15 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
         TrainingStopped: where the loss is NaN or infinite, or a stop was asked for.
         Unsaved: at the end, where the final model or a checkpoint on the way could not be saved.
     """
-    with safe_unpickling(trust=options.trust_checkpoint), only_run_in(options.training.get("output_dir")):
+    output_dir = options.training.get("output_dir")
+    with safe_unpickling(trust=options.trust_checkpoint), only_run_in(output_dir) as left_lock:
+        require_same_start(common_options(options), list(problems))
+        if left_lock or (output_dir and was_killed(output_dir)):
+            _wait_for_a_killed_run()
         return _finetune(options, problems)
 
 
 def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTrainer | None:
-    require_same_start(common_options(options), list(problems))
-    _wait_for_a_killed_run(options.training.get("output_dir"))
     machine = distributed.smallest_machine()
     run = resolve_run(options, world=distributed.world_size(), machine=machine, problems=problems)
     if run is None:
@@ -95,9 +97,9 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
     return trainer
 
 
-def _wait_for_a_killed_run(output_dir: str | None) -> None:
+def _wait_for_a_killed_run() -> None:
     """Wait for the memory of the GPUs that an earlier run's dying processes hold: the plan would not count on it."""
-    if output_dir and has_gpu() and was_killed(output_dir) and (seconds := wait_for_freed_gpu()):
+    if has_gpu() and (seconds := wait_for_freed_gpu()):
         say(f"the earlier run was killed: waited {seconds:.0f} s for the memory of its GPUs")
 
 

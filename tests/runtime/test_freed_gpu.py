@@ -1,28 +1,31 @@
 """A start after a kill waits for the memory of the processes that die, but not for that of another program."""
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dsft.checkpoints.run_folder import was_killed
+from dsft.config.options import TrainConfig
+from dsft.planner.limits import ASSUMED
 from dsft.runtime import hardware
-from dsft.runtime.hardware import wait_for_freed_gpu
+from dsft.runtime.hardware import ask_gpu, wait_for_freed_gpu
 
 
 @pytest.fixture
 def gpu_of(monkeypatch):
-    """Let a GPU of 80 GiB have so many GiB free, second by second; the last number stays."""
+    """Let a GPU of 80 GiB, or of another size, have so many GiB free, second by second; the last number stays."""
 
-    def make(*free: float):
+    def make(*free: float, total: int = 80):
         seconds = [0.0]
         clock = {"monotonic": lambda: seconds[0], "sleep": lambda pause: seconds.__setitem__(0, seconds[0] + pause)}
         monkeypatch.setattr(hardware, "time", SimpleNamespace(**clock))
         monkeypatch.setattr(
             torch.cuda,
             "mem_get_info",
-            lambda gpu: (free[min(int(seconds[0]), len(free) - 1)] * 2**30, 80 * 2**30),
+            lambda gpu: (free[min(int(seconds[0]), len(free) - 1)] * 2**30, total * 2**30),
         )
 
     return make
@@ -36,6 +39,14 @@ def test_the_memory_of_dying_ranks_is_waited_for(gpu_of):
 def test_a_free_gpu_is_not_waited_for(gpu_of):
     gpu_of(79.5)
     assert wait_for_freed_gpu() == 0
+
+
+def test_what_a_rank_took_to_meet_the_others_is_neither_waited_for_nor_missing_from_its_plan(gpu_of, monkeypatch):
+    gpu_of(24 - (ASSUMED.total_bytes(1) / 2**30), total=24)  # 93 % are free
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    assert wait_for_freed_gpu() == 0
+    assert ask_gpu(0) == (24 * 2**30, 24 * 2**30)
 
 
 def test_another_program_s_memory_is_waited_for_a_minute(gpu_of):
@@ -53,3 +64,16 @@ def test_a_run_that_ended_without_a_word_was_killed(tmp_path, status, killed):
     assert not was_killed(str(tmp_path))
     (tmp_path / "run.json").write_text(json.dumps({"status": status}))
     assert was_killed(str(tmp_path)) == killed
+
+
+@pytest.mark.parametrize("left_lock", [True, False])
+def test_a_run_that_was_killed_while_it_loaded_is_waited_for(tmp_path, monkeypatch, left_lock):
+    from dsft.training import run
+
+    waits = []
+    monkeypatch.setattr(run, "only_run_in", lambda output_dir: nullcontext(left_lock))
+    monkeypatch.setattr(run, "wait_for_freed_gpu", lambda: waits.append(1))
+    for name, value in {"has_gpu": True, "require_same_start": None, "_finetune": None}.items():
+        monkeypatch.setattr(run, name, lambda *_, value=value: value)
+    run.finetune(TrainConfig(training={"output_dir": str(tmp_path)}))
+    assert waits == [1] * left_lock

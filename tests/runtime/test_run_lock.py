@@ -43,8 +43,11 @@ def test_a_second_run_is_refused_while_the_first_lives_and_takes_over_once_it_is
     assert (tmp_path / "run" / LOCK).exists()
     other_run.kill()
     other_run.wait()
-    with only_run_in(str(tmp_path / "run")):
+    with only_run_in(str(tmp_path / "run")) as was_killed:
+        assert was_killed, "even while it loaded, before it wrote run.json"
         assert json.loads((tmp_path / "run" / LOCK).read_text())["pid"] == os.getpid()
+    with only_run_in(str(tmp_path / "run")) as was_killed:
+        assert not was_killed
     assert not (tmp_path / "run" / LOCK).exists()
 
 

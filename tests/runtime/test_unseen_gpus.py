@@ -1,5 +1,7 @@
 """GPUs that torch does not see are no reason to train on the CPU in silence."""
 
+import contextlib
+
 import pytest
 
 from dsft.cluster.launch.environment import accelerator
@@ -12,7 +14,9 @@ from dsft.runtime.hardware import require_seen_gpus
 def gpus_of_the_driver(tmp_path, monkeypatch):
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(hardware, "GPU_FILES", str(tmp_path / "nvidia[0-9]*"))
-    for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
+    monkeypatch.setattr(hardware, "AMD_FILE", str(tmp_path / "kfd"))
+    monkeypatch.setattr(hardware, "AMD_MEMORY", str(tmp_path / "card*"))
+    for name in ("DS_ACCELERATOR", *hardware.HIDING):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
@@ -23,7 +27,9 @@ def test_gpus_that_torch_does_not_see_are_named(start):
         start()
 
 
-@pytest.mark.parametrize(("name", "value"), [("DS_ACCELERATOR", "cpu"), ("CUDA_VISIBLE_DEVICES", "")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("DS_ACCELERATOR", "cpu"), ("CUDA_VISIBLE_DEVICES", ""), ("HIP_VISIBLE_DEVICES", "-1")]
+)
 def test_cpu_ranks_that_are_asked_for_start(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     require_seen_gpus()
@@ -32,3 +38,12 @@ def test_cpu_ranks_that_are_asked_for_start(monkeypatch, name, value):
 def test_a_machine_without_gpus_needs_no_word(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware, "GPU_FILES", str(tmp_path / "none[0-9]*"))
     require_seen_gpus()
+
+
+@pytest.mark.parametrize(("gigabytes", "is_refused"), [(192, True), (1, False)])
+def test_amd_s_cards_are_named_but_not_a_processor_s_own_graphics(monkeypatch, tmp_path, gigabytes, is_refused):
+    monkeypatch.setattr(hardware, "GPU_FILES", str(tmp_path / "none[0-9]*"))
+    (tmp_path / "kfd").touch()
+    (tmp_path / "card1").write_text(f"{gigabytes * 10**9}\n")
+    with pytest.raises(UserError, match="kfd.* ROCm version") if is_refused else contextlib.nullcontext():
+        require_seen_gpus()

@@ -18,7 +18,7 @@ from dsft.planner.measured_speeds import calibrated, keep_outside
 from dsft.planner.measuring import best_seconds, calibrate, matmul_flops, on_new_ranks
 from dsft.planner.speeds import Speeds, speeds_of
 from dsft.runtime.distributed import device
-from dsft.runtime.hardware import FREE_SHARE, Machine, has_gpu, peak_resident_bytes, this_machine
+from dsft.runtime.hardware import FREE_SHARE, Machine, ask_gpu, has_gpu, peak_resident_bytes, this_machine
 from dsft.units import MiB, in_gib
 
 FAST_ENOUGH = 0.7
@@ -46,7 +46,7 @@ def facts(setting: Setting) -> Iterator[Row]:
         )
         return
     cards = [torch.cuda.get_device_properties(gpu) for gpu in range(setting.ranks)]
-    free = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(setting.ranks)]
+    left = [ask_gpu(gpu) for gpu in range(setting.ranks)]
     names = sorted({card.name for card in cards})
     yield Row(
         claim="all GPUs are of a kind that the plan knows",
@@ -58,7 +58,7 @@ def facts(setting: Setting) -> Iterator[Row]:
     planned, total = GPUS[gpu_name(machine)].usable_bytes, min(card.total_memory for card in cards)
     is_same = abs(total / planned - 1) <= SAME_MEMORY
     yield Row(claim="memory that programs see", predicted=in_gib(planned), measured=in_gib(total), ok=is_same)
-    share = min(now / card.total_memory for now, card in zip(free, cards, strict=True))
+    share = min(free / everything for free, everything in left)
     yield Row(
         claim="no other program holds GPU memory",
         predicted=f"at least {FREE_SHARE:.0%} free",
