@@ -158,7 +158,7 @@ class ZeroFields:
     """Refuse to start what by prediction cannot fit."""
     fp32_accumulation: bool | Literal["auto"] = "auto"
     """Add up the gradients of a step's micro batches in float32 where the model computes in half precision; ZeRO 2 and
-    3 can. auto does in bfloat16 from 4 micro batches on where it fits."""
+    3 can. auto does in bfloat16 from 4 micro batches on where it fits, and zero=auto then takes no other."""
     fp32_reduction: bool = False
     """Send gradients between ranks in float32 where the model computes in half precision: twice the traffic."""
 

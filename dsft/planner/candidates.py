@@ -29,6 +29,8 @@ LEAST_PERSISTENT = 100_000
 """Elements up to which ZeRO-3 keeps a parameter gathered, at least: DeepSpeed's own default."""
 PERSISTENT_SHARE = 0.05
 """Of a model's parameters that may stay gathered so that its adapters are."""
+NO_FP32_SUMS = ("0", "1")
+"""Candidates that add up gradients in the model's type alone (`gradient_types`)."""
 NAMES = (
     "0",
     "1",
@@ -49,10 +51,11 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
     """List the configurations that make sense for this model and machine."""
     left_out = set()
     if job.fp32_accumulation and job.dtype != "float32":
-        left_out |= {"0", "1"}
+        left_out |= set(NO_FP32_SUMS)
     elif machine.world_size == 1:
-        # There is nothing to shard. 1 is 2 with fewer buffers; in fp32 it has a second copy of the weights.
-        left_out |= {"1", "2"} if job.dtype == "float32" else {"0", "2"}
+        # There is nothing to shard. 1 is 2 with fewer buffers, and without fp32 sums; in fp32 it has a second copy of
+        # the weights.
+        left_out |= {"1", "2"} if job.dtype == "float32" else {"0"}
     if machine.nodes == 1 or machine.ranks_per_node == 1:
         left_out.add("3-hpz")
     if not machine.has_gpu:
@@ -64,6 +67,14 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
     if job.size.quantization:  # neither sharded by ZeRO-3 nor offloaded: transformers skips zero.Init for such a base
         left_out |= {name for name in NAMES if name not in ("0", "1", "2")}
     return [name for name in NAMES if name not in left_out]
+
+
+def batches_of(name: str, job: Job, machine: Machine) -> list[tuple[int, int]]:
+    """List (micro batch, accumulation) to try with one of several candidates: none whose gradients should be added up
+    in fp32 where it cannot.
+    """
+    tried = batches(job, machine.world_size)
+    return [pair for pair in tried if name not in NO_FP32_SUMS or not wants_fp32_sums(job, pair[1])]
 
 
 def batches(job: Job, world_size: int) -> Iterator[tuple[int, int]]:
@@ -137,17 +148,17 @@ def gradient_types(config: dict[str, Any], job: Job, accumulation: int, *, decid
     if job.fp32_reduction:
         config = config | {"communication_data_type": "fp32"}
     asked = job.fp32_accumulation
-    if stage(config) >= 2 and (asked or (decides and wants_fp32_sums(config, job, accumulation))):
+    # with NVMe it is not proven
+    decides = decides and get_value(config, "zero_optimization.offload_optimizer.device") != "nvme"
+    if stage(config) >= 2 and (asked or (decides and wants_fp32_sums(job, accumulation))):
         yield config | {"data_types": (config.get("data_types") or {}) | {"grad_accum_dtype": "fp32"}}
     if not asked or stage(config) < 2:
         yield config
 
 
-def wants_fp32_sums(config: dict[str, Any], job: Job, accumulation: int) -> bool:
-    """Tell whether gradients should be added up in fp32 where the user left it open; with NVMe that is not proven."""
-    on_nvme = get_value(config, "zero_optimization.offload_optimizer.device") == "nvme"
-    many = job.dtype == "bfloat16" and accumulation >= MANY_MICRO_BATCHES
-    return many and job.fp32_accumulation is None and stage(config) >= 2 and not on_nvme
+def wants_fp32_sums(job: Job, accumulation: int) -> bool:
+    """Tell whether gradients should be added up in fp32 where the user left it open."""
+    return job.dtype == "bfloat16" and job.fp32_accumulation is None and accumulation >= MANY_MICRO_BATCHES
 
 
 def stage_3_buckets(zero: dict[str, Any], size: ModelSize) -> dict[str, int]:

@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.planner.candidates import batches, candidate_names, gradient_types, leaner_settings, settings
+from dsft.planner.candidates import batches, batches_of, candidate_names, gradient_types, leaner_settings, settings
 from dsft.planner.job import Job
 from dsft.planner.limits import FRAGMENTATION, HOST_SHARE, OVERHEAD, Needs, add_up, with_room
 from dsft.planner.load_states import load_terms
@@ -114,17 +114,19 @@ def all_plans(
     that fits, else the smallest.
 
     Args:
-        zero: "auto" for all candidates, else the one of that name.
+        zero: "auto" for all candidates, else the one of that name, whatever it adds up gradients in.
         zero_file: the content of the DeepSpeed JSON where `zero` is a path.
     """
-    names = candidate_names(job, machine) if zero == "auto" else [zero]
+    candidates = {zero: list(batches(job, machine.world_size))}
+    if zero == "auto":
+        candidates = {name: batches_of(name, job, machine) for name in candidate_names(job, machine)}
     choices = [False, True] if job.checkpointing is None else [job.checkpointing]
     plans = []
-    for name in names:
-        for checkpointing in choices:
+    for name, pairs in candidates.items():
+        for checkpointing in choices if pairs else []:
             of_batches = [
                 _fitted(name, zero_file, checkpointing, micro_batch, accumulation, job, machine, speeds)
-                for micro_batch, accumulation in batches(job, machine.world_size)
+                for micro_batch, accumulation in pairs
             ]
             plans.append(_best_batch(of_batches, machine))
     return plans

@@ -14,7 +14,7 @@ from typing import Any
 from dsft.checkpoints.manifest import read_manifest
 from dsft.checkpoints.reshard import NOT_TAKEN_OVER
 from dsft.checkpoints.run_folder import read_run
-from dsft.config.deepspeed_json import nvme_path
+from dsft.config.deepspeed_json import nvme_path, stage
 from dsft.config.options import TrainConfig
 from dsft.data.sources import FormattedSource
 from dsft.errors import UserError
@@ -129,17 +129,17 @@ def choose_plan(
         left_out: candidates that must not be taken.
     """
     speeds = speeds_for(job, machine)
-    candidates = all_plans(job, machine, speeds, zero=zero, zero_file=zero_file if zero.endswith(".json") else None)
+    own_file = zero_file if zero.endswith(".json") else None
+    candidates = all_plans(job, machine, speeds, zero=zero, zero_file=own_file)
     candidates = [plan for plan in candidates if plan.zero not in left_out]
     plan = choose(candidates, machine)
     why = reason(plan, candidates, machine, zero=zero, resumes=resumes)
     if job.size.quantization and not plan.fits:
         why += " Every GPU holds the whole quantised base: ZeRO-3 would shard it only once it is loaded."
     config = plan.deepspeed_config
-    if zero_file is None and wants_fp32_sums(config, job, plan.accumulation) and not sums_in_fp32(config):
-        why += (
-            f" Gradients of {plan.accumulation} micro batches are added up in bfloat16: float32 takes too much memory."
-        )
+    if own_file is None and wants_fp32_sums(job, plan.accumulation) and not sums_in_fp32(config):
+        because = "float32 takes too much memory" if stage(config) >= 2 else f"ZeRO {plan.zero} cannot in float32"
+        why += f" Gradients of {plan.accumulation} micro batches are added up in bfloat16: {because}."
     said = [why, *job.unmodelled, *unmodelled_settings(config)]
     return Choice(plan=plan, candidates=tuple(candidates), reason=" ".join(said), speeds=speeds)
 

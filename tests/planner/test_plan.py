@@ -120,7 +120,7 @@ def test_a_multimodal_wrapper_is_planned_by_its_text_model(configs):
         ("8b", gpus(), "full", {"1", "2"}),
         ("8b", gpus(1, 80), "full", {"2-offload", "3-offload-partial", "3-offload-optimizer"}),
         ("8b", gpus(1, 80), "lora", {"1"}),
-        ("8b", gpus(1, 24), "qlora", {"1"}),
+        ("8b", gpus(1, 24), "qlora", {"2"}),  # of 8 micro batches
         pytest.param("70b", gpus(8, 80), "lora", {"3"}, marks=pytest.mark.exhaustive),
         (
             "70b",
@@ -253,7 +253,7 @@ def test_an_optimizer_of_8_bits_takes_a_quarter_of_the_moments_and_none_where_de
 
 
 def test_batches_make_up_the_step(configs):
-    _, plans = plans_of(configs["8b"], gpus(8), sequences_per_step=128)
+    _, plans = plans_of(configs["8b"], gpus(8), sequences_per_step=128, **REFUSED)
     assert {plan.micro_batch * plan.accumulation * 8 for plan in plans} == {128}
     assert all(plan.micro_batch == 1 or plan.device_bytes <= 0.8 * 80 * GB for plan in plans if plan.zero in ("1", "2"))
     assert max(plan.micro_batch for plan in plans) > 1  # equally fast by the model, so the larger
@@ -292,6 +292,22 @@ def test_gradients_of_many_micro_batches_are_added_up_in_fp32_where_that_fits(co
     between = dataclasses.replace(EIGHT_GPUS, device_bytes=(bf16.device_bytes + fp32.device_bytes) // 2)
     fits, plan, why = of("3", between)
     assert plan.fits and not fits and "4 micro batches are added up in bfloat16: float32 takes too much" in why
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_zero_0_and_1_add_up_no_4_micro_batches_in_bf16_unless_asked_for(configs, ranks):
+    machine = gpus(ranks)
+    job = of_length(paper_job(TrainConfig(model=configs["8b"], method="lora", dtype="bfloat16")), 1024)
+
+    choice = choose_plan(dataclasses.replace(job, micro_batch=1, accumulation=4), machine)
+    assert choice.plan.zero == "2" and all(sums_in_fp32(plan.deepspeed_config) for plan in choice.candidates)
+    free = {plan.zero: plan.accumulation for plan in choose_plan(job, machine).candidates}
+    assert free["1"] < 4, "fewer micro batches"
+    asked = dataclasses.replace(job, micro_batch=1, accumulation=4, **REFUSED)
+    assert choose_plan(asked, machine).plan.zero == ("1" if ranks == 1 else "0")
+    named = dataclasses.replace(asked, fp32_accumulation=None)
+    why = choose_plan(named, machine, zero="1", zero_file=read_zero_file("1", [])).reason
+    assert "4 micro batches are added up in bfloat16: ZeRO 1 cannot in float32." in why
 
 
 def test_lowered_live_parameters_come_together(configs):
