@@ -4,6 +4,7 @@ import dataclasses
 import json
 import socket
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from dsft.cluster.gpu_check import examine, faults
 from dsft.cluster.gpu_check.check import Check, Row, Setting
 from dsft.cluster.gpu_check.checks import CHECKS, FILES
 from dsft.cluster.gpu_check.perplexities import same_bits
+from dsft.cluster.gpu_check.ranks import OwnMemory
 from dsft.cluster.gpu_check.speeds import masks, planned_rates, rate
 from dsft.cluster.gpu_check.table import has_failures, table, without_names, write_results
 from dsft.cluster.gpu_check.trainings import compared
@@ -62,6 +64,26 @@ def test_perplexity_that_differs_in_the_last_bit_is_not_the_same():
     assert same_bits("twice", first, dict(first)).ok
     assert not same_bits("twice", first, first | {"nats": 100.00000000000001}).ok
     assert not same_bits("twice", first, first | {"blocks": {"nats": [40.0, 60.0]}}).ok
+
+
+def test_host_memory_of_ranks_is_their_own_without_the_pages_of_mapped_files(tmp_path):
+    """A rank reads 100 MB of a shard through a map, and makes 50 MB."""
+    (tmp_path / "shard").write_bytes(bytes(10**8))
+    script = """
+import mmap, sys
+shard = open(sys.argv[1], "rb")
+pages = mmap.mmap(shard.fileno(), 0, prot=mmap.PROT_READ)
+read, own = sum(pages[::4096]), b"1" * (5 * 10**7)
+print("holds it", flush=True)
+sys.stdin.read()
+"""
+    words = [sys.executable, "-c", script, tmp_path / "shard", "--local_rank=0"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout.readline()
+        memory = OwnMemory()
+        memory.sample()
+        rank.stdin.close()
+    assert 5 * 10**7 <= memory.peak_bytes < 10**8
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from dsft.checkpoints.run_folder import METRICS
 from dsft.cluster.gpu_check.check import Failed, Row, Setting, command, launch
+from dsft.cluster.gpu_check.ranks import ranks_below
 from dsft.cluster.gpu_check.trainings import options
 from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_USER_ERROR
 from dsft.watchdog.processes import Process, descendants, end
@@ -23,7 +23,7 @@ def killed_rank(setting: Setting) -> Iterator[Row]:
     """Kill a rank as suddenly as the kernel does."""
     with endless_training(setting) as (process, family):
         start, before = time.monotonic(), setting.log.stat().st_size
-        os.kill(ranks_of(family)[-1], signal.SIGKILL)
+        os.kill(ranks_below(process.pid)[-1], signal.SIGKILL)
         code = process.wait()
         text = setting.log.read_bytes()[before:].decode(errors="replace")
         yield Row(
@@ -99,17 +99,6 @@ def endless_training(setting: Setting) -> Iterator[tuple[subprocess.Popen, list[
         yield process, family
     finally:
         end(family, [(signal.SIGKILL, 1)])
-
-
-def ranks_of(family: list[Process]) -> list[int]:
-    """Find the processes that compute: those of the training's module that are no launcher."""
-    ranks = []
-    for process in family:
-        with contextlib.suppress(OSError):
-            words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
-            if any(word.startswith(b"--local_rank") for word in words) and b"launcher" not in b" ".join(words):
-                ranks.append(process.pid)
-    return ranks
 
 
 def nothing_left(family: list[Process]) -> Row:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dsft.cluster.gpu_check.check import Failed, Row, Setting, command, launch
+from dsft.cluster.gpu_check.ranks import OwnMemory
 from dsft.planner.limits import MEMORY_ERROR
 from dsft.planner.step_time import TIME_RANGE
-from dsft.units import GiB, in_gib
+from dsft.units import in_gib
 
 STEPS = 6
 GPU_NOISE = 1e-3
@@ -82,9 +83,11 @@ def compared(run: dict[str, Any], *, tiny: bool) -> Iterator[Row]:
 def resume(setting: Setting) -> Iterator[Row]:
     """Train on from a checkpoint in the middle, and compare with the run that was not interrupted."""
     saving = {"zero": "3", "save_strategy": "steps", "save_steps": STEPS // 2, "activation_checkpointing": True}
-    whole = train(setting, "whole", **saving, max_steps=STEPS)
+    with OwnMemory() as while_saving:
+        whole = train(setting, "whole", **saving, max_steps=STEPS)
     checkpoint = setting.runs / "whole" / f"checkpoint-{STEPS // 2}"
-    resumed = train(setting, "resumed", **saving | {"save_strategy": "no"}, resume_from_checkpoint=checkpoint)
+    with OwnMemory() as while_resuming:
+        resumed = train(setting, "resumed", **saving | {"save_strategy": "no"}, resume_from_checkpoint=checkpoint)
     expected, got = losses(whole)[STEPS // 2 :], losses(resumed)[-(STEPS - STEPS // 2) :]
     difference = max(abs(loss / other - 1) for loss, other in zip(got, expected, strict=True))
     tolerance = GPU_NOISE if setting.has_gpu else 0.0
@@ -94,9 +97,8 @@ def resume(setting: Setting) -> Iterator[Row]:
         measured=f"{difference:.1e} off" if difference else "the same bits",
         ok=difference <= tolerance,
     )
-    for name, run in (("saving", whole), ("resuming", resumed)):
-        peak = setting.ranks * run["results"]["peak_host_gib"] * GiB
-        planned = run["plan"]["host_bytes"]
+    for name, run, memory in (("saving", whole, while_saving), ("resuming", resumed, while_resuming)):
+        planned, peak = run["plan"]["host_bytes"], memory.peak_bytes
         yield Row(
             claim=f"host memory while {name} is at most the plan's",
             predicted=in_gib(planned),
