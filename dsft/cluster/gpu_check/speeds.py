@@ -82,7 +82,7 @@ def nccl() -> str:
 
 
 def speeds(setting: Setting) -> Iterator[Row]:
-    """Measure this machine's rates, compare them with those that the plan counts on, and keep them for it."""
+    """Measure this machine's rates, compare them with those that plans count on without it, and keep them."""
     place, dtype = device(), resolve_dtype("auto")
     machine = this_machine(ranks_per_node=setting.ranks)
     planned = speeds_of(machine, dtype=dtype)
