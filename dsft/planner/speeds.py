@@ -18,6 +18,9 @@ MEMORY_SHARE = 0.6
 PCIE_EFFICIENCY = 0.8
 NETWORK_EFFICIENCY = 0.8
 
+NETWORK = r"(ib|roce|eth)(\d+)"
+ASSUMED_NETWORK_GBPS = 50
+"""GB/s of a node's network where nothing is known of it: one card of 400 Gbit/s."""
 
 PCIE_GBPS = {3: 16, 4: 32, 5: 64}
 """GB/s of 16 lanes in one direction, by generation (PCI-SIG)."""
@@ -108,9 +111,16 @@ def speeds_of(machine: Machine, *, dtype: str) -> Speeds:
         nvme_bytes=5e9,
         collective_seconds=3e-5,
         overlaps=True,
-        source=f"{name} by {'published products' if gpu.matmul_tflops else 'its data sheet'},"
-        f" {machine.interconnect or 'interconnect assumed'}",
+        source=f"{name} by {'published products' if gpu.matmul_tflops else 'its data sheet'}, {_links(machine)}",
     )
+
+
+def _links(machine: Machine) -> str:
+    """Say what is known of the links, and between several nodes what is assumed."""
+    links = machine.interconnect or "interconnect assumed"
+    if machine.nodes == 1 or re.search(NETWORK, machine.interconnect.lower()):
+        return links
+    return f"{links}, {8 * ASSUMED_NETWORK_GBPS} Gbit/s between nodes assumed"
 
 
 def parse_interconnect(text: str, gpu: Gpu) -> tuple[float, float]:
@@ -118,8 +128,7 @@ def parse_interconnect(text: str, gpu: Gpu) -> tuple[float, float]:
     "nvlink+8xib400" ...
 
     The number after ib, roce or eth is Gbit/s of one card; one card per node unless "8x" stands before it. Without a
-    part for the
-    node, NVLink where the GPU has it, else PCIe; without a network, ib400.
+    part for the node, NVLink where the GPU has it, else PCIe; without a network, ib400.
 
     Raises:
         UserError: for a part that is none of these.
@@ -127,7 +136,7 @@ def parse_interconnect(text: str, gpu: Gpu) -> tuple[float, float]:
     link = network = None
     for part in filter(None, text.lower().split("+")):
         pcie = re.fullmatch(r"pcie([345])?", part)
-        card = re.fullmatch(r"(?:(\d+)x)?(ib|roce|eth)(\d+)", part)
+        card = re.fullmatch(rf"(?:(\d+)x)?{NETWORK}", part)
         if part == "nvlink":
             link = 0.8 * (gpu.nvlink_gbps or 300) * GB
         elif pcie:
@@ -142,4 +151,4 @@ def parse_interconnect(text: str, gpu: Gpu) -> tuple[float, float]:
                 ]
             )
     default_link = 0.8 * gpu.nvlink_gbps if gpu.nvlink_gbps else PCIE_EFFICIENCY * PCIE_GBPS[gpu.pcie_gen]
-    return link or default_link * GB, network or NETWORK_EFFICIENCY * 50 * GB
+    return link or default_link * GB, network or NETWORK_EFFICIENCY * ASSUMED_NETWORK_GBPS * GB

@@ -9,7 +9,6 @@ import glob
 import os
 import re
 import resource
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from dsft.errors import UserError
+from dsft.runtime.interconnect import read_interconnect
 from dsft.units import BYTES, GiB, KiB, plural
 
 
@@ -265,24 +265,6 @@ def wait_for_freed_gpu() -> float:
         now, latest = time.monotonic(), left_share()
         share, changed = latest, now if latest > share else changed
     return now - start
-
-
-def read_interconnect() -> str:
-    """As `--interconnect` takes it, from nvidia-smi (NVLink) and the kernel's InfiniBand ports; what cannot be read is
-    left out.
-    """
-    try:
-        links = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        links = ""
-    parts = ["nvlink" if re.search(r"\bNV\d+\b", links) else "pcie"] if links else []
-    rates = [
-        re.match(r"(\d+) Gb/sec", path.read_text()) for path in Path("/sys/class/infiniband").glob("*/ports/1/rate")
-    ]
-    fastest = max((int(rate[1]) for rate in rates if rate), default=0)
-    if fastest:
-        parts.append(f"{sum(1 for rate in rates if rate and int(rate[1]) == fastest)}xib{fastest}")
-    return "+".join(parts)
 
 
 def peak_resident_bytes() -> int:

@@ -1,0 +1,66 @@
+"""What the kernel tells of a node's network, in a folder like /sys/class, and what plans then count on."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from dsft.planner.gpus import GPUS
+from dsft.planner.speeds import parse_interconnect, speeds_of
+from dsft.runtime.hardware import Machine
+from dsft.runtime.interconnect import read_network
+from dsft.units import GB
+
+
+def write_port(sysfs: Path, card: str, rate: str, *, state: str = "4: ACTIVE", link: str = "InfiniBand") -> None:
+    folder = sysfs / "infiniband" / card / "ports" / "1"
+    folder.mkdir(parents=True)
+    for name, text in (("rate", rate), ("state", state), ("link_layer", link)):
+        (folder / name).write_text(f"{text}\n")
+
+
+def write_interface(sysfs: Path, name: str, speed: int | None, *, state: str = "up", physical: bool = True) -> None:
+    folder = sysfs / "net" / name
+    (folder / "device").mkdir(parents=True) if physical else folder.mkdir(parents=True)
+    (folder / "operstate").write_text(f"{state}\n")
+    if speed is not None:
+        (folder / "speed").write_text(f"{speed}\n")
+
+
+def test_the_fastest_ports_of_infiniband_or_roce_are_the_network(tmp_path):
+    for number in range(8):
+        write_port(tmp_path, f"mlx5_{number}", "400 Gb/sec (4X NDR)")
+    write_port(tmp_path, "mlx5_8", "100 Gb/sec (4X EDR)", link="Ethernet")
+    write_port(tmp_path, "mlx5_9", "400 Gb/sec (4X NDR)", state="1: DOWN")
+    write_interface(tmp_path, "eth0", 800_000)
+    assert read_network(tmp_path) == "8xib400"
+
+
+def test_roce_is_named(tmp_path):
+    write_port(tmp_path, "bnxt_re0", "200 Gb/sec (4X HDR)", link="Ethernet")
+    assert read_network(tmp_path) == "1xroce200"
+
+
+def test_without_them_the_fastest_card_that_is_up(tmp_path):
+    write_interface(tmp_path, "enp1s0", 1_000)
+    write_interface(tmp_path, "enp2s0", 25_000)
+    write_interface(tmp_path, "enp3s0", 100_000, state="down")
+    for name in ("lo", "docker0", "veth1", "br0", "bond0"):
+        write_interface(tmp_path, name, 100_000, physical=False)
+    assert read_network(tmp_path) == "eth25"
+
+
+@pytest.mark.parametrize("speed", [-1, None])
+def test_a_rate_that_is_not_told_is_left_out(tmp_path, speed):
+    assert read_network(tmp_path) == ""
+    write_interface(tmp_path, "eth0", speed)
+    assert read_network(tmp_path) == ""
+
+
+def test_a_plan_between_nodes_counts_what_was_read_and_says_what_is_assumed():
+    machine = Machine(nodes=2, ranks_per_node=8, device_bytes=80 * GB, host_bytes=10**12, has_gpu=True)
+    assert parse_interconnect("nvlink+1xroce200", GPUS["H100"])[1] == 0.8 * 25 * GB
+    for links, nodes, assumed in (("nvlink", 2, True), ("nvlink", 1, False), ("pcie+eth25", 2, False), ("", 2, True)):
+        speeds = speeds_of(dataclasses.replace(machine, nodes=nodes, interconnect=links), dtype="bfloat16")
+        assert ("400 Gbit/s between nodes assumed" in speeds.source) == assumed
+        assert speeds.network_bytes == (0.8 * 25 / 8 * GB if "eth" in links else 0.8 * 50 * GB)
