@@ -168,9 +168,11 @@ def _load(candidates: list[Candidate], machine: Machine, dtype: str, stack: cont
     """Load a model, and a reference after it, until the stack is closed. Collective."""
     share = len(candidates)  # of the memory
     machine = replace(machine, device_bytes=machine.device_bytes // share, host_bytes=machine.host_bytes // share)
-    zero = [
-        choose_zero(each, machine, dtype) if each.config.zero == "auto" else each.config.zero for each in candidates
-    ]
+    zero = distributed.on_rank_0(  # whose measured speeds may differ from another host's
+        lambda: [
+            choose_zero(each, machine, dtype) if each.config.zero == "auto" else each.config.zero for each in candidates
+        ]
+    )
     for each, name in zip(candidates, zero, strict=True):
         stage = 0 if name == "0" else 3
         raise_if_any(check_sharding(each.facts.size, stage=stage, model=each.config.model))

@@ -18,7 +18,8 @@ TYPICAL = ("A100-80GB", "H200")
 """Of cards with the same memory the one whose speed is assumed where only the size is given."""
 SAME_MEMORY = 0.005
 """Cards whose memory differs by less plan alike, but for time."""
-
+OTHER_CARD = r"\bMIG\b|\bLAPTOP\b"
+"""In a name: a part of the card, or another one of that name."""
 
 AMPERE, HOPPER, ADA, OTHERS = 0.88, 0.73, 1.0, 0.85
 """Share of the rate of the best products that those of a training reach: by published steps of A100 and A800, of H100
@@ -261,6 +262,8 @@ GPUS = {
 
 def named_gpus(text: str) -> list[str]:
     """Keys of GPUS that this name may mean: of the longest match, for H100 is within H100 NVL."""
+    if re.search(OTHER_CARD, text.upper()):
+        return []
     lengths = {}
     for key, gpu in GPUS.items():
         match = re.search(rf"(?<![A-Z0-9]){gpu.pattern or key}(?![0-9A-Z])", text.upper())

@@ -1,11 +1,13 @@
 """Measured speeds for the time model of later plans: one file, `dsft/speeds.json` in the user's cache (XDG_CACHE_HOME).
 
 `dsft plan --calibrate` writes what this machine's ranks reach (under host, CPU, GPU, number of ranks and precision),
-`dsft doctor` what the links between a set of hosts do, `dsft gpu-check` what GPUs hold outside of torch. A plan for
-another machine or other hosts sees none of it. Other memory predictions are never fitted. Remove the file to go back to
-data sheets. Imports no torch: the doctor's quick part writes here too. What measures is measuring.py.
+`dsft doctor` what the links between a set of hosts do, `dsft gpu-check` what GPUs hold outside of torch, and a plan
+what a GPU multiplies whose name is in no table. A plan for another machine or other hosts sees none of it. Other
+memory predictions are never fitted. Remove the file to go back to data sheets. Imports no torch: the doctor's quick
+part writes here too. What measures is measuring.py.
 """
 
+import contextlib
 import dataclasses
 import json
 import platform
@@ -29,9 +31,10 @@ def speeds_file() -> Path:
 
 def calibrated(speeds: "Speeds", machine: "Machine", *, dtype: str) -> "Speeds":
     """Put what was measured in the place of what was assumed: this machine's ranks in this precision, and the links
-    between its nodes.
+    between its nodes. A GPU that is in no table multiplies once for it.
     """
-    return with_links(_with_outside(_with_ranks(speeds, machine, dtype=dtype), machine), machine)
+    speeds = _with_product(_with_ranks(speeds, machine, dtype=dtype), machine, dtype=dtype)
+    return with_links(_with_outside(speeds, machine), machine)
 
 
 def keep_ranks(machine: "Machine", measured: dict[str, float], *, dtype: str) -> Path:
@@ -91,6 +94,26 @@ def _with_ranks(speeds: "Speeds", machine: "Machine", *, dtype: str) -> "Speeds"
         return dataclasses.replace(speeds, **values, source=source, tells_time=True)
     except (AttributeError, KeyError, TypeError, ValueError):  # nothing measured, or a damaged entry
         return speeds
+
+
+def _with_product(speeds: "Speeds", machine: "Machine", *, dtype: str) -> "Speeds":
+    """Time a product where this machine's GPU is in no table, once: it is kept for later plans. Where it cannot be
+    timed, no time is told.
+    """
+    if speeds.tells_time or not (machine.has_gpu and machine.measured):
+        return speeds
+    from dsft.planner.measuring import product_flops
+    from dsft.planner.speeds import speeds_of
+
+    key = f"{socket.gethostname()}, {machine.gpu_type}"
+    try:
+        products = float(_look_up("products", key)["matmul_flops"])
+    except (KeyError, TypeError, ValueError):  # nothing measured, or a damaged entry
+        products = product_flops()
+        if products:
+            with contextlib.suppress(OSError):  # a cache that cannot be written
+                _keep("products", key, {"matmul_flops": products})
+    return speeds_of(machine, dtype=dtype, products=products)
 
 
 def _with_outside(speeds: "Speeds", machine: "Machine") -> "Speeds":

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from dsft.planner.measured_speeds import keep_ranks
 from dsft.runtime.distributed import device, free_port, max_over_ranks, start_ranks, wait_for_all
-from dsft.runtime.hardware import Machine
+from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import MiB
 
 REPEATS = 5
@@ -58,8 +58,22 @@ def matmul_flops(place: torch.device) -> float:
     bits take that change.
     """
     size, dtype, repeats = (8192, torch.bfloat16, 5) if place.type == "cuda" else (512, torch.float32, 20)
+    if place.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        dtype = torch.float16
     matrix = torch.randn(size, size, device=place, dtype=dtype)
     return 2 * size**3 / best_seconds(lambda: matrix @ matrix, place, repeats)
+
+
+def product_flops() -> float:
+    """Operations per second of a matrix product on this process's GPU; 0 where it has none, or none of its memory."""
+    if not has_gpu():
+        return 0.0
+    try:
+        return matmul_flops(device())
+    except RuntimeError:  # torch.OutOfMemoryError and cuBLAS's own
+        return 0.0
+    finally:
+        torch.cuda.empty_cache()
 
 
 def all_reduce_bytes(place: torch.device, group: dist.ProcessGroup | None = None) -> float:

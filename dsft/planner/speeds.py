@@ -4,11 +4,12 @@ takes their place (measured_speeds.py).
 Speeds are for ranking configurations; the memory predictions do not depend on them, but for `Speeds.outside`.
 """
 
+import dataclasses
 import re
 from dataclasses import dataclass
 
 from dsft.errors import UserError
-from dsft.planner.gpus import GPUS, Gpu, gpu_name
+from dsft.planner.gpus import GPUS, MATMUL_SHARE, OTHERS, Gpu, gpu_name, named_gpus
 from dsft.planner.limits import ASSUMED, OutsideMemory
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
@@ -67,40 +68,36 @@ class Speeds:
         return self.attention_share * self.flops
 
 
-def speeds_of(machine: Machine, *, dtype: str) -> Speeds:
+def speeds_of(machine: Machine, *, dtype: str, products: float = 0.0) -> Speeds:
     """Speeds of `machine` by its GPU type and interconnect; CPU ranks by a rule of thumb (`dsft plan --calibrate`
     measures them).
+
+    Args:
+        products: operations per second of large matrix products, timed on a GPU of this machine that is in no table;
+            0 where they were not.
 
     Raises:
         UserError: for a GPU type or interconnect that is not known.
     """
     if not machine.has_gpu:
-        # A core of a server, AVX-512: about 100 GFLOP/s in fp32; ranks share cores and memory (measured ranges vary
-        # fourfold).
-        cores = max(1.0, machine.cores / machine.ranks_per_node)
-        return Speeds(
-            flops=1e11 * cores,
-            device_bytes=5e9 * cores,
-            link_bytes=5e8,
-            reduce_bytes=5e8,
-            all_reduce_bytes=2e9,
-            network_bytes=1e9,
-            host_link_bytes=5e9,
-            adam_params=2e8 * machine.cores,
-            nvme_bytes=1e9,
-            collective_seconds=5e-4,
-            overlaps=False,
-            source="rules of thumb for CPU ranks, so no time is told; dsft plan --calibrate measures this machine",
-            tells_time=False,
-        )
+        return _of_cpu_ranks(machine)
     name = gpu_name(machine)
-    gpu = GPUS[name]
+    gpu, is_known = GPUS[name], bool(named_gpus(machine.gpu_type)) or not machine.measured
+    source = f"{name} by {'published products' if gpu.matmul_tflops else 'its data sheet'}, {_links(machine)}"
+    if not is_known:
+        gpu = _like(gpu, products) if products else gpu
+        source = (
+            f"{machine.gpu_type or 'this GPU'} is in no table: a product timed here, memory as of {name}"
+            if products
+            else f"{machine.gpu_type or 'this GPU'} is in no table, so no time is told"
+        )
+        source += f", {_links(machine)}; dsft plan --calibrate measures this machine"
     link, network = parse_interconnect(machine.interconnect, gpu)
-    products = gpu.training_share * gpu.matmul_flops
+    reached = gpu.training_share * gpu.matmul_flops
     return Speeds(
         # fp32 without tensor cores is an eighth to a sixteenth of bf16 on these GPUs.
-        flops=products / (8 if dtype == "float32" else 1),
-        attention_share=min(1.0, gpu.attention_flops / products),
+        flops=reached / (8 if dtype == "float32" else 1),
+        attention_share=min(1.0, gpu.attention_flops / reached),
         device_bytes=MEMORY_SHARE * gpu.memory_gbps * GB,
         link_bytes=link,
         reduce_bytes=link,
@@ -111,7 +108,35 @@ def speeds_of(machine: Machine, *, dtype: str) -> Speeds:
         nvme_bytes=5e9,
         collective_seconds=3e-5,
         overlaps=True,
-        source=f"{name} by {'published products' if gpu.matmul_tflops else 'its data sheet'}, {_links(machine)}",
+        source=source,
+        tells_time=is_known or bool(products),
+    )
+
+
+def _like(gpu: Gpu, products: float) -> Gpu:
+    """Return a card of this memory with other products."""
+    tflops = products / 1e12
+    return dataclasses.replace(gpu, tflops=tflops / MATMUL_SHARE, matmul_tflops=tflops, training_share=OTHERS)
+
+
+def _of_cpu_ranks(machine: Machine) -> Speeds:
+    # A core of a server, AVX-512: about 100 GFLOP/s in fp32; ranks share cores and memory (measured ranges vary
+    # fourfold).
+    cores = max(1.0, machine.cores / machine.ranks_per_node)
+    return Speeds(
+        flops=1e11 * cores,
+        device_bytes=5e9 * cores,
+        link_bytes=5e8,
+        reduce_bytes=5e8,
+        all_reduce_bytes=2e9,
+        network_bytes=1e9,
+        host_link_bytes=5e9,
+        adam_params=2e8 * machine.cores,
+        nvme_bytes=1e9,
+        collective_seconds=5e-4,
+        overlaps=False,
+        source="rules of thumb for CPU ranks, so no time is told; dsft plan --calibrate measures this machine",
+        tells_time=False,
     )
 
 

@@ -1,11 +1,15 @@
 """Cards by name and by size: the memory a plan on paper has is what a run on that card has."""
 
 import pytest
+import torch
 
 from dsft.cli.commands import PlanOptions
 from dsft.cli.plan_machine import read_machines
 from dsft.errors import UserError
-from dsft.planner.gpus import GPUS, gpu_name, named_gpus
+from dsft.planner import measuring
+from dsft.planner.gpus import GPUS, OTHERS, gpu_name, named_gpus
+from dsft.planner.measured_speeds import calibrated, keep_ranks
+from dsft.planner.speeds import Speeds, speeds_of
 from dsft.runtime.hardware import Machine
 from dsft.units import GB, GiB
 
@@ -101,6 +105,70 @@ def test_a_drivers_name_finds_its_card(driver_name, name):
         measured=True,
     )
     assert gpu_name(machine) == name
+
+
+@pytest.mark.parametrize(
+    "driver_name",
+    [
+        "NVIDIA GB200",
+        "NVIDIA B300 SXM6 AC",
+        "NVIDIA GeForce RTX 4080",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA A100X",
+        "NVIDIA A16",
+        "NVIDIA L40G",
+        "NVIDIA RTX A4000",
+        "Quadro RTX 6000",
+        "AMD Instinct MI300A",
+    ],
+)
+def test_a_card_of_another_name_is_not_taken_for_a_known_one(driver_name):
+    """Its seconds would be those of the known one: GB200's were an MI300X's, a 4080's those of a V100."""
+    assert named_gpus(driver_name) == []
+    machine = unknown_gpu(driver_name)
+    speeds = speeds_of(machine, dtype="bfloat16")
+    assert not speeds.tells_time and f"{driver_name} is in no table, so no time is told" in speeds.source
+
+
+def unknown_gpu(driver_name: str, **changes) -> Machine:
+    values = {"nodes": 1, "ranks_per_node": 1, "device_bytes": 186 * GB, "host_bytes": GB, "has_gpu": True}
+    return Machine(**values | {"gpu_type": driver_name, "measured": True} | changes)
+
+
+def test_a_product_is_timed_once_on_an_unknown_card_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    runs = []
+    monkeypatch.setattr(measuring, "has_gpu", lambda: True)
+    monkeypatch.setattr(measuring, "device", lambda: "cuda:0")
+    monkeypatch.setattr(measuring, "matmul_flops", lambda place: runs.append(place) or 1.5e15)
+    machine = unknown_gpu("NVIDIA GB200")
+
+    def speeds(machine: Machine, dtype: str = "bfloat16") -> Speeds:
+        return calibrated(speeds_of(machine, dtype=dtype), machine, dtype=dtype)
+
+    first = speeds(machine)
+    assert first.tells_time and first.flops == pytest.approx(OTHERS * 1.5e15) and "a product timed here" in first.source
+    assert speeds(machine) == first and speeds(machine, "float32").flops == pytest.approx(first.flops / 8)
+    assert runs == ["cuda:0"], "kept for later plans"
+    speeds(unknown_gpu("NVIDIA H100 80GB HBM3"))
+    speeds(unknown_gpu("H100", measured=False))
+    assert len(runs) == 1, "known cards are not timed"
+    keep_ranks(machine, {"flops": 7e14}, dtype="bfloat16")
+    assert speeds(machine).flops == 7e14, "calibrated"
+
+
+def test_where_an_unknown_card_has_no_room_for_a_product_no_time_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measuring, "has_gpu", lambda: True)
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(measuring, "device", full)
+    machine = unknown_gpu("NVIDIA GB200")
+    speeds = calibrated(speeds_of(machine, dtype="bfloat16"), machine, dtype="bfloat16")
+    assert not speeds.tells_time and not (tmp_path / "dsft").exists()
 
 
 def test_every_card_says_where_its_numbers_are_from():
