@@ -92,8 +92,6 @@ def _build(config, *, dtype: str, seed: int, quantization: Quantization | None) 
         if config.adapter:
             check_weight_files(Path(config.adapter))
         model = add_lora(model, config, adapter=config.adapter)
-        # activation checkpointing over a frozen embedding needs an input with a gradient
-        model.enable_input_require_grads()
     return model
 
 

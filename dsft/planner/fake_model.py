@@ -131,6 +131,7 @@ def fake_model(
     if adapters is not None:
         with torch.device("meta"):
             model = get_peft_model(model, copy.deepcopy(adapters))
+        # Only the first layer's input has no gradient (without checkpointing): all are counted as the others are.
         model.enable_input_require_grads()
     with contextlib.ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
