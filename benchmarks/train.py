@@ -7,7 +7,8 @@
 Every subject trains the same Llama from the same weights, on the same token ids in the same order, with as many
 sequences per step, in the same precision, by AdamW with a constant rate and gradients clipped at 1:
 
-- dsft: `dsft.train`, which decides what it decides for a user;
+- dsft: `dsft.train`, which decides what it decides for a user: in bf16 weights of bf16 with fp32 masters, where the
+  others on one rank have fp32 weights and autocast;
 - trainer: `transformers.Trainer` as run_clm sets it up; under ZeRO-3 with DeepSpeed's own bucket sizes;
 - trl: `SFTTrainer`, in an environment of its own;
 - bare: a loop of a dozen lines; under ZeRO-3 `deepspeed.initialize`, with its own bucket sizes.
@@ -440,12 +441,16 @@ def print_markdown(lines: list[dict]) -> None:
 def surroundings(args: argparse.Namespace) -> dict:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = ("torch", "transformers", "deepspeed", "accelerate", "peft")
+    versions = {name: importlib.metadata.version(name) for name in names}
+    if args.trl_python:
+        version = "import importlib.metadata; print(importlib.metadata.version('trl'))"
+        versions["trl"] = subprocess.check_output([args.trl_python, "-c", version], text=True).strip()
     return {
         "cpu": next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), ""),
         "cores": os.cpu_count(),
         "machine": args.machine,
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in names},
+        "versions": versions,
         "steps": STEPS,
         "warm_steps": WARM_STEPS,
         "seq_len": SEQ_LEN,

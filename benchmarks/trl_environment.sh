@@ -7,4 +7,4 @@ packages=$(python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'
 own=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 find "$packages" -maxdepth 1 -name '*.pth' -exec grep -h '^/' {} + > "$own/borrowed.pth" || true
 echo "$packages" >> "$own/borrowed.pth"
-"$1/bin/python" -m pip install --quiet --no-deps trl
+"$1/bin/python" -m pip install --quiet --no-deps trl==1.16.0
