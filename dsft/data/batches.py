@@ -144,7 +144,8 @@ class Collator:
 
     Args:
         rules: with the lengths that padding does not go beyond.
-        masked: False leaves attention_mask out, for models in which no token sees the padding after it.
+        masked: False leaves attention_mask out, for models in which no token sees the padding after it. A batch
+            without padding has none either: transformers would read it back from the GPU to see that it is of ones.
     """
 
     def __init__(self, pad_token_id: int, rules: RowRules = NO_RULES, *, masked: bool = True):
@@ -152,17 +153,16 @@ class Collator:
 
     def __call__(self, items: list[Sequence] | list[list[Sequence]]) -> dict[str, torch.Tensor]:
         sequences = sequences_in(items)
-        longest = max(len(sequence["input_ids"]) for sequence in sequences)
-        shape = (len(sequences), self.rules.width(longest))
+        lengths = [len(sequence["input_ids"]) for sequence in sequences]
+        shape = (len(sequences), self.rules.width(max(lengths)))
         ids_BT = torch.full(shape, self.pad_token_id, dtype=torch.long)
         mask_BT = torch.zeros(shape, dtype=torch.long)
         labels_BT = torch.full(shape, IGNORED, dtype=torch.long)
-        for row, sequence in enumerate(sequences):
-            length = len(sequence["input_ids"])
+        for row, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
             ids_BT[row, :length] = torch.as_tensor(sequence["input_ids"])
             mask_BT[row, :length] = 1
             labels_BT[row, :length] = torch.as_tensor(sequence["labels"])
-        mask = {"attention_mask": mask_BT} if self.masked else {}
+        mask = {"attention_mask": mask_BT} if self.masked and min(lengths) < shape[1] else {}
         return {
             "input_ids": ids_BT,
             **mask,

@@ -38,9 +38,12 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
         "activation_checkpointing": plan.activation_checkpointing,
         "deepspeed": plan.deepspeed_config,
     }
-    if options.streaming:
-        # Every rank reads; batches that rank 0 deals out would need one width.
-        values["accelerator_config"] = {"dispatch_batches": False}
+    # The host waits for no copy to the GPU. Of a stream every rank reads; batches that rank 0 deals out would need one
+    # width.
+    streaming = {"dispatch_batches": False} if options.streaming else {}
+    config = values.get("accelerator_config") or {}
+    if isinstance(config, dict):  # not a file's name
+        values["accelerator_config"] = {"non_blocking": True} | config | streaming
     return TrainingArguments(**values)
 
 

@@ -95,7 +95,7 @@ def job_over_data(
 
 def is_masked(options: TrainConfig, facts: ModelFacts, data: Sequence[FormattedSource]) -> bool:
     """Tells whether batches that are not packed have an attention mask: padded rows have none where
-    the model computes the same without. In full windows a mask of ones costs nothing.
+    the model computes the same without. Full windows need none.
     """
     if options.packing or _in_full_windows(options, data):
         return True

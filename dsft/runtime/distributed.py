@@ -333,6 +333,12 @@ def sum_over_ranks(values: "torch.Tensor") -> "torch.Tensor":
     return values.cpu()
 
 
+def add_over_ranks(values: "torch.Tensor") -> None:
+    """Sum element by element over all ranks, in place, without waiting for a GPU. Collective."""
+    if dist := _several_ranks():
+        dist.all_reduce(values)
+
+
 def max_over_ranks(value: float) -> float:
     """Return the largest of all ranks' values. Collective."""
     return max(from_all([value]))

@@ -49,5 +49,5 @@ def _note(number: int, frame: object) -> None:
     if number == signal.SIGINT:
         if _asked:
             raise KeyboardInterrupt
-        os.write(2, b"dsft: Ctrl-C: saves and ends after this step; a second one ends at once\n")
+        os.write(2, b"dsft: Ctrl-C: saves and ends after the next step; a second one ends at once\n")
     _asked = True

@@ -82,12 +82,18 @@ class Work:
         """Note the marks before and after a forward pass."""
         self._passes.append((start, end))
 
-    def note_step(self, *, tokens: int, positions: int) -> None:
-        """Note what all ranks computed in a step, when this rank's work of it is known to be done."""
+    def take_passes(self) -> list[tuple[Any, Any]]:
+        """Return the marks of the step at hand, and forget them."""
+        passes, self._passes = self._passes, []
+        return passes
+
+    def note_step(self, *, tokens: int, positions: int, passes: list[tuple[Any, Any]]) -> None:
+        """Note what all ranks computed in a step, when this rank's work of it, and so its `passes`, is known to be
+        done.
+        """
         self.tokens += tokens
         self.positions += positions
-        self.forward_seconds += sum(_seconds_between(start, end) for start, end in self._passes)
-        self._passes.clear()
+        self.forward_seconds += sum(_seconds_between(start, end) for start, end in passes)
 
 
 def mark() -> Any:

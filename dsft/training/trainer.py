@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainingArguments, masking_utils
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
@@ -30,7 +30,6 @@ from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.planner.plan import Plan
 from dsft.runtime import preemption
-from dsft.runtime.distributed import sum_over_ranks
 from dsft.training.callbacks import (
     Heartbeat,
     LearningCheck,
@@ -42,6 +41,7 @@ from dsft.training.callbacks import (
 from dsft.training.metrics import Compute, Work, derived_metrics, gather_metrics, mark
 from dsft.training.plan_check import PlanCheck
 from dsft.training.saving_trainer import SavingTrainer
+from dsft.training.step_reports import StepReport, StepReports
 from dsft.units import padded_width
 from dsft.watchdog import client as watchdog
 
@@ -90,8 +90,7 @@ class PerplexityTrainer(SavingTrainer):
         self.plan_check = PlanCheck(plan)
         self.add_callback(self.plan_check)
         self.callback_handler.callbacks.insert(0, LastEvaluation(self))  # trackers close after it
-        self.since_last_step = torch.zeros(4, dtype=torch.int64, device=args.device)
-        """Losses that are NaN or infinite, and counts of tokens, of this rank's micro batches since the last step."""
+        self.reports = StepReports(args.device)
 
     @property
     def totals(self) -> dict[str, int]:
@@ -150,49 +149,74 @@ class PerplexityTrainer(SavingTrainer):
         """The Trainer's, timed."""
         return super().get_batch_samples(self.work.timed(epoch_iterator), *args, **kwargs)
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         """The Trainer's, timed."""
         start = mark()
-        loss = super().compute_loss(*args, **kwargs)
+        with contextlib.nullcontext() if "position_ids" in inputs else one_sequence_per_row():
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
         self.work.note_forward(start, mark())
         return loss
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """The Trainer's step; after an optimizer step every rank learns how many tokens all had, whether any rank's
-        loss is NaN or infinite or any was asked to stop, and all stop together: one collective, waited for once.
+        """The Trainer's step; after an optimizer step every rank tells the others how many tokens it had, whether its
+        loss is NaN or infinite and whether it was asked to stop. Micro batches in between are not waited for.
         """
         num_tokens = inputs.pop("num_tokens")
         skipped = self.model_wrapped.skipped_steps
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self.since_last_step += torch.cat([~loss.isfinite().view(1), num_tokens])
-        if not self.accelerator.sync_gradients:  # the same on all ranks; micro batches in between are not waited for
-            return loss
-        due = self.is_save_due() and self.is_world_process_zero()  # one clock counts
-        flags = torch.tensor([preemption.is_asked(), due]).to(self.since_last_step)
-        bad, tokens, trained, positions, asked, due = sum_over_ranks(torch.cat([self.since_last_step, flags])).tolist()
-        self.since_last_step.zero_()
-        if self.args.include_num_input_tokens_seen == "non_padding":
-            self.state.num_input_tokens_seen += tokens
-        self.totals["trained_tokens"] += trained
-        self.work.note_step(tokens=tokens, positions=positions)
-        if due:
-            self.control.should_save = True
-        if asked and self.state.global_step + 1 < self.state.max_steps:  # else this is the last step anyhow
-            self.is_stopping = self.control.should_save = self.control.should_training_stop = True
-        if bad:
+        self.reports.add(loss, num_tokens)
+        if self.accelerator.sync_gradients:  # the same on all ranks
+            step = self.state.global_step + 1
+            due = self.is_save_due() and self.is_world_process_zero()  # one clock counts
+            self.reports.send(step, asked=preemption.is_asked(), due=due, passes=self.work.take_passes())
+            if not self.args.fp16:
+                self.skipped_steps.note(step, is_skipped=self.model_wrapped.skipped_steps > skipped)
+        return loss
+
+    def _read_reports(self) -> None:
+        """Read what was told of the step before; of this step too, where something that is due needs it. All ranks
+        read the same at the same step, so all stop together.
+        """
+        control = self.control
+        while self.reports and (
+            len(self.reports) > 1
+            or control.should_log
+            or control.should_evaluate
+            or control.should_save
+            or control.should_training_stop
+        ):
+            self._take_in(self.reports.read())
+
+    def _take_in(self, report: StepReport) -> None:
+        if report.bad:
             saved = checkpoints(self.args.output_dir)
             kept = f"the last checkpoint, {saved[-1]}, is untouched" if saved else "nothing had been saved yet"
             raise TrainingStopped(
-                f"the loss is NaN or infinite at step {self.state.global_step + 1}; {kept}. Usual causes: a learning"
-                f" rate too high (here {self.args.learning_rate}), fp16 where bf16 is needed, or broken weights in the"
-                " model that training started from"
+                f"the loss is NaN or infinite at step {report.step}; {kept}. Usual causes: a learning rate too high"
+                f" (here {self.args.learning_rate}), fp16 where bf16 is needed, or broken weights in the model that"
+                " training started from"
             )
-        if not self.args.fp16:
-            step = self.state.global_step + 1
-            self.skipped_steps.note(step, is_skipped=self.model_wrapped.skipped_steps > skipped)
-        return loss
+        if self.args.include_num_input_tokens_seen == "non_padding":
+            self.state.num_input_tokens_seen += report.tokens
+        self.totals["trained_tokens"] += report.trained
+        self.work.note_step(tokens=report.tokens, positions=report.positions, passes=report.passes)
+        if report.due:
+            self.control.should_save = True
+        if report.asked and self.state.global_step < self.state.max_steps:  # else training ends anyhow
+            self.is_stopping = self.control.should_save = self.control.should_training_stop = True
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Leaves clipping to DeepSpeed, which has done it. The Trainer's and accelerate's wait for the norm here."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: None = None) -> torch.Tensor | float | None:
+        """Leaves the norm on the GPU until the log reads it."""
+        return self.model_wrapped.get_global_grad_norm()
+
+    def floating_point_ops(self, inputs: dict[str, torch.Tensor]) -> float:
+        """The Trainer's own goes through all parameters for each micro batch, and ZeRO-3's are empty."""
+        return inputs["input_ids"].numel() * self.compute.flops_per_token
 
     def _track_num_input_tokens(self, inputs: dict[str, torch.Tensor]) -> None:
         """Leaves tokens without padding to `training_step`: the Trainer's own count is a collective for each micro
@@ -203,6 +227,7 @@ class PerplexityTrainer(SavingTrainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """The Trainer's, after every step; `should_log` is the same on all ranks. Collective."""
+        self._read_reports()
         if self.control.should_log:
             self.extra_metrics = gather_metrics(self.work) | {"num_trained_tokens": self.totals["trained_tokens"]}
             self.work = Work()
@@ -257,6 +282,19 @@ def mean_over_the_global_batch(
     """Divides the nats of a micro batch by `num_items_in_batch`, the trained tokens of a step over all ranks."""
     logits = outputs["logits"]
     return ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch=num_items_in_batch)
+
+
+@contextlib.contextmanager
+def one_sequence_per_row() -> Iterator[None]:
+    """Has transformers take each row without a mask for a single sequence inside a `with`, instead of reading positions
+    back from the GPU to see whether sequences are packed.
+    """
+    search = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = search
 
 
 @contextlib.contextmanager

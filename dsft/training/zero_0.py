@@ -3,7 +3,7 @@
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_
 
 
 def mend(engine: DeepSpeedEngine, *, resumes: bool) -> None:
@@ -33,7 +33,7 @@ def _forget_first_step(optimizer: FP16_UnfusedOptimizer) -> None:
 
 
 def _clip(engine: DeepSpeedEngine) -> None:
-    """Clip fp32 gradients as DeepSpeed does, and keep their norm, which it forgets, for `get_global_grad_norm`."""
-    engine._global_grad_norm = clip_grad_norm_(
-        parameters=engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu
-    )
+    """Clip fp32 gradients, and keep their norm for `get_global_grad_norm`: DeepSpeed forgets it, and adds it up
+    parameter by parameter. Every rank has the same gradients.
+    """
+    engine._global_grad_norm = clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())

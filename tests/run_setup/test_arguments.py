@@ -54,7 +54,8 @@ def _told(many: list[TrainConfig]) -> list[dict]:
         config = args.hf_deepspeed_config
         told.append(
             {name: getattr(args, name) for name in names}
-            | {"dispatch_batches": args.accelerator_config.dispatch_batches, "zero3": config.is_zero3()}
+            | {"zero3": config.is_zero3()}
+            | {name: getattr(args.accelerator_config, name) for name in ("dispatch_batches", "non_blocking")}
         )
     return told
 
@@ -67,8 +68,9 @@ def test_the_plan_decides_batches_and_checkpointing(tmp_path):
         TrainConfig(training=training, batch_tokens=64),
         TrainConfig(training=training, packing=True),
         TrainConfig(training=training, streaming=True),
+        TrainConfig(training=training | {"accelerator_config": {"non_blocking": False}}, streaming=True),
     ]
-    plain, explicit, filled, packed, stream = on_ranks(1, _told, many)[0]
+    plain, explicit, filled, packed, stream, waiting = on_ranks(1, _told, many)[0]
     assert (
         plain
         == explicit
@@ -78,12 +80,14 @@ def test_the_plan_decides_batches_and_checkpointing(tmp_path):
             "activation_checkpointing": True,
             "include_num_input_tokens_seen": "non_padding",
             "dispatch_batches": None,
+            "non_blocking": True,
             "zero3": False,
         }
     )
     assert filled == plain | {"per_device_train_batch_size": 1}
     assert packed == plain
     assert stream == plain | {"dispatch_batches": False}
+    assert waiting == stream | {"non_blocking": False}
 
 
 @pytest.mark.parametrize(

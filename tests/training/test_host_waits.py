@@ -7,9 +7,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from ranks import on_ranks, train
 from transformers import TrainerCallback, trainer
 
@@ -34,16 +36,18 @@ WAIT_SECONDS = 0.05
 
 
 def counted_training(options: dict) -> list[dict[str, int]]:
-    """Calls out of dsft's code in the third step of a training, and from the fourth, which logs, to the fifth."""
+    """Calls out of dsft, transformers and accelerate from the fourth step of a training to the fifth, and from there,
+    where it logs, to the sixth.
+    """
     calls, after_steps = Counter(), []
-    package = str(Path(dsft.__file__).parent)
+    packages = tuple(str(Path(package.__file__).parent) for package in (dsft, transformers, accelerate))
 
     def count(owner, name: str) -> None:
         function = getattr(owner, name)
 
         @functools.wraps(function)
         def counting(*args, **kwargs):
-            calls[name] += sys._getframe(1).f_code.co_filename.startswith(package)
+            calls[name] += sys._getframe(1).f_code.co_filename.startswith(packages)
             return function(*args, **kwargs)
 
         setattr(owner, name, counting)
@@ -65,15 +69,27 @@ def counted_training(options: dict) -> list[dict[str, int]]:
         count(dist, name)
     trainer.DEFAULT_CALLBACKS.append(AfterSteps)
     train(options)
-    return [after_steps[2] - after_steps[1], after_steps[4] - after_steps[3]]
+    return [after_steps[4] - after_steps[3], after_steps[5] - after_steps[4]]
 
 
 def test_an_optimizer_step_waits_for_one_collective_and_a_micro_batch_for_none(tiny, options, tmp_path):
-    """A line of the log takes one more collective, and tells the rank that waits for its data."""
-    changes = {"max_steps": 6, "logging_steps": 4, "gradient_accumulation_steps": 2}
-    step = {"all_reduce": 1, "cpu": 1, "tolist": 1}
+    """The host reads, once, what was told of the step before. The Trainer gathers how many tokens are trained.
+
+    A line of the log reads the newest step too, and the loss, the norm of the gradients and the operations done so far;
+    it tells the rank that waits for its data.
+    """
+    changes = {
+        "max_steps": 7,
+        "logging_steps": 5,
+        "seq_len": 32,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 1,
+        "train_sampling_strategy": "sequential",  # the last of 42 windows alone is padded, and masked
+    }
+    step = {"all_reduce": 1, "tolist": 1, "all_gather": 1}
     counts = on_ranks(2, counted_training, options(tmp_path / "run", zero="1", **changes))
-    assert counts == 2 * [[step, step | {"all_gather_object": 1}]]
+    log = {"tolist": 2, "item": 3, "all_gather": 3, "all_gather_object": 1}
+    assert counts == 2 * [[step, step | log]]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    line = next(line for line in lines if line["step"] == 4)
+    line = next(line for line in lines if line["step"] == 5)
     assert line["data_wait_seconds"] > 4 * WAIT_SECONDS and line["rank_skew"] >= 1
