@@ -22,7 +22,7 @@ from dsft.config.deepspeed_json import offloads, stage
 from dsft.models.zero_shards import mapped_resume
 from dsft.runtime import distributed
 from dsft.runtime.console import say
-from dsft.training import zero_0
+from dsft.training.engine import mend
 from dsft.watchdog import client as watchdog
 
 SAMPLED_TENSORS = 16
@@ -92,7 +92,7 @@ class SavingTrainer(Trainer):
                 max_steps, train_dataloader, None if is_changed else resume_from_checkpoint
             )
         distributed.extend_timeouts()
-        zero_0.mend(self.model_wrapped, resumes=resume_from_checkpoint is not None)
+        mend(self.model_wrapped, resumes=resume_from_checkpoint is not None)
         if is_changed:
             self._restore(resume_from_checkpoint)
         return prepared

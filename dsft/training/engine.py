@@ -1,0 +1,55 @@
+"""What DeepSpeed's engine leaves out, or does too much of."""
+
+import functools
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from torch.nn.utils import clip_grad_norm_
+
+
+def mend(engine: DeepSpeedEngine, *, resumes: bool) -> None:
+    """Mend an engine that is about to train.
+
+    Args:
+        resumes: its optimizer has the states of a checkpoint.
+    """
+    parameters = list(engine.module.parameters())
+    engine.zero_grad = functools.partial(_forget_gradients, parameters)
+    engine.train = functools.partial(_train, engine)
+    if engine.zero_optimization_stage() == 0:
+        if engine.dp_world_size == 1:
+            engine.enable_backward_allreduce = False  # it would copy all gradients, and copy them back
+        if not resumes and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+            _forget_first_step(engine.optimizer)
+        engine.clip_fp32_gradients = functools.partial(_clip, engine, parameters)
+
+
+def _forget_gradients(parameters: list[torch.nn.Parameter]) -> None:
+    """As the engine does, without a walk through all modules."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _train(engine: DeepSpeedEngine, mode: bool = True) -> None:
+    """As the engine does, where the mode is another: the Trainer asks for each micro batch."""
+    if engine.module.training != mode:
+        DeepSpeedEngine.train(engine, mode)
+
+
+def _forget_first_step(optimizer: FP16_UnfusedOptimizer) -> None:
+    """Undo the step with zero gradients by which DeepSpeed makes optimizer states in bf16 and fp16: it decays the
+    weights, and Adam counts it (`initialize_optimizer_states`).
+    """
+    optimizer.optimizer.state.clear()
+    with torch.no_grad():
+        for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+            for master, weight in zip(masters, weights, strict=True):
+                master.copy_(weight)
+
+
+def _clip(engine: DeepSpeedEngine, parameters: list[torch.nn.Parameter]) -> None:
+    """Clip fp32 gradients, and keep their norm for `get_global_grad_norm`: DeepSpeed forgets it, and adds it up
+    parameter by parameter. Every rank has the same gradients.
+    """
+    engine._global_grad_norm = clip_grad_norm_(parameters, engine.gradient_clipping())
