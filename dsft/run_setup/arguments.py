@@ -1,6 +1,8 @@
 """From the options of a training to transformers' arguments, and which options have no effect."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
@@ -38,13 +40,17 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
         "activation_checkpointing": plan.activation_checkpointing,
         "deepspeed": plan.deepspeed_config,
     }
+    values["accelerator_config"] = accelerator_config(values.get("accelerator_config"), streaming=options.streaming)
+    return TrainingArguments(**values)
+
+
+def accelerator_config(given: dict[str, Any] | str | None, *, streaming: bool) -> dict[str, Any]:
+    """Lays what the user says to accelerate, in a dict or a JSON file, over dsft's defaults."""
+    if isinstance(given, str):
+        given = json.loads(Path(given).read_text(encoding="utf-8"))
     # The host waits for no copy to the GPU. Of a stream every rank reads; batches that rank 0 deals out would need one
     # width.
-    streaming = {"dispatch_batches": False} if options.streaming else {}
-    config = values.get("accelerator_config") or {}
-    if isinstance(config, dict):  # not a file's name
-        values["accelerator_config"] = {"non_blocking": True} | config | streaming
-    return TrainingArguments(**values)
+    return {"non_blocking": has_gpu()} | (given or {}) | ({"dispatch_batches": False} if streaming else {})
 
 
 def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size: ModelSize) -> list[str]:

@@ -7,7 +7,7 @@ from ranks import on_ranks
 
 from dsft.config.options import TrainConfig
 from dsft.planner.zero_layout import OPTIMIZERS
-from dsft.run_setup.arguments import ignored_options, training_arguments, with_defaults
+from dsft.run_setup.arguments import accelerator_config, ignored_options, training_arguments, with_defaults
 
 SIZE = SimpleNamespace(unadapted_expert_params=0)
 PLAN = SimpleNamespace(
@@ -54,10 +54,19 @@ def _told(many: list[TrainConfig]) -> list[dict]:
         config = args.hf_deepspeed_config
         told.append(
             {name: getattr(args, name) for name in names}
-            | {"zero3": config.is_zero3()}
-            | {name: getattr(args.accelerator_config, name) for name in ("dispatch_batches", "non_blocking")}
+            | {"dispatch_batches": args.accelerator_config.dispatch_batches, "zero3": config.is_zero3()}
         )
     return told
+
+
+def test_copies_to_a_gpu_are_not_waited_for(monkeypatch, tmp_path):
+    assert accelerator_config(None, streaming=False) == {"non_blocking": False}  # there is none
+    monkeypatch.setattr("dsft.run_setup.arguments.has_gpu", lambda: True)
+    assert accelerator_config(None, streaming=True) == {"non_blocking": True, "dispatch_batches": False}
+    assert accelerator_config({"non_blocking": False}, streaming=False) == {"non_blocking": False}
+    (tmp_path / "own.json").write_text('{"even_batches": false}')
+    own = accelerator_config(str(tmp_path / "own.json"), streaming=False)
+    assert own == {"non_blocking": True, "even_batches": False}
 
 
 def test_the_plan_decides_batches_and_checkpointing(tmp_path):
@@ -68,9 +77,8 @@ def test_the_plan_decides_batches_and_checkpointing(tmp_path):
         TrainConfig(training=training, batch_tokens=64),
         TrainConfig(training=training, packing=True),
         TrainConfig(training=training, streaming=True),
-        TrainConfig(training=training | {"accelerator_config": {"non_blocking": False}}, streaming=True),
     ]
-    plain, explicit, filled, packed, stream, waiting = on_ranks(1, _told, many)[0]
+    plain, explicit, filled, packed, stream = on_ranks(1, _told, many)[0]
     assert (
         plain
         == explicit
@@ -80,14 +88,12 @@ def test_the_plan_decides_batches_and_checkpointing(tmp_path):
             "activation_checkpointing": True,
             "include_num_input_tokens_seen": "non_padding",
             "dispatch_batches": None,
-            "non_blocking": True,
             "zero3": False,
         }
     )
     assert filled == plain | {"per_device_train_batch_size": 1}
     assert packed == plain
     assert stream == plain | {"dispatch_batches": False}
-    assert waiting == stream | {"non_blocking": False}
 
 
 @pytest.mark.parametrize(
