@@ -65,8 +65,8 @@ def test_copies_to_a_gpu_are_not_waited_for(monkeypatch, tmp_path):
     assert accelerator_config(None, streaming=True) == {"non_blocking": True, "dispatch_batches": False}
     assert accelerator_config({"non_blocking": False}, streaming=False) == {"non_blocking": False}
     (tmp_path / "own.json").write_text('{"even_batches": false}')
-    own = accelerator_config(str(tmp_path / "own.json"), streaming=False)
-    assert own == {"non_blocking": True, "even_batches": False}
+    config = accelerator_config(str(tmp_path / "own.json"), streaming=False)
+    assert config == {"non_blocking": True, "even_batches": False}
 
 
 def test_the_plan_decides_batches_and_checkpointing(tmp_path):
