@@ -28,9 +28,8 @@ FP32 = "fp32"
 """Name of the trained weights themselves among the states."""
 OPTIMIZER_FILES, MODEL_FILES = "*_optim_states.pt", "*_model_states.pt"
 
-
-COPIED = ("module", "single_partition_of_fp32_groups", "fp32_flat_groups")
-"""What DeepSpeed copies out of its files into tensors that are there already."""
+SMALL_ELEMENTS = 2**16
+"""Tensors of fewer are loaded, not mapped: they would keep a file that is removed."""
 
 
 @contextlib.contextmanager
@@ -40,28 +39,33 @@ def mapped_resume(*, on_gpu: bool) -> Iterator[None]:
 
     Args:
         on_gpu: the optimizer's states go to a GPU. Else what was loaded becomes them, and must not be the file's own
-            pages: these would keep a checkpoint on the disk that is removed.
+            pages: these would keep a checkpoint on the disk that is removed. They are copied one by one, once the
+            states that were there before are gone.
     """
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+    take_states = torch.optim.Optimizer.load_state_dict
+
     def load(engine: TorchCheckpointEngine, path: str, map_location: Any = None) -> Any:
         content = load_pickle(Path(path))
-        return content if on_gpu else _with_own_states(content)
+        return content if on_gpu else tree_map_only(torch.Tensor, _loaded_if_small, content)
 
-    with mock.patch.object(TorchCheckpointEngine, "load", load):
+    def take_own_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        take_states(optimizer, state_dict)
+        for states in () if on_gpu else optimizer.state.values():
+            for name, value in states.items():
+                if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                    states[name] = value.clone()
+
+    with (
+        mock.patch.object(TorchCheckpointEngine, "load", load),
+        mock.patch.object(torch.optim.Optimizer, "load_state_dict", take_own_states),
+    ):
         yield
 
 
-def _with_own_states(content: dict[str, Any]) -> dict[str, Any]:
-    """Copy the tensors of a shard that become the optimizer's, one by one."""
-    return {
-        name: value
-        if name in COPIED
-        else _with_own_states(value)
-        if isinstance(value, dict)
-        else tree_map_only(torch.Tensor, torch.clone, value)
-        for name, value in content.items()
-    }
+def _loaded_if_small(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.numel() < SMALL_ELEMENTS else tensor
 
 
 @dataclass(frozen=True)

@@ -91,12 +91,15 @@ def shard(folder):
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_a_shard_is_mapped_while_a_run_resumes(on_gpu, tmp_path):
     """Without a GPU the moments become the optimizer's: as the file's pages they would keep a removed checkpoint."""
-    path = shard(tmp_path)
+    path, weight = shard(tmp_path), torch.nn.Parameter(torch.zeros(2**16))
+    optimizer = torch.optim.AdamW([weight])
     with mapped_resume(on_gpu=on_gpu):
         loaded = TorchCheckpointEngine().load(str(path), map_location="cpu")["optimizer_state_dict"]
-    weights, moments = loaded["fp32_flat_groups"][0], loaded["optimizer_state_dict"]["state"][0]
-    assert is_of_file(weights, path)
-    assert is_of_file(moments["exp_avg"], path) == is_of_file(moments["exp_avg_sq"], path) == on_gpu
+        weights, read = loaded["fp32_flat_groups"][0], loaded["optimizer_state_dict"]["state"]
+        assert is_of_file(weights, path) and is_of_file(read[0]["exp_avg"], path), "nothing is held twice"
+        optimizer.load_state_dict({"state": read, "param_groups": optimizer.state_dict()["param_groups"]})
+    moments = optimizer.state[weight]
+    assert {is_of_file(value, path) for value in moments.values()} == {on_gpu}
     assert weights[-1] == moments["exp_avg_sq"][-1] == 2**16 - 1 and moments["step"] == 3
 
 
