@@ -20,7 +20,7 @@ from dsft.data.sources import FormattedSource
 from dsft.errors import UserError
 from dsft.models.padding_probe import needs_mask
 from dsft.models.size import ModelFacts
-from dsft.planner.candidates import wants_fp32_sums
+from dsft.planner.candidates import NO_FP32_SUMS, candidate_names, wants_fp32_sums
 from dsft.planner.fake_model import Attention
 from dsft.planner.job import Job, attention_of
 from dsft.planner.measured_speeds import calibrated
@@ -29,6 +29,9 @@ from dsft.planner.speeds import Speeds, speeds_of
 from dsft.planner.zero_layout import sums_in_fp32, unmodelled_settings
 from dsft.run_setup.decisions import tiled_loss_decision
 from dsft.runtime.hardware import Machine
+
+WORTH_SAYING = 1.05
+"""A plan so many times as fast as the chosen one is named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +143,27 @@ def choose_plan(
     if own_file is None and wants_fp32_sums(job, plan.accumulation) and not sums_in_fp32(config):
         because = "float32 takes too much memory" if stage(config) >= 2 else f"ZeRO {plan.zero} cannot in float32"
         why += f" Gradients of {plan.accumulation} micro batches are added up in bfloat16: {because}."
+    if zero == "auto":
+        why += _cost_of_fp32_sums(plan, job, machine, speeds)
     said = [why, *job.unmodelled, *unmodelled_settings(config)]
     return Choice(plan=plan, candidates=tuple(candidates), reason=" ".join(said), speeds=speeds)
+
+
+def _cost_of_fp32_sums(plan: Plan, job: Job, machine: Machine, speeds: Speeds) -> str:
+    """Says how much faster ZeRO 0 or 1 would be with sums in bfloat16, where that is worth a word."""
+    if job.dtype != "bfloat16" or job.fp32_accumulation is not None or not (plan.fits and plan.tells_time):
+        return ""
+    in_bf16 = dataclasses.replace(job, fp32_accumulation=False)
+    names = [name for name in candidate_names(in_bf16, machine) if name in NO_FP32_SUMS]
+    plans = [other for name in names for other in all_plans(in_bf16, machine, speeds, zero=name)]
+    fitting = [other for other in plans if other.fits]
+    gain = max((other.time.tokens_per_second / plan.time.tokens_per_second for other in fitting), default=0)
+    if gain < WORTH_SAYING:
+        return ""
+    return (
+        f" {choose(fitting, machine).label} would be {gain:.2f} times as fast, but adds up gradients in bfloat16"
+        " (--fp32_accumulation false)."
+    )
 
 
 def plan_run(

@@ -310,6 +310,17 @@ def test_zero_0_and_1_add_up_no_4_micro_batches_in_bf16_unless_asked_for(configs
     assert "4 micro batches are added up in bfloat16: ZeRO 1 cannot in float32." in why
 
 
+def test_a_plan_says_where_fp32_sums_cost_speed(configs):
+    """ZeRO 2 reduces the gradients of each micro batch, ZeRO 1 those of a step."""
+    job = of_length(paper_job(TrainConfig(model=configs["8b"], dtype="bfloat16")), 4096, sequences_per_step=256)
+    said = [choose_plan(job, gpus(8, 90, interconnect=links)).reason for links in ("pcie", "nvlink")]
+    assert [f"{WAY} (--fp32_accumulation false)" in why for why in said] == [True, False]
+    assert WAY not in choose_plan(dataclasses.replace(job, **REFUSED), gpus(8, 90, interconnect="pcie")).reason
+
+
+WAY = "times as fast, but adds up gradients in bfloat16"
+
+
 def test_lowered_live_parameters_come_together(configs):
     """One alone changes nothing in DeepSpeed."""
     chosen, _ = plans_of(configs["8b"], gpus(8, 10), zero="3-offload", micro_batch=1, seq_len=2048)
