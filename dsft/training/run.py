@@ -33,7 +33,7 @@ from dsft.run_setup.resolve import ResolvedRun, resolve_run
 from dsft.runtime import distributed, preemption
 from dsft.runtime.agreement import require_same_start
 from dsft.runtime.console import say
-from dsft.runtime.hardware import give_back_freed_memory, has_gpu, wait_for_freed_gpu
+from dsft.runtime.hardware import give_back_freed_memory, has_gpu, keep_freed_memory, wait_for_freed_gpu
 from dsft.runtime.rank_logs import log_to_files
 from dsft.runtime.run_lock import only_run_in
 from dsft.runtime.versions import git_commit, versions
@@ -68,8 +68,9 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
     run = resolve_run(options, world=distributed.world_size(), machine=machine, problems=problems)
     if run is None:
         return None
-    if not machine.has_gpu and run.plan.host_bytes > LITTLE_MEMORY * machine.host_bytes:
-        give_back_freed_memory()
+    if not machine.has_gpu:
+        has_little = run.plan.host_bytes > LITTLE_MEMORY * machine.host_bytes
+        give_back_freed_memory() if has_little else keep_freed_memory()
     log_to_files(run.output_dir, append=run.checkpoint is not None)
     describe_plan(run)
     watchdog.set_limits(run.options)
