@@ -284,17 +284,13 @@ def mean_over_the_global_batch(
     return ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch=num_items_in_batch)
 
 
-def _none_packed(position_ids: torch.Tensor) -> None:
-    """`find_packed_sequence_indices` of rows that are single sequences."""
-
-
 @contextlib.contextmanager
 def one_sequence_per_row() -> Iterator[None]:
     """Has transformers take each row without a mask for a single sequence inside a `with`, instead of reading positions
     back from the GPU to see whether sequences are packed.
     """
     search = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _none_packed  # the same function each time, which torch.compile guards
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
     finally:
