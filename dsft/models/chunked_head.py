@@ -9,8 +9,9 @@ in which the backbone hands out given hidden states and the head has only some r
     |- lm_head       |- BareLinear    multiplies with the weight rows of one tile
     forward() -----> forward()        the model's own: softcap, scale, bias
 
-A probe compares this once with the plain forward. Where they differ, or where a model is built otherwise, plain logits
-are used.
+A model that is built otherwise, such as BERT, is taken at its output layer: that gets one position, and the hidden
+states that come to it are kept. A probe compares either way once with the plain forward. Where they differ, plain
+logits are used.
 
 Shape suffixes: B batch, T time, H hidden, N scored positions, W one tile of the vocabulary.
 """
@@ -25,6 +26,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.modeling_outputs import CausalLMOutput
 
 from dsft.runtime import distributed
 
@@ -128,6 +130,16 @@ def make_shell(inner: nn.Module, backbone: nn.Module, head: nn.Module) -> nn.Mod
     return shell
 
 
+class HeadAlone:
+    """Stands for a model whose logits are what its output layer makes."""
+
+    def __init__(self, head: nn.Module):
+        self.head = head
+
+    def __call__(self, inputs_embeds: torch.Tensor, **_) -> CausalLMOutput:
+        return CausalLMOutput(logits=self.head(inputs_embeds))
+
+
 class ChunkedHead:
     """Splits a forward: `hidden = run_backbone(...)`, then `logits(rows of hidden)` within `weights()`.
 
@@ -139,19 +151,16 @@ class ChunkedHead:
         self.model, self.vocab_tile = model, vocab_tile
         self.inner = model.get_base_model() if isinstance(model, PeftModel) else model
         self.backbone = backbone_of(self.inner)
-        self.usable = self._make_shell()
-
-    def _make_shell(self) -> bool:
-        """Make the shell, if the model has the usual parts."""
         self.hand_out, self.linear = HandOut(self.backbone), self.inner.get_output_embeddings()
-        if type(self.linear) is not nn.Linear:
-            return False
-        self.bare = BareLinear(self.linear)
-        self.shell = make_shell(self.inner, self.hand_out, self.bare)
-        return self.shell is not None
+        self.usable = type(self.linear) is nn.Linear
+        if self.usable:
+            self.bare = BareLinear(self.linear)
+            self.shell = make_shell(self.inner, self.hand_out, self.bare) or HeadAlone(self.bare)
 
     def run_backbone(self, **inputs: torch.Tensor) -> torch.Tensor:
         """Return hidden states [B, T, H]. The model itself is called, so every hook runs; the head does one row."""
+        if isinstance(self.shell, HeadAlone):
+            return self._inputs_of_head(**inputs)
         outputs = []
         parts = [part for part in (self.backbone, getattr(self.backbone, "decoder", None)) if part is not None]
         handles = [part.register_forward_hook(lambda module, args, output: outputs.append(output[0])) for part in parts]
@@ -161,6 +170,20 @@ class ChunkedHead:
             for handle in handles:
                 handle.remove()
         return outputs[-1]  # the backbone's comes last; IndexError where this architecture calls neither
+
+    def _inputs_of_head(self, **inputs: torch.Tensor) -> torch.Tensor:
+        taken = []
+
+        def take(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+            taken.append(args[0])
+            return (args[0][:, -1:],)
+
+        handle = self.linear.register_forward_pre_hook(take)
+        try:
+            self.model(**inputs, use_cache=False)
+        finally:
+            handle.remove()
+        return taken[-1]  # IndexError where this architecture does not call its output layer
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
