@@ -51,6 +51,8 @@ class HardwareFields:
     """Folder on a fast local disk, or its free size on paper, for example 4TB."""
     interconnect: str = ""
     """For example nvlink+ib400, nvlink+8xib400, pcie, pcie4+eth25, eth10 (Gbit/s of a card, cards per node)."""
+    gpu_check: str | None = None
+    """gpu-check.json of another machine: plans for that one, with what `dsft gpu-check` measured there."""
     calibrate: bool = False
     """First measure the speeds of this machine, for the time of a step."""
 

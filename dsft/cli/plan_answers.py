@@ -85,7 +85,7 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
 
 def _calibrate(request: Request, machine: Machine) -> None:
     if not machine.measured:
-        raise UserError(["--calibrate measures this machine; leave out --gpus, --hostfile and --gpu_type"])
+        raise UserError(["--calibrate measures this machine; leave out --gpus, --hostfile, --gpu_type and --gpu_check"])
     dtype = request.training.dtype if request.training.dtype != "auto" else auto_dtype(machine)
     print(f"dsft: speeds measured and kept in {calibrate(machine, dtype=dtype)}", file=sys.stderr)
 

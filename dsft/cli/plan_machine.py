@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from dsft.cli.commands import PlanOptions
+from dsft.cluster.gpu_check.table import read_machine
 from dsft.errors import UserError
 from dsft.planner.gpus import GPUS, choose_gpu, named_gpus, same_memory
 from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, split_gpus, this_machine
@@ -30,7 +31,9 @@ def read_machines(options: PlanOptions) -> list[Machine]:
         raise UserError([f"--nodes {options.nodes}: --hostfile {options.hostfile} says {len(hosts)}; keep one"])
     nodes = [len(hosts)] if hosts else _read_nodes(options.nodes or "1")
     slots = min(hosts.values()) if hosts else None
-    if not (options.gpus or options.gpu_type or hosts):
+    if options.gpu_check:
+        machine = _checked(options, slots)
+    elif not (options.gpus or options.gpu_type or hosts):
         machine = this_machine()
     elif hosts and not (options.gpus or options.gpu_type) and has_gpu():
         machine = dataclasses.replace(this_machine(), ranks_per_node=slots)
@@ -55,6 +58,21 @@ def read_machines(options: PlanOptions) -> list[Machine]:
             [f"{machine.ranks_per_node * max(nodes):,} GPUs: the largest clusters have {MOST_GPUS:,}; lower --nodes"]
         )
     return [dataclasses.replace(machine, nodes=number, host_names=tuple(sorted(hosts or ()))) for number in nodes]
+
+
+def _checked(options: PlanOptions, slots: int | None) -> Machine:
+    machine = read_machine(Path(options.gpu_check).expanduser())
+    for name in ("gpus", "gpu_type"):
+        if asked := getattr(options, name):
+            raise UserError([f"--{name} {asked}: --gpu_check {options.gpu_check} says it; keep one"])
+    if slots and slots != machine.ranks_per_node:
+        raise UserError(
+            [
+                f"--gpu_check {options.gpu_check}: made with {machine.ranks_per_node} ranks; --hostfile"
+                f" {options.hostfile} says {slots} per node"
+            ]
+        )
+    return machine
 
 
 def _on_paper(options: PlanOptions, slots: int | None) -> Machine:

@@ -338,7 +338,7 @@ def gpu_name(machine: Machine) -> str:
         UserError: where a user's name is not in the table.
     """
     names = named_gpus(machine.gpu_type) if machine.gpu_type else []
-    if not names and machine.gpu_type and not machine.measured:
+    if not names and machine.gpu_type and not machine.exists:
         raise UserError([f"--gpu_type {machine.gpu_type}: unknown; there are {', '.join(GPUS)}"])
     names = names or sized_gpus(machine.device_bytes)
     if names and machine.gpu_type:

@@ -2,9 +2,9 @@
 
 `dsft plan --calibrate` writes what this machine's ranks reach (under host, CPU, GPU, number of ranks and precision),
 `dsft doctor` what the links between a set of hosts do, `dsft gpu-check` what GPUs hold outside of torch, and a plan
-what a GPU multiplies whose name is in no table. A plan for another machine or other hosts sees none of it. Other
-memory predictions are never fitted. Remove the file to go back to data sheets. Imports no torch: the doctor's quick
-part writes here too. What measures is measuring.py.
+what a GPU multiplies whose name is in no table. A plan for another machine or other hosts sees none of it, unless
+gpu-check.json brings it along (`Machine.checked`). Other memory predictions are never fitted. Remove the file to go
+back to data sheets. Imports no torch: the doctor's quick part writes here too. What measures is measuring.py.
 """
 
 import contextlib
@@ -80,17 +80,26 @@ def with_links(speeds: "Speeds", machine: "Machine") -> "Speeds":
     return dataclasses.replace(speeds, **values, source=source)
 
 
+def to_carry(machine: "Machine", *, dtype: str) -> dict[str, Any]:
+    """Return what is kept of this machine, without its name: `Machine.checked` on another."""
+    ranks = _look_up("ranks", _ranks_key(machine, dtype))
+    return {"bits": 8 * DTYPE_BYTES[dtype], "ranks": ranks, "outside": _look_up("outside", _outside_key(machine))}
+
+
 def _with_ranks(speeds: "Speeds", machine: "Machine", *, dtype: str) -> "Speeds":
     path = speeds_file()
-    if not machine.measured or not path.is_file():
+    if machine.checked:
+        measured = machine.checked["ranks"] if machine.checked["bits"] == 8 * DTYPE_BYTES[dtype] else None
+    elif not machine.measured or not path.is_file():
         return speeds
-    if not _read(path):
+    elif not _read(path):
         note = f"{path} cannot be read; remove it, or measure again with --calibrate"
         return dataclasses.replace(speeds, source=f"{speeds.source} ({note})")
-    measured = _look_up("ranks", _ranks_key(machine, dtype))
+    else:
+        measured = _look_up("ranks", _ranks_key(machine, dtype))
     try:
         values = {name: float(value) for name, value in measured.items() if name != "date"}
-        source = f"measured on this machine on {measured['date']}"
+        source = f"measured {'by dsft gpu-check' if machine.checked else 'on this machine'} on {measured['date']}"
         return dataclasses.replace(speeds, **values, source=source, tells_time=True)
     except (AttributeError, KeyError, TypeError, ValueError):  # nothing measured, or a damaged entry
         return speeds
@@ -118,9 +127,9 @@ def _with_product(speeds: "Speeds", machine: "Machine", *, dtype: str) -> "Speed
 
 def _with_outside(speeds: "Speeds", machine: "Machine") -> "Speeds":
     """Put in the memory measured outside of torch, on one node: between nodes NCCL has other buffers."""
-    if not machine.measured or machine.nodes > 1:
+    if not machine.exists or machine.nodes > 1:
         return speeds
-    measured = _look_up("outside", _outside_key(machine))
+    measured = machine.checked["outside"] if machine.checked else _look_up("outside", _outside_key(machine))
     try:
         context_bytes, each = int(measured["context_bytes"]), tuple(map(int, measured["communicators_bytes"]))
     except (KeyError, TypeError, ValueError):  # nothing measured, or a damaged entry

@@ -82,7 +82,7 @@ def speeds_of(machine: Machine, *, dtype: str, products: float = 0.0) -> Speeds:
     if not machine.has_gpu:
         return _of_cpu_ranks(machine)
     name = gpu_name(machine)
-    gpu, is_known = GPUS[name], bool(named_gpus(machine.gpu_type)) or not machine.measured
+    gpu, is_known = GPUS[name], bool(named_gpus(machine.gpu_type)) or not machine.exists
     source = f"{name} by {'published products' if gpu.matmul_tflops else 'its data sheet'}, {_links(machine)}"
     if not is_known:
         gpu = _like(gpu, products) if products else gpu

@@ -1,5 +1,6 @@
 """Checks that ask torch itself: the machine, its rates, memory outside of torch, kernels that keep rows apart."""
 
+import dataclasses
 import operator
 import os
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from dsft.models.packing_probe import isolation_problem
 from dsft.models.padding_probe import ignores_padding
 from dsft.planner.gpus import GPUS, gpu_name, named_gpus
 from dsft.planner.limits import ASSUMED
-from dsft.planner.measured_speeds import calibrated, keep_outside
+from dsft.planner.measured_speeds import calibrated, keep_outside, speeds_file, to_carry
 from dsft.planner.measuring import best_seconds, calibrate, matmul_flops, on_new_ranks
 from dsft.planner.speeds import Speeds, speeds_of
 from dsft.runtime.distributed import device
@@ -92,9 +93,17 @@ def speeds(setting: Setting) -> Iterator[Row]:
     copies = host_link_bytes(place)
     yield rate("copies from pinned host memory", planned.host_link_bytes, copies, "GB/s", told=planned.tells_time)
     torch.cuda.empty_cache()
-    path = calibrate(machine, dtype=dtype, known={"host_link_bytes": copies} if setting.has_gpu else {})
+    calibrate(machine, dtype=dtype, known={"host_link_bytes": copies} if setting.has_gpu else {})
     yield from planned_rates(planned, calibrated(planned, machine, dtype=dtype), machine)
-    yield Row(claim="dsft plan reads these rates", measured=path.name, ok=path.is_file())
+    yield rates_for_plans(machine, dtype=dtype)
+
+
+def rates_for_plans(machine: Machine, *, dtype: str) -> Row:
+    """Tell where plans on this machine read the rates; the details are for plans elsewhere (`table.read_machine`)."""
+    path = speeds_file()
+    there = dataclasses.replace(machine, measured=False, checked=to_carry(machine, dtype=dtype))
+    details = {"machine": dataclasses.asdict(there)}
+    return Row(claim="dsft plan reads these rates", measured=path.name, ok=path.is_file(), details=details)
 
 
 def planned_rates(planned: Speeds, measured: Speeds, machine: Machine) -> Iterator[Row]:
