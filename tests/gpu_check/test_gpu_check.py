@@ -200,9 +200,15 @@ def test_a_json_without_rates_and_a_missing_one_are_refused(setting, tmp_path):
     path = tmp_path / "gpu-check.json"
     with pytest.raises(UserError, match=r"gpu-check\.json: No such file"):
         read_machine(path)
-    write_results({"facts": [Row(claim="x", measured="y")]}, setting, tmp_path)
-    with pytest.raises(UserError, match="no rates in it; write it with"):
-        read_machine(path)
+    for rows in (
+        {},
+        {"facts": []},
+        {"speeds": []},
+        {"speeds": [Row(claim="", measured="", details={"machine": {"checked": {}}})]},
+    ):
+        write_results(rows, setting, tmp_path)
+        with pytest.raises(UserError, match="no rates in it; write it with"):
+            read_machine(path)
 
 
 def test_a_host_whose_name_is_a_word_changes_no_claim_and_no_key(setting, monkeypatch):

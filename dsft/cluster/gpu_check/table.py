@@ -76,7 +76,8 @@ def read_machine(path: Path) -> Machine:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["checks"]["speeds"]
         fields = next(row["details"]["machine"] for row in rows if "machine" in row["details"])
-        return Machine(**fields | {"host_names": ()})
+        checked = {name: fields["checked"][name] for name in ("bits", "ranks", "outside")}
+        return Machine(**fields | {"checked": checked, "host_names": ()})
     except OSError as error:
         raise UserError([f"--gpu_check {path}: {error.strerror}"]) from None
     except (KeyError, StopIteration, TypeError, ValueError):
