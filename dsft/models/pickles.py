@@ -127,4 +127,14 @@ def _allow_known_classes() -> None:
 
     of_deepspeed = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
     of_numpy = [np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
-    torch.serialization.add_safe_globals(of_deepspeed + of_numpy)
+    of_python = [(_zero_stage, "builtins.getattr")]
+    torch.serialization.add_safe_globals(of_deepspeed + of_numpy + of_python)
+
+
+def _zero_stage(enum: type, name: str) -> Any:
+    """Stand for getattr: some releases of Python (3.11.2) store a member of an enum as getattr(its class, its name)."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    if enum is not ZeroStageEnum:
+        raise pickle.UnpicklingError("GLOBAL getattr was not an allowed global")
+    return ZeroStageEnum[name]

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import flags
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from ranks import on_ranks, run_entry, train, train_all
 from safetensors.torch import load_file
 from tiny import write_model
@@ -31,6 +33,16 @@ class Payload:
 
     def __reduce__(self):
         return os.mkdir, (str(self.trace),)
+
+
+class ByName:
+    """Is stored as an attribute of a class."""
+
+    def __init__(self, of: type, name: str):
+        self.of, self.name = of, name
+
+    def __reduce__(self):
+        return getattr, (self.of, self.name)
 
 
 def poison(file: Path, trace: Path, *, old_format: bool = False) -> None:
@@ -62,6 +74,23 @@ def copy(runs, tmp_path):
 
 
 SHARDS = ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+
+
+@pytest.mark.parametrize("zip_format", [True, False])
+def test_a_stage_that_is_stored_by_name_is_read_and_no_other_attribute(tmp_path, zip_format):
+    """As Python 3.11.2 stores members of enums, and other releases do not."""
+    file = tmp_path / "shard.pt"
+    for of, name, said in [
+        (ZeroStageEnum, "weights", None),
+        (ZeroStageEnum, "__base__", "cannot be read"),
+        (LossScaler, "__init__", r"shard\.pt: holds getattr, which no checkpoint needs"),
+    ]:
+        torch.save({"stage": ByName(of, name)}, file, _use_new_zipfile_serialization=zip_format)
+        if said is None:
+            assert load_pickle(file) == {"stage": ZeroStageEnum.weights}
+        else:
+            with pytest.raises(UserError, match=said):
+                load_pickle(file)
 
 
 @pytest.mark.launch
