@@ -248,5 +248,5 @@ def test_every_check_holds_on_cpu_ranks(run, tiny, tmp_path):
     assert all(any(row["ok"] for row in checks[name]) for name in checks.keys() - skipped - {"outside"})
     assert table({}).splitlines()[0] in result.stdout
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
-    words = ["--model", tiny / "model", "--gpu_check", tmp_path / "gpu-check.json"]
+    words = ["--model", tiny / "model", "--seq_len", "128", "--gpu_check", tmp_path / "gpu-check.json"]
     assert "measured by dsft gpu-check" in run(["dsft", "plan", *words]).stdout
