@@ -5,6 +5,7 @@ import functools
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.nn.utils import clip_grad_norm_
 
 
@@ -23,6 +24,8 @@ def mend(engine: DeepSpeedEngine, *, resumes: bool) -> None:
         if not resumes and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
             _forget_first_step(engine.optimizer)
         engine.clip_fp32_gradients = functools.partial(_clip, engine, parameters)
+    elif isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and not engine.optimizer.cpu_offload:
+        _spare_gradients(engine.optimizer, alone=engine.dp_world_size == 1)
 
 
 def _forget_gradients(parameters: list[torch.nn.Parameter]) -> None:
@@ -46,6 +49,17 @@ def _forget_first_step(optimizer: FP16_UnfusedOptimizer) -> None:
         for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
             for master, weight in zip(masters, weights, strict=True):
                 master.copy_(weight)
+
+
+def _spare_gradients(optimizer: DeepSpeedZeroOptimizer, *, alone: bool) -> None:
+    """Read gradients of ZeRO 1 and 2 less often: a single rank reduces none, and none are searched for infinite numbers
+    before their norm, which leaves out the step as well (`step`), is computed.
+    """
+    if alone:
+        optimizer.reduce_scatter = False
+        optimizer.gradient_reduction_w_predivide = lambda gradients, communication_dtype: gradients
+    if optimizer.compute_grad_norm:
+        optimizer.check_overflow = lambda partition_gradients: None
 
 
 def _clip(engine: DeepSpeedEngine, parameters: list[torch.nn.Parameter]) -> None:

@@ -1,0 +1,42 @@
+"""What dsft spares DeepSpeed's optimizer of ZeRO 1 and 2."""
+
+import pytest
+from deepspeed import comm
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from ranks import on_ranks, trained
+
+from dsft.training import engine
+
+pytestmark = pytest.mark.launch
+
+
+def counted(options: dict, is_mended: bool) -> tuple[int, int, list[float]]:
+    """Numbers that a training reduces over its ranks, its searches for infinite gradients, and its losses."""
+    if not is_mended:
+        engine._spare_gradients = lambda optimizer, alone: None
+    elements, searches, search = [], [], DeepSpeedZeroOptimizer.has_overflow
+
+    def counting(reduce):
+        return lambda tensor, *args, **kwargs: (elements.append(tensor.numel()), reduce(tensor, *args, **kwargs))
+
+    comm.all_reduce, comm.reduce = counting(comm.all_reduce), counting(comm.reduce)
+    DeepSpeedZeroOptimizer.has_overflow = lambda *args, **kwargs: searches.append(1) or search(*args, **kwargs)
+    history = trained(options).state.log_history
+    return sum(elements), len(searches), [entry["loss"] for entry in history if "loss" in entry]
+
+
+@pytest.mark.parametrize(("zero", "accumulation"), [("1", 1), ("2", 4)])  # 4 are added up in fp32
+def test_a_single_rank_reduces_no_gradients_and_trains_to_the_same_bits(options, tmp_path, zero, accumulation):
+    case = {"zero": zero, "dtype": "bfloat16", "gradient_accumulation_steps": accumulation, "logging_steps": 1}
+    mended, plain = (
+        on_ranks(1, counted, options(tmp_path / str(is_mended), **case), is_mended)[0] for is_mended in (True, False)
+    )
+    steps = len(mended[2])
+    assert mended == (2 * steps, 0, plain[2])  # one norm of the parameters that decay, one of the others
+    assert plain[0] > 1000 * steps and plain[1] == steps
+
+
+def test_several_ranks_search_no_gradients_for_infinite_numbers(options, tmp_path):
+    case = options(tmp_path / "run", zero="1", dtype="bfloat16", logging_steps=1)
+    for elements, searches, losses in on_ranks(2, counted, case, True):
+        assert searches == 0 and elements > 1000 * len(losses)
