@@ -1,12 +1,29 @@
 """What DeepSpeed's engine leaves out, or does too much of."""
 
 import functools
+import importlib
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.runtime import compiler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.nn.utils import clip_grad_norm_
+
+
+def import_muon(deepspeed_config: dict[str, Any]) -> None:
+    """Import DeepSpeed's Muon without compiling its kernels, where another optimizer trains: DeepSpeed asks whether it
+    is Muon (`is_zero_supported_optimizer`), and to compile imports Inductor, 1 s of CPU time on each rank.
+    """
+    if (deepspeed_config.get("optimizer") or {}).get("type", "").lower() == "muon":
+        return
+    compile_kernels = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = compile_kernels
 
 
 def mend(engine: DeepSpeedEngine, *, resumes: bool) -> None:

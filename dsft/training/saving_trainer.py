@@ -22,7 +22,7 @@ from dsft.config.deepspeed_json import offloads, stage
 from dsft.models.zero_shards import mapped_resume
 from dsft.runtime import distributed
 from dsft.runtime.console import say
-from dsft.training.engine import mend
+from dsft.training.engine import import_muon, mend
 from dsft.watchdog import client as watchdog
 
 SAMPLED_TENSORS = 16
@@ -87,6 +87,7 @@ class SavingTrainer(Trainer):
         Collective.
         """
         is_changed = resume_from_checkpoint is not None and topology_change(resume_from_checkpoint, self.topology)
+        import_muon(self.args.hf_deepspeed_config.config)
         with self._mapped_resume():
             prepared = super()._prepare_for_training(
                 max_steps, train_dataloader, None if is_changed else resume_from_checkpoint

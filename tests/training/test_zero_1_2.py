@@ -1,5 +1,8 @@
 """What dsft spares DeepSpeed's optimizer of ZeRO 1 and 2."""
 
+import subprocess
+import sys
+
 import pytest
 from deepspeed import comm
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -40,3 +43,20 @@ def test_several_ranks_search_no_gradients_for_infinite_numbers(options, tmp_pat
     case = options(tmp_path / "run", zero="1", dtype="bfloat16", logging_steps=1)
     for elements, searches, losses in on_ranks(2, counted, case, True):
         assert searches == 0 and elements > 1000 * len(losses)
+
+
+@pytest.mark.parametrize(("optimizer", "is_inductor_needed"), [("AdamW", False), ("Muon", True)])
+def test_inductor_is_imported_for_muon_alone(optimizer, is_inductor_needed):
+    code = f"""
+import sys, torch
+from dsft.training.engine import import_muon
+import_muon({{"optimizer": {{"type": "{optimizer}"}}}})
+from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
+import deepspeed.comm
+deepspeed.comm.get_rank = lambda: 1
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+assert is_zero_supported_optimizer(torch.optim.AdamW([torch.ones(1)]))
+print("torch._inductor.compile_fx" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == str(is_inductor_needed), done.stderr
