@@ -16,7 +16,7 @@ def import_muon(deepspeed_config: dict[str, Any]) -> None:
     """Import DeepSpeed's Muon without compiling its kernels, where another optimizer trains: DeepSpeed asks whether it
     is Muon (`is_zero_supported_optimizer`), and to compile imports Inductor, 1 s of CPU time on each rank.
     """
-    if (deepspeed_config.get("optimizer") or {}).get("type", "").lower() == "muon":
+    if str((deepspeed_config.get("optimizer") or {}).get("type")).lower() == "muon":
         return
     compile_kernels = compiler.compile
     compiler.compile = lambda: lambda function: function
