@@ -324,5 +324,7 @@ def _plan(
     options: TrainConfig, job: Job, machine: Machine, zero_file: dict[str, Any] | None, checkpoint: str | None
 ) -> tuple[Plan, str]:
     choice = plan_run(options, job, machine, zero_file=zero_file, checkpoint=checkpoint)
-    raise_if_any(check_sharding(job.size, stage=stage(choice.plan.deepspeed_config), model=options.model))
-    return choice.plan, choice.reason
+    plan, config = choice.plan, choice.plan.deepspeed_config  # a resume keeps its plan, whatever options are new
+    problems = check_zero_file(config, dataclasses.replace(options, zero=plan.zero))
+    raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
+    return plan, choice.reason

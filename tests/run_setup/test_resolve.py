@@ -14,8 +14,10 @@ from dsft.checkpoints.manifest import MANIFEST
 from dsft.cli.main import main
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
+from dsft.errors import UserError
 from dsft.planner.gpus import GPUS
 from dsft.planner.plan import as_dict
+from dsft.run_setup import resolve
 from dsft.run_setup.decisions import Draft, keep_global_batch
 from dsft.run_setup.resolve import resolve_run, resume_decisions
 from dsft.runtime.hardware import Machine
@@ -94,6 +96,19 @@ def test_a_checkpoint_is_resumed_ended_or_taken_for_its_weights(tmp_path):
     other = {"output_dir": str(tmp_path / "new"), "resume_from_checkpoint": str(tmp_path / "run-8" / "checkpoint-8")}
     weights = {"model": other["resume_from_checkpoint"], "resume_from_checkpoint": None}
     assert decided(8, resume_weights_only=True, training=other) == (False, weights, False)
+
+
+def test_the_plan_that_a_resume_keeps_is_checked_with_options_that_are_new(resolved, monkeypatch, tmp_path):
+    plan = {"zero": "3", "activation_checkpointing": True, "micro_batch": 2, "accumulation": 4}
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / MANIFEST).write_text(json.dumps({"world_size": 8, "zero_stage": 3}))
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"world_size": 8, "plan": plan}))
+    monkeypatch.setattr(resolve, "check_machine", lambda options: [])  # liger_kernel may not be installed
+    monkeypatch.setattr(resolve, "resume_decisions", lambda *_: (str(checkpoint), [], False))
+    assert resolved(world=8, resume_from_checkpoint="auto").plan.zero == "3"
+    with pytest.raises(UserError, match="use_liger_kernel cannot be combined with zero=3"):
+        resolved(world=8, resume_from_checkpoint="auto", use_liger_kernel=True)
 
 
 @pytest.mark.parametrize("architecture", grid(ARCHITECTURES, ["mixtral"]))
