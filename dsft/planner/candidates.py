@@ -93,13 +93,17 @@ def batches(job: Job, world_size: int) -> Iterator[tuple[int, int]]:
 
 
 def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Machine) -> Iterator[dict[str, Any]]:
-    """Yield the configuration with numbers for this model, then with less memory; a JSON of the user's stays."""
+    """Yield the configuration with numbers for this model, then with less memory; of a JSON of the user's only what
+    stands there at "auto" is chosen.
+    """
     config = compose(zero_file or read_zero_file(name, []), ranks_per_node=machine.ranks_per_node)
     _make_room_for_largest(config, job.size, machine.world_size)
+    zero = config["zero_optimization"]
     if zero_file is not None:
+        if zero.get("stage") == 3 and (numbers := stage_3_buckets(zero, job.size)):
+            yield config | {"zero_optimization": zero | numbers}
         yield config
         return
-    zero = config["zero_optimization"]
     read = dict(zero)
     for part in ("offload_optimizer", "offload_param"):
         if machine.nvme_path and get_value(zero, f"{part}.nvme_path"):

@@ -354,6 +354,28 @@ def test_stage_3_gathers_adapters_together_and_has_no_tiny_buckets(configs, tmp_
     assert full.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] == 100_000
 
 
+def test_what_a_deepspeed_json_leaves_to_auto_is_chosen_as_for_a_named_configuration(configs):
+    """Where that does not fit, transformers' numbers stay; written ones always do."""
+    options = TrainConfig(model=configs["8b"], method="lora", dtype="bfloat16")
+    job, written = paper_job(options), read_zero_file("3", [])
+
+    def zero_of(machine: Machine, **changes) -> dict:
+        zero_file = written | {"zero_optimization": written["zero_optimization"] | changes}
+        speeds = speeds_of(machine, dtype=job.dtype)
+        plans = all_plans(job, machine, speeds, zero="own.json", zero_file=zero_file)
+        return choose(plans, machine).deepspeed_config["zero_optimization"]
+
+    named = plans_of(configs["8b"], gpus(8), method="lora", zero="3")[0].deepspeed_config["zero_optimization"]
+    auto = {key: named[key] for key, value in written["zero_optimization"].items() if value == "auto"}
+    assert len(auto) == 3 and "auto" not in auto.values()
+    filled = zero_of(gpus(8))
+    assert filled == written["zero_optimization"] | auto, "all else stays as it is written"
+    filled = zero_of(gpus(8), stage3_param_persistence_threshold=7, reduce_bucket_size=512)
+    assert filled["stage3_param_persistence_threshold"] == 7 and filled["reduce_bucket_size"] == 512
+    too_small = dataclasses.replace(gpus(8), device_bytes=GB)
+    assert zero_of(too_small) == written["zero_optimization"]
+
+
 def test_a_single_rank_overlaps_no_communication(configs):
     """It has none; ZeRO-1 with a second bucket took a tenth longer on a CPU."""
     overlaps = {
