@@ -9,7 +9,7 @@ from dsft.cli.commands import PlanOptions
 from dsft.cluster.gpu_check.table import read_machine
 from dsft.errors import UserError
 from dsft.planner.gpus import GPUS, choose_gpu, named_gpus, same_memory
-from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, split_gpus, this_machine
+from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, require_seen_gpus, split_gpus, this_machine
 from dsft.runtime.hostfile import read_hosts
 from dsft.units import GB
 
@@ -24,7 +24,8 @@ def read_machines(options: PlanOptions) -> list[Machine]:
     """The machine that the hardware options describe, once for each number of nodes.
 
     Raises:
-        UserError: for an impossible number or a text that cannot be read.
+        UserError: for an impossible number, a text that cannot be read, and GPUs of this machine that torch does not
+            see.
     """
     hosts = {node.name: node.slots for node in read_hosts(options.hostfile)} if options.hostfile else None
     if hosts and options.nodes:
@@ -34,6 +35,7 @@ def read_machines(options: PlanOptions) -> list[Machine]:
     if options.gpu_check:
         machine = _checked(options, slots)
     elif not (options.gpus or options.gpu_type or hosts):
+        require_seen_gpus()
         machine = this_machine()
     elif hosts and not (options.gpus or options.gpu_type) and has_gpu():
         machine = dataclasses.replace(this_machine(), ranks_per_node=slots)

@@ -4,6 +4,8 @@ import contextlib
 
 import pytest
 
+from dsft.cli.commands import PlanOptions
+from dsft.cli.plan_machine import read_machines
 from dsft.cluster.launch.environment import accelerator
 from dsft.errors import UserError
 from dsft.runtime import hardware
@@ -21,7 +23,7 @@ def gpus_of_the_driver(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
-@pytest.mark.parametrize("start", [require_seen_gpus, accelerator])
+@pytest.mark.parametrize("start", [require_seen_gpus, accelerator, lambda: read_machines(PlanOptions())])
 def test_gpus_that_torch_does_not_see_are_named(start):
     with pytest.raises(UserError, match="does not see; it is .* DS_ACCELERATOR=cpu"):
         start()
@@ -33,6 +35,11 @@ def test_gpus_that_torch_does_not_see_are_named(start):
 def test_cpu_ranks_that_are_asked_for_start(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     require_seen_gpus()
+    assert not read_machines(PlanOptions())[0].has_gpu
+
+
+def test_a_plan_on_paper_asks_for_no_gpu_here():
+    assert read_machines(PlanOptions(gpus="8xH100"))[0].gpu_type == "H100"
 
 
 def test_a_machine_without_gpus_needs_no_word(monkeypatch, tmp_path):
