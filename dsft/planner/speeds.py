@@ -21,7 +21,9 @@ NETWORK_EFFICIENCY = 0.8
 
 NETWORK = r"(ib|roce|eth)(\d+)"
 ASSUMED_NETWORK_GBPS = 50
-"""GB/s of a node's network where nothing is known of it: one card of 400 Gbit/s."""
+"""GB/s of a node's network on paper, where none is named: one card of 400 Gbit/s."""
+UNREAD_NETWORK_GBPS = 25 / 8
+"""The same of a machine that exists, has no InfiniBand and whose kernel tells no rate: 25 Gbit/s of a virtual card."""
 
 PCIE_GBPS = {3: 16, 4: 32, 5: 64}
 """GB/s of 16 lanes in one direction, by generation (PCI-SIG)."""
@@ -92,7 +94,7 @@ def speeds_of(machine: Machine, *, dtype: str, products: float = 0.0) -> Speeds:
             else f"{machine.gpu_type or 'this GPU'} is in no table, so no time is told"
         )
         source += f", {_links(machine)}; dsft plan --calibrate measures this machine"
-    link, network = parse_interconnect(machine.interconnect, gpu)
+    link, network = parse_interconnect(machine.interconnect, gpu, assumed_gbps=_assumed_network(machine))
     reached = gpu.training_share * gpu.matmul_flops
     return Speeds(
         # fp32 without tensor cores is an eighth to a sixteenth of bf16 on these GPUs.
@@ -140,20 +142,25 @@ def _of_cpu_ranks(machine: Machine) -> Speeds:
     )
 
 
+def _assumed_network(machine: Machine) -> float:
+    """Return the GB/s of a node's network where `machine.interconnect` names none."""
+    return UNREAD_NETWORK_GBPS if machine.exists else ASSUMED_NETWORK_GBPS
+
+
 def _links(machine: Machine) -> str:
     """Say what is known of the links, and between several nodes what is assumed."""
     links = machine.interconnect or "interconnect assumed"
     if machine.nodes == 1 or re.search(NETWORK, machine.interconnect.lower()):
         return links
-    return f"{links}, {8 * ASSUMED_NETWORK_GBPS} Gbit/s between nodes assumed"
+    return f"{links}, {8 * _assumed_network(machine):g} Gbit/s between nodes assumed (--interconnect says otherwise)"
 
 
-def parse_interconnect(text: str, gpu: Gpu) -> tuple[float, float]:
+def parse_interconnect(text: str, gpu: Gpu, *, assumed_gbps: float = ASSUMED_NETWORK_GBPS) -> tuple[float, float]:
     """(bytes/s of a rank within the node, bytes/s of a node's network) for "nvlink+ib400", "pcie", "pcie4+eth25",
     "nvlink+8xib400" ...
 
     The number after ib, roce or eth is Gbit/s of one card; one card per node unless "8x" stands before it. Without a
-    part for the node, NVLink where the GPU has it, else PCIe; without a network, ib400.
+    part for the node, NVLink where the GPU has it, else PCIe; without a network, `assumed_gbps` GB/s.
 
     Raises:
         UserError: for a part that is none of these.
@@ -176,4 +183,4 @@ def parse_interconnect(text: str, gpu: Gpu) -> tuple[float, float]:
                 ]
             )
     default_link = 0.8 * gpu.nvlink_gbps if gpu.nvlink_gbps else PCIE_EFFICIENCY * PCIE_GBPS[gpu.pcie_gen]
-    return link or default_link * GB, network or NETWORK_EFFICIENCY * ASSUMED_NETWORK_GBPS * GB
+    return link or default_link * GB, network or NETWORK_EFFICIENCY * assumed_gbps * GB
