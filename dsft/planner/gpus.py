@@ -18,7 +18,7 @@ TYPICAL = ("A100-80GB", "H200")
 """Of cards with the same memory the one whose speed is assumed where only the size is given."""
 SAME_MEMORY = 0.005
 """Cards whose memory differs by less plan alike, but for time."""
-OTHER_CARD = r"\bMIG\b|\bLAPTOP\b"
+OTHER_CARD = r"\bMIG\b|\bLAPTOP\b|\bMAX-?Q\b|[45]090[ -]D\b|H800.*PCIE"
 """In a name: a part of the card, or another one of that name."""
 
 AMPERE, HOPPER, ADA, OTHERS = 0.88, 0.73, 1.0, 0.85
@@ -189,7 +189,7 @@ GPUS = {
         1792,
         0,
         5,
-        pattern="(RTX )?PRO[ -]6000|RTX-PRO-6000",
+        pattern="(RTX[ -])?PRO[ -]6000",
     ),
     "6000-ADA": _gpu(
         48,
@@ -266,7 +266,7 @@ def named_gpus(text: str) -> list[str]:
         return []
     lengths = {}
     for key, gpu in GPUS.items():
-        match = re.search(rf"(?<![A-Z0-9]){gpu.pattern or key}(?![0-9A-Z])", text.upper())
+        match = re.search(rf"(?<![A-Z0-9])(?:{gpu.pattern or key})(?![0-9A-Z])", text.upper())
         if match:
             lengths[key] = len(match.group())
     return [key for key, length in lengths.items() if length == max(lengths.values())]
