@@ -93,7 +93,7 @@ class Work:
         """
         self.tokens += tokens
         self.positions += positions
-        self.forward_seconds += sum(_seconds_between(start, end) for start, end in passes)
+        self.forward_seconds += sum(seconds_between(start, end) for start, end in passes)
 
 
 def mark() -> Any:
@@ -105,7 +105,13 @@ def mark() -> Any:
     return event
 
 
-def _seconds_between(start: Any, end: Any) -> float:
+def is_reached(marked: Any) -> bool:
+    """Tell, without waiting, whether the work before a mark is done."""
+    return isinstance(marked, float) or marked.query()
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Of two marks whose work is done."""
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
 
 

@@ -5,12 +5,12 @@ needs it.
 Host memory is resident memory (RSS) of all ranks of a node and their child processes; pages that processes share count
 once for each.
 Held-out evaluation and checkpoints on the way are part of the peak over the full training, but not of the plan.
+A step lasts from the end of the one before to its own: the host may be done with it long before a GPU is.
 """
 
 import socket
 import statistics
-import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from dsft.planner.plan import Plan
 from dsft.runtime.console import say
 from dsft.runtime.distributed import from_all
 from dsft.runtime.hardware import has_gpu, peak_resident_bytes, set_back_peaks
+from dsft.training.metrics import is_reached, mark, seconds_between
 from dsft.units import GiB
 
 FIRST_STEPS = 3
@@ -60,8 +61,12 @@ class PlanCheck(TrainerCallback):
     def __init__(self, plan: Plan):
         self.plan = plan
         self.comparisons: dict[str, dict[str, Any]] = {}
+        self.num_steps = 0
         self.step_seconds: list[float] = []
-        self.started = 0.0
+        self.started: Any = None
+        """The mark from which the step at hand is timed."""
+        self.unread: deque[tuple[Any, Any]] = deque()
+        """Marks around the steps that a GPU may still be at."""
         self.held_bytes = 0
         """Of this rank's GPU, between two steps, at most; 0 before the second."""
 
@@ -69,22 +74,37 @@ class PlanCheck(TrainerCallback):
         set_back_peaks()
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if has_gpu() and self.step_seconds:
+        if self.started is None:
+            self.started = mark()
+        elif has_gpu():
             self.held_bytes = max(self.held_bytes, torch.cuda.memory_allocated())
-        self.started = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if has_gpu() and len(self.step_seconds) < FIRST_STEPS:
-            torch.cuda.synchronize()  # later ones do not wait for it: in the mean they take as long
-        self.step_seconds.append(time.perf_counter() - self.started)
-        if len(self.step_seconds) == FIRST_STEPS:
+        end = mark()
+        self.unread.append((self.started, end))
+        self.started = end
+        while self.unread and is_reached(self.unread[0][1]):
+            self.step_seconds.append(seconds_between(*self.unread.popleft()))
+        self.num_steps += 1
+        if self.num_steps == FIRST_STEPS:
             self._compare(f"after {FIRST_STEPS} steps")
+            self.started = mark()
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.started = mark()
+
+    def on_save(self, args, state, control, **kwargs):
+        self.started = mark()
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self.step_seconds:
+        if self.num_steps:
             self._compare(FULL_TRAINING)
 
     def _compare(self, when: str) -> None:
+        if has_gpu():
+            torch.cuda.synchronize()
+        self.step_seconds += [seconds_between(*marks) for marks in self.unread]
+        self.unread.clear()
         comparisons = compare(self.plan, self.step_seconds, held_bytes=self.held_bytes)
         self.comparisons[when] = {
             comparison.name: {

@@ -1,0 +1,50 @@
+"""How long a step took, on a GPU whose work is done later than the host asks for it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from dsft.training import plan_check
+from dsft.training.plan_check import FIRST_STEPS, PlanCheck
+
+
+class Clock:
+    """A GPU for which the host has asked work up to `asked`, and that has done it up to `done`, in seconds."""
+
+    def __init__(self):
+        self.asked = self.done = 0.0
+
+    def mark(self) -> SimpleNamespace:
+        at = self.asked
+        return SimpleNamespace(
+            at=at, query=lambda: at <= self.done, elapsed_time=lambda end: 1000 * (self.end(end) - at)
+        )
+
+    def end(self, mark: SimpleNamespace) -> float:
+        assert mark.query(), "asked for before it is done"
+        return mark.at
+
+    def synchronize(self) -> None:
+        self.done = self.asked
+
+
+def test_a_step_takes_what_the_gpu_takes_and_only_comparisons_wait_for_it(monkeypatch):
+    clock, waits, seconds = Clock(), [], []
+    monkeypatch.setattr(plan_check, "has_gpu", lambda: True)
+    monkeypatch.setattr(plan_check, "mark", clock.mark)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda: 7)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: waits.append(clock.asked) or clock.synchronize())
+    monkeypatch.setattr(plan_check, "compare", lambda plan, steps, **others: seconds.append(list(steps)) or [])
+    check = PlanCheck(plan=None)
+    for step in range(1, 7):
+        check.on_step_begin(None, None, None)
+        clock.asked += 2.0
+        clock.done = max(clock.done, clock.asked - 2.0)  # the host is a step ahead
+        check.on_step_end(None, None, None)
+        if step == 5:
+            clock.asked += 100.0
+            check.on_evaluate(None, None, None)
+    assert len(check.unread) == 1
+    check.on_train_end(None, None, None)
+    assert seconds == [pytest.approx([2.0] * FIRST_STEPS), pytest.approx([2.0] * 6)]
+    assert len(waits) == 2 and check.held_bytes == 7
