@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import read_json
+from quantized import as_fp8, describe, write_certain_model
 from ranks import run_entry
 from safetensors.torch import load_file, save_file
 from tiny import write_model
@@ -37,7 +38,6 @@ ON_DISK = {
         4,
     ),
 }
-FP8_BLOCK = 16
 
 
 def needs(package):
@@ -48,16 +48,6 @@ def needs(package):
 def model(tmp_path_factory):
     """The folder of a model whose layers groups of 32 weights divide, and that predicts with some certainty."""
     return write_certain_model(tmp_path_factory.mktemp("quantized") / "model", intermediate_size=64)
-
-
-def write_certain_model(folder, **sizes):
-    write_model(folder, **sizes)
-    built = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        for parameter in built.parameters():
-            parameter.mul_(4 if parameter.dim() > 1 else 1)
-    built.save_pretrained(folder)
-    return folder
 
 
 def options_for(tiny, **changes) -> dict:
@@ -130,29 +120,6 @@ def rounded_to_grid(weight: torch.Tensor, levels: float, *, symmetric: bool) -> 
     zero = -8 - (low / scale).round()
     steps = ((groups / scale).round() + zero).clamp(-8, 7)
     return ((steps - zero) * scale).reshape(weight.shape)
-
-
-def as_fp8(model, folder):
-    """A folder with a model in FP8 blocks, as DeepSeek and Qwen publish them, and the same model unpacked."""
-    shutil.copytree(model, folder)
-    tensors, unpacked = load_file(folder / "model.safetensors"), AutoModelForCausalLM.from_pretrained(model)
-    for name, weight in unpacked.named_parameters():
-        if name.endswith("proj.weight"):
-            blocks = weight.detach().unfold(0, FP8_BLOCK, FP8_BLOCK).unfold(1, FP8_BLOCK, FP8_BLOCK)
-            scale = blocks.abs().amax(dim=(2, 3)) / 448
-            wide = scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
-            tensors[name] = (weight.detach() / wide).to(torch.float8_e4m3fn)
-            tensors[f"{name}_scale_inv"] = scale
-            weight.data = tensors[name].float() * wide
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    describe(folder, {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK] * 2})
-    return folder, unpacked
-
-
-def describe(folder, quantization: dict) -> str:
-    config = read_json(folder / "config.json") | {"quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
 
 
 @torch.no_grad()
