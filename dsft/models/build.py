@@ -8,6 +8,7 @@ import contextlib
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
@@ -18,7 +19,7 @@ from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.lora import add_lora, saved_lora_config
 from dsft.models.model_folder import adapter_base, has_only_shards, is_step_folder, located
 from dsft.models.pickles import check_weight_files, load_pickle, pickle_errors, safe_unpickling
-from dsft.models.quantization import Quantization, compute_in_own_dtype, quantization_of
+from dsft.models.quantization import Quantization, cast_weights, compute_in_own_dtype, quantization_of, unpacking_config
 from dsft.models.size import load_model_config
 from dsft.models.weights import loading_problems
 from dsft.models.zero_shards import MODEL_FILES, OPTIMIZER_FILES, step_folder
@@ -75,13 +76,18 @@ def _build(config, *, dtype: str, seed: int, quantization: Quantization | None) 
     else:
         if place:
             options["device_map"] = {"": place}
+        unpacking = _unpacking(config) if method == "lora" else None
         if method == "qlora":
             options["quantization_config"] = quantization_of(config).load_config(DTYPES[dtype])
         elif quantization:
             options["device_map"] = {"": distributed.device()}
             if load_config := quantization.load_config(DTYPES[dtype]):
                 options["quantization_config"] = load_config
+        elif unpacking:
+            options["quantization_config"] = unpacking
         model = load_weights(config.model, revision=config.revision, **options)
+        if unpacking:
+            cast_weights(model, DTYPES[dtype])
         compute_in_own_dtype(model)
     if method == "qlora":
         from peft import prepare_model_for_kbit_training
@@ -93,6 +99,12 @@ def _build(config, *, dtype: str, seed: int, quantization: Quantization | None) 
             check_weight_files(Path(config.adapter))
         model = add_lora(model, config, adapter=config.adapter)
     return model
+
+
+def _unpacking(config) -> Any:
+    """Return what unpacks the base of adapters while it loads; None where it stays as it lies on disk."""
+    known = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    return unpacking_config(load_model_config(config.model, **known))
 
 
 def _loading_device() -> torch.device | None:

@@ -9,12 +9,13 @@ import dataclasses
 import importlib.util
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, GgufConfig, PreTrainedConfig, TorchAoConfig
-from transformers.quantizers.auto import AutoHfQuantizer, get_hf_quantizer
+from transformers import BitsAndBytesConfig, GgufConfig, PreTrainedConfig, PreTrainedModel, TorchAoConfig
+from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig, get_hf_quantizer
 
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, nearest, one_line
@@ -96,6 +97,10 @@ TRAINING_FORMATS = [name for name, quantization in FORMATS.items() if quantizati
 GGUF = Quantization(format="gguf", bits=16, unpacked_on=("cpu", "cuda"))
 UNPACKED_ON_CPU = ("fp8", "mxfp8", "mxfp4", "fbgemm_fp8")
 """Formats on disk that transformers has no products for on a CPU."""
+UNPACKED_IN_TRAINING = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
+"""Formats on disk that transformers cannot train packed (mxfp4), keeps packed on some GPUs alone (fp8), or unpacks at
+the first forward (compressed-tensors): a training unpacks them anywhere, while they load.
+"""
 
 
 def quantization_of(options: TrainConfig) -> Quantization | None:
@@ -115,18 +120,32 @@ def unknown_format(name: str, known: list[str]) -> str:
     return f"quantization={name}: is none of {', '.join(known)}{nearest(name, known)}"
 
 
-def quantization_on_disk(config: PreTrainedConfig, *, disk_bytes: int | None = None) -> Quantization | None:
+def quantization_on_disk(
+    config: PreTrainedConfig, *, disk_bytes: int | None = None, trained: bool = False
+) -> Quantization | None:
     """Return the format that a model's config names; None where its weights are not quantised.
 
     Args:
         disk_bytes: of the files of its weights, where they are here.
+        trained: loaded as `unpacking_config` says.
     """
     section = _section(config)
     if not section:
         return None
-    method = str(getattr(section.get("quant_method"), "value", section.get("quant_method")) or "bitsandbytes")
-    unpacked = ("cpu",) if method in UNPACKED_ON_CPU else ()
+    method, unpacked = _method(section), ()
+    if trained and method in UNPACKED_IN_TRAINING:
+        unpacked = ("cpu", "cuda")
+    elif method in UNPACKED_ON_CPU:
+        unpacked = ("cpu",)
     return Quantization(format=method, bits=_bits_in(method, section), disk_bytes=disk_bytes, unpacked_on=unpacked)
+
+
+def unpacking_config(config: PreTrainedConfig) -> Any:
+    """Say to transformers to unpack the weights of a model while it loads them; None where a training keeps them."""
+    section = _section(config)
+    if not section or _method(section) not in UNPACKED_IN_TRAINING:
+        return None
+    return AutoQuantizationConfig.from_dict(section | {"dequantize": True})
 
 
 def _section(config: PreTrainedConfig) -> dict[str, Any]:
@@ -134,6 +153,11 @@ def _section(config: PreTrainedConfig) -> dict[str, Any]:
         config.get_text_config(decoder=True), "quantization_config", None
     )
     return section if isinstance(section, dict) or section is None else section.to_dict()
+
+
+def _method(section: dict[str, Any]) -> str:
+    method = section.get("quant_method")
+    return str(getattr(method, "value", method) or "bitsandbytes")
 
 
 def _bits_in(method: str, section: dict[str, Any]) -> int:
@@ -175,6 +199,18 @@ def fitted(quantization: Quantization, model: nn.Module, *, name: str) -> Quanti
     )
 
 
+def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give all weights of an unpacked model its dtype, but for those that its architecture keeps in fp32.
+
+    transformers unpacks to `dtype`, and leaves what was not packed as it lies on disk (quantizers/base.py,
+    get_new_dtype): products of both would fail.
+    """
+    kept = model._get_dtype_plan(dtype)
+    for name, weight in model.named_parameters():
+        if not any(fnmatch(name, f"*{pattern}*") for pattern in kept):
+            weight.data = weight.data.to(dtype)
+
+
 def compute_in_own_dtype(model: nn.Module) -> None:
     """Let bitsandbytes unpack its 4-bit weights for each product, as on any other device.
 
@@ -187,14 +223,22 @@ def compute_in_own_dtype(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+def no_training(quantization: Quantization) -> str:
+    return (
+        f"its weights are quantised ({quantization.format}), over which transformers cannot train adapters; use the"
+        " model that it was made from"
+    )
+
+
 def format_problems(
-    name: str, config: PreTrainedConfig, quantization: Quantization, *, dtype: torch.dtype
+    name: str, config: PreTrainedConfig, quantization: Quantization, *, dtype: torch.dtype, trained: bool = False
 ) -> list[str]:
     """List why a model cannot be loaded in this format on this machine, by transformers' own checks.
 
     Args:
         name: of the model, for the message.
         config: of the model.
+        trained: adapters are trained over it.
     """
     if quantization.package and importlib.util.find_spec(quantization.package) is None:
         return [
@@ -208,7 +252,11 @@ def format_problems(
             return [
                 f"model={name}: is quantised as {quantization.format}, which this transformers does not know; update it"
             ]
-        get_hf_quantizer(copy.deepcopy(config), quantization.load_config(dtype), None, True, {})
+        unpacking = unpacking_config(config) if trained else None
+        load_config = unpacking or quantization.load_config(dtype)
+        quantizer, *_ = get_hf_quantizer(copy.deepcopy(config), load_config, None, True, {})
+        if trained and not unpacking and not quantizer.is_trainable:
+            return [f"model={name}: {no_training(quantization)}"]
     except (ImportError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
         how = f"is quantised as {quantization.format}" if quantization.lies_on_disk else f"as {quantization.format}"
         return [f"model={name}: {how}, which cannot be computed here ({one_line(error)})"]

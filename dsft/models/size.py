@@ -184,10 +184,10 @@ def measure_model(options: TrainConfig, *, text_only: bool = False, scored: bool
     try:
         adapters = adapters_of(options, model)
         size = model_size(model, options, adapters=adapters, other_params=other_params)
-        on_disk = _on_disk(options.model, config)
+        on_disk = _on_disk(options.model, config, trained=not scored)
         if scored or (on_disk and options.method != "qlora"):
             size = dataclasses.replace(size, quantization=on_disk)
-        if on_disk and options.method == "full" and not scored and not on_disk.unpacked_on:
+        if on_disk and options.method == "full" and not scored:
             raise UserError([no_full_training(options.model, on_disk)])
     except UserError:
         raise  # it names its option
@@ -202,10 +202,10 @@ def measure_model(options: TrainConfig, *, text_only: bool = False, scored: bool
     return ModelFacts(config=config, size=size, attn_implementation=attn_implementation, adapters=adapters)
 
 
-def _on_disk(name: str, config: PreTrainedConfig) -> Quantization | None:
+def _on_disk(name: str, config: PreTrainedConfig, *, trained: bool) -> Quantization | None:
     if name.endswith(".json"):  # random weights
         return None
-    return GGUF if is_gguf(name) else quantization_on_disk(config, disk_bytes=weight_bytes_in(name))
+    return GGUF if is_gguf(name) else quantization_on_disk(config, disk_bytes=weight_bytes_in(name), trained=trained)
 
 
 def no_full_training(model: str, quantization: Quantization) -> str:

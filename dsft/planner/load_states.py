@@ -19,14 +19,14 @@ def load_terms(layout: ZeroLayout, *, device_bytes: int | None = None) -> list[T
     """
     size, weight_bytes, trained = layout.size, layout.weight_bytes, layout.num_trainable
     # Adapters are in full on every rank until DeepSpeed shards them; over a quantised base it also converts them.
-    adapter_bytes = 4 if size.quantization else weight_bytes
+    adapter_bytes = 4 if layout.packed else weight_bytes
     adapters = adapter_bytes * trained if size.lora_r else 0
     all_trained = (weight_bytes * trained, f"{weight_bytes} x {trained:,}")
     weights, how = frozen_bytes(layout) if size.lora_r or not trained else all_trained
     terms = [process_term(layout, phase="load")]
     if layout.stage == 3:
         terms += _shards(layout, weights, how, adapters)
-    elif size.quantization and layout.has_gpu:
+    elif layout.packed and layout.has_gpu:
         if trained:
             plain = size.embedding_params + size.head_params  # prepare_model_for_kbit_training makes these fp32
             weights, how = weights + (4 - weight_bytes) * plain, f"{how}, embedding and head in fp32"

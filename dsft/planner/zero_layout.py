@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsft.config.deepspeed_json import get_value, stage
+from dsft.models.quantization import Quantization
 from dsft.models.size import ModelSize
 from dsft.units import DTYPE_BYTES
 
@@ -172,6 +173,12 @@ class ZeroLayout:
         return flat + self.optimizer.master + self.optimizer.step
 
     @property
+    def packed(self) -> Quantization | None:
+        """Format of the base where its weights stay in it on this device."""
+        quantization, device = self.size.quantization, "cuda" if self.has_gpu else "cpu"
+        return quantization if quantization and device not in quantization.unpacked_on else None
+
+    @property
     def num_trainable(self) -> int:
         return self.size.num_trainable
 
@@ -310,8 +317,8 @@ def frozen_bytes(layout: ZeroLayout) -> tuple[int, str]:
 
     Quantised, only linear layers are; bitsandbytes leaves embedding and head.
     """
-    weight_bytes, quantization = layout.weight_bytes, layout.size.quantization
-    if not quantization or ("cuda" if layout.has_gpu else "cpu") in quantization.unpacked_on:
+    weight_bytes, quantization = layout.weight_bytes, layout.packed
+    if not quantization:
         return weight_bytes * layout.num_frozen, f"{weight_bytes} x {layout.num_frozen:,} frozen"
     if quantization.disk_bytes:
         return quantization.disk_bytes, f"{quantization.format} files of the weights"

@@ -29,9 +29,10 @@ from dsft.config.options import Decision, TrainConfig, common_options
 from dsft.data.sources import FormattedSource
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
-from dsft.models.build import resolve_dtype
+from dsft.models.build import DTYPES, resolve_dtype
 from dsft.models.lora import saved_lora_config
 from dsft.models.packing_probe import Packing, try_packing
+from dsft.models.quantization import format_problems
 from dsft.models.row_rules import not_causal, sees_later_tokens
 from dsft.models.size import ModelFacts, check_positions, check_sharding, measure_model
 from dsft.models.tokenizer import check_tokenizer
@@ -266,6 +267,10 @@ def _measured(options: TrainConfig, problems: list[str]) -> ModelFacts | None:
     except UserError as error:
         problems += error.problems
         return None
+    on_disk = model.size.quantization
+    if on_disk and on_disk.lies_on_disk:
+        dtype = DTYPES[resolve_dtype(options.dtype)]
+        problems += format_problems(options.model, model.config, on_disk, dtype=dtype, trained=True)
     problems += check_weights(options, model.config, local=True)
     if sees_later_tokens(model.config, trust_remote_code=options.trust_remote_code):
         problems.append(not_causal(options.model))

@@ -1,0 +1,124 @@
+"""Trainings over models that are quantised on disk: unpacked while they load, planned so, or refused before."""
+
+import copy
+
+import pytest
+import torch
+from peft import PeftModel
+from quantized import as_fp8, describe, write_certain_model
+from ranks import PROBE, train_all
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
+from transformers.quantizers.auto import get_hf_quantizer
+from transformers.quantizers.quantizer_fbgemm_fp8 import FbgemmFp8HfQuantizer
+
+from dsft.api import build_model
+from dsft.config.options import EvalConfig, TrainConfig
+from dsft.errors import UserError
+from dsft.models.quantization import format_problems, quantization_on_disk, unpacking_config
+from dsft.models.size import measure_model
+from dsft.perplexity.evaluation import evaluate
+from dsft.planner.load_states import load_terms
+from dsft.planner.zero_layout import describe_layout, frozen_bytes
+
+SECTIONS = {
+    "fp8": {"weight_block_size": [16, 16], "modules_to_not_convert": ["lm_head"]},
+    "mxfp8": {"weight_block_size": [1, 32]},
+    "mxfp4": {"modules_to_not_convert": ["lm_head"]},
+}
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory):
+    """The folder of a model in FP8, and the same model unpacked."""
+    folder = tmp_path_factory.mktemp("quantized")
+    return as_fp8(write_certain_model(folder / "plain", intermediate_size=64), folder / "fp8")
+
+
+def test_adapters_train_over_fp8_that_is_unpacked_and_are_evaluated(fp8, options, tiny, tmp_path):
+    folder, unpacked = fp8
+    changes = {"model": str(folder), "method": "lora", "max_steps": 2, "learning_rate": 0.01}
+    train_all(1, [options(tmp_path / "run", **changes)], tmp_path / "log")
+    final, trained = tmp_path / "run" / "final", torch.load(tmp_path / "run" / "logits.pt")
+    with torch.no_grad():
+        assert (trained - unpacked(input_ids=PROBE).logits).abs().max() > 1e-3
+        adapted = PeftModel.from_pretrained(copy.deepcopy(unpacked), final)
+        torch.testing.assert_close(adapted(input_ids=PROBE).logits, trained)
+    held_out = {"data": [str(tiny / "held_out.jsonl")], "seq_len": 32, "max_documents": 6}
+    (evaluation,) = evaluate(EvalConfig(model=[str(final)], **held_out))
+    assert evaluation.perplexity.loss > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_base_of_adapters_takes_the_bytes_that_are_planned_on_any_device(fp8, dtype):
+    options = TrainConfig(model=str(fp8[0]), method="lora")
+    model, size = build_model(options, dtype=dtype), measure_model(options).size
+    base, adapters = (
+        sum(p.nbytes for p in model.parameters() if p.requires_grad == trained) for trained in (False, True)
+    )
+    for has_gpu in (False, True):
+        layout = describe_layout(size, {}, world_size=2, ranks_per_node=2, dtype=dtype, has_gpu=has_gpu)
+        terms = {term.name: term.num_bytes for term in load_terms(layout)}
+        assert (frozen_bytes(layout)[0], terms["weights"], terms["adapters"]) == (base, base, adapters)
+
+
+@pytest.mark.parametrize("method", SECTIONS)
+def test_trainings_unpack_on_gpus_that_would_keep_the_format(fp8, monkeypatch, method):
+    """Of a GPU only its answers are needed: what it can compute, and that there are kernels."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    config = AutoConfig.from_pretrained(fp8[0])
+    config.quantization_config = {"quant_method": method} | SECTIONS[method]
+    quantizer, loaded, _ = get_hf_quantizer(config, unpacking_config(config), None, True, {})
+    assert quantizer.quantization_config.dequantize
+    assert loaded.quantization_config.modules_to_not_convert == SECTIONS[method].get("modules_to_not_convert")
+    assert quantization_on_disk(config, trained=True).unpacked_on == ("cpu", "cuda")
+    assert quantization_on_disk(config).unpacked_on == ("cpu",), "evaluations keep what the GPU can"
+
+
+def test_mxfp4_is_unpacked_to_the_dtype_of_the_training(tmp_path):
+    """Half a byte is one of 16 numbers; 32 share a power of two. The experts of gpt-oss lie so."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_local_experts": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64}
+    AutoModelForCausalLM.from_config(GptOssConfig(**sizes, **heads)).save_pretrained(tmp_path)
+    tensors, packed = load_file(tmp_path / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        packed[name] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": packed[name], f"{name}_scales": torch.full(packed[name].shape[:-1], 128).byte()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = describe(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    options = TrainConfig(model=model, method="lora", lora_target_modules=["q_proj"])
+    loaded, size = build_model(options, dtype="float32"), measure_model(options).size
+    assert size.quantization.unpacked_on == ("cpu", "cuda")
+    assert sum(p.numel() for p in loaded.parameters()) == size.num_params
+    halves = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = 2 * torch.cat((halves, -halves))  # the scale 128 is 2 ** (128 - 127)
+    for name, blocks in packed.items():
+        expected = values[torch.stack((blocks % 16, blocks // 16), dim=-1).long()].flatten(2).transpose(1, 2)
+        torch.testing.assert_close(loaded.get_parameter(f"base_model.model.{name}"), expected, check_dtype=True)
+
+
+@pytest.mark.parametrize("section", [{"quant_method": "fp8", "weight_block_size": [16, 16]}, {"quant_method": "mxfp4"}])
+def test_full_training_of_quantised_weights_is_refused(fp8, tmp_path, section):
+    (tmp_path / "config.json").write_text((fp8[0] / "config.json").read_text())
+    model = describe(tmp_path, section)
+    with pytest.raises(UserError, match=f"quantised \\({section['quant_method']}\\), which method=full cannot train"):
+        measure_model(TrainConfig(model=model))
+    assert measure_model(TrainConfig(model=model), scored=True).size.quantization.unpacked_on == ("cpu",)
+
+
+def test_what_transformers_cannot_train_is_refused_before_loading(fp8, monkeypatch):
+    config = AutoConfig.from_pretrained(fp8[0])
+    config.quantization_config = {"quant_method": "fbgemm_fp8"}
+    problems = {}
+    for here in (False, True):
+        if here:
+            monkeypatch.setattr(FbgemmFp8HfQuantizer, "validate_environment", lambda *_, **__: None)
+        on_disk = quantization_on_disk(config, trained=True)
+        problems[here] = format_problems("m", config, on_disk, dtype=torch.bfloat16, trained=True)
+    assert "cannot be computed here" in problems[False][0]
+    assert problems[True] == [
+        "model=m: its weights are quantised (fbgemm_fp8), over which transformers cannot train adapters; use the model"
+        " that it was made from"
+    ]
