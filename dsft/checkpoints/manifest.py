@@ -7,6 +7,7 @@ only; what the ranks do together is in `save.py`.
 
 import hashlib
 import json
+import mmap
 import os
 import re
 from collections.abc import Callable, Container
@@ -21,6 +22,8 @@ STAGING = ".saving"
 REPLACED = ".replaced"
 MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer_state.json"
+PART_BYTES = 2**26
+"""Of a file, that are brought to the disk at once."""
 _OF_RANK = re.compile(r"(?:pp_rank|rng_state)_(\d+)")
 """In the name of a file that one rank has written."""
 
@@ -56,32 +59,55 @@ def shares_of_ranks(files: list[Path], world_size: int) -> list[list[Path]]:
 
 
 def hash_and_sync(path: Path) -> dict[str, Any]:
-    """Return size in bytes and SHA-256 of a file, whose content is on the disk from then on."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
+    """Return size in bytes and SHA-256 of a file, whose content is on the disk from then on.
+
+    It goes there part by part: while one call flushes all of a large file, nothing seems to move.
+    """
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with path.open("r+b") as file:
+        mapped = _map(file) if size else None
+        for start in range(0, size, PART_BYTES):
+            if mapped:
+                mapped.flush(start, min(PART_BYTES, size - start))
+            digest.update(file.read(PART_BYTES))
         os.fsync(file.fileno())
-        while piece := file.read(1 << 24):
-            digest.update(piece)
-        size = file.tell()
     return {"size": size, "sha256": digest.hexdigest()}
 
 
+def _map(file: BinaryIO) -> mmap.mmap | None:
+    """Map a file, to flush ranges of it; None where its file system maps none."""
+    try:
+        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    except OSError:
+        return None
+
+
 class HashedFile:
-    """What torch.save writes to: a file whose content is hashed on its way."""
+    """What torch.save writes to: a file whose content is hashed on its way, and brought to the disk part by part."""
 
     def __init__(self, file: BinaryIO):
         self.file, self.digest = file, hashlib.sha256()
         self.error: OSError | None = None
+        self.unsynced_bytes = 0
 
-    def write(self, piece: bytes | memoryview) -> int:
+    def write(self, content: bytes | memoryview) -> int:
         """Write and hash; an error is kept, since torch's zip writer cannot be left by an exception."""
-        if self.error is None:
-            try:
-                self.file.write(piece)
-                self.digest.update(piece)
-            except OSError as error:
-                self.error = error
-        return memoryview(piece).nbytes
+        content = memoryview(content).cast("B")
+        try:
+            for start in range(0, 0 if self.error else len(content), PART_BYTES):
+                self._write_part(content[start : start + PART_BYTES])
+        except OSError as error:
+            self.error = error
+        return len(content)
+
+    def _write_part(self, part: memoryview) -> None:
+        self.file.write(part)
+        self.digest.update(part)
+        self.unsynced_bytes += len(part)
+        if self.unsynced_bytes >= PART_BYTES:
+            self.file.flush()
+            os.fdatasync(self.file.fileno())
+            self.unsynced_bytes = 0
 
     def flush(self) -> None:
         """Leave it to the end, as a save to a path does."""
@@ -205,8 +231,13 @@ def content_errors(folder: Path, files: list[Path]) -> list[str]:
     return [
         f"the content of {name} has changed"
         for name in names
-        if name in listed and hash_and_sync(folder / name)["sha256"] != listed[name]["sha256"]
+        if name in listed and _sha256(folder / name) != listed[name]["sha256"]
     ]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def resume_errors(folder: Path, *, other_tools: Container[str] | None = None) -> list[str]:

@@ -4,11 +4,14 @@ A folder may resist (a network file system keeps files that are open, a mount li
 `.removed/`, and the next removal tries again.
 """
 
+import contextlib
+import os
 import shutil
 import time
 from pathlib import Path
 
 from dsft.errors import one_line
+from dsft.watchdog import client as watchdog
 
 REMOVED = ".removed"
 
@@ -31,6 +34,11 @@ def empty_trash(output_dir: Path) -> list[str]:
     errors: list[str] = []
     trash = output_dir / REMOVED
     if trash.exists():
+        for folder, _, names in os.walk(trash):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    os.unlink(Path(folder, name))
+                watchdog.heartbeat()  # large files take a slow file system its time
         shutil.rmtree(trash, onerror=lambda _, path, error: errors.append(f"{path}: {one_line(error[1])}"))
     return errors[:1]  # the others follow from the first
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from safetensors import SafetensorError
 
@@ -67,18 +68,19 @@ class StagedSave:
             self.errors.append(one_line(error))
 
     @contextlib.contextmanager
-    def noting_errors_of(self, checkpoint_engine: Any) -> Iterator[None]:
+    def noting_errors_of(self, checkpoint_engine: Any, optimizer: Any = None) -> Iterator[None]:
         """Replace `save` of DeepSpeed's checkpoint engine, which writes this rank's shards, by one that never raises.
 
         rank 0: save(shards), commit, barrier ...
         rank 1: save(shards) fails and is noted, commit, barrier ...   (if it raised, rank 0 would wait for it)
 
-        In `commit` the ranks wait for each other, so that none waits in the barrier while another still writes.
+        Before `commit`, and before ZeRO-3's `optimizer` gathers parameters again, the ranks wait for each other, so
+        that none waits in a collective while another still writes.
         DeepSpeed's default engine hands its path to torch.save as it is, and takes a file that hashes in its place.
         """
         from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-        save, commit = checkpoint_engine.save, checkpoint_engine.commit
+        save = checkpoint_engine.save
 
         def save_hashed(state_dict: Any, path: str) -> None:
             if not isinstance(checkpoint_engine, TorchCheckpointEngine):
@@ -86,16 +88,22 @@ class StagedSave:
             entry = write_hashed(Path(path), lambda file: save(state_dict, file))
             self.hashed[str(Path(path).relative_to(self.staged))] = entry
 
-        def commit_together(*args: Any, **kwargs: Any) -> Any:
-            distributed.wait_long("shards are written")
-            return commit(*args, **kwargs)
+        def together(function: Callable[..., Any]) -> Callable[..., Any]:
+            def wait_and_call(*args: Any, **kwargs: Any) -> Any:
+                distributed.wait_long("shards are written")
+                return function(*args, **kwargs)
 
-        checkpoint_engine.save = lambda state_dict, path: self.attempt(lambda: save_hashed(state_dict, path))
-        checkpoint_engine.commit = commit_together
-        try:
+            return wait_and_call
+
+        def save_and_note(state_dict: Any, path: str) -> None:
+            self.attempt(lambda: save_hashed(state_dict, path))
+
+        with contextlib.ExitStack() as replaced:
+            replaced.enter_context(mock.patch.object(checkpoint_engine, "save", save_and_note))
+            for owner, name in ((checkpoint_engine, "commit"), (optimizer, "checkpoint_event_epilogue")):
+                if function := getattr(owner, name, None):
+                    replaced.enter_context(mock.patch.object(owner, name, together(function)))
             yield
-        finally:
-            checkpoint_engine.save, checkpoint_engine.commit = save, commit
 
     def run(
         self,

@@ -287,16 +287,15 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
 
 
 def first_on_rank_0(function: Callable[[], None]) -> None:
-    """Call `function` on rank 0, then on all others: for files of a folder that the nodes may share or not.
-
-    Collective.
+    """Call `function` on rank 0, then on all others, however long it takes: for files of a folder that the nodes may
+    share or not. Collective.
     """
     if rank() == 0:
         function()
-    wait_for_all()
+    wait_long("rank 0 was first")
     if rank() != 0:
         function()
-    wait_for_all()
+    wait_long("the others followed")
 
 
 def smallest_machine() -> Machine:

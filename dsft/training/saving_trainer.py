@@ -132,24 +132,25 @@ class SavingTrainer(Trainer):
                 needed_bytes=self._checkpoint_bytes(),
                 facts={"step": step, **self.topology, "run_identity": self.run_identity, "loss": next(losses, None)},
             )
+            if is_saved:
+                self._remove_older(save.folder)
         self._staged_save, self._saved_at = None, time.monotonic()
         if not is_saved:
             say(
                 f"error: checkpoint-{step} could not be saved ({self.saves.failed[-1]}); training continues, earlier"
                 " checkpoints stay"
             )
-        elif self.is_world_process_zero():
-            for error in prune(
-                output_dir,
-                limit=self.args.save_total_limit,
-                best=self.state.best_model_checkpoint,
-                newest=save.folder,
-            ):
+
+    def _remove_older(self, newest: Path) -> None:
+        if self.is_world_process_zero():
+            best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+            for error in prune(self.args.output_dir, limit=limit, best=best, newest=newest):
                 say(f"warning: {error}; an older checkpoint could not be removed, the next save tries again")
+        distributed.wait_long("older checkpoints are removed")
 
     def _write_checkpoint(self, model: nn.Module, trial: Any, save: StagedSave) -> None:
         best = self.state.best_model_checkpoint
-        with save.noting_errors_of(self.model_wrapped.checkpoint_engine):
+        with save.noting_errors_of(self.model_wrapped.checkpoint_engine, self.model_wrapped.optimizer):
             super()._save_checkpoint(model, trial)
         # The Trainer names the best checkpoint by where it is now, not by where it will be.
         folder = checkpoint_folder(self.args.output_dir, self.state.best_global_step or 0)

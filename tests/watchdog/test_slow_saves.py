@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,15 @@ import pytest
 import torch
 from conftest import ROOT
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from ranks import on_ranks, trained
 
+from dsft.checkpoints import manifest
 from dsft.checkpoints.manifest import HashedFile, checkpoint_folder, integrity_errors
+from dsft.checkpoints.removal import discard
 from dsft.checkpoints.save import Saves, StagedSave
 from dsft.config.options import TrainConfig
+from dsft.runtime import distributed
 from dsft.units import MiB
 from dsft.watchdog import client, sidecar
 from dsft.watchdog.messages import Connection
@@ -23,6 +29,8 @@ from dsft.watchdog.sidecar import Sidecar
 
 PIECE = 2 * MiB
 NUM_PIECES = 48
+LIMIT = 1800.0
+"""Seconds without progress, of a save."""
 
 
 def save(output_dir: Path, num_pieces: int) -> bool:
@@ -33,7 +41,7 @@ def save(output_dir: Path, num_pieces: int) -> bool:
 
     def write() -> None:
         staged_save.staged.mkdir(parents=True)
-        (staged_save.staged / "model.safetensors").write_bytes(bytes(PIECE))
+        (staged_save.staged / "model.safetensors").write_bytes(bytes(num_pieces * PIECE))
         with staged_save.noting_errors_of(engine):
             engine.save(shard, path=str(staged_save.staged / "optim_states.pt"))
 
@@ -68,10 +76,12 @@ def sidecar_of_this_process(monkeypatch, save_timeout: float) -> Sidecar:
     return beside
 
 
-def test_a_save_may_take_four_times_its_limit_while_bytes_are_written(tmp_path, monkeypatch):
-    limit, clock, reports = 1800.0, SimpleNamespace(now=0.0), []
+@pytest.fixture
+def watched(monkeypatch):
+    """A sidecar with a limit of half an hour, and its clock: `pass_time(seconds)`, `now` and `reports`."""
+    clock, reports = SimpleNamespace(now=0.0), []
     monkeypatch.setattr(sidecar, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    beside = sidecar_of_this_process(monkeypatch, limit)
+    beside = sidecar_of_this_process(monkeypatch, LIMIT)
     monkeypatch.setattr(beside, "_report", lambda failure, text: reports.append(text))
 
     def pass_time(seconds: float) -> None:
@@ -79,21 +89,72 @@ def test_a_save_may_take_four_times_its_limit_while_bytes_are_written(tmp_path, 
         clock.now += seconds
         beside._inspect_rank(clock.now)
 
-    sync = os.fsync
-    monkeypatch.setattr(HashedFile, "write", write_slowly(lambda pieces: pass_time(pieces * limit / 2)))
-    monkeypatch.setattr(os, "fsync", lambda descriptor: sync(descriptor) or pass_time(limit / 20))
+    return SimpleNamespace(pass_time=pass_time, clock=clock, reports=reports)
+
+
+def test_a_save_may_take_four_times_its_limit_while_bytes_are_written(tmp_path, monkeypatch, watched):
+    sync, pass_time = os.fsync, watched.pass_time
+    monkeypatch.setattr(HashedFile, "write", write_slowly(lambda pieces: pass_time(pieces * LIMIT / 2)))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: sync(descriptor) or pass_time(LIMIT / 20))
     with client.phase("saving"):
-        assert save(tmp_path, 8) and reports == [] and clock.now > 4 * limit
+        assert save(tmp_path, 8) and watched.reports == [] and watched.clock.now > 4 * LIMIT
         assert integrity_errors(checkpoint_folder(tmp_path, 10), hashes=True) == []
-        pass_time(limit / 2)
-        pass_time(1.1 * limit)
-    assert reports == ["made no progress for 1800 s, in phase saving"]
+        pass_time(LIMIT / 2)
+        pass_time(1.1 * LIMIT)
+    assert watched.reports == ["made no progress for 1800 s, in phase saving"]
+
+
+def test_a_save_may_take_longer_than_its_limit_to_reach_the_disk(tmp_path, monkeypatch, watched):
+    monkeypatch.setattr(manifest, "PART_BYTES", PIECE)
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: watched.pass_time(LIMIT / 2))
+    mapped = SimpleNamespace(flush=lambda start, num_bytes: watched.pass_time(LIMIT / 2))
+    monkeypatch.setattr(manifest, "_map", lambda file: mapped)
+    assert save(tmp_path, 4) and watched.reports == [] and watched.clock.now >= 4 * LIMIT
+    assert integrity_errors(checkpoint_folder(tmp_path, 10), hashes=True) == []
+
+
+def test_a_removal_may_take_longer_than_the_limit(tmp_path, monkeypatch, watched):
+    for number in range(8):
+        (tmp_path / "checkpoint-1" / f"global_step{number}").mkdir(parents=True)
+        (tmp_path / "checkpoint-1" / f"global_step{number}" / "optim_states.pt").touch()
+    monkeypatch.setattr(client, "POLL_SECONDS", -1)  # each heartbeat is sent
+    unlink = os.unlink
+    monkeypatch.setattr(os, "unlink", lambda *path, **at: unlink(*path, **at) or watched.pass_time(LIMIT / 2))
+    with client.phase("saving"):
+        assert discard(tmp_path / "checkpoint-1") == [] and watched.clock.now >= 4 * LIMIT
+    assert watched.reports == [] and list(tmp_path.iterdir()) == []
+
+
+def saved_with_a_slow_last_rank(options: dict) -> tuple[float, float]:
+    """Times at which this rank had written its shards, and at which ZeRO-3 gathered parameters after that."""
+    times, gather = {}, DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue
+    save_shards = TorchCheckpointEngine.save
+
+    def save_slowly(*args) -> None:
+        save_shards(*args)
+        time.sleep(distributed.rank())
+        times["written"] = time.monotonic()
+
+    def gather_in_time(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
+        if "written" in times:
+            times.setdefault("gathered", time.monotonic())  # later ones are of the final model
+        gather(optimizer)
+
+    TorchCheckpointEngine.save = save_slowly
+    DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue = gather_in_time
+    trained(options)
+    return times["written"], times["gathered"]
+
+
+@pytest.mark.launch
+def test_no_rank_waits_in_a_collective_of_zero_3_while_another_writes(options, tmp_path):
+    case = options(tmp_path / "run", zero="3", save_strategy="steps", save_steps=2)
+    written, gathered = zip(*on_ranks(2, saved_with_a_slow_last_rank, case), strict=True)
+    assert min(gathered) >= max(written)
 
 
 def save_until_the_sidecar_ends_it(output_dir: str) -> None:
     """As a rank with a sidecar of its own and a limit of 8 s."""
-    import time
-
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     client.start(SimpleNamespace(start_timeout=300, lost_timeout=60, save_timeout=8))
     HashedFile.write = write_slowly(lambda pieces: time.sleep(pieces / 2))
