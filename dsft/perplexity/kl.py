@@ -13,19 +13,17 @@ so far, S = sum exp(r - M) and T = sum exp(r - M) (z - r), so that KL(reference 
 Shape suffixes: N scored tokens, W tile of the vocabulary, K columns, D documents.
 """
 
-import contextlib
 import math
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from dsft.data.sequences import IGNORED
-from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead, exp_in_place
+from dsft.models.chunked_head import exp_in_place
 from dsft.perplexity.divergence import COLUMNS, Divergence
 from dsft.perplexity.sums import Perplexity, exp
+from dsft.perplexity.tiles import Scorer, score_in_tiles
 from dsft.runtime.distributed import sum_over_ranks
 
 QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
@@ -33,39 +31,14 @@ BINS = 1 << 15
 """Of changes from -1 to 1: quantiles are exact to 3e-5."""
 
 
-def score_pair(model: ChunkedHead | nn.Module, reference: ChunkedHead | nn.Module, batch: dict) -> torch.Tensor:
+def score_pair(model: Scorer, reference: Scorer, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return [K, N] of each scored token of a collated batch, row by row. Collective where either is sharded."""
-    where_BT = batch["targets"] != IGNORED
-    targets_N, rows = batch["targets"][where_BT], ROW_TILE[where_BT.device.type]
-    given = inputs_of(batch)
-    inputs = [_last_inputs(scorer, given)[where_BT] for scorer in (model, reference)]
-    columns = []
-    with _weights(model), _weights(reference):
-        for of_model, of_reference, wanted in zip(*(part.split(rows) for part in (*inputs, targets_N)), strict=True):
-            if len(wanted):
-                parts = zip(_tiles(model, of_model), _tiles(reference, of_reference), strict=True)
-                columns.append(compare_logits(parts, wanted))
-    return torch.cat(columns, dim=1) if columns else torch.zeros(len(COLUMNS), 0, dtype=torch.float64)
-
-
-def inputs_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what a model is called with: all of a collated batch but the targets."""
-    return {name: tensor for name, tensor in batch.items() if name != "targets"}
-
-
-def _last_inputs(scorer: ChunkedHead | nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return what the tiles of logits are made of: hidden states, or all logits where the head cannot be split."""
-    if isinstance(scorer, ChunkedHead):
-        return scorer.run_backbone(**given)
-    return scorer(**given, use_cache=False).logits
-
-
-def _weights(scorer: ChunkedHead | nn.Module) -> contextlib.AbstractContextManager:
-    return scorer.weights() if isinstance(scorer, ChunkedHead) else contextlib.nullcontext()
-
-
-def _tiles(scorer: ChunkedHead | nn.Module, rows: torch.Tensor) -> Iterable[torch.Tensor]:
-    return scorer.logits(rows) if isinstance(scorer, ChunkedHead) else rows.split(VOCAB_TILE[rows.device.type], dim=1)
+    return score_in_tiles(
+        [model, reference],
+        batch,
+        lambda tiles, targets_N: compare_logits(zip(*tiles, strict=True), targets_N),
+        columns=len(COLUMNS),
+    )
 
 
 class _Sums:

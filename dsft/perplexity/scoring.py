@@ -24,13 +24,14 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dsft.data.sequences import IGNORED
-from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead, Reused, exp_in_place
+from dsft.models.chunked_head import VOCAB_TILE, ChunkedHead, Reused, exp_in_place
 from dsft.models.row_rules import RowRules, row_rules
 from dsft.perplexity.divergence import COLUMNS
-from dsft.perplexity.kl import inputs_of, score_pair
+from dsft.perplexity.kl import score_pair
 from dsft.perplexity.recording import Recorder
 from dsft.perplexity.sequence_parallel import ALONE, Team
 from dsft.perplexity.sums import Perplexity, add_up, exp, pieces_of
+from dsft.perplexity.tiles import Scorer, score_in_tiles
 from dsft.perplexity.windows import Windows
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.distributed import sum_over_ranks
@@ -132,8 +133,8 @@ def _scorer(
                 _is_chunked[each] = head.agrees(dummy)
                 if not _is_chunked[each]:
                     say(
-                        f"note: the head of {type(each).__name__} cannot be computed in parts: all logits of a batch"
-                        " are made at once; fewer tokens in a batch take less memory"
+                        f"note: the head of {type(each).__name__} cannot be computed in parts: a large batch takes"
+                        " several forwards; fewer tokens in a batch take less time"
                     )
             heads.append(head if _is_chunked[each] else each)
     if reference is None:
@@ -207,26 +208,12 @@ def _collate(windows: Windows, batch: list[int], rules: RowRules, pad_token_id: 
     return {"input_ids": torch.from_numpy(ids_BT), "targets": torch.from_numpy(targets_BT)}
 
 
-def score(head: ChunkedHead | nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def score(head: Scorer, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return [N] float64 on the CPU: nats of each scored token of a collated batch, row by row."""
-    where_BT = batch["targets"] != IGNORED
-    targets_N, device = batch["targets"][where_BT], where_BT.device.type
-    if isinstance(head, ChunkedHead):
-        hidden = head.run_backbone(**inputs_of(batch))[where_BT].split(ROW_TILE[device])
-        with head.weights():
-            nats = [
-                negative_log_likelihood(head.logits(rows), wanted)
-                for rows, wanted in zip(hidden, targets_N.split(ROW_TILE[device]), strict=True)
-                if len(wanted)
-            ]
-    else:
-        logits_NV = head(**inputs_of(batch), use_cache=False).logits[where_BT]
-        rows_at_once = max(1, ROW_TILE[device] * VOCAB_TILE[device] // logits_NV.shape[1])
-        nats = [
-            negative_log_likelihood([rows], wanted)
-            for rows, wanted in zip(logits_NV.split(rows_at_once), targets_N.split(rows_at_once), strict=True)
-        ]
-    return in_exact_steps(torch.cat(nats)) if nats else torch.zeros(0, dtype=torch.float64)
+    nats_KN = score_in_tiles(
+        [head], batch, lambda tiles, targets_N: negative_log_likelihood(*tiles, targets_N)[None], columns=1
+    )
+    return in_exact_steps(nats_KN[0])
 
 
 def in_exact_steps(values: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,57 @@
+"""A model whose head cannot be computed in parts is scored without the logits of a whole batch."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from ranks import on_ranks
+from transformers import AutoModelForCausalLM
+
+from dsft.config.options import EvalConfig
+from dsft.models.chunked_head import ChunkedHead
+from dsft.perplexity import tiles
+from dsft.perplexity.evaluation import evaluate
+
+SLICE = 5000
+"""Logits of one forward here: 13 positions of one row with 384 entries."""
+
+
+def scored(options: dict) -> dict:
+    """Nats of documents, columns of pairs, and the most logits that a forward made, with a head that is not split."""
+    made, make_logits = [], tiles._logits
+
+    def counted(*args) -> torch.Tensor:
+        logits = make_logits(*args)
+        made.append(logits.numel())
+        return logits
+
+    tiles.SLICE_LOGITS, tiles._logits = SLICE, counted
+    ChunkedHead.agrees = lambda self, ids_BT: False
+    nats, pairs = _in_parts(options)
+    return {"nats": nats, "pairs": pairs, "most": max(made)}
+
+
+def _in_parts(options: dict) -> tuple[list, list]:
+    result = next(evaluate(EvalConfig(**options))).perplexity
+    return result.document_nats.tolist(), np.asarray(result.document_pairs).tolist()
+
+
+@pytest.mark.parametrize("has_reference", [False, True])
+def test_slices_of_positions_give_the_same_on_any_number_of_ranks(tiny, tmp_path, has_reference):
+    options = {"model": [str(tiny / "model")], "data": [str(tiny / "held_out.jsonl")], "mode": "rolling"}
+    options |= {"seq_len": 32, "batch_tokens": 200, "zero": "0"}
+    if has_reference:
+        folder = shutil.copytree(tiny / "model", tmp_path / "other")
+        other = AutoModelForCausalLM.from_pretrained(folder)
+        other.get_output_embeddings().weight.data.mul_(1.1)
+        other.save_pretrained(folder)
+        options["reference"] = str(folder)
+    (expected,) = on_ranks(1, scored, options)
+    assert 0 < expected["most"] <= SLICE
+    ((nats, pairs),) = on_ranks(1, _in_parts, options)
+    np.testing.assert_allclose(expected["nats"], nats, rtol=1e-5)
+    np.testing.assert_allclose(expected["pairs"], pairs, rtol=1e-4, atol=1e-4)
+    for zero in ("0", "3"):
+        for of_rank in on_ranks(2, scored, options | {"zero": zero}):
+            assert of_rank == expected | {"most": of_rank["most"]} and of_rank["most"] <= SLICE
