@@ -13,6 +13,7 @@ Shape suffixes: B batch, T time, N = B x T positions, H hidden, R rows of one ti
 """
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -29,16 +30,20 @@ from dsft.models.small_model import one_thread, small_model
 LEAST_VOCAB = 32_000
 """Entries of the vocabulary from which the loss is tiled where nothing is said."""
 TILE_LOGITS = 2**25
-"""Logits of one tile: 128 MiB in fp32."""
+"""Logits of one tile at least: 128 MiB in fp32."""
+MOST_TILES = 16
+"""Of one micro batch. In bf16 each tile rounds the sum of the head's gradient: for 8,192 tokens it was 0.58 % off that
+of fp32 in 16 tiles, 1.7 % in 128 and 0.35 % plainly (a Llama of width 64 with 4,000 entries, CPU).
+"""
 IGNORED = -100
 """The label of what is not trained, as transformers has it."""
 NOISE = 1e-5
 """Of loss and gradients: tiles are added up in another order."""
 
 
-def tile_rows(vocab_size: int) -> int:
-    """Returns the positions of one tile."""
-    return max(1, TILE_LOGITS // vocab_size)
+def tile_rows(vocab_size: int, positions: int) -> int:
+    """Returns how many of a micro batch's positions one tile has."""
+    return min(positions, max(1, TILE_LOGITS // vocab_size, math.ceil(positions / MOST_TILES)))
 
 
 class _Nats(torch.autograd.Function):
@@ -113,8 +118,8 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
         if labels_BT is None:
             return plain_head(hidden_BTH)
         vocab_size, hidden_size = head.weight.shape
-        tile = rows or tile_rows(vocab_size)
         hidden_NH, labels_N = hidden_BTH.reshape(-1, hidden_size), labels_BT.reshape(-1)
+        tile = rows or tile_rows(vocab_size, len(labels_N))
         return _Nats.apply(hidden_NH, head.weight, head.bias, labels_N, logits_of, tile)
 
     @functools.wraps(plain_forward)

@@ -47,16 +47,19 @@ class Cost:
     """At the length of sequences that was traced: where attention makes a matrix, a longer sequence takes more."""
     fixed: float = 0.0
     """Whatever the micro batch."""
-    tile_tokens: int = 0
-    """Of so many tokens or more are the fixed bytes; of fewer a share."""
+    tiled_vocab: int = 0
+    """Entries of a vocabulary whose logits are made in tiles: the fixed bytes are then those of each row of a tile."""
 
     def num_bytes(self, num_tokens: int) -> int:
-        share = min(1.0, num_tokens / self.tile_tokens) if self.tile_tokens else 1.0
-        return int(share * self.fixed + num_tokens * self.per_token)
+        return int(self._rows(num_tokens) * self.fixed + num_tokens * self.per_token)
 
     def formula(self, num_tokens: int) -> str:
         parts = [f"{num_tokens:,} tokens x {self.per_token:,.0f} B"] if self.per_token else []
-        return " + ".join(parts + ([f"{self.fixed:,.0f} B"] if self.fixed >= 1 else []))
+        rows = f"{self._rows(num_tokens):,} rows of a tile x " if self.tiled_vocab else ""
+        return " + ".join(parts + ([f"{rows}{self.fixed:,.0f} B"] if self.fixed >= 1 else []))
+
+    def _rows(self, num_tokens: int) -> int:
+        return tile_rows(self.tiled_vocab, num_tokens) if self.tiled_vocab else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +176,7 @@ def training_activations(
 
     head = fit("head") if loss != "fused" else _fused_head(size, dtype)
     if loss == "tiled":
-        rows = tile_rows(size.vocab_size)
-        head = replace(head, fixed=head.fixed * rows / seq_len, tile_tokens=rows)  # each traced tile is one sequence
+        head = replace(head, fixed=head.fixed / seq_len, tiled_vocab=size.vocab_size)  # a traced tile is one sequence
     return TrainingActivations(
         num_layers=size.num_layers,
         once=fit("once"),

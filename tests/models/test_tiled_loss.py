@@ -78,6 +78,21 @@ def test_a_large_vocabulary_takes_a_fraction_of_the_memory(monkeypatch):
     assert tiled < plain / 5
 
 
+def test_in_bf16_many_tokens_round_the_head_s_gradient_little_more_than_all_logits_do(monkeypatch):
+    monkeypatch.setattr(tiled_loss, "TILE_LOGITS", 16 * 384)  # 256 tiles, but for MOST_TILES
+    ids_BT = torch.randint(0, 384, (16, 256), generator=torch.Generator().manual_seed(0))
+
+    def head_gradient(model) -> torch.Tensor:
+        model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward()
+        return model.lm_head.weight.grad.float()
+
+    model = model_of("llama").bfloat16()
+    exact = head_gradient(copy.deepcopy(model).float())
+    plain = head_gradient(copy.deepcopy(model))
+    assert tile_loss(model)
+    assert (head_gradient(model) - exact).norm() < 2.5 * (plain - exact).norm()
+
+
 def test_the_trial_says_no_where_the_loss_or_the_head_is_another(tmp_path):
     assert can_tile_loss(ALL["llama"][0](**GATED), adapters=ADAPTERS)
     balanced = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
