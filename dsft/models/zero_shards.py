@@ -29,7 +29,9 @@ FP32 = "fp32"
 OPTIMIZER_FILES, MODEL_FILES = "*_optim_states.pt", "*_model_states.pt"
 
 SMALL_ELEMENTS = 2**16
-"""Tensors of fewer are loaded, not mapped: they would keep a file that is removed."""
+"""Tensors of fewer are loaded, not mapped: one that stays in host memory (a step count) would keep a file that is
+removed.
+"""
 
 
 @contextlib.contextmanager
@@ -47,8 +49,7 @@ def mapped_resume(*, on_gpu: bool) -> Iterator[None]:
     take_states = torch.optim.Optimizer.load_state_dict
 
     def load(engine: TorchCheckpointEngine, path: str, map_location: Any = None) -> Any:
-        content = load_pickle(Path(path))
-        return content if on_gpu else tree_map_only(torch.Tensor, _loaded_if_small, content)
+        return tree_map_only(torch.Tensor, _loaded_if_small, load_pickle(Path(path)))
 
     def take_own_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         take_states(optimizer, state_dict)
