@@ -70,7 +70,7 @@ ROWS = {
     "zero3_bf16": Row(ranks=2, bf16=True, subjects=("dsft", "trainer", "bare")),
     "zero3_lora": Row(ranks=2, lora=True, subjects=("dsft", "trainer", "bare")),
     "padded": Row(instructions=True),
-    "packed": Row(instructions=True, packing=True, subjects=("dsft", "trl")),
+    "packed": Row(instructions=True, packing=True),
 }
 
 
@@ -97,6 +97,7 @@ def prepare(folder: Path) -> None:
 
     from dsft.config.options import TrainConfig
     from dsft.config.reader import make_config
+    from dsft.data.batches import EpochSampler, PaddedToFullSteps
     from dsft.data.training_data import load_training_data
     from dsft.demo_data import write_demo_data
     from dsft.run_setup.resolve import check_run
@@ -124,11 +125,23 @@ def prepare(folder: Path) -> None:
         problems: list[str] = []
         options = make_config(TrainConfig, dsft_options(folder, name=name, output_dir=folder / "unused"), problems)
         checked = check_run(options, 1, problems)
-        data = load_training_data(
-            checked.options, list(checked.data), [], checked.tokenizer, pack=False, flash=False, limits=()
-        )
-        rows = [{key: values.tolist() for key, values in data.items[i].items()} for i in range(STEPS * 2 * 4 * BATCH)]
-        (folder / f"{name}_rows.json").write_text(json.dumps(rows), encoding="utf-8")
+        for pack in (False, True) if name == "instructions" else (False,):
+            data = load_training_data(
+                checked.options, list(checked.data), [], checked.tokenizer, pack=pack, flash=False, limits=()
+            )
+            order = range(STEPS * 2 * 4 * BATCH)
+            if pack:  # dsft draws the order of packed rows itself
+                order = list(EpochSampler(PaddedToFullSteps(data.items, BATCH), seed=SEED, step=lambda: 0))
+                order = order[: STEPS * BATCH]
+            items = [data.items[i] for i in order]
+            rows = [joined(item) if pack else {key: values.tolist() for key, values in item.items()} for item in items]
+            (folder / f"{'packed' if pack else name}_rows.json").write_text(json.dumps(rows), encoding="utf-8")
+
+
+def joined(sequences: list[dict]) -> dict:
+    """Lays the sequences of a packed row end to end."""
+    row = {key: [value for each in sequences for value in each[key].tolist()] for key in ("input_ids", "labels")}
+    return row | {"position_ids": [place for each in sequences for place in range(len(each["input_ids"]))]}
 
 
 def dsft_options(folder: Path, *, name: str, output_dir: Path) -> dict:
@@ -157,8 +170,9 @@ def common_arguments() -> dict:
     }
 
 
-def read_rows(folder: Path, row: Row) -> list[dict]:
-    name = "instructions" if row.instructions else "corpus"
+def read_rows(folder: Path, row: Row, *, packed: bool = False) -> list[dict]:
+    """Reads the rows of all steps; those that dsft packed on request, since TRL packs its own."""
+    name = "packed" if packed else "instructions" if row.instructions else "corpus"
     return json.loads((folder / f"{name}_rows.json").read_text(encoding="utf-8"))
 
 
@@ -171,8 +185,12 @@ def collate(rows: list[dict]) -> dict:
     batch = {
         "input_ids": [row["input_ids"] + [0] * blank for row, blank in zip(rows, blanks, strict=True)],
         "labels": [row["labels"] + [-100] * blank for row, blank in zip(rows, blanks, strict=True)],
-        "attention_mask": [[1] * (longest - blank) + [0] * blank for blank in blanks],
     }
+    if "position_ids" in rows[0]:  # packed: where they restart, transformers' models see no further back
+        positions = [[*row["position_ids"], *range(blank)] for row, blank in zip(rows, blanks, strict=True)]
+        batch["position_ids"] = positions
+    else:
+        batch["attention_mask"] = [[1] * (longest - blank) + [0] * blank for blank in blanks]
     return {key: torch.tensor(values) for key, values in batch.items()}
 
 
@@ -252,7 +270,10 @@ def trainer_subject(row: Row, folder: Path, meter: Meter) -> None:
         deepspeed.init_distributed(verbose=False)
     args = TrainingArguments(**trainer_arguments(row, meter), deepspeed=deepspeed_config(row) or None)
     trainer = Trainer(
-        model=load_model(row, folder), args=args, train_dataset=read_rows(folder, row), data_collator=collate
+        model=load_model(row, folder),
+        args=args,
+        train_dataset=read_rows(folder, row, packed=row.packing),
+        data_collator=collate,
     )
     trainer.train()
 
@@ -332,7 +353,7 @@ def bare_subject(row: Row, folder: Path, meter: Meter) -> None:
     import torch
     from torch.nn.utils import clip_grad_norm_
 
-    rank, rows = int(os.environ.get("RANK", "0")), read_rows(folder, row)
+    rank, rows = int(os.environ.get("RANK", "0")), read_rows(folder, row, packed=row.packing)
     if row.ranks > 1:
         import deepspeed
         from transformers.integrations import HfDeepSpeedConfig
@@ -386,14 +407,14 @@ def run_one(args: argparse.Namespace, subject: str, name: str, folder: Path) -> 
         results = [json.loads(path.read_text()) for path in sorted(Path(out).glob("rank*.json"))]
         if done.returncode or len(results) != row.ranks:
             raise RuntimeError(f"{subject}, {name}: exit code {done.returncode}\n{(done.stderr or '')[-3000:]}")
-    return {"subject": subject, "row": name} | summarise_one(results, row, read_rows(folder, row))
+    return {"subject": subject, "row": name} | summarise_one(results, row, read_rows(folder, row, packed=row.packing))
 
 
 def summarise_one(results: list[dict], row: Row, rows: list[dict]) -> dict:
     first, last = ([result["marks"][i] for result in results] for i in (WARM_STEPS - 1, STEPS - 1))
     per_step = row.ranks * row.batch
     tokens = sum(len(r["input_ids"]) for r in rows[WARM_STEPS * per_step : STEPS * per_step])
-    if row.packing:
+    if row.packing and last[0]["tokens"]:  # TRL packs other rows
         tokens = last[0]["tokens"] - first[0]["tokens"]
     cpu = sum(b["cpu"] - a["cpu"] for a, b in zip(first, last, strict=True))
     return {
