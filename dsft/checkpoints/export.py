@@ -33,6 +33,7 @@ from dsft.errors import UserError, one_line
 from dsft.models.build import DTYPES, described_in, load_weights
 from dsft.models.model_folder import adapter_base
 from dsft.models.pickles import safe_unpickling
+from dsft.models.quantization import cast_weights, unpacking_config
 from dsft.models.size import load_model_config
 from dsft.models.zero_shards import step_folder
 from dsft.runtime.console import progress_bar, say
@@ -108,8 +109,16 @@ def _weights_of(folder: Path, *, trust_remote_code: bool) -> WeightsSource:
 
 
 def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, trust_remote_code: bool) -> None:
-    dtype = "auto" if dtype == "auto" else DTYPES[dtype]
-    model = load_weights(str(folder), dtype=dtype, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {"dtype": DTYPES.get(dtype, "auto"), "trust_remote_code": trust_remote_code}
+    base = adapter_base(str(folder))
+    unpacking = base and unpacking_config(load_model_config(base, trust_remote_code=trust_remote_code))
+    if unpacking:
+        options["quantization_config"] = unpacking
+    model = load_weights(str(folder), **options)
+    if unpacking:
+        inner = model.get_base_model()
+        cast_weights(inner, DTYPES.get(dtype, inner.config.dtype))
+        inner._weight_conversions = None  # transformers keeps how it loaded the weights, and would pack them again
     if isinstance(model, PeftModel):
         model = model.merge_and_unload(safe_merge=True)  # refuses NaN
     model.save_pretrained(out, max_shard_size=max_shard_size)

@@ -13,6 +13,7 @@ from transformers.quantizers.auto import get_hf_quantizer
 from transformers.quantizers.quantizer_fbgemm_fp8 import FbgemmFp8HfQuantizer
 
 from dsft.api import build_model
+from dsft.checkpoints.export import merge
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
 from dsft.models.quantization import format_problems, quantization_on_disk, unpacking_config
@@ -35,7 +36,7 @@ def fp8(tmp_path_factory):
     return as_fp8(write_certain_model(folder / "plain", intermediate_size=64), folder / "fp8")
 
 
-def test_adapters_train_over_fp8_that_is_unpacked_and_are_evaluated(fp8, options, tiny, tmp_path):
+def test_adapters_train_over_fp8_that_is_unpacked_and_are_evaluated_and_merged(fp8, options, tiny, tmp_path):
     folder, unpacked = fp8
     changes = {"model": str(folder), "method": "lora", "max_steps": 2, "learning_rate": 0.01}
     train_all(1, [options(tmp_path / "run", **changes)], tmp_path / "log")
@@ -47,6 +48,10 @@ def test_adapters_train_over_fp8_that_is_unpacked_and_are_evaluated(fp8, options
     held_out = {"data": [str(tiny / "held_out.jsonl")], "seq_len": 32, "max_documents": 6}
     (evaluation,) = evaluate(EvalConfig(model=[str(final)], **held_out))
     assert evaluation.perplexity.loss > 0
+    merged = AutoModelForCausalLM.from_pretrained(merge(str(final), str(tmp_path / "merged")))
+    assert not hasattr(merged.config, "quantization_config")
+    with torch.no_grad():
+        torch.testing.assert_close(merged(input_ids=PROBE).logits, trained)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
