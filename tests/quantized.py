@@ -34,6 +34,9 @@ def as_fp8(model, folder):
             tensors[name] = (weight.detach() / wide).to(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = scale
             weight.data = tensors[name].float() * wide
+        else:  # in the dtype of the publisher's training
+            tensors[name] = weight.detach().bfloat16()
+            weight.data = tensors[name].float()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     describe(folder, {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK] * 2})
     return folder, unpacked

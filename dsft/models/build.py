@@ -86,7 +86,7 @@ def _build(config, *, dtype: str, seed: int, quantization: Quantization | None) 
         elif unpacking:
             options["quantization_config"] = unpacking
         model = load_weights(config.model, revision=config.revision, **options)
-        if unpacking:
+        if (unpacking or quantization) and not getattr(model, "is_quantized", False):
             cast_weights(model, DTYPES[dtype])
         compute_in_own_dtype(model)
     if method == "qlora":
