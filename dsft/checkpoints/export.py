@@ -119,6 +119,9 @@ def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, t
         inner = model.get_base_model()
         cast_weights(inner, DTYPES.get(dtype, inner.config.dtype))
         inner._weight_conversions = None  # transformers keeps how it loaded the weights, and would pack them again
+        text_config = inner.config.get_text_config(decoder=True)
+        if hasattr(text_config, "quantization_config"):
+            del text_config.quantization_config
     if isinstance(model, PeftModel):
         model = model.merge_and_unload(safe_merge=True)  # refuses NaN
     model.save_pretrained(out, max_shard_size=max_shard_size)

@@ -63,22 +63,25 @@ def hash_and_sync(path: Path) -> dict[str, Any]:
 
     It goes there part by part: while one call flushes all of a large file, nothing seems to move.
     """
-    digest, size = hashlib.sha256(), path.stat().st_size
+    digest = hashlib.sha256()
     with path.open("r+b") as file:
-        mapped = _map(file) if size else None
-        for start in range(0, size, PART_BYTES):
-            if mapped:
-                mapped.flush(start, min(PART_BYTES, size - start))
-            digest.update(file.read(PART_BYTES))
+        mapped = _map(file)
+        end = len(mapped) if mapped else 0
+        while True:
+            if (start := file.tell()) < end:
+                mapped.flush(start, min(PART_BYTES, end - start))
+            if not (part := file.read(PART_BYTES)):
+                break
+            digest.update(part)
         os.fsync(file.fileno())
-    return {"size": size, "sha256": digest.hexdigest()}
+        return {"size": file.tell(), "sha256": digest.hexdigest()}
 
 
 def _map(file: BinaryIO) -> mmap.mmap | None:
-    """Map a file, to flush ranges of it; None where its file system maps none."""
+    """Map a file, to flush ranges of it; None where it is empty, or its file system maps none."""
     try:
-        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    except OSError:
+        return mmap.mmap(file.fileno(), 0)  # Python flushes no map that is for reading alone
+    except (OSError, ValueError):
         return None
 
 

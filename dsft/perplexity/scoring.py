@@ -134,7 +134,7 @@ def _scorer(
                 if not _is_chunked[each]:
                     say(
                         f"note: the head of {type(each).__name__} cannot be computed in parts: a large batch takes"
-                        " several forwards; fewer tokens in a batch take less time"
+                        " several forwards, or the memory of all its logits; fewer tokens in a batch take less"
                     )
             heads.append(head if _is_chunked[each] else each)
     if reference is None:

@@ -67,6 +67,9 @@ def _in_slices(scorers: list[Scorer], batch: dict[str, torch.Tensor]) -> Iterato
     plain = [scorer for scorer in scorers if scorer not in hidden]
     width = given["input_ids"].shape[1]
     length = min((_positions_at_once(scorer, given) for scorer in plain), default=width)
+    number = most = math.ceil(width / length)
+    if plain and is_deepspeed_zero3_enabled():
+        most = int(max_over_ranks(number))
     with contextlib.ExitStack() as gathered:
         for scorer in hidden:
             gathered.enter_context(scorer.weights())
@@ -74,12 +77,10 @@ def _in_slices(scorers: list[Scorer], batch: dict[str, torch.Tensor]) -> Iterato
             here = slice(start, start + length)
             logits = {scorer: _logits(scorer, given, here) for scorer in plain}
             yield here, [logits[scorer] if scorer in logits else hidden[scorer][:, here] for scorer in scorers]
-        if plain and is_deepspeed_zero3_enabled():
+        for _ in range(number, most):
             # Every rank runs as many forwards. Its slices follow from its own batch alone, for the sake of the bits.
-            done = math.ceil(width / length)
-            for _ in range(done, int(max_over_ranks(done))):
-                for scorer in plain:
-                    _logits(scorer, given, slice(0, 1))
+            for scorer in plain:
+                _logits(scorer, given, slice(0, 1))
 
 
 def _positions_at_once(model: nn.Module, given: dict[str, torch.Tensor]) -> int:
@@ -92,7 +93,7 @@ def _positions_at_once(model: nn.Module, given: dict[str, torch.Tensor]) -> int:
 
 def _logits(model: nn.Module, given: dict[str, torch.Tensor], positions: slice) -> torch.Tensor:
     if not _leaves_positions_out(model):
-        return model(**given, use_cache=False).logits
+        return model(**given, use_cache=False).logits[:, positions]
     kept = torch.arange(given["input_ids"].shape[1], device=given["input_ids"].device)[positions]
     return model(**given, use_cache=False, logits_to_keep=kept).logits
 

@@ -107,8 +107,22 @@ def test_a_save_may_take_four_times_its_limit_while_bytes_are_written(tmp_path, 
 def test_a_save_may_take_longer_than_its_limit_to_reach_the_disk(tmp_path, monkeypatch, watched):
     monkeypatch.setattr(manifest, "PART_BYTES", PIECE)
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: watched.pass_time(LIMIT / 2))
-    mapped = SimpleNamespace(flush=lambda start, num_bytes: watched.pass_time(LIMIT / 2))
-    monkeypatch.setattr(manifest, "_map", lambda file: mapped)
+    map_file = manifest._map
+
+    class SlowMap:
+        def __init__(self, file):
+            self.mapped = map_file(file)
+
+        def __len__(self) -> int:
+            return len(self.mapped)
+
+        def flush(self, start: int, num_bytes: int) -> None:
+            self.mapped.flush(start, num_bytes)
+            with pytest.raises(OSError, match="Invalid argument"):  # the system is asked: it wants whole pages
+                self.mapped.flush(start + 1, num_bytes - 1)
+            watched.pass_time(LIMIT / 2)
+
+    monkeypatch.setattr(manifest, "_map", SlowMap)
     assert save(tmp_path, 4) and watched.reports == [] and watched.clock.now >= 4 * LIMIT
     assert integrity_errors(checkpoint_folder(tmp_path, 10), hashes=True) == []
 
