@@ -17,6 +17,7 @@ from conftest import flags, read_json
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from ranks import on_ranks, run_entry, train, train_all
 
+from dsft.checkpoints import manifest
 from dsft.checkpoints.manifest import (
     MANIFEST,
     TRAINER_STATE,
@@ -70,6 +71,24 @@ def test_a_published_checkpoint_has_every_file_in_its_manifest_and_leaves_no_sta
         "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt",
     }
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
+
+
+def test_a_file_is_hashed_to_its_end_where_another_node_knew_a_smaller_size(tmp_path, monkeypatch):
+    """As on a network file system whose client still has the size of before."""
+    path, map_file = tmp_path / "shard.pt", manifest._map
+
+    def map_before_it_grows(file):
+        mapped = map_file(file)
+        with path.open("ab") as rest:
+            rest.write(b"weights" * 1000)
+        return mapped
+
+    monkeypatch.setattr(manifest, "PART_BYTES", 4096)
+    monkeypatch.setattr(manifest, "_map", map_before_it_grows)
+    for known in (b"", b"state" * 1000):
+        path.write_bytes(known)
+        digest = hashlib.sha256(known + b"weights" * 1000).hexdigest()
+        assert hash_and_sync(path) == {"size": len(known) + 7000, "sha256": digest}
 
 
 def test_what_is_missing_shorter_or_changed_is_named(tmp_path):

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
-from transformers import AutoModelForCausalLM
+from tiny import ARCHITECTURES
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from dsft.config.options import EvalConfig
-from dsft.models.chunked_head import ChunkedHead
+from dsft.data.sequences import IGNORED
+from dsft.models.chunked_head import VOCAB_TILE, ChunkedHead
 from dsft.perplexity import tiles
 from dsft.perplexity.evaluation import evaluate
 
@@ -58,3 +60,34 @@ def test_slices_of_positions_give_the_same_on_any_number_of_ranks(tiny, tmp_path
     for zero in ("0", str(gathers)):
         for of_rank in on_ranks(2, scored, options | {"zero": zero}):
             assert of_rank == expected | {"most": of_rank["most"]} and of_rank["most"] <= SLICE
+
+
+def test_a_head_in_parts_slices_of_positions_and_all_logits_are_compared_side_by_side(monkeypatch):
+    """The third model's forward knows no `logits_to_keep`, as TrOCR's."""
+
+    class MakesAllLogits(LlamaForCausalLM):
+        def forward(self, input_ids=None, use_cache=None):
+            return super().forward(input_ids=input_ids, use_cache=use_cache)
+
+    config, values = ARCHITECTURES["llama"]
+    torch.manual_seed(0)
+    models = [cls(config(**values)).eval() for cls in (LlamaForCausalLM, LlamaForCausalLM, MakesAllLogits)]
+    batch = {"input_ids": torch.randint(1, 384, (3, 20)), "targets": torch.randint(1, 384, (3, 20))}
+    batch["targets"][:, ::3] = batch["targets"][1, 4:] = IGNORED
+    monkeypatch.setattr(tiles, "SLICE_LOGITS", 7 * 3 * 384)  # 7, 7 and 6 of 20 positions
+    numbers, make_logits = [], tiles._logits
+    monkeypatch.setattr(tiles, "_logits", lambda *args: numbers.append(args[2]) or make_logits(*args))
+
+    def nats(of_models, targets_N):
+        logits = [torch.cat(list(of_model), dim=1) for of_model in of_models]
+        return torch.stack([torch.nn.functional.cross_entropy(each, targets_N, reduction="none") for each in logits])
+
+    with torch.no_grad():
+        scorers = [ChunkedHead(models[0], VOCAB_TILE["cpu"]), *models[1:]]
+        scored_KN = tiles.score_in_tiles(scorers, batch, nats, columns=3)
+        assert [positions.start for positions in numbers] == [0, 0, 7, 7, 14, 14]
+        wanted = batch["targets"] != IGNORED
+        for model, scored_N in zip(models, scored_KN, strict=True):
+            logits = model(input_ids=batch["input_ids"]).logits[wanted]
+            expected = torch.nn.functional.cross_entropy(logits, batch["targets"][wanted], reduction="none")
+            torch.testing.assert_close(scored_N, expected.double(), rtol=1e-5, atol=1e-6)
