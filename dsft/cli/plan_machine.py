@@ -54,12 +54,24 @@ def read_machines(options: PlanOptions) -> list[Machine]:
     elif options.nvme:
         machine = dataclasses.replace(machine, nvme_bytes=parse_bytes(options.nvme))
     if options.interconnect:
-        machine = dataclasses.replace(machine, interconnect=options.interconnect)
+        links = _asked_links(machine.interconnect, options.interconnect)
+        machine = dataclasses.replace(machine, interconnect=links)
     if machine.ranks_per_node * max(nodes) > MOST_GPUS:
         raise UserError(
             [f"{machine.ranks_per_node * max(nodes):,} GPUs: the largest clusters have {MOST_GPUS:,}; lower --nodes"]
         )
     return [dataclasses.replace(machine, nodes=number, host_names=tuple(sorted(hosts or ()))) for number in nodes]
+
+
+def _asked_links(read: str, asked: str) -> str:
+    """Return `asked` and, where it names links within a node or its network alone, the other one as it was read."""
+    kinds = {_is_network(part) for part in asked.split("+")}
+    kept = [part for part in read.split("+") if part and _is_network(part) not in kinds]
+    return "+".join(sorted([*asked.split("+"), *kept], key=_is_network))
+
+
+def _is_network(part: str) -> bool:
+    return not part.lower().startswith(("nvlink", "pcie"))
 
 
 def _checked(options: PlanOptions, slots: int | None) -> Machine:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from dsft.cli.commands import PlanOptions
+from dsft.cli.plan_machine import read_machines
 from dsft.planner.gpus import GPUS
 from dsft.planner.speeds import parse_interconnect, speeds_of
 from dsft.runtime.hardware import Machine
@@ -77,3 +79,21 @@ def test_a_machine_whose_kernel_tells_no_rate_is_given_the_network_of_a_virtual_
         assert "25 Gbit/s between nodes assumed (--interconnect" in speeds.source
     speeds = speeds_of(dataclasses.replace(machine, interconnect="nvlink+ib400"), dtype="bfloat16")
     assert speeds.network_bytes == 0.8 * 50 * GB
+
+
+@pytest.mark.parametrize(
+    ("read", "asked", "planned"),
+    [
+        ("pcie+8xib400", "nvlink", "nvlink+8xib400"),
+        ("nvlink+8xib400", "eth25", "nvlink+eth25"),
+        ("nvlink+8xib400", "pcie4+ib200", "pcie4+ib200"),
+        ("nvlink", "nvlink", "nvlink"),
+        ("nvlink", "wifi", "nvlink+wifi"),  # refused by parse_interconnect
+        ("", "eth10", "eth10"),
+    ],
+)
+def test_what_the_option_leaves_out_stays_as_it_was_read(read, asked, planned, monkeypatch):
+    here = Machine(nodes=1, ranks_per_node=8, device_bytes=80 * GB, host_bytes=10**12, has_gpu=True, interconnect=read)
+    monkeypatch.setattr("dsft.cli.plan_machine.require_seen_gpus", lambda: None)
+    monkeypatch.setattr("dsft.cli.plan_machine.this_machine", lambda: here)
+    assert [each.interconnect for each in read_machines(PlanOptions(interconnect=asked))] == [planned]
