@@ -76,12 +76,12 @@ def _build(config, *, dtype: str, seed: int, quantization: Quantization | None) 
     else:
         if place:
             options["device_map"] = {"": place}
-        unpacking = _unpacking(config) if method == "lora" else None
+        unpacking = _unpacking(config) if method == "lora" or (quantization and quantization.is_unpacked) else None
         if method == "qlora":
             options["quantization_config"] = quantization_of(config).load_config(DTYPES[dtype])
         elif quantization:
             options["device_map"] = {"": distributed.device()}
-            if load_config := quantization.load_config(DTYPES[dtype]):
+            if load_config := unpacking or quantization.load_config(DTYPES[dtype]):
                 options["quantization_config"] = load_config
         elif unpacking:
             options["quantization_config"] = unpacking
@@ -104,7 +104,7 @@ def _build(config, *, dtype: str, seed: int, quantization: Quantization | None) 
 def _unpacking(config) -> Any:
     """Return what unpacks the base of adapters while it loads; None where it stays as it lies on disk."""
     known = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    return unpacking_config(load_model_config(config.model, **known))
+    return unpacking_config(load_model_config(adapter_base(described_in(config.model)) or config.model, **known))
 
 
 def _loading_device() -> torch.device | None:

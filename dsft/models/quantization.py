@@ -51,6 +51,11 @@ class Quantization:
     def lies_on_disk(self) -> bool:
         return not self.package
 
+    @property
+    def is_unpacked(self) -> bool:
+        """Whether the weights are unpacked on every device, a GPU too: then dsft asks for it."""
+        return "cuda" in self.unpacked_on
+
     def __str__(self) -> str:
         return f"{self.format} in groups of {self.group_size}" if self.group_size else self.format
 
@@ -99,7 +104,8 @@ UNPACKED_ON_CPU = ("fp8", "mxfp8", "mxfp4", "fbgemm_fp8")
 """Formats on disk that transformers has no products for on a CPU."""
 UNPACKED_IN_TRAINING = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
 """Formats on disk that transformers cannot train packed (mxfp4), keeps packed on some GPUs alone (fp8), or unpacks at
-the first forward (compressed-tensors): a training unpacks them anywhere, while they load.
+the first forward (compressed-tensors): where adapters are trained or evaluated over them, they are unpacked anywhere,
+while they load.
 """
 
 
@@ -127,7 +133,7 @@ def quantization_on_disk(
 
     Args:
         disk_bytes: of the files of its weights, where they are here.
-        trained: loaded as `unpacking_config` says.
+        trained: adapters are, or were, trained over the weights: loaded as `unpacking_config` says.
     """
     section = _section(config)
     if not section:
@@ -141,7 +147,7 @@ def quantization_on_disk(
 
 
 def unpacking_config(config: PreTrainedConfig) -> Any:
-    """Say to transformers to unpack the weights of a model while it loads them; None where a training keeps them."""
+    """Say to transformers to unpack the weights of a model while it loads them; None where adapters get them packed."""
     section = _section(config)
     if not section or _method(section) not in UNPACKED_IN_TRAINING:
         return None
@@ -252,7 +258,7 @@ def format_problems(
             return [
                 f"model={name}: is quantised as {quantization.format}, which this transformers does not know; update it"
             ]
-        unpacking = unpacking_config(config) if trained else None
+        unpacking = unpacking_config(config) if quantization.is_unpacked else None
         load_config = unpacking or quantization.load_config(dtype)
         quantizer, *_ = get_hf_quantizer(copy.deepcopy(config), load_config, None, True, {})
         if trained and not unpacking and not quantizer.is_trainable:

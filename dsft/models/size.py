@@ -154,12 +154,15 @@ class ModelFacts:
     """Of LoRA, new or saved; None in full finetuning."""
 
 
-def measure_model(options: TrainConfig, *, text_only: bool = False, scored: bool = False) -> ModelFacts:
+def measure_model(
+    options: TrainConfig, *, text_only: bool = False, scored: bool = False, with_adapter: bool = False
+) -> ModelFacts:
     """Measures the model that `options` name, with its adapters where the method has some, without its weights.
 
     Args:
         text_only: of a multimodal wrapper, build the language model alone; the other parts are counted.
         scored: not trained: it may be a GGUF file, and the format in which it lies on disk is its own.
+        with_adapter: scored below a trained adapter: its format is that of the training.
 
     Raises:
         UserError: where no model can be built from what is there, or its adapters do not fit it.
@@ -184,7 +187,7 @@ def measure_model(options: TrainConfig, *, text_only: bool = False, scored: bool
     try:
         adapters = adapters_of(options, model)
         size = model_size(model, options, adapters=adapters, other_params=other_params)
-        on_disk = _on_disk(options.model, config, trained=not scored)
+        on_disk = _on_disk(options.model, config, trained=with_adapter or not scored)
         if scored or (on_disk and options.method != "qlora"):
             size = dataclasses.replace(size, quantization=on_disk)
         if on_disk and options.method == "full" and not scored:

@@ -139,7 +139,9 @@ def _measure(config: EvalConfig, problems: list[str]) -> ModelFacts | None:
     names = ("revision", "trust_remote_code", "attn_implementation")
     options = {name: getattr(config, name) for name in names}
     try:
-        facts = measure_model(TrainConfig(model=adapter_base(folder) or folder, **options), scored=True)
+        base = adapter_base(folder)
+        train_config = TrainConfig(model=base or folder, **options)
+        facts = measure_model(train_config, scored=True, with_adapter=base is not None)
     except UserError as error:
         problems += error.problems
         return None

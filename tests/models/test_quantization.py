@@ -16,8 +16,10 @@ from dsft.api import build_model
 from dsft.checkpoints.export import merge
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
+from dsft.models import build
 from dsft.models.quantization import format_problems, quantization_on_disk, unpacking_config
 from dsft.models.size import measure_model
+from dsft.perplexity.candidates import Candidate
 from dsft.perplexity.evaluation import evaluate
 from dsft.planner.load_states import load_terms
 from dsft.planner.zero_layout import describe_layout, frozen_bytes
@@ -36,7 +38,9 @@ def fp8(tmp_path_factory):
     return as_fp8(write_certain_model(folder / "plain", intermediate_size=64), folder / "fp8")
 
 
-def test_adapters_train_over_fp8_that_is_unpacked_and_are_evaluated_and_merged(fp8, options, tiny, tmp_path):
+def test_adapters_train_over_fp8_that_is_unpacked_and_are_evaluated_and_merged(
+    fp8, options, tiny, tmp_path, monkeypatch
+):
     folder, unpacked = fp8
     changes = {"model": str(folder), "method": "lora", "max_steps": 2, "learning_rate": 0.01}
     train_all(1, [options(tmp_path / "run", **changes)], tmp_path / "log")
@@ -46,8 +50,13 @@ def test_adapters_train_over_fp8_that_is_unpacked_and_are_evaluated_and_merged(f
         adapted = PeftModel.from_pretrained(copy.deepcopy(unpacked), final)
         torch.testing.assert_close(adapted(input_ids=PROBE).logits, trained)
     held_out = {"data": [str(tiny / "held_out.jsonl")], "seq_len": 32, "max_documents": 6}
+    loads, load_files = [], build._load_files
+    monkeypatch.setattr(build, "_load_files", lambda name, **how: loads.append(how) or load_files(name, **how))
     (evaluation,) = evaluate(EvalConfig(model=[str(final)], **held_out))
-    assert evaluation.perplexity.loss > 0
+    assert evaluation.perplexity.loss > 0 and loads[0]["quantization_config"].dequantize, (
+        "on GPUs too, as it was trained"
+    )
+    assert Candidate.of(EvalConfig(), str(final), []).facts.size.quantization.unpacked_on == ("cpu", "cuda")
     merged = AutoModelForCausalLM.from_pretrained(merge(str(final), str(tmp_path / "merged")))
     assert not hasattr(merged.config, "quantization_config")
     with torch.no_grad():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import read_json
+from peft import LoraConfig, get_peft_model
 from quantized import as_fp8, describe, write_certain_model
 from ranks import run_entry
 from safetensors.torch import load_file, save_file
@@ -308,6 +309,12 @@ def test_a_model_of_compressed_tensors_is_evaluated_as_it_lies(tiny, model, tmp_
     assert (evaluation.options["quantization"], evaluation.zero) == ("compressed-tensors", "0")
     assert evaluation.perplexity.loss == pytest.approx(loss_of(rounded, tiny, evaluation), rel=1e-5)
     assert abs(plain.divergence.kl) < 1e-7 < evaluation.divergence.kl
+    torch.manual_seed(0)
+    adapter = get_peft_model(rounded, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    adapter.peft_config["default"].base_model_name_or_path = str(folder)
+    adapter.save_pretrained(tmp_path / "adapter")
+    (adapted,) = results(tiny, model=[str(tmp_path / "adapter")], tokenizer=str(model))
+    assert adapted.perplexity.loss == pytest.approx(loss_of(adapter, tiny, adapted), rel=1e-5)
 
 
 @needs("torchao")
