@@ -384,8 +384,10 @@ def bare_subject(row: Row, folder: Path, meter: Meter) -> None:
             optimizer.zero_grad()
         losses.append(loss.item())
         meter.step()
-    means = [statistics.mean(losses[i : i + LOG_STEPS]) for i in range(0, STEPS, LOG_STEPS)]
-    meter.end(means)
+    means = torch.tensor([statistics.mean(losses[i : i + LOG_STEPS]) for i in range(0, STEPS, LOG_STEPS)])
+    if row.ranks > 1:
+        torch.distributed.all_reduce(means)
+    meter.end((means / row.ranks).tolist())
 
 
 SUBJECTS = {"dsft": dsft_subject, "trainer": trainer_subject, "trl": trl_subject, "bare": bare_subject}

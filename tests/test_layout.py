@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import yaml
@@ -33,6 +34,11 @@ def test_import_dsft_loads_no_library_and_sets_no_variable():
         "assert dict(os.environ) == before; assert not {'torch', 'transformers', 'deepspeed'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_gpu_extra_pins_the_versions_of_constraints():
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["gpu"]
+    assert {*extra} <= {*(ROOT / "constraints.txt").read_text().split()} and all("==" in pin for pin in extra)
 
 
 @pytest.mark.parametrize("name", known_names())

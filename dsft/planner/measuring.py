@@ -202,7 +202,7 @@ def _collectives(place: torch.device, ranks: int) -> dict[str, float]:
     """Rates of DeepSpeed's collectives over all ranks, as `Speeds` names them. On CPUs they are not torch's."""
     import deepspeed.comm as comm
 
-    numbers = _collective_numbers(place)
+    numbers = _collective_numbers(place) // ranks * ranks
     mine, gathered, scattered = (
         torch.ones(count, device=place) for count in (numbers, numbers * ranks, numbers // ranks)
     )

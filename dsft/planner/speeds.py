@@ -27,6 +27,10 @@ UNREAD_NETWORK_GBPS = 25 / 8
 
 PCIE_GBPS = {3: 16, 4: 32, 5: 64}
 """GB/s of 16 lanes in one direction, by generation (PCI-SIG)."""
+BRIDGE_GBPS = {3: 50, 4: 56, 5: 300}
+"""GB/s of an NVLink bridge in one direction, on cards without NVLink between all, by their generation of PCIe: Quadro
+RTX 8000, RTX A6000 and H100 NVL by their data sheets.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +174,7 @@ def parse_interconnect(text: str, gpu: Gpu, *, assumed_gbps: float = ASSUMED_NET
         pcie = re.fullmatch(r"pcie([345])?", part)
         card = re.fullmatch(rf"(?:(\d+)x)?{NETWORK}", part)
         if part == "nvlink":
-            link = 0.8 * (gpu.nvlink_gbps or 300) * GB
+            link = 0.8 * (gpu.nvlink_gbps or BRIDGE_GBPS[gpu.pcie_gen]) * GB
         elif pcie:
             link = PCIE_EFFICIENCY * PCIE_GBPS[int(pcie[1] or gpu.pcie_gen)] * GB
         elif card and int(card[3]) and int(card[1] or 1):

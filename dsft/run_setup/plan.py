@@ -234,9 +234,11 @@ def _as_before(options: TrainConfig, job: Job, machine: Machine, checkpoint: str
 
 
 def smaller_plan(job: Job, machine: Machine, plan: Plan) -> Plan | None:
-    """Finds the fastest plan for the same steps that takes at most nine tenths of the memory of `plan`, if any."""
+    """Finds the fastest plan for the same steps that fits and takes at most nine tenths of the memory of `plan`, if
+    any.
+    """
     per_step = job.sequences_per_step or plan.micro_batch * plan.accumulation * machine.world_size
     job = dataclasses.replace(job, checkpointing=None, micro_batch=None, accumulation=None, sequences_per_step=per_step)
-    smaller = dataclasses.replace(machine, device_bytes=int(0.9 * plan.device_bytes))
+    smaller = dataclasses.replace(machine, device_bytes=min(machine.device_bytes, int(0.9 * plan.device_bytes)))
     best = choose_plan(job, smaller).plan
     return best if best.device_bytes <= smaller.device_bytes else None

@@ -19,7 +19,17 @@ def _read_links() -> str:
         links = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return ("nvlink" if re.search(r"\bNV\d+\b", links) else "pcie") if links else ""
+    return links_between_all(links) if links else ""
+
+
+def links_between_all(matrix: str) -> str:
+    """Return what joins every GPU of a node with every other, by the matrix of `nvidia-smi topo -m`.
+
+    Bridges that join pairs of more GPUs count as PCIe, over which a collective goes as well.
+    """
+    rows = [line.split() for line in matrix.splitlines() if re.match(r"GPU\d+\s", line)]
+    others = [cell for row in rows for cell in row[1 : 1 + len(rows)] if cell != "X"]
+    return "nvlink" if others and all(re.fullmatch(r"NV\d+", cell) for cell in others) else "pcie"
 
 
 def read_network(sysfs: Path = SYSFS) -> str:

@@ -9,11 +9,12 @@ import sys
 import pytest
 import torch
 from conftest import read_json
+from transformers import LlamaConfig
 
 from dsft.cli.commands import GpuCheckOptions, PlanOptions
 from dsft.cli.gpu_check import run as gpu_check
 from dsft.cli.plan_machine import read_machines
-from dsft.cluster.gpu_check import examine, faults
+from dsft.cluster.gpu_check import examine, faults, files, perplexities
 from dsft.cluster.gpu_check.check import Check, Row, Setting
 from dsft.cluster.gpu_check.checks import CHECKS, FILES
 from dsft.cluster.gpu_check.perplexities import same_bits
@@ -21,10 +22,13 @@ from dsft.cluster.gpu_check.ranks import OwnMemory
 from dsft.cluster.gpu_check.speeds import masks, planned_rates, rate, rates_for_plans
 from dsft.cluster.gpu_check.table import has_failures, read_machine, table, without_names, write_results
 from dsft.cluster.gpu_check.trainings import compared
+from dsft.config.options import TrainConfig
 from dsft.errors import UserError
+from dsft.models.size import measure_model
 from dsft.planner import measuring
 from dsft.planner.measured_speeds import calibrated, keep_outside, keep_ranks
 from dsft.planner.speeds import speeds_of
+from dsft.run_setup.plan import plan_run, training_job
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB
 from dsft.watchdog.processes import Process
@@ -67,6 +71,20 @@ def test_perplexity_that_differs_in_the_last_bit_is_not_the_same():
     assert not same_bits("twice", first, first | {"blocks": {"nats": [40.0, 60.0]}}).ok
 
 
+def test_perplexity_is_compared_in_every_way_and_in_the_second_check_with_the_first_one(setting, monkeypatch):
+    scored = []
+
+    def score(setting, *, ranks, zero):
+        scored.append((ranks, zero))
+        nats = 100.0 if len(scored) < 8 else 101.0
+        return {"nats": nats, "tokens": 10, "nats_per_token": nats / 10, "blocks": {}}
+
+    monkeypatch.setattr(perplexities, "score", score)
+    for check, ok in (("perplexity", [True] * 4), ("perplexity-again", [True] * 3 + [False])):
+        assert [row.ok for row in perplexities.perplexity(setting.of(check))] == ok
+    assert scored == [(1, "0"), (1, "3"), (2, "0"), (2, "3")] * 2
+
+
 def test_host_memory_of_ranks_is_their_own_without_the_pages_of_mapped_files(tmp_path):
     """A rank reads 100 MB of a shard through a map, and makes 50 MB."""
     (tmp_path / "shard").write_bytes(bytes(10**8))
@@ -88,12 +106,31 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize(
-    ("way_out", "holds"), [("the next smaller plan is 1", True), ("no smaller plan is known", False)]
+    ("way_out", "holds"),
+    [
+        ("the next smaller plan is ZeRO 1, by prediction 38.9 GiB: --zero 1", True),
+        ("the next smaller plan is ZeRO 2, by prediction 244 GiB: --zero 2", False),
+        ("no smaller plan is known: use more GPUs", False),
+    ],
 )
-def test_out_of_memory_that_names_no_smaller_plan_does_not_hold(setting, monkeypatch, way_out, holds):
-    monkeypatch.setattr(faults, "launch", lambda *_, **__: f"dsft: error: out of memory in training; {way_out}: ...")
+def test_out_of_memory_that_names_no_plan_that_fits_does_not_hold(setting, monkeypatch, way_out, holds):
+    text = f"dsft: error: out of memory in training; 271 GiB were predicted, 79.1 GiB are its share; {way_out}"
+    monkeypatch.setattr(faults, "launch", lambda *_, **__: text)
     (row,) = faults.out_of_memory(setting)
     assert row.ok is holds
+
+
+@pytest.mark.parametrize("memory_bytes", [int(5.6 * GiB), files.NARROW_BYTES, files.WIDE_BYTES])
+def test_the_model_of_a_card_fits_in_the_trainings_of_the_checks(tmp_path, memory_bytes):
+    LlamaConfig(**files.widths_for(memory_bytes), tie_word_embeddings=True).save_pretrained(tmp_path)
+    card = dataclasses.replace(H100, ranks_per_node=1, device_bytes=memory_bytes, gpu_type="")
+    for changes in ({"zero": "1"}, {"zero": "1", "method": "lora"}, {"zero": "2"}, {"zero": "3"}):
+        training = {"per_device_train_batch_size": 2}
+        options = TrainConfig(
+            model=str(tmp_path / "config.json"), dtype="bfloat16", seq_len=2048, **changes, training=training
+        )
+        job = training_job(options, measure_model(options), attention="flash")
+        assert plan_run(options, dataclasses.replace(job, checkpointing=changes["zero"] > "1"), card).plan.fits
 
 
 def test_rates_below_the_plans_do_not_hold_and_rules_of_thumb_claim_nothing():
@@ -102,6 +139,8 @@ def test_rates_below_the_plans_do_not_hold_and_rules_of_thumb_claim_nothing():
     slow = rate("all-gather", planned.link_bytes, planned.link_bytes / 2, "GB/s")
     assert slow.ok is False and slow.measured.endswith("GB/s")
     assert rate("attention", 1e12, 1e3, "TFLOP/s", told=False).ok is None
+    unknown = speeds_of(dataclasses.replace(H100, gpu_type="RTX 4060", measured=True), dtype="bfloat16")
+    assert {row.ok for row in planned_rates(unknown, unknown, H100)} == {None}
     assert calibrated(planned, H100, dtype="bfloat16") is planned
 
 
@@ -217,6 +256,9 @@ def test_a_host_whose_name_is_a_word_changes_no_claim_and_no_key(setting, monkey
     row = Row(claim="it trains", measured="the training on train.local, train", details={"train": ["on train"]})
     expected = Row(claim="it trains", measured="the training on HOST, HOST", details={"train": ["on HOST"]})
     assert without_names(row, setting) == expected
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7.cluster.local")
+    row = Row(claim="", measured="node7:4242:4300 [0] NCCL WARN of node7.cluster.local")
+    assert without_names(row, setting).measured == "HOST:4242:4300 [0] NCCL WARN of HOST"
 
 
 def test_an_unknown_check_and_a_machine_without_gpus_are_refused(tmp_path):

@@ -127,3 +127,5 @@ def test_a_smaller_plan_takes_at_least_a_tenth_less_for_the_same_steps(tmp_path)
     assert smaller.micro_batch * smaller.accumulation == plan.micro_batch * plan.accumulation
     smallest = dataclasses.replace(plan, device_bytes=GB // 100)
     assert smaller_plan(job, EIGHT_GPUS, smallest) is None
+    tried = dataclasses.replace(plan, device_bytes=1000 * GB)  # with memory_check=false, beyond any card
+    assert smaller_plan(job, EIGHT_GPUS, tried).device_bytes <= EIGHT_GPUS.device_bytes

@@ -10,7 +10,7 @@ from dsft.cli.plan_machine import read_machines
 from dsft.planner.gpus import GPUS
 from dsft.planner.speeds import parse_interconnect, speeds_of
 from dsft.runtime.hardware import Machine
-from dsft.runtime.interconnect import read_network
+from dsft.runtime.interconnect import links_between_all, read_network
 from dsft.units import GB
 
 
@@ -97,3 +97,29 @@ def test_what_the_option_leaves_out_stays_as_it_was_read(read, asked, planned, m
     monkeypatch.setattr("dsft.cli.plan_machine.require_seen_gpus", lambda: None)
     monkeypatch.setattr("dsft.cli.plan_machine.this_machine", lambda: here)
     assert [each.interconnect for each in read_machines(PlanOptions(interconnect=asked))] == [planned]
+
+
+def matrix(*rows: str) -> str:
+    """As `nvidia-smi topo -m` prints it."""
+    header = "\t" + "\t".join(f"GPU{number}" for number in range(len(rows))) + "\tNIC0\tCPU Affinity\tNUMA Affinity"
+    lines = [f"GPU{number}\t" + "\t".join(row.split()) + "\tPXB\t0-55\t0" for number, row in enumerate(rows)]
+    return "\n".join([header, *lines, "NIC0\tPXB\tPXB\t X ", "", "Legend:", "  NV#  = a bonded set of # NVLinks"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "links"),
+    [
+        (("X NV18 NV18", "NV18 X NV18", "NV18 NV18 X"), "nvlink"),
+        (("X NV4", "NV4 X"), "nvlink"),
+        (("X NV4 SYS SYS", "NV4 X SYS SYS", "SYS SYS X NV4", "SYS SYS NV4 X"), "pcie"),
+        (("X PHB", "PHB X"), "pcie"),
+        (("X",), "pcie"),
+    ],
+)
+def test_nvlink_counts_where_it_joins_all_gpus(rows, links):
+    assert links_between_all(matrix(*rows)) == links
+
+
+def test_a_bridge_is_planned_slower_than_a_switch():
+    for name, gigabytes in (("H100", 450), ("A40", 56), ("H100-NVL", 300)):
+        assert parse_interconnect("nvlink", GPUS[name])[0] == 0.8 * gigabytes * GB

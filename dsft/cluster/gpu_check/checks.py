@@ -1,12 +1,14 @@
 """All checks, most valuable first."""
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Iterator
 
 from dsft.cluster.gpu_check import faults, perplexities, trainings
 from dsft.cluster.gpu_check.check import Check, Row, Setting, needs_gpu, needs_large_model
 from dsft.cluster.gpu_check.trainings import planned_training
+from dsft.models.model_folder import weight_bytes_in
 
 
 def _in(module: str, name: str):
@@ -24,12 +26,18 @@ def _lacks_quantisation(setting: Setting) -> str:
 
 
 def _lacks_disk(setting: Setting) -> str:
-    free, wanted = shutil.disk_usage(setting.folder).free / 1e9, 1 if setting.tiny else CHECKPOINTS_GB
-    return "" if free >= wanted else f"needs {wanted} GB of disk where --out lies, {free:.0f} are free"
+    free, model_bytes = shutil.disk_usage(setting.folder).free, weight_bytes_in(str(setting.path("base"))) or 0
+    wanted = CHECKPOINTS * model_bytes
+    return "" if free >= wanted else f"needs {wanted / 1e9:.0f} GB of disk where --out lies, {free / 1e9:.0f} are free"
 
 
-CHECKPOINTS_GB = 45
-"""Two checkpoints of the wide model, 14 B a parameter each, and final models."""
+def _lacks_compiler(setting: Setting) -> str:
+    compiler = os.environ.get("CXX") or "c++"
+    return "" if shutil.which(compiler) else f"needs a C++ compiler for DeepSpeed's CPUAdam; {compiler} is not there"
+
+
+CHECKPOINTS = 18
+"""Times a model's own bytes in bf16: two checkpoints of 14 B a parameter each, and final models."""
 FILES = Check(name="files", run=_in("files", "make_files"), seconds=180)
 """Comes first, whatever is chosen: the others work on them."""
 OFFLOAD = {"zero": "3-offload-optimizer", "activation_checkpointing": True}
@@ -46,6 +54,7 @@ CHECKS = (
     Check(name="signal", run=faults.asked_to_stop, seconds=120),
     Check(name="outside", run=_in("speeds", "outside_memory"), seconds=60),
     Check(name="speeds", run=_in("speeds", "speeds"), seconds=120),
+    Check(name="perplexity-again", run=perplexities.perplexity, seconds=180),
     Check(name="resume", run=trainings.resume, seconds=180, lacks=_lacks_disk),
     Check(name="packing", run=trainings.packed_training, seconds=120),
     Check(
@@ -56,5 +65,5 @@ CHECKS = (
     ),
     Check(name="lora-3", run=planned_training(zero="3", method="lora", activation_checkpointing=True), seconds=120),
     Check(name="full-2", run=planned_training(zero="2", activation_checkpointing=True), seconds=120),
-    Check(name="offload", run=planned_training(**OFFLOAD), seconds=180),
+    Check(name="offload", run=planned_training(**OFFLOAD), seconds=180, lacks=_lacks_compiler),
 )

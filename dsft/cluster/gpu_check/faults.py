@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,10 @@ from dsft.cluster.gpu_check.trainings import options
 from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_USER_ERROR
 from dsft.watchdog.processes import Process, descendants, end
 
+SMALLER = re.compile(
+    r"(?P<share>[\d.e+]+) GiB are its share; the next smaller plan is .*, by prediction (?P<wanted>[\d.e+]+) GiB"
+)
+"""In the message of training/out_of_memory.py."""
 LEFT_SECONDS = 30
 """From the end of a command to the look at what is left of it."""
 
@@ -66,11 +71,12 @@ def out_of_memory(setting: Setting) -> Iterator[Row]:
     changes = {"per_device_train_batch_size": 256, "memory_check": False, "activation_checkpointing": False}
     words = command(setting, "train", options(setting, "oom", **changes, zero="1"), ranks=1)
     text = launch(setting, words, code=EXIT_USER_ERROR)
+    named = SMALLER.search(text)
     yield Row(
-        claim="out of memory is named, with the next smaller plan",
+        claim="out of memory is named, with a smaller plan that fits",
         predicted=f"exit code {EXIT_USER_ERROR}",
-        measured=last_error(text),
-        ok="out of memory" in text and "the next smaller plan is" in text,
+        measured=last_error(text) + (f" ... {named[0]}" if named else ""),
+        ok="out of memory" in text and named is not None and float(named["wanted"]) <= float(named["share"]),
     )
 
 

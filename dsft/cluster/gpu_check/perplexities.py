@@ -8,15 +8,23 @@ from dsft.cluster.gpu_check.check import Row, Setting, command, launch
 
 
 def perplexity(setting: Setting) -> Iterator[Row]:
-    """Score the held-out text in several ways, and compare each with one rank that holds the model."""
-    first = score(setting, "first", ranks=1, zero="0")
-    text = f"{first['nats_per_token']:.9f} nats per token"
-    yield Row(claim="one rank scores the held-out text", measured=f"{text}, {first['tokens']:,} tokens", ok=True)
-    ways = {"again": ("one rank, a second time", 1, "0"), "sharded": ("under ZeRO-3", setting.ranks, "3")}
-    if setting.ranks > 1:
-        ways["replicated"] = (f"on {setting.ranks} ranks", setting.ranks, "0")
-    for name, (title, ranks, zero) in ways.items():
-        yield same_bits(title, first, score(setting, name, ranks=ranks, zero=zero))
+    """Score the held-out text in every way, and compare with the first: one rank that holds the model. A second check
+    compares with the first of the first one.
+    """
+    kept, first = setting.path("first-perplexity.json"), None
+    if kept.is_file():
+        first = json.loads(kept.read_text(encoding="utf-8"))
+    for ranks in sorted({1, setting.ranks}):
+        for zero, held in (("0", "each with the model"), ("3", "under ZeRO-3")):
+            report = score(setting, ranks=ranks, zero=zero)
+            title = f"{ranks} rank{'s' if ranks > 1 else ''}, {held}"
+            if first is None:
+                first = report
+                kept.write_text(json.dumps(first), encoding="utf-8")
+                text = f"{first['nats_per_token']:.9f} nats per token, {first['tokens']:,} tokens"
+                yield Row(claim=f"{title}, scores the held-out text", measured=text, ok=True)
+            else:
+                yield same_bits(title, first, report)
 
 
 def same_bits(title: str, first: dict[str, Any], other: dict[str, Any]) -> Row:
@@ -24,7 +32,7 @@ def same_bits(title: str, first: dict[str, Any], other: dict[str, Any]) -> Row:
     same = all(first[key] == other[key] for key in ("nats", "tokens", "blocks"))
     difference = abs(other["nats"] / first["nats"] - 1)
     return Row(
-        claim=f"the same bits {title}",
+        claim=f"the same bits: {title}",
         predicted=f"{first['nats_per_token']:.9f}",
         measured="the same" if same else f"{other['nats_per_token']:.9f}, {difference:.1e} off",
         ok=same,
@@ -32,17 +40,17 @@ def same_bits(title: str, first: dict[str, Any], other: dict[str, Any]) -> Row:
     )
 
 
-def score(setting: Setting, name: str, *, ranks: int, zero: str) -> dict[str, Any]:
+def score(setting: Setting, *, ranks: int, zero: str) -> dict[str, Any]:
     """Evaluate; returns the only report."""
+    out = setting.runs / f"{ranks}-{zero}"
     options = {
         "model": setting.path("base"),
         "data": setting.path("demo", "corpus", "held_out.jsonl"),
         "seq_len": 128 if setting.tiny else 2048,
         "max_documents": 8 if setting.tiny else 64,
         "zero": zero,
-        "output_dir": setting.runs / name,
+        "output_dir": out,
     }
     launch(setting, command(setting, "eval", options, ranks=ranks))
-    content = json.loads((setting.runs / name / "perplexity.json").read_text(encoding="utf-8"))
-    (report,) = content["results"]
+    (report,) = json.loads((out / "perplexity.json").read_text(encoding="utf-8"))["results"]
     return report

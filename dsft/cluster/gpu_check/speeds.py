@@ -49,16 +49,21 @@ def facts(setting: Setting) -> Iterator[Row]:
     cards = [torch.cuda.get_device_properties(gpu) for gpu in range(setting.ranks)]
     left = [ask_gpu(gpu) for gpu in range(setting.ranks)]
     names = sorted({card.name for card in cards})
+    is_known = bool(named_gpus(names[0]))
     yield Row(
         claim="all GPUs are of a kind that the plan knows",
         predicted="one known kind",
         measured=f"{len(cards)} x {', '.join(names)}, {machine.interconnect or 'links not read'}",
-        ok=len(names) == 1 and bool(named_gpus(names[0])),
+        ok=len(names) == 1 and is_known,
         details={"machine": str(machine), "driver": driver(), "cuda": torch.version.cuda, "nccl": nccl()},
     )
     planned, total = GPUS[gpu_name(machine)].usable_bytes, min(card.total_memory for card in cards)
-    is_same = abs(total / planned - 1) <= SAME_MEMORY
-    yield Row(claim="memory that programs see", predicted=in_gib(planned), measured=in_gib(total), ok=is_same)
+    yield Row(
+        claim="memory that programs see",
+        predicted=in_gib(planned) if is_known else "",
+        measured=in_gib(total),
+        ok=abs(total / planned - 1) <= SAME_MEMORY if is_known else None,
+    )
     share = min(free / everything for free, everything in left)
     yield Row(
         claim="no other program holds GPU memory",
@@ -74,8 +79,11 @@ def driver() -> str:
         import pynvml
     except ImportError:
         return "nvidia-ml-py is not installed"
-    pynvml.nvmlInit()
-    return pynvml.nvmlSystemGetDriverVersion()
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlSystemGetDriverVersion()
+    except pynvml.NVMLError as error:  # AMD's
+        return f"not told by NVML ({error})"
 
 
 def nccl() -> str:
@@ -86,9 +94,9 @@ def speeds(setting: Setting) -> Iterator[Row]:
     """Measure this machine's rates, compare them with those that plans count on without it, and keep them."""
     place, dtype = device(), resolve_dtype("auto")
     machine = this_machine(ranks_per_node=setting.ranks)
-    planned = speeds_of(machine, dtype=dtype)
+    planned = speeds_of(machine, dtype=dtype)  # tells no time of a card that is in no table: then nothing is claimed
     products = GPUS[gpu_name(machine)].matmul_flops if setting.has_gpu else 0.0
-    yield rate("large matrix products", products, matmul_flops(place), "TFLOP/s")
+    yield rate("large matrix products", products, matmul_flops(place), "TFLOP/s", told=planned.tells_time)
     yield rate("attention", planned.attention_flops, attention_flops(place), "TFLOP/s", told=planned.tells_time)
     copies = host_link_bytes(place)
     yield rate("copies from pinned host memory", planned.host_link_bytes, copies, "GB/s", told=planned.tells_time)
@@ -99,11 +107,16 @@ def speeds(setting: Setting) -> Iterator[Row]:
 
 
 def rates_for_plans(machine: Machine, *, dtype: str) -> Row:
-    """Tell where plans on this machine read the rates; the details are for plans elsewhere (`table.read_machine`)."""
-    path = speeds_file()
+    """Read the rates as plans on this machine do; the details are for plans elsewhere (`table.read_machine`)."""
     there = dataclasses.replace(machine, measured=False, checked=to_carry(machine, dtype=dtype))
-    details = {"machine": dataclasses.asdict(there)}
-    return Row(claim="dsft plan reads these rates", measured=path.name, ok=path.is_file(), details=details)
+    kept = {name: rate for name, rate in (there.checked["ranks"] or {}).items() if name != "date"}
+    planned = calibrated(speeds_of(machine, dtype=dtype), machine, dtype=dtype)
+    return Row(
+        claim="dsft plan reads these rates",
+        measured=speeds_file().name,
+        ok=bool(kept) and all(getattr(planned, name) == rate for name, rate in kept.items()),
+        details={"machine": dataclasses.asdict(there)},
+    )
 
 
 def planned_rates(planned: Speeds, measured: Speeds, machine: Machine) -> Iterator[Row]:
@@ -152,9 +165,11 @@ def host_link_bytes(place: torch.device) -> float:
 
 def outside_memory(setting: Setting) -> Iterator[Row]:
     """Measure what a GPU holds beyond torch's allocator: the context, then each communicator. Later plans use it."""
-    context, *after = on_new_ranks(_outside_of_rank, setting.ranks)
+    others, context, *after = on_new_ranks(_outside_of_rank, setting.ranks)
     taken = [count - context for count in after]
-    claims = setting.has_gpu
+    claims = setting.has_gpu and not others
+    if others:
+        yield Row(claim="no other program holds GPU memory", measured=f"{in_gib(others)} are held", ok=False)
     yield Row(
         claim="the context takes at most what is assumed",
         predicted=in_gib(ASSUMED.context_bytes) if claims else "",
@@ -169,20 +184,26 @@ def outside_memory(setting: Setting) -> Iterator[Row]:
             ok=all(map(operator.le, taken, ASSUMED.communicators_bytes)) if claims else None,
         )
     if claims:
-        machine = this_machine(ranks_per_node=setting.ranks)
+        machine, dtype = this_machine(ranks_per_node=setting.ranks), resolve_dtype("auto")
         path = keep_outside(machine, context_bytes=context, communicators_bytes=taken)
-        yield Row(claim="dsft plan reads these bytes", measured=path.name, ok=path.is_file())
+        planned = calibrated(speeds_of(machine, dtype=dtype), machine, dtype=dtype).outside
+        yield Row(claim="dsft plan reads these bytes", measured=path.name, ok=planned.context_bytes == context)
 
 
 def _outside_of_rank() -> list[int]:
-    """Measure on each rank, collectively; returns bytes after the context, and after each communicator."""
-    ranks, has_card = int(os.environ["WORLD_SIZE"]), has_gpu()
+    """Measure on each rank, collectively; returns bytes of other programs, after the context, and after each
+    communicator.
+    """
+    ranks, has_card, others = int(os.environ["WORLD_SIZE"]), has_gpu(), 0
     if has_card:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        gpu = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(gpu)
+        left, total = ask_gpu(gpu)
+        others = total - left if left < FREE_SHARE * total else 0
     place = device()
     numbers = torch.ones(1024, 1024, device=place)
     numbers @ numbers
-    counts = [outside_bytes(place)]
+    counts = [others, outside_bytes(place)]
     if ranks > 1:
         dist.init_process_group("nccl" if has_card else "gloo")
         for number in range(len(ASSUMED.communicators_bytes)):

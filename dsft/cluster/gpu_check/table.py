@@ -54,7 +54,9 @@ def _nameless(value: Any, setting: Setting) -> Any:
         return [_nameless(item, setting) for item in value]
     if not isinstance(value, str):
         return value
-    names = {setting.folder: "FOLDER", str(Path.home()): "~", socket.getfqdn(): "HOST", socket.gethostname(): "HOST"}
+    host = socket.gethostname()  # NCCL writes it up to its first dot
+    names = {setting.folder: "FOLDER", str(Path.home()): "~"}
+    names |= dict.fromkeys((socket.getfqdn(), host, host.partition(".")[0]), "HOST")
     for name in sorted(filter(None, names), key=len, reverse=True):
         value = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", names[name], value)
     return value
