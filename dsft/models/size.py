@@ -190,8 +190,8 @@ def measure_model(
         on_disk = _on_disk(options.model, config, trained=with_adapter or not scored)
         if scored or (on_disk and options.method != "qlora"):
             size = dataclasses.replace(size, quantization=on_disk)
-        if on_disk and options.method == "full" and not scored:
-            raise UserError([no_full_training(options.model, on_disk)])
+        if on_disk and not scored:
+            raise_if_any(method_problems(options, on_disk))
     except UserError:
         raise  # it names its option
     except AttributeError as error:
@@ -211,11 +211,15 @@ def _on_disk(name: str, config: PreTrainedConfig, *, trained: bool) -> Quantizat
     return GGUF if is_gguf(name) else quantization_on_disk(config, disk_bytes=weight_bytes_in(name), trained=trained)
 
 
-def no_full_training(model: str, quantization: Quantization) -> str:
-    return (
-        f"model={model}: its weights are quantised ({quantization.format}), which method=full cannot train; use method"
-        " lora, or the model that it was made from"
-    )
+def method_problems(options: TrainConfig, on_disk: Quantization) -> list[str]:
+    """Say why this method cannot train over weights that are quantised on disk; qlora can over its own package's."""
+    if options.method == "lora" or (options.method == "qlora" and on_disk.format == "bitsandbytes"):
+        return []
+    which = "which method=full cannot train" if options.method == "full" else "and method=qlora would do so again"
+    return [
+        f"model={options.model}: its weights are quantised ({on_disk.format}), {which}; use method lora, or the model"
+        " that it was made from"
+    ]
 
 
 def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:

@@ -119,6 +119,8 @@ def test_full_training_of_quantised_weights_is_refused(fp8, tmp_path, section):
     model = describe(tmp_path, section)
     with pytest.raises(UserError, match=f"quantised \\({section['quant_method']}\\), which method=full cannot train"):
         measure_model(TrainConfig(model=model))
+    with pytest.raises(UserError, match="and method=qlora would do so again; use method lora"):
+        measure_model(TrainConfig(model=model, method="qlora"))
     assert measure_model(TrainConfig(model=model), scored=True).size.quantization.unpacked_on == ("cpu",)
 
 
