@@ -1,9 +1,11 @@
 """What a training shows and tells while it runs: metrics.jsonl, a line per log with the progress bar, the heartbeat."""
 
+import contextlib
 import json
 import math
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -46,8 +48,10 @@ AS_GOOD_AS_GUESSING = 0.01
 """A loss within this share of ln(vocabulary) is that of guessing."""
 
 
-MOST_SKIPPED = 10
-"""Steps that may be left out in a row in bf16. In fp16 the first ones are, until the loss's scale fits."""
+MOST_SKIPPED, MOST_SKIPPED_IN_FP16 = 10, 30
+"""Steps that may be left out in a row. In fp16 the first ones are, until the loss's scale fits: 16 from 65,536 to 1."""
+LEAST_SCALE = "loss scale already at minimum"
+"""What DeepSpeed says under ZeRO 1 to 3 before that (runtime/fp16/loss_scaler.py, DynamicLossScaler)."""
 
 
 class Heartbeat(TrainerCallback):
@@ -106,29 +110,48 @@ class LearningCheck(TrainerCallback):
 
 
 class SkippedSteps:
-    """Counts the optimizer steps that DeepSpeed leaves out in bf16 without a word: a gradient is infinite or NaN."""
+    """Counts the optimizer steps that DeepSpeed leaves out without a word: a gradient is infinite or NaN.
 
-    def __init__(self):
+    Args:
+        in_fp16: now and then that is no fault, but the search for the loss's scale.
+    """
+
+    def __init__(self, *, in_fp16: bool = False):
         self.number = self.in_a_row = 0
+        self.in_fp16 = in_fp16
 
     def note(self, step: int, *, is_skipped: bool) -> None:
         """Note step number `step`; the same on all ranks.
 
         Raises:
-            TrainingStopped: where MOST_SKIPPED steps in a row were left out.
+            TrainingStopped: where too many steps in a row were left out.
         """
         self.in_a_row = self.in_a_row + 1 if is_skipped else 0
         if not is_skipped:
             return
         self.number += 1
-        if self.in_a_row == 1:
+        if self.in_a_row == 1 and not self.in_fp16:
             say(f"warning: a gradient is infinite or NaN at step {step}: DeepSpeed leaves this step out")
-        if self.in_a_row == MOST_SKIPPED:
-            raise TrainingStopped(
-                f"a gradient was infinite or NaN in {MOST_SKIPPED} steps in a row, up to step {step}: nothing is learnt"
-                " any more. Usual causes: a learning rate too high, or broken weights in the model that training"
-                " started from; checkpoints are untouched"
-            )
+        if self.in_a_row == (MOST_SKIPPED_IN_FP16 if self.in_fp16 else MOST_SKIPPED):
+            raise self._stopped(step)
+
+    @contextlib.contextmanager
+    def least_scale_explained(self, step: int) -> Iterator[None]:
+        """Turn DeepSpeed's own end, at the least scale of fp16, into a clear one."""
+        try:
+            yield
+        except Exception as error:  # it raises no narrower one
+            if LEAST_SCALE not in str(error):
+                raise
+            self.in_a_row += 1
+            raise self._stopped(step) from error
+
+    def _stopped(self, step: int) -> TrainingStopped:
+        return TrainingStopped(
+            f"a gradient was infinite or NaN in {self.in_a_row} steps in a row, up to step {step}: nothing is learnt"
+            " any more. Usual causes: a learning rate too high, or broken weights in the model that training started"
+            f" from{', or numbers beyond what float16 holds' if self.in_fp16 else ''}; checkpoints are untouched"
+        )
 
 
 class MetricsFile(TrainerCallback):

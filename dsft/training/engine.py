@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime import compiler
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.nn.utils import clip_grad_norm_
@@ -38,8 +39,12 @@ def mend(engine: DeepSpeedEngine, *, resumes: bool) -> None:
     if engine.zero_optimization_stage() == 0:
         if engine.dp_world_size == 1:
             engine.enable_backward_allreduce = False  # it would copy all gradients, and copy them back
-        if not resumes and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        if not resumes and isinstance(engine.optimizer, FP16_UnfusedOptimizer | FP16_Optimizer):
             _forget_first_step(engine.optimizer)
+        if isinstance(engine.optimizer, FP16_UnfusedOptimizer | FP16_Optimizer):
+            _scale_loss(engine)
+        if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+            _keep_norm_without_scale(engine.optimizer)
         engine.clip_fp32_gradients = functools.partial(_clip, engine, parameters)
     elif isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and not engine.optimizer.cpu_offload:
         _spare_gradients(engine.optimizer, alone=engine.dp_world_size == 1)
@@ -57,15 +62,44 @@ def _train(engine: DeepSpeedEngine, mode: bool = True) -> None:
         DeepSpeedEngine.train(engine, mode)
 
 
-def _forget_first_step(optimizer: FP16_UnfusedOptimizer) -> None:
+def _forget_first_step(optimizer: FP16_UnfusedOptimizer | FP16_Optimizer) -> None:
     """Undo the step with zero gradients by which DeepSpeed makes optimizer states in bf16 and fp16: it decays the
     weights, and Adam counts it (`initialize_optimizer_states`).
     """
     optimizer.optimizer.state.clear()
     with torch.no_grad():
+        if isinstance(optimizer, FP16_Optimizer):
+            for master, weights in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True):
+                master.copy_(weights)
+            return
         for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
             for master, weight in zip(masters, weights, strict=True):
                 master.copy_(weight)
+
+
+def _scale_loss(engine: DeepSpeedEngine) -> None:
+    """Scale the loss in fp16: `backward` scales it under ZeRO 1 to 3 alone, while the step divides by the scale always,
+    so that gradients are 65,536 times too small.
+    """
+    if not engine.optimizer.loss_scale_config.use_grad_scaling:
+        return
+    backward = engine.backward
+
+    def backward_of_scaled(loss: torch.Tensor, **options: Any) -> torch.Tensor:
+        return backward(loss.float() * engine.optimizer.loss_scale_config.cur_scale, **options)
+
+    engine.backward = backward_of_scaled
+
+
+def _keep_norm_without_scale(optimizer: FP16_UnfusedOptimizer) -> None:
+    """Keep the gradients' norm without the loss's scale, as DeepSpeed's other optimizers do."""
+    unscale = optimizer.unscale_and_clip_grads
+
+    def unscale_and_keep(total_norm: torch.Tensor, apply_scale: bool = True) -> torch.Tensor | float:
+        optimizer._global_grad_norm = total_norm / optimizer.loss_scale_config.cur_scale
+        return unscale(total_norm, apply_scale=apply_scale)
+
+    optimizer.unscale_and_clip_grads = unscale_and_keep
 
 
 def _spare_gradients(optimizer: DeepSpeedZeroOptimizer, *, alone: bool) -> None:

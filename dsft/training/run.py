@@ -33,9 +33,9 @@ from dsft.run_setup.resolve import ResolvedRun, resolve_run
 from dsft.runtime import distributed, preemption
 from dsft.runtime.agreement import require_same_start
 from dsft.runtime.console import say
-from dsft.runtime.hardware import give_back_freed_memory, has_gpu, keep_freed_memory, wait_for_freed_gpu
+from dsft.runtime.hardware import give_back_freed_memory, keep_freed_memory
 from dsft.runtime.rank_logs import log_to_files
-from dsft.runtime.run_lock import only_run_in
+from dsft.runtime.run_lock import only_run_in, wait_for_a_killed_run
 from dsft.runtime.versions import git_commit, versions
 from dsft.training.metrics import compute_of
 from dsft.training.out_of_memory import out_of_memory_explained
@@ -59,7 +59,7 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
     with safe_unpickling(trust=options.trust_checkpoint), only_run_in(output_dir) as left_lock:
         require_same_start(common_options(options), list(problems))
         if left_lock or (output_dir and was_killed(output_dir)):
-            _wait_for_a_killed_run()
+            wait_for_a_killed_run()
         return _finetune(options, problems)
 
 
@@ -96,12 +96,6 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
     if failed := trainer.saves.failed:
         raise Unsaved(f"{final} is written, but {plural(len(failed), 'checkpoint')} on the way not: {failed[0]}")
     return trainer
-
-
-def _wait_for_a_killed_run() -> None:
-    """Wait for the memory of the GPUs that an earlier run's dying processes hold: the plan would not count on it."""
-    if has_gpu() and (seconds := wait_for_freed_gpu()):
-        say(f"the earlier run was killed: waited {seconds:.0f} s for the memory of its GPUs")
 
 
 def describe_plan(run: ResolvedRun) -> None:

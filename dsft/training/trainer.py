@@ -82,7 +82,7 @@ class PerplexityTrainer(SavingTrainer):
         self.learning = LearningCheck(model.config.get_text_config().vocab_size)
         self.add_callback(self.learning)
         self.add_callback(PositionsKept(model.config.get_text_config()))
-        self.skipped_steps = SkippedSteps()
+        self.skipped_steps = SkippedSteps(in_fp16=self.args.fp16)
         self.is_stopping = False
         self.extra_metrics: dict[str, float] = {}
         self.work = Work()
@@ -119,7 +119,7 @@ class PerplexityTrainer(SavingTrainer):
         """
         start = time.perf_counter()
         windows = windows_of_sequences(self.eval_dataset if eval_dataset is None else eval_dataset)
-        with watchdog.phase("evaluating"), exact_products():
+        with watchdog.phase("evaluating"):
             result = evaluate_windows(
                 self.model,
                 windows,
@@ -165,14 +165,14 @@ class PerplexityTrainer(SavingTrainer):
         """
         num_tokens = inputs.pop("num_tokens")
         skipped = self.model_wrapped.skipped_steps
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        with self.skipped_steps.least_scale_explained(self.state.global_step + 1):
+            loss = super().training_step(model, inputs, num_items_in_batch)
         self.reports.add(loss, num_tokens)
         if self.accelerator.sync_gradients:  # the same on all ranks
             step = self.state.global_step + 1
             due = self.is_save_due() and self.is_world_process_zero()  # one clock counts
             self.reports.send(step, asked=preemption.is_asked(), due=due, passes=self.work.take_passes())
-            if not self.args.fp16:
-                self.skipped_steps.note(step, is_skipped=self.model_wrapped.skipped_steps > skipped)
+            self.skipped_steps.note(step, is_skipped=self.model_wrapped.skipped_steps > skipped)
         return loss
 
     def _read_reports(self) -> None:
@@ -295,17 +295,6 @@ def one_sequence_per_row() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = search
-
-
-@contextlib.contextmanager
-def exact_products() -> Iterator[None]:
-    """Multiplies float32 in full precision inside a `with`, whatever `tf32` says of training."""
-    before = torch.backends.fp32_precision
-    torch.backends.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        torch.backends.fp32_precision = before
 
 
 class LastEvaluation(TrainerCallback):

@@ -8,7 +8,7 @@ import torch.distributed
 from conftest import flags
 from tiny import write_texts
 
-from dsft.training.out_of_memory import which_memory
+from dsft.runtime.out_of_memory import which_memory
 
 
 @pytest.mark.launch

@@ -1,12 +1,17 @@
-"""In bf16 DeepSpeed leaves out steps whose gradient is infinite: dsft counts and says them, and stops at many."""
+"""DeepSpeed leaves out steps whose gradient is infinite: dsft counts them, says them in bf16, and stops at many. In fp16
+it scales the loss.
+"""
 
 import pytest
 import torch
 from conftest import read_json
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from ranks import on_ranks, train
+from safetensors.torch import load_file
 
 from dsft.errors import TrainingStopped
-from dsft.training.callbacks import MOST_SKIPPED, SkippedSteps
+from dsft.run_setup import resolve
+from dsft.training.callbacks import MOST_SKIPPED, MOST_SKIPPED_IN_FP16, SkippedSteps
 from dsft.training.trainer import PerplexityTrainer
 
 
@@ -23,6 +28,9 @@ class InfiniteGradient(torch.autograd.Function):
 def train_with_infinite_gradients(options: dict, steps: list[int]) -> str:
     """Train with a finite loss and an infinite gradient in `steps`, by their numbers from 0."""
     compute_loss = PerplexityTrainer.compute_loss
+    if options["dtype"] == "float16":  # a CPU is too slow for users, not for this
+        CPU_Accelerator.is_fp16_supported = lambda self: True
+        resolve.check_machine = lambda options: []
 
     def spoilt(trainer, *args, **kwargs):
         loss = compute_loss(trainer, *args, **kwargs)
@@ -52,6 +60,34 @@ def test_training_that_leaves_out_every_step_stops(options, tmp_path, zero):
     case = options(tmp_path / "run", dtype="bfloat16", zero=zero, max_steps=MOST_SKIPPED + 5)
     (outcome,) = on_ranks(1, train_with_infinite_gradients, case, [*range(100)], log=tmp_path / "log")
     assert f"in {MOST_SKIPPED} steps in a row, up to step {MOST_SKIPPED}" in outcome
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("zero", ["0", "2", "3"])
+def test_fp16_training_that_finds_no_scale_stops_with_the_cause(options, tmp_path, zero):
+    """Under ZeRO DeepSpeed ends by itself, at the least scale."""
+    case = options(tmp_path / "run", dtype="float16", zero=zero, max_steps=MOST_SKIPPED_IN_FP16 + 5)
+    (outcome,) = on_ranks(1, train_with_infinite_gradients, case, [*range(100)], log=tmp_path / "log")
+    steps = MOST_SKIPPED_IN_FP16 if zero == "0" else 18
+    assert f"in {steps} steps in a row, up to step {steps}:" in outcome and "beyond what float16 holds" in outcome
+    assert "leaves this step out" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("zero", ["0", "1"])
+def test_a_training_in_fp16_takes_the_steps_and_logs_the_norms_of_fp32(options, tiny, tmp_path, zero):
+    norms, trained = {}, {}
+    for dtype in ("float32", "float16"):
+        case = options(tmp_path / dtype, dtype=dtype, zero=zero, max_steps=4, logging_steps=1)
+        assert on_ranks(1, train_with_infinite_gradients, case, [], log=tmp_path / "log") == ["done"]
+        results = read_json(tmp_path / dtype / "run.json")["results"]
+        norms[dtype] = [entry["grad_norm"] for entry in results["log"] if "grad_norm" in entry]
+        weights = load_file(tmp_path / dtype / "final" / "model.safetensors")
+        trained[dtype] = torch.cat([weights[name].float().flatten() for name in sorted(weights)])
+    assert norms["float16"] == pytest.approx(norms["float32"], rel=0.02)
+    weights = load_file(tiny / "model" / "model.safetensors")
+    started = torch.cat([weights[name].flatten() for name in sorted(weights)])
+    apart, learnt = (trained["float32"] - other for other in (trained["float16"], started))
+    assert apart.norm() < 0.1 * learnt.norm()
 
 
 def test_steps_in_a_row_are_counted_anew_after_one_that_was_taken():

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from ranks import on_ranks, trained
 from safetensors.torch import load_file
 
 from dsft.checkpoints.export import export
 from dsft.models.build import load_weights
+from dsft.training.engine import _forget_first_step
 
 pytestmark = pytest.mark.launch
 
@@ -47,6 +49,16 @@ def test_the_first_step_in_bfloat16_is_the_first_of_adam(tiny, options, tmp_path
         for zero in "01"
     ]
     assert runs[0][0] == pytest.approx(runs[1][0], rel=1e-4)
+
+
+def test_nor_does_a_fused_optimizer_keep_the_step_of_zero_gradients():
+    """DeepSpeed flattens the weights of its FusedAdam; here torch's stands in its place."""
+    weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    adam = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5)
+    optimizer = FP16_Optimizer(adam, low_precision_dtype=torch.bfloat16)
+    assert adam.state and not torch.equal(optimizer.fp32_groups_flat[0], weight.float())
+    _forget_first_step(optimizer)
+    assert not adam.state and torch.equal(optimizer.fp32_groups_flat[0], weight.float())
 
 
 def test_its_checkpoint_is_read_without_safetensors(tiny, options, tmp_path):
