@@ -220,6 +220,8 @@ class ChunkedHead:
             hidden = self.run_backbone(input_ids=ids_BT)[0]
             with self.weights():
                 chunked = torch.cat([part.clone() for part in self.logits(hidden)], dim=1)
+        except torch.OutOfMemoryError:
+            raise  # of this rank alone, perhaps
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             return False  # built in a way of its own; the same on every rank, since the code is
         return all(distributed.from_all([are_same_logits(plain, chunked)]))

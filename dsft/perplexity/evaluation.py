@@ -30,6 +30,7 @@ from dsft.perplexity.identity import QUANTIZERS, fingerprint, model_identity
 from dsft.perplexity.kl import ChangeHistogram, divergence_of, refusal_of_pair
 from dsft.perplexity.loading import loaded_for_scoring
 from dsft.perplexity.modes import build_windows, check_mode
+from dsft.perplexity.out_of_memory import out_of_memory_explained
 from dsft.perplexity.recording import Recorder
 from dsft.perplexity.report import Results
 from dsft.perplexity.result import Evaluation
@@ -46,7 +47,7 @@ from dsft.runtime.agreement import SAME_FILES, require_agreement, require_same_s
 from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable
 from dsft.runtime.hardware import Machine, has_gpu, peak_memory_bytes
-from dsft.runtime.run_lock import only_run_in
+from dsft.runtime.run_lock import only_run_in, wait_for_a_killed_run
 from dsft.runtime.versions import versions
 from dsft.units import padded_width
 from dsft.watchdog import client as watchdog
@@ -71,7 +72,9 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
             loaded; or where another evaluation, or a training, writes into output_dir now.
         TrainingStopped: where a loss is NaN or infinite.
     """
-    with only_run_in(config.output_dir):
+    with only_run_in(config.output_dir) as left_lock:
+        if left_lock:
+            wait_for_a_killed_run()
         yield from _evaluate(config, [] if problems is None else problems, progress=progress)
 
 
@@ -142,13 +145,15 @@ def _evaluate_candidate(
     candidates = [candidate, *([reference] if reference else [])]
     with contextlib.ExitStack() as stack:
         if not all(known.values()):
-            loaded = _load(candidates, machine, dtype, stack)
+            with out_of_memory_explained(config, "loading"):
+                loaded = _load(candidates, machine, dtype, stack)
         for job in jobs:
             evaluation = known[job.name]
             log = None
             if evaluation is None:
                 log = ResumeLog(Path(config.output_dir), job.fingerprint) if config.output_dir else None
-                evaluation = _evaluate_job(loaded, candidate, job, machine, log, progress=progress)
+                with out_of_memory_explained(config, "scoring"):
+                    evaluation = _evaluate_job(loaded, candidate, job, machine, log, progress=progress)
             if results:
                 results.add(evaluation)
             if log:  # a result that is written needs its parts no longer

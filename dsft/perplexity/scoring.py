@@ -27,6 +27,7 @@ from dsft.data.sequences import IGNORED
 from dsft.models.chunked_head import VOCAB_TILE, ChunkedHead, Reused, exp_in_place
 from dsft.models.row_rules import RowRules, row_rules
 from dsft.perplexity.divergence import COLUMNS
+from dsft.perplexity.exact_products import exact_products
 from dsft.perplexity.kl import score_pair
 from dsft.perplexity.recording import Recorder
 from dsft.perplexity.sequence_parallel import ALONE, Team
@@ -57,6 +58,7 @@ def form_batches(lengths: np.ndarray, batch_tokens: int, rules: RowRules) -> lis
 
 
 @torch.no_grad()
+@exact_products()
 def evaluate_windows(
     model: nn.Module,
     windows: Windows,

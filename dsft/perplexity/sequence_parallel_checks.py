@@ -87,6 +87,8 @@ def _tried(config: PreTrainedConfig, size: int, *, trust_remote_code: bool) -> s
         whole = model(input_ids=ids, use_cache=False).logits
         with team.attention(model):
             shared = model(**team.share({"input_ids": ids}), use_cache=False).logits
+    except torch.OutOfMemoryError:
+        raise  # of this rank alone, perhaps
     except Exception as error:  # whatever an architecture's own code makes of it; the same on every rank
         return f"{unlike} ({type(error).__name__})"
     expected = whole.chunk(size, dim=1)[team.place]

@@ -62,8 +62,9 @@ from dsft.run_setup.plan import is_masked, job_over_data, plan_run
 from dsft.run_setup.room import check_room
 from dsft.runtime import distributed
 from dsft.runtime.agreement import SAME_FILES, SAME_OPTIONS, require_agreement
+from dsft.runtime.compiler import offload_problems
 from dsft.runtime.console import say
-from dsft.runtime.fused_adam import fused_adam_problem, takes_fused_adam, with_torch_adam
+from dsft.runtime.fused_adam import fused_optimizer, nvcc_problem, with_torch_adam
 from dsft.runtime.hardware import Machine, has_gpu
 
 
@@ -150,8 +151,7 @@ def resolve_run(
     tiling, asked = distributed.on_rank_0(lambda: tiled_loss_decision(draft.options, model)), draft.options.tiled_loss
     draft.take([tiling])
     job = job_over_data(draft.options, model, checked.data, masked=masked, tiled_loss=tiling.value)
-    plan, reason = distributed.on_rank_0(lambda: _plan(draft.options, job, machine, zero_file, checkpoint))
-    draft.take([step_limit_decision(draft.options, plan)])
+    plan, reason = _decide_plan(draft, job, machine, zero_file, checkpoint)
     notes += [f"tiled_loss: ignored, {tiling.reason}"] if asked is True and not tiling.value else []
     notes += _decide_tf32(draft) + _notes_on_plan(draft.options, plan, model, packing, zero_file)
     return ResolvedRun(
@@ -202,12 +202,18 @@ def _require_same_run(options: TrainConfig, zero_file: dict[str, Any] | None, ch
 
 
 def _with_an_adam_that_compiles(zero_file: dict[str, Any] | None) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the DeepSpeed JSON with torch's AdamW where a rank cannot compile DeepSpeed's, and a note. Collective."""
-    if zero_file is None or not has_gpu() or not takes_fused_adam(zero_file):
+    """Return the DeepSpeed JSON with torch's AdamW where a rank cannot compile DeepSpeed's, and a note. Collective.
+
+    Raises:
+        UserError: on every rank, where torch has no such optimizer.
+    """
+    if zero_file is None or not has_gpu() or not (kind := fused_optimizer(zero_file)):
         return zero_file, []
-    problems = [problem for problem in distributed.from_all([fused_adam_problem()]) if problem]
+    problems = [problem for problem in distributed.from_all([nvcc_problem()]) if problem]
     if not problems:
         return zero_file, []
+    if not kind.startswith("adam"):
+        raise UserError([f"zero: optimizer.type {kind}: nvcc cannot compile it ({problems[0]}); AdamW needs none"])
     return with_torch_adam(zero_file), [f"optimizer: torch's Adam, since FusedAdam cannot be compiled ({problems[0]})"]
 
 
@@ -325,11 +331,20 @@ def raised_buffers(zero_file: dict[str, Any] | None, deepspeed_config: dict[str,
     return [f"{key}: {taken:,} instead of {given}, since the largest parameter's shard must fit"]
 
 
-def _plan(
-    options: TrainConfig, job: Job, machine: Machine, zero_file: dict[str, Any] | None, checkpoint: str | None
+def _decide_plan(
+    draft: Draft, job: Job, machine: Machine, zero_file: dict[str, Any] | None, checkpoint: str | None
 ) -> tuple[Plan, str]:
-    choice = plan_run(options, job, machine, zero_file=zero_file, checkpoint=checkpoint)
-    plan, config = choice.plan, choice.plan.deepspeed_config  # a resume keeps its plan, whatever options are new
-    problems = check_zero_file(config, dataclasses.replace(options, zero=plan.zero))
-    raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
-    return plan, choice.reason
+    """Decide the plan, which every node can compile, and say why this one. Collective."""
+    options = draft.options
+
+    def choose() -> tuple[Plan, str]:
+        choice = plan_run(options, job, machine, zero_file=zero_file, checkpoint=checkpoint)
+        plan, config = choice.plan, choice.plan.deepspeed_config  # a resume keeps its plan, whatever options are new
+        problems = check_zero_file(config, dataclasses.replace(options, zero=plan.zero))
+        raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
+        return plan, choice.reason
+
+    plan, reason = distributed.on_rank_0(choose)
+    distributed.raise_together(offload_problems(plan.deepspeed_config))
+    draft.take([step_limit_decision(options, plan)])
+    return plan, reason

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsft.errors import NotStarted, UserError, on_exit, one_line, raise_if_any
+from dsft.runtime.gpu_kernels import require_kernels
 from dsft.runtime.hardware import Machine, has_gpu, require_seen_gpus, this_machine
 from dsft.runtime.job_token import job_name, meet_own_job
 from dsft.runtime.launcher_env import SINGLE_PROCESS_ENV, choose_interface, map_launcher_variables
@@ -90,6 +91,7 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
 
     if has_gpu():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        require_kernels(torch.cuda.current_device())
     meet_seconds = timeouts.start_timeout if timeouts else 300
     timeout = timedelta(seconds=meet_seconds)
     try:
@@ -174,8 +176,9 @@ def _set_library_variables() -> bool:
     """
     if has_gpu():
         # Read at the first allocation. Without it the pieces left between gathered layers and activations cannot be
-        # used together.
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        # used together. The older name would win over the user's newer one.
+        if "PYTORCH_ALLOC_CONF" not in os.environ:
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     else:
         require_seen_gpus()
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

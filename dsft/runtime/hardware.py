@@ -253,12 +253,14 @@ COMMUNICATOR_BYTES = int(1.1 * GiB)
 def ask_gpu(gpu: int) -> tuple[int, int]:
     """(bytes of a GPU that other programs leave, all its bytes).
 
-    What this process takes by asking, and by the communicator in which ranks have met, is left: plans count it.
+    What this process takes by asking, and by the communicator in which ranks have met, is left: plans count it. So is
+    what torch keeps of tensors that are gone.
     """
     import torch
     import torch.distributed as dist
 
     free, total = torch.cuda.mem_get_info(gpu)
+    free += torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)
     has_met = dist.is_initialized() and dist.get_world_size() > 1
     return min(total, free + CONTEXT_BYTES + (COMMUNICATOR_BYTES if has_met else 0)), total
 

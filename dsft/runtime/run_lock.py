@@ -14,6 +14,7 @@ from pathlib import Path
 from dsft.errors import UserError
 from dsft.runtime import distributed
 from dsft.runtime.console import say
+from dsft.runtime.hardware import has_gpu, wait_for_freed_gpu
 from dsft.runtime.lock_file import Owner, create, owner_of
 
 LOCK = ".lock"
@@ -37,6 +38,12 @@ def only_run_in(output_dir: str | None) -> Iterator[bool]:
     finally:
         if lock:
             lock.release()
+
+
+def wait_for_a_killed_run() -> None:
+    """Wait for the memory of the GPUs that an earlier run's dying processes hold: a plan would not count on it."""
+    if has_gpu() and (seconds := wait_for_freed_gpu()):
+        say(f"the earlier run was killed: waited {seconds:.0f} s for the memory of its GPUs")
 
 
 class RunLock:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dsft.checkpoints.run_folder import was_killed
-from dsft.config.options import TrainConfig
+from dsft.config.options import EvalConfig, TrainConfig
 from dsft.planner.limits import ASSUMED
-from dsft.runtime import hardware
+from dsft.runtime import hardware, run_lock
 from dsft.runtime.hardware import ask_gpu, wait_for_freed_gpu
 
 
@@ -49,6 +49,13 @@ def test_what_a_rank_took_to_meet_the_others_is_neither_waited_for_nor_missing_f
     assert ask_gpu(0) == (24 * 2**30, 24 * 2**30)
 
 
+def test_what_torch_keeps_of_tensors_that_are_gone_is_free(gpu_of, monkeypatch):
+    gpu_of(59.5)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: 20 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda gpu: 5 * 2**30)
+    assert ask_gpu(0)[0] == 75 * 2**30
+
+
 def test_another_program_s_memory_is_waited_for_a_minute(gpu_of):
     gpu_of(10, 40)
     assert wait_for_freed_gpu() == 61
@@ -72,8 +79,20 @@ def test_a_run_that_was_killed_while_it_loaded_is_waited_for(tmp_path, monkeypat
 
     waits = []
     monkeypatch.setattr(run, "only_run_in", lambda output_dir: nullcontext(left_lock))
-    monkeypatch.setattr(run, "wait_for_freed_gpu", lambda: waits.append(1))
-    for name, value in {"has_gpu": True, "require_same_start": None, "_finetune": None}.items():
-        monkeypatch.setattr(run, name, lambda *_, value=value: value)
+    monkeypatch.setattr(run_lock, "wait_for_freed_gpu", lambda: waits.append(1))
+    monkeypatch.setattr(run_lock, "has_gpu", lambda: True)
+    for name in ("require_same_start", "_finetune"):
+        monkeypatch.setattr(run, name, lambda *_: None)
     run.finetune(TrainConfig(training={"output_dir": str(tmp_path)}))
     assert waits == [1] * left_lock
+
+
+@pytest.mark.parametrize("left_lock", [True, False])
+def test_an_evaluation_that_was_killed_is_waited_for(tmp_path, monkeypatch, left_lock):
+    from dsft.perplexity import evaluation
+
+    waits = []
+    monkeypatch.setattr(evaluation, "only_run_in", lambda output_dir: nullcontext(left_lock))
+    monkeypatch.setattr(evaluation, "wait_for_a_killed_run", lambda: waits.append(1))
+    monkeypatch.setattr(evaluation, "_evaluate", lambda *_, **__: iter(()))
+    assert list(evaluation.evaluate(EvalConfig(output_dir=str(tmp_path)))) == [] and waits == [1] * left_lock

@@ -22,6 +22,7 @@ import psutil
 
 from dsft.cluster.doctor.facts import Gpu, Gpus, Interface, Network, NodeFacts
 from dsft.errors import one_line
+from dsft.runtime.compiler import compile_error
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import cpu_count, host_memory_bytes
 from dsft.runtime.versions import PACKAGES, code_folder, code_hash, git_commit
@@ -29,8 +30,6 @@ from dsft.units import MiB
 
 NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 GPU_QUERY = "index,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total,temperature.gpu"
-PROGRAM = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_max_threads() == 0; }\n"
-COMPILE_SECONDS = 15
 TIME_ERROR = 5
 """adjtimex: the clock is not synchronized."""
 SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA")
@@ -180,24 +179,6 @@ def _tools() -> dict[str, str]:
 
 def _first_file(paths: list[str]) -> str:
     return next((path for path in paths if os.path.isfile(path)), "")
-
-
-def compile_error() -> str:
-    """The compiler's first complaint about a program of one line, with the headers that DeepSpeed's operators need;
-    empty where it compiles, or where there is no compiler.
-    """
-    compiler = shutil.which(os.environ.get("CXX") or "c++")
-    if not compiler:
-        return ""
-    command = [compiler, "-x", "c++", "-fopenmp", f"-I{sysconfig.get_paths()['include']}", "-fsyntax-only", "-"]
-    try:
-        result = subprocess.run(command, input=PROGRAM, capture_output=True, text=True, timeout=COMPILE_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return one_line(error)[:200]
-    if not result.returncode:
-        return ""
-    lines = [line for line in result.stderr.splitlines() if "error" in line]
-    return (lines or [result.stderr.strip() or f"exit code {result.returncode}"])[0][:200]
 
 
 def gpu_facts() -> Gpus:
