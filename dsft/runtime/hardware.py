@@ -109,6 +109,11 @@ def host_memory_bytes() -> int:
     return min(limits)
 
 
+def free_host_bytes() -> int:
+    """Memory of this host that a run may still take, caches of files included."""
+    return min(psutil.virtual_memory().available, host_memory_bytes())
+
+
 def has_gpu() -> bool:
     """Whether ranks run on GPUs: where torch sees one, unless DS_ACCELERATOR=cpu asks for CPU ranks."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":

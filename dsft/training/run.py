@@ -33,7 +33,12 @@ from dsft.run_setup.resolve import ResolvedRun, resolve_run
 from dsft.runtime import distributed, preemption
 from dsft.runtime.agreement import require_same_start
 from dsft.runtime.console import say
-from dsft.runtime.hardware import give_back_freed_memory, keep_freed_memory
+from dsft.runtime.hardware import (
+    free_host_bytes,
+    give_back_freed_memory,
+    keep_freed_memory,
+    peak_resident_bytes,
+)
 from dsft.runtime.rank_logs import log_to_files
 from dsft.runtime.run_lock import only_run_in, wait_for_a_killed_run
 from dsft.runtime.versions import git_commit, versions
@@ -108,6 +113,12 @@ def describe_plan(run: ResolvedRun) -> None:
         f" {plan.host_bytes / GiB:.1f} GiB host memory per node"
         + (f"; {plan.time.step_seconds:.3g} s per step" if plan.tells_time else "")
     )
+    free = free_host_bytes() + plan.ranks_per_node * peak_resident_bytes()  # what ranks hold already is planned
+    if plan.host_bytes > free:
+        say(
+            f"warning: {plan.host_bytes / GiB:.1f} GiB of host memory are planned and {free / GiB:.1f} are free: other"
+            " programs hold the rest, and the kernel may kill a rank"
+        )
     for note in run.notes:
         say(f"note: {note}")
 

@@ -21,8 +21,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dsft.runtime import console
 from dsft.runtime.rank_logs import _Both
+from dsft.training import run as run_module
 from dsft.training.callbacks import ProgressLog
 from dsft.training.metrics import Compute, derived_metrics
+from dsft.units import GiB
 
 NOISE = ("built successfully", "tokenizer has new PAD", "Loading weights", "Writing model shards", "--calibrate")
 TOLD = ("loss", "perplexity", "grad_norm", "learning_rate", "peak_host_gib", "num_trained_tokens")
@@ -176,3 +178,17 @@ def test_a_table_stands_only_where_it_fits_and_nothing_of_it_is_lost(monkeypatch
         assert max(map(len, lines)) <= max(columns, 42)
     if columns == 40 and is_terminal:
         assert lines[:3] == ["step 10, where", "    folder/with-a-long-name/checkpoint-10", "step 20, ZeRO 3, where"]
+
+
+@pytest.mark.parametrize(("free", "is_warned"), [(28 * GiB, False), (8 * GiB, True)])
+def test_host_memory_that_other_programs_hold_is_a_warning(monkeypatch, capsys, free, is_warned):
+    monkeypatch.setattr(run_module, "free_host_bytes", lambda: free)
+    monkeypatch.setattr(run_module, "peak_resident_bytes", lambda: GiB)
+    plan = SimpleNamespace(device_bytes=GiB, host_bytes=30 * GiB, ranks_per_node=2, tells_time=False)
+    model = SimpleNamespace(size=SimpleNamespace(num_params=1, num_trainable=1))
+    machine, options = SimpleNamespace(has_gpu=True), SimpleNamespace(dtype="bfloat16")
+    run_module.describe_plan(
+        SimpleNamespace(model=model, plan=plan, machine=machine, options=options, reason="asked for", notes=())
+    )
+    said = "warning: 30.0 GiB of host memory are planned and 10.0 are free" in capsys.readouterr().out
+    assert said == is_warned

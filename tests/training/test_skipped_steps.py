@@ -1,5 +1,5 @@
-"""DeepSpeed leaves out steps whose gradient is infinite: dsft counts them, says them in bf16, and stops at many. In fp16
-it scales the loss.
+"""DeepSpeed leaves out steps whose gradient is infinite: dsft counts them, says them in bf16, and stops at many. Under
+ZeRO 0 dsft scales the loss of fp16.
 """
 
 import pytest

@@ -24,7 +24,7 @@ from dsft.cluster.doctor.facts import Gpu, Gpus, Interface, Network, NodeFacts
 from dsft.errors import one_line
 from dsft.runtime.compiler import compile_error
 from dsft.runtime.disk import free_bytes
-from dsft.runtime.hardware import cpu_count, host_memory_bytes
+from dsft.runtime.hardware import cpu_count, free_host_bytes, host_memory_bytes
 from dsft.runtime.versions import PACKAGES, code_folder, code_hash, git_commit
 from dsft.units import MiB
 
@@ -61,7 +61,7 @@ def node_facts(
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
         cores=cpu_count(),
         host_bytes=host_memory_bytes(),
-        available_bytes=min(psutil.virtual_memory().available, host_memory_bytes()),
+        available_bytes=free_host_bytes(),
         shm_bytes=free_bytes("/dev/shm"),
         open_files=None if files == resource.RLIM_INFINITY else files,
         locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
