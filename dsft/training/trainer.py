@@ -152,7 +152,7 @@ class PerplexityTrainer(SavingTrainer):
     def compute_loss(self, model: nn.Module, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         """The Trainer's, timed."""
         start = mark()
-        with contextlib.nullcontext() if "position_ids" in inputs else one_sequence_per_row():
+        with positions_left_on_gpu(packed="position_ids" in inputs):
             loss = super().compute_loss(model, inputs, *args, **kwargs)
         self.work.note_forward(start, mark())
         return loss
@@ -285,16 +285,22 @@ def mean_over_the_global_batch(
 
 
 @contextlib.contextmanager
-def one_sequence_per_row() -> Iterator[None]:
-    """Has transformers take each row without a mask for a single sequence inside a `with`, instead of reading positions
-    back from the GPU to see whether sequences are packed.
+def positions_left_on_gpu(*, packed: bool) -> Iterator[None]:
+    """Tells transformers inside a `with` whether rows without a mask hold several sequences, instead of its reading
+    their positions back from the GPU.
     """
     search = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.find_packed_sequence_indices = _sequence_numbers if packed else lambda position_ids: None
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = search
+
+
+def _sequence_numbers(position_ids_BT: torch.Tensor) -> torch.Tensor:
+    """Number the sequences of each packed row [B, T]: one begins where a position does not follow the one before."""
+    steps_BT = torch.diff(position_ids_BT, prepend=position_ids_BT[:, :1] - 1, dim=-1)
+    return (steps_BT != 1).cumsum(-1)
 
 
 class LastEvaluation(TrainerCallback):
