@@ -10,7 +10,7 @@ sequences per step, in the same precision, by AdamW with a constant rate and gra
 - dsft: `dsft.train`, which decides what it decides for a user: in bf16 weights of bf16 with fp32 masters, where the
   others on one rank have fp32 weights and autocast;
 - trainer: `transformers.Trainer` as run_clm sets it up; under ZeRO-3 with DeepSpeed's own bucket sizes;
-- trl: `SFTTrainer`, in an environment of its own;
+- trl: `SFTTrainer`, in an environment of its own; under ZeRO-3 as the Trainer;
 - bare: a loop of a dozen lines; under ZeRO-3 `deepspeed.initialize`, with its own bucket sizes.
 
 Subjects alternate, each in new processes with one thread per rank. Speed is tokens without padding per CPU-second of
@@ -23,6 +23,7 @@ What it does not do: GPUs, several nodes, tokenising (every subject finds its to
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -33,7 +34,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,16 +45,15 @@ LEARNING_RATE, SEED = 1e-3, 42
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table: what is trained, and by whom."""
+    """One line of the table: what is trained."""
 
     bf16: bool = False
     lora: bool = False
     ranks: int = 1
     instructions: bool = False
     packing: bool = False
-    subjects: tuple[str, ...] = ("dsft", "trainer", "trl", "bare")
 
     @property
     def batch(self) -> int:
@@ -66,9 +65,9 @@ ROWS = {
     "fp32": Row(),
     "bf16": Row(bf16=True),
     "lora": Row(lora=True),
-    "zero3": Row(ranks=2, subjects=("dsft", "trainer", "bare")),
-    "zero3_bf16": Row(ranks=2, bf16=True, subjects=("dsft", "trainer", "bare")),
-    "zero3_lora": Row(ranks=2, lora=True, subjects=("dsft", "trainer", "bare")),
+    "zero3": Row(ranks=2),
+    "zero3_bf16": Row(ranks=2, bf16=True),
+    "zero3_lora": Row(ranks=2, lora=True),
     "padded": Row(instructions=True),
     "packed": Row(instructions=True, packing=True),
 }
@@ -322,12 +321,17 @@ def trl_subject(row: Row, folder: Path, meter: Meter) -> None:
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
+    if row.ranks > 1:
+        import deepspeed
+
+        deepspeed.init_distributed(verbose=False)
     rows = read_rows(folder, row)
     dataset = {"input_ids": [r["input_ids"] for r in rows]}
     if row.instructions:
         dataset["completion_mask"] = [[int(label != -100) for label in r["labels"]] for r in rows]
     args = SFTConfig(
         **trainer_arguments(row, meter),
+        deepspeed=deepspeed_config(row) or None,
         max_length=SEQ_LEN,
         packing=row.packing,
         completion_only_loss=row.instructions,
@@ -336,7 +340,7 @@ def trl_subject(row: Row, folder: Path, meter: Meter) -> None:
         include_num_input_tokens_seen="non_padding" if row.packing else "no",
     )
     adapters = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", **LORA) if row.lora else None
-    model = load_model(Row(bf16=row.bf16), folder)
+    model = load_model(dataclasses.replace(row, lora=False), folder)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -491,8 +495,8 @@ def main() -> None:
         runs = []
         for number in range(args.rounds):
             for name in args.rows:
-                for subject in ROWS[name].subjects:
-                    if subject in args.subjects and (subject != "trl" or args.trl_python):
+                for subject in args.subjects:
+                    if subject != "trl" or args.trl_python:
                         try:
                             runs.append({"round": number, **run_one(args, subject, name, Path(folder))})
                         except RuntimeError as error:  # the others' figures stay

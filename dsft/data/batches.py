@@ -175,7 +175,8 @@ class PackedCollator:
     """Makes each group one row, its sequences end to end; the rest of a row is a sequence of its own.
 
     Returns input_ids, labels and position_ids (restarting with each sequence), of shape [batch, time], and no
-    attention_mask: transformers makes its block mask from the positions only where none is given. With flash attention
+    attention_mask: transformers makes its block mask from the positions only where none is given. Where each row is one
+    sequence there are no position_ids either: a causal model needs no mask then. With flash attention
     the rows too are laid end to end, [1, batch * time], with the bounds of all sequences beside them. num_tokens [1] is
     for the Trainer, not for the model.
     """
@@ -195,12 +196,14 @@ class PackedCollator:
                 **positions(lengths, flash=True),
                 "num_tokens": num_tokens,
             }
-        return {
+        batch = {
             "input_ids": torch.stack([ids for ids, _, _ in rows]),
             "labels": torch.stack([labels for _, labels, _ in rows]),
-            "position_ids": torch.cat([positions(lengths)["position_ids"] for _, _, lengths in rows]),
             "num_tokens": num_tokens,
         }
+        if any(len(lengths) > 1 for _, _, lengths in rows):
+            batch["position_ids"] = torch.cat([positions(lengths)["position_ids"] for _, _, lengths in rows])
+        return batch
 
     def _row(self, group: list[Sequence], longest: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         lengths = [len(sequence["input_ids"]) for sequence in group]

@@ -26,6 +26,7 @@ from dsft.models.quantization import Quantization
 from dsft.models.size import check_sharding
 from dsft.perplexity.breakdown import Breakdown, build_breakdown
 from dsft.perplexity.candidates import Candidate, choose_zero, read_data
+from dsft.perplexity.exact_products import exact_products
 from dsft.perplexity.identity import QUANTIZERS, fingerprint, model_identity
 from dsft.perplexity.kl import ChangeHistogram, divergence_of, refusal_of_pair
 from dsft.perplexity.loading import loaded_for_scoring
@@ -308,6 +309,7 @@ def _peaks() -> dict[str, int]:
 
 
 @torch.no_grad()
+@exact_products()
 def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, *, seed: int) -> float:
     """Score `number` random documents again, each window alone with full logits, and compare their nats.
 

@@ -20,7 +20,7 @@ from dsft.runtime import distributed
 from dsft.runtime.hardware import has_gpu
 from dsft.runtime.versions import versions
 
-SCORING = 4
+SCORING = 5
 """A change of code that changes nats, or what is kept of a result, raises it."""
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")
 """Whose versions can change nats."""

@@ -2,6 +2,7 @@
 kernel. What cannot be read is left out, and then assumed by the planner (planner/speeds.py).
 """
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -19,16 +20,21 @@ def _read_links() -> str:
         links = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return links_between_all(links) if links else ""
+    return links_between_all(links, os.environ.get("CUDA_VISIBLE_DEVICES", "")) if links else ""
 
 
-def links_between_all(matrix: str) -> str:
+def links_between_all(matrix: str, visible: str = "") -> str:
     """Return what joins every GPU of a node with every other, by the matrix of `nvidia-smi topo -m`.
 
     Bridges that join pairs of more GPUs count as PCIe, over which a collective goes as well.
+
+    Args:
+        visible: numbers of the GPUs that count, as CUDA_VISIBLE_DEVICES has them; all where it has something else.
     """
     rows = [line.split() for line in matrix.splitlines() if re.match(r"GPU\d+\s", line)]
-    others = [cell for row in rows for cell in row[1 : 1 + len(rows)] if cell != "X"]
+    numbers = [int(number) for number in visible.split(",")] if re.fullmatch(r"\d+(,\d+)*", visible) else []
+    count = [number for number in numbers if number < len(rows)] or range(len(rows))
+    others = [rows[number][1 + other] for number in count for other in count if other != number]
     return "nvlink" if others and all(re.fullmatch(r"NV\d+", cell) for cell in others) else "pcie"
 
 

@@ -43,6 +43,7 @@ def mend(engine: DeepSpeedEngine, *, resumes: bool) -> None:
             _forget_first_step(engine.optimizer)
         if isinstance(engine.optimizer, FP16_UnfusedOptimizer | FP16_Optimizer):
             _scale_loss(engine)
+            _grow_scale_after_step(engine.optimizer)
         if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
             _keep_norm_without_scale(engine.optimizer)
         engine.clip_fp32_gradients = functools.partial(_clip, engine, parameters)
@@ -89,6 +90,28 @@ def _scale_loss(engine: DeepSpeedEngine) -> None:
         return backward(loss.float() * engine.optimizer.loss_scale_config.cur_scale, **options)
 
     engine.backward = backward_of_scaled
+
+
+def _grow_scale_after_step(optimizer: FP16_UnfusedOptimizer | FP16_Optimizer) -> None:
+    """Let a step divide by the scale that its loss had: DeepSpeed doubles it before, now and then, and halves that
+    step's gradients.
+    """
+    config, update, step, grown = optimizer.loss_scale_config, optimizer._update_scale, optimizer.step, []
+
+    def update_later(skip: bool) -> None:
+        used = config.cur_scale
+        update(skip)
+        if not skip:
+            grown.append(config.cur_scale)
+            config.cur_scale = used
+
+    def step_and_grow(*args: Any, **options: Any) -> bool:
+        overflow = step(*args, **options)
+        while grown:
+            config.cur_scale = grown.pop()
+        return overflow
+
+    optimizer._update_scale, optimizer.step = update_later, step_and_grow
 
 
 def _keep_norm_without_scale(optimizer: FP16_UnfusedOptimizer) -> None:

@@ -19,6 +19,7 @@ def test_a_missing_compiler_is_named_where_the_optimizer_is_offloaded(monkeypatc
     (problem,) = offload_problems(OFFLOAD)
     assert "no-such-compiler is not there" in problem and "apt-get install g++" in problem
     assert offload_problems(PARAMETERS) == offload_problems({}) == []
+    assert offload_problems(OFFLOAD | {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}) == []
 
 
 def test_a_compiler_without_a_header_is_named_by_its_complaint(monkeypatch, tmp_path):
@@ -36,5 +37,7 @@ def test_what_was_compiled_before_needs_no_compiler(monkeypatch, tmp_path):
     assert offload_problems(OFFLOAD) == []
 
 
-def test_this_machine_compiles():
+@pytest.mark.parametrize("words", ["", "c++ -O2", "env c++"])
+def test_this_machine_compiles(monkeypatch, words):
+    monkeypatch.setenv("CXX", words)
     assert offload_problems(OFFLOAD) == [] and compiler.compile_error() == ""

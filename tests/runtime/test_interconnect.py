@@ -120,6 +120,12 @@ def test_nvlink_counts_where_it_joins_all_gpus(rows, links):
     assert links_between_all(matrix(*rows)) == links
 
 
+def test_only_visible_gpus_count():
+    pairs = matrix("X NV4 SYS SYS", "NV4 X SYS SYS", "SYS SYS X NV4", "SYS SYS NV4 X")
+    assert links_between_all(pairs, "2,3") == "nvlink" and links_between_all(pairs, "1,2") == "pcie"
+    assert links_between_all(pairs, "GPU-8a3f") == "pcie" and links_between_all(pairs, "0") == "pcie"
+
+
 def test_a_bridge_is_planned_slower_than_a_switch():
     for name, gigabytes in (("H100", 450), ("A40", 56), ("H100-NVL", 300)):
         assert parse_interconnect("nvlink", GPUS[name])[0] == 0.8 * gigabytes * GB

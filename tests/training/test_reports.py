@@ -28,6 +28,12 @@ def test_a_batch_tells_its_tokens_those_trained_and_its_positions(flash):
     assert Collator(0)([_sequence(3), _sequence(11), BLANK])["num_tokens"].tolist() == [14, 14 - 2, 3 * 16]
 
 
+def test_packed_rows_of_one_sequence_each_have_no_positions_and_so_no_mask():
+    collate = PackedCollator(0, flash=False)
+    assert "position_ids" not in collate([[_sequence(16)], [_sequence(16)]])
+    assert "position_ids" in collate([[_sequence(16)], [_sequence(8), _sequence(8)]])
+
+
 def test_a_batch_has_a_mask_where_a_row_is_padded():
     assert "attention_mask" in Collator(0)([_sequence(16), _sequence(15)])
     assert "attention_mask" not in Collator(0)([_sequence(16), _sequence(16)])

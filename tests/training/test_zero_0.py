@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from ranks import on_ranks, trained
 from safetensors.torch import load_file
 
 from dsft.checkpoints.export import export
 from dsft.models.build import load_weights
-from dsft.training.engine import _forget_first_step
+from dsft.runtime.distributed import start_ranks
+from dsft.training.engine import _forget_first_step, _grow_scale_after_step, _keep_norm_without_scale
 
 pytestmark = pytest.mark.launch
 
@@ -59,6 +61,34 @@ def test_nor_does_a_fused_optimizer_keep_the_step_of_zero_gradients():
     assert adam.state and not torch.equal(optimizer.fp32_groups_flat[0], weight.float())
     _forget_first_step(optimizer)
     assert not adam.state and torch.equal(optimizer.fp32_groups_flat[0], weight.float())
+
+
+def steps_in_fp16(number: int) -> list[tuple[float, float, list[float]]]:
+    """(scale, norm, weights after it) of each step with the same gradient; the scale doubles now and then."""
+    start_ranks()
+    weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    scale = {"init_scale": 16, "scale_window": 3, "min_scale": 1, "delayed_shift": 1, "consecutive_hysteresis": False}
+    optimizer = FP16_UnfusedOptimizer(
+        torch.optim.SGD([weight], lr=1.0),
+        low_precision_dtype=torch.float16,
+        dynamic_loss_scale=True,
+        dynamic_loss_args=scale,
+    )
+    _grow_scale_after_step(optimizer)
+    _keep_norm_without_scale(optimizer)
+    steps = []
+    for _ in range(number):
+        scale = optimizer.loss_scale_config.cur_scale
+        weight.grad = torch.full_like(weight, 0.25) * scale
+        optimizer.step()
+        steps.append((scale, float(optimizer._global_grad_norm), weight.tolist()))
+    return steps
+
+
+def test_a_scale_of_fp16_that_grows_changes_no_step():
+    (steps,) = on_ranks(1, steps_in_fp16, 8)
+    assert [norm for _, norm, _ in steps] == [0.5] * 8 and len({scale for scale, *_ in steps}) > 1
+    assert [weights for *_, weights in steps] == [[-0.25 * step] * 4 for step in range(1, 9)]
 
 
 def test_its_checkpoint_is_read_without_safetensors(tiny, options, tmp_path):

@@ -22,7 +22,7 @@ import psutil
 
 from dsft.cluster.doctor.facts import Gpu, Gpus, Interface, Network, NodeFacts
 from dsft.errors import one_line
-from dsft.runtime.compiler import compile_error
+from dsft.runtime.compiler import compile_error, compiler_words
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import cpu_count, free_host_bytes, host_memory_bytes
 from dsft.runtime.versions import PACKAGES, code_folder, code_hash, git_commit
@@ -168,7 +168,7 @@ def _tools() -> dict[str, str]:
     headers = [f"{folder}/libaio.h" for folder in ("/usr/include", "/usr/local/include")]
     compilers = [f"{cuda}/bin/nvcc" if cuda else "", shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc"]
     return {
-        "c++": shutil.which(os.environ.get("CXX") or "c++") or "",
+        "c++": shutil.which(compiler_words()[0]) or "",
         "ninja": shutil.which("ninja") or (importlib.util.find_spec("ninja") and "package") or "",
         "Python.h": _first_file([f"{sysconfig.get_paths()['include']}/Python.h"]),
         "libaio": ctypes.util.find_library("aio") or "",

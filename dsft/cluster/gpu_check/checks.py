@@ -1,7 +1,6 @@
 """All checks, most valuable first."""
 
 import importlib.util
-import os
 import shutil
 from collections.abc import Iterator
 
@@ -9,6 +8,7 @@ from dsft.cluster.gpu_check import faults, perplexities, trainings
 from dsft.cluster.gpu_check.check import Check, Row, Setting, needs_gpu, needs_large_model
 from dsft.cluster.gpu_check.trainings import planned_training
 from dsft.models.model_folder import weight_bytes_in
+from dsft.runtime.compiler import compiler_words
 
 
 def _in(module: str, name: str):
@@ -32,7 +32,7 @@ def _lacks_disk(setting: Setting) -> str:
 
 
 def _lacks_compiler(setting: Setting) -> str:
-    compiler = os.environ.get("CXX") or "c++"
+    compiler = compiler_words()[0]
     return "" if shutil.which(compiler) else f"needs a C++ compiler for DeepSpeed's CPUAdam; {compiler} is not there"
 
 
