@@ -89,8 +89,8 @@ class DataFields:
     """Data: where it is, and how a row becomes tokens."""
 
     data: list[str] = field(default_factory=list)
-    """Sources, each a file (txt, json, jsonl, csv, parquet, arrow, also .gz and .zst), a glob, a folder of files, or a
-    hub data set as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."""
+    """Sources, each a file (txt, json, jsonl, csv, parquet, arrow, also .gz, .bz2, .xz, .zst), a glob, a folder of
+    files, or a hub data set as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."""
     data_format: Literal["auto", "text", "prompt_completion", "messages", "sharegpt", "alpaca", "template"] = "auto"
     """auto goes by the columns of each source, see docs/data.md."""
     text_column: str = "text"

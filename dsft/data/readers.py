@@ -4,14 +4,15 @@ Only a .json file that is one list is held in memory at once. `datasets` is not 
 all rows, fills the keys that other rows have with None, and loses line numbers.
 """
 
+import bz2
 import codecs
 import csv
 import glob
-import gzip
 import io
 import json
+import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -23,7 +24,16 @@ from dsft.config.convert import DuplicateKey, unique_keys
 from dsft.errors import UserError
 
 ENDINGS = (".txt", ".json", ".jsonl", ".csv", ".parquet", ".arrow")
-COMPRESSED = (".gz", ".zst")
+COMPRESSED: dict[str, Callable[[], Any]] = {
+    ".gz": lambda: zlib.decompressobj(wbits=31),
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lzma.LZMADecompressor,
+    ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
+}
+"""Ending -> what decompresses one stream of such a file, and tells where it ends."""
+CUT_OFF = "its end is missing: it was cut off, as by a full disk or a download that broke off"
+COMPRESSED_BYTES = 1 << 13
+"""Of a compressed file, that are decompressed at once."""
 ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")
 """What `datasets.save_to_disk` writes beside the rows."""
 PIECE_BYTES = 1 << 14
@@ -60,7 +70,7 @@ def find_files(entry: str, key: str) -> list[str]:
         UserError: naming `key`, the option.
     """
     path = Path(entry).expanduser()
-    kinds = f"{', '.join(ENDINGS)} (also with {' or '.join(COMPRESSED)})"
+    kinds = f"{', '.join(ENDINGS)} (also with {', '.join(COMPRESSED)})"
     if path.is_file():
         files = [str(path)]
     elif path.is_dir():
@@ -102,7 +112,7 @@ def read_file(path: str) -> Rows:
         yield from READERS[ending(path)](path)
     except PermissionError as error:
         raise UserError([f"{path} cannot be read ({error.strerror})"]) from None
-    except (EOFError, OSError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException) as error:
+    except (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pyarrow.ArrowException) as error:
         raise UserError(
             [f"{path} cannot be read as {ending(path)[1:]}: {' '.join(str(error).split())[:300]}"]
         ) from None
@@ -111,11 +121,45 @@ def read_file(path: str) -> Rows:
 def _open(path: str) -> tuple[BinaryIO, BinaryIO]:
     """Opens (content, the file itself, whose position says how much is read)."""
     raw = open(path, "rb")  # noqa: SIM115 - closed with the content, or by the garbage collector
-    if path.endswith(".gz"):
-        return gzip.open(raw), raw
-    if path.endswith(".zst"):
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True), 1 << 20), raw
-    return raw, raw
+    new_stream = COMPRESSED.get(Path(path).suffix)
+    return (io.BufferedReader(_Decompressed(raw, new_stream), 1 << 20) if new_stream else raw), raw
+
+
+class _Decompressed(io.RawIOBase):
+    """The content of a compressed file, which is one stream after the other.
+
+    Libraries' own readers take a zstd file that ends within a stream, and bytes after one that begin no other, for
+    the end of the file.
+    """
+
+    def __init__(self, raw: BinaryIO, new_stream: Callable[[], Any]):
+        self.raw, self.new_stream, self.stream = raw, new_stream, new_stream()
+        self.content = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a part of `buffer`.
+
+        Raises:
+            EOFError: where the file ends within a stream.
+        """
+        while not self.content:
+            data = b""
+            if self.stream.eof:
+                data = self.stream.unused_data.lstrip(b"\0")  # tapes and xz fill up with zeros
+                while not data:
+                    if not (data := self.raw.read(COMPRESSED_BYTES)):
+                        return 0
+                    data = data.lstrip(b"\0")
+                self.stream = self.new_stream()
+            elif not (data := self.raw.read(COMPRESSED_BYTES)):
+                raise EOFError(CUT_OFF)
+            self.content = memoryview(self.stream.decompress(data))
+        size = min(len(buffer), len(self.content))
+        buffer[:size], self.content = self.content[:size], self.content[size:]
+        return size
 
 
 def _lines(path: str) -> Iterator[tuple[int, str, int]]:
@@ -221,11 +265,21 @@ def _read_arrow(path: str) -> Rows:
     with pyarrow.memory_map(path) as file:
         try:
             reader = pyarrow.ipc.open_stream(file)
-            batches, number = iter(reader), None
+            batches = _batches_of_stream(reader, file)
         except pyarrow.ArrowInvalid:
             reader = pyarrow.ipc.open_file(file)
-            batches, number = (reader.get_batch(i) for i in range(reader.num_record_batches)), None
-        yield from _arrow_rows(path, reader.schema, (piece for batch in batches for piece in _slices(batch)), number)
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        yield from _arrow_rows(path, reader.schema, (piece for batch in batches for piece in _slices(batch)), None)
+
+
+def _batches_of_stream(reader: Any, file: pyarrow.NativeFile) -> Iterator[pyarrow.RecordBatch]:
+    """Reads a stream up to the mark at its end, which pyarrow does without."""
+    position = file.tell()
+    for batch in reader:
+        position = file.tell()
+        yield batch
+    if file.tell() == position:
+        raise EOFError(CUT_OFF)
 
 
 def _slices(batch: pyarrow.RecordBatch) -> Iterator[pyarrow.RecordBatch]:

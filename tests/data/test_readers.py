@@ -1,8 +1,11 @@
 """Every format of files gives the same rows, and what is wrong with a file is said with its line."""
 
+import bz2
 import gzip
 import itertools
 import json
+import lzma
+from pathlib import Path
 
 import datasets
 import pyarrow
@@ -15,6 +18,7 @@ from dsft.data.readers import PIECE_BYTES, find_files, read_file
 from dsft.data.sources import Source, find_sources
 from dsft.errors import UserError
 
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
 ROWS = [{"prompt": "what is ä?", "completion": 'a\nline, "quoted"'}, {"prompt": "", "completion": "b"}]
 
 
@@ -25,7 +29,7 @@ def jsonl(rows: list) -> bytes:
 def write(folder, name: str) -> str:
     """ROWS as the file `name`."""
     path = folder / name
-    inner = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
+    inner = path.with_suffix("") if path.suffix in COMPRESS else path
     if inner.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), inner)
     elif inner.suffix == ".arrow":
@@ -46,7 +50,7 @@ def write(folder, name: str) -> str:
     if path != inner:
         content = inner.read_bytes()
         inner.unlink()
-        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else zstandard.compress(content))
+        path.write_bytes(COMPRESS[path.suffix](content))
     return str(path)
 
 
@@ -63,10 +67,63 @@ def write(folder, name: str) -> str:
         "a.jsonl.gz",
         "a.jsonl.zst",
         "a.csv.zst",
+        "a.jsonl.bz2",
+        "a.csv.xz",
     ],
 )
 def test_every_format_gives_the_same_rows(tmp_path, name):
     assert [row.values for row, _ in read_file(write(tmp_path, name))] == ROWS
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_a_cut_compressed_file_is_told_wherever_it_is_cut(tmp_path, ending):
+    """Several streams in one file are one content. What ends with a stream is a whole file to everyone."""
+    path = tmp_path / f"a.txt{ending}"
+    texts = ["one line\n" * 30, "and another\n", "the last\n" * 9]
+    streams = [COMPRESS[ending](text.encode()) for text in texts]
+    ends = list(itertools.accumulate(map(len, streams)))
+    for cut in range(1, ends[-1] + 1):
+        path.write_bytes(b"".join(streams)[:cut])
+        if cut in ends:
+            read = "".join(row.values["text"] for row, _ in read_file(str(path)))
+            assert read == "".join(texts[: 1 + ends.index(cut)])
+        else:
+            with pytest.raises(UserError, match=f"a.txt{ending} cannot be read as txt: its end is missing|header"):
+                list(read_file(str(path)))
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_a_large_compressed_file_is_read_whole_and_told_where_it_is_cut(tmp_path, ending):
+    """A zstd frame of several blocks, cut between two of them, is 262,144 whole characters to zstandard's reader."""
+    path, text = tmp_path / f"a.txt{ending}", "".join(f"{i * i}\n" for i in range(60_000))
+    content = COMPRESS[ending](text.encode())
+    path.write_bytes(content + bytes(512 * (ending in (".gz", ".xz"))))  # a tape's last block is filled up
+    assert "".join(row.values["text"] for row, _ in read_file(str(path))) == text
+    for eighth in range(1, 8):
+        path.write_bytes(content[: len(content) * eighth // 8])
+        with pytest.raises(UserError, match="its end is missing"):
+            list(read_file(str(path)))
+    path.write_bytes(content + b"no stream")
+    with pytest.raises(UserError, match="cannot be read as txt"):
+        list(read_file(str(path)))
+
+
+def test_frames_that_hold_no_content_are_skipped(tmp_path):
+    """pzstd writes one before every frame."""
+    skippable = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + bytes(4)
+    frames = [skippable + zstandard.compress(text) for text in (b"one\n", b"two\n")]
+    (tmp_path / "a.txt.zst").write_bytes(b"".join(frames) + skippable)
+    assert "".join(row.values["text"] for row, _ in read_file(str(tmp_path / "a.txt.zst"))) == "one\ntwo\n"
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "stream.arrow"])
+def test_a_cut_arrow_or_parquet_file_is_told_wherever_it_is_cut(tmp_path, name):
+    """A stream that is cut between two batches lacks the mark at its end alone."""
+    content = Path(write(tmp_path, name)).read_bytes()
+    for cut in range(1, len(content)):
+        (tmp_path / name).write_bytes(content[:cut])
+        with pytest.raises(UserError, match=f"{name} cannot be read as"):
+            list(read_file(str(tmp_path / name)))
 
 
 def test_arrow_gives_no_keys_that_a_row_did_not_have(tmp_path):
