@@ -3,11 +3,13 @@ nothing.
 """
 
 import ast
+import graphlib
 import importlib.metadata
 import json
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
@@ -101,13 +103,8 @@ FLOORS = {
     "train": 7, "eval_ppl": 7, "notebook": 7, "plan_pictures": 7, "evaluate_perplexity": 7, "cli": 7, "__init__": 7,
 }  # fmt: skip
 """Room (a folder or a module of dsft/) -> its floor. A module imports from its own room and from lower floors."""
-LONGEST_FILE, LONGEST_FUNCTION = 350, 50
 UPWARD_IMPORTS: set[tuple[str, str]] = set()
 """(module, the room on its own or a higher floor that it imports). This list may only shrink."""
-LONG_FILES = {}
-"""File -> its lines, above LONGEST_FILE. This list may only shrink, and so may its numbers."""
-LONG_FUNCTIONS = {}
-"""Function -> its lines, above LONGEST_FUNCTION. This list may only shrink, and so may its numbers."""
 
 
 def imported_rooms(tree: ast.Module) -> set[str]:
@@ -135,21 +132,19 @@ def test_rooms_import_only_from_lower_floors():
     assert max(FLOORS.values()) <= 7
 
 
-def test_files_and_functions_are_short_but_for_a_list_that_shrinks():
-    files, functions = {}, {}
-    for path in SOURCES:
-        name, text = str(path.relative_to(PACKAGE)), path.read_text()
-        if (lines := len(text.splitlines())) > LONGEST_FILE:
-            files[name] = lines
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = node.end_lineno - node.lineno + 1
-                if lines > LONGEST_FUNCTION:
-                    functions[f"{name}:{node.name}"] = lines
-    for lengths, allowed in ((files, LONG_FILES), (functions, LONG_FUNCTIONS)):
-        too_long = {name: lines for name, lines in lengths.items() if lines > allowed.get(name, 0)}
-        assert too_long == {}
-        assert allowed.keys() - lengths.keys() == set(), "short enough by now: take it off the list"
+def imported_modules(path: Path) -> set[Path]:
+    """Modules of dsft that a module imports when it is imported itself (not those inside its functions)."""
+    modules = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dsft":
+            place = ROOT.joinpath(*node.module.split("."))
+            modules |= {place.with_suffix(".py"), *(place / f"{alias.name}.py" for alias in node.names)}
+    return {module for module in modules if module.is_file()}
+
+
+def test_no_module_imports_itself_through_others():
+    imports = {path: imported_modules(path) for path in SOURCES}
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError, which names the circle
 
 
 VAGUE = {"found", "one", "own", "what", "psi", "w", "wt"}
