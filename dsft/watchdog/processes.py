@@ -2,24 +2,28 @@
 
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 LAUNCHERS = {
-    "deepspeed": ("deepspeed",),
-    "torchrun": ("torchrun", "torch.distributed", "torch/distributed"),
-    "accelerate": ("accelerate",),
+    "deepspeed": ("deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher", "pdsh"),
+    "torchrun": ("torchrun", "torch.distributed"),
+    "accelerate": ("accelerate", "accelerate-launch", "accelerate.commands"),
     "srun": ("srun", "slurmstepd"),
-    "mpirun": ("mpirun", "mpiexec", "orted", "prted", "hydra"),
-    "dsft": ("dsft",),
+    "mpirun": ("mpirun", "mpiexec", "orterun", "prterun", "orted", "prted", "mpiexec.hydra", "hydra_pmi_proxy"),
+    "dsft": ("dsft", "dsft.cli.main"),
 }
-"""Launcher -> what the command lines of its processes contain, of which one or more stand above each rank; known here
-because ranks are also started without `dsft launch`.
+"""Launcher -> the names of its programs, and the modules or packages that `python -m` runs, of which one or more stand
+above each rank; known here because ranks are also started without `dsft launch`.
 """
 VARIABLE = "DSFT_LAUNCHER_PROCESSES"
 """The same of the launcher that `dsft launch` has started (cluster/launch/commands.py), with commas between."""
+SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
+FLAGS_WITH_VALUES = ("-W", "-X", "--check-hash-based-pycs")
+"""Of Python's interpreter."""
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -100,26 +104,61 @@ def end(
             time.sleep(0.1)
 
 
-def is_launcher(command: str) -> bool:
+def program_of(words: Sequence[str]) -> str:
+    """The name of what a command line runs: the program's own, or with Python that of the script or the module.
+
+    The folders it lies in, its options and their values are no part of that.
+    """
+    if not words:
+        return ""
+    name = os.path.basename(words[0].lstrip("-").partition(":")[0])  # "-bash", "slurmstepd: [7.0]"
+    if not re.fullmatch(r"(python|pypy)[0-9.]*", name):
+        return name
+    rest = iter(words[1:])
+    for word in rest:
+        if word in FLAGS_WITH_VALUES:
+            next(rest, None)
+        elif module := re.fullmatch(r"-[a-zA-Z]*m(.*)", word):
+            return module[1] or next(rest, "")
+        elif not word.startswith("-"):
+            return os.path.basename(word)
+        elif re.fullmatch(r"-[a-zA-Z]*c.*", word):
+            return name
+    return name
+
+
+def is_launcher(words: Sequence[str]) -> bool:
     """Whether a command line is that of a launcher's process."""
-    told = filter(None, os.environ.get(VARIABLE, "").split(","))
-    return any(text in command for text in (*itertools.chain(*LAUNCHERS.values()), *told))
+    program = program_of(words)
+    names = (*itertools.chain(*LAUNCHERS.values()), *filter(None, os.environ.get(VARIABLE, "").split(",")))
+    return any(program == name or (program.startswith(f"{name}.") and "." in name) for name in names)
+
+
+def command_of(pid: int) -> list[str]:
+    """The words of a process' command line; none where it has ended, or belongs to the kernel."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+    return words[:-1]
 
 
 def launchers_of(pid: int) -> list[Process]:
     """The unbroken line of launchers above a rank, nearest first; a shell or session above them may end without
-    harm.
+    harm, and one between them runs no more than the command that it was given.
     """
     launchers = []
     while (pid := parent(pid)) > 1:
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
+        words = command_of(pid)
+        if is_launcher(words):
+            launchers.append(Process.of(pid))
+        elif not _runs_one_command(words):
             break
-        if not is_launcher(command):
-            break
-        launchers.append(Process.of(pid))
     return launchers
+
+
+def _runs_one_command(words: Sequence[str]) -> bool:
+    return len(words) > 2 and program_of(words) in SHELLS and words[1].startswith("-") and words[1].endswith("c")
 
 
 @dataclass(frozen=True)
@@ -140,6 +179,8 @@ class StartedBy:
     def now(cls) -> "StartedBy":
         launchers = launchers_of(os.getpid())
         above = parent(launchers[-1].pid) if launchers else 0
+        while _runs_one_command(command_of(above)):
+            above = parent(above)
         if not name_of(above).startswith("sshd"):
             return cls(os.getpid(), launchers, None, [])
         client = ssh_client()

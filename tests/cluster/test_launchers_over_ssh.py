@@ -42,12 +42,12 @@ time.sleep(1000)
 )
 def test_a_launcher_and_its_ranks_that_ssh_joins_on_one_host_end_together(hosts, tmp_path, killed, told, code):
     """Before the ranks have met. From a lost node nothing comes, and its session stays."""
-    (tmp_path / "deepspeed_runner.py").write_text(RUNNER)
-    (tmp_path / "deepspeed_launch.py").write_text(RANK)
-    rank = f"node-0 PYTHONPATH={ROOT} python {tmp_path}/deepspeed_launch.py"
+    (tmp_path / "deepspeed").write_text(RUNNER)
+    (tmp_path / "ds").write_text(RANK)
+    rank = f"node-0 PYTHONPATH={ROOT} python {tmp_path}/ds"
     with (tmp_path / "ssh.log").open("w") as log:
         runner = hosts[0].start(
-            ["python", tmp_path / "deepspeed_runner.py", rank, *["node-1 sleep 1000"] * ("lost node" in killed)],
+            ["python", tmp_path / "deepspeed", rank, *["node-1 sleep 1000"] * ("lost node" in killed)],
             stdout=log,
             stderr=subprocess.STDOUT,
         )
@@ -59,7 +59,7 @@ def test_a_launcher_and_its_ranks_that_ssh_joins_on_one_host_end_together(hosts,
         hosts[0].kill(next(process.pid for process in hosts[0].all_processes() if "@notty" in process.cmdline()[0]))
     else:
         hosts[0].kill(
-            max(pid for pid, command in hosts[0].processes() if command.startswith("python") and "launch" in command)
+            max(pid for pid, command in hosts[0].processes() if command.startswith("python") and "/ds" in command)
         )
     wait_until(lambda: runner.poll() is not None and not hosts[0].processes(), lambda: screen() + left_on(hosts[0]))
     assert told in screen() and runner.returncode == code

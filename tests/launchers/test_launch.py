@@ -174,16 +174,41 @@ def test_a_launcher_is_one_entry_that_the_watchdog_of_its_ranks_is_told(monkeypa
     options = LaunchOptions(no_ssh=True)
     assert options.way == "no_ssh" and LaunchOptions(no_ssh=True, nodes=2).ways == ["nodes", "no_ssh"]
     assert build_command(options, "train", []) == ["raylet", "dsft.train"]
-    assert not is_launcher("/usr/bin/raylet --x 1")
+    words = ["/usr/bin/raylet", "--x", "1"]
+    assert not is_launcher(words)
     for variable, value in told_to_watchdog(options).items():
         monkeypatch.setenv(variable, value)
-    assert is_launcher("/usr/bin/raylet --x 1") and is_launcher("/env/bin/torchrun") and not is_launcher("-bash")
+    assert is_launcher(words) and is_launcher(["/env/bin/torchrun"]) and not is_launcher(["-bash"])
 
 
 def test_the_watchdog_knows_the_processes_of_launchers_that_were_started_by_hand():
+    python = ["/env/bin/python3.12", "-u"]
     for name, module in RUNNERS.items():
-        assert is_launcher(f"/env/bin/python -m {module} --x 1") and is_launcher(f"/env/bin/{name}")
-    assert is_launcher("srun --nodes 2 python") and is_launcher("slurmstepd: [7.0]") and not is_launcher("-bash")
+        assert is_launcher([*python, "-m", module, "--x", "1"])
+        assert is_launcher([*python, f"/env/bin/{name.split()[0]}"])
+    for line in (
+        "srun --nodes 2 python",
+        "slurmstepd: [7.0]",
+        "pdsh -S -w a,b",
+        "python -Xdev -um deepspeed.launcher.launch",
+    ):
+        assert is_launcher(line.split(" ")), line
+
+
+@pytest.mark.parametrize("name", ["dsft", "deepspeed", "accelerate", "torchrun", "srun", "mpirun"])
+def test_a_folder_or_an_option_named_like_a_launcher_makes_none(name):
+    python = f"/home/{name}/.venv/bin/python"
+    lines = [
+        [python, "-m", "ipykernel_launcher", "-f", f"/run/{name}.json"],
+        [python, f"/home/{name}/sweep.py", name],
+        [python, "-c", f"import {name}", name],
+        [python, "-m", "pytest", f"tests/{name}"],
+        [python, "-W", name, f"{name}_sweep.py"],
+        ["bash", f"/home/{name}/start.sh"],
+        ["nohup", "bash", f"{name}.sh"],
+        [python],
+    ]
+    assert not any(map(is_launcher, lines))
 
 
 def test_accelerate_gets_the_script_and_this_nodes_number():

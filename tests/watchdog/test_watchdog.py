@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -47,6 +49,21 @@ os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR":
 client.start(SimpleNamespace(start_timeout=300, lost_timeout=60))
 time.sleep(1000)
 """
+SWEEP = """
+import os, pathlib, subprocess, sys
+folder = pathlib.Path(__file__).parent
+rank = subprocess.Popen([sys.executable, folder / "rank.py", folder / "ready"], stdin=subprocess.DEVNULL)
+(folder / "rank").write_text(str(rank.pid))
+(folder / "rank").rename(folder / "started")
+while sys.argv[1] == "leaves":
+    if (folder / "ready").exists():
+        sys.exit()
+rank.wait()
+while not (folder / "go").exists():
+    pass
+print("goes on")
+"""
+"""A user's script around a run."""
 CLOSED = "Traceback ...\nRuntimeError: [../gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:37"
 
 
@@ -232,10 +249,7 @@ def test_a_sidecar_is_not_in_the_process_tree_of_its_rank(tmp_path):
     rank = subprocess.Popen([sys.executable, "-c", WAITING_RANK, str(tmp_path / "ready")], cwd=ROOT)
     try:
         wait_until((tmp_path / "ready").exists)
-        mine = f'"pid": {rank.pid},'
-        [sidecar] = [
-            each.pid for each in psutil.process_iter(["cmdline"]) if mine in " ".join(each.info["cmdline"] or ())
-        ]
+        [sidecar] = sidecars_of(rank.pid)
         assert descendants(rank.pid) == []
     finally:
         rank.kill()
@@ -244,9 +258,9 @@ def test_a_sidecar_is_not_in_the_process_tree_of_its_rank(tmp_path):
 
 
 def test_a_launcher_that_is_killed_while_its_rank_loads_libraries_is_missed(tmp_path):
-    (tmp_path / "torchrun.py").write_text(LOADING_RANK)
+    (tmp_path / "torchrun").write_text(LOADING_RANK)
     launcher = subprocess.Popen(
-        [sys.executable, tmp_path / "torchrun.py"],
+        [sys.executable, tmp_path / "torchrun"],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
         text=True,
@@ -258,6 +272,58 @@ def test_a_launcher_that_is_killed_while_its_rank_loads_libraries_is_missed(tmp_
     rank = int((tmp_path / "loading").read_text())
     wait_until(lambda: start_time(rank) is None)
     assert f"lost its launcher: process {launcher.pid} is gone" in launcher.stderr.read()
+
+
+@pytest.mark.parametrize("name", ["dsft", "deepspeed", "accelerate", "torchrun"])
+def test_a_script_around_a_run_is_no_launcher_whatever_its_folder_is_called(name, tmp_path):
+    """The sidecar of a killed rank ended it, and with that pytest's own workers in a clone named dsft."""
+    sweep, folder = start_sweep(tmp_path / name, "waits")
+    wait_until((folder / "ready").exists)
+    rank = int((folder / "started").read_text())
+    [sidecar] = sidecars_of(rank)
+    os.kill(rank, signal.SIGKILL)
+    wait_until(lambda: start_time(sidecar) is None)
+    (folder / "go").touch()
+    assert sweep.communicate(timeout=60)[0] == "goes on\n" and sweep.returncode == 0
+
+
+def test_a_run_outlives_the_script_that_started_it_under_nohup(tmp_path):
+    sweep, folder = start_sweep(tmp_path / "dsft", "leaves", before=["setsid", "nohup"])
+    assert sweep.wait(60) == 0
+    wait_until((folder / "ready").exists)
+    rank = int((folder / "started").read_text())
+    [sidecar] = sidecars_of(rank)
+    looks = voluntary_switches(sidecar)
+    wait_until(lambda: voluntary_switches(sidecar) > looks + 4)  # at its rank, twice a second
+    assert start_time(rank)
+    os.kill(rank, signal.SIGKILL)
+    wait_until(lambda: start_time(sidecar) is None)
+
+
+def start_sweep(folder: Path, what: str, before: Sequence[str] = ()) -> tuple[subprocess.Popen, Path]:
+    """A script that runs from FOLDER/.venv/bin/python and has started a rank, without a terminal."""
+    python = folder / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    (folder / "rank.py").write_text(WAITING_RANK)
+    (folder / "sweep.py").write_text(SWEEP)
+    sweep = subprocess.Popen(
+        [*before, python, folder / "sweep.py", what],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return sweep, folder
+
+
+def sidecars_of(rank: int) -> list[int]:
+    mine = f'"pid": {rank},'
+    return [each.pid for each in psutil.process_iter(["cmdline"]) if mine in " ".join(each.info["cmdline"] or ())]
+
+
+def voluntary_switches(pid: int) -> int:
+    return psutil.Process(pid).num_ctx_switches().voluntary
 
 
 def wait_until(condition) -> None:
