@@ -24,15 +24,17 @@ from dsft.perplexity.result import Evaluation
 from dsft.run_setup.named_files import check_before_meeting
 from dsft.runtime import distributed
 from dsft.runtime.console import print_table, say, set_up_screen
-from dsft.runtime.launcher_env import map_launcher_variables
+from dsft.runtime.launcher_env import check_words, map_launcher_variables
 from dsft.runtime.quick_imports import quick_imports
 
 
 @ends_with_clear_errors
 def main(argv: list[str] | None = None) -> None:
     map_launcher_variables()  # first: from here on RANK says who prints
+    if argv is None:
+        check_words(argv := sys.argv[1:])
     problems: list[str] = []
-    config = read_evaluation(sys.argv[1:] if argv is None else argv, problems)
+    config = read_evaluation(argv, problems)
     check_before_meeting(config, problems)
     set_up_screen()
     with quick_imports():

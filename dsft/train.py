@@ -23,15 +23,17 @@ from dsft.errors import ends_with_clear_errors
 from dsft.run_setup.named_files import check_before_meeting
 from dsft.runtime import distributed, preemption
 from dsft.runtime.console import set_up_screen
-from dsft.runtime.launcher_env import map_launcher_variables
+from dsft.runtime.launcher_env import check_words, map_launcher_variables
 from dsft.runtime.quick_imports import quick_imports
 
 
 @ends_with_clear_errors
 def main(argv: list[str] | None = None) -> None:
     map_launcher_variables()  # first: from here on RANK says who prints
+    if argv is None:
+        check_words(argv := sys.argv[1:])
     problems: list[str] = []
-    options = read_config(TrainConfig, sys.argv[1:] if argv is None else argv, problems)
+    options = read_config(TrainConfig, argv, problems)
     check_before_meeting(options, problems)
     set_up_screen()
     # Before any TrainingArguments: transformers would make a process group that DeepSpeed does not know of.

@@ -5,9 +5,12 @@ reads RANK, which decides which process prints. No process group is made here.
 """
 
 import contextlib
+import hashlib
 import ipaddress
+import json
 import os
 import re
+import shlex
 import socket
 import zlib
 from collections.abc import Iterable, Mapping
@@ -16,6 +19,9 @@ from dsft.errors import UserError, raise_if_any
 
 LAUNCH = "DSFT_LAUNCH"
 """Variable with an id of a `dsft launch`: its restarts tell their own run from the one that `overwrite` replaces."""
+
+WORDS = "DSFT_WORDS"
+"""Variable with the digest of the words that a `dsft launch` has read, for its ranks to compare with theirs."""
 
 MPI_NAMES = {
     "OpenMPI": (
@@ -77,6 +83,28 @@ def check_environment(given: Mapping[str, str]) -> None:
             " the GPUs there are"
         )
     raise_if_any(problems)
+
+
+def digest_of_words(words: list[str]) -> str:
+    """What tells these words of a command line from any others."""
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
+
+
+def check_words(words: list[str]) -> None:
+    """Compare this rank's words with those that its `dsft launch` has read.
+
+    Raises:
+        UserError: they differ; a shell or a launcher on the way has understood some of them.
+    """
+    expected = os.environ.pop(WORDS, None)  # what a rank starts has words of its own
+    own = [word for word in words if not re.fullmatch(r"--local[_-]rank=\d+", word)]  # DeepSpeed's launcher adds it
+    if expected not in (None, digest_of_words(own)):
+        raise UserError(
+            [
+                f"{socket.gethostname()}: this rank was started with other words than `dsft launch` has read; it got"
+                f" {shlex.join(own)}. A shell on the way has changed them: put these values into the file of --config"
+            ]
+        )
 
 
 def unset_single_process_env() -> None:

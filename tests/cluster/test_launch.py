@@ -2,17 +2,30 @@
 trains.
 """
 
+import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import ROOT, read_json
+from launchers.words import WORDS
 
 from cluster.slurm import Slurm
 
 pytestmark = [pytest.mark.launch, pytest.mark.cluster]
 LAUNCH = ["python", "-m", "dsft.cli.main", "launch"]
 SECONDS = 600
+RUN_NAME = "R&D of $HOME on %h; 'one' \\ \"two\""
+START_WORDS = """
+import subprocess, sys
+from dsft.cluster.launch.commands import build_command
+from dsft.cluster.launch.options import read_launch
+from launchers.words import WORDS
+options, _, _ = read_launch([*sys.argv[1:], "train"])
+sys.exit(subprocess.call(build_command(options, "launchers.words", WORDS)))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +58,8 @@ def through_ssh(four_hosts, folder):
             folder / "ssh",
             "--zero",
             "3",
+            "--run_name",
+            RUN_NAME,
         ],
         timeout=SECONDS,
         HF_HOME="/tmp/elsewhere",
@@ -61,8 +76,8 @@ def test_a_host_file_is_examined_then_deepspeed_starts_the_ranks(through_ssh, fo
         and "dsft: deepspeed --hostfile" in result.stdout
     )
     assert len(losses) == 2
-    plan = read_json(folder / "ssh" / "run.json")["plan"]
-    assert plan["zero"] == "3"
+    content = read_json(folder / "ssh" / "run.json")
+    assert content["plan"]["zero"] == "3" and content["config"]["run_name"] == RUN_NAME
     assert all(
         (folder / "ssh" / "logs" / f"rank_{rank}.log").read_text().startswith(f"# rank {rank} on node-{rank}")
         for rank in (0, 1)
@@ -133,3 +148,40 @@ def test_slurm(hosts, folder, through_ssh, tmp_path_factory):
         and "dsft doctor: 2 nodes, 2 ranks" in log
         and "dsft: srun --nodes 2" in log
     )
+
+
+def words_in(log: str) -> dict[int, list[str]]:
+    """Rank -> what its process was given, as `launchers/words.py` prints it."""
+    return {int(rank): json.loads(words) for rank, words in re.findall(r"words of rank (\d+): (\[.*\])", log)}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["ssh", "torchrun", "script of torchrun", "script of mpirun", "slurm"])
+def test_words_that_a_shell_understands_reach_every_rank(way, hosts, tmp_path, tmp_path_factory):
+    hostfile = hosts.hostfile(tmp_path / "hostfile", [1, 1])
+    start, file = ["python", "-c", START_WORDS], str(ROOT / "tests/launchers/words.py")
+    variables = {"PYTHONPATH": str(ROOT / "tests"), "SCRIPT": file, "NET": "10.77.0.0/24", "RANKS_PER_NODE": "1"}
+    commands = {
+        "ssh": [*start, "--hostfile", hostfile],
+        "torchrun": [*start, "--nodes", "2", "--num_gpus", "1", "--master_addr", "node-0"],
+        "script of torchrun": ["scripts/torchrun/train", *WORDS],
+        "script of mpirun": ["scripts/mpi/train", *WORDS],
+        "slurm": [*start, "--slurm", "--num_gpus", "1"],
+    }
+    if way == "slurm":
+        job, log = tmp_path / "job.sh", tmp_path / "log.txt"
+        words = shlex.join(map(str, commands[way]))
+        job.write_text(f"#!/bin/bash\ncd {ROOT}\nexport PYTHONPATH={ROOT}/tests\n{words}\n")
+        with Slurm([hosts[0], hosts[1]], tmp_path_factory.mktemp("slurm-words") / "files") as slurm:
+            slurm.wait(slurm.submit(["--nodes=2", f"--output={log}", job]), timeout=SECONDS)
+        assert words_in(log.read_text()) == {0: WORDS, 1: WORDS}
+        return
+    other = tmp_path / "other"
+    other.touch()
+    is_given_on_both = "torchrun" in way
+    others = [hosts[1].start(commands[way], stdout=other.open("w"), **variables)] if is_given_on_both else []
+    result = hosts[0].run(commands[way], timeout=SECONDS, HOSTFILE=str(hostfile), **variables)
+    for process in others:
+        process.wait(SECONDS)
+    seen = words_in(result.stdout) | words_in(other.read_text())
+    assert seen == {0: WORDS, 1: WORDS}, result.stdout[-3000:] + result.stderr[-3000:]

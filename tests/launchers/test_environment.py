@@ -20,6 +20,10 @@ while [ "$1" != -w ]; do shift; done
 shift 2
 command="$*"
 shown=" -c 'import os; print(dict(os.environ))' #"
+command=${command//\\%\\%/$'\\x01'}
+command=${command//\\%h/node}
+command=${command//\\%n/0}
+command=${command//$'\\x01'/%}
 exec env -i bash -c "${command/ -u -m deepspeed.launcher.launch/$shown}"
 """
 """Runs its command here, in an environment as empty as a remote shell's, with Python in the place of the ranks."""
@@ -34,6 +38,9 @@ SET = {
     "UCX_TLS": "tcp,self",
     "OMP_NUM_THREADS": "3",
     "XDG_CACHE_HOME": "/data/cache and more",
+    "NCCL_DEBUG_FILE": "/tmp/nccl.%h.%p",
+    "WANDB_NAME": "a `b` $HOME 'c' \\ \"d\" %n",
+    "UCX_NOTE": "$HOME",
     "PYTHONPATH": "/data/lib",
     "HF_TOKEN": "t",
     "EDITOR": "vi",
@@ -74,8 +81,8 @@ def test_the_doctor_sees_the_environment_of_the_ranks(shell, capfd):
     assert "HF_TOKEN" not in ranks and "EDITOR" not in ranks
 
 
-def test_secrets_and_what_a_shell_would_break_stay_here():
-    environment = {"HF_HOME": "/hf", "HF_TOKEN": "t", "WANDB_API_KEY": "k", "NCCL_DEBUG": "INFO", "HF_X": 'a"b'}
+def test_secrets_and_values_of_several_lines_stay_here():
+    environment = {"HF_HOME": "/hf", "HF_TOKEN": "t", "WANDB_API_KEY": "k", "NCCL_DEBUG": "INFO", "HF_X": "a\nb"}
     assert forwarded(environment | {"EDITOR": "vi", "CUDA_VISIBLE_DEVICES": "0"}) == {
         "HF_HOME": "/hf",
         "NCCL_DEBUG": "INFO",

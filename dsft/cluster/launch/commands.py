@@ -4,6 +4,8 @@ A new launcher is its option in `LaunchOptions` and one entry of `LAUNCHERS`.
 """
 
 import os
+import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -12,9 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsft.cluster.launch.hosts import HostFields, hosts_of
+from dsft.cluster.launch.hosts import HostFields, accelerate_runner, hosts_of, nodes_through_ssh, read_accelerate_file
 from dsft.cluster.launch.shared import job_id, job_port
-from dsft.errors import UserError
+from dsft.errors import UserError, raise_if_any
 from dsft.runtime.distributed import free_port
 from dsft.runtime.hardware import default_ranks, has_gpu
 from dsft.watchdog import processes
@@ -74,6 +76,39 @@ def build_command(options: LaunchOptions, name: str, script: list[str]) -> list[
     return LAUNCHERS[options.way].command(options, MODULES.get(name, name), script)
 
 
+def for_pdsh(word: str) -> str:
+    """A word that DeepSpeed's pdsh runner and the shell of each node turn into `word`.
+
+    Source: `PDSHRunner.parse_user_args` in deepspeed/launcher/multinode_runner.py, which puts a word with a space, and
+    no other, between double quotes and escapes none but those.
+    """
+    quoted = re.sub(r"([\\$`])", r"\\\1", word) if " " in word else shlex.quote(word)
+    return quoted.replace("%", "%%")  # pdsh writes host, rank and user for %h, %n and %u
+
+
+def for_torchrun(word: str) -> str:
+    """A word that torchrun turns into `word`: it fills in ${local_rank}, and makes one dollar of two.
+
+    Source: `macros` in torch/distributed/elastic/utils/api.py.
+    """
+    return word.replace("$", "$$")
+
+
+def check_read_by_shell(paths: dict[str, str]) -> None:
+    """Refuse paths that DeepSpeed's pdsh runner writes into the command of a node without quotes.
+
+    Raises:
+        UserError: with each that a shell would not leave as it is, by what it is.
+    """
+    problems = [
+        f"{what} {path!r}: DeepSpeed's runner hands it unquoted to each node's shell, which would read something else;"
+        " move it to a path of letters, digits and _ + = : , . / - alone, or give the command on every node (--no_ssh)"
+        for what, path in paths.items()
+        if not re.fullmatch(r"[\w@+=:,./-]+", path)
+    ]
+    raise_if_any(problems)
+
+
 def told_to_watchdog(options: LaunchOptions) -> dict[str, str]:
     """The variable that tells the ranks' watchdog which processes above them are their launcher's."""
     return {processes.VARIABLE: ",".join(LAUNCHERS[options.way].processes)}
@@ -118,6 +153,9 @@ def _deepspeed(options: LaunchOptions, module: str, script: list[str]) -> list[s
     # The default port fails when two jobs share a machine. What an error is, dsft says itself; as critical the
     # launcher does not repeat the command of each rank that ended with another code than 0.
     flags |= {"master_addr": address, "master_port": port or free_port(), "log_level": "critical"}
+    if len(nodes_through_ssh(options)) > 1:  # for one node alone DeepSpeed takes neither pdsh nor ssh
+        check_read_by_shell({"the working folder": os.getcwd(), "Python's path": sys.executable})
+        script = [for_pdsh(word) for word in script]
     return [*_runner("deepspeed", flags), "--module", module, *script]
 
 
@@ -182,7 +220,7 @@ def _torchrun(options: LaunchOptions, module: str, script: list[str]) -> list[st
         flags |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{address}:{port}", "rdzv_id": job_id(options, script)}
     else:
         flags |= {"node_rank": rank, "master_addr": address, "master_port": port}
-    return [*_runner("torchrun", flags), "--module", module, *script]
+    return [*_runner("torchrun", flags), "--module", module, *map(for_torchrun, script)]
 
 
 def _srun(options: LaunchOptions, module: str, script: list[str]) -> list[str]:
@@ -204,7 +242,8 @@ def _srun(options: LaunchOptions, module: str, script: list[str]) -> list[str]:
         "rdzv_id": job,
     }
     nodes = ["--nodes", str(len(hosts)), "--ntasks", str(len(hosts)), "--ntasks-per-node", "1"]
-    return ["srun", *nodes, "--kill-on-bad-exit=1", *_runner("torchrun", flags), "--module", module, *script]
+    torchrun = [*_runner("torchrun", flags), "--module", module, *map(for_torchrun, script)]
+    return ["srun", *nodes, "--kill-on-bad-exit=1", *torchrun]
 
 
 def _accelerate(options: LaunchOptions, module: str, script: list[str]) -> list[str]:
@@ -216,6 +255,14 @@ def _accelerate(options: LaunchOptions, module: str, script: list[str]) -> list[
     }
     # A file, because accelerate's pdsh form takes no module.
     file = Path(__file__).resolve().parents[2] / f"{module.rpartition('.')[2]}.py"
+    runner = accelerate_runner(read_accelerate_file(options))
+    if runner == "pdsh" and len(nodes_through_ssh(options)) > 1:
+        check_read_by_shell(
+            {"the working folder": os.getcwd(), "Python's path": sys.executable, "dsft's folder": str(file.parent)}
+        )
+        script = [for_pdsh(word) for word in script]
+    elif runner == "torchrun":
+        script = [for_torchrun(word) for word in script]
     return [*_runner("accelerate launch", flags), str(file), *script]
 
 

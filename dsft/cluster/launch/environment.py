@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dsft.cluster.launch.commands import LaunchOptions, told_to_watchdog
+from dsft.config import sent_files
+from dsft.runtime import job_token
 from dsft.runtime.hardware import has_gpu, require_seen_gpus
 from dsft.runtime.hostfile import Node
-from dsft.runtime.launcher_env import LOOPBACK, first_host, own_addresses
+from dsft.runtime.launcher_env import LAUNCH, LOOPBACK, WORDS, first_host, own_addresses
 from dsft.watchdog import processes
 from dsft.watchdog.launcher_link import VARIABLE, LauncherLink
 
@@ -17,8 +19,10 @@ FORWARDED = re.compile(
     r"(HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|NCCL|GLOO|UCX|FI|TORCH|TORCHINDUCTOR|TRITON|PYTORCH|"
     r"OMP|MKL|DS|DSFT|DEEPSPEED|WANDB|MLFLOW|TRACKIO)_\w+|XDG_CACHE_HOME|LD_LIBRARY_PATH|CUDA_HOME"
 )
-OF_ONE_LAUNCH = (VARIABLE, processes.VARIABLE)
-"""Variables of a launch and its own ranks."""
+OF_ONE_START = (VARIABLE, processes.VARIABLE)
+"""Variables of a launcher's process and its own ranks."""
+OF_ONE_LAUNCH = (*OF_ONE_START, LAUNCH, WORDS, job_token.VARIABLE, sent_files.VARIABLE)
+"""Variables of a launch, which a file that accelerate has written may hold from an earlier one."""
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL")
 """Never forwarded: every user of a node can read another's command lines."""
 SSH_OPTIONS = "-o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
@@ -26,15 +30,15 @@ SSH_OPTIONS = "-o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a remote shell gets; those that DeepSpeed's quoting would break are left out."""
+    """The variables that a remote shell gets beside those of DeepSpeed's own choice."""
     return {
         name: value
         for name, value in environment.items()
         if FORWARDED.fullmatch(name)
-        and name not in OF_ONE_LAUNCH
+        and name not in OF_ONE_START
         and not (SECRET.search(name) and name != "TOKENIZERS_PARALLELISM")
         and value
-        and not re.search(r"[\"'$`\\\n]", value)
+        and "\n" not in value  # DeepSpeed's file of variables has one in each line
     }
 
 
@@ -42,11 +46,16 @@ def remote_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that `dsft launch --hostfile` and `dsft doctor --hostfile` set on the other nodes, for an
     environment here: what DeepSpeed hands on by itself, what is added to it, and the lines of `.deepspeed_env`.
     """
+    return _exported(environment) | forwarded(environment) | accelerator() | _own_lines()
+
+
+def _exported(environment: Mapping[str, str]) -> dict[str, str]:
+    """What DeepSpeed hands on by itself (`main` in deepspeed/launcher/runner.py)."""
     from deepspeed.launcher.runner import EXPORT_ENVS  # here: seconds
 
-    exported = {name: value for name, value in environment.items() if name.startswith(tuple(EXPORT_ENVS))}
-    exported["PYTHONPATH"] = ":".join(filter(None, [os.getcwd(), environment.get("PYTHONPATH")]))
-    return exported | forwarded(environment) | accelerator() | _own_lines()
+    names = [name for name, value in environment.items() if name.startswith(tuple(EXPORT_ENVS)) and "\n" not in value]
+    exported = {name: environment[name] for name in names}
+    return exported | {"PYTHONPATH": ":".join(filter(None, [os.getcwd(), environment.get("PYTHONPATH")]))}
 
 
 def accelerator() -> dict[str, str]:
@@ -78,7 +87,9 @@ def launcher_environment(
     if not nodes and options.way != "accelerate":
         return environment, None
     # accelerate appends all variables, secrets too, to this file, which would stay in the working folder.
-    env_file = write_env_file(_own_lines() if options.accelerate else forwarded(os.environ) | added | _own_lines())
+    given = {} if options.accelerate else _exported(os.environ) | forwarded(os.environ) | added
+    # The user's own lines stay as they are: $HOME in one means that of each node.
+    env_file = write_env_file({name: for_env_file(value) for name, value in given.items()} | _own_lines())
     ssh = f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS}".strip()
     return environment | {"DS_ENV_FILE": str(env_file), "PDSH_SSH_ARGS_APPEND": ssh}, env_file
 
@@ -91,8 +102,14 @@ def _own_lines() -> dict[str, str]:
         if file.is_file():
             lines = [line.strip() for line in file.read_text().splitlines() if "=" in line]
             variables |= dict(line.split("=", 1) for line in lines)
-    # Those of an earlier launch: accelerate writes them there.
     return {name: value for name, value in variables.items() if name not in OF_ONE_LAUNCH}
+
+
+def for_env_file(value: str) -> str:
+    """A value that a node's shell reads as `value`: DeepSpeed puts it between double quotes (`add_export` in
+    multinode_runner.py) and pdsh writes the host's name for %h.
+    """
+    return re.sub(r"([\\\"$`])", r"\\\1", value).replace("%", "%%")
 
 
 def write_env_file(variables: dict[str, str]) -> Path:

@@ -1,8 +1,9 @@
 """The hosts of a launch: the options that name them, and which of them are reached through ssh from here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -71,6 +72,34 @@ def hosts_through_ssh(options: "LaunchOptions") -> HostFields | None:
     return options if options.hostfile and not options.no_ssh else None
 
 
+def read_accelerate_file(options: "LaunchOptions") -> dict[str, Any]:
+    """The settings of accelerate's file.
+
+    Raises:
+        UserError: the file cannot be read, or holds none.
+    """
+    try:
+        content = yaml.safe_load(Path(options.accelerate).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError([f"--accelerate {options.accelerate}: cannot be read: {one_line(error)}"]) from error
+    if not isinstance(content, dict):
+        raise UserError([f"--accelerate {options.accelerate}: holds no `key: value` lines"])
+    return content
+
+
+def accelerate_runner(content: Mapping[str, Any]) -> str:
+    """What accelerate hands the words of a run to: "torchrun", DeepSpeed's launcher of several nodes ("pdsh", "nossh"
+    ...), or "" where it starts the one process itself.
+
+    Source: `launch_command` in accelerate/commands/launch.py and `prepare_deepspeed_cmd_env` in accelerate/utils.
+    """
+    if (content.get("num_machines") or 1) > 1:
+        launcher = (content.get("deepspeed_config") or {}).get("deepspeed_multinode_launcher") or "pdsh"
+        return "torchrun" if launcher == "standard" else launcher
+    is_alone = content.get("use_cpu") or content.get("distributed_type", "NO") in ("NO", "MULTI_CPU")
+    return "" if is_alone else "torchrun"
+
+
 def read_accelerate_hosts(options: "LaunchOptions") -> HostFields | None:
     """The hosts that accelerate reaches through pdsh and ssh; None where each machine starts its own ranks.
 
@@ -79,14 +108,9 @@ def read_accelerate_hosts(options: "LaunchOptions") -> HostFields | None:
     Raises:
         UserError: the file cannot be read, or names no hosts.
     """
-    try:
-        content = yaml.safe_load(Path(options.accelerate).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError([f"--accelerate {options.accelerate}: cannot be read: {one_line(error)}"]) from error
-    if not isinstance(content, dict):
-        raise UserError([f"--accelerate {options.accelerate}: holds no `key: value` lines"])
+    content = read_accelerate_file(options)
     engine, nodes = content.get("deepspeed_config") or {}, content.get("num_machines") or 1
-    if nodes == 1 or (engine.get("deepspeed_multinode_launcher") or "pdsh") in ("standard", "nossh"):
+    if nodes == 1 or accelerate_runner(content) in ("torchrun", "nossh"):
         return None
     if not engine.get("deepspeed_hostfile"):
         remedy = "add it, or deepspeed_multinode_launcher: standard, and give the command on every machine"

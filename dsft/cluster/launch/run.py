@@ -25,7 +25,7 @@ from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_UNSAVED, EXIT_USER_ERRO
 from dsft.perplexity.of_training import read_evaluation
 from dsft.run_setup.named_files import check_named_files
 from dsft.runtime.distributed import free_port
-from dsft.runtime.launcher_env import LAUNCH, launcher_variables
+from dsft.runtime.launcher_env import LAUNCH, WORDS, digest_of_words, launcher_variables
 from dsft.watchdog.launch_guard import LaunchGuard, signal_group
 from dsft.watchdog.launcher_link import LauncherLink
 
@@ -232,6 +232,7 @@ def launch(argv: list[str]) -> int:
         return _run_with_restarts(options, name, script)
     finally:
         os.environ.pop(LAUNCH, None)
+        os.environ.pop(WORDS, None)
 
 
 def _run_with_restarts(options: LaunchOptions, name: str, script: list[str]) -> int:
@@ -244,6 +245,7 @@ def _run_with_restarts(options: LaunchOptions, name: str, script: list[str]) -> 
         print("dsft: " + shlex.join(shown(command)), flush=True)
         if options.dry_run:
             return 0
+        os.environ[WORDS] = digest_of_words(script)
         process = LauncherProcess(options, command, saves=name == "train")
         code = process.run()
         if (
