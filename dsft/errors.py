@@ -9,6 +9,7 @@ import difflib
 import functools
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -151,6 +152,20 @@ def _in_colour(head: str) -> str:
     """Make the head of an error red on a terminal, unless NO_COLOR is set (https://no-color.org)."""
     shows = "error" in head and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     return f"\033[31m{head}\033[0m" if shows else head
+
+
+def shown_command(words: Iterable[str]) -> str:
+    """A command line as it is printed: quoted for a shell, and without the values of tokens and passwords."""
+    printed: list[str] = []
+    is_secret = False
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        printed.append("***" if is_secret else word)
+        is_flag = bool(re.fullmatch(r"--[\w-]*([-_]token|[-_]key|password|secret)", flag))
+        if is_flag and equals:
+            printed[-1] = f"{flag}=***"
+        is_secret = is_flag and not equals
+    return shlex.join(printed).replace("'***'", "***")
 
 
 def one_line(error: BaseException) -> str:

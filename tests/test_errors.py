@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from dsft.errors import UserError, ends_with_clear_errors
+from dsft.errors import UserError, ends_with_clear_errors, shown_command
 
 
 class Terminal(io.StringIO):
@@ -33,3 +33,10 @@ def test_errors_are_red_on_a_terminal_alone(monkeypatch, stream, no_color, expec
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2 and screen.getvalue() == expected
+
+
+def test_a_printed_command_line_holds_no_token():
+    secret = ["--hub_token", "hf_a", "--push-to-hub-token=hf_b", "--wandb_api_key", "k"]
+    printed = shown_command(["train", *secret, "--eos_token_id", "2", "--run_name", "a b"])
+    expected = "train --hub_token *** --push-to-hub-token=*** --wandb_api_key *** --eos_token_id 2 --run_name 'a b'"
+    assert printed == expected

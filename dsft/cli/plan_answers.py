@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from dsft.cli.plan_tables import (
 )
 from dsft.config.options import TrainConfig
 from dsft.config.reader import split_flags
-from dsft.errors import UserError, raise_if_any
+from dsft.errors import UserError, raise_if_any, shown_command
 from dsft.planner.candidates import SEQUENCES_PER_RANK
 from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation, longest_window
 from dsft.planner.export import write_plan
@@ -179,7 +178,7 @@ def command_line(request: Request, change: dict[str, Any]) -> str:
     }
     for name, value in (asked | change).items():
         words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return shlex.join(["dsft", "plan", *words])
+    return shown_command(["dsft", "plan", *words])
 
 
 def _longest(request: Request, machine: Machine) -> None:

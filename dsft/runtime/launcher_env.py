@@ -10,12 +10,11 @@ import ipaddress
 import json
 import os
 import re
-import shlex
 import socket
 import zlib
 from collections.abc import Iterable, Mapping
 
-from dsft.errors import UserError, raise_if_any
+from dsft.errors import UserError, raise_if_any, shown_command
 
 LAUNCH = "DSFT_LAUNCH"
 """Variable with an id of a `dsft launch`: its restarts tell their own run from the one that `overwrite` replaces."""
@@ -97,12 +96,15 @@ def check_words(words: list[str]) -> None:
         UserError: they differ; a shell or a launcher on the way has understood some of them.
     """
     expected = os.environ.pop(WORDS, None)  # what a rank starts has words of its own
-    own = [word for word in words if not re.fullmatch(r"--local[_-]rank=\d+", word)]  # DeepSpeed's launcher adds it
-    if expected not in (None, digest_of_words(own)):
+    received = [
+        word for word in words if not re.fullmatch(r"--local[_-]rank=\d+", word)
+    ]  # DeepSpeed's launcher adds it
+    if expected not in (None, digest_of_words(received)):
         raise UserError(
             [
                 f"{socket.gethostname()}: this rank was started with other words than `dsft launch` has read; it got"
-                f" {shlex.join(own)}. A shell on the way has changed them: put these values into the file of --config"
+                f" {shown_command(received)}. A shell on the way has changed them: put these values into the file of"
+                " --config"
             ]
         )
 

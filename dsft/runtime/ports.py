@@ -2,6 +2,8 @@
 
 import psutil
 
+from dsft.errors import shown_command
+
 
 def port_owner(port: int) -> str:
     """The process that listens there, as far as this user may know."""
@@ -10,7 +12,7 @@ def port_owner(port: int) -> str:
         pid = next((entry.pid for entry in connections if entry.laddr.port == port), None)
         if pid is None:
             return "another user's process"
-        command = " ".join(" ".join(psutil.Process(pid).cmdline()).split())
+        command = " ".join(shown_command(psutil.Process(pid).cmdline()).split())
         return f"process {pid} ({command[:120]})"
     except (psutil.Error, OSError):
         return "another process"

@@ -42,9 +42,9 @@ WORDS = [
     "-1",
     "--",
 ]
-"""What a shell or a launcher understands. The last is no word of a run: argparse takes it."""
+"""What a shell or a launcher understands."""
 
 if __name__ == "__main__":
-    own = [word for word in sys.argv[1:] if not word.startswith("--local")]
+    words = [word for word in sys.argv[1:] if not word.startswith("--local")]
     rank = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
-    print(f"words of rank {rank}: {json.dumps(own)}", flush=True)
+    print(f"words of rank {rank}: {json.dumps(words)}", flush=True)

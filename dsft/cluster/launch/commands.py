@@ -101,9 +101,9 @@ def check_read_by_shell(paths: dict[str, str]) -> None:
         UserError: with each that a shell would not leave as it is, by what it is.
     """
     problems = [
-        f"{what} {path!r}: DeepSpeed's runner hands it unquoted to each node's shell, which would read something else;"
+        f"{place} {path!r}: DeepSpeed's runner hands it unquoted to each node's shell, which would read something else;"
         " move it to a path of letters, digits and _ + = : , . / - alone, or give the command on every node (--no_ssh)"
-        for what, path in paths.items()
+        for place, path in paths.items()
         if not re.fullmatch(r"[\w@+=:,./-]+", path)
     ]
     raise_if_any(problems)

@@ -3,7 +3,6 @@ by the same way as the launch.
 """
 
 import dataclasses
-import shlex
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ import time
 from dsft.cluster.launch.commands import LaunchOptions, build_command, shown
 from dsft.cluster.launch.hosts import HostFields, hosts_through_ssh
 from dsft.cluster.launch.shared import job_port
-from dsft.errors import UserError
+from dsft.errors import UserError, shown_command
 
 DOCTOR = "dsft.cli.doctor"
 QUICK = ["--quick", "--only_findings"]
@@ -77,5 +76,5 @@ def _by_launcher(options: LaunchOptions, script: list[str]) -> list[str]:
     if options.way != "slurm":
         port = job_port(options, script) + 1
     command = build_command(dataclasses.replace(options, num_gpus=1, master_port=port), DOCTOR, [*QUICK, *script])
-    print("dsft: preflight: " + shlex.join(shown(command)), flush=True)
+    print("dsft: preflight: " + shown_command(shown(command)), flush=True)
     return command

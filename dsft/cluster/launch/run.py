@@ -5,7 +5,6 @@ every failure. The job itself says how it ended, over `dsft/watchdog/launcher_li
 """
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -21,7 +20,15 @@ from dsft.cluster.launch.shared import set_shared
 from dsft.cluster.launch.ssh_sessions import SshSessions
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config, read_file_and_flags, split_flags
-from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_UNSAVED, EXIT_USER_ERROR, raise_if_any, without_second_errors
+from dsft.errors import (
+    EXIT_REQUEUE,
+    EXIT_STOPPED,
+    EXIT_UNSAVED,
+    EXIT_USER_ERROR,
+    raise_if_any,
+    shown_command,
+    without_second_errors,
+)
 from dsft.perplexity.of_training import read_evaluation
 from dsft.run_setup.named_files import check_named_files
 from dsft.runtime.distributed import free_port
@@ -242,7 +249,7 @@ def _run_with_restarts(options: LaunchOptions, name: str, script: list[str]) -> 
         if attempt and nodes_through_ssh(options) and not options.no_preflight:
             wait_until_examined(options, script)
         command = build_command(options, name, script)
-        print("dsft: " + shlex.join(shown(command)), flush=True)
+        print("dsft: " + shown_command(shown(command)), flush=True)
         if options.dry_run:
             return 0
         os.environ[WORDS] = digest_of_words(script)
