@@ -160,12 +160,10 @@ def shown_command(words: Iterable[str]) -> str:
     is_secret = False
     for word in words:
         flag, equals, _ = word.partition("=")
-        printed.append("***" if is_secret else word)
         is_flag = bool(re.fullmatch(r"--[\w-]*([-_]token|[-_]key|password|secret)", flag))
-        if is_flag and equals:
-            printed[-1] = f"{flag}=***"
+        printed.append("***" if is_secret else f"{flag}=***" if is_flag and equals else shlex.quote(word))
         is_secret = is_flag and not equals
-    return shlex.join(printed).replace("'***'", "***")
+    return " ".join(printed)
 
 
 def one_line(error: BaseException) -> str:
