@@ -102,3 +102,22 @@ def test_two_plain_jobs_started_together_do_not_take_each_others_ranks(hosts, fo
     other = {"a": "b", "b": "a"}[lost]
     assert read_json(tmp_path / other / "run.json")["status"] == "done" and not (tmp_path / lost / "run.json").exists()
     assert "29500" in log and all(host.is_idle() for host in hosts), log[-4000:]
+
+
+@pytest.mark.exhaustive
+def test_two_jobs_without_ssh_from_two_folders_do_not_mix(hosts, options, tmp_path):
+    jobs = {}
+    for name, seed in {"a": 1, "b": 2}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.yaml").write_text(yaml.safe_dump(options(tmp_path / name / "run", zero="3", seed=seed)))
+        for number in (0, 1):
+            log = (tmp_path / f"{name}-{number}.log").open("w")
+            words = [*LAUNCH, "--nodes", "2", "--num_gpus", "1", "--no_preflight", "train", "--config", "run.yaml"]
+            jobs[name, number] = hosts[number].start(
+                words, cwd=tmp_path / name, stdout=log, stderr=subprocess.STDOUT, MASTER_ADDR="node-0"
+            )
+    codes = {key: job.wait(SECONDS) for key, job in jobs.items()}
+    assert set(codes.values()) == {0}, {key: (tmp_path / f"{key[0]}-{key[1]}.log").read_text()[-3000:] for key in codes}
+    for name, seed in {"a": 1, "b": 2}.items():
+        content = read_json(tmp_path / name / "run" / "run.json")
+        assert content["world_size"] == 2 and content["config"]["seed"] == seed

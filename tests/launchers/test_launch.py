@@ -93,12 +93,43 @@ def test_nodes_without_ssh_take_their_place_from_the_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     static = "--node_rank 1 --master_addr 10.0.0.1 --master_port 23456"
     expected = f"torchrun --nnodes 2 --nproc_per_node 8 {static} --module dsft.train"
-    assert command("--nodes 2 --num_gpus 8 train") == expected.split()
+    words = command("--nodes 2 --num_gpus 8 train")
+    at = words.index("--rdzv_id")
+    assert words[:at] + words[at + 2 :] == expected.split()
     monkeypatch.delenv("RANK")
-    rendezvous = "--rdzv_backend c10d --rdzv_endpoint 10.0.0.1:23456 --rdzv_id"
-    assert command("--nodes 2 train")[5:10] == rendezvous.split()
+    rendezvous = "--rdzv_backend c10d --rdzv_endpoint 10.0.0.1:23456"
+    assert command("--nodes 2 train")[7:11] == rendezvous.split()
     words = command("--hostfile hostfiles/2x8 --no-ssh --node_rank 1 train")
     assert " ".join(words[3:8]) == "--no_ssh --node_rank 1 --master_addr 10.0.0.1" and "23456" in words
+
+
+def meeting(words: str) -> tuple[str, str]:
+    """(where, by which id) the nodes of a job under torchrun meet."""
+    launcher = command(words)
+    return launcher[launcher.index("--rdzv_endpoint") + 1], launcher[launcher.index("--rdzv_id") + 1]
+
+
+def test_jobs_of_two_folders_with_a_run_yaml_each_do_not_meet(monkeypatch, tmp_path):
+    monkeypatch.setenv("MASTER_ADDR", "node-0")
+    for name in ("MASTER_PORT", "RANK", "NODE_RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    seen = {}
+    for name, text in {
+        "a": "output_dir: run\ndata: a.jsonl\n",
+        "b": "output_dir: run\ndata: a.jsonl\n",
+        "a/other run": "output_dir: other\ndata: a.jsonl\n",
+        "a/other data": "output_dir: run\ndata: b.jsonl\n",
+        "a/stale": "output_dir: run\ndata: a.jsonl\nlearning_rate: 0.1\n",
+    }.items():
+        folder = tmp_path / name.partition("/")[0]
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        (folder / "run.yaml").write_text(text)
+        seen[name] = meeting("--nodes 2 train --config run.yaml")
+    # A node whose copy is stale meets the others and is told in what it differs.
+    assert seen.pop("a/stale") == seen["a"]
+    endpoints, ids = zip(*seen.values(), strict=True)
+    assert len(set(endpoints)) == len(set(ids)) == 4
 
 
 def test_jobs_given_on_every_node_get_an_id_and_a_port_of_their_own(monkeypatch):
@@ -106,9 +137,9 @@ def test_jobs_given_on_every_node_get_an_id_and_a_port_of_their_own(monkeypatch)
     for name in ("MASTER_PORT", "RANK", "NODE_RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     launch = "--nodes 2 train --config run.yaml --output_dir runs/{} --data_cache /scratch/{}"
-    first, again, other = (command(launch.format(*names))[8:11] for names in (("a", "x"), ("a", "y"), ("b", "x")))
+    first, again, other = (meeting(launch.format(*names)) for names in (("a", "x"), ("a", "y"), ("b", "x")))
     assert first == again and first[0].startswith("node-0:2")
-    assert first[0] != other[0] and first[2] != other[2]
+    assert first[0] != other[0] and first[1] != other[1]
     no_ssh = "--hostfile hostfiles/2x8 --no_ssh --node_rank 0 train --output_dir runs/{}"
     ports = {command(no_ssh.format(name))[command(no_ssh.format(name)).index("--master_port") + 1] for name in "aab"}
     assert len(ports) == 2 and "29500" not in ports

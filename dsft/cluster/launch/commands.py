@@ -215,9 +215,13 @@ def _torchrun(options: LaunchOptions, module: str, script: list[str]) -> list[st
         raise UserError(
             [f"node rank {rank}: nodes are numbered from 0 to {options.nodes - 1} (--nodes {options.nodes})"]
         )
-    flags = {"nnodes": options.nodes, "nproc_per_node": options.num_gpus or default_ranks()}
+    flags = {
+        "nnodes": options.nodes,
+        "nproc_per_node": options.num_gpus or default_ranks(),
+        "rdzv_id": job_id(options, script),  # agents of two jobs at one address and port do not meet
+    }
     if rank is None:
-        flags |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{address}:{port}", "rdzv_id": job_id(options, script)}
+        flags |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{address}:{port}"}
     else:
         flags |= {"node_rank": rank, "master_addr": address, "master_port": port}
     return [*_runner("torchrun", flags), "--module", module, *map(for_torchrun, script)]

@@ -31,8 +31,8 @@ class HostFields:
     master_addr: str | None = None
     """Address of the first node, to which all ranks connect; by default that of the first host, or MASTER_ADDR."""
     master_port: int | None = None
-    """By default MASTER_PORT; else a free port where one command starts all ranks, and one derived from --config and
-    --output_dir where the command is given on every node."""
+    """By default MASTER_PORT; else a free port where one command starts all ranks, and one derived from the working
+    folder, --config and output_dir where the command is given on every node."""
 
 
 def hosts_of(options: HostFields, hostfile: str) -> list[Node]:

@@ -15,13 +15,20 @@ if TYPE_CHECKING:
     from dsft.cluster.launch.commands import LaunchOptions
 
 
+IDENTIFYING = ("output_dir", "run", "model", "data", "adapter")
+"""Options that tell jobs of one working folder and one name of a file apart."""
+
+
 def job_id(options: "LaunchOptions", script: list[str]) -> str:
-    """An id that another job does not have; the same on all nodes where the command is given on each of them."""
+    """An id that another job does not have; the same on all nodes where the command is given on each of them: from the
+    working folder, and from what the job reads and writes, as its words and its file say. Not from the file's whole
+    content: nodes whose files differ in anything else should meet, and be told in what.
+    """
     if not is_given_on_every_node(options):
         return secrets.token_hex(4)
-    flags = read_flags(script, [])
-    words = (options.nodes, options.hostfile, *(str(flags.get(key)) for key in ("config", "output_dir")))
-    return f"{zlib.crc32(repr(words).encode()):08x}"
+    values = read_file_and_flags(script, []) or read_flags(script, [])  # problems are reported by the ranks
+    named = {key: str(values.get(key)) for key in ("config", *IDENTIFYING)}
+    return f"{zlib.crc32(repr((os.getcwd(), options.nodes, options.hostfile, named)).encode()):08x}"
 
 
 def job_port(options: "LaunchOptions", script: list[str]) -> int:
