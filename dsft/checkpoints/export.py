@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from peft import PeftModel
+from peft import PeftModel, load_peft_weights
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
 from safetensors.torch import save_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from dsft.checkpoints.readback import check_export, check_written
 from dsft.checkpoints.run_folder import check_new_folder, find_adapter, find_weights
@@ -29,14 +31,19 @@ from dsft.checkpoints.tensor_sources import (
     WeightsSource,
     local_folder,
 )
-from dsft.errors import UserError, one_line
+from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.build import DTYPES, described_in, load_weights
-from dsft.models.model_folder import adapter_base
-from dsft.models.pickles import safe_unpickling
+from dsft.models.lora import merge_problems
+from dsft.models.model_folder import adapter_base, has_only_shards, weight_bytes_in
+from dsft.models.pickles import check_weight_files, safe_unpickling
 from dsft.models.quantization import cast_weights, unpacking_config
 from dsft.models.size import load_model_config
+from dsft.models.tokenizer import tokenizer_folder
+from dsft.models.weights import placed_adapter
 from dsft.models.zero_shards import step_folder
 from dsft.runtime.console import progress_bar, say
+from dsft.runtime.hardware import free_host_bytes
+from dsft.units import GB
 
 
 def export(
@@ -88,29 +95,52 @@ def merge(source: str, out: str, **options: Any) -> Path:
 def _write(folder: Path, out: Path, dtype: str, *, max_shard_size: str, trust_remote_code: bool) -> None:
     """Write weights, config and tokenizer, weight by weight where that can be."""
     options = {"max_shard_size": max_shard_size, "trust_remote_code": trust_remote_code}
-    tokenizer = AutoTokenizer.from_pretrained(described_in(str(folder)), trust_remote_code=trust_remote_code)
+    known = {"trust_remote_code": trust_remote_code}
     try:
-        weights = _weights_of(folder, trust_remote_code=trust_remote_code)
+        if (base := adapter_base(str(folder))) is not None and not has_only_shards(str(folder)):
+            weights = MergedSource(folder, *_checked_adapter(folder, base, **known))
+        elif base is None and any(folder.glob("*.safetensors")):
+            weights = SafetensorsSource(folder)
+        else:
+            config = load_model_config(described_in(str(folder)), **known)
+            weights = ShardsSource(step_folder(folder) or folder, config, **known)
+        _write_streamed(folder, out, weights, dtype, **options)
     except NotStreamable as why:
         say(f"the full model is taken into memory: {why}")
         _write_loaded(folder, out, dtype, **options)
-    else:
-        _write_streamed(folder, out, weights, dtype, **options)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(str(folder)), **known)
     tokenizer.save_pretrained(out)
 
 
-def _weights_of(folder: Path, *, trust_remote_code: bool) -> WeightsSource:
-    if adapter_base(str(folder)) is not None:
-        return MergedSource(folder, trust_remote_code=trust_remote_code)
-    if any(folder.glob("*.safetensors")):
-        return SafetensorsSource(folder)
-    config = load_model_config(described_in(str(folder)), trust_remote_code=trust_remote_code)
-    return ShardsSource(step_folder(folder) or folder, config, trust_remote_code=trust_remote_code)
+def _checked_adapter(
+    folder: Path, base: str, *, trust_remote_code: bool
+) -> tuple[PeftModel, dict[str, torch.Tensor], PreTrainedConfig]:
+    """Return the adapter over its base on the meta device, its tensors by their names there, and the base's config.
+
+    Raises:
+        UserError: where the adapter cannot be merged, or not all of its tensors have a place.
+    """
+    if adapter_base(base) is not None:
+        raise UserError([f"{folder}: its base {base} is an adapter itself; merge that first, and name the result"])
+    check_weight_files(folder)
+    config = load_model_config(base, trust_remote_code=trust_remote_code)
+    try:
+        tensors = load_peft_weights(str(folder), device="cpu")
+        adapted, placed = placed_adapter(str(folder), config, tensors, trust_remote_code=trust_remote_code)
+        raise_if_any(merge_problems(adapted))
+    except UserError as error:
+        raise UserError([f"{folder}: {problem.removeprefix(f'{folder}/')}" for problem in error.problems]) from None
+    return adapted, placed, config
 
 
 def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, trust_remote_code: bool) -> None:
     options: dict[str, Any] = {"dtype": DTYPES.get(dtype, "auto"), "trust_remote_code": trust_remote_code}
     base = adapter_base(str(folder))
+    needed, free = weight_bytes_in(str(local_folder(base) if base else folder)) or 0, free_host_bytes()
+    if needed > free:
+        raise UserError(
+            [f"{folder}: the full model takes {needed / GB:.3g} GB of memory, and {free / GB:.3g} GB are free here"]
+        )
     unpacking = base and unpacking_config(load_model_config(base, trust_remote_code=trust_remote_code))
     if unpacking:
         options["quantization_config"] = unpacking
@@ -123,9 +153,36 @@ def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, t
         if hasattr(text_config, "quantization_config"):
             del text_config.quantization_config
     if isinstance(model, PeftModel):
-        model = model.merge_and_unload(safe_merge=True)  # refuses NaN
+        model = _merged(model)
     model.save_pretrained(out, max_shard_size=max_shard_size)
     check_export(out, model, trust_remote_code=trust_remote_code)
+
+
+def _merged(adapted: PeftModel) -> PreTrainedModel:
+    """Let peft merge. Of two tied weights an adapter may change one: they are merged apart, and tied again if equal."""
+    inner = adapted.get_base_model()
+    shared = _weight_of(inner.get_input_embeddings())
+    was_tied = inner.get_output_embeddings() is not None and shared is _weight_of(inner.get_output_embeddings())
+    if was_tied:
+        for module in inner.get_output_embeddings().modules():
+            if module._parameters.get("weight") is shared:
+                module.weight = torch.nn.Parameter(shared.detach().clone(), requires_grad=False)
+    model = adapted.merge_and_unload(safe_merge=True)  # refuses NaN
+    if was_tied:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        is_tied = torch.equal(embedding.weight, head.weight)
+        if is_tied:
+            head.weight = embedding.weight
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = is_tied
+    return model
+
+
+def _weight_of(module: torch.nn.Module) -> torch.Tensor:
+    """Return the weight of a module of the base, whatever peft has wrapped around it."""
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        module = module.original_module
+    return (module.get_base_layer() if isinstance(module, BaseTunerLayer) else module).weight
 
 
 def _write_streamed(

@@ -12,19 +12,17 @@ from typing import Protocol
 
 import torch
 from huggingface_hub import snapshot_download
-from peft import get_peft_model, get_peft_model_state_dict, load_peft_weights
+from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from peft.tuners.lora.layer import ParamWrapper
-from peft.utils import ModulesToSaveWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from dsft.errors import UserError
-from dsft.models.lora import saved_lora_config
+from dsft.models.lora import not_streamable
 from dsft.models.model_folder import adapter_base
-from dsft.models.pickles import check_weight_files
-from dsft.models.size import empty_model, load_model_config
+from dsft.models.size import empty_model
 from dsft.models.zero_shards import OPTIMIZER_FILES, ZeroShards, step_folder
 
 DTYPES_ON_DISK = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -104,72 +102,57 @@ class ShardsSource:
 
 
 class MergedSource:
-    """Gives the weights of an adapter merged into its base by peft, layer by layer."""
+    """Gives the weights of an adapter merged into its base by peft, layer by layer.
 
-    def __init__(self, adapter: Path, *, trust_remote_code: bool = False):
-        check_weight_files(adapter)
+    Takes what needs no other weight than the merged one (lora.py has the list). Each tensor of the adapter belongs to
+    one weight on disk.
+    """
+
+    def __init__(self, adapter: Path, adapted: PeftModel, placed: dict[str, torch.Tensor], config: PreTrainedConfig):
+        """Args:
+        adapted: the base with the adapter on the meta device; its tensors are `placed`, see weights.placed_adapter.
+        """
+        if why := not_streamable(adapted.peft_config["default"]):
+            raise NotStreamable(why)
         base = local_folder(adapter_base(str(adapter)))
-        self.base, self.weights = SafetensorsSource(base), load_peft_weights(str(adapter), device="cpu")
+        self.base = SafetensorsSource(base)
         self.shapes, self.dtype = self.base.shapes, self.base.dtype
-        config = load_model_config(str(base), trust_remote_code=trust_remote_code)
-        peft_config = saved_lora_config(str(adapter))
-        with torch.device("meta"):
-            empty = empty_model(config, trust_remote_code=trust_remote_code)
-            adapted = get_peft_model(empty, peft_config, low_cpu_mem_usage=True)
-        state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        needed = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        for name, tensor in self.weights.items():
-            if needed.get(name, tuple(tensor.shape)) != tuple(tensor.shape):
-                raise UserError(
-                    [
-                        f"{adapter}: is of another base than {base}: {name} is {list(tensor.shape)}, and this base"
-                        f" needs {list(needed[name])}; name its own base in adapter_config.json"
-                    ]
-                )
-        self.layers = {
-            name.removeprefix("base_model.model."): module
-            for name, module in adapted.named_modules()
-            if isinstance(module, LoraLayer | ModulesToSaveWrapper)
-        }
-        if any(isinstance(module, ParamWrapper) for module in self.layers.values()) or peft_config.bias != "none":
-            raise NotStreamable("the adapter changes single parameters or biases")
+        inner = adapted.get_base_model()
+        ends = (inner.get_input_embeddings(), inner.get_output_embeddings())
         tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
-        if absent := sorted(
-            name for name in self.layers if f"{name}.weight" not in self.shapes or (tied and "embed" in name)
-        ):
-            raise NotStreamable(f"the adapter changes {absent[0]}, which has no weight of its own on disk")
-        check_names_on_disk(config, [f"{name}.weight" for name in self.layers])
-        for name, tensor in self.weights.items():
-            if tensor.dtype in (torch.float16, torch.bfloat16):
-                self.weights[name] = tensor.float()  # as peft does when it loads them over a base
+        if tied and any(isinstance(end, BaseTunerLayer | AuxiliaryTrainingWrapper) for end in ends):
+            raise NotStreamable("the adapter changes one of two tied weights")
+        self.layers = {name: module for name, module in inner.named_modules() if isinstance(module, LoraLayer)}
+        self.of_layers, self.replaced = {}, {}
+        for in_memory, tensor in placed.items():
+            name = in_memory.removeprefix("base_model.model.")
+            if any(name.startswith(f"{layer}.") for layer in self.layers):
+                # peft computes with adapters of half precision in float32
+                half = tensor.dtype in (torch.float16, torch.bfloat16) and ".base_layer." not in name
+                self.of_layers[name] = tensor.float() if half else tensor
+            else:
+                self.replaced[name.replace(".modules_to_save.default.", ".")] = tensor
+        changed = [*(f"{name}.weight" for name in self.layers), *self.replaced]
+        if absent := sorted(set(changed) - self.shapes.keys()):
+            raise NotStreamable(f"the adapter changes {absent[0]}, which has no such name on disk")
+        check_names_on_disk(config, changed)
 
     def read(self, name: str) -> torch.Tensor:
+        if name in self.replaced:
+            return self.replaced[name].to(self.dtype)
         layer_name, _, part = name.rpartition(".")
         layer = self.layers.get(layer_name)
         if layer is None:
             return self.base.read(name)
-        if isinstance(layer, ModulesToSaveWrapper):
-            return self.weights[f"base_model.model.{name}"].to(self.dtype)
-        state = {
-            key: (
-                self.base.read(f"{layer_name}.{key.removeprefix('base_layer.')}")
-                if key.startswith("base_layer.")
-                else self._adapter_weight(layer_name, key)
-            ).clone()
-            for key in layer.state_dict()
-        }
+        state = {}
+        for key in layer.state_dict():
+            if (tensor := self.of_layers.get(f"{layer_name}.{key}")) is None:
+                tensor = self.base.read(f"{layer_name}.{key.removeprefix('base_layer.')}")
+            state[key] = tensor.clone()
         merged = copy.deepcopy(layer)  # on meta: it costs nothing, and merging marks a layer
         merged.load_state_dict(state, assign=True)
         merged.merge(safe_merge=True)  # refuses NaN
         return getattr(merged.get_base_layer(), part).data
-
-    def _adapter_weight(self, layer_name: str, key: str) -> torch.Tensor:
-        """Return a weight of the adapter by its name in memory.
-
-        `lora_A.default.weight` is `lora_A.weight` on disk; DoRA's `lora_magnitude_vector.default.weight` has no suffix.
-        """
-        name = f"base_model.model.{layer_name}.{key}".replace(".default", "")
-        return self.weights[name] if name in self.weights else self.weights[name.removesuffix(".weight")]
 
 
 def local_folder(model: str) -> Path:

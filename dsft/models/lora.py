@@ -1,15 +1,41 @@
-"""LoRA adapters over a model, through peft."""
+"""LoRA adapters over a model, through peft; and which of the adapters that peft saves dsft can score and merge."""
 
+import dataclasses
 from collections.abc import Iterable
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig, PeftModel, PromptLearningConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dsft.config.options import LoraFields, TrainConfig
+from dsft.errors import UserError, one_line
+from dsft.models.model_folder import ADAPTER_CONFIG, adapter_description
 
 ALL_LINEAR = "all-linear"
+MERGEABLE = frozenset(
+    (
+        *("ADALORA", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA", "IA3"),
+        *("LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "PVERA", "RANDLORA", "ROAD"),
+        *("SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT"),
+    )
+)
+"""Types of which peft's merge gives what base and adapter compute; tests/checkpoints/test_adapters.py has each."""
+SCORABLE = MERGEABLE | {"BEFT", "LILY"}
+"""Types that change modules inside the base, whose tensors can be compared with it before its weights are loaded."""
+STREAMABLE_FIELDS = frozenset(
+    (
+        *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "rank_pattern"),
+        *("alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out", "bias", "layers_to_transform"),
+        *("layers_pattern", "init_lora_weights", "eva_config", "runtime_config", "qalora_group_size"),
+    )
+)
+"""Fields of LoRA with which a weight's merge needs nothing but that weight and the adapter's own tensors."""
+LORA_FIELDS = STREAMABLE_FIELDS | {"trainable_token_indices", "target_parameters", "lora_bias", "ensure_weight_tying"}
+STREAMABLE_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+LORA_STARTS = (*STREAMABLE_STARTS, "mica", "pissa", "olora")
+"""Of `init_lora_weights`: the last two change the base, and peft does so again each time it loads the adapter."""
 
 
 def add_lora(model: PreTrainedModel, options: LoraFields, *, adapter: str | None = None) -> PeftModel:
@@ -24,10 +50,75 @@ def add_lora(model: PreTrainedModel, options: LoraFields, *, adapter: str | None
 
 
 def saved_lora_config(adapter: str) -> PeftConfig:
-    """Reads the shape of a saved adapter, to be trained on."""
-    config = PeftConfig.from_pretrained(adapter)
+    """Reads the shape of a saved adapter of any type, to be trained on, scored or merged.
+
+    Raises:
+        UserError: where its type or a field of it is unknown, or dsft cannot compute with it.
+        ValueError: where there is none.
+    """
+    content = adapter_description(adapter)
+    if content is None:
+        raise ValueError(f"it has no {ADAPTER_CONFIG}")
+    file, kind = f"{adapter}/{ADAPTER_CONFIG}", content["peft_type"]
+    if kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
+        raise UserError([f"{file}: peft_type {kind!r} is unknown to the installed peft; a newer one may know it"])
+    kind_class = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    if kind not in SCORABLE:
+        adds_tokens = issubclass(kind_class, PromptLearningConfig)
+        why = " adds tokens to the model's input" if adds_tokens else ", which dsft cannot compare with its base"
+        raise UserError([f"{file}: an adapter of type {kind}{why}; it is not supported, use peft itself"])
+    known = {field.name for field in dataclasses.fields(kind_class)}
+    # peft drops what it does not know; a number or a word may be a new default, a switch or a list is in use.
+    if unknown := sorted(k for k, v in content.items() if k not in known and v and isinstance(v, bool | list | dict)):
+        raise UserError([f"{file}: sets {', '.join(unknown)}, unknown to the installed peft; install a newer one"])
+    if content.get("task_type") not in (None, "CAUSAL_LM"):
+        raise UserError([f"{file}: task_type {content['task_type']} is of no causal language model"])
+    start = content.get("init_lora_weights", True)
+    if kind == "LORA" and start not in LORA_STARTS:
+        raise UserError(
+            [
+                f"{file}: init_lora_weights {start!r} changed the base at its start, which cannot be repeated from what"
+                " was saved; save it with peft's path_initial_model_for_weight_conversion"
+            ]
+        )
+    try:
+        config = PeftConfig.from_pretrained(adapter)
+    except (TypeError, ValueError, AttributeError, ImportError) as error:
+        raise UserError([f"{file}: cannot be read by peft ({one_line(error)})"]) from None
+    if kind == "LORA" and (foreign := sorted(_set_fields(config) - LORA_FIELDS)):
+        raise UserError([f"{file}: LoRA with {', '.join(foreign)} is not supported; load it with peft"])
     config.inference_mode = False  # as saved, it would freeze the adapter
     return config
+
+
+def merge_problems(adapted: PeftModel) -> list[str]:
+    """Lists why the adapter of a model cannot be merged into its base; the meta device is enough."""
+    config = adapted.peft_config["default"]
+    if config.peft_type not in MERGEABLE:
+        return [f"an adapter of type {config.peft_type.value} cannot be merged; evaluate or serve it over its base"]
+    if getattr(config, "lora_bias", False) and any(
+        layer.get_base_layer().bias is None for layer in adapted.modules() if isinstance(layer, LoraLayer)
+    ):
+        return ["lora_bias has a bias for layers without one, which cannot take it; evaluate or serve it over its base"]
+    return []
+
+
+def not_streamable(config: PeftConfig) -> str | None:
+    """Says why an adapter cannot be merged into one weight at a time; None where it can."""
+    if config.peft_type != "LORA":
+        return f"an adapter of type {config.peft_type.value} is merged by peft"
+    if others := sorted(_set_fields(config) - STREAMABLE_FIELDS):
+        return f"the adapter has {', '.join(others)}"
+    if config.init_lora_weights not in STREAMABLE_STARTS:
+        return f"the adapter changed the base at its start ({config.init_lora_weights})"
+    return None
+
+
+def _set_fields(config: LoraConfig) -> set[str]:
+    """Returns the fields of LoRA itself that are not as peft has them by default."""
+    default = LoraConfig()
+    names = {field.name for field in dataclasses.fields(LoraConfig)} - {f.name for f in dataclasses.fields(PeftConfig)}
+    return {name for name in names if getattr(config, name) and getattr(config, name) != getattr(default, name)}
 
 
 def lora_config(options: LoraFields, model: PreTrainedModel) -> LoraConfig:

@@ -6,14 +6,15 @@ Whether a path is there is told without torch: `transformers` loads where more i
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dsft.errors import one_line
+from dsft.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 NO_GGUF = "GGUF is a format for inference; take the model that it was made from"
+ADAPTER_CONFIG, BASE = "adapter_config.json", "base_model_name_or_path"
 FINAL = "final"
 """Folder of the final model inside a run's."""
 
@@ -31,10 +32,34 @@ def has_only_shards(model: str) -> bool:
     )
 
 
+def adapter_description(folder: str) -> dict[str, Any] | None:
+    """Returns the content of an adapter's adapter_config.json, or None where the folder holds no adapter.
+
+    Raises:
+        UserError: where the file describes no adapter, or names no base.
+    """
+    file = Path(folder) / ADAPTER_CONFIG
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError([f"{file}: cannot be read as JSON ({one_line(error)}); copy or download it again"]) from None
+    if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
+        raise UserError([f"{file}: describes no adapter of peft, it has no peft_type; copy or download it again"])
+    if not isinstance(content.get(BASE), str) or not content[BASE]:
+        raise UserError([f"{file}: names no base model; set {BASE} in it to the hub id or folder of the base"])
+    return content
+
+
 def adapter_base(folder: str) -> str | None:
-    """Returns the base model that an adapter folder names, or None where the folder holds no adapter."""
-    file = Path(folder) / "adapter_config.json"
-    return json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"] if file.is_file() else None
+    """Returns the base model that an adapter folder names, or None where the folder holds no adapter.
+
+    Raises:
+        UserError: as `adapter_description`.
+    """
+    content = adapter_description(folder)
+    return content[BASE] if content else None
 
 
 def is_gguf(model: str) -> bool:

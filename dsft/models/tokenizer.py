@@ -1,6 +1,7 @@
 """Loads the tokenizer of a model, with its pad token and its chat template."""
 
 import re
+from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -8,8 +9,10 @@ from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import one_line
 from dsft.models.build import described_in
 from dsft.models.chat_template import load_template
-from dsft.models.model_folder import located, missing, model_inside
+from dsft.models.model_folder import adapter_base, located, missing, model_inside
 from dsft.models.size import CONFIG_ERRORS
+
+TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tokenization_*.py")
 
 
 def load_tokenizer(config: TrainConfig | EvalConfig) -> PreTrainedTokenizerBase:
@@ -64,6 +67,15 @@ def check_tokenizer(
     return tokenizer
 
 
+def tokenizer_folder(model: str) -> str:
+    """Returns where the tokenizer of `model` lies: of an adapter without files of one, with its base."""
+    folder = described_in(model)
+    if any(any(Path(folder).glob(pattern)) for pattern in TOKENIZER_FILES):
+        return folder
+    base = adapter_base(folder)
+    return tokenizer_folder(base) if base else folder
+
+
 def split_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:
     """Finds the template's markers of the form <|...|> or <..._of_turn> that the tokenizer splits into several."""
     markers = dict.fromkeys(re.findall(r"<\|\w+\|>|<\w+_of_\w+>", template))
@@ -71,7 +83,7 @@ def split_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]
 
 
 def _load_without_template(config: TrainConfig | EvalConfig) -> PreTrainedTokenizerBase:
-    name, gguf = located(config.tokenizer or described_in(config.model))
+    name, gguf = located(config.tokenizer or tokenizer_folder(config.model))
     tokenizer = AutoTokenizer.from_pretrained(
         name,
         **gguf,

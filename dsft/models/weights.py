@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 import transformers
-from peft import get_peft_model, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
+from torch.nn.modules.module import _IncompatibleKeys
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from dsft.errors import UserError, one_line
+from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.lora import saved_lora_config
 from dsft.models.model_folder import has_only_shards
 from dsft.models.pickles import load_pickle
@@ -100,28 +101,59 @@ def adapter_problems(
         files = _files(adapter, ADAPTER_FILES)
         if not files:
             return [f"{key}={adapter}: holds no {ADAPTER_FILES[0]}"]
-        tensors = _empty_tensors(files)
-        with torch.device("meta"):
-            model = get_peft_model(empty_model(config, trust_remote_code=trust_remote_code), saved_lora_config(adapter))
-        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        placed_adapter(adapter, config, _empty_tensors(files), trust_remote_code=trust_remote_code)
+    except UserError as error:
+        return [f"{key}={adapter}: {problem.removeprefix(adapter + '/')}" for problem in error.problems]
+    return []
+
+
+def placed_adapter(
+    adapter: str, config: PreTrainedConfig, tensors: dict[str, torch.Tensor], *, trust_remote_code: bool = False
+) -> tuple[PeftModel, dict[str, torch.Tensor]]:
+    """Returns the base of `config` with an adapter over it, on the meta device, and the adapter's `tensors` by their
+    names in it. Each tensor has one place there, and each weight of the adapter its tensor.
+
+    Raises:
+        UserError: naming the tensor that has no place, is missing, or is of another shape.
+    """
+    peft_config, placed = saved_lora_config(adapter), {}
+
+    def receive(state: dict[str, torch.Tensor], **_: Any) -> Any:
+        placed.update(state)
+        return _IncompatibleKeys([], [])
+
+    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result = set_peft_model_state_dict(model, tensors, low_cpu_mem_usage=True)
-    except UserError as error:
-        return [f"{key}={adapter}: {problem}" for problem in error.problems]
+            base = empty_model(config, trust_remote_code=trust_remote_code)
+            model = get_peft_model(base, peft_config, low_cpu_mem_usage=True)
+            model.load_state_dict = receive  # peft renames the tensors, and hands them over here
+            set_peft_model_state_dict(model, tensors)
+            del model.load_state_dict
     except KeyError as error:  # of peft: a module that was saved as a whole
-        return [f"{key}={adapter}: 1 tensor of the adapter missing from its weights, {error}"]
-    except (RuntimeError, ValueError) as error:  # shapes, target modules
-        return [f"{key}={adapter}: does not fit its base ({one_line(error)})"]
-    problems = []
-    if missing := trained.intersection(result.missing_keys):
+        raise UserError([f"1 tensor of the adapter missing from its weights, {error}"]) from None
+    except (RuntimeError, ValueError) as error:  # target modules
+        raise UserError([f"does not fit its base ({one_line(error)})"]) from None
+    state, problems = model.state_dict(keep_vars=True), []
+    shared = {id(state[name]) for name in placed if name in state}  # one vector bank in all layers is saved once
+    saved = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False).values()
+    wanted = {id(parameter) for parameter in saved if parameter.requires_grad} - shared
+    trained = {name for name, parameter in state.items() if id(parameter) in wanted}
+    if missing := trained - placed.keys():
         problems.append(f"{plural(len(missing), 'tensor')} of the adapter missing from its weights, {_some(missing)}")
-    if result.unexpected_keys:
+    if unexpected := placed.keys() - state.keys():
         problems.append(
-            f"{plural(len(result.unexpected_keys), 'tensor')} of its weights have no place in the model,"
-            f" {_some(result.unexpected_keys)}; was it trained on another base?"
+            f"{plural(len(unexpected), 'tensor')} of its weights have no place in the model,"
+            f" {_some(unexpected)}; was it trained on another base?"
         )
-    return [f"{key}={adapter}: {problem}" for problem in problems]
+    problems += [
+        f"does not fit its base: {name} is {list(placed[name].shape)}, and this base needs {list(state[name].shape)};"
+        " name its own base in adapter_config.json"
+        for name in sorted(placed.keys() & state.keys())
+        if placed[name].shape != state[name].shape
+    ][:1]
+    raise_if_any(problems)
+    return model, placed
 
 
 def _some(names: Iterable[str]) -> str:

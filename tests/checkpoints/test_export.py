@@ -74,7 +74,7 @@ def test_an_adapter_of_another_base_is_refused(adapter, tmp_path):
     (folder / "adapter_config.json").write_text(
         json.dumps(config | {"base_model_name_or_path": str(tmp_path / "other")})
     )
-    with pytest.raises(UserError, match=r"is of another base than .*lora_\w.* is \[\d+, \d+\]"):
+    with pytest.raises(UserError, match=r"does not fit its base: .*lora_\w.* is \[\d+, \d+\]"):
         merge(str(folder), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

@@ -1,0 +1,257 @@
+"""Adapters that plain peft made: scored and merged as peft computes with them, or refused by name."""
+
+import json
+import warnings
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from conftest import grid
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from tiny import write_model
+from transformers import AutoModelForCausalLM
+
+from dsft.checkpoints.export import merge
+from dsft.config.options import EvalConfig
+from dsft.errors import UserError
+from dsft.models.build import load_weights
+from dsft.models.size import load_model_config
+from dsft.models.tokenizer import load_tokenizer
+from dsft.models.weights import adapter_problems
+
+IDS = torch.arange(20)[None]
+BASES = {
+    "llama": ("llama", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "gpt2": ("gpt2", {}),
+    "mixtral": ("mixtral", {}),
+    "gemma3": ("gemma3", {}),
+}
+STREAMED = [
+    ("llama", {}),
+    ("llama", {"use_rslora": True, "lora_dropout": 0.1}),
+    ("llama", {"use_dora": True}),
+    ("llama", {"init_lora_weights": "gaussian", "exclude_modules": ["q_proj"]}),
+    ("llama", {"init_lora_weights": "orthogonal"}),
+    ("llama", {"init_lora_weights": "eva"}),
+    ("llama", {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}}),
+    ("llama", {"target_modules": ["q_proj"], "layers_to_transform": [1]}),
+    ("llama", {"modules_to_save": ["lm_head", "embed_tokens", "norm"]}),
+    ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}),
+    ("llama", {"target_modules": ["embed_tokens", "lm_head"]}),
+    ("biased", {"bias": "all"}),
+    ("biased", {"bias": "lora_only"}),
+    ("gpt2", {"fan_in_fan_out": True}),
+    ("tied", {}),
+    ("mixtral", {"target_modules": ["q_proj"]}),
+]
+LOADED = [
+    ("llama", {"init_lora_weights": "pissa"}),
+    ("llama", {"init_lora_weights": "olora"}),
+    ("llama", {"init_lora_weights": "mica"}),
+    ("gpt2", {"init_lora_weights": "pissa", "fan_in_fan_out": True}),
+    ("llama", {"trainable_token_indices": [3, 5]}),
+    ("llama", {"target_modules": [], "target_parameters": ["q_proj.weight"]}),
+    ("biased", {"lora_bias": True}),
+    ("tied", {"target_modules": ["embed_tokens", "q_proj"]}),
+    ("tied", {"target_modules": ["lm_head"]}),
+    ("tied", {"modules_to_save": ["embed_tokens"]}),
+    ("tied", {"modules_to_save": ["lm_head"]}),
+    ("tied", {"modules_to_save": ["lm_head"], "ensure_weight_tying": True}),
+    ("tied", {"trainable_token_indices": [3, 5]}),
+    ("gemma3", {"target_modules": ["embed_tokens", "q_proj"]}),
+    ("mixtral", {}),
+    ("mixtral", {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
+]
+SOME = {"target_modules": ["q_proj", "v_proj"]}
+TYPES = {
+    "VeraConfig": SOME | {"r": 4},
+    "OFTConfig": SOME | {"r": 0, "oft_block_size": 4},
+    "BOFTConfig": SOME,
+    "IA3Config": {"target_modules": ["q_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "LoHaConfig": SOME,
+    "LoKrConfig": SOME,
+    "AdaLoraConfig": SOME | {"total_step": 10},
+    "FourierFTConfig": SOME | {"n_frequency": 20},
+    "HRAConfig": SOME,
+    "LNTuningConfig": {"target_modules": ["input_layernorm"]},
+    "TrainableTokensConfig": {"target_modules": ["embed_tokens"], "token_indices": [1, 2, 3]},
+}
+RARE_TYPES = {
+    "VeraConfig": SOME | {"r": 4, "save_projection": False},
+    "VBLoRAConfig": SOME | {"num_vectors": 8, "vector_length": 16, "r": 4},
+    "RandLoraConfig": SOME,
+    "C3AConfig": SOME | {"block_size": 8},
+    "RoadConfig": SOME | {"group_size": 8},
+    "WaveFTConfig": SOME | {"n_frequency": 20},
+    "DeloraConfig": SOME,
+    "MissConfig": SOME | {"r": 4},
+    "GraloraConfig": SOME,
+    "OSFConfig": SOME,
+    "HiraConfig": SOME,
+    "PeanutConfig": SOME,
+    "PsoftConfig": SOME | {"r": 4},
+    "TinyLoraConfig": SOME,
+    "UniLoraConfig": SOME,
+    "PveraConfig": SOME,
+    "GLoraConfig": SOME,
+    "DeftConfig": SOME,
+    "SuperTuningConfig": SOME,
+}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("bases")
+    for name, (architecture, changes) in BASES.items():
+        write_model(folder / name, architecture, **changes)
+    return folder
+
+
+def base_model(folder: Path):
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def lora(**options) -> LoraConfig:
+    return LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear"} | options)
+
+
+def write_adapter(folder: Path, base: Path, config, *, std: float = 0.05) -> Path:
+    """Saves an adapter whose trained weights are not those of its start; no tokenizer lies beside it."""
+    torch.manual_seed(1)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(base_model(base), config)
+        for _, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.is_floating_point():
+                parameter.add_(torch.randn_like(parameter) * std)
+        model.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def assert_as_in_peft(adapter: Path, base: Path, out: Path) -> None:
+    """dsft scores and merges what a plain `PeftModel.from_pretrained` computes, and the adapter changes the model."""
+    plain = base_model(base)
+    without = plain(IDS).logits
+    expected = PeftModel.from_pretrained(plain, adapter).eval()(IDS).logits
+    assert (expected - without).abs().max() > 1e-3
+    assert adapter_problems(str(adapter), load_model_config(str(base)), key="model") == []
+    scored = load_weights(str(adapter), dtype=torch.float32).eval()(IDS).logits
+    torch.testing.assert_close(scored, expected, rtol=0, atol=0)
+    merged = base_model(merge(str(adapter), str(out), max_shard_size="40KB"))(IDS).logits
+    torch.testing.assert_close(merged, expected, rtol=0, atol=1e-6 * max(1.0, expected.abs().max().item()))
+
+
+@pytest.mark.parametrize(("base", "options"), grid(STREAMED, quick=[STREAMED[2], STREAMED[9], STREAMED[11]]))
+def test_lora_is_merged_weight_by_weight(bases, tmp_path, base, options, capsys):
+    write_adapter(tmp_path / "adapter", bases / base, lora(**options))
+    assert_as_in_peft(tmp_path / "adapter", bases / base, tmp_path / "out")
+    assert "full model" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("base", "options"), grid(LOADED, quick=[LOADED[0], LOADED[8], LOADED[12]]))
+def test_lora_that_reaches_beyond_a_weight_is_merged_by_peft(bases, tmp_path, base, options, capsys):
+    write_adapter(tmp_path / "adapter", bases / base, lora(**options))
+    assert_as_in_peft(tmp_path / "adapter", bases / base, tmp_path / "out")
+    assert "full model is taken into memory" in capsys.readouterr().out
+
+
+def of_type(name: str, options: dict):
+    classes = {known.lower(): value for known, value in vars(peft).items()}
+    if name.lower() not in classes:
+        pytest.skip(f"this peft has no {name}")
+    return classes[name.lower()](task_type="CAUSAL_LM", **options)
+
+
+@pytest.mark.parametrize("name", grid(TYPES, quick=["OFTConfig", "IA3Config"]))
+def test_other_adapters_are_merged_by_peft(bases, tmp_path, name):
+    write_adapter(tmp_path / "adapter", bases / "llama", of_type(name, TYPES[name]))
+    assert_as_in_peft(tmp_path / "adapter", bases / "llama", tmp_path / "out")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", RARE_TYPES)
+def test_rare_adapters_are_merged_by_peft(bases, tmp_path, name):
+    write_adapter(tmp_path / "adapter", bases / "llama", of_type(name, RARE_TYPES[name]))
+    assert_as_in_peft(tmp_path / "adapter", bases / "llama", tmp_path / "out")
+
+
+@pytest.fixture
+def adapter(bases, tmp_path) -> Path:
+    return write_adapter(tmp_path / "adapter", bases / "llama", lora(target_modules=["q_proj"]))
+
+
+def describe(adapter: Path, **changes) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def errors_of(adapter: Path, base: Path) -> tuple[str, str]:
+    """What evaluation and merging say of an adapter before any work."""
+    try:
+        scored = "; ".join(adapter_problems(str(adapter), load_model_config(str(base)), key="model"))
+    except UserError as error:
+        scored = str(error)
+    with pytest.raises(UserError) as caught:
+        merge(str(adapter), str(adapter.with_name("out")))
+    assert not list(adapter.parent.glob("out*")) and "\n" not in str(caught.value)
+    return scored, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"peft_type": "NEWEST"}, "peft_type 'NEWEST' is unknown to the installed peft"),
+        ({"peft_type": None}, "has no peft_type"),
+        ({"base_model_name_or_path": None}, "names no base model"),
+        ({"task_type": "SEQ_CLS"}, "task_type SEQ_CLS is of no causal language model"),
+        ({"use_something_new": True}, "sets use_something_new, unknown to the installed peft"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "LoRA with layer_replication is not supported"),
+        ({"alora_invocation_tokens": [1, 2]}, "LoRA with alora_invocation_tokens is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4' changed the base at its start"),
+        ({"init_lora_weights": "corda"}, "init_lora_weights 'corda' changed the base at its start"),
+        (
+            {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 4},
+            "type PREFIX_TUNING adds tokens to the model's input",
+        ),
+        ({"peft_type": "XLORA"}, "type XLORA, which dsft cannot compare with its base"),
+        ({"use_dora": True}, "2 tensors of the adapter missing from its weights"),
+    ],
+)
+def test_what_dsft_cannot_compute_with_is_refused_by_name(bases, adapter, changes, reason):
+    describe(adapter, **changes)
+    for message in errors_of(adapter, bases / "llama"):
+        assert reason in message, message
+
+
+def test_each_tensor_of_an_adapter_has_a_place_or_is_named(bases, adapter):
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file(
+        tensors | {"base_model.model.foreign.lora_A.weight": torch.zeros(4, 4)}, adapter / "adapter_model.safetensors"
+    )
+    for message in errors_of(adapter, bases / "llama"):
+        assert "1 tensor of its weights have no place in the model" in message and "foreign" in message
+    (adapter / "adapter_config.json").write_text("[]")
+    for message in errors_of(adapter, bases / "llama"):
+        assert "adapter_config.json: describes no adapter of peft" in message
+    describe_base = write_adapter(adapter.with_name("second"), bases / "llama", lora(target_modules=["q_proj"]))
+    describe(describe_base, base_model_name_or_path=str(adapter))
+    (adapter / "adapter_config.json").write_text((describe_base / "adapter_config.json").read_text())
+    assert "is an adapter itself" in errors_of(describe_base, bases / "llama")[1]
+
+
+def test_what_has_no_merged_form_is_scored_alone(bases, tmp_path):
+    for name, config in (("LILY", of_type("LilyConfig", SOME)), ("lora_bias", lora(lora_bias=True))):
+        adapter = write_adapter(tmp_path / name, bases / "llama", config)
+        scored, merged = errors_of(adapter, bases / "llama")
+        assert scored == "" and name in merged and "evaluate or serve it over its base" in merged
+
+
+def test_an_adapter_takes_the_tokenizer_of_its_base(bases, adapter):
+    assert not list(adapter.glob("tokenizer*"))
+    assert list(merge(str(adapter), str(adapter.with_name("out"))).glob("tokenizer.json"))
+    assert load_tokenizer(EvalConfig(model=str(adapter), data="-")).name_or_path == str(bases / "llama")
