@@ -113,8 +113,15 @@ class DataFields:
     train_on: Literal["auto", "all", "answers", "last"] = "auto"
     """What is learnt: all tokens; completions and all turns of assistants; only the last of these turns. auto is all
     for text, else answers."""
-    too_long: Literal["truncate", "split", "drop", "error"] = "truncate"
-    """What happens to a prompt and completion, or a chat, longer than seq_len; it is counted in run.json."""
+    train_thinking: Literal["auto", "all", "last", "none"] = "auto"
+    """Which reasoning of assistants is learnt: auto is all there is; all also learns the empty think blocks that a
+    template renders; last only that of the last answer; none only what follows it."""
+    drop_unrendered: bool = False
+    """Train chats of which the chat template leaves out a part (reasoning, a name, tools), without it; they are
+    counted. Else they are bad rows."""
+    too_long: Literal["drop", "truncate", "split", "error"] = "drop"
+    """What happens to a prompt and completion, or a chat, longer than seq_len; it is counted in run.json. A truncated
+    answer teaches a model not to stop."""
     bad_rows: Literal["error", "drop"] = "error"
     """What happens to a row that cannot be used (no text, roles out of order ...); dropped ones are counted in
     run.json."""
@@ -248,6 +255,10 @@ def decide(options: TrainConfig, decisions: Iterable[Decision]) -> TrainConfig:
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(ModelFields, DataFields, TimeoutFields):
     """Evaluation: what is scored, and how. Each entry of `data` is a data set of its own."""
+
+    too_long: Literal["drop", "truncate", "split", "error"] = "truncate"
+    """What happens to a prompt and completion, or a chat, longer than seq_len: drop scores nothing of it, truncate
+    what is left."""
 
     model: list[str] = field(default_factory=list)
     """One or more of: hub id, folder, adapter's folder, run's folder, DeepSpeed checkpoint (also its global_step

@@ -1,7 +1,7 @@
 """From files and hub names to the batches that a model trains on.
 
 readers, sources     rows of txt, json, jsonl, csv, parquet, arrow (.gz, .bz2, .xz, .zst) and of hub data sets
-formats, chat_masks  a row as text, prompt and completion, or chat in a template; which of its tokens are trained
+formats, chats       a row as text, prompt and completion, or chat in a template; which of its tokens are trained
 tokenization         rows -> token sequences, with the policy for what is too long
 prepare, token_store done once for all ranks, on all cores, kept on disk under a fingerprint
 sequences            what an epoch is made of: windows of text, samples, sources mixed by weight

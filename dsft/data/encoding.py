@@ -32,6 +32,22 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: boo
     return (next(short) if len(text) <= LONG_TEXT else _encode_long(tokenizer, text, special=special) for text in texts)
 
 
+def encode_continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:
+    """Encodes texts that continue another one.
+
+    That is without the blank that some tokenizers put before each text (SentencePiece's dummy prefix).
+    """
+    before = next(encode(tokenizer, ["\n"], special=False))
+    probe = next(encode(tokenizer, ["\na"], special=False))
+    if probe[: len(before)] != before or probe[len(before) :] == next(encode(tokenizer, ["a"], special=False)):
+        return encode(tokenizer, texts, special=False)
+    joined = encode(tokenizer, [f"\n{text}" for text in texts], special=False)
+    return (
+        ids[len(before) :] if ids[: len(before)] == before else next(encode(tokenizer, [text], special=False))
+        for ids, text in zip(joined, texts, strict=True)
+    )
+
+
 def _encode_whole(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> Iterator[list[int]]:
     if not isinstance(tokenizer, TokenizersBackend):
         return iter(tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else [])

@@ -29,20 +29,37 @@ FORMATS = {
 """Format -> the columns that show it, in the order of trying; the text column comes last."""
 SHAREGPT_ROLES = {
     "human": "user",
-    "user": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
     "bing": "assistant",
     "bard": "assistant",
     "model": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
 }
-"""Speakers in ShareGPT's form, as vicuna's data, OpenChat, Hermes and LLaMA-Factory name them."""
-ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Speakers in ShareGPT's form, as vicuna's data, OpenChat, Hermes and LLaMA-Factory name them, beside ROLES."""
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+    "function_call": "tool_call",
+    "tool_call": "tool_call",
+}
+"""Roles as OpenAI, LLaMA-Factory and ms-swift name them -> those of chat templates; the content of a tool_call is the
+call as JSON, which becomes `tool_calls` of the assistant's turn.
+"""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message's reasoning, as transformers reads them."""
+
+Message = dict[str, Any]
+"""role, content (text); where there are any: reasoning_content, name, tool_call_id, tool_calls with arguments that are
+objects, and weight (0 for a turn that is not trained).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +78,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Chat:
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     tools: list[Any] = field(default_factory=list)
     answers_from: int = 0
     """Assistant turns before this message are given, not learnt (the prompt of a prompt with completion)."""
@@ -83,6 +100,8 @@ class FormatRules:
     seq_len: int
     too_long: str
     bad_rows: str
+    train_thinking: str = "auto"
+    drop_unrendered: bool = False
     has_chat_pairs: bool = False
     """Whether prompts and completions are lists of messages."""
     keep_all: bool = False
@@ -107,6 +126,7 @@ def format_rules(rows: list[Row], config: DataFields, *, keep_all: bool = False)
     """
     columns = dict.fromkeys(name for row in rows for name in row.values)
     names = ("text_column", "prompt_template", "completion_template", "train_on", "seq_len", "too_long", "bad_rows")
+    names += ("train_thinking", "drop_unrendered")
     return FormatRules(
         format=find_format(list(columns), config),
         has_chat_pairs=isinstance(rows[0].values.get("completion"), list),
@@ -184,7 +204,7 @@ def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pai
     """
     sample = _canonical(row, rules, has_template)
     if isinstance(sample, Chat):
-        texts = [message["content"] or "" for message in sample.messages]
+        texts = [message.get(key) or "" for message in sample.messages for key in ("content", "reasoning_content")]
     else:
         texts = [sample.text] if isinstance(sample, Text) else [sample.prompt, sample.completion]
     for text in texts:
@@ -248,13 +268,24 @@ def _from_template(row: dict[str, Any], rules: FormatRules) -> Text | Pair:
 
 def _from_alpaca(row: dict[str, Any], has_template: bool) -> Pair | Chat:
     instruction, output = _text(row, "instruction"), _text(row, "output", empty=True)
-    given = row.get("input") or ""
+    given, history = row.get("input") or "", row.get("history") or []
     if not isinstance(given, str):
         raise ValueError(f"column 'input' must hold text; it holds {type(given).__name__}")
+    if not isinstance(history, list) or not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in history):
+        raise ValueError("column 'history' must be a list of [instruction, output]")
     system = [{"role": "system", "content": _text(row, "system")}] if row.get("system") else []
     if has_template:
         question = f"{instruction}\n{given}" if given else instruction
-        return _chat([*system, {"role": "user", "content": question}, {"role": "assistant", "content": output}], {})
+        turns = [
+            {"role": role, "content": text}
+            for turn in [*history, (question, output)]
+            for role, text in zip(("user", "assistant"), turn, strict=True)
+        ]
+        return _chat([*system, *turns], {})
+    if history:
+        raise ValueError(
+            "column 'history' holds earlier turns, which need a chat template; name one with chat_template"
+        )
     # The headings of github.com/tatsu-lab/stanford_alpaca.
     parts = [system[0]["content"]] if system else []
     parts += [f"### Instruction:\n{instruction}", *([f"### Input:\n{given}"] if given else []), "### Response:\n"]
@@ -267,30 +298,34 @@ def _from_sharegpt(row: dict[str, Any]) -> Chat:
         raise ValueError("conversations must be a list of {from, value}")
     if turns and all("role" in turn for turn in turns):
         return _chat(turns, row)
+    known = ROLES | SHAREGPT_ROLES
     messages = [{"role": "system", "content": _text(row, "system")}] if row.get("system") else []
     for number, turn in enumerate(turns, start=1):
-        if not isinstance(turn.get("from"), str) or turn["from"] not in SHAREGPT_ROLES:
-            raise ValueError(f"turn {number} is from {turn.get('from')!r}; known are {', '.join(SHAREGPT_ROLES)}")
-        messages.append({"role": SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")})
+        if not isinstance(turn.get("from"), str) or turn["from"] not in known:
+            raise ValueError(
+                f"turn {number} is from {turn.get('from')!r}; known are {', '.join(SHAREGPT_ROLES | ROLES)}"
+            )
+        rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        messages.append(rest | {"role": known[turn["from"]], "content": turn.get("value")})
     return _chat(messages, row)
 
 
 def _chat(messages: Any, row: dict[str, Any], *, answers_from: int = 0) -> Chat:
+    """Brings messages of every shape into one.
+
+    Raises:
+        EmptyAnswer, ValueError: what is wrong with a message.
+    """
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages must be a list of {role, content}")
-    before = None
-    for number, message in enumerate(messages, start=1):
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise ValueError(f"message {number} has the role {role!r}; there are {', '.join(ROLES)}")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise ValueError(
-                f"message {number} ({role}) must hold text; it holds"
-                f" {'nothing' if content is None else type(content).__name__}"
-            )
+    chat: list[Message] = []
+    before, first_answer = None, 0
+    for number, given in enumerate(messages, start=1):
+        message, is_call = _message(given, number)
+        role = message["role"]
         if role in ("system", "developer") and before not in (None, "system", "developer"):
             raise ValueError(f"message {number} is of the {role}, after a {before}: roles are out of order")
-        if role == before and role in ("user", "assistant"):
+        if role == before == "user":
             raise ValueError(
                 f"messages {number - 1} and {number} are both of the {role}: roles are out of order; join them"
             )
@@ -302,23 +337,102 @@ def _chat(messages: Any, row: dict[str, Any], *, answers_from: int = 0) -> Chat:
         if (
             role == "assistant"
             and number > answers_from
-            and not (content or "").strip()
-            and not message.get("tool_calls")
+            and message.get("weight", 1)
+            and not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content"))
         ):
             raise EmptyAnswer(f"message {number}, an assistant's, is empty")
+        if is_call and before == "assistant" and number - 1 != answers_from:  # calls that stand beside the turn
+            chat[-1] = chat[-1] | {"tool_calls": [*chat[-1].get("tool_calls", []), *message["tool_calls"]]}
+        else:
+            chat.append(message)
         before = role
-    if not any(message["role"] == "assistant" for message in messages[answers_from:]):
+        if number == answers_from:
+            first_answer = len(chat)
+    answers = [message for message in chat[first_answer:] if message["role"] == "assistant"]
+    if not answers:
         raise EmptyAnswer("no turn of an assistant")
-    return Chat(messages=messages, tools=_tools(row.get("tools")), answers_from=answers_from)
+    if not any(message.get("weight", 1) for message in answers):
+        raise EmptyAnswer("every turn of an assistant has weight 0")
+    return Chat(messages=chat, tools=_tools(row.get("tools")), answers_from=first_answer)
+
+
+def _message(given: dict[str, Any], number: int) -> tuple[Message, bool]:
+    """Returns (a message in the one form, whether it was a call with a role of its own)."""
+    role = given.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise ValueError(f"message {number} has the role {role!r}; there are {', '.join(ROLES)}")
+    content, calls = given.get("content"), given.get("tool_calls") or []
+    if isinstance(content, list):
+        content = "".join(_part(part, f"message {number} ({role})") for part in content)
+    is_call = ROLES[role] == "tool_call"
+    if is_call:
+        calls, content = _json(content, f"message {number} ({role}) must hold the call as JSON"), ""
+        calls = calls if isinstance(calls, list) else [calls]
+    elif given.get("function_call"):  # OpenAI's form before tool_calls
+        calls = [{"function": given["function_call"]}]
+    if not isinstance(calls, list):
+        raise ValueError(f"message {number} ({role}): tool_calls must be a list; it is a {type(calls).__name__}")
+    if not isinstance(content, str) and not (content is None and calls):
+        raise ValueError(
+            f"message {number} ({role}) must hold text; it holds"
+            f" {'nothing' if content is None else type(content).__name__}"
+        )
+    message: Message = {"role": "assistant" if is_call else ROLES[role], "content": content or ""}
+    if reasoning := next((given[key] for key in REASONING if given.get(key)), None):
+        if not isinstance(reasoning, str):
+            raise ValueError(f"message {number} ({role}): reasoning must be text; it is a {type(reasoning).__name__}")
+        message["reasoning_content"] = reasoning
+    message |= {key: given[key] for key in ("name", "tool_call_id") if given.get(key) is not None}
+    if calls:
+        message["tool_calls"] = [_call(call, f"message {number} ({role})") for call in calls]
+    weight = given.get("weight", 1)
+    if given.get("train") is False or given.get("loss") is False:
+        weight = 0
+    if weight is not None and weight not in (0, 1):
+        raise ValueError(f"message {number} ({role}) has the weight {weight!r}; 0 (not trained) and 1 are possible")
+    return (message if weight or weight is None else message | {"weight": 0}), is_call
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, dict) and part.get("type", "text") in ("text", "input_text", "output_text"):
+        part = part.get("text")
+    if isinstance(part, dict):
+        raise ValueError(f"{where} holds a part of the type {part.get('type')!r}; only text can be trained")
+    if not isinstance(part, str):
+        raise ValueError(f"{where} holds a part that is no text but {type(part).__name__}")
+    return part
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    """Returns {type, function: {name, arguments as an object}}, and an id where there is one."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where}: a tool call must be {{function: {{name, arguments}}}}")
+    arguments = function.get("arguments", function.get("parameters")) or {}
+    if isinstance(arguments, str):
+        arguments = _json(arguments, f"{where}: the arguments of {function['name']} must be a JSON object")
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{where}: the arguments of {function['name']} must be an object; they are {arguments!r:.80}")
+    known = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return known | ({"id": call["id"]} if call.get("id") else {})
+
+
+def dump_arguments(arguments: dict[str, Any]) -> str:
+    """Writes a call's arguments as JSON text, as a server gives them."""
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _json(text: Any, problem: str) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{problem} ({error})") from None
 
 
 def _tools(value: Any) -> list[Any]:
     """Reads a list, or the same as JSON text."""
     if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"tools is no JSON ({error})") from None
+        value = _json(value, "tools is no JSON")
     if not value:
         return []
     if not isinstance(value, list):

@@ -35,7 +35,7 @@ from dsft.runtime.disk import user_cache
 from dsft.runtime.hardware import cpu_count
 from dsft.watchdog import client as watchdog
 
-VERSION = 1
+VERSION = 2
 """Of the folders; a change of code that changes tokens raises it."""
 WORKERS_FROM_BYTES, WORKERS_FROM_BYTES_OF_CHATS = 64 << 20, 8 << 20
 """Smaller sources are left to this process: workers take seconds to start. Texts and pairs are tokenised many at once
@@ -209,6 +209,7 @@ def _nothing_to_train_on(source: Source, writer: StoreWriter) -> str:
     return (
         f"{source.key}: {source.name}: {writer.counts['rows']} rows give no token to train on (of {writer.size} tokens;"
         f" {dropped or 'nothing left out'})"
+        + ("; raise seq_len, or set too_long to truncate or split" if dropped.get("dropped_long") else "")
     )
 
 

@@ -138,7 +138,8 @@ def describe_counts(counts: dict[str, Any]) -> str:
         if isinstance(value, list | float):
             words.append(f"{text} {describe_value(value)}")
         elif value:
-            words.append(f"{describe_value(value)} {text}")
+            share = f" ({value / counts['rows']:.1%})" if name == "dropped_long" and counts.get("rows") else ""
+            words.append(f"{describe_value(value)} {text}{share}")
     return ", ".join(words)
 
 

@@ -139,6 +139,9 @@ class StoreWriter:
                 "dropped_untrained",
                 "dropped_empty",
                 "dropped_bad",
+                "rendered_apart",
+                "unrendered",
+                "empty_thinking",
                 "trained_tokens",
             )
         }

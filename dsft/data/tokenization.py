@@ -5,7 +5,7 @@ Everything cut or dropped is counted.
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,8 +13,8 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from dsft.data.chat_masks import Spans, chat_tokens
-from dsft.data.encoding import encode
+from dsft.data.chats import TEMPLATE_ERRORS, ChatRules, Spans, chat_samples
+from dsft.data.encoding import encode, encode_continued
 from dsft.data.formats import Chat, EmptyAnswer, FormatRules, Pair, Text, canonical
 from dsft.data.readers import Row
 from dsft.data.sources import Batch
@@ -34,7 +34,8 @@ class Tokens:
     hashes: np.ndarray
     """[S] uint64, of the ids: the same for duplicates. In an evaluation, of the texts."""
     counts: Counter
-    """rows, truncated, split, dropped_long, dropped_untrained, dropped_empty, dropped_bad."""
+    """rows, truncated, split, dropped_long, dropped_untrained, dropped_empty, dropped_bad; of chats also rendered_apart
+    (sequences for answers that the template renders otherwise in a longer chat), unrendered and empty_thinking."""
     first_bad: str = ""
     """What was wrong with the first row dropped as bad, and where."""
     document_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -75,7 +76,7 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
 def _add_texts(builder: "_TokensBuilder", texts: list[Text], tokenizer: PreTrainedTokenizerBase) -> None:
     """Adds documents as they stand, an end token after each."""
     first = encode(tokenizer, [text.text for text in texts if text.starts_document])
-    later = _continued(tokenizer, [text.text for text in texts if not text.starts_document])
+    later = encode_continued(tokenizer, [text.text for text in texts if not text.starts_document])
     closes, end = closes_texts(tokenizer), _end_tokens(tokenizer)
     for text in texts:
         ids = next(first if text.starts_document else later)
@@ -97,7 +98,7 @@ def _add_pairs(
 ) -> None:
     """Adds prompt and completion as they stand, then the end token."""
     prompts = encode(tokenizer, [pair.prompt for _, pair in samples if pair])
-    completions = _continued(tokenizer, [pair.completion for _, pair in samples if pair])
+    completions = encode_continued(tokenizer, [pair.completion for _, pair in samples if pair])
     closes, end = closes_texts(tokenizer), _end_tokens(tokenizer)
     for row, pair in samples:
         if pair is None:
@@ -117,16 +118,25 @@ def _add_chats(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Adds chats in the tokenizer's template."""
-    train_on = "answers" if builder.rules.train_on == "auto" else builder.rules.train_on
+    rules = ChatRules(
+        train_on="answers" if builder.rules.train_on == "auto" else builder.rules.train_on,
+        train_thinking=builder.rules.train_thinking,
+        drop_unrendered=builder.rules.drop_unrendered,
+        one_sequence=builder.rules.keep_all,
+    )
     for row, chat in samples:
         if chat is None:
             builder.blank()
             continue
         try:
-            builder.add(*chat_tokens(chat, tokenizer, train_on=train_on), partial(where, row))
-        except (ValueError, TypeError, KeyError, AttributeError, TemplateError) as error:
+            samples = chat_samples(chat, tokenizer, rules)
+        except TEMPLATE_ERRORS as error:
             kind = "the chat template raised: " if isinstance(error, TemplateError) else ""
             builder.drop_bad(f"{where(row)}: {kind}{one_line(error)[:500]}")
+            continue
+        builder.counts += samples.counts
+        for ids, spans in samples.sequences:
+            builder.add(ids, spans, partial(where, row))
 
 
 def _end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -136,22 +146,6 @@ def _end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def closes_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Tells whether the tokenizer puts an end token after each text by itself."""
     return next(encode(tokenizer, ["a"]))[-1:] == [tokenizer.eos_token_id]
-
-
-def _continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:
-    """Encodes texts that continue another one.
-
-    That is without the blank that some tokenizers put before each text (SentencePiece's dummy prefix).
-    """
-    before = next(encode(tokenizer, ["\n"], special=False))
-    probe = next(encode(tokenizer, ["\na"], special=False))
-    if probe[: len(before)] != before or probe[len(before) :] == next(encode(tokenizer, ["a"], special=False)):
-        return encode(tokenizer, texts, special=False)
-    joined = encode(tokenizer, [f"\n{text}" for text in texts], special=False)
-    return (
-        ids[len(before) :] if ids[: len(before)] == before else next(encode(tokenizer, [text], special=False))
-        for ids, text in zip(joined, texts, strict=True)
-    )
 
 
 class _TokensBuilder:

@@ -39,6 +39,8 @@ GROUPINGS = {
     "sequential": LengthGrouping.IN_ORDER,
 }
 """train_sampling_strategy -> how an epoch is ordered."""
+WARNED_SHARE = 0.01
+"""Of the rows: where more are too long and dropped, a note says so."""
 CHECKED_ROWS = 50
 """Of each source, read and tokenised before anything else is done."""
 
@@ -156,7 +158,7 @@ def load_training_data(
         _check_same_on_all_hosts([sequences, *([held_out_sequences] if held_out_sequences else [])])
         items, grouping, counts_of_items = _grouped(sequences, config, rules, pack=pack)
         counts = count(sequences, stores, passes=passes) | counts_of_items
-        notes += _notes_on_bad_rows(stores)
+        notes += _notes_on_rows(stores)
     return TrainingData(
         items=items,
         collator=PackedCollator(tokenizer.pad_token_id, flash=flash)
@@ -316,13 +318,33 @@ def _notes_on_template(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) 
     ]
 
 
-def _notes_on_bad_rows(stores: list[Store]) -> list[str]:
-    return [
-        f"{store.counts['dropped_bad']} rows of {store.facts['source']} are left out as bad; the first:"
-        f" {store.facts['first_bad']}"
-        for store in stores
-        if store.counts["dropped_bad"]
-    ]
+def _notes_on_rows(stores: list[Store]) -> list[str]:
+    """Says what became of rows that are not trained as they stand in the data."""
+    notes = []
+    for store in stores:
+        counts, source = store.counts, store.facts["source"]
+        if counts["dropped_bad"]:
+            first = store.facts["first_bad"]
+            notes.append(f"{counts['dropped_bad']} rows of {source} are left out as bad; the first: {first}")
+        if counts["dropped_long"] > WARNED_SHARE * counts["rows"]:
+            notes.append(
+                f"warning: {counts['dropped_long'] / counts['rows']:.1%} of {source} ({counts['dropped_long']:,} of"
+                f" {counts['rows']:,} rows) are longer than seq_len and left out; raise seq_len, or set too_long to"
+                " truncate or split"
+            )
+        if counts["unrendered"]:
+            notes.append(f"{counts['unrendered']:,} chats of {source} hold parts that the chat template leaves out")
+        if counts["rendered_apart"]:
+            notes.append(
+                f"{counts['rendered_apart']:,} answers of {source} are trained in sequences of their own, since the"
+                " chat template renders them otherwise once the chat goes on (it drops reasoning of earlier turns, say)"
+            )
+        if counts["empty_thinking"]:
+            notes.append(
+                f"{counts['empty_thinking']:,} chats of {source} have answers without reasoning, for which the chat"
+                " template renders an empty think block; it is not trained (train_thinking: all does)"
+            )
+    return notes
 
 
 def _check_same_on_all_hosts(parts: list[Sequences]) -> None:

@@ -24,6 +24,10 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+EXTENSIONS = (_Generation, "jinja2.ext.loopcontrols")
+"""What transformers' templates use beyond plain Jinja."""
+
+
 def load_template(name: str) -> str:
     """Returns the text of a preset or a file.
 
@@ -37,7 +41,7 @@ def load_template(name: str) -> str:
             f"{name} is neither a file that can be read ({error}) nor one of the presets {', '.join(sorted(PRESETS))}"
         ) from None
     try:
-        Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"]).compile(template)
+        Environment(extensions=EXTENSIONS).compile(template)
     except TemplateSyntaxError as error:
         raise ValueError(f"{name}, line {error.lineno}: not valid Jinja ({error.message})") from None
     return template

@@ -18,7 +18,17 @@ from dsft.errors import UserError
 
 SHARED = (
     *("dtype", "tokenizer", "revision", "trust_remote_code", "attn_implementation", "seed", "data_cache"),
-    *("data_format", "text_column", "prompt_template", "completion_template", "chat_template", "train_on", "too_long"),
+    *(
+        "data_format",
+        "text_column",
+        "prompt_template",
+        "completion_template",
+        "chat_template",
+        "train_on",
+        "train_thinking",
+        "drop_unrendered",
+        "too_long",
+    ),
 )
 """Options that mean the same in training and evaluation, beside seq_len and the data."""
 PATHS = ("tokenizer", "chat_template", "data_cache")

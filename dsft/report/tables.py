@@ -32,6 +32,9 @@ COUNTS = {
     "dropped_untrained": "dropped: nothing to train",
     "dropped_empty": "dropped: empty",
     "dropped_bad": "dropped: unreadable",
+    "rendered_apart": "answers in sequences of their own",
+    "unrendered": "chats not rendered whole",
+    "empty_thinking": "chats with untrained empty thinking",
 }
 """Counts of run.json -> their words."""
 

@@ -56,7 +56,7 @@ def test_the_help_of_train_is_short_unless_all_is_asked_for():
     assert "--zero TEXT  (default: auto)" in short and "--lora_target_modules" not in short
     assert "dsft train --help all lists every one" in short
     assert "--lora_target_modules TEXT ...  (default: all-linear)" in full
-    assert "--too_long truncate|split|drop|error  (default: truncate)" in full
+    assert "--too_long drop|truncate|split|error  (default: drop)" in full
     assert "--save_total_limit N  (default: 2)" in full, "dsft's default, not transformers'"
     assert "--adam_beta2 NUMBER  (default: 0.999)" in full
     assert len(short.splitlines()) < len(full.splitlines()) / 3

@@ -99,7 +99,7 @@ def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer,
     assert fingerprint(source_of(path), rules, None, load_tokenizer(TrainConfig(model=str(tiny / "chat")))) == first
     others = {
         fingerprint(source_of(path), rules_of("messages", **change), None, tokenizer)
-        for change in ({"seq_len": 8}, {"train_on": "last"}, {"too_long": "drop"}, {"bad_rows": "drop"})
+        for change in ({"seq_len": 8}, {"train_on": "last"}, {"too_long": "split"}, {"bad_rows": "drop"})
     }
     others.add(fingerprint(source_of(path), rules, HeldOut(fraction=0.1, seed=1, wanted=True), tokenizer))
     others.add(
@@ -382,7 +382,7 @@ def test_a_template_with_markers_that_are_no_tokens_is_noted(tiny, tmp_path, con
 
 def test_data_that_is_all_prompt_is_an_error(tokenizer, tmp_path, config):
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a long prompt " * 20, "completion": "b"}])
-    with pytest.raises(UserError, match="a.jsonl: 1 rows give no token to train on .*dropped_untrained"):
+    with pytest.raises(UserError, match="a.jsonl: 1 rows give no token to train on .*dropped_long.*raise seq_len"):
         loaded(config(data=[str(tmp_path / "a.jsonl")]), tokenizer)
 
 

@@ -40,8 +40,9 @@ def made_of_rows(rows: list[Row], tokenizer, *, keep_all: bool = False, **option
     return tokenise(Batch(rows=rows, place="rows.jsonl"), rules, tokenizer)
 
 
-def trained(tokens: Tokens, tokenizer, index: int = 0) -> str:
-    start, end = ([0, *tokens.ends][index], tokens.ends[index])
+def trained(tokens: Tokens, tokenizer, index: int | None = None) -> str:
+    """The trained tokens of one sequence, or of all."""
+    start, end = (0, tokens.ends[-1]) if index is None else ([0, *tokens.ends][index], tokens.ends[index])
     return tokenizer.decode(tokens.ids[start:end][tokens.trained[start:end]])
 
 
@@ -124,7 +125,7 @@ def test_alpaca_is_a_chat_where_there_is_a_template_and_headed_text_where_not(to
     assert (
         plain.decode(text.ids[: text.ends[0]])
         == "### Instruction:\nSort.\n\n### Input:\nb a\n\n### Response:\na b<|end|>"
-        and trained(text, plain) == "a b<|end|>"
+        and trained(text, plain, 0) == "a b<|end|>"
     )
     assert plain.decode(text.ids[text.ends[0] :]) == "Be fast.\n\n### Instruction:\nSort.\n\n### Response:\na b<|end|>"
 
@@ -145,8 +146,8 @@ def test_the_users_own_templates(tokenizer):
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_markers_and_prefixes_agree_on_every_preset(tokenizer, preset):
-    """What the preset's generation markers say, and what rendering it in prefixes says without them."""
+def test_markers_and_what_is_found_without_them_agree_on_every_preset(tokenizer, preset):
+    """What the preset's generation markers say, and what is found without them."""
     marked = load_template(preset)
     bare = marked.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
     chat = [
@@ -156,8 +157,7 @@ def test_markers_and_prefixes_agree_on_every_preset(tokenizer, preset):
         made([{"messages": chat}], with_template(tokenizer, template), seq_len=512) for template in (marked, bare)
     )
     assert first.ids.tolist() == second.ids.tolist()
-    # A prefix ends with the next turn's beginning: a line's end after the end of an answer is its own.
-    assert trained(first, tokenizer).replace("\n", "") == trained(second, tokenizer).replace("\n", "") != ""
+    assert trained(first, tokenizer) == trained(second, tokenizer) != ""
     last = made([{"messages": chat}], with_template(tokenizer, marked), seq_len=512, train_on="last")
     assert (
         "small" in trained(first, tokenizer)
@@ -184,28 +184,34 @@ def test_every_trained_token_is_the_assistants_whatever_the_chat_holds(tokenizer
         )
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_but_its_last_turn_is_not(tokenizer):
+def test_answers_that_a_template_rewrites_in_earlier_turns_are_trained_in_a_rendering_that_ends_with_them(tokenizer):
     forgets = with_template(
         tokenizer,
-        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] if loop.last or m['role'] == 'user' else '...'"
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] if loop.last or m['role'] != 'assistant' else '...'"
         " }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
     )
-    with pytest.raises(
-        UserError,
-        match="line 1: message 3: the chat template renders a conversation differently as it grows.*train_on: last",
-    ):
-        made([{"messages": CHAT}], forgets)
+    tokens = made([{"messages": CHAT}], forgets)
+    assert tokens.counts == {"rows": 1, "rendered_apart": 1} and len(tokens.ends) == 2
+    assert tokenizer.decode(tokens.ids) == (
+        "<|system|>be fast<|end|><|user|>big<|end|><|assistant|>small<|end|>"
+        "<|system|>be fast<|end|><|user|>big<|end|><|assistant|>...<|end|><|user|>fast<|end|><|assistant|>slow<|end|>"
+    )
+    assert trained(tokens, tokenizer) == "small<|end|>slow<|end|>"
     assert trained(made([{"messages": CHAT}], forgets, train_on="last"), tokenizer) == "slow<|end|>"
 
 
-def test_a_token_across_the_border_of_an_answer_is_refused(tokenizer):
+def test_a_token_across_the_border_of_an_answer_is_cut_there_as_a_server_cuts_it(tokenizer):
     merges = with_template(
         tokenizer,
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt"
         " %}assistant: {% endif %}",
     )
-    with pytest.raises(UserError, match="a token reaches across the border of the answer"):
-        made([{"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": "model"}]}], merges)
+    chat = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "model"}]
+    tokens = made([{"messages": chat}], merges)
+    prompt = merges.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    whole = merges.apply_chat_template(chat, return_dict=True)["input_ids"]
+    assert whole[: len(prompt)] != prompt  # "assistant:", " model"
+    assert tokens.ids[: len(prompt)].tolist() == prompt and trained(tokens, tokenizer) == "model<|end|>"
 
 
 @pytest.mark.parametrize(
@@ -215,14 +221,16 @@ def test_a_token_across_the_border_of_an_answer_is_refused(tokenizer):
         ("{{ messages[0].nothing.more }}", "the chat template raised: .*has no attribute"),
         (
             "{% generation %}{% endgeneration %}{{ messages[0]['content'] }}",
-            "the chat template marks 1 stretches as generated, for 2 turns of the assistant",
+            r"message 2 \(user\): the chat template does not render its content",
         ),
         (
-            (
-                "{% for m in messages if m.role == 'assistant' %}{% generation %}{% endgeneration %}{{ m.content }}{%"
-                " endfor %}"
-            ),
-            "the chat template marks a stretch of no characters",
+            "{% generation %}{{ messages[0].content }}{% endgeneration %}{% for m in messages[1:] %}{{ m.content }}{%"
+            " endfor %}",
+            "message 5: the chat template marks other text as generated, and nothing of this answer",
+        ),
+        (
+            "{% for m in messages %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}",
+            "message 5: the chat template marks other text as generated, and nothing of this answer",
         ),
     ],
 )
@@ -241,7 +249,7 @@ def test_tools_reach_the_template(tokenizer):
             "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
         },
     ]
-    with pytest.raises(UserError, match="the chat template does not render tool_calls"):
+    with pytest.raises(UserError, match="the chat template does not render its tool call"):
         made([{"messages": call}], tokenizer)
     with pytest.raises(UserError, match="the chat template does not render tools;"):
         made(
@@ -271,20 +279,16 @@ def test_a_chat_that_begins_with_the_assistant_trains_its_answer_alone(tokenizer
         )
     )
     text = trained(made([{"messages": CHAT[2:]}], other, seq_len=256), tokenizer)
-    assert text.replace("\n", "") == (
-        "small<|end|>slow<|end|>" if template == "tiny" else "small<|im_end|>slow<|im_end|>"
-    )
+    assert text == ("small<|end|>slow<|end|>" if template == "tiny" else "small<|im_end|><|end|>slow<|im_end|><|end|>")
 
 
 def test_a_tokenizer_with_several_templates_and_one_without_offsets(tokenizer, monkeypatch):
     several = with_template(tokenizer, {"default": load_template("chatml"), "tool_use": tokenizer.chat_template})
-    assert trained(made([{"messages": CHAT}], several, seq_len=256), tokenizer) == "small<|im_end|>slow<|im_end|>"
+    expected = "small<|im_end|><|end|>slow<|im_end|><|end|>"  # no token is <|im_end|> here
+    assert trained(made([{"messages": CHAT}], several, seq_len=256), tokenizer) == expected
     slow = with_template(tokenizer, load_template("chatml"))
     monkeypatch.setattr(type(slow), "is_fast", False)
-    assert (
-        trained(made([{"messages": CHAT}], slow, seq_len=256), tokenizer).replace("\n", "")
-        == "small<|im_end|>slow<|im_end|>"
-    )
+    assert trained(made([{"messages": CHAT}], slow, seq_len=256), tokenizer) == expected
 
 
 def test_markers_hold_where_a_tokenizer_trims_its_offsets(tokenizer):
@@ -308,7 +312,9 @@ def test_markers_hold_where_a_tokenizer_trims_its_offsets(tokenizer):
         CHAT[1],
         {"role": "assistant", "content": "ok 🙂"},
     ]
-    assert trained(made([{"messages": chat}], trims, seq_len=256), trims) == "small slowok 🙂"
+    assert trained(made([{"messages": chat}], trims, seq_len=256), trims) == (
+        "small<|im_end|><|end|> slow<|im_end|><|end|>ok 🙂<|im_end|><|end|>"
+    )
 
 
 def test_tokenizers_that_close_or_begin_each_text_do_so_once(tokenizer, tiny):
@@ -370,7 +376,9 @@ def test_too_long_pairs_follow_the_policy_and_are_counted(tokenizer, policy, seq
 def test_too_long_can_be_an_error_and_what_teaches_nothing_is_counted(tokenizer):
     with pytest.raises(UserError, match="rows.jsonl, line 2: .* tokens are longer than seq_len=16"):
         made(LONG, tokenizer, too_long="error", seq_len=16)
-    tokens = made([{"prompt": "big small " * 30, "completion": "the"}], tokenizer, seq_len=16)
+    untrained = [{"prompt": "big small " * 30, "completion": "the"}]
+    assert made(untrained, tokenizer, seq_len=16).counts == {"rows": 1, "dropped_long": 1}  # by default
+    tokens = made(untrained, tokenizer, too_long="truncate", seq_len=16)
     assert tokens.counts == {"rows": 1, "truncated": 1, "dropped_untrained": 1} and not len(tokens.ids)
 
 
@@ -383,8 +391,8 @@ GOOD = {"messages": CHAT}
         ([GOOD, {"messages": None}], "messages must be a list"),
         ([GOOD, {"text": "a"}], "messages must be a list"),
         (
-            [GOOD, {"messages": [{"role": "user", "content": ["a"]}]}],
-            r"message 1 \(user\) must hold text; it holds list",
+            [GOOD, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}],
+            r"message 1 \(user\) holds a part of the type 'image_url'; only text can be trained",
         ),
         (
             [GOOD, {"messages": [{"role": "user", "content": None}]}],

@@ -69,7 +69,7 @@ def test_what_is_read_of_a_training(runs, tiny, tmp_path):
     assert "leraning_rate: unknown key" in " ".join(read(leraning_rate=1.0)[1])
     options = tools.evaluation_options(str(runs / "templates"))
     assert {name: options[name] for name in ("train_on", "too_long", *TEMPLATES)} == {
-        "train_on": "all", "too_long": "truncate", **TEMPLATES
+        "train_on": "all", "too_long": "drop", **TEMPLATES
     }  # fmt: skip
 
 

@@ -1,0 +1,698 @@
+"""Renders chats in their template, and finds which of the tokens are an assistant's.
+
+Where a message stands in the rendered text is found by rendering the chat a second time, with the letters of each of
+its texts replaced by a private character of its own. White space, quotes and tags such as <think> stay, so templates
+trim, split and escape both alike, and the two texts differ in those letters alone. No prefix of a rendering must match,
+and a text that the template leaves out is seen.
+
+An answer begins where the generation prompt before it ends, or where {% generation %} says, and ends with the special
+token that ends its turn. It is trained in the rendering of the whole chat where it stands there as the model would
+generate it, else in a rendering that ends with it: where the template drops reasoning from earlier turns, say, or ends
+the last turn with another token.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from functools import lru_cache
+from itertools import pairwise, takewhile
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from jinja2 import Environment, TemplateError, nodes
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from dsft.data.encoding import encode, encode_continued
+from dsft.data.formats import Chat, Message, dump_arguments
+from dsft.models.chat_template import EXTENSIONS
+
+Spans = list[tuple[int, int]]
+
+_MARK = 0xF0000
+"""The first of the private characters (planes 15 and 16 of Unicode), each of which stands for one text of a chat."""
+_KEPT = r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,}\]"
+"""Tags, at which templates split."""
+_LETTERS = r"[^\s\"'&<>\\\[\x00-\x1f\x7f]|\["
+"""What no template trims or escapes."""
+_GENERATION = re.compile(r"\{%-?\s*generation\b")
+_EMPTY_THINKING = re.compile(
+    r"(?:<(think|thinking|thought|seed:think)>\s*</\1>|<\|channel>thought\s*<channel\|>|\[THINK\]\s*\[/THINK\]"
+    r"|<\|START_THINKING\|>\s*<\|END_THINKING\|>)\s*"
+)
+_BORDER = re.compile(r"[\s>\]]")
+_OPEN_THINKING = re.compile(r"<think>\s*$")
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+"""What templates raise at what they cannot render."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRules:
+    """What is trained of a chat; the fields are those of `DataFields`."""
+
+    train_on: str = "answers"
+    """answers (all turns of assistants), last (the last of them) or all (tokens)."""
+    train_thinking: str = "auto"
+    drop_unrendered: bool = False
+    one_sequence: bool = False
+    """Only the rendering of the whole chat, with the answers that stand in it (evaluation)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """The sequences that a chat becomes."""
+
+    sequences: list[tuple[list[int], Spans]]
+    """Ids, and which of them are trained: of beginnings of the chat that end with an answer, and of the whole chat."""
+    counts: Counter
+    """rendered_apart (sequences beyond the first), unrendered and empty_thinking (chats that have any)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Forms:
+    """How a template takes messages, and the tokens it can end them with."""
+
+    parts: bool
+    """Content as a list of parts; else as text."""
+    json_arguments: bool
+    """Arguments of a call as JSON text; else as an object."""
+    special: re.Pattern
+    added: re.Pattern
+    """Special tokens of the tokenizer as they stand in a text, and all that were added to its vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Field:
+    """One text of a message."""
+
+    message: int
+    kind: str
+    """content, reasoning, name or tool call."""
+    size: int
+    """Its letters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where an answer stands in a rendering: characters from `start` to `end` are trained."""
+
+    begins: int
+    """Where the text between it and the message before begins."""
+    start: int
+    last: int
+    """Its last letter."""
+    end: int = 0
+    ends_open: bool = False
+    """Nothing that stops generation ends it."""
+    missing: tuple[str, ...] = ()
+    """Its parts that are not rendered."""
+    shape: str = ""
+    """What is rendered of it, with letters replaced, and without empty thinking."""
+    empty_thinking: bool = False
+    as_generated: bool = True
+
+
+_forms_of: WeakKeyDictionary = WeakKeyDictionary()
+"""Tokenizer -> (template, number of tokens) -> _Forms."""
+
+
+def chat_samples(chat: Chat, tokenizer: PreTrainedTokenizerBase, rules: ChatRules) -> Samples:
+    """Renders a chat, and says which tokens are trained.
+
+    Raises:
+        ValueError: where the template leaves out a part of the chat, or leaves open which text is an answer.
+        jinja2.TemplateError: where it raises.
+    """
+    return _Chat(chat, tokenizer, rules).samples()
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> list[int]:
+    """Lists the ids of the tokens that trained answers end with, that of a plain answer first.
+
+    Small chats are rendered: an answer at the end, one that another message follows, and a tool call. A server must
+    stop at each, so they belong into `eos_token_id` of the generation configuration.
+
+    Args:
+        template: in place of the tokenizer's own.
+    """
+    if not (template or tokenizer.chat_template):
+        return []
+    ask, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+    call = {"type": "function", "id": "call00001", "function": {"name": "look_up", "arguments": {"word": "it"}}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "content": "found", "name": "look_up", "tool_call_id": "call00001"}
+    found: list[int] = []
+    for messages in ([ask, answer], [ask, answer, ask, answer], [ask, calling], [ask, calling, result, answer]):
+        try:
+            samples = _Chat(Chat(messages=messages), tokenizer, ChatRules(), template=template).samples()
+        except TEMPLATE_ERRORS:
+            continue  # a template without tools has no such end
+        found += [ids[end - 1] for ids, spans in samples.sequences for _, end in spans]
+    return list(dict.fromkeys(found))
+
+
+class _Rendering:
+    """A text, and where the letters of each field of the chat stand in it."""
+
+    def __init__(self, marked: str, fields: list[_Field], text: str = ""):
+        """
+        Args:
+            marked: rendered with the letters of fields replaced.
+            text: rendered without; only their beginnings are looked at where there is none.
+        """
+        self.marked, self.text, self.fields = marked, text or marked, fields
+        codes = _codes(marked)
+        is_mark = codes >= _MARK
+        if text:
+            is_mark &= codes != _codes(text)
+        self.marks = np.flatnonzero(is_mark)
+        self.owners = codes[self.marks] - _MARK
+        """[marks], which field each is of."""
+
+    def of(self, index: int) -> np.ndarray:
+        """Where the letters of a field stand; only those of the first copy, where a template repeats it."""
+        return self.marks[self.owners == index][: self.fields[index].size]
+
+    def next_mark(self, position: int) -> int:
+        """The next letter of any field after `position`, or the end of the text."""
+        later = self.marks[np.searchsorted(self.marks, position, side="right") :]
+        return int(later[0]) if len(later) else len(self.marked)
+
+    @property
+    def tail(self) -> str:
+        """What stands after the last letter of any field."""
+        return self.marked[int(self.marks[-1]) + 1 if len(self.marks) else 0 :]
+
+
+class _Chat:
+    """A chat and all renderings of it that are looked at."""
+
+    def __init__(
+        self, chat: Chat, tokenizer: PreTrainedTokenizerBase, rules: ChatRules, *, template: str | None = None
+    ):
+        self.tokenizer, self.rules, self.tools, self.answers_from = tokenizer, rules, chat.tools, chat.answers_from
+        self.template = template or tokenizer.get_chat_template(tools=chat.tools or None)
+        self.forms = _find_forms(tokenizer, self.template)
+        self.source = chat.messages
+        self.counts: Counter = Counter()
+        self.fields, self.marked = _mark(chat.messages, kept=())
+
+    def samples(self) -> Samples:
+        answers = [
+            turn
+            for turn, message in enumerate(self.source)
+            if message["role"] == "assistant" and turn >= self.answers_from
+        ]
+        wanted = answers[-1:] if self.rules.train_on == "last" else answers
+        wanted = [turn for turn in wanted if self.source[turn].get("weight", 1)]
+        self.last_wanted = wanted[-1] if wanted else None
+        length = len(self.source)
+        rendering = self._rendering(length)
+        self._check_rendered(rendering, wanted)
+        if self.rules.train_on == "all":
+            return Samples(sequences=[self._tokens(rendering, {}, length)], counts=self.counts)
+        sequences = []
+        while wanted:
+            places = {turn: self._place(turn, length, rendering) for turn in wanted}
+            here = {
+                turn: place
+                for turn, place in places.items()
+                if place and (place.as_generated or (self.rules.one_sequence and "content" not in place.missing))
+            }
+            if self.rules.one_sequence or here:
+                sequences.append(self._tokens(rendering, here, length))
+            elif length == wanted[-1] + 1:
+                sequences.append(self._with_reasoning(wanted[-1], rendering, places[wanted[-1]]))
+                here = {wanted[-1]: places[wanted[-1]]}
+            self.counts["empty_thinking"] |= any(place.empty_thinking for place in here.values())
+            wanted = [] if self.rules.one_sequence else [turn for turn in wanted if turn not in here]
+            if wanted:
+                length = wanted[-1] + 1
+                rendering = self._rendering(length)
+        sequences = sequences or [self._tokens(rendering, {}, length)]
+        self.counts["rendered_apart"] = len(sequences) - 1
+        return Samples(sequences=sequences[::-1], counts=self.counts)
+
+    # Rendering
+
+    def _render(self, messages: list[Message], *, tools: bool = True, prompt: bool = False) -> str:
+        # A list of one chat: transformers looks into the first message of a chat alone, and there may be none before a
+        # first answer.
+        return self.tokenizer.apply_chat_template(
+            [[_in_form(message, self.forms) for message in messages]],
+            chat_template=self.template,
+            tokenize=False,
+            add_generation_prompt=prompt,
+            **({"tools": self.tools} if self.tools and tools else {}),
+        )[0]
+
+    def _rendering(self, length: int) -> _Rendering:
+        """Renders the first messages, and checks that the marked text differs from theirs in letters alone.
+
+        Raises:
+            ValueError: where the template looks into the words.
+        """
+        text = self._render(self.source[:length])
+        for kept in ((), _constants(self.template)):
+            fields, marked = (self.fields, self.marked) if not kept else _mark(self.source, kept=kept)
+            rendering = None
+            try:
+                rendering = _Rendering(self._render(marked[:length]), fields, text)
+            except TEMPLATE_ERRORS:
+                continue  # a template that parses the words
+            codes, of_text = _codes(rendering.marked), _codes(text)
+            if len(codes) == len(of_text):
+                same = codes == of_text
+                same[rendering.marks] = True
+                if same.all():
+                    self.fields, self.marked = fields, marked
+                    return rendering
+        raise ValueError(
+            "the chat template renders a message by what it says, so the answers cannot be told from the rest; name"
+            " another one with chat_template, or use prompt and completion columns"
+        )
+
+    def _check_rendered(self, rendering: _Rendering, wanted: list[int]) -> None:
+        """Raises, or counts, where the template leaves out a part of the chat.
+
+        An assistant's turn that is not trained must stand in a rendering that ends with it: from there on, it is the
+        template's to shorten, as it does for a server. One that is trained is looked for where it is trained.
+        """
+        problems = []
+        if self.tools:
+            try:
+                if self._render(self.source, tools=False) == rendering.text:
+                    problems.append("the chat template does not render tools")
+            except TEMPLATE_ERRORS:
+                pass  # it needs them: they are rendered
+        all_there = self.rules.train_on == "all"
+        for index, item in enumerate(self.fields):
+            is_looked_for_later = item.message in wanted and not all_there and not self.rules.one_sequence
+            if is_looked_for_later or (item.kind == "reasoning" and not all_there):
+                continue
+            is_there = len(rendering.of(index)) >= item.size
+            if not is_there and self.source[item.message]["role"] == "assistant" and not all_there:
+                own = _Rendering(self._render(self.marked[: item.message + 1]), self.fields)
+                is_there = len(own.of(index)) >= item.size
+            if not is_there:
+                problems.append(self._not_rendered(item.message, item.kind))
+        if problems and not self.rules.drop_unrendered:
+            raise ValueError(f"{problems[0]}; {_WAY_OUT}")
+        self.counts["unrendered"] |= bool(problems)
+
+    def _not_rendered(self, turn: int, *kinds: str) -> str:
+        return (
+            f"message {turn + 1} ({self.source[turn]['role']}): the chat template does not render its"
+            f" {' and '.join(kinds)}"
+        )
+
+    # Finding answers
+
+    def _place(self, turn: int, length: int, rendering: _Rendering) -> _Place | None:
+        """Finds an answer in the rendering of the first `length` messages; None where nothing of it is there."""
+        place = self._begin(turn, rendering)
+        if place is None:
+            return None
+        own = rendering if length == turn + 1 else _Rendering(self._render(self.marked[: turn + 1]), self.fields)
+        in_own = place if own is rendering else self._begin(turn, own)
+        tail = own.marked[in_own.last + 1 :] if in_own else ""
+        is_own = length == turn + 1
+        follows = self._followed(turn) if is_own else rendering.marked[place.last + 1 : rendering.next_mark(place.last)]
+        same = _common(tail, follows)
+        special, added = self.forms.special, self.forms.added
+        ends_open = False
+        if match := _last(special, tail[:same]):
+            end, ends_alike = match.end(), True
+        elif match := _last(special, tail):  # only the last turn ends with it
+            end, ends_alike = match.end(), is_own
+        elif not is_own and (match := special.match(follows, _skip_space(follows, same))):
+            end, ends_alike = match.end(), True  # that of the next turn, as GLM's <|user|>
+        elif (match := _last(added, tail)) and not tail[match.end() :].strip():
+            end, ends_alike = match.end(), is_own or match.end() <= same
+        else:
+            end, ends_alike, ends_open = len(tail.rstrip()), is_own, True
+        is_alike = in_own is not None and place.shape == in_own.shape and ends_alike
+        return replace(
+            place,
+            end=place.last + 1 + end,
+            ends_open=ends_open,
+            as_generated=not place.missing and is_alike and place.as_generated,
+        )
+
+    def _begin(self, turn: int, rendering: _Rendering) -> _Place | None:
+        """Finds where an answer begins, and its last letter."""
+        trains_thinking = self._trains_thinking(turn)
+        own = [index for index, item in enumerate(self.fields) if item.message == turn]
+        at = {index: rendering.of(index) for index in own}
+        missing = tuple(
+            dict.fromkeys(
+                self.fields[index].kind
+                for index in own
+                if len(at[index]) < self.fields[index].size
+                and (trains_thinking or self.fields[index].kind != "reasoning")
+            )
+        )
+        answer = [index for index in own if len(at[index]) and self.fields[index].kind != "reasoning"]
+        thought = [index for index in own if len(at[index]) and self.fields[index].kind == "reasoning"]
+        if not answer and not (thought and not missing):
+            return None
+        places = np.concatenate([at[index] for index in answer + thought])
+        first, last = int(places.min()), int(places.max())
+        before = rendering.marks[: np.searchsorted(rendering.marks, first)]
+        begins = int(before[-1]) + 1 if len(before) else 0
+        between = rendering.text[begins:first]
+        start = begins + self._prompt_end(turn, rendering.marked[begins:first])
+        empty = None if thought else _last(_EMPTY_THINKING, between)
+        if empty and self.rules.train_thinking != "all":
+            start = max(start, begins + empty.end())
+        if answer and not (thought and trains_thinking):
+            content = self._content_start(turn, rendering, int(min(at[index].min() for index in answer)))
+            start = content if thought else min(start, content)
+        inside = rendering.owners[(rendering.marks >= first) & (rendering.marks <= last)]
+        return _Place(
+            begins=begins,
+            start=start,
+            last=last,
+            missing=missing,
+            shape=_EMPTY_THINKING.sub("", rendering.marked[start : last + 1]),
+            empty_thinking=bool(empty),
+            as_generated=all(self.fields[index].message == turn for index in np.unique(inside)),
+        )
+
+    def _trains_thinking(self, turn: int) -> bool:
+        how = self.rules.train_thinking
+        return how in ("auto", "all") or (how == "last" and turn == self.last_wanted)
+
+    def _prompt_end(self, turn: int, between: str) -> int:
+        """Returns how much of the text before an answer is the generation prompt's."""
+        try:
+            tail = _Rendering(self._render(self.marked[:turn], prompt=True), self.fields).tail
+        except TEMPLATE_ERRORS:  # there is no message before, or none that a prompt may follow
+            _, marked = _mark([{"role": "user", "content": "question"}], kept=())
+            try:
+                tail = _Rendering(self._render(marked, prompt=True), self.fields).tail
+            except TEMPLATE_ERRORS:
+                return len(between)
+            match = SequenceMatcher(None, tail, between, autojunk=False).find_longest_match()
+            tail, same = tail[match.a :], match.b + match.size
+        else:
+            same = _common(tail, between)
+        if between[:same].endswith(tail):
+            return same
+        # The prompt goes on otherwise, with <think> say: the "<t" of a <tool_call> is not the prompt's.
+        return match.end() if (match := _last(_BORDER, between[:same])) else 0
+
+    def _content_start(self, turn: int, rendering: _Rendering, first: int) -> int:
+        """Returns where the content begins whose first letter stands at `first`: quotes or tags may stand before it."""
+        marked = (self.marked[turn].get("content") or "").split("</think>", 1)[-1].strip()
+        lead = "".join(takewhile(lambda char: ord(char) < _MARK, marked))
+        return first - len(lead) if rendering.marked[:first].endswith(lead) else first
+
+    def _followed(self, turn: int) -> str:
+        """Returns what follows an answer's last letter where another message does."""
+        calls = self.source[turn].get("tool_calls")
+        result = {"role": "tool", "content": "found"}
+        if calls:
+            result |= {"name": calls[0]["function"]["name"], "tool_call_id": calls[0].get("id", "")}
+        # The first that the template renders.
+        for following in [result] * bool(calls) + [{"role": "user", "content": "question"}]:
+            fields, marked = _mark([*self.source[: turn + 1], following], kept=())
+            try:
+                rendering = _Rendering(self._render(marked), fields)
+            except TEMPLATE_ERRORS:
+                continue
+            if place := self._last_letter(turn, rendering):
+                return rendering.marked[place + 1 : rendering.next_mark(place)]
+        rendering = _Rendering(self._render(self.marked[: turn + 1]), self.fields)
+        return rendering.tail
+
+    def _last_letter(self, turn: int, rendering: _Rendering) -> int:
+        places = [rendering.of(index) for index, item in enumerate(rendering.fields) if item.message == turn]
+        return max((int(place.max()) for place in places if len(place)), default=0)
+
+    def _with_reasoning(self, turn: int, rendering: _Rendering, place: _Place | None) -> tuple[list[int], Spans]:
+        """Makes the sequence of an answer that the template does not render whole where it is the last message.
+
+        Where only reasoning is missing and the generation prompt opens it with <think>, the answer is what the model
+        would generate after that prompt. Else it is trained without what is missing, if that is asked for.
+
+        Raises:
+            ValueError: naming what is missing.
+        """
+        kinds = dict.fromkeys(item.kind for item in self.fields if item.message == turn)
+        missing = place.missing if place else tuple(kinds)
+        message = self.source[turn]
+        if missing == ("reasoning",):
+            prompt = self._render(self.source[:turn], prompt=True)
+            if _OPEN_THINKING.search(prompt):
+                thought = _thinking(message)
+                start = self._content_start(turn, rendering, int(rendering.of(self._index(turn, "content")).min()))
+                answer = f"{thought.strip()}\n</think>\n\n{rendering.text[start:]}"
+                end = len(prompt) + len(answer) - (len(rendering.text) - place.end)
+                whole = replace(place, start=len(prompt), end=end)
+                return self._encode(prompt + answer, [(whole.start, whole.end)], ends_open=place.ends_open)
+        if place and missing and self.rules.drop_unrendered and "content" not in missing:
+            self.counts["unrendered"] = 1
+            return self._tokens(rendering, {turn: place}, turn + 1)
+        if missing:
+            raise ValueError(f"{self._not_rendered(turn, *missing)}; {_WAY_OUT}")
+        raise ValueError(
+            f"message {turn + 1}: the chat template renders other messages in the midst of this answer, so its tokens"
+            " cannot be told apart; use a template with {% generation %} markers (chat_template), or prompt and"
+            " completion columns"
+        )
+
+    def _index(self, turn: int, kind: str) -> int:
+        return next(
+            index for index, item in enumerate(self.fields) if item.message == turn and item.kind == kind and item.size
+        )
+
+    # Tokens
+
+    def _tokens(self, rendering: _Rendering, places: dict[int, _Place], length: int) -> tuple[list[int], Spans]:
+        text, spans, ends_open = rendering.text, [], False
+        marked_stretches = self._stretches(length) if places else None
+        for turn, place in places.items():
+            span = [(place.start, place.end)]
+            if marked_stretches is not None:
+                span = self._within(turn, place, marked_stretches)
+            spans += span
+            if place.ends_open and turn == length - 1:
+                text, ends_open = text[: place.end], True
+        if self.rules.train_on == "all":
+            ids, _ = self._encode(text, [], ends_open=False)
+            return ids, [(0, len(ids))]
+        return self._encode(text, spans, ends_open=ends_open)
+
+    def _stretches(self, length: int) -> Spans | None:
+        """Returns what {% generation %} marks in the rendering of the first messages; None where nothing does."""
+        if not _GENERATION.search(self.template):
+            return None
+        messages = [_in_form(message, self.forms) for message in self.source[:length]]
+        _, stretches = render_jinja_template(
+            [messages],
+            tools=self.tools or None,
+            chat_template=self.template,
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )
+        return stretches[0]
+
+    def _within(self, turn: int, place: _Place, stretches: Spans) -> Spans:
+        """Returns the marked stretches of an answer, the last of them up to what ends it."""
+        own = [(start, end) for start, end in stretches if start <= place.last and end > place.begins]
+        own = [(start, end) for start, end in own if end > start]
+        if not own:
+            raise ValueError(
+                f"message {turn + 1}: the chat template marks other text as generated, and nothing of this answer"
+            )
+        own = [(max(start, place.start), end) for start, end in own if end > place.start]  # a prompt is not generated
+        return [*own[:-1], (own[-1][0], max(place.end, place.last + 1))]
+
+    def _encode(self, text: str, spans: Spans, *, ends_open: bool) -> tuple[list[int], Spans]:
+        """Encodes a text, and turns spans of its characters into spans of tokens.
+
+        Args:
+            ends_open: the last span ends with the tokenizer's end token, which is added.
+        """
+        end_token = self.tokenizer.eos_token_id
+        if ends_open and end_token is None:
+            raise ValueError(
+                "nothing in the chat template ends an answer, and the tokenizer has no end token, so the model would"
+                " never stop; name another template with chat_template"
+            )
+        of_tokens = None
+        if self.tokenizer.is_fast:  # others do not say which characters a token stands for
+            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            ids, of_tokens = encoded["input_ids"], _token_spans(encoded["offset_mapping"], spans)
+        if of_tokens is None:  # cut at the borders: a server encodes the prompt alone, too
+            borders = sorted({0, len(text), *(border for span in spans for border in span)})
+            pieces = [text[start:end] for start, end in pairwise(borders)]
+            encoded = [next(encode(self.tokenizer, pieces[:1], special=False))] if pieces else []
+            encoded += encode_continued(self.tokenizer, pieces[1:])
+            ids = [token for piece in encoded for token in piece]
+            starts = dict(zip(borders, np.cumsum([0, *map(len, encoded)]).tolist(), strict=True))
+            of_tokens = [(starts[start], starts[end]) for start, end in spans]
+        if ends_open:
+            of_tokens[-1] = (of_tokens[-1][0], len(ids) + 1)
+            ids = [*ids, end_token]
+        return ids, of_tokens
+
+
+_WAY_OUT = (
+    "name a template that does with chat_template, take it out of the data, or set drop_unrendered: true, which leaves"
+    " it out and counts such rows"
+)
+
+
+def _token_spans(offsets: list[tuple[int, int]], spans: Spans) -> Spans | None:
+    """Turns spans of characters into spans of tokens; None where a token reaches across a border."""
+    firsts, lasts = np.array(offsets, np.int64).reshape(-1, 2).T
+    found = []
+    for begin, end in spans:
+        inside = np.flatnonzero((firsts < end) & (lasts > begin) & (firsts < lasts))
+        if not len(inside) or firsts[inside[0]] < begin or lasts[inside[-1]] > end:
+            return None
+        found.append((int(inside[0]), int(inside[-1]) + 1))
+    return found
+
+
+def _codes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+
+
+def _common(first: str, second: str) -> int:
+    """Counts the characters that two texts begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+def _skip_space(text: str, start: int) -> int:
+    return start + len(text[start:]) - len(text[start:].lstrip())
+
+
+def _last(pattern: re.Pattern, text: str) -> re.Match | None:
+    found = None
+    for found in pattern.finditer(text):  # noqa: B007
+        pass
+    return found
+
+
+def _thinking(message: Message) -> str:
+    """Returns the reasoning of an answer, also where it stands at the beginning of the content."""
+    content = message.get("content") or ""
+    if message.get("reasoning_content") or "</think>" not in content:
+        return message.get("reasoning_content") or ""
+    return content.split("</think>", 1)[0].replace("<think>", "", 1)
+
+
+def _mark(messages: list[Message], *, kept: tuple[str, ...]) -> tuple[list[_Field], list[Message]]:
+    """Replaces the letters of each text of the messages by a character of its own.
+
+    Args:
+        kept: words to be left as they are, beside tags.
+    """
+    fields: list[_Field] = []
+    stays = "|".join([_KEPT, *map(re.escape, kept)])
+    pattern = re.compile(f"({stays})|({_LETTERS})")
+    anything = re.compile(r"\S")
+
+    def marked(value: Any, turn: int, kind: str) -> Any:
+        """Marks a text, or each text within lists and objects but for keys."""
+        if isinstance(value, dict):
+            return {key: marked(item, turn, kind) for key, item in value.items()}
+        if isinstance(value, list):
+            return [marked(item, turn, kind) for item in value]
+        if not isinstance(value, str) or not value.strip():
+            return value
+        letter = chr(_MARK + len(fields))
+        text = pattern.sub(lambda match: match[1] or letter, value)
+        if letter not in text:  # of tags or quotes alone: nothing else is there to be found
+            text = anything.sub(letter, value)
+        fields.append(_Field(message=turn, kind=kind, size=text.count(letter)))
+        return text
+
+    result = []
+    for turn, message in enumerate(messages):
+        message = dict(message)
+        content = message.get("content")
+        if message.get("reasoning_content"):
+            message["reasoning_content"] = marked(message["reasoning_content"], turn, "reasoning")
+        elif message["role"] == "assistant" and content and "</think>" in content:
+            thought, content = content.split("</think>", 1)
+            # Empty thinking is no text that could be missed.
+            thought = marked(thought, turn, "reasoning") if thought.replace("<think>", "").strip() else thought
+            message["content"] = f"{thought}</think>{marked(content, turn, 'content')}"
+            content = None
+        if content:
+            message["content"] = marked(content, turn, "content")
+        if message.get("name") and message["role"] != "tool":  # a tool's is that of the call
+            message["name"] = marked(message["name"], turn, "name")
+        if message.get("tool_calls"):
+            calls = []
+            for call in message["tool_calls"]:
+                function = {key: marked(value, turn, "tool call") for key, value in call["function"].items()}
+                calls.append(call | {"function": function})
+            message["tool_calls"] = calls
+        result.append(message)
+    return fields, result
+
+
+def _in_form(message: Message, forms: _Forms) -> Message:
+    """Returns a message as its template takes it."""
+    message = {key: value for key, value in message.items() if key != "weight" and value is not None}
+    if forms.parts and isinstance(message.get("content"), str):
+        message["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    if forms.json_arguments and message.get("tool_calls"):
+        message["tool_calls"] = [
+            call | {"function": call["function"] | {"arguments": dump_arguments(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+    return message
+
+
+def _find_forms(tokenizer: PreTrainedTokenizerBase, template: str) -> _Forms:
+    """Finds how a template takes messages, by rendering small ones; remembered for each tokenizer."""
+    known = _forms_of.setdefault(tokenizer, {})
+    key = (template, len(tokenizer))
+    if key in known:
+        return known[key]
+
+    def renders(what: str, *messages: Message) -> bool:
+        try:
+            text = tokenizer.apply_chat_template([list(messages)], chat_template=template, tokenize=False)[0]
+        except TEMPLATE_ERRORS:
+            return False
+        return what in text
+
+    def calling(arguments: Any) -> list[Message]:
+        function = {"name": "lookup", "arguments": arguments}
+        call = {"type": "function", "id": "call00001", "function": function}
+        return [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    parts = [{"type": "text", "text": "question"}]
+    text = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "question"}]
+    listed = [message | {"content": parts} for message in text]
+    added = tokenizer.added_tokens_decoder.values()
+    special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
+    known[key] = _Forms(
+        parts=not renders("question", *text) and renders("question", *listed),
+        json_arguments=not renders("lookup", *calling({"key": "value"}))
+        and renders("lookup", *calling('{"key": "value"}')),
+        special=_any_of(special),
+        added=_any_of({token.content for token in added} | special),
+    )
+    return known[key]
+
+
+def _any_of(texts: set[str]) -> re.Pattern:
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if text) or r"(?!)")
+
+
+@lru_cache
+def _constants(template: str) -> tuple[str, ...]:
+    """Lists the words that a template compares with, longest first."""
+    tree = Environment(extensions=EXTENSIONS).parse(template)
+    found = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return tuple(sorted((text for text in found if len(text.strip()) > 2), key=len, reverse=True))

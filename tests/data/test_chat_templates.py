@@ -1,0 +1,360 @@
+"""The table of truth: what is trained of nine chats under every chat template that trl ships.
+
+The expected texts stand in chat_table.json and were read by eye; docs/data.md shows them in short. After a change that
+is meant, `python tests/data/test_chat_templates.py` writes both anew.
+"""
+
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+from chat_corpus import CHATS, TEMPLATES, TRL, tokenizer_for
+
+from dsft.config.options import TrainConfig
+from dsft.data.chats import stop_tokens
+from dsft.data.formats import format_rules
+from dsft.data.readers import Row
+from dsft.data.sources import Batch
+from dsft.data.tokenization import Tokens, tokenise
+from dsft.errors import UserError
+
+TABLE = Path(__file__).parent / "chat_table.json"
+DOCS = Path(__file__).parents[2] / "docs" / "data.md"
+TITLE = "| template | "
+REFUSALS = {
+    "does not render its reasoning": "reasoning",
+    "does not render tools": "tools",
+    "does not render its tool call": "tool calls",
+    "the chat template raised": "raises",
+}
+"""What a message says -> the docs' word for it."""
+
+
+def made(chat: dict, tokenizer, **options) -> Tokens:
+    rows = [Row(chat, 1)]
+    return tokenise(
+        Batch(rows=rows, place="rows.jsonl"),
+        format_rules(rows, TrainConfig(**({"seq_len": 9999} | options))),
+        tokenizer,
+    )
+
+
+def answers(tokens: Tokens, tokenizer) -> list[list[str]]:
+    """The trained stretches of each sequence."""
+    found, start = [], 0
+    for end in tokens.ends:
+        stretches, ids = [[]], tokens.ids[start:end]
+        for token, is_trained in zip(ids, tokens.trained[start:end], strict=True):
+            if is_trained:
+                stretches[-1].append(token)
+            elif stretches[-1]:
+                stretches.append([])
+        found.append([tokenizer.decode(stretch) for stretch in stretches if stretch])
+        start = end
+    return found
+
+
+def cell(name: str, chat: str) -> list[list[str]] | str:
+    """What is trained, or why the chat is refused."""
+    tokenizer = tokenizer_for(name)
+    try:
+        return answers(made(CHATS[chat], tokenizer), tokenizer)
+    except UserError as error:
+        return error.problems[0].removeprefix("rows.jsonl, line 1: ").partition("; name")[0].partition("; bad_rows")[0]
+
+
+def in_short(trained: list[list[str]] | str) -> str:
+    if isinstance(trained, str):
+        return "refused: " + next(word for says, word in REFUSALS.items() if says in trained)
+    return "trained" if len(trained) == 1 else f"trained, {len(trained)} sequences"
+
+
+def docs_table(table: dict) -> str:
+    """The table of docs/data.md: templates with the same cells share a row; training variants stand in the JSON."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in table.items():
+        if not name.endswith("_training"):
+            rows.setdefault(tuple(in_short(cells[chat]) for chat in CHATS), []).append(name)
+    lines = [f"{TITLE}{' | '.join(CHATS)} |", f"|---|{'---|' * len(CHATS)}"]
+    lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows.items()]
+    number = sum(not name.endswith("_training") for name in table)
+    return "\n".join([f"Chat templates of trl {TRL}: {number} as vendors publish them.", "", *lines])
+
+
+def in_docs(text: str) -> str:
+    return re.search(r"^Chat templates of trl .*\n\n(\|.*\n)+", text, re.MULTILINE)[0].strip()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_cell_of_the_table_is_trained_or_refused_as_it_says(name):
+    expected = json.loads(TABLE.read_text(encoding="utf-8"))
+    assert {chat: cell(name, chat) for chat in CHATS} == expected[name]
+
+
+def test_the_docs_show_the_table():
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    assert list(table) == list(TEMPLATES)
+    assert in_docs(DOCS.read_text(encoding="utf-8")) == docs_table(table)
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if not name.endswith("_training")])
+def test_answers_alone_are_trained_each_whole_and_to_a_token_that_stops(name):
+    """Laws of every cell that is trained, beside the exact texts."""
+    tokenizer, stops = tokenizer_for(name), stop_tokens(tokenizer_for(name))
+    assert stops and set(stops) <= set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    for chat in CHATS:
+        if isinstance(trained := cell(name, chat), str):
+            continue
+        stretches = [text for sequence in trained for text in sequence]
+        turns = [message for message in CHATS[chat]["messages"] if message["role"] == "assistant"]
+        assert len(stretches) == len(turns)
+        for stretch, turn in zip(stretches, turns, strict=True):
+            texts = turn["content"] if isinstance(turn["content"], str) else turn["content"][0]["text"]
+            assert texts in stretch and turn.get("reasoning_content", "") in stretch
+            assert all(call["function"]["name"] in stretch for call in turn.get("tool_calls", []))
+            assert tokenizer(stretch, add_special_tokens=False)["input_ids"][-1] in stops
+            others = ("Ask", "Be brief", "Says", "wet", "noon" if "noon" not in texts else "wet")
+            assert not any(other in stretch for other in others)
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if f"{name}_training" in TEMPLATES])
+def test_what_is_trained_is_what_trl_marks_in_its_training_variant(name):
+    """But for what a prompt gives, empty thinking, and tokens that end a turn."""
+    ours, theirs = tokenizer_for(name), tokenizer_for(name, TEMPLATES[f"{name}_training"])
+    for chat in ("one turn", "two turns", "system", "tool call", "two calls"):
+        if isinstance(trained := cell(name, chat), str):
+            continue
+        rows = made(CHATS[chat], theirs)
+        marked = [text for sequence in answers(rows, theirs) for text in sequence]
+        cores = [
+            [re.sub(r"(<\|[a-z_]+\|>|<turn\|>)$", "", text.strip()).removeprefix("<|turn>model\n") for text in texts]
+            for texts in ([text for sequence in trained for text in sequence], marked)
+        ]
+        assert cores[0] == cores[1], chat
+    assert ours.chat_template != theirs.chat_template
+
+
+ODD = [
+    "a",
+    "42",
+    "?!",
+    '"quoted"',
+    "<b>bold</b>",
+    "{{ x }}",
+    "🙂 ünï",
+    "a\\nb\nc",
+    "[INST]",
+    "the user said: assistant",
+    "</s",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("qwen2_5", "<|im_end|>"),
+        ("qwen3", "<|im_end|>"),
+        ("llama3_1", "<|eot_id|>"),
+        ("gemma3", "<end_of_turn>"),
+        ("phi3", "<|end|>"),
+        ("deepseekv3", "<｜end▁of▁sentence｜>"),
+    ],
+)
+def test_whatever_a_chat_holds_its_answers_are_found(name, end):
+    tokenizer, rng = tokenizer_for(name), random.Random(0)
+    for _ in range(15):
+        chat = [
+            {"role": role, "content": " ".join(rng.choices(ODD, k=rng.randint(1, 4)))}
+            for _ in range(rng.randint(1, 3))
+            for role in ("user", "assistant")
+        ]
+        trained = [text for texts in answers(made({"messages": chat}, tokenizer), tokenizer) for text in texts]
+        assert trained == [message["content"] + end for message in chat if message["role"] == "assistant"]
+
+
+def test_a_prompt_that_opens_thinking_takes_nothing_of_an_answer_that_begins_alike():
+    """The generation prompt ends with <think>, and the earlier turn begins with <tool_call>."""
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+        "{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    tokenizer = tokenizer_for("qwen_copy", text)
+    chat = {"messages": CHATS["tool call"]["messages"]}
+    (trained,) = answers(made(chat, tokenizer), tokenizer)
+    assert trained == [
+        '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call><|im_end|>',
+        "It rains.<|im_end|>",
+    ]
+
+
+THINKS = CHATS["reasoning twice"]
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("auto", [["<think>\nMuse one.\n</think>\n\nReply one."], ["<think>\nMuse two.\n</think>\n\nReply two."]]),
+        ("last", [["Reply one.", "<think>\nMuse two.\n</think>\n\nReply two."]]),
+        ("none", [["Reply one.", "Reply two."]]),
+    ],
+)
+def test_train_thinking_says_which_reasoning_is_trained(how, expected):
+    tokenizer = tokenizer_for("qwen3")
+    tokens = made(THINKS, tokenizer, train_thinking=how)
+    assert answers(tokens, tokenizer) == [[f"{text}<|im_end|>" for text in texts] for texts in expected]
+    assert ("Muse two." in tokenizer.decode(tokens.ids)) and tokens.counts["rendered_apart"] == (how == "auto")
+
+
+def test_empty_thinking_is_rendered_and_trained_only_where_it_is_asked_for():
+    tokenizer = tokenizer_for("qwen3")
+    tokens = made(CHATS["one turn"], tokenizer)
+    assert tokens.counts == {"rows": 1, "empty_thinking": 1}
+    assert tokenizer.decode(tokens.ids).endswith("assistant\n<think>\n\n</think>\n\nReply one.<|im_end|>\n")
+    assert answers(tokens, tokenizer) == [["Reply one.<|im_end|>"]]
+    everything = made(CHATS["one turn"], tokenizer, train_thinking="all")
+    assert answers(everything, tokenizer) == [["<think>\n\n</think>\n\nReply one.<|im_end|>"]]
+
+
+def test_reasoning_within_the_content_is_the_same_as_beside_it():
+    inline = [
+        {key: value for key, value in message.items() if key != "reasoning_content"}
+        | {"content": f"<think>\n{message['reasoning_content']}\n</think>\n\n{message['content']}"}
+        if message["role"] == "assistant"
+        else message
+        for message in THINKS["messages"]
+    ]
+    for name in ("qwen3", "deepseek_r1_distill", "glm4moe", "qwen3_6"):
+        tokenizer = tokenizer_for(name)
+        assert answers(made({"messages": inline}, tokenizer), tokenizer) == cell(name, "reasoning twice"), name
+    assert "Muse one." in answers(made({"messages": inline}, tokenizer_for("llama3")), tokenizer_for("llama3"))[0][0]
+
+
+def test_what_a_template_leaves_out_is_refused_by_name_or_left_out_and_counted():
+    named = {"messages": [{"role": "user", "name": "Ann", "content": "Ask"}, {"role": "assistant", "content": "Reply"}]}
+    for name, chat, part in (
+        ("llama3", CHATS["reasoning"], r"message 2 \(assistant\): the chat template does not render its reasoning"),
+        ("llama3", CHATS["tool call"], "the chat template does not render tools"),
+        ("qwen2_5", named, r"message 1 \(user\): the chat template does not render its name"),
+    ):
+        tokenizer = tokenizer_for(name)
+        with pytest.raises(UserError, match=f"rows.jsonl, line 1: {part}.*drop_unrendered: true"):
+            made(chat, tokenizer)
+    for name, chat in (("llama3", CHATS["reasoning"]), ("qwen2_5", named)):
+        tokens = made(chat, tokenizer_for(name), drop_unrendered=True)
+        assert tokens.counts == {"rows": 1, "unrendered": 1} and tokens.trained.any()
+    with pytest.raises(UserError, match="does not render its tool call"):  # nothing of the answer would be left
+        made(CHATS["tool call"], tokenizer_for("lfm2"), drop_unrendered=True)
+
+
+@pytest.mark.parametrize("off", [{"weight": 0}, {"train": False}, {"loss": False}])
+def test_a_turn_of_no_weight_is_given_and_not_trained(off):
+    tokenizer = tokenizer_for("qwen2_5")
+    first, second, *rest = CHATS["two turns"]["messages"]
+    chat = {"messages": [first, second | off, *rest]}
+    assert answers(made(chat, tokenizer), tokenizer) == [["Reply two.<|im_end|>"]]
+    assert made({"messages": [first, second | off]}, tokenizer).counts["dropped_empty"] == 1
+    with pytest.raises(UserError, match="message 2 .* has the weight 0.5; 0 .not trained. and 1"):
+        made({"messages": [first, second | {"weight": 0.5}]}, tokenizer)
+
+
+def test_calls_of_every_shape_become_the_same_tokens():
+    tokenizer = tokenizer_for("qwen2_5")
+    arguments = {"city": "Oslo"}
+    ask, result, answer = (
+        {"role": "user", "content": "Rain?"},
+        {"role": "tool", "content": "wet"},
+        {"role": "assistant", "content": "It rains."},
+    )
+    shapes = [
+        [
+            ask,
+            {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": given}}]},
+            result,
+            answer,
+        ]
+        for given in (arguments, json.dumps(arguments))
+    ]
+    call = json.dumps({"name": "weather", "arguments": arguments})
+    shapes += [
+        [ask, {"role": role, "content": call}, result | {"role": other}, answer]
+        for role, other in (("tool_call", "tool_response"), ("function_call", "observation"))
+    ]
+    shapes += [[ask, {"role": "assistant", "content": None, "function_call": json.loads(call)}, result, answer]]
+    ids = [made({"messages": shape}, tokenizer).ids.tolist() for shape in shapes]
+    turns = [
+        {
+            "from": {"user": "human", "assistant": "gpt"}.get(message["role"], message["role"]),
+            "value": message["content"],
+        }
+        for message in shapes[3]
+    ]
+    ids.append(made({"conversations": turns}, tokenizer).ids.tolist())
+    assert ids == ids[:1] * 6
+    assert answers(made({"messages": shapes[0]}, tokenizer), tokenizer) == [
+        [
+            '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>',
+            "It rains.<|im_end|>",
+        ]
+    ]
+    for bad, message in (("{", "must be a JSON object"), ("[1]", "must be an object")):
+        wrong = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": bad}}]}
+        with pytest.raises(UserError, match=rf"message 2 \(assistant\): the arguments of weather {message}"):
+            made({"messages": [ask, wrong]}, tokenizer)
+
+
+def test_two_turns_of_an_assistant_in_a_row_are_two_answers():
+    tokenizer = tokenizer_for("qwen2_5")
+    one, two = ({"role": "assistant", "content": text} for text in ("One.", "Two."))
+    chat = {"messages": [{"role": "user", "content": "Ask"}, one, two]}
+    assert answers(made(chat, tokenizer), tokenizer) == [["One.<|im_end|>", "Two.<|im_end|>"]]
+
+
+def test_the_history_of_alpaca_is_earlier_turns():
+    tokenizer = tokenizer_for("qwen2_5")
+    row = {"instruction": "Ask two?", "output": "Reply two.", "history": [["Ask one?", "Reply one."]]}
+    assert made(row, tokenizer).ids.tolist() == made(CHATS["two turns"], tokenizer).ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen3", ["<|im_end|>"]),
+        ("llama3_1", ["<|eot_id|>"]),
+        ("phi3", ["<|end|>"]),
+        ("gptoss", ["<|return|>", "<|call|>"]),
+        ("gemma4_v5", ["<turn|>", "<|tool_response>"]),
+        ("glm4moe", ["<|endoftext|>", "<|user|>", "<|observation|>"]),
+    ],
+)
+def test_stop_tokens_are_those_that_trained_answers_end_with(name, expected):
+    tokenizer = tokenizer_for(name)
+    assert tokenizer.convert_ids_to_tokens(stop_tokens(tokenizer)) == expected
+
+
+def test_a_template_without_a_token_that_stops_gets_the_end_token_or_is_refused():
+    turn = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    text = turn + "{% if add_generation_prompt %}assistant:{% endif %}"
+    tokenizer = tokenizer_for("bare", text)
+    tokens = made(CHATS["two turns"], tokenizer)
+    assert answers(tokens, tokenizer) == [[" Reply one.<|endoftext|>"], [" Reply two.<|endoftext|>"]]
+    assert tokenizer.convert_ids_to_tokens(stop_tokens(tokenizer)) == ["<|endoftext|>"]
+    try:
+        tokenizer.eos_token = None
+        with pytest.raises(UserError, match="nothing in the chat template ends an answer"):
+            made(CHATS["one turn"], tokenizer)
+    finally:
+        tokenizer.eos_token = "<|endoftext|>"
+
+
+if __name__ == "__main__":
+    made_now = {name: {chat: cell(name, chat) for chat in CHATS} for name in TEMPLATES}
+    TABLE.write_text(json.dumps(made_now, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    docs = DOCS.read_text(encoding="utf-8")
+    DOCS.write_text(docs.replace(in_docs(docs), docs_table(made_now)), encoding="utf-8")
