@@ -143,14 +143,14 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, template: str | None = None)
     call = {"type": "function", "id": "call00001", "function": {"name": "look_up", "arguments": {"word": "it"}}}
     calling = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "content": "found", "name": "look_up", "tool_call_id": "call00001"}
-    found: list[int] = []
+    stops: list[int] = []
     for messages in ([ask, answer], [ask, answer, ask, answer], [ask, calling], [ask, calling, result, answer]):
         try:
             samples = _Chat(Chat(messages=messages), tokenizer, ChatRules(), template=template).samples()
         except TEMPLATE_ERRORS:
             continue  # a template without tools has no such end
-        found += [ids[end - 1] for ids, spans in samples.sequences for _, end in spans]
-    return list(dict.fromkeys(found))
+        stops += [ids[end - 1] for ids, spans in samples.sequences for _, end in spans]
+    return list(dict.fromkeys(stops))
 
 
 class _Rendering:
@@ -294,8 +294,8 @@ class _Chat:
                 continue
             is_there = len(rendering.of(index)) >= item.size
             if not is_there and self.source[item.message]["role"] == "assistant" and not all_there:
-                own = _Rendering(self._render(self.marked[: item.message + 1]), self.fields)
-                is_there = len(own.of(index)) >= item.size
+                alone = _Rendering(self._render(self.marked[: item.message + 1]), self.fields)
+                is_there = len(alone.of(index)) >= item.size
             if not is_there:
                 problems.append(self._not_rendered(item.message, item.kind))
         if problems and not self.rules.drop_unrendered:
@@ -315,9 +315,9 @@ class _Chat:
         place = self._begin(turn, rendering)
         if place is None:
             return None
-        own = rendering if length == turn + 1 else _Rendering(self._render(self.marked[: turn + 1]), self.fields)
-        in_own = place if own is rendering else self._begin(turn, own)
-        tail = own.marked[in_own.last + 1 :] if in_own else ""
+        alone = rendering if length == turn + 1 else _Rendering(self._render(self.marked[: turn + 1]), self.fields)
+        in_alone = place if alone is rendering else self._begin(turn, alone)
+        tail = alone.marked[in_alone.last + 1 :] if in_alone else ""
         is_own = length == turn + 1
         follows = self._followed(turn) if is_own else rendering.marked[place.last + 1 : rendering.next_mark(place.last)]
         same = _common(tail, follows)
@@ -333,7 +333,7 @@ class _Chat:
             end, ends_alike = match.end(), is_own or match.end() <= same
         else:
             end, ends_alike, ends_open = len(tail.rstrip()), is_own, True
-        is_alike = in_own is not None and place.shape == in_own.shape and ends_alike
+        is_alike = in_alone is not None and place.shape == in_alone.shape and ends_alike
         return replace(
             place,
             end=place.last + 1 + end,
@@ -344,18 +344,18 @@ class _Chat:
     def _begin(self, turn: int, rendering: _Rendering) -> _Place | None:
         """Finds where an answer begins, and its last letter."""
         trains_thinking = self._trains_thinking(turn)
-        own = [index for index, item in enumerate(self.fields) if item.message == turn]
-        at = {index: rendering.of(index) for index in own}
+        indices = [index for index, item in enumerate(self.fields) if item.message == turn]
+        at = {index: rendering.of(index) for index in indices}
         missing = tuple(
             dict.fromkeys(
                 self.fields[index].kind
-                for index in own
+                for index in indices
                 if len(at[index]) < self.fields[index].size
                 and (trains_thinking or self.fields[index].kind != "reasoning")
             )
         )
-        answer = [index for index in own if len(at[index]) and self.fields[index].kind != "reasoning"]
-        thought = [index for index in own if len(at[index]) and self.fields[index].kind == "reasoning"]
+        answer = [index for index in indices if len(at[index]) and self.fields[index].kind != "reasoning"]
+        thought = [index for index in indices if len(at[index]) and self.fields[index].kind == "reasoning"]
         if not answer and not (thought and not missing):
             return None
         places = np.concatenate([at[index] for index in answer + thought])
@@ -502,14 +502,14 @@ class _Chat:
 
     def _within(self, turn: int, place: _Place, stretches: Spans) -> Spans:
         """Returns the marked stretches of an answer, the last of them up to what ends it."""
-        own = [(start, end) for start, end in stretches if start <= place.last and end > place.begins]
-        own = [(start, end) for start, end in own if end > start]
-        if not own:
+        inside = [(start, end) for start, end in stretches if start <= place.last and end > place.begins]
+        inside = [(start, end) for start, end in inside if end > start]
+        if not inside:
             raise ValueError(
                 f"message {turn + 1}: the chat template marks other text as generated, and nothing of this answer"
             )
-        own = [(max(start, place.start), end) for start, end in own if end > place.start]  # a prompt is not generated
-        return [*own[:-1], (own[-1][0], max(place.end, place.last + 1))]
+        inside = [(max(start, place.start), end) for start, end in inside if end > place.start]  # no prompt
+        return [*inside[:-1], (inside[-1][0], max(place.end, place.last + 1))]
 
     def _encode(self, text: str, spans: Spans, *, ends_open: bool) -> tuple[list[int], Spans]:
         """Encodes a text, and turns spans of its characters into spans of tokens.
@@ -550,13 +550,13 @@ _WAY_OUT = (
 def _token_spans(offsets: list[tuple[int, int]], spans: Spans) -> Spans | None:
     """Turns spans of characters into spans of tokens; None where a token reaches across a border."""
     firsts, lasts = np.array(offsets, np.int64).reshape(-1, 2).T
-    found = []
+    tokens = []
     for begin, end in spans:
         inside = np.flatnonzero((firsts < end) & (lasts > begin) & (firsts < lasts))
         if not len(inside) or firsts[inside[0]] < begin or lasts[inside[-1]] > end:
             return None
-        found.append((int(inside[0]), int(inside[-1]) + 1))
-    return found
+        tokens.append((int(inside[0]), int(inside[-1]) + 1))
+    return tokens
 
 
 def _codes(text: str) -> np.ndarray:
@@ -573,10 +573,10 @@ def _skip_space(text: str, start: int) -> int:
 
 
 def _last(pattern: re.Pattern, text: str) -> re.Match | None:
-    found = None
-    for found in pattern.finditer(text):  # noqa: B007
+    match = None
+    for match in pattern.finditer(text):  # noqa: B007
         pass
-    return found
+    return match
 
 
 def _thinking(message: Message) -> str:
@@ -659,12 +659,12 @@ def _find_forms(tokenizer: PreTrainedTokenizerBase, template: str) -> _Forms:
     if key in known:
         return known[key]
 
-    def renders(what: str, *messages: Message) -> bool:
+    def renders(word: str, *messages: Message) -> bool:
         try:
             text = tokenizer.apply_chat_template([list(messages)], chat_template=template, tokenize=False)[0]
         except TEMPLATE_ERRORS:
             return False
-        return what in text
+        return word in text
 
     def calling(arguments: Any) -> list[Message]:
         function = {"name": "lookup", "arguments": arguments}
@@ -694,5 +694,5 @@ def _any_of(texts: set[str]) -> re.Pattern:
 def _constants(template: str) -> tuple[str, ...]:
     """Lists the words that a template compares with, longest first."""
     tree = Environment(extensions=EXTENSIONS).parse(template)
-    found = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-    return tuple(sorted((text for text in found if len(text.strip()) > 2), key=len, reverse=True))
+    words = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return tuple(sorted((text for text in words if len(text.strip()) > 2), key=len, reverse=True))

@@ -47,7 +47,7 @@ def made(chat: dict, tokenizer, **options) -> Tokens:
 
 def answers(tokens: Tokens, tokenizer) -> list[list[str]]:
     """The trained stretches of each sequence."""
-    found, start = [], 0
+    sequences, start = [], 0
     for end in tokens.ends:
         stretches, ids = [[]], tokens.ids[start:end]
         for token, is_trained in zip(ids, tokens.trained[start:end], strict=True):
@@ -55,9 +55,9 @@ def answers(tokens: Tokens, tokenizer) -> list[list[str]]:
                 stretches[-1].append(token)
             elif stretches[-1]:
                 stretches.append([])
-        found.append([tokenizer.decode(stretch) for stretch in stretches if stretch])
+        sequences.append([tokenizer.decode(stretch) for stretch in stretches if stretch])
         start = end
-    return found
+    return sequences
 
 
 def cell(name: str, chat: str) -> list[list[str]] | str:
@@ -311,8 +311,8 @@ def test_calls_of_every_shape_become_the_same_tokens():
 
 def test_two_turns_of_an_assistant_in_a_row_are_two_answers():
     tokenizer = tokenizer_for("qwen2_5")
-    one, two = ({"role": "assistant", "content": text} for text in ("One.", "Two."))
-    chat = {"messages": [{"role": "user", "content": "Ask"}, one, two]}
+    first, second = ({"role": "assistant", "content": text} for text in ("One.", "Two."))
+    chat = {"messages": [{"role": "user", "content": "Ask"}, first, second]}
     assert answers(made(chat, tokenizer), tokenizer) == [["One.<|im_end|>", "Two.<|im_end|>"]]
 
 

@@ -24,7 +24,8 @@ def load(tokenizer, tmp_path):
     path = str(write_pairs(tmp_path / "pairs.jsonl", 31))
 
     def make(pack=False, limits=(), **options):
-        config = TrainConfig(data=[path], seq_len=32, data_cache=str(tmp_path / "cache"), model="unused", **options)
+        options |= {"seq_len": 32, "too_long": "truncate", "data_cache": str(tmp_path / "cache"), "model": "unused"}
+        config = TrainConfig(data=[path], **options)
         problems: list[str] = []
         data = check_sources([path], config, tokenizer, key="data", split="train", problems=problems)
         assert problems == []
