@@ -17,7 +17,7 @@ from typing import Any, Literal
 import pyarrow.parquet
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dsft.checkpoints.manifest import checkpoints
+from dsft.checkpoints.manifest import checkpoints, read_trainer_state
 from dsft.checkpoints.run_folder import FINAL, path_of, read_options_of_run, read_run
 from dsft.cluster.launch.run import launch
 from dsft.config.options import EvalConfig
@@ -69,7 +69,7 @@ def find_models(run_folder: str) -> list[Model]:
 
 
 def _saved_model(path: Path) -> Model:
-    state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+    state = read_trainer_state(path)
     step, tokens_seen = state["global_step"], state["num_input_tokens_seen"]
     return Model(name=path.name, kind=kind_of(path), path=str(path), step=step, tokens_seen=tokens_seen)
 

@@ -12,9 +12,10 @@ import os
 import re
 from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from dsft.checkpoints.removal import discard, discard_if_possible, empty_trash
+from dsft.errors import UserError
 
 PREFIX = "checkpoint"
 """Of a checkpoint's name (PREFIX_CHECKPOINT_DIR of transformers.trainer_utils, whose import takes seconds)."""
@@ -22,6 +23,10 @@ STAGING = ".saving"
 REPLACED = ".replaced"
 MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer_state.json"
+TENSOR_FILES = (".safetensors", ".bin", ".pt", ".pth")
+"""Endings of the files that are large and that nothing reads before all of a checkpoint is verified."""
+SEAL = "sha256"
+"""Of the manifest itself, in it."""
 PART_BYTES = 2**26
 """Of a file, that are brought to the disk at once."""
 _OF_RANK = re.compile(r"(?:pp_rank|rng_state)_(\d+)")
@@ -139,7 +144,7 @@ def publish(staged: Path, manifest: dict[str, Any]) -> Path:
     Returns its folder.
     """
     with (staged / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
+        json.dump(sealed(manifest), file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     for folder in (*(path for path in staged.rglob("*") if path.is_dir()), staged):
@@ -184,20 +189,52 @@ def clean_up(output_dir: str | Path) -> list[Path]:
 def checkpoints(output_dir: str | Path) -> list[Path]:
     """List checkpoints at their names, oldest step first, complete or not: `integrity_errors` tells.
 
-    A folder without a Trainer's state is none.
+    A folder with neither a Trainer's state nor a manifest is none.
     """
     folders = [
         path
         for path in Path(output_dir).glob(f"{PREFIX}-*")
-        if (path / TRAINER_STATE).is_file() and path.name.rpartition("-")[2].isdigit()
+        if any((path / name).is_file() for name in (TRAINER_STATE, MANIFEST)) and path.name.rpartition("-")[2].isdigit()
     ]
     return sorted(folders, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest; None where there is none, as in checkpoints of other tools."""
+    """Return the manifest; None where there is none, as in checkpoints of other tools.
+
+    Raises:
+        ValueError: where it is not what was written.
+    """
     path = folder / MANIFEST
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    if SEAL in manifest and manifest != sealed(manifest):
+        raise ValueError(f"{path} has changed")
+    return manifest
+
+
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Add a hash of all that a manifest says, which decides how a run resumes."""
+    content = {name: value for name, value in manifest.items() if name != SEAL}
+    return content | {SEAL: hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
+
+
+def read_trainer_state(folder: Path) -> dict[str, Any]:
+    """Return the Trainer's state that a checkpoint holds.
+
+    Raises:
+        UserError: where it is none, as after a failure of the disk; that of a checkpoint with a manifest is verified by
+            `integrity_errors`.
+    """
+    path = folder / TRAINER_STATE
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(state, dict) or not isinstance(state.get("global_step"), int):
+            raise ValueError("it names no global_step")
+    except (OSError, ValueError) as error:
+        raise UserError([f"{path} cannot be read as a Trainer's state ({error}); use another checkpoint"]) from None
+    return state
 
 
 def manifest_hash(folder: Path) -> str:
@@ -208,8 +245,12 @@ def manifest_hash(folder: Path) -> str:
     return f"no {MANIFEST}" if folder.is_dir() else "no such folder"
 
 
-def integrity_errors(folder: Path, *, hashes: bool = False) -> list[str]:
-    """Compare a checkpoint with its manifest: files, sizes and, where asked for (it reads everything), hashes."""
+def integrity_errors(folder: Path, *, hashes: Literal["none", "small", "all"] = "small") -> list[str]:
+    """Compare a checkpoint with its manifest: files, sizes and hashes.
+
+    Args:
+        hashes: of which files: "small" are those that decide how a run resumes, which are read before the tensors.
+    """
     try:
         manifest = read_manifest(folder)
         files = manifest and {name: listed["size"] for name, listed in manifest["files"].items()}
@@ -224,7 +265,8 @@ def integrity_errors(folder: Path, *, hashes: bool = False) -> list[str]:
             errors.append(f"{name} is missing")
         elif path.stat().st_size != size:
             errors.append(f"{name} has {path.stat().st_size:,} bytes, {size:,} were written")
-    return errors or (content_errors(folder, files_of(folder)) if hashes else [])
+    hashed = [file for file in files_of(folder) if hashes == "all" or file.suffix not in TENSOR_FILES]
+    return errors or (content_errors(folder, hashed) if hashes != "none" else [])
 
 
 def content_errors(folder: Path, files: list[Path]) -> list[str]:
@@ -244,13 +286,16 @@ def _sha256(path: Path) -> str:
 
 
 def resume_errors(folder: Path, *, other_tools: Container[str] | None = None) -> list[str]:
-    """List why a run cannot resume from a checkpoint, by its files and their sizes.
+    """List why a run cannot resume from a checkpoint, by its files, their sizes and the hashes of small ones.
 
     Args:
-        other_tools: names of the checkpoints that need no manifest, since another tool wrote them; None stands for all.
+        other_tools: names of the checkpoints that need no manifest, since another tool wrote them; None stands for all,
+            and leaves out the hashes.
     """
     needs_manifest = other_tools is not None and folder.name not in other_tools
-    return integrity_errors(folder) if needs_manifest or (folder / MANIFEST).is_file() else []
+    if not needs_manifest and not (folder / MANIFEST).is_file():
+        return []
+    return integrity_errors(folder, hashes="none" if other_tools is None else "small")
 
 
 def last_good(

@@ -10,7 +10,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dsft.checkpoints.manifest import MANIFEST, PREFIX, checkpoints, last_good, resume_errors
+from dsft.checkpoints.manifest import (
+    MANIFEST,
+    PREFIX,
+    TRAINER_STATE,
+    checkpoints,
+    integrity_errors,
+    last_good,
+    read_trainer_state,
+    resume_errors,
+)
 from dsft.checkpoints.removal import discard
 from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
@@ -79,7 +88,7 @@ def clear_run(output_dir: str) -> None:
 
 
 def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | None:
-    """Find the checkpoint to resume from, by its files and their sizes. None starts from the beginning.
+    """Find the checkpoint to resume from, by its `resume_errors`. None starts from the beginning.
 
     Args:
         before: a checkpoint that cannot be used; with `auto` an older one is sought.
@@ -152,11 +161,18 @@ def start_from_weights(config: TrainConfig, checkpoint: str) -> list[Decision]:
 
 
 def is_finished(checkpoint: str, training: dict[str, Any]) -> bool:
-    """Tell whether nothing is left to train after `checkpoint`, by max_steps or else num_train_epochs."""
-    state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
+    """Tell whether nothing is left to do after `checkpoint`: it is the last step's, by max_steps or else
+    num_train_epochs, and the final model stands.
+
+    Raises:
+        UserError: where the checkpoint holds no Trainer's state.
+    """
+    state = read_trainer_state(Path(checkpoint))
     if training.get("max_steps", -1) > 0:
-        return state["global_step"] >= training["max_steps"]
-    return (state["epoch"] or 0) >= training.get("num_train_epochs", 3.0)
+        is_end = state["global_step"] >= training["max_steps"]
+    else:
+        is_end = (state.get("epoch") or 0) >= training.get("num_train_epochs", 3.0)
+    return is_end and (Path(training["output_dir"]) / FINAL).is_dir()
 
 
 def write_run(output_dir: str, **sections: Any) -> None:
@@ -220,11 +236,21 @@ def find_weights(source: str) -> Path:
     if not folder.is_dir():
         raise UserError([f"{source}: is no folder"])
     if (folder / "run.json").is_file():
-        folders = [folder / FINAL] if (folder / FINAL).is_dir() else checkpoints(source)
-        if not folders:
+        others = read_run(source).get("other_tools_checkpoints", [])
+        newest, skipped = (folder / FINAL, []) if (folder / FINAL).is_dir() else last_good(source, other_tools=others)
+        for path, errors in skipped:
+            say(f"{path} is incomplete and is skipped: {'; '.join(errors[:3])}")
+        if newest is None:
             raise UserError([f"{source}: the run has neither a final model nor a complete checkpoint yet"])
-        return folders[-1]
-    if not is_step_folder(source) and not any(folder.glob("*.safetensors")) and not any(folder.glob("global_step*")):
+        folder = newest
+    # A final model is the user's to edit: its chat template, say.
+    if (folder / TRAINER_STATE).is_file() and (folder / MANIFEST).is_file():
+        raise_if_any([f"{folder}: {error}; it is damaged, use another" for error in integrity_errors(folder)])
+    if (
+        not is_step_folder(str(folder))
+        and not any(folder.glob("*.safetensors"))
+        and not any(folder.glob("global_step*"))
+    ):
         raise UserError([f"{source}: holds neither safetensors nor a DeepSpeed global_step folder"])
     return folder
 

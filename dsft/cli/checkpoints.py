@@ -57,7 +57,7 @@ def verify_checkpoint(options: FolderOptions) -> None:
     if not path.is_dir():
         raise UserError([f"{path}: is no folder"])
     folders = [path] if (path / MANIFEST).is_file() else _folders_of_run(path)
-    raise_if_any([f"{folder}: {error}" for folder in folders for error in integrity_errors(folder, hashes=True)])
+    raise_if_any([f"{folder}: {error}" for folder in folders for error in integrity_errors(folder, hashes="all")])
     raise_if_any(pickle_errors(file for folder in folders for file in files_of(folder) if is_read_pickle(file)))
     for folder in folders:
         files = plural(len(files_of(folder)), "file")

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dsft.checkpoints.manifest import TRAINER_STATE, checkpoints
+from dsft.checkpoints.manifest import TRAINER_STATE, checkpoints, read_trainer_state
 from dsft.checkpoints.run_folder import FINAL, METRICS, RUN, path_of, read_run
 from dsft.errors import UserError, raise_if_any
 from dsft.perplexity.report import Results
@@ -162,7 +162,7 @@ def _read_checkpoints(folder: Path, log: list[dict[str, Any]]) -> list[Checkpoin
     evaluations = {entry["step"]: entry for entry in log if "eval_perplexity" in entry}
     saved = []
     for path in checkpoints(folder):
-        state = json.loads((path / TRAINER_STATE).read_text(encoding="utf-8"))
+        state = read_trainer_state(path)
         step, tokens_seen = state["global_step"], state.get("num_input_tokens_seen", 0)
         evaluation = evaluations.get(step, {})
         saved.append(Checkpoint(name=path.name, step=step, tokens_seen=tokens_seen, evaluation=evaluation))

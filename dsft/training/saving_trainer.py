@@ -18,6 +18,7 @@ from dsft.checkpoints.room import give_room
 from dsft.checkpoints.run_folder import FINAL
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards
 from dsft.checkpoints.tensor_sources import SafetensorsFiles
+from dsft.checkpoints.verification import Verification
 from dsft.config.deepspeed_json import offloads, stage
 from dsft.models.zero_shards import mapped_resume
 from dsft.runtime import distributed
@@ -106,7 +107,12 @@ class SavingTrainer(Trainer):
         restore(engine, engine.lr_scheduler or self.lr_scheduler, checkpoint)
 
     def _load_best_model(self) -> None:
+        """Load it as the Trainer; where it has changed since it was saved, the last step's weights stay. Collective."""
         best = self.state.best_model_checkpoint
+        if errors := Verification(best, hashes=True).errors():
+            say(f"error: {best}, the best checkpoint, is damaged ({errors[0]}): the last step's weights stay")
+            self.state.best_model_checkpoint = None
+            return
         if topology_change(best, self.topology):
             self._restore(best)
         else:

@@ -16,7 +16,7 @@ from tiny import write_model
 from transformers import AutoTokenizer
 
 from dsft.checkpoints.export import export
-from dsft.checkpoints.manifest import MANIFEST, files_of, hash_and_sync
+from dsft.checkpoints.manifest import MANIFEST, files_of, hash_and_sync, sealed
 from dsft.cli.main import main
 from dsft.errors import UserError
 from dsft.models.pickles import load_pickle, safe_unpickling
@@ -55,7 +55,7 @@ def list_again(checkpoint: Path) -> None:
     """Give a changed checkpoint a manifest that fits, as whoever changed it would."""
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     files = {str(path.relative_to(checkpoint)): hash_and_sync(path) for path in files_of(checkpoint)}
-    (checkpoint / MANIFEST).write_text(json.dumps(manifest | {"files": files}))
+    (checkpoint / MANIFEST).write_text(json.dumps(sealed(manifest | {"files": files})))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,13 @@ import pytest
 from ranks import on_ranks, train, train_all
 
 from dsft.checkpoints.manifest import MANIFEST, shares_of_ranks
+from dsft.checkpoints.run_folder import find_weights
+from dsft.config.options import TrainConfig
+from dsft.config.reader import make_config
 from dsft.errors import UserError
+from dsft.run_setup.resolve import resume_decisions
+from dsft.runtime import distributed
+from dsft.training.saving_trainer import SavingTrainer
 
 SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
@@ -98,3 +104,82 @@ def test_every_file_is_read_by_one_rank_its_own_by_itself_and_bytes_are_even(tmp
     read = [sum(sizes[file.name] for file in share) for share in shares]
     assert abs(read[0] - read[1]) <= 200
     assert shares_of_ranks(files, 1) == [files]
+
+
+def flip_a_bit(file: Path, before: bytes) -> None:
+    """Change the last bit of the character after `before`: a digit stays a digit, and JSON stays JSON."""
+    content = bytearray(file.read_bytes())
+    content[content.index(before) + len(before)] ^= 1
+    file.write_bytes(content)
+
+
+FLIPPED = {
+    "another_step": ("trainer_state.json", b'"global_step": '),
+    "no_json": ("trainer_state.json", b""),
+    "another_world": (MANIFEST, b'"world_size": '),
+    "another_base": ("config.json", b'"num_hidden_layers": '),
+}
+"""Case -> the file of the newest checkpoint, and what stands in front of the flipped bit."""
+
+
+@pytest.mark.parametrize("name", FLIPPED)
+def test_nothing_that_decides_how_a_run_resumes_is_read_before_its_hash(run_of_six, options, tmp_path, capsys, name):
+    """A flipped bit in trainer_state.json ended in a traceback, or in `nothing left to train` without a model."""
+    run, (file, before) = Path(shutil.copytree(run_of_six, tmp_path / "run")), FLIPPED[name]
+    newest = run / "checkpoint-6"
+    flip_a_bit(newest / file, before)
+    damaged = f"{file} cannot be read" if file == MANIFEST else f"the content of {file} has changed"
+
+    def decided(resume: str, **words) -> tuple:
+        words = {"zero": "2", "max_steps": 6, "resume_from_checkpoint": resume} | words
+        return resume_decisions(make_config(TrainConfig, options(run, **words), []), 2)
+
+    assert decided("auto") == (str(run / "checkpoint-4"), [], False)
+    assert f"{newest} is incomplete and is skipped: {damaged}" in capsys.readouterr().out
+    with pytest.raises(UserError, match=f"{damaged}; it is incomplete, use another or auto"):
+        decided(str(newest))
+    if name == "no_json":
+        with pytest.raises(UserError, match="trainer_state.json cannot be read as a Trainer's state"):
+            decided(str(newest), verify_resume=False)
+    with pytest.raises(UserError, match=f"{damaged}; it is damaged, use another"):
+        find_weights(str(newest))
+    shutil.rmtree(run / "final")
+    assert find_weights(str(run)) == run / "checkpoint-4"
+
+
+@pytest.mark.launch
+def test_a_run_that_was_killed_before_its_final_model_writes_it_on_resume(run_of_six, options, tmp_path):
+    run = Path(shutil.copytree(run_of_six, tmp_path / "run"))
+    expected = (run / "final" / "model.safetensors").read_bytes()
+    shutil.rmtree(run / "final")
+    again = options(run, zero="2", max_steps=6, resume_from_checkpoint="auto")
+    assert on_ranks(2, resumed, [again, again], log=tmp_path / "log")[0] == ["done", "done"]
+    assert (run / "final" / "model.safetensors").read_bytes() == expected
+    assert (tmp_path / "log").read_text().count("nothing left to train") == 1
+
+
+def with_damaged_best(options: dict) -> None:
+    """Train; the best checkpoint gets a changed byte before it is loaded at the end."""
+    load = SavingTrainer._load_best_model
+
+    def damage_and_load(trainer) -> None:
+        if distributed.rank() == 0:
+            change_a_byte(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
+        distributed.wait_for_all()
+        load(trainer)
+
+    SavingTrainer._load_best_model = damage_and_load
+    train(options)
+
+
+@pytest.mark.launch
+def test_a_damaged_best_checkpoint_is_not_loaded_at_the_end(options, tiny, tmp_path):
+    words = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    words |= {"load_best_model_at_end": True, "eval_data": str(tiny / "held_out.jsonl")}
+    words |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the best is the first
+    on_ranks(2, with_damaged_best, options(tmp_path / "run", **words), log=tmp_path / "log")
+    results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
+    assert "the best checkpoint, is damaged (the content of model.safetensors" in (tmp_path / "log").read_text()
+    assert results["best_checkpoint"] is None
+    final, last = (tmp_path / "run" / name / "model.safetensors" for name in ("final", "checkpoint-4"))
+    assert final.read_bytes() == last.read_bytes()

@@ -11,6 +11,7 @@ from tiny import ARCHITECTURES, write_model
 from transformers import AutoConfig
 
 from dsft.checkpoints.manifest import MANIFEST
+from dsft.checkpoints.run_folder import FINAL
 from dsft.cli.main import main
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
@@ -91,6 +92,8 @@ def test_a_checkpoint_is_resumed_ended_or_taken_for_its_weights(tmp_path):
         return path is not None, {decision.name: decision.value for decision in decisions}, is_end
 
     assert decided(5) == (True, {}, False)
+    assert decided(8) == (True, {}, False), "its final model is still to be written"
+    (tmp_path / "run-8" / FINAL).mkdir()
     assert decided(8) == (True, {}, True)
     assert decided(None) == decided(None, resume_weights_only=True) == (False, {}, False), "nothing is there"
     other = {"output_dir": str(tmp_path / "new"), "resume_from_checkpoint": str(tmp_path / "run-8" / "checkpoint-8")}
