@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterator, KeysView
 from typing import Any
 
-from dsft.config.deepspeed_json import read_zero_file
+from dsft.config.deepspeed_json import get_value, read_zero_file
 from dsft.errors import nearest, one_line
 
 AUTO = "auto"
@@ -38,6 +38,18 @@ NO_DEFAULT = ("zero_optimization.stage", "zero_optimization.offload_optimizer", 
 """Where "auto" would mean one thing to accelerate and another to DeepSpeed."""
 ADAM = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 """What DeepSpeed itself takes from the parameters of an Adam (engine.py)."""
+MUON = (*ADAM, "lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "ns_method", "betas", "eps")
+"""All that it takes from those of Muon and of the Adam beside it (engine.py, _muon_param_groups); it drops others."""
+NS_METHODS = ("gram", "standard")
+REFUSED = {
+    "zero_optimization.zenflow": "DeepSpeed copies the weights transposed, and trains and saves a scrambled model;"
+    " leave it out",
+    "expert_parallel.enabled": "DeepSpeed 0.19.8's AutoEP fails on the models of transformers 5.23, and what it trained"
+    " could not be saved; leave it out, ZeRO-3 shards the experts",
+    "hybrid_engine.enabled": "it is for reinforcement learning with DeepSpeed's own generation; leave it out",
+    "data_efficiency.enabled": "it needs DeepSpeed's data loader, and the Trainer has its own; leave it out",
+}
+"""Settings that DeepSpeed reads and that train something else, or fail after the model has loaded: place -> why."""
 
 
 def read_sound_file(zero: str, problems: list[str]) -> dict[str, Any]:
@@ -59,7 +71,57 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
     halves = [name for name in ("bf16", "fp16") if _enabled(content.get(name))]
     if len(halves) == 2:
         problems.append("bf16.enabled and fp16.enabled are both true; keep one")
+    problems += _check_refused(content)
+    problems += [] if problems else _check_together(content)
     return [f"zero={zero}: {problem}" for problem in problems]
+
+
+def _check_refused(content: dict[str, Any]) -> list[str]:
+    """Lists what DeepSpeed takes and a training must not have."""
+    problems = [f"{place}: {why}" for place, why in REFUSED.items() if get_value(content, place) not in (None, False)]
+    if get_value(content, "managed_gradient_accumulation") is False:
+        problems.append(
+            "managed_gradient_accumulation=false: the Trainer lets DeepSpeed count the micro batches of a step;"
+            " leave it out"
+        )
+    if str(get_value(content, "optimizer.type")).lower() == "muon":
+        method = get_value(content, "optimizer.params.ns_method")
+        if method not in (None, *NS_METHODS):
+            problems.append(f"optimizer.params.ns_method={json.dumps(method)}: choose from {', '.join(NS_METHODS)}")
+        # stage3.py: "Muon and reduce scatter cannot be used together", once the model is loaded
+        if (
+            get_value(content, "zero_optimization.stage") == 3
+            and get_value(content, "zero_optimization.reduce_scatter") is not False
+        ):
+            problems.append("optimizer.type Muon: stage 3 needs zero_optimization.reduce_scatter=false; add it")
+    offloads = get_value(content, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
+    has_adam = str(get_value(content, "optimizer.type")).lower() in ("adam", "adamw")
+    for half in ("bf16", "fp16"):  # base_optimizer.py, _configure_master_weights, asserts both once the model is loaded
+        if not get_value(content, f"{half}.{half}_master_weights_and_grads"):
+            continue
+        keeps_fp32 = not get_value(content, f"{half}.bf16_optimizer_states")
+        if keeps_fp32 and not offloads:
+            others = " or bf16.bf16_optimizer_states=true" if half == "bf16" else ""
+            problems.append(f"{half}.{half}_master_weights_and_grads: needs offload_optimizer.device=cpu{others}")
+        elif offloads and not keeps_fp32 and not has_adam:
+            problems.append("bf16.bf16_optimizer_states: with offload it needs an optimizer of type AdamW in this file")
+    if (
+        get_value(content, "zero_optimization.offload_optimizer.super_offload")
+        and get_value(content, "zero_optimization.stage") != 3
+    ):
+        problems.append("zero_optimization.offload_optimizer.super_offload: has no effect below stage 3; leave it out")
+    return problems
+
+
+def _check_together(content: dict[str, Any]) -> list[str]:
+    """Lets DeepSpeed hold the entries against each other, each of which is sound by itself; batches are dsft's."""
+    batches = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    entries = {key: value for key, value in content.items() if value != AUTO and key not in batches}
+    try:
+        _read_as_deepspeed(entries)
+    except Exception as error:  # DeepSpeed raises a dozen kinds; each is the user's to see in one line
+        return [one_line(error)]
+    return []
 
 
 def _enabled(section: Any) -> bool:
@@ -94,8 +156,6 @@ def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _check_entry(key: str, value: Any) -> list[str]:
     """Lets DeepSpeed read one entry of the file."""
-    from deepspeed.runtime.config import DeepSpeedConfig
-    from deepspeed.utils import logger
     from pydantic import ValidationError
 
     not_an_object = f"{key}={json.dumps(value)}: must be a JSON object; leave it out for DeepSpeed's default"
@@ -104,20 +164,32 @@ def _check_entry(key: str, value: Any) -> list[str]:
     parts: list[str] = []
     if key in ("optimizer", "scheduler"):
         parts, value = _check_type_and_parameters(key, value), value | {"params": {}}
-    # bf16, since dsft always adds one: the old name bfloat16 would be ignored beside it.
-    content = _Section({"train_micro_batch_size_per_gpu": 1, "bf16": {}} | {key: value})
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    # Stage 1, which every setting of another entry goes with; `_check_together` takes the real one.
+    content = {"zero_optimization": {"stage": 1}} | {key: value}
     try:
-        DeepSpeedConfig(content)
+        content = _read_as_deepspeed(content)
     except ValidationError as error:
         return parts + [_fault(key, fault) for fault in error.errors()]
     except Exception as error:  # DeepSpeed raises a dozen kinds; each is the user's to see in one line
         wants_object = isinstance(error, TypeError | AttributeError) and not isinstance(value, dict)
         return [*parts, not_an_object if wants_object else f"{key}: {one_line(error)}"]
+    return parts + [f"{place}: unknown key{nearest(name, known)}" for place, name, known in content.unknown()]
+
+
+def _read_as_deepspeed(content: dict[str, Any]) -> "_Section":
+    """Makes DeepSpeed's configuration of some entries; returns them with the keys that it asked for."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.utils import logger
+
+    # bf16, since dsft always adds one: the old name bfloat16 would be ignored beside it.
+    section = _Section({"train_micro_batch_size_per_gpu": 1, "bf16": {}} | content)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        DeepSpeedConfig(section)
     finally:
         logger.setLevel(level)
-    return parts + [f"{place}: unknown key{nearest(name, known)}" for place, name, known in content.unknown()]
+    return section
 
 
 def _fault(key: str, fault: dict[str, Any]) -> str:
@@ -208,6 +280,8 @@ def _check_type_and_parameters(key: str, section: dict[str, Any]) -> list[str]:
     classes, known = (_optimizers if key == "optimizer" else _schedulers)(name)
     if not classes:
         return [f"{key}.type: {name!r} is unknown{nearest(name, known)}"]
+    if key == "optimizer" and name.lower() == "muon":
+        return [f"{key}.params.{given}: unknown key{nearest(given, MUON)}" for given in parameters if given not in MUON]
     signatures = [inspect.signature(cls).parameters for cls in classes]
     first = {next(iter(signature)) for signature in signatures}
     taken = {parameter for signature in signatures for parameter in signature} - first

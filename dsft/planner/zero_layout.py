@@ -60,7 +60,6 @@ DEFAULT_OPTIMIZER = "adamw_torch"
 UNMODELLED = {
     "zero_optimization.zero_quantized_weights": "gathers of 8-bit weights",
     "zero_optimization.zero_quantized_gradients": "4-bit gradients",
-    "zero_optimization.mics_shard_size": "MiCS",
     "torch_autocast.enabled": "torch autocast",
     "fp16.fp16_master_weights_and_grads": "fp16 master weights",
     "compression_training": "compression",

@@ -55,6 +55,13 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, *, here: bo
         )
     if stage(zero_file) == 0 and sums_in_fp32(zero_file) and options.dtype in HALF_PRECISION.values():
         problems.append(f"zero={zero}: data_types.grad_accum_dtype: ZeRO 0 cannot add up in fp32; use stage 2 or 3")
+    clipping = options.training.get("max_grad_norm", TrainingArguments.max_grad_norm)
+    if get_value(zero_file, "zero_optimization.offload_optimizer.super_offload") and clipping:
+        # superoffload_stage3.py: it steps while gradients still come only where none is clipped.
+        problems.append(
+            f"zero={zero}: offload_optimizer.super_offload gains nothing while gradients are clipped"
+            f" (max_grad_norm={clipping}); set max_grad_norm to 0, or leave super_offload out"
+        )
     if (get_value(zero_file, "tensor_parallel.autotp_size") or 1) > 1:
         problems.append(
             f"zero={zero}: tensor_parallel is not supported: the Trainer would feed the ranks that share a layer"

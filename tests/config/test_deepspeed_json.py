@@ -106,6 +106,72 @@ def test_all_faults_of_all_sections_come_at_once():
     ]
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+        {
+            "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+        },
+        {
+            "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+            "fp16": {"enabled": True, "fp16_master_weights_and_grads": True},
+        },
+        {
+            "optimizer": {
+                "type": "Muon",
+                "params": {"lr": 1e-3, "muon_lr": 0.02, "adam_lr": 1e-4, "ns_method": "standard", "momentum": 0.9},
+            }
+        },
+        {"gradient_allreduce_op": "sum"},
+        {"expert_parallel": {"enabled": False}},
+        {"managed_gradient_accumulation": True},
+    ],
+    ids=json.dumps,
+)
+def test_what_is_right_beside_its_stage_is_taken(content):
+    """Each entry was checked without the others: bf16's master weights were said to need a stage that was there."""
+    assert check_deepspeed_json({"zero_optimization": {"stage": 2}} | content, "ds.json") == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "content", "expected"),
+    [
+        (0, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, ["offload_optimizer.device=cpu"]),
+        (
+            0,
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+            ["only supported with ZeRO Stage 1, 2, or 3"],
+        ),
+        (2, {"bf16": {"bf16_optimizer_states": True}}, ["requires bf16_master_weights_and_grads"]),
+        (2, {"fp16": {"fp16_master_weights_and_grads": True}}, ["fp16.fp16_master_weights_and_grads: needs offload"]),
+        (3, {"gradient_allreduce_op": "sum"}, ["'sum' is not supported with ZeRO stage 3"]),
+        (1, {"zero_optimization": {"stage": 1, "zenflow": {"topk_ratio": 0.1}}}, ["zero_optimization.zenflow:"]),
+        (2, {"zero_optimization": {"stage": 2, "zenflow": {}}}, ["zero_optimization.zenflow:", "scrambled"]),
+        (2, {"zero_optimization": {"stage": 2, "zenflow": "auto"}}, ["zero_optimization.zenflow"]),
+        (3, {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, ["mics_shard_size", "removed"]),
+        (
+            2,
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+            ["super_offload: has no effect below stage 3"],
+        ),
+        (2, {"expert_parallel": {"enabled": True, "autoep_size": 2}}, ["expert_parallel.enabled:"]),
+        (2, {"managed_gradient_accumulation": False}, ["managed_gradient_accumulation=false:"]),
+        (2, {"hybrid_engine": {"enabled": True}}, ["hybrid_engine.enabled:"]),
+        (2, {"data_efficiency": {"enabled": True}}, ["data_efficiency.enabled:"]),
+        (2, {"optimizer": {"type": "Muon", "params": {"nesterov": True}}}, ["optimizer.params.nesterov: unknown key"]),
+        (2, {"optimizer": {"type": "Muon", "params": {"ns_steps": 5}}}, ["optimizer.params.ns_steps: unknown key"]),
+        (2, {"optimizer": {"type": "Muon", "params": {"ns_method": "fast"}}}, ["ns_method", "gram, standard"]),
+        (3, {"optimizer": {"type": "Muon", "params": {}}}, ["Muon", "reduce_scatter=false"]),
+    ],
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
+)
+def test_what_would_fail_after_loading_or_train_something_else_is_refused_by_name(stage, content, expected):
+    (problem,) = check_deepspeed_json({"zero_optimization": {"stage": stage}} | content, "ds.json")
+    assert all(part in problem for part in ["zero=ds.json: ", *expected]), problem
+
+
 def test_a_key_that_stands_twice_in_a_file_is_named(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 2, "stage": 3}}')
