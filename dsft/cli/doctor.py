@@ -9,8 +9,8 @@ from dsft.cli.commands import DoctorOptions
 from dsft.cli.doctor_report import show
 from dsft.cluster.doctor.examine import examine
 from dsft.cluster.doctor.findings import Report
-from dsft.cluster.launch.hosts import hosts_of
-from dsft.errors import EXIT_USER_ERROR, UserError
+from dsft.cluster.launch.hosts import hosts_of, number_problems
+from dsft.errors import EXIT_USER_ERROR, UserError, raise_if_any
 from dsft.runtime.hostfile import Node, local_node
 from dsft.runtime.launcher_env import map_launcher_variables
 
@@ -50,11 +50,12 @@ def _print(report: Report, options: DoctorOptions) -> None:
 
 
 def _nodes(options: DoctorOptions) -> list[Node]:
+    raise_if_any(number_problems(options))
     if options.hostfile:
         return hosts_of(options, options.hostfile)
     if options.include or options.exclude or (options.num_nodes or 1) > 1:
         raise UserError(["--include, --exclude and --num_nodes choose among the hosts of --hostfile; name one"])
-    return [local_node(slots=options.num_gpus or None)]
+    return [local_node(slots=options.num_gpus)]
 
 
 if __name__ == "__main__":  # for launchers that start a module: `accelerate launch --module dsft.cli.doctor`

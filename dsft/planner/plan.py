@@ -29,6 +29,11 @@ WORTH_IT = 1.15
 error.
 """
 
+ROOMY = 0.8
+"""Share of a GPU's memory up to which a plan leaves enough free; a fuller one gives way to a roomier one that takes at
+most 5 % longer.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -141,7 +146,7 @@ def _best_batch(plans: list[Plan], machine: Machine) -> Plan:
     fitting = with_room(plans)
     if not fitting:
         return plans[0]
-    roomy = [plan for plan in fitting if plan.device_bytes <= 0.8 * machine.device_bytes]
+    roomy = [plan for plan in fitting if plan.device_bytes <= ROOMY * machine.device_bytes]
     fastest, fastest_roomy = (
         max((plan.time.tokens_per_second for plan in some), default=0.0) for some in (fitting, roomy)
     )
@@ -153,7 +158,8 @@ def _best_batch(plans: list[Plan], machine: Machine) -> Plan:
 def choose(plans: list[Plan], machine: Machine) -> Plan:
     """Return the fastest that fits, with room if one leaves some; where nothing fits, the one that lacks least.
 
-    A gain below 1 % is no reason to leave a simpler one, one below 15 % none for offload or hpZ.
+    A gain below 1 % is no reason to leave a simpler one, one below 15 % none for offload or hpZ. Where a fifth of the
+    memory is not free, a roomier one is preferred up to a loss of 5 %.
     """
     fitting = with_room(plans)
     if not fitting:
@@ -164,7 +170,15 @@ def choose(plans: list[Plan], machine: Machine) -> Plan:
         fastest_measured = max(plan.time.tokens_per_second for plan in measured)
         if fastest < WORTH_IT * fastest_measured:
             fitting, fastest = measured, fastest_measured
-    return next(plan for plan in fitting if plan.time.tokens_per_second >= 0.99 * fastest)
+    simplest = next(plan for plan in fitting if plan.time.tokens_per_second >= 0.99 * fastest)
+    if simplest.device_bytes <= ROOMY * machine.device_bytes:
+        return simplest
+    close = [plan for plan in fitting if plan.time.tokens_per_second >= 0.95 * fastest]
+    roomy = [plan for plan in close if plan.device_bytes <= ROOMY * machine.device_bytes]
+    if not roomy:
+        return min(close, key=lambda plan: plan.device_bytes)
+    fastest = max(plan.time.tokens_per_second for plan in roomy)
+    return next(plan for plan in roomy if plan.time.tokens_per_second >= 0.99 * fastest)
 
 
 def _fitted(
@@ -279,7 +293,12 @@ def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "au
     fastest = max((plan for plan in plans if plan.fits), key=lambda plan: plan.time.tokens_per_second)
     gain = fastest.time.tokens_per_second / chosen.time.tokens_per_second
     if gain > 1.01:
-        doubt = "with memory tight" if fastest.is_tight and not chosen.is_tight else "unmeasured"
+        if fastest.is_tight and not chosen.is_tight:
+            doubt = "with memory tight"
+        elif fastest.is_unmeasured and not chosen.is_unmeasured:
+            doubt = "unmeasured"
+        else:
+            doubt = f"in {in_gib(fastest.device_bytes)} instead of {in_gib(chosen.device_bytes)} per GPU"
         why = f"{chosen.label} is chosen{speed}; ZeRO {fastest.zero} would gain {gain - 1:.0%}, {doubt}"
     if zero != "auto":
         why = (

@@ -170,16 +170,16 @@ def _local_gpus(number: int | None) -> dict[str, object]:
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") if has_gpu() else None
     if not visible:
-        return {"num_gpus": number or default_ranks()}
+        return {"num_gpus": default_ranks() if number is None else number}
     gpus = [word.strip() for word in visible.split(",")]
     if not all(gpu.isdigit() for gpu in gpus):
         way_out = "give numbers (nvidia-smi -L), or start with torchrun: --nodes 1 --master_addr 127.0.0.1"
         raise UserError([f"CUDA_VISIBLE_DEVICES={visible}: DeepSpeed's launcher knows GPUs by number alone; {way_out}"])
-    if number and number > len(gpus):
+    if number is not None and number > len(gpus):
         raise UserError(
             [f"--num_gpus {number}: CUDA_VISIBLE_DEVICES={visible} names {len(gpus)}; lower it, or add more"]
         )
-    chosen = gpus[: number or None]
+    chosen = gpus[:number]
     return {"num_gpus": None, "include": None if chosen == gpus else f"localhost:{','.join(chosen)}"}
 
 

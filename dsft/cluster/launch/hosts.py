@@ -45,9 +45,19 @@ def hosts_of(options: HostFields, hostfile: str) -> list[Node]:
         hostfile,
         include=options.include or "",
         exclude=options.exclude or "",
-        num_nodes=options.num_nodes or -1,
-        num_gpus=options.num_gpus or -1,
+        num_nodes=-1 if options.num_nodes is None else options.num_nodes,
+        num_gpus=-1 if options.num_gpus is None else options.num_gpus,
     )
+
+
+def number_problems(options: HostFields) -> list[str]:
+    """List the numbers of nodes and ranks that are none: 0 does not mean all."""
+    given = {name: getattr(options, name) for name in ("num_nodes", "num_gpus")}
+    return [
+        f"--{name} {number}: must be 1 or more; leave it out for all"
+        for name, number in given.items()
+        if number is not None and number < 1
+    ]
 
 
 def nodes_through_ssh(options: "LaunchOptions") -> list[Node]:

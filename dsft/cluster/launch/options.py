@@ -4,6 +4,7 @@ import dataclasses
 import os
 
 from dsft.cluster.launch.commands import MODULES, LaunchOptions
+from dsft.cluster.launch.hosts import number_problems
 from dsft.config.reader import read_options
 from dsft.errors import raise_if_any
 
@@ -39,7 +40,10 @@ def _check(options: LaunchOptions, problems: list[str]) -> None:
             problems.append(f"--{name} chooses from a host file; --{options.way} takes its nodes from elsewhere")
     if options.no_ssh and not (options.hostfile or options.nodes):
         problems.append("--no_ssh: name the nodes, with --hostfile, or --nodes N and MASTER_ADDR")
-    for name in ("num_nodes", "num_gpus", "nodes", "node_rank", "master_port", "max_restarts", "wait_for_nodes"):
+    problems += number_problems(options)
+    if options.nodes == 0:
+        problems.append("--nodes 0: must be 1 or more")
+    for name in ("nodes", "node_rank", "master_port", "max_restarts", "wait_for_nodes"):
         if (getattr(options, name) or 0) < 0:
             problems.append(f"{name}={getattr(options, name)}: needs a number of 0 or more")
     for name in ("hostfile", "include", "exclude", "accelerate", "master_addr"):
