@@ -161,18 +161,15 @@ def start_from_weights(config: TrainConfig, checkpoint: str) -> list[Decision]:
 
 
 def is_finished(checkpoint: str, training: dict[str, Any]) -> bool:
-    """Tell whether nothing is left to do after `checkpoint`: it is the last step's, by max_steps or else
-    num_train_epochs, and the final model stands.
+    """Tell whether nothing is left to train after `checkpoint`, by max_steps or else num_train_epochs.
 
     Raises:
         UserError: where the checkpoint holds no Trainer's state.
     """
     state = read_trainer_state(Path(checkpoint))
     if training.get("max_steps", -1) > 0:
-        is_end = state["global_step"] >= training["max_steps"]
-    else:
-        is_end = (state.get("epoch") or 0) >= training.get("num_train_epochs", 3.0)
-    return is_end and (Path(training["output_dir"]) / FINAL).is_dir()
+        return state["global_step"] >= training["max_steps"]
+    return (state.get("epoch") or 0) >= training.get("num_train_epochs", 3.0)
 
 
 def write_run(output_dir: str, **sections: Any) -> None:

@@ -18,6 +18,7 @@ from transformers.utils.import_utils import is_torch_tf32_available
 
 from dsft.checkpoints.manifest import clean_up, manifest_hash
 from dsft.checkpoints.run_folder import (
+    FINAL,
     WEIGHTS_ONLY,
     check_output_dir,
     is_finished,
@@ -301,7 +302,8 @@ def resume_decisions(options: TrainConfig, world: int) -> tuple[str | None, list
     if not checkpoint:
         return None, [], False
     decisions = keep_global_batch(options, checkpoint, world)
-    return checkpoint, decisions, is_finished(checkpoint, options.training)
+    has_final = (Path(options.training["output_dir"]) / FINAL).is_dir()  # a kill may have come before it
+    return checkpoint, decisions, has_final and is_finished(checkpoint, options.training)
 
 
 def packing_note(packing: Packing) -> str:
