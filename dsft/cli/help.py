@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.cli.commands import COMMANDS, Command
-from dsft.config.options import IGNORED_ARGUMENTS, SHARDING_ARGUMENTS, TRAINING_DEFAULTS, TrainConfig
+from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TRAINING_DEFAULTS, TrainConfig
 from dsft.config.reader import is_option
 
 ARGUMENT_TEXTS = {
@@ -135,7 +135,7 @@ def training_arguments() -> tuple[FieldDoc, ...]:
         if field.name in ARGUMENT_TEXTS
         else dataclasses.replace(field, default=str(TRAINING_DEFAULTS.get(field.name, field.default)).lower())
         for field in fields
-        if field.name not in (*SHARDING_ARGUMENTS, *IGNORED_ARGUMENTS, "local_rank")
+        if field.name not in (*REFUSED_ARGUMENTS, *IGNORED_ARGUMENTS, "local_rank")
     )
 
 

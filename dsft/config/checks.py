@@ -7,7 +7,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 
-from dsft.config.options import HALF_PRECISION, SHARDING_ARGUMENTS, EvalConfig, TimeoutFields, TrainConfig
+from dsft.config.options import HALF_PRECISION, REFUSED_ARGUMENTS, EvalConfig, TimeoutFields, TrainConfig
 from dsft.units import token_counts
 
 AT_LEAST_1 = """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size
@@ -69,11 +69,7 @@ def _check_training(options: TrainConfig) -> list[str]:
     problems, training = [], options.training
     if not training.get("output_dir"):
         problems.append("output_dir: missing; name the folder of this run, for example runs/first")
-    for key in SHARDING_ARGUMENTS:
-        if training.get(key):
-            problems.append(
-                f"{key}: dsft sets up sharding itself; use zero, which also takes the path of a DeepSpeed JSON"
-            )
+    problems += [f"{key}: {why}" for key, why in REFUSED_ARGUMENTS.items() if training.get(key)]
     if options.resume_weights_only and not training.get("resume_from_checkpoint"):
         problems.append("resume_weights_only: name the checkpoint with resume_from_checkpoint")
     metric = training.get("metric_for_best_model")

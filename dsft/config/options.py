@@ -18,10 +18,39 @@ HALF_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
 UNQUANTISED = "none"
 """Of the option `quantization` of an evaluation: the model as it lies on disk."""
 
-SHARDING_ARGUMENTS = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
-"""Fields of TrainingArguments that are refused: `zero` says how states are sharded."""
-IGNORED_ARGUMENTS = ("use_cpu", "remove_unused_columns")
-"""Fields of TrainingArguments that dsft sets whatever the user says."""
+_ZERO = "dsft sets up sharding itself; use zero, which also takes the path of a DeepSpeed JSON"
+_DTYPE = "evaluations compute in dtype, on the way as at the end; dsft eval --dtype evaluates in another"
+REFUSED_ARGUMENTS = {
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config"), _ZERO),
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), _DTYPE),
+    "do_predict": "dsft makes no predictions; dsft eval measures perplexity",
+    "optim_target_modules": "GaLore and APOLLO project whole matrices, and ZeRO's shards are flat pieces of them; optim"
+    " adamw_8bit takes a quarter of AdamW's memory, method lora less",
+}
+"""Fields of TrainingArguments that would do nothing, or something else than they say -> why. None is taken."""
+_SET = "dsft sets it (DS_ACCELERATOR=cpu in the environment asks for CPU ranks)"
+_DDP = "DeepSpeed reduces gradients, not torch's DistributedDataParallel"
+_EVALUATION = "dsft evaluates by itself: it sums nats over tokens and gathers no logits"
+IGNORED_ARGUMENTS = {
+    **dict.fromkeys(("use_cpu", "remove_unused_columns"), _SET),
+    **dict.fromkeys(("do_train", "do_eval"), "dsft train always trains; eval_strategy says when it evaluates"),
+    **dict.fromkeys(
+        (
+            *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
+            "ddp_backend",
+        ),
+        _DDP,
+    ),
+    **dict.fromkeys(
+        (
+            *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"),
+            *("include_for_metrics", "batch_eval_metrics", "label_names"),
+        ),
+        _EVALUATION,
+    ),
+    "length_column_name": "dsft knows the length of each sequence",
+}
+"""Fields of TrainingArguments that have no effect -> why. They are left out, with a note."""
 NODES_OWN = ("data_cache", "logging_dir", "local_rank")
 """Options that may differ between the nodes of a run: places on one machine."""
 TRAINING_DEFAULTS = {

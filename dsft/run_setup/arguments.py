@@ -25,6 +25,7 @@ def with_defaults(options: TrainConfig) -> dict[str, Any]:
     values.pop("gradient_checkpointing", None)  # the plan says
     if "gradient_checkpointing_kwargs" in values:
         values.setdefault("activation_checkpointing_kwargs", values.pop("gradient_checkpointing_kwargs"))
+    values = {name: value for name, value in values.items() if name not in IGNORED_ARGUMENTS}
     # Sequences have their columns already; train() gets the folder to resume from.
     return values | {"use_cpu": not has_gpu(), "remove_unused_columns": False, "resume_from_checkpoint": None}
 
@@ -63,9 +64,7 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
         )
     if options.eval_data and options.eval_fraction:
         notes.append("eval_fraction: ignored, because eval_data is given")
-    for name in IGNORED_ARGUMENTS:
-        if name in training:
-            notes.append(f"{name}: ignored, dsft sets it (DS_ACCELERATOR=cpu in the environment asks for CPU ranks)")
+    notes += [f"{name}: ignored, {why}" for name, why in IGNORED_ARGUMENTS.items() if name in training]
     if options.fp32_accumulation is True and not sums_in_fp32(deepspeed_config):
         why = (
             "dtype is float32" if options.dtype == "float32" else f"ZeRO {stage(deepspeed_config)} cannot, 2 and 3 can"

@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from dsft.cli.commands import COMMANDS
 from dsft.cli.help import command_groups, command_help, commands_help
 from dsft.cli.reference import reference
-from dsft.config.options import IGNORED_ARGUMENTS, SHARDING_ARGUMENTS, TrainConfig
+from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig
 from dsft.config.reader import field_types
 
 
@@ -47,7 +47,7 @@ def test_every_option_has_a_text_and_every_common_one_exists(name):
 def test_the_help_of_train_has_every_option_that_its_reader_takes():
     names = {field.name for group in command_groups(COMMANDS["train"]) for field in group.fields}
     options = field_types(TrainConfig, TrainingArguments).keys()
-    assert options - names == {*SHARDING_ARGUMENTS, *IGNORED_ARGUMENTS, "local_rank"} & options
+    assert options - names == {*REFUSED_ARGUMENTS, *IGNORED_ARGUMENTS, "local_rank"} & options
 
 
 def test_the_help_of_train_is_short_unless_all_is_asked_for():

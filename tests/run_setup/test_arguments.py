@@ -1,11 +1,14 @@
 """What transformers is told, and what the user is told of options without effect."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 from ranks import on_ranks
+from transformers import TrainingArguments
 
-from dsft.config.options import TrainConfig
+from dsft.config.checks import check_config
+from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig
 from dsft.planner.zero_layout import OPTIMIZERS
 from dsft.run_setup.arguments import accelerator_config, ignored_options, training_arguments, with_defaults
 
@@ -107,6 +110,9 @@ def test_the_plan_decides_batches_and_checkpointing(tmp_path):
         (TrainConfig(eval_data=["x"]), {}, []),
         (TrainConfig(eval_data=["x"], eval_fraction=0.1), {}, ["eval_fraction: ignored, because eval_data"]),
         (TrainConfig(training={"use_cpu": True}), {}, ["use_cpu: ignored", "DS_ACCELERATOR=cpu"]),
+        (TrainConfig(training={"do_train": True}), {}, ["do_train: ignored", "always trains"]),
+        (TrainConfig(training={"eval_accumulation_steps": 4}), {}, ["eval_accumulation_steps: ignored", "no logits"]),
+        (TrainConfig(training={"ddp_backend": "gloo"}), {}, ["ddp_backend: ignored", "DeepSpeed reduces gradients"]),
         (TrainConfig(training={"optim": "ademamix"}), {}, ["optim=ademamix: its memory", "AdamW's"]),
         (TrainConfig(training={"optim": "galore_adamw"}), {}, ["optim=galore_adamw: its memory"]),
         (TrainConfig(training={"optim": "adamw_torch"}), {"optimizer": {"type": "AdamW"}}, ["optim: ignored", "AdamW"]),
@@ -125,6 +131,25 @@ def test_an_option_without_effect_says_why_in_one_note(options, deepspeed_config
     assert len(notes) == bool(parts), notes
     assert not parts or notes[0].startswith(parts[0])
     assert all(part in notes[0] for part in parts)
+
+
+def test_arguments_without_effect_do_not_reach_transformers_and_are_its_own():
+    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert {*IGNORED_ARGUMENTS, *REFUSED_ARGUMENTS} <= fields
+    given = dict.fromkeys(IGNORED_ARGUMENTS, True) | {"output_dir": "x"}
+    values = with_defaults(TrainConfig(training=given))
+    assert {name for name in IGNORED_ARGUMENTS if name in values} == {"use_cpu", "remove_unused_columns"}
+    assert values["remove_unused_columns"] is False
+
+
+@pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
+def test_arguments_that_would_do_something_else_are_refused_with_a_way_out(name):
+    def problems(value) -> list[str]:
+        config = TrainConfig(model="m", data=["d"], training={"output_dir": "x", name: value})
+        return [problem for problem in check_config(config) if problem.startswith(f"{name}: ")]
+
+    assert problems(True) == [f"{name}: {REFUSED_ARGUMENTS[name]}"]
+    assert problems(False) == problems(None) == []
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
