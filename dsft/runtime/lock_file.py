@@ -41,6 +41,20 @@ def create(path: Path) -> int | None:
     return descriptor
 
 
+def file_system_time(lock: Path) -> float:
+    """The time by the clock of the file system that a lock lies on, which machines that share it see alike.
+
+    Raises:
+        OSError: nothing can be written beside it.
+    """
+    probe = lock.with_name(f"{lock.name}.{socket.gethostname()}.{os.getpid()}.now")
+    probe.touch()
+    try:
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
 def owner_of(path: Path) -> Owner | None:
     """The owner that a lock names; None where it names none, as torch's own locks, or is not there."""
     try:

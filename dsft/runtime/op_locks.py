@@ -15,14 +15,19 @@ from pathlib import Path
 
 import psutil
 
-from dsft.runtime.lock_file import Owner, create, owner_of
+from dsft.runtime.lock_file import Owner, create, file_system_time, owner_of
 
 SILENT_SECONDS = 10.0
 """Of waiting or compiling before a line says so."""
 LOOK_SECONDS = 1.0
 """Between two looks at a lock: one that its owner has just closed to remove it is not there at the second."""
+BEAT_SECONDS = 5.0
+"""Between two heartbeats of a lock's owner: the time of its file."""
+SILENT_OWNER_SECONDS = 120.0
+"""An owner elsewhere that gave no heartbeat for so long is taken for dead."""
 OLD_SECONDS = 300
-"""Without news a lock from elsewhere is taken for left behind: a compilation takes a minute or two."""
+"""A lock without a name is taken for left behind: torch's own gives no heartbeat, and a compilation takes a minute or
+two."""
 LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay")
 """File systems of one machine: who holds a lock there runs here."""
 
@@ -37,6 +42,7 @@ class OperatorLock:
         self.path = Path(lock_file_path)
         self._descriptor: int | None = None
         self._timer: threading.Timer | None = None
+        self._is_released = threading.Event()
 
     def try_acquire(self) -> bool:
         """Returns whether this process has the lock, and has to build. False once another has built and released it:
@@ -63,8 +69,18 @@ class OperatorLock:
 
     def release(self) -> None:
         self._timer.cancel()
+        self._is_released.set()
+        self._beating.join()  # it writes to the descriptor
+        # Another process may have taken the lock over, from an owner that was stopped or cut off for too long.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(self.path.stat(), os.fstat(self._descriptor)):
+                self.path.unlink()
         os.close(self._descriptor)
-        self.path.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        while not self._is_released.wait(BEAT_SECONDS):
+            with contextlib.suppress(OSError):  # the next one may get through
+                os.utime(self._descriptor)  # the file system's own time
 
     def _make(self, path: Path | None = None) -> bool:
         """Make the lock, or the file that will replace it, with this process's name in it; False where it exists."""
@@ -77,9 +93,12 @@ class OperatorLock:
         self._timer = threading.Timer(SILENT_SECONDS, _say, [text])
         self._timer.daemon = True
         self._timer.start()
+        self._is_released.clear()
+        self._beating = threading.Thread(target=self._beat, daemon=True)
+        self._beating.start()
         return True
 
-    def _take_over(self, lock: tuple[int, int], reason: str) -> bool:
+    def _take_over(self, lock: tuple[int, Owner | float], reason: str) -> bool:
         """Replace a lock that was left behind, unless another process was faster. There is no moment without a lock,
         which other waiting processes would take for the end of the build.
         """
@@ -102,18 +121,23 @@ def name_owners_of_operator_locks() -> None:
 def _left_behind(path: Path) -> str | None:
     """Why nobody holds the lock any more; None where somebody does, or may."""
     try:
-        stat, owner = path.stat(), owner_of(path)
+        owner, stat = owner_of(path), path.stat()  # what is opened first is not of NFS's cache
     except OSError:
         return None
     if owner is not None and owner.is_here():
         return None if owner.is_alive() else f"its owner, process {owner.pid}, is gone"
     if _process_with(path) is not None:
         return None
-    age = time.time() - stat.st_mtime
+    try:
+        age = file_system_time(path) - stat.st_mtime
+    except OSError:  # nothing can be written here: no lock either
+        return None
     # Of no name, or of a time before this machine was started again.
     is_of_before = owner is None or (owner.host == socket.gethostname() and owner.boot != Owner.this_process().boot)
     if is_of_before and _is_local(path) and os.geteuid() in (0, stat.st_uid):
         return "no process has it open"
+    if owner is not None:
+        return f"{_holder(path)} gave no heartbeat for {age:.0f} s" if age > SILENT_OWNER_SECONDS else None
     return f"it is {age:.0f} s old, and no process here has it open" if age > OLD_SECONDS else None
 
 
@@ -144,13 +168,13 @@ def _is_local(path: Path) -> bool:
     return nearest in LOCAL_FILE_SYSTEMS
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _identity(path: Path) -> tuple[int, Owner | float] | None:
     """What distinguishes this lock from a later one of the same name; None where there is none."""
     try:
-        stat = path.stat()
+        owner, stat = owner_of(path), path.stat()
     except OSError:
         return None
-    return stat.st_ino, stat.st_ctime_ns
+    return stat.st_ino, owner or stat.st_mtime  # heartbeats change the time
 
 
 @contextlib.contextmanager

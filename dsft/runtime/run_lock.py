@@ -15,7 +15,7 @@ from dsft.errors import UserError
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.runtime.hardware import has_gpu, wait_for_freed_gpu
-from dsft.runtime.lock_file import Owner, create, owner_of
+from dsft.runtime.lock_file import Owner, create, file_system_time, owner_of
 
 LOCK = ".lock"
 BEAT_SECONDS = 5.0
@@ -103,7 +103,7 @@ class RunLock:
         if owner and owner.is_here():
             return not owner.is_alive()
         beat, until = _modified(self.file), time.monotonic() + STALE_SECONDS
-        if self._now() - beat > STALE_SECONDS:
+        if file_system_time(self.file) - beat > STALE_SECONDS:
             return True
         say(f"{self.file} is of a run on another machine; waiting up to {STALE_SECONDS:.0f} s for its sign of life")
         while time.monotonic() < until:
@@ -111,15 +111,6 @@ class RunLock:
             if _modified(self.file) != beat:
                 return False
         return True
-
-    def _now(self) -> float:
-        """Return the time by the clock of the file system."""
-        probe = self.file.with_name(f"{LOCK}.{os.getpid()}.now")
-        probe.touch()
-        try:
-            return _modified(probe)
-        finally:
-            probe.unlink(missing_ok=True)
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
