@@ -16,7 +16,11 @@ from dsft.planner.step_time import flops_per_token
 from dsft.run_setup.resolve import ResolvedRun
 from dsft.runtime.distributed import from_all
 from dsft.runtime.hardware import has_gpu, peak_memory_bytes
+from dsft.training.step_reports import StepReport
 from dsft.units import GiB
+
+ROUNDING = 1e-5
+"""Of sums of the loss in fp32: what models add to theirs is more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,12 @@ class Work:
     """Of all ranks, without padding."""
     positions: int = 0
     """Of all ranks, with padding."""
+    trained: int = 0
+    """Tokens of all ranks that were trained."""
+    nats: float = 0.0
+    """Of these."""
+    objective: float = 0.0
+    """What was trained, times the trained tokens: `nats`, and what the model adds."""
     data_seconds: float = 0.0
     """This rank waited for batches."""
     forward_seconds: float = 0.0
@@ -87,13 +97,16 @@ class Work:
         passes, self._passes = self._passes, []
         return passes
 
-    def note_step(self, *, tokens: int, positions: int, passes: list[tuple[Any, Any]]) -> None:
+    def note_step(self, report: StepReport) -> None:
         """Note what all ranks computed in a step, when this rank's work of it, and so its `passes`, is known to be
         done.
         """
-        self.tokens += tokens
-        self.positions += positions
-        self.forward_seconds += sum(seconds_between(start, end) for start, end in passes)
+        self.tokens += report.tokens
+        self.positions += report.positions
+        self.trained += report.trained
+        self.nats += report.nats
+        self.objective += report.objective
+        self.forward_seconds += sum(seconds_between(start, end) for start, end in report.passes)
 
 
 def mark() -> Any:
@@ -116,13 +129,18 @@ def seconds_between(start: Any, end: Any) -> float:
 
 
 def gather_metrics(work: Work | None = None) -> dict[str, float]:
-    """Gather the largest peak memory of one rank so far and, of `work`, what ranks waited for. Collective."""
+    """Gather the largest peak memory of one rank so far and, of `work`, its loss per trained token and what ranks
+    waited for. Collective.
+    """
     own_seconds = work.data_seconds + work.forward_seconds if work else 0.0
     ranks = from_all([(peak_memory_bytes(), work.data_seconds if work else 0.0, own_seconds)])
     peaks, data_seconds, own_seconds = zip(*ranks, strict=True)
     metrics = {f"peak_{name}_gib": round(max(peak[name] for peak in peaks) / GiB, 3) for name in peaks[0]}
     if work is None or not work.positions:
         return metrics
+    metrics["loss"] = work.nats / work.trained
+    if abs(work.objective - work.nats) > ROUNDING * work.nats:
+        metrics["aux_loss"] = (work.objective - work.nats) / work.trained
     metrics |= {"data_wait_seconds": max(data_seconds), "padding_share": 1 - work.tokens / work.positions}
     if len(ranks) > 1:
         metrics["rank_skew"] = max(own_seconds) / min(own_seconds)

@@ -96,8 +96,8 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
     start = time.perf_counter()
     with run_report(run, data, trainer):
         describe_start(run, trainer)
-        train_loss = fit(trainer, run)
-        final = finish(trainer, run, data, train_loss=train_loss, start=start)
+        fit(trainer, run)
+        final = finish(trainer, run, data, start=start)
     if failed := trainer.saves.failed:
         raise Unsaved(f"{final} is written, but {plural(len(failed), 'checkpoint')} on the way not: {failed[0]}")
     return trainer
@@ -236,16 +236,16 @@ def describe_start(run: ResolvedRun, trainer: PerplexityTrainer) -> None:
         say(f"no complete checkpoint in {run.output_dir}; starting anew")
 
 
-def fit(trainer: PerplexityTrainer, run: ResolvedRun) -> float:
-    """Trains; returns the mean loss. Collective.
+def fit(trainer: PerplexityTrainer, run: ResolvedRun) -> None:
+    """Trains. Collective.
 
     Raises:
         Requeue: on every rank, where one was asked to stop; what could be saved is.
     """
     with preemption.signals_save(), out_of_memory_explained(run, "in training"):
-        output = trainer.train(resume_from_checkpoint=run.checkpoint)
+        trainer.train(resume_from_checkpoint=run.checkpoint)
     if not trainer.is_stopping:
-        return output.training_loss
+        return
     saved = checkpoints(run.output_dir)
     kept = (
         f"{saved[-1]} is saved; the same command resumes from there with --resume_from_checkpoint auto"
@@ -255,9 +255,7 @@ def fit(trainer: PerplexityTrainer, run: ResolvedRun) -> float:
     raise Requeue(f"asked to stop (SIGUSR1, SIGTERM) after step {trainer.state.global_step}: {kept}")
 
 
-def finish(
-    trainer: PerplexityTrainer, run: ResolvedRun, data: TrainingData, *, train_loss: float, start: float
-) -> Path:
+def finish(trainer: PerplexityTrainer, run: ResolvedRun, data: TrainingData, *, start: float) -> Path:
     """Saves the final model and completes run.json. Collective."""
     final, saves = trainer.save_final(), trainer.saves
     seconds = time.perf_counter() - start
@@ -269,7 +267,7 @@ def finish(
     if final is None:
         raise Unsaved(_way_to_the_final_model(trainer, run))
     if distributed.rank() == 0:
-        results = {"train_loss": train_loss, "seconds": seconds, "final_model": str(final)}
+        results = {"train_loss": trainer.train_loss, "seconds": seconds, "final_model": str(final)}
         # A stream's counts are known only now.
         _write_results(run, trainer, results=results, status="done", data=data.counts)
         _write_card(final, run, data)

@@ -24,6 +24,10 @@ class StepReport:
     trained: int
     positions: int
     """With padding."""
+    nats: float
+    """Of the trained tokens."""
+    objective: float
+    """What is trained times the trained tokens: `nats`, and what the model adds to them."""
     asked: int
     """Ranks that were asked to stop."""
     due: int
@@ -36,19 +40,19 @@ class StepReports:
     """The reports that were sent and not read yet."""
 
     def __init__(self, device: torch.device):
-        self._sums = torch.zeros(6, dtype=torch.int64, device=device)
-        self._sent: deque[tuple[int, Callable[[], list[int]], list]] = deque()
+        self._sums = torch.zeros(8, dtype=torch.float64, device=device)  # counts too are exact
+        self._sent: deque[tuple[int, Callable[[], list[float]], list]] = deque()
 
     def __len__(self) -> int:
         return len(self._sent)
 
-    def add(self, loss: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    def add(self, objective: torch.Tensor, nats: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Count a micro batch; `num_tokens` are its tokens without padding, trained tokens and positions."""
-        self._sums[:4] += torch.cat([~loss.isfinite().view(1), num_tokens])
+        self._sums[:6] += torch.cat([(~objective.isfinite()).view(1), num_tokens, torch.stack([nats, objective])])
 
     def send(self, step: int, *, asked: bool, due: bool, passes: list[tuple[Any, Any]]) -> None:
         """Tell all ranks of what was counted since the last step. Collective."""
-        self._sums[4], self._sums[5] = asked, due
+        self._sums[6], self._sums[7] = asked, due
         add_over_ranks(self._sums)
         self._sent.append((step, _on_host(self._sums), passes))
         self._sums.zero_()
@@ -56,20 +60,22 @@ class StepReports:
     def read(self) -> StepReport:
         """Read the oldest report; waits until the step's work is done."""
         step, sums, passes = self._sent.popleft()
-        bad, tokens, trained, positions, asked, due = sums()
+        bad, tokens, trained, positions, nats, objective, asked, due = sums()
         return StepReport(
             step=step,
-            bad=bad,
-            tokens=tokens,
-            trained=trained,
-            positions=positions,
-            asked=asked,
-            due=due,
+            bad=int(bad),
+            tokens=int(tokens),
+            trained=int(trained),
+            positions=int(positions),
+            nats=nats,
+            objective=objective,
+            asked=int(asked),
+            due=int(due),
             passes=passes,
         )
 
 
-def _on_host(values: torch.Tensor) -> Callable[[], list[int]]:
+def _on_host(values: torch.Tensor) -> Callable[[], list[float]]:
     """Begin a copy to pinned memory; the function that is returned waits for it."""
     if not values.is_cuda:
         return values.clone().tolist

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainingArguments, masking_utils
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
@@ -29,7 +28,7 @@ from dsft.perplexity.intervals import result_intervals
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.planner.plan import Plan
-from dsft.runtime import preemption
+from dsft.runtime import distributed, preemption
 from dsft.training.callbacks import (
     Heartbeat,
     LearningCheck,
@@ -38,6 +37,7 @@ from dsft.training.callbacks import (
     ProgressLog,
     SkippedSteps,
 )
+from dsft.training.loss import TokenLoss
 from dsft.training.metrics import Compute, Work, derived_metrics, gather_metrics, mark
 from dsft.training.plan_check import PlanCheck
 from dsft.training.saving_trainer import SavingTrainer
@@ -48,6 +48,8 @@ from dsft.watchdog import client as watchdog
 
 class PerplexityTrainer(SavingTrainer):
     """Trains on `TrainingData.items`; evaluates with `perplexity/scoring.py` instead of a mean of batch means."""
+
+    loss_is_scaled_for_ga = True  # `compute_loss` divides by the tokens of all micro batches
 
     def __init__(
         self,
@@ -72,9 +74,7 @@ class PerplexityTrainer(SavingTrainer):
             data_identity=data.items.identity,
         )
         self.grouping = data.grouping
-        if not self.model_accepts_loss_kwargs:
-            # Its own loss would be a mean over each micro batch, and NaN for blank ones.
-            self.compute_loss_func = mean_over_the_global_batch
+        self.token_loss = TokenLoss(model, label_smoothing=args.label_smoothing_factor)
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
         for callback in (ProgressLog, MetricsFile, Heartbeat):
@@ -95,7 +95,12 @@ class PerplexityTrainer(SavingTrainer):
     @property
     def totals(self) -> dict[str, int]:
         """Counts over the full training. The Trainer's state keeps them, so that checkpoints do."""
-        return self.state.stateful_callbacks.setdefault("dsft", {"trained_tokens": 0})
+        return self.state.stateful_callbacks.setdefault("dsft", {"trained_tokens": 0, "nats": 0.0})
+
+    @property
+    def train_loss(self) -> float:
+        """Mean nats per trained token over the full training, also of what came before a checkpoint."""
+        return self.totals["nats"] / max(1, self.totals["trained_tokens"])
 
     def _get_train_sampler(self, train_dataset: PaddedToFullSteps | None = None) -> torch.utils.data.Sampler | None:
         """The same order on any number of ranks."""
@@ -149,13 +154,27 @@ class PerplexityTrainer(SavingTrainer):
         """The Trainer's, timed."""
         return super().get_batch_samples(self.work.timed(epoch_iterator), *args, **kwargs)
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's, timed."""
-        start = mark()
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, torch.Tensor]], device: torch.device) -> Any:
+        """Count the tokens without padding and the trained tokens of an optimizer step, [2]. Collective."""
+        counts = sum(batch["num_tokens"][:2].to(device) for batch in batch_samples)
+        if batch_samples:
+            distributed.add_over_ranks(counts)
+        return counts
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Computes a micro batch's part of the step's loss (loss.py), timed and counted for the step's report."""
+        num_tokens, start = inputs.pop("num_tokens"), mark()
         with positions_left_on_gpu(packed="position_ids" in inputs):
-            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            loss, nats = self.token_loss(model, inputs, num_tokens[:2], num_items_in_batch)
         self.work.note_forward(start, mark())
-        return loss
+        self.reports.add(loss.detach() * num_items_in_batch[1], nats, num_tokens)
+        return loss * self.args.world_size  # DeepSpeed divides gradients by the number of ranks
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None
@@ -163,11 +182,9 @@ class PerplexityTrainer(SavingTrainer):
         """The Trainer's step; after an optimizer step every rank tells the others how many tokens it had, whether its
         loss is NaN or infinite and whether it was asked to stop. Micro batches in between are not waited for.
         """
-        num_tokens = inputs.pop("num_tokens")
         skipped = self.model_wrapped.skipped_steps
         with self.skipped_steps.least_scale_explained(self.state.global_step + 1):
             loss = super().training_step(model, inputs, num_items_in_batch)
-        self.reports.add(loss, num_tokens)
         if self.accelerator.sync_gradients:  # the same on all ranks
             step = self.state.global_step + 1
             due = self.is_save_due() and self.is_world_process_zero()  # one clock counts
@@ -201,7 +218,8 @@ class PerplexityTrainer(SavingTrainer):
         if self.args.include_num_input_tokens_seen == "non_padding":
             self.state.num_input_tokens_seen += report.tokens
         self.totals["trained_tokens"] += report.trained
-        self.work.note_step(tokens=report.tokens, positions=report.positions, passes=report.passes)
+        self.totals["nats"] += report.nats
+        self.work.note_step(report)
         if report.due:
             self.control.should_save = True
         if report.asked and self.state.global_step < self.state.max_steps:  # else training ends anyhow
@@ -239,12 +257,15 @@ class PerplexityTrainer(SavingTrainer):
         return super()._finalize_training(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the extra metrics gathered last, seconds of saving, and what follows from all of these."""
+        """Adds the extra metrics gathered last, seconds of saving, and what follows from all of these. `loss` and
+        `train_loss` are per trained token, where the Trainer's are means of the steps' means.
+        """
+        logs = logs | self.extra_metrics | ({"train_loss": self.train_loss} if "train_loss" in logs else {})
         if start_time is not None and self.args.include_num_input_tokens_seen != "no":  # here: others follow from it
             tokens = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
             logs = logs | speed_metrics("train", start_time, num_tokens=tokens)
         saving = {"save_seconds": self.saves.seconds} if self.saves.number else {}
-        super().log(logs | derived_metrics(logs, self.compute) | saving | self.extra_metrics)
+        super().log(logs | derived_metrics(logs, self.compute) | saving)
 
     def last_evaluation(self) -> dict[str, float]:
         """Finds the newest log entry with eval_loss; before any, one of step -1."""
@@ -274,14 +295,6 @@ class PerplexityTrainer(SavingTrainer):
             "plan_check": self.plan_check.comparisons,
             "log": log,
         }
-
-
-def mean_over_the_global_batch(
-    outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
-) -> torch.Tensor:
-    """Divides the nats of a micro batch by `num_items_in_batch`, the trained tokens of a step over all ranks."""
-    logits = outputs["logits"]
-    return ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch=num_items_in_batch)
 
 
 @contextlib.contextmanager

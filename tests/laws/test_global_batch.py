@@ -11,11 +11,11 @@ import pytest
 import transformers
 from conftest import grid, needed_cases, read_json
 from ranks import train_all
-from tiny import write_model
+from tiny import write_model, write_tokenizer
 
 pytestmark = pytest.mark.launch
 STEPS, SAVED_AT = 5, 2
-DATA = ("padded", "packed", "streamed", "mixed", "text", "own-loss")
+DATA = ("padded", "packed", "streamed", "mixed", "text", "own-loss", "unshifted")
 SHARED = {1: ((8, 1), (2, 4)), 2: ((4, 1), (1, 4), (2, 2))}
 """Ranks -> (batch size of a rank, accumulation), each 8 sequences or rows per step."""
 SHAPES = [f"{world}-{micro}" for world, shapes in SHARED.items() for micro, _ in shapes][1:]
@@ -45,6 +45,22 @@ def write_own_loss(tiny) -> Path:
     return folder
 
 
+def write_bart(tiny) -> Path:
+    """A decoder whose own loss is a mean over each micro batch, of labels that it does not shift."""
+    write_tokenizer(tiny / "bart")
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+    dropouts = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+    tokens = {"vocab_size": 384, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
+    config = transformers.BartConfig(**sizes, **dropouts, **tokens, max_position_embeddings=256)
+    transformers.BartForCausalLM(config).save_pretrained(tiny / "bart")
+    return tiny / "bart"
+
+
+def write_router(tiny) -> Path:
+    """A mixture of experts with its router's auxiliary loss."""
+    return write_model(tiny / "router", "mixtral", output_router_logits=True, router_aux_loss_coef=0.1)
+
+
 @pytest.fixture(scope="module")
 def logs(request, options, tiny, tmp_path_factory):
     """Name of a run -> its log; two launches, of 1 and of 2 ranks, and one more that resumes the runs of 2 ranks
@@ -63,6 +79,8 @@ def logs(request, options, tiny, tmp_path_factory):
         },
         "text": {"data": str(tiny / "texts.jsonl")},
         "own-loss": pairs | {"model": str(write_own_loss(tiny)), "trust_remote_code": True},
+        "unshifted": pairs | {"model": str(write_bart(tiny))},
+        "router": pairs | {"model": str(write_router(tiny))},
     }
 
     def case(name: str, kind: str, micro: int, accumulation: int, **more) -> dict:
@@ -89,7 +107,9 @@ def logs(request, options, tiny, tmp_path_factory):
     made: set[str] = set()
     needed = needed_cases(request)
     train(
-        2, [case(f"{kind}-2-{micro}", kind, micro, accumulation) for kind in DATA for micro, accumulation in SHARED[2]]
+        2,
+        [case(f"{kind}-2-{micro}", kind, micro, accumulation) for kind in DATA for micro, accumulation in SHARED[2]]
+        + [case("router-2-2", "router", 2, 2)],
     )
     resumed = [
         case(
@@ -103,6 +123,7 @@ def logs(request, options, tiny, tmp_path_factory):
             hidden_size=32, n_layer=2, n_head=4, vocab_size=384, bos_token_id=None, eos_token_id=0, pad_token_id=None
         )
     ).save_pretrained(tiny / "bloom")
+    resumed += [case("router-1-8", "router", 8, 1), case("router-1-2", "router", 2, 4)]
     resumed.append(case("mixing", "packed", 8, 1, model=str(tiny / "bloom")))
     train(
         1,
@@ -118,6 +139,15 @@ def logs(request, options, tiny, tmp_path_factory):
 @pytest.mark.cases("own-loss-2-4", "padded-1-8")
 def test_a_model_with_a_mean_of_its_own_trains_as_all_others(logs):
     assert steps(logs["own-loss-2-4"], "loss") == pytest.approx(steps(logs["padded-1-8"], "loss"), rel=2e-5)
+
+
+@pytest.mark.cases("router-1-8", "router-1-2", "router-2-2")
+def test_a_router_s_auxiliary_loss_counts_once(logs):
+    """The same on ranks and in accumulation; in one micro batch about the same, since it multiplies two means."""
+    for name in ("loss", "aux_loss", "grad_norm"):
+        assert steps(logs["router-2-2"], name) == pytest.approx(steps(logs["router-1-2"], name), rel=2e-5), name
+    assert steps(logs["router-1-2"], "loss")[0] == pytest.approx(steps(logs["router-1-8"], "loss")[0], rel=2e-5)
+    assert steps(logs["router-1-2"], "aux_loss") == pytest.approx(steps(logs["router-1-8"], "aux_loss"), rel=0.3)
 
 
 @pytest.mark.cases("streamed-1-8")
@@ -142,7 +172,10 @@ def steps(log: list[dict], name: str) -> list[float]:
 @pytest.mark.cases("{kind}-1-8", "{kind}-{shape}")
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    grid(product(DATA, SHAPES), [("padded", "2-1"), ("streamed", "1-2"), ("streamed", "2-4"), ("streamed", "2-1")]),
+    grid(
+        product(DATA, SHAPES),
+        [("padded", "2-1"), ("streamed", "1-2"), ("streamed", "2-4"), ("streamed", "2-1"), ("unshifted", "2-1")],
+    ),
 )
 def test_ranks_accumulation_and_batch_size_can_be_exchanged(logs, kind, shape):
     """Losses and gradient norms of all steps, so that the gradients were the same too."""

@@ -1,0 +1,129 @@
+"""The loss that every architecture is trained on: nats of the next tokens, added up over all micro batches and ranks of
+an optimizer step and divided once, by the tokens that the step trains.
+
+transformers leaves the division to each model, and they disagree: some divide by `num_items_in_batch`, some take the
+mean of a micro batch whatever they are given, some do not shift labels. Here a model's `loss_function` is replaced;
+where a model does not call it, the loss is computed from its logits.
+
+What a model adds to its loss (a router's auxiliary loss) stays: each micro batch's counts by its share of the step's
+tokens, so that it does not grow with accumulation and ranks. Terms that are no mean over tokens, such as a router's
+load balance, which multiplies two means, still depend on how a step is cut into micro batches.
+
+Shape suffixes: B batch, T time, V vocab.
+"""
+
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from torch.nn import functional
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from dsft.errors import UserError
+from dsft.models.tiled_loss import IGNORED
+from dsft.runtime.console import say
+
+SAME_LOSS = 1e-3
+"""Two losses of one micro batch that differ by less are the same but for rounding in half precision."""
+
+
+class TokenLoss:
+    """Computes a micro batch's part of the loss of its optimizer step.
+
+    Args:
+        label_smoothing: the share of the target that is spread evenly over the vocabulary.
+    """
+
+    def __init__(self, model: nn.Module, *, label_smoothing: float = 0.0):
+        inner = model.get_base_model() if isinstance(model, PeftModel) else model
+        self.name, self.label_smoothing = type(inner).__name__, label_smoothing
+        # Tiles and Liger compute the loss without logits, and divide by `num_items_in_batch`.
+        self.is_fused = not label_smoothing and (
+            "accepts_loss_kwargs" in vars(inner) or inner.forward.__module__.startswith("liger_kernel")
+        )
+        self.gives_labels = not (label_smoothing and inner.forward.__module__.startswith("liger_kernel"))
+        self._labels_BT = self._divisor = self._nats = None
+        inner.loss_function = self._loss_function
+
+    def __call__(
+        self, model: nn.Module, inputs: dict[str, torch.Tensor], counts: torch.Tensor, step_counts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the model on a micro batch.
+
+        Args:
+            inputs: of the model, with the labels of its input tokens: position t is trained to predict label t + 1.
+            counts: the micro batch's tokens without padding, and its trained tokens.
+            step_counts: the same of the optimizer step, over all micro batches and ranks.
+
+        Returns:
+            The loss, of which the sum over all micro batches and ranks is the step's: nats per trained token, and what
+            the model adds. And the micro batch's nats alone, detached.
+        """
+        inputs = dict(inputs)
+        labels_BT = inputs.pop("labels")
+        share = counts[0] / step_counts[0]
+        # A blank micro batch has a share of 0 and no nats.
+        divisor = (step_counts[1] * share).clamp(min=1e-9)
+        if self.is_fused:
+            loss = model(**inputs, labels=labels_BT, num_items_in_batch=divisor)["loss"]
+            return loss * share, loss.detach() * divisor
+        self._labels_BT, self._divisor, self._nats = labels_BT, divisor, None
+        outputs = model(**inputs, **({"labels": labels_BT} if self.gives_labels else {}))
+        if self._nats is not None:
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        else:
+            loss = self._from_logits(model, inputs, outputs)
+        nats, self._labels_BT, self._divisor, self._nats = self._nats, None, None, None
+        return loss * share, nats
+
+    def _loss_function(self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **options: Any):
+        """Stands for the model's own `loss_function`, which it calls with the labels it was given; for labels of its
+        own (of a token further on), and outside of training, computes as transformers does.
+        """
+        if labels is not self._labels_BT or logits.shape[:-1] != labels.shape:
+            own = {"num_items_in_batch": self._divisor} if self._divisor is not None else {}
+            return ForCausalLMLoss(logits, labels, vocab_size, **(options | own))
+        return self._mean(logits)
+
+    def _mean(self, logits_BTV: torch.Tensor) -> torch.Tensor:
+        next_BT = functional.pad(self._labels_BT, (0, 1), value=IGNORED)[:, 1:]
+        nats = functional.cross_entropy(
+            logits_BTV.float().flatten(0, 1),
+            next_BT.flatten().to(logits_BTV.device),
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+        self._nats = nats.detach()
+        return nats / self._divisor
+
+    def _from_logits(self, model: nn.Module, inputs: dict[str, torch.Tensor], outputs: Any) -> torch.Tensor:
+        """Compute the loss of a model that has a loss of its own, which it is not asked for any more.
+
+        Raises:
+            UserError: where it has no logits for each token.
+        """
+        own = outputs.get("loss") if isinstance(outputs, dict) else None
+        if own is not None:
+            own, outputs["loss"] = own.detach(), None  # its graph goes before ours is made
+        if self.gives_labels and getattr(outputs, "logits", None) is None:
+            outputs = model(**inputs)
+        logits_BTV = getattr(outputs, "logits", None)
+        if logits_BTV is None or logits_BTV.shape[:-1] != self._labels_BT.shape:
+            raise UserError([f"model: {self.name} returns no logits for each token, so its loss cannot be computed"])
+        loss = self._mean(logits_BTV)
+        if own is not None and self.gives_labels:
+            self._explain(own)
+        self.gives_labels = False
+        return loss
+
+    def _explain(self, own: torch.Tensor) -> None:
+        trained = (self._labels_BT[:, 1:] != IGNORED).sum()
+        mean = (self._nats / trained.clamp(min=1)).item()
+        if trained and abs(own.item() - mean) > SAME_LOSS * mean:
+            say(
+                f"note: {self.name} has a loss of its own ({own.item():.4g} in the first micro batch), which is not"
+                f" what is trained: that is, as in every architecture, the mean nats of the next tokens (here"
+                f" {mean:.4g}); what its own adds to these, such as a router's auxiliary loss, is left out"
+            )

@@ -1,0 +1,146 @@
+"""Every architecture is trained on nats per trained token of the step, however the step is cut into micro batches."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from conftest import grid
+from tiny import ARCHITECTURES, COMMON, GATED
+from torch.nn import functional
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from dsft.data.sequences import IGNORED
+from dsft.models.row_rules import sees_later_tokens
+from dsft.models.small_model import one_thread, small_model
+from dsft.training.loss import TokenLoss
+
+ROWS, LENGTH = 8, 24
+IDS_BT = torch.randint(3, 128, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+# Rows train 23, 20, 17, ... of their tokens, the last 2: a mean of micro batches' means is another loss.
+LABELS_BT = IDS_BT.masked_fill(torch.arange(LENGTH) < 1 + 3 * torch.arange(ROWS)[:, None], IGNORED)
+QUICK = ("llama", "marian", "mixtral")
+WITH_ROUTERS = {
+    "mixtral": (transformers.MixtralConfig, ARCHITECTURES["mixtral"][1] | {"router_aux_loss_coef": 0.1}),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, ARCHITECTURES["qwen2_moe"][1] | {"router_aux_loss_coef": 0.1}),
+    "olmoe": (transformers.OlmoeConfig, GATED | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "jetmoe": (transformers.JetMoeConfig, COMMON | {"kv_channels": 8, "intermediate_size": 48, "num_local_experts": 4}),
+    "granitemoe": (transformers.GraniteMoeConfig, GATED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+def step(model, rows: int, *, blank: int = 0, **options) -> tuple[float, float, list[torch.Tensor]]:
+    """The loss of one optimizer step over IDS_BT in micro batches of `rows`, with `blank` ones after them; its nats;
+    and the gradients.
+    """
+    token_loss = TokenLoss(model, **options)
+    trained = (LABELS_BT != IGNORED).sum()
+    batches = list(zip(IDS_BT.split(rows), LABELS_BT.split(rows), strict=True))
+    batches += [(IDS_BT[:rows], torch.full_like(IDS_BT[:rows], IGNORED))] * blank
+    model.zero_grad()
+    losses, all_nats = [], []
+    for number, (ids_BT, labels_BT) in enumerate(batches):
+        tokens = ids_BT.numel() if number < ROWS // rows else 0
+        counts = torch.tensor([tokens, int((labels_BT != IGNORED).sum())])
+        inputs = {"input_ids": ids_BT, "labels": labels_BT, "use_cache": False}
+        loss, nats = token_loss(model, inputs, counts, torch.tensor([IDS_BT.numel(), trained]))
+        loss.backward()
+        losses.append(loss.item())
+        all_nats.append(nats.item())
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return sum(losses), sum(all_nats) / trained.item(), gradients
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor], *, rel: float) -> bool:
+    largest = max(tensor.abs().max() for tensor in one)
+    return all(bool((a - b).abs().max() <= rel * largest) for a, b in zip(one, other, strict=True))
+
+
+@one_thread()
+@pytest.mark.parametrize("architecture", grid(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, QUICK))
+def test_in_every_architecture_a_step_is_the_mean_of_its_tokens_in_one_micro_batch_and_in_four(architecture):
+    try:
+        torch.manual_seed(0)
+        model = small_model(CONFIG_MAPPING[architecture]()).eval()
+        logits_BTV = model(input_ids=IDS_BT, use_cache=False).logits.float()
+        assert logits_BTV.shape[:2] == IDS_BT.shape
+    except Exception as error:
+        pytest.skip(f"no small one can be built and run: {type(error).__name__} {error}"[:200])
+    if sees_later_tokens(CONFIG_MAPPING[architecture]()):
+        pytest.skip("refused: its tokens see later ones")
+    by_hand = functional.cross_entropy(
+        logits_BTV[:, :-1].flatten(0, 1), LABELS_BT[:, 1:].flatten(), ignore_index=IGNORED
+    )
+    by_hand.backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    for rows, blank in ((ROWS, 0), (2, 0), (2, 1)):
+        loss, nats, cut = step(model, rows, blank=blank)
+        assert loss == pytest.approx(by_hand.item(), rel=1e-5) and nats == pytest.approx(loss, rel=1e-5)
+        assert same(gradients, cut, rel=1e-4)
+
+
+@pytest.mark.parametrize("architecture", WITH_ROUTERS)
+def test_a_router_s_auxiliary_loss_counts_once_as_the_mean_over_micro_batches(architecture):
+    cls, values = WITH_ROUTERS[architecture]
+    torch.manual_seed(0)
+    plain = transformers.AutoModelForCausalLM.from_config(cls(**values, output_router_logits=True)).eval()
+    model = copy.deepcopy(plain)
+
+    def added(ids_BT, labels_BT) -> float:
+        with torch.no_grad():
+            outputs = plain(input_ids=ids_BT, labels=labels_BT)
+            logits_BTV = outputs.logits[:, :-1].float()
+            nats = functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=IGNORED)
+        return (outputs.loss - nats).item()
+
+    for rows in (ROWS, 2, 1):
+        own = [added(*cut) for cut in zip(IDS_BT.split(rows), LABELS_BT.split(rows), strict=True)]
+        loss, nats, _ = step(model, rows)
+        assert loss - nats == pytest.approx(sum(own) / len(own), rel=2e-3) and loss - nats > 1e-3
+        assert step(model, rows, blank=2)[0] == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_term_that_is_linear_in_tokens_does_not_depend_on_micro_batches():
+    class Penalised(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            outputs = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+            if labels is not None:
+                outputs["loss"] = outputs.loss + 0.1 * outputs.logits.logsumexp(-1).square().mean()
+            return outputs
+
+    torch.manual_seed(0)
+    model = Penalised(transformers.LlamaConfig(**GATED)).eval()
+    (whole, nats, gradients), (cut, _, others) = step(model, ROWS), step(model, 2)
+    assert cut == pytest.approx(whole, rel=1e-5) and whole > nats + 1
+    assert same(gradients, others, rel=1e-4)
+
+
+def test_label_smoothing_is_that_of_transformers():
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GATED)).eval()
+    outputs = model(input_ids=IDS_BT)
+    smoothed = LabelSmoother(epsilon=0.2)(outputs, LABELS_BT, shift_labels=True).item()
+    assert step(model, 2, label_smoothing=0.2)[0] == pytest.approx(smoothed, rel=1e-5)
+
+
+def test_a_model_with_a_loss_of_its_own_is_told_and_asked_for_it_no_more(capsys):
+    config = transformers.BartConfig(
+        vocab_size=384, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=48
+    )
+    model = transformers.BartForCausalLM(config).eval()
+    given = []
+    model.register_forward_pre_hook(lambda module, args, inputs: given.append("labels" in inputs), with_kwargs=True)
+    step(model, 2)
+    assert given == [True, False, False, False]
+    assert capsys.readouterr().out.count("BartForCausalLM has a loss of its own") == 1
+
+
+def test_outside_of_training_a_model_s_loss_is_what_transformers_makes_it():
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GATED)).eval()
+    before = model(input_ids=IDS_BT, labels=LABELS_BT).loss.item()
+    step(model, 2)
+    assert model(input_ids=IDS_BT, labels=LABELS_BT).loss.item() == before
