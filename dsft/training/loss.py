@@ -77,13 +77,17 @@ class TokenLoss:
         nats, self._labels_BT, self._divisor, self._nats = self._nats, None, None, None
         return loss * share, nats
 
-    def _loss_function(self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **options: Any):
+    def _loss_function(self, logits: torch.Tensor, labels: torch.Tensor | None, vocab_size: int, **options: Any):
         """Stands for the model's own `loss_function`, which it calls with the labels it was given; for labels of its
         own (of a token further on), and outside of training, computes as transformers does.
         """
-        if labels is not self._labels_BT or logits.shape[:-1] != labels.shape:
-            own = {"num_items_in_batch": self._divisor} if self._divisor is not None else {}
-            return ForCausalLMLoss(logits, labels, vocab_size, **(options | own))
+        if self._divisor is None:
+            return ForCausalLMLoss(logits, labels, vocab_size, **options)
+        targets = labels if options.get("shift_labels") is None else options["shift_labels"]
+        if logits.shape[:-1] != targets.shape:
+            return logits.new_zeros(())  # GIT cuts off an image that a text has not; its logits are taken instead
+        if targets is not self._labels_BT:
+            return ForCausalLMLoss(logits, labels, vocab_size, **(options | {"num_items_in_batch": self._divisor}))
         return self._mean(logits)
 
     def _mean(self, logits_BTV: torch.Tensor) -> torch.Tensor:
@@ -104,26 +108,26 @@ class TokenLoss:
         Raises:
             UserError: where it has no logits for each token.
         """
-        own = outputs.get("loss") if isinstance(outputs, dict) else None
-        if own is not None:
-            own, outputs["loss"] = own.detach(), None  # its graph goes before ours is made
+        model_loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        if model_loss is not None:
+            model_loss, outputs["loss"] = model_loss.item(), None  # its graph goes before ours is made
         if self.gives_labels and getattr(outputs, "logits", None) is None:
             outputs = model(**inputs)
         logits_BTV = getattr(outputs, "logits", None)
         if logits_BTV is None or logits_BTV.shape[:-1] != self._labels_BT.shape:
             raise UserError([f"model: {self.name} returns no logits for each token, so its loss cannot be computed"])
         loss = self._mean(logits_BTV)
-        if own is not None and self.gives_labels:
-            self._explain(own)
+        if model_loss is not None:
+            self._explain(model_loss)
         self.gives_labels = False
         return loss
 
-    def _explain(self, own: torch.Tensor) -> None:
+    def _explain(self, model_loss: float) -> None:
         trained = (self._labels_BT[:, 1:] != IGNORED).sum()
         mean = (self._nats / trained.clamp(min=1)).item()
-        if trained and abs(own.item() - mean) > SAME_LOSS * mean:
+        if trained and abs(model_loss - mean) > SAME_LOSS * mean:
             say(
-                f"note: {self.name} has a loss of its own ({own.item():.4g} in the first micro batch), which is not"
+                f"note: {self.name} has a loss of its own ({model_loss:.4g} in the first micro batch), which is not"
                 f" what is trained: that is, as in every architecture, the mean nats of the next tokens (here"
                 f" {mean:.4g}); what its own adds to these, such as a router's auxiliary loss, is left out"
             )

@@ -52,9 +52,9 @@ def step(model, rows: int, *, blank: int = 0, **options) -> tuple[float, float, 
     return sum(losses), sum(all_nats) / trained.item(), gradients
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor], *, rel: float) -> bool:
-    largest = max(tensor.abs().max() for tensor in one)
-    return all(bool((a - b).abs().max() <= rel * largest) for a, b in zip(one, other, strict=True))
+def same(tensors: list[torch.Tensor], others: list[torch.Tensor], *, rel: float) -> bool:
+    largest = max(tensor.abs().max() for tensor in tensors)
+    return all(bool((a - b).abs().max() <= rel * largest) for a, b in zip(tensors, others, strict=True))
 
 
 @one_thread()
@@ -95,9 +95,9 @@ def test_a_router_s_auxiliary_loss_counts_once_as_the_mean_over_micro_batches(ar
         return (outputs.loss - nats).item()
 
     for rows in (ROWS, 2, 1):
-        own = [added(*cut) for cut in zip(IDS_BT.split(rows), LABELS_BT.split(rows), strict=True)]
+        terms = [added(*cut) for cut in zip(IDS_BT.split(rows), LABELS_BT.split(rows), strict=True)]
         loss, nats, _ = step(model, rows)
-        assert loss - nats == pytest.approx(sum(own) / len(own), rel=2e-3) and loss - nats > 1e-3
+        assert loss - nats == pytest.approx(sum(terms) / len(terms), rel=2e-3) and loss - nats > 1e-3
         assert step(model, rows, blank=2)[0] == pytest.approx(loss, rel=1e-6)
 
 
