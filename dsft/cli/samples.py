@@ -1,10 +1,12 @@
 """Makes the data of a training ready ahead of it, and shows samples of it, for `dsft prepare` and `dsft preview`."""
 
+import dataclasses
 import itertools
 from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
@@ -12,10 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from dsft.config.options import TrainConfig
 from dsft.data.packing import PackedRows
 from dsft.data.prepare import cache_folder
-from dsft.data.sequences import IGNORED, describe_counts, describe_value, sequences_in
+from dsft.data.sequences import IGNORED, describe_counts, describe_value, sequence, sequences_in
 from dsft.data.sequences import Sequence as TokenSequence
 from dsft.data.sources import FormattedSource
 from dsft.data.streaming import Stream
+from dsft.data.tokenization import tokenise
 from dsft.data.training_data import TrainingData, check_sources, load_training_data
 from dsft.errors import raise_if_any
 from dsft.models.tokenizer import check_tokenizer
@@ -23,6 +26,8 @@ from dsft.runtime.console import show_table
 
 STREAMED = 1000
 """Sequences that the figures of a stream are of."""
+SHOWN_ROWS = 200
+"""Of each source, of which some are shown."""
 
 
 def prepare(config: TrainConfig) -> None:
@@ -41,7 +46,10 @@ def prepare(config: TrainConfig) -> None:
 
 
 def preview(config: TrainConfig, *, samples: int) -> None:
-    """Prints samples as the model will see them, and figures.
+    """Prints samples as the model will see them, what is left out and why, and figures.
+
+    Prompts with completions and chats are shown row by row, and then rows that are not trained as they stand in the
+    data. Text, packed rows and streams are shown as the sequences that the model is given.
 
     Raises:
         UserError: with every problem of the tokenizer and the data.
@@ -49,15 +57,21 @@ def preview(config: TrainConfig, *, samples: int) -> None:
     sources, tokenizer, data = _load(config)
     console = Console(soft_wrap=True, highlight=False)
     items = list(itertools.islice(data.items, STREAMED)) if isinstance(data.items, Stream) else data.items
-    for index in np.linspace(0, len(items) - 1, min(samples, len(items))).astype(int).tolist():
+    rows_of = (
+        [] if isinstance(items, list | PackedRows) else [each for each in sources["data"] if not each.rules.is_text]
+    )
+    for formatted in rows_of:
+        _show_rows(formatted, tokenizer, console, samples=samples)
+    indices = [] if rows_of else np.linspace(0, len(items) - 1, min(samples, len(items))).astype(int).tolist()
+    for index in indices:
         sequences = sequences_in([items[index]])
-        tokens = sum(len(sequence["input_ids"]) for sequence in sequences)
+        tokens = sum(len(sample["input_ids"]) for sample in sequences)
         console.print(
             f"[bold]{'row' if isinstance(items, PackedRows) else 'sequence'} {index + 1}[/bold]: {tokens}"
             f" tokens{f' of {len(sequences)} samples' if len(sequences) > 1 else ''}"
         )
-        for sequence in sequences:
-            console.print(in_colour(sequence, tokenizer, marks=not console.is_terminal))
+        for sample in sequences:
+            console.print(in_colour(sample, tokenizer, marks=not console.is_terminal))
             console.print()
     console.print(
         "trained tokens are [green]green[/green]" if console.is_terminal else "trained tokens stand between ⟦ and ⟧"
@@ -70,13 +84,44 @@ def preview(config: TrainConfig, *, samples: int) -> None:
         console.print(f"note: {note}", markup=False)
 
 
-def in_colour(sequence: TokenSequence, tokenizer: PreTrainedTokenizerBase, *, marks: bool) -> Text:
+def _show_rows(
+    formatted: FormattedSource, tokenizer: PreTrainedTokenizerBase, console: Console, *, samples: int
+) -> None:
+    """Prints rows spread over the first of a source, then as many that are left out or trained otherwise."""
+    batch = next(iter(formatted.batches()))
+    rules = dataclasses.replace(formatted.rules, bad_rows="drop")
+    made = [tokenise(dataclasses.replace(batch, rows=[row]), rules, tokenizer) for row in batch.rows[:SHOWN_ROWS]]
+    shown = set(np.linspace(0, len(made) - 1, min(samples, len(made))).astype(int).tolist())
+    changed = [index for index, tokens in enumerate(made) if tokens.first and index not in shown]
+    for index in [*sorted(shown), *changed[:samples]]:
+        tokens = made[index]
+        head = f"[bold]{escape(batch.where(batch.rows[index]))}[/bold]: "
+        if len(tokens.ends):
+            several = f" in {len(tokens.ends)} sequences" if len(tokens.ends) > 1 else ""
+            console.print(f"{head}{len(tokens.ids)} tokens{several}, {int(tokens.trained.sum())} trained")
+        else:
+            console.print(f"{head}left out")
+        for name, why in tokens.first.items():
+            reason = why.removeprefix(f"{batch.where(batch.rows[index])}: ")
+            console.print(f"  {name.replace('_', ' ')}: {reason}", markup=False)
+        for start, end in itertools.pairwise([0, *tokens.ends.tolist()]):
+            console.print(
+                in_colour(
+                    sequence(tokens.ids[start:end], tokens.trained[start:end]), tokenizer, marks=not console.is_terminal
+                )
+            )
+            console.print()
+    if len(changed) > samples:
+        console.print(f"{len(changed) - samples} more of the first {len(made)} rows are left out or trained otherwise")
+
+
+def in_colour(sample: TokenSequence, tokenizer: PreTrainedTokenizerBase, *, marks: bool) -> Text:
     """Decodes the tokens, special ones included, with the trained ones green, or between ⟦ and ⟧ with `marks`."""
     text = Text()
-    trained = sequence["labels"] != IGNORED
+    trained = sample["labels"] != IGNORED
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1), len(trained)]
     for start, end in itertools.pairwise(edges):
-        piece = tokenizer.decode(sequence["input_ids"][start:end])
+        piece = tokenizer.decode(sample["input_ids"][start:end])
         if not trained[start]:
             text.append(piece, style="dim")
         else:
@@ -102,7 +147,7 @@ def _load(config: TrainConfig) -> tuple[dict[str, list[FormattedSource]], PreTra
 
 def _figures(items: Any, data: TrainingData) -> Table:
     if isinstance(items, list):  # the beginning of a stream
-        lengths = np.array([len(sequence["input_ids"]) for sequence in sequences_in(items)])
+        lengths = np.array([len(sample["input_ids"]) for sample in sequences_in(items)])
     else:
         lengths = (items.sequences if isinstance(items, PackedRows) else items).lengths
     table = Table("", "", show_header=False)

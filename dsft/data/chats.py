@@ -12,7 +12,6 @@ the last turn with another token.
 """
 
 import re
-from collections import Counter
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
@@ -35,7 +34,7 @@ _MARK = 0xF0000
 """The first of the private characters (planes 15 and 16 of Unicode), each of which stands for one text of a chat."""
 _KEPT = r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,}\]"
 """Tags, at which templates split."""
-_LETTERS = r"[^\s\"'&<>\\\[\x00-\x1f\x7f]|\["
+_LETTER = r"[^\s\"'&<>\\\[\x00-\x1f\x7f]"
 """What no template trims or escapes."""
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _EMPTY_THINKING = re.compile(
@@ -66,8 +65,8 @@ class Samples:
 
     sequences: list[tuple[list[int], Spans]]
     """Ids, and which of them are trained: of beginnings of the chat that end with an answer, and of the whole chat."""
-    counts: Counter
-    """rendered_apart (sequences beyond the first), unrendered and empty_thinking (chats that have any)."""
+    notes: dict[str, str]
+    """rendered_apart, unrendered, empty_thinking -> what became of the chat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +195,11 @@ class _Chat:
         self.template = template or tokenizer.get_chat_template(tools=chat.tools or None)
         self.forms = _find_forms(tokenizer, self.template)
         self.source = chat.messages
-        self.counts: Counter = Counter()
+        self.notes: dict[str, str] = {}
         self.fields, self.marked = _mark(chat.messages, kept=())
+        self.alone: dict[int, _Rendering] = {}
+        self.prompts: dict[int, str] = {}
+        """Turn -> the marked rendering that ends with it, and the end of the generation prompt before it."""
 
     def samples(self) -> Samples:
         answers = [
@@ -212,7 +214,10 @@ class _Chat:
         rendering = self._rendering(length)
         self._check_rendered(rendering, wanted)
         if self.rules.train_on == "all":
-            return Samples(sequences=[self._tokens(rendering, {}, length)], counts=self.counts)
+            place = self._place(length - 1, length, rendering) if length - 1 in answers else None
+            return Samples(
+                sequences=[self._tokens(rendering, {length - 1: place} if place else {}, length)], notes=self.notes
+            )
         sequences = []
         while wanted:
             places = {turn: self._place(turn, length, rendering) for turn in wanted}
@@ -226,14 +231,18 @@ class _Chat:
             elif length == wanted[-1] + 1:
                 sequences.append(self._with_reasoning(wanted[-1], rendering, places[wanted[-1]]))
                 here = {wanted[-1]: places[wanted[-1]]}
-            self.counts["empty_thinking"] |= any(place.empty_thinking for place in here.values())
+            if self.rules.train_thinking != "all" and any(place.empty_thinking for place in here.values()):
+                self.notes["empty_thinking"] = "an empty think block is rendered and not trained"
             wanted = [] if self.rules.one_sequence else [turn for turn in wanted if turn not in here]
             if wanted:
                 length = wanted[-1] + 1
                 rendering = self._rendering(length)
         sequences = sequences or [self._tokens(rendering, {}, length)]
-        self.counts["rendered_apart"] = len(sequences) - 1
-        return Samples(sequences=sequences[::-1], counts=self.counts)
+        if len(sequences) > 1:
+            self.notes["rendered_apart"] = (
+                f"{len(sequences)} sequences: the chat template renders answers otherwise once the chat goes on"
+            )
+        return Samples(sequences=sequences[::-1], notes=self.notes)
 
     # Rendering
 
@@ -267,12 +276,19 @@ class _Chat:
                 same = codes == of_text
                 same[rendering.marks] = True
                 if same.all():
-                    self.fields, self.marked = fields, marked
+                    if kept:
+                        self.fields, self.marked, self.alone, self.prompts = fields, marked, {}, {}
                     return rendering
         raise ValueError(
             "the chat template renders a message by what it says, so the answers cannot be told from the rest; name"
             " another one with chat_template, or use prompt and completion columns"
         )
+
+    def _alone(self, turn: int) -> _Rendering:
+        """Renders the marked messages up to an answer and with it."""
+        if turn not in self.alone:
+            self.alone[turn] = _Rendering(self._render(self.marked[: turn + 1]), self.fields)
+        return self.alone[turn]
 
     def _check_rendered(self, rendering: _Rendering, wanted: list[int]) -> None:
         """Raises, or counts, where the template leaves out a part of the chat.
@@ -294,13 +310,13 @@ class _Chat:
                 continue
             is_there = len(rendering.of(index)) >= item.size
             if not is_there and self.source[item.message]["role"] == "assistant" and not all_there:
-                alone = _Rendering(self._render(self.marked[: item.message + 1]), self.fields)
-                is_there = len(alone.of(index)) >= item.size
+                is_there = len(self._alone(item.message).of(index)) >= item.size
             if not is_there:
                 problems.append(self._not_rendered(item.message, item.kind))
         if problems and not self.rules.drop_unrendered:
             raise ValueError(f"{problems[0]}; {_WAY_OUT}")
-        self.counts["unrendered"] |= bool(problems)
+        if problems:
+            self.notes["unrendered"] = problems[0]
 
     def _not_rendered(self, turn: int, *kinds: str) -> str:
         return (
@@ -315,7 +331,7 @@ class _Chat:
         place = self._begin(turn, rendering)
         if place is None:
             return None
-        alone = rendering if length == turn + 1 else _Rendering(self._render(self.marked[: turn + 1]), self.fields)
+        alone = rendering if length == turn + 1 else self._alone(turn)
         in_alone = place if alone is rendering else self._begin(turn, alone)
         tail = alone.marked[in_alone.last + 1 :] if in_alone else ""
         is_own = length == turn + 1
@@ -388,7 +404,9 @@ class _Chat:
     def _prompt_end(self, turn: int, between: str) -> int:
         """Returns how much of the text before an answer is the generation prompt's."""
         try:
-            tail = _Rendering(self._render(self.marked[:turn], prompt=True), self.fields).tail
+            if turn not in self.prompts:
+                self.prompts[turn] = _Rendering(self._render(self.marked[:turn], prompt=True), self.fields).tail
+            tail = self.prompts[turn]
         except TEMPLATE_ERRORS:  # there is no message before, or none that a prompt may follow
             _, marked = _mark([{"role": "user", "content": "question"}], kept=())
             try:
@@ -425,8 +443,7 @@ class _Chat:
                 continue
             if place := self._last_letter(turn, rendering):
                 return rendering.marked[place + 1 : rendering.next_mark(place)]
-        rendering = _Rendering(self._render(self.marked[: turn + 1]), self.fields)
-        return rendering.tail
+        return self._alone(turn).tail
 
     def _last_letter(self, turn: int, rendering: _Rendering) -> int:
         places = [rendering.of(index) for index, item in enumerate(rendering.fields) if item.message == turn]
@@ -454,7 +471,7 @@ class _Chat:
                 whole = replace(place, start=len(prompt), end=end)
                 return self._encode(prompt + answer, [(whole.start, whole.end)], ends_open=place.ends_open)
         if place and missing and self.rules.drop_unrendered and "content" not in missing:
-            self.counts["unrendered"] = 1
+            self.notes["unrendered"] = self._not_rendered(turn, *missing)
             return self._tokens(rendering, {turn: place}, turn + 1)
         if missing:
             raise ValueError(f"{self._not_rendered(turn, *missing)}; {_WAY_OUT}")
@@ -473,17 +490,14 @@ class _Chat:
 
     def _tokens(self, rendering: _Rendering, places: dict[int, _Place], length: int) -> tuple[list[int], Spans]:
         text, spans, ends_open = rendering.text, [], False
-        marked_stretches = self._stretches(length) if places else None
+        marked_stretches = self._stretches(length) if places and self.rules.train_on != "all" else None
         for turn, place in places.items():
-            span = [(place.start, place.end)]
-            if marked_stretches is not None:
-                span = self._within(turn, place, marked_stretches)
-            spans += span
+            all_of_it = [(place.start, place.end)]
+            spans += all_of_it if marked_stretches is None else self._within(turn, place, marked_stretches)
             if place.ends_open and turn == length - 1:
                 text, ends_open = text[: place.end], True
         if self.rules.train_on == "all":
-            ids, _ = self._encode(text, [], ends_open=False)
-            return ids, [(0, len(ids))]
+            spans = [(0, len(text))]
         return self._encode(text, spans, ends_open=ends_open)
 
     def _stretches(self, length: int) -> Spans | None:
@@ -595,7 +609,8 @@ def _mark(messages: list[Message], *, kept: tuple[str, ...]) -> tuple[list[_Fiel
     """
     fields: list[_Field] = []
     stays = "|".join([_KEPT, *map(re.escape, kept)])
-    pattern = re.compile(f"({stays})|({_LETTERS})")
+    # Runs of letters, but where words are kept, which may begin in the midst of one.
+    pattern = re.compile(f"({stays})|({_LETTER}{'' if kept else '+'}|\\[)")
     anything = re.compile(r"\S")
 
     def marked(value: Any, turn: int, kind: str) -> Any:
@@ -607,7 +622,7 @@ def _mark(messages: list[Message], *, kept: tuple[str, ...]) -> tuple[list[_Fiel
         if not isinstance(value, str) or not value.strip():
             return value
         letter = chr(_MARK + len(fields))
-        text = pattern.sub(lambda match: match[1] or letter, value)
+        text = pattern.sub(lambda match: match[1] or letter * len(match[2]), value)
         if letter not in text:  # of tags or quotes alone: nothing else is there to be found
             text = anything.sub(letter, value)
         fields.append(_Field(message=turn, kind=kind, size=text.count(letter)))

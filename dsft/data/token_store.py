@@ -37,7 +37,7 @@ class Store:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """format, is_text, source, seconds, dtype, counts, first_bad, tokens_hash (not of an earlier dsft)."""
+        """format, is_text, source, seconds, dtype, counts, first, tokens_hash (not of an earlier dsft)."""
         return json.loads((self.folder / FACTS).read_text(encoding="utf-8"))
 
     @cached_property
@@ -110,7 +110,7 @@ class StoreWriter:
         }
         self.counts: Counter = Counter()
         self.size = 0
-        self.first_bad = ""
+        self.first: dict[str, str] = {}
 
     def append(self, tokens: Tokens) -> None:
         tokens.ids.astype(self.dtype).tofile(self.files["tokens"])
@@ -122,7 +122,7 @@ class StoreWriter:
         self.size += len(tokens.ids)
         self.counts += tokens.counts
         self.counts["trained_tokens"] += int(tokens.trained.sum())
-        self.first_bad = self.first_bad or tokens.first_bad
+        self.first = tokens.first | self.first
 
     def finish(self, **facts: Any) -> Store:
         for file in self.files.values():
@@ -148,7 +148,7 @@ class StoreWriter:
         tokens_hash = _hash_of([self.partial / f"{name}.bin" for name in ("tokens", "trained", "ends")])
         counts |= {"tokens": self.size, "duplicates": _duplicates(_mapped(self.partial / "hashes.bin", "uint64"))}
         with open(self.partial / FACTS, "w", encoding="utf-8") as file:
-            facts |= {"dtype": self.dtype, "counts": counts, "first_bad": self.first_bad, "tokens_hash": tokens_hash}
+            facts |= {"dtype": self.dtype, "counts": counts, "first": self.first, "tokens_hash": tokens_hash}
             json.dump(facts, file, indent=1)
             file.flush()
             os.fsync(file.fileno())

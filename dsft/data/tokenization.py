@@ -36,8 +36,8 @@ class Tokens:
     counts: Counter
     """rows, truncated, split, dropped_long, dropped_untrained, dropped_empty, dropped_bad; of chats also rendered_apart
     (sequences for answers that the template renders otherwise in a longer chat), unrendered and empty_thinking."""
-    first_bad: str = ""
-    """What was wrong with the first row dropped as bad, and where."""
+    first: dict[str, str] = field(default_factory=dict)
+    """Key of `counts` -> where the first such row is, and why it is counted."""
     document_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[S] UTF-8 bytes of the text of each; none where only training reads them."""
     document_words: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -56,8 +56,8 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
     for row in batch.rows:
         try:
             samples.append((row, canonical(row, rules, has_template=has_template)))
-        except EmptyAnswer:
-            builder.counts["dropped_empty"] += 1
+        except EmptyAnswer as error:
+            builder.note("dropped_empty", f"{batch.where(row)}: {error}")
             if rules.keep_all:
                 samples.append((row, None))
         except ValueError as error:
@@ -134,7 +134,9 @@ def _add_chats(
             kind = "the chat template raised: " if isinstance(error, TemplateError) else ""
             builder.drop_bad(f"{where(row)}: {kind}{one_line(error)[:500]}")
             continue
-        builder.counts += samples.counts
+        for name, why in samples.notes.items():
+            number = len(samples.sequences) - 1 if name == "rendered_apart" else 1
+            builder.note(name, f"{where(row)}: {why}", number)
         for ids, spans in samples.sequences:
             builder.add(ids, spans, partial(where, row))
 
@@ -152,12 +154,17 @@ class _TokensBuilder:
     """Collects sequences under the rules for length and for rows without a trained token."""
 
     def __init__(self, rules: FormatRules):
-        self.rules, self.counts, self.first_bad = rules, Counter(), ""
+        self.rules, self.counts, self.first = rules, Counter(), {}
         self.ids: list[np.ndarray] = []
         self.trained: list[np.ndarray] = []
         self.ends: list[int] = []
         self.hashes: list[int] = []
         self.size = 0
+
+    def note(self, name: str, why: str, number: int = 1) -> None:
+        """Counts a row, and keeps the first reason."""
+        self.counts[name] += number
+        self.first.setdefault(name, why)
 
     def drop_bad(self, problem: str) -> None:
         """Counts a row that cannot be used.
@@ -169,8 +176,7 @@ class _TokensBuilder:
             raise UserError([problem])
         if self.rules.bad_rows == "error":
             raise UserError([f"{problem}; bad_rows: drop leaves such rows out, and counts them"])
-        self.first_bad = self.first_bad or problem
-        self.counts["dropped_bad"] += 1
+        self.note("dropped_bad", problem)
 
     def blank(self) -> None:
         """Fills the place of a row that has nothing to train on, where each must have one."""
@@ -187,38 +193,34 @@ class _TokensBuilder:
             trained[start:end] = True
         trained[:1] = False  # nothing stands before it
         if len(array) <= self.rules.seq_len:
-            self._put_if_trained(array, trained)
+            self._put_if_trained(array, trained, where)
         else:
             self._too_long(array, trained, where)
 
     def _too_long(self, ids: np.ndarray, trained: np.ndarray, where: Callable[[], str]) -> None:
         length, policy = self.rules.seq_len, self.rules.too_long
+        why = f"{where()}: {len(ids)} tokens are longer than seq_len={length}"
         if policy == "error":
-            raise UserError(
-                [
-                    f"{where()}: {len(ids)} tokens are longer than seq_len={length}; raise it, or set too_long to"
-                    " truncate, split or drop"
-                ]
-            )
+            raise UserError([f"{why}; raise it, or set too_long to drop, truncate or split"])
         if policy == "drop":
-            self.counts["dropped_long"] += 1
+            self.note("dropped_long", why)
             if self.rules.keep_all:
                 self._put(ids[:length], np.zeros(length, bool))
         elif policy == "split" and not self.rules.keep_all:
-            self.counts["split"] += 1
+            self.note("split", why)
             for start in range(0, len(ids), length):
                 trained[start] = False
-                self._put_if_trained(ids[start : start + length], trained[start : start + length])
+                self._put_if_trained(ids[start : start + length], trained[start : start + length], where)
         else:
-            self.counts["truncated"] += 1
-            self._put_if_trained(ids[:length], trained[:length])
+            self.note("truncated", why)
+            self._put_if_trained(ids[:length], trained[:length], where)
 
-    def _put_if_trained(self, ids: np.ndarray, trained: np.ndarray) -> None:
+    def _put_if_trained(self, ids: np.ndarray, trained: np.ndarray, where: Callable[[], str]) -> None:
         """Adds a sequence, but for one without a trained token (its answer was cut off)."""
         if trained.any() or self.rules.keep_all:
             self._put(ids, trained)
         else:
-            self.counts["dropped_untrained"] += 1
+            self.note("dropped_untrained", f"{where()}: no token of it is trained")
 
     def _put(self, ids: np.ndarray, trained: np.ndarray, *, ends: bool = True) -> None:
         self.ids.append(ids)
@@ -235,5 +237,5 @@ class _TokensBuilder:
             ends=np.array(self.ends, np.int64),
             hashes=np.array(self.hashes, np.uint64),
             counts=self.counts,
-            first_bad=self.first_bad,
+            first=self.first,
         )

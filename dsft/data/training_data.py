@@ -322,10 +322,11 @@ def _notes_on_rows(stores: list[Store]) -> list[str]:
     """Says what became of rows that are not trained as they stand in the data."""
     notes = []
     for store in stores:
-        counts, source = store.counts, store.facts["source"]
+        counts, first, source = store.counts, store.facts["first"], store.facts["source"]
         if counts["dropped_bad"]:
-            first = store.facts["first_bad"]
-            notes.append(f"{counts['dropped_bad']} rows of {source} are left out as bad; the first: {first}")
+            notes.append(
+                f"{counts['dropped_bad']} rows of {source} are left out as bad; the first: {first['dropped_bad']}"
+            )
         if counts["dropped_long"] > WARNED_SHARE * counts["rows"]:
             notes.append(
                 f"warning: {counts['dropped_long'] / counts['rows']:.1%} of {source} ({counts['dropped_long']:,} of"
@@ -333,7 +334,9 @@ def _notes_on_rows(stores: list[Store]) -> list[str]:
                 " truncate or split"
             )
         if counts["unrendered"]:
-            notes.append(f"{counts['unrendered']:,} chats of {source} hold parts that the chat template leaves out")
+            notes.append(
+                f"{counts['unrendered']:,} chats of {source} are not rendered whole; the first: {first['unrendered']}"
+            )
         if counts["rendered_apart"]:
             notes.append(
                 f"{counts['rendered_apart']:,} answers of {source} are trained in sequences of their own, since the"

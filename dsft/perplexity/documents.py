@@ -121,9 +121,20 @@ class Answers(Documents):
             ids, trained = tokens.ids[start:end], tokens.trained[start:end]
             if not trained.any():
                 texts[index] = ""
-            elif len(ids) == rules.seq_len or rules.train_on in ("all", "last"):
+            elif (
+                len(ids) == rules.seq_len
+                or rules.train_on in ("all", "last")
+                or (isinstance(samples[index], Chat) and _has_more_than_content(samples[index]))
+            ):
                 texts[index] = tokenizer.decode(ids[trained], skip_special_tokens=True)
         return _with_sizes(tokens.ids, tokens.trained, tokens.ends, texts, samples, tokens.counts)
+
+
+def _has_more_than_content(chat: Chat) -> bool:
+    return any(
+        message["role"] == "assistant" and not {"reasoning_content", "tool_calls", "weight"}.isdisjoint(message)
+        for message in chat.messages
+    )
 
 
 def _with_sizes(

@@ -30,7 +30,7 @@ from dsft.data.batches import PackedCollator
 from dsft.data.formats import FormatRules, format_rules
 from dsft.data.prepare import fingerprint, prepare
 from dsft.data.readers import Row
-from dsft.data.sequences import IGNORED, cut, mix, sequences_in, sequences_of
+from dsft.data.sequences import IGNORED, cut, describe_counts, mix, sequences_in, sequences_of
 from dsft.data.sources import BATCH_ROWS, HeldOut, Source, find_sources
 from dsft.data.streaming import Stream
 from dsft.data.training_data import check_sources, load_training_data
@@ -566,6 +566,40 @@ def test_preview_shows_what_is_trained_and_figures(tiny, tmp_path, capsys):
             ["--model", str(tiny / "model"), "--data", str(path), "--too_long", "cut", "--sequence_len", "9"],
         )
     assert len(raised.value.problems) == 2
+
+
+def test_preview_shows_each_row_with_what_is_trained_and_why_others_are_left_out(tiny, tmp_path, capsys):
+    ask, answer = {"role": "user", "content": "the"}, {"role": "assistant", "content": "model"}
+    rows = [
+        [ask, answer],
+        [ask, answer | {"content": "big small " * 30}],
+        [ask, answer | {"content": ""}],
+        [ask, answer | {"reasoning_content": "a token"}],
+        [ask, answer, ask, answer | {"content": "reads"}],
+    ]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": messages} for messages in rows])
+    options = ["--model", str(tiny / "chat"), "--data", str(path), "--seq_len", "32", "--bad_rows", "drop"]
+    preview_command(PreviewOptions(samples=5), [*options, "--data_cache", str(tmp_path / "cache")])
+    shown = capsys.readouterr().out
+    for text in (
+        "line 1: 6 tokens, 2 trained\n<|user|>the<|end|><|assistant|>⟦model<|end|>⟧",
+        "line 2: left out\n  dropped long: 66 tokens are longer than seq_len=32\n",
+        "line 3: left out\n  dropped empty: message 2, an assistant's, is empty\n",
+        "line 4: left out\n  dropped bad: message 2 (assistant): the chat template does not render its reasoning; name",
+        "⟦model<|end|>⟧<|user|>the<|end|><|assistant|>⟦reads<|end|>⟧",
+        "note: warning: 20.0% of ",
+    ):
+        assert text in shown
+
+
+def test_rows_too_long_are_a_share_in_the_data_line(tiny, tokenizer, tmp_path, config):
+    pair = {"prompt": "the ", "completion": "model"}
+    for number, is_warned in ((100, False), (98, True)):
+        rows = [pair] * number + [pair | {"completion": "big small " * 30}]
+        path = write_jsonl(tmp_path / f"{number}.jsonl", rows)
+        data = loaded(config(data=[str(path)]), tokenizer)
+        assert f"1 dropped long ({1 / (number + 1):.1%})" in describe_counts(data.counts)
+        assert any("longer than seq_len and left out" in note for note in data.notes) == is_warned
 
 
 def test_processes_of_the_loader_get_the_folder_and_not_the_tokens(tokenizer, tmp_path, config):

@@ -17,7 +17,6 @@ def tokens_of(*samples: list[int], hashes: list[int] | None = None, **counts: in
         ends=np.cumsum([len(sample) for sample in samples], dtype=np.int64),
         hashes=np.array(hashes if hashes is not None else range(len(samples)), np.uint64),
         counts=Counter(counts),
-        first_bad="",
     )
 
 

@@ -433,7 +433,11 @@ def test_a_bad_row_is_an_error_with_its_line_or_is_counted(tokenizer, rows, mess
     with pytest.raises(UserError, match=f"rows.jsonl, line 2: {message}.*bad_rows: drop"):
         made(rows, tokenizer)
     tokens = made(rows, tokenizer, bad_rows="drop")
-    assert tokens.counts == {"rows": 2, "dropped_bad": 1} and len(tokens.ends) == 1 and "line 2" in tokens.first_bad
+    assert (
+        tokens.counts == {"rows": 2, "dropped_bad": 1}
+        and len(tokens.ends) == 1
+        and "line 2" in tokens.first["dropped_bad"]
+    )
 
 
 def test_empty_answers_are_left_out_and_counted(tokenizer):
