@@ -110,7 +110,7 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
         dist.barrier()
         _shared_buffer().unlink(missing_ok=True)
     if timeouts:
-        watchdog.connect(on_rank_0(watchdog.coordinator_port))
+        watchdog.connect(from_all([watchdog.endpoint()]))
 
 
 _timeout_seconds = 1800.0

@@ -1,7 +1,7 @@
 """What a rank tells the sidecar beside it: its phase, its progress, its errors, and that it ends in order.
 
     watchdog.start(config)                  before the process group, where a launcher started this process
-    watchdog.connect(coordinator)           after it, with rank 0's `coordinator_port()`: the sidecars meet
+    watchdog.connect(endpoints)             after it, with the `endpoint()` of every rank: the sidecars meet
     with watchdog.phase("saving"): ...
     watchdog.heartbeat(step)                at each step
     watchdog.close()                        at the end
@@ -19,15 +19,14 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsft.watchdog.deadlines import PHASE_LIMITS, POLL_SECONDS, VERDICT_SECONDS
-from dsft.watchdog.messages import Connection, listen
+from dsft.watchdog.messages import Connection, listen, listen_on_node
 from dsft.watchdog.processes import StartedBy
 from dsft.watchdog.root_cause import Failure
 
@@ -42,11 +41,24 @@ LONGEST_TRACEBACK = 20_000
 """Characters, from its end."""
 
 
+class Endpoint(NamedTuple):
+    """Where the sidecar of a rank is reached."""
+
+    machine: str
+    """The same for ranks that reach each other's `socket`: the boot's id and the network namespace."""
+    socket: str | None
+    """Name of the socket for the other sidecars of its machine."""
+    port: int | None
+    """Of the coordinator, on rank 0."""
+    token: str | None
+    """What proves a message, from rank 0."""
+
+
 class _Client:
     """This rank's end of the connection to its sidecar."""
 
-    def __init__(self, timeouts: Any, sidecar: Connection, listener: socket.socket | None):
-        self.timeouts, self.sidecar, self.listener = timeouts, sidecar, listener
+    def __init__(self, timeouts: Any, sidecar: Connection, endpoint: Endpoint | None = None):
+        self.timeouts, self.sidecar, self.endpoint = timeouts, sidecar, endpoint
         self.phase, self.last_heartbeat = "starting", 0.0
         self.log: Path | None = None
         self.has_met = False
@@ -66,10 +78,10 @@ def start(timeouts: Any) -> None:
         return
     rank = int(os.environ["RANK"])
     to_sidecar, to_rank = socket.socketpair()
-    listener = listen() if rank == 0 else None
-    descriptor, stacks_file = tempfile.mkstemp(prefix="dsft-stacks-")
+    listener, on_node = listen() if rank == 0 else None, listen_on_node()
+    stacks = os.memfd_create("dsft-stacks")  # no file that a killed job would leave behind
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     # One that was forked from another, as in a notebook, has been started by other processes.
     started_by = STARTED_BY if STARTED_BY.pid == os.getpid() else StartedBy.now()
     options = {
@@ -81,37 +93,63 @@ def start(timeouts: Any) -> None:
         "lost_timeout": timeouts.lost_timeout,
         "start_timeout": timeouts.start_timeout,
         "listener": listener and listener.fileno(),
-        "stacks_file": stacks_file,
+        "node_listener": on_node and on_node[0].fileno(),
+        "stacks": stacks,
     }
+    handed_over = [source for source in (listener, on_node and on_node[0]) if source]
     subprocess.Popen(
         [sys.executable, "-S", "-E", "-c", SIDECAR, json.dumps(options)],
         stdin=to_rank,
         stdout=subprocess.DEVNULL,
-        pass_fds=[listener.fileno()] if listener else [],
+        pass_fds=[stacks, *(source.fileno() for source in handed_over)],
         start_new_session=True,
     ).wait()
-    to_rank.close()
-    _client = _Client(timeouts, Connection(to_sidecar), listener)
+    endpoint = Endpoint(
+        machine=_machine(),
+        socket=on_node and on_node[1],
+        port=listener and listener.getsockname()[1],
+        token=secrets.token_hex(16) if listener else None,
+    )
+    for source in (to_rank, *handed_over):
+        source.close()  # the sidecar has its own
+    _client = _Client(timeouts, Connection(to_sidecar), endpoint)
     sys.excepthook = _report_error
 
 
-def coordinator_port() -> tuple[int, str] | None:
-    """On rank 0: port and token of the coordinator, for `connect` on all ranks. None without a sidecar."""
-    if _client is None or _client.listener is None:
-        return None
-    return _client.listener.getsockname()[1], secrets.token_hex(16)
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
 
 
-def connect(coordinator: tuple[int, str] | None) -> None:
-    """Let this rank's sidecar report to the coordinator on rank 0's node from now on. The phase is "loading"."""
-    if _client is None or coordinator is None:
+def endpoint() -> Endpoint | None:
+    """Where this rank's sidecar is reached, for `connect` on all ranks. None without a sidecar."""
+    return _client and _client.endpoint
+
+
+def connect(endpoints: list[Endpoint | None]) -> None:
+    """Let this rank's sidecar report to the coordinator on rank 0's node from now on. The phase is "loading".
+
+    Args:
+        endpoints: those of all ranks, in their order. One sidecar of each machine speaks for all of them there.
+    """
+    if _client is None or _client.endpoint is None or endpoints[0] is None:
         return
-    port, token = coordinator
-    _client.sidecar.send("connect", address=os.environ["MASTER_ADDR"], port=port, token=token)
+    mine, coordinator = _client.endpoint, endpoints[0]
+    here = [each.socket for each in endpoints if each and each.socket and each.machine == mine.machine]
+    relay = here[0] if mine.socket else None
+    _client.sidecar.send(
+        "connect",
+        address=os.environ["MASTER_ADDR"],
+        port=coordinator.port,
+        token=coordinator.token,
+        relay=relay if relay != mine.socket else None,
+        expected=len(here) if relay and relay == mine.socket else 1,
+    )
     _client.has_met = True
     set_phase("loading")
-    if _client.listener:
-        _client.listener.close()  # the sidecar has its own
 
 
 def heartbeat(step: int | None = None) -> None:

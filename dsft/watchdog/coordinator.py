@@ -1,10 +1,17 @@
-"""Where all sidecars report, in the sidecar of rank 0: decides what failed first, says it once, and ends every rank."""
+"""Where all sidecars report: the coordinator, in the sidecar of rank 0, and a relay on each node.
 
+    sidecars of a node --- relay, in one of them --- coordinator
+
+The coordinator decides what failed first, says it once, and ends every rank. It has one connection from each node, so
+its work grows with the nodes, and is done for those alone that have sent something.
+"""
+
+import contextlib
 import math
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
@@ -12,12 +19,14 @@ from typing import Any
 from dsft.watchdog.deadlines import (
     COLLECT_SECONDS,
     COLLECT_STACKS_SECONDS,
+    CONNECT_SECONDS,
     END_SECONDS,
     LEAVE_SECONDS,
     RANK_0_FIRST_SECONDS,
+    SILENCE_SECONDS,
     heartbeat_seconds,
 )
-from dsft.watchdog.messages import Connection, Server
+from dsft.watchdog.messages import Connection, Poller, Server, connect
 from dsft.watchdog.root_cause import Failure, Report, first_cause
 
 SHOWN_FRAMES = 5
@@ -36,14 +45,22 @@ class JobState(Enum):
     """All ranks are being ended."""
 
 
-@dataclass
-class Member:
-    """A sidecar, its connection and what it said of its rank."""
+@dataclass(eq=False)
+class Node:
+    """A relay, its connection and the ranks behind it."""
 
     connection: Connection
-    rank: int
     host: str
     last_heard: float
+    members: dict[int, "Member"] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Member:
+    """A rank, and what its sidecar said of it."""
+
+    rank: int
+    host: str
     log: str = ""
     is_gone: bool = False
     """It left in order, or was reported as lost."""
@@ -76,25 +93,33 @@ class Coordinator:
     ):
         self.server, self.world_size, self.lost_timeout, self.say = server, world_size, lost_timeout, say
         self.state, self.deadline = JobState.RUNNING, math.inf
-        self.members: list[Member] = []
+        self.nodes: dict[Connection, Node] = {}
+        self.members: dict[int, Member] = {}
         self.reports: list[Report] = []
         self.exit_codes: list[int] = []
         self.printed: set[str] = set()
         self.unprinted: list[ErrorLine] = []
-        self.last_sent = 0.0
+        self.started, self.last_sent, self.last_look = time.monotonic(), 0.0, 0.0
         self.launcher = launcher
+        self.poller = Poller()
+        self.poller.add(server)
         if launcher:
             launcher.send("met")
+            self.poller.add(launcher)
 
-    def sources(self) -> list[Connection | Server | None]:
-        """Everything that a message may come from."""
-        return [self.server, self.launcher, *(member.connection for member in self.members)]
+    def fileno(self) -> int:
+        """Readable where any message has come."""
+        return self.poller.fileno()
 
     def is_over(self) -> bool:
         """Whether nobody needs the coordinator any more."""
+        now = time.monotonic()
+        if self.state is JobState.ENDING:
+            return now > self.deadline or all(connection.closed for connection in self.nodes)
+        # One that has not come by then could not reach this node.
+        all_have_come = len(self.members) == self.world_size or now > self.started + 2 * CONNECT_SECONDS
         return self._all_left() or (
-            self.state is JobState.ENDING
-            and (time.monotonic() > self.deadline or all(member.connection.closed for member in self.members))
+            all_have_come and bool(self.members) and all(member.is_gone for member in self.members.values())
         )
 
     def finish(self) -> None:
@@ -106,10 +131,16 @@ class Coordinator:
     def step(self, now: float) -> None:
         """Read what has come and do what is due; never waits."""
         for connection, hello in self.server.accept():
-            self.members.append(Member(connection, hello["rank"], hello["host"], last_heard=now))
-        for member in self.members:
-            if not member.is_gone:
-                self._read(member, now)
+            node = self.nodes[connection] = Node(connection, str(hello.get("host")), last_heard=now)
+            self.poller.add(connection)
+            connection.send("heartbeat")  # it has come to the right place
+            self._read(node, now)
+        for source in self.poller.ready():
+            if source in self.nodes:
+                self._read(self.nodes[source], now)
+        if self.state is not JobState.ENDING and now - self.last_look > SILENCE_SECONDS:
+            self.last_look = now
+            self._look_for_silence(now)
         self._print_errors_of_others(now)
         self._read_launcher(now)
         if now >= self.deadline and self.state is JobState.COLLECTING:
@@ -120,31 +151,54 @@ class Coordinator:
             self.last_sent = now
             self._tell_all("heartbeat")
 
-    def _read(self, member: Member, now: float) -> None:
-        for message in member.connection.read():
-            member.last_heard = now
-            match message:
-                case {"type": "failed", "failure": failure, "text": text, "log": log}:
-                    member.log = log
-                    self._failed(Report(member.rank, member.host, Failure(failure), text), now)
-                case {"type": "stacks", "log": log}:
-                    member.stacks, member.log = message, log
-                case {"type": "close", "exit_code": exit_code, "lines": lines}:
-                    member.is_gone = True
-                    member.connection.close()
-                    self._left(member, exit_code, lines, now)
-        if member.is_gone or self.state is JobState.ENDING:
+    def _read(self, node: Node, now: float) -> None:
+        node.last_heard = now
+        try:
+            for message in node.connection.read():
+                self._take(node, message, now)
+        except (KeyError, TypeError, ValueError):  # what one node sends is no reason to leave the others alone
+            node.connection.close()
+        if node.connection.closed:
+            self._lose(
+                node, "is gone with its watchdog: the node went down, or something there kills all processes", now
+            )
+
+    def _take(self, node: Node, message: dict[str, Any], now: float) -> None:
+        rank = message.get("rank")
+        if message["type"] == "join" and rank not in self.members:  # the place of a rank is taken once
+            self.members[rank] = node.members[rank] = Member(rank, node.host)
+            if self.state is JobState.ENDING:
+                node.connection.send("end")
+        member = node.members.get(rank)
+        if member is None or member.is_gone:
             return
-        if member.connection.closed:
-            text = "is gone with its watchdog: the node went down, or something there kills all processes"
-        elif now - member.last_heard > self.lost_timeout:
-            causes = f"the node is down, frozen or cut off from {socket.gethostname()}"
-            text = f"gave no sign of life for {self.lost_timeout:.0f} s: {causes}"
-        else:
-            return
-        member.is_gone = True
-        member.connection.close()
-        self._failed(Report(member.rank, member.host, Failure.LOST, text), now)
+        match message:
+            case {"type": "failed", "failure": failure, "text": text, "log": log}:
+                member.log = log
+                self._failed(Report(member.rank, member.host, Failure(failure), text), now)
+            case {"type": "stacks", "log": log}:
+                member.stacks, member.log = message, log
+            case {"type": "close", "exit_code": int(exit_code), "lines": list(lines)}:
+                member.is_gone = True
+                self._left(member, exit_code, lines, now)
+            case {"type": "lost", "text": text}:
+                self._lose_member(member, text, now)
+
+    def _look_for_silence(self, now: float) -> None:
+        for node in self.nodes.values():
+            if not node.connection.closed and now - node.last_heard > self.lost_timeout:
+                causes = f"the node is down, frozen or cut off from {socket.gethostname()}"
+                self._lose(node, f"gave no sign of life for {self.lost_timeout:.0f} s: {causes}", now)
+
+    def _lose(self, node: Node, text: str, now: float) -> None:
+        node.connection.close()
+        for member in node.members.values():
+            self._lose_member(member, text, now)
+
+    def _lose_member(self, member: Member, text: str, now: float) -> None:
+        if not member.is_gone and self.state is not JobState.ENDING:
+            member.is_gone = True
+            self._failed(Report(member.rank, member.host, Failure.LOST, text), now)
 
     def _left(self, member: Member, exit_code: int, lines: list[str], now: float) -> None:
         self.exit_codes.append(exit_code)
@@ -180,7 +234,7 @@ class Coordinator:
 
     def _announce_cause(self) -> str:
         """Print what failed first, with its traceback or all stacks; returns the sentence."""
-        frozen = [member for member in self.members if member.stacks and member.stacks["is_stopped"]]
+        frozen = [member for member in self.members.values() if member.stacks and member.stacks["is_stopped"]]
         cause = first_cause(self.reports)
         if cause.is_consequence and frozen:
             text = f"is stopped (SIGSTOP), in phase {frozen[0].stacks['phase']}"
@@ -190,7 +244,7 @@ class Coordinator:
             self.say(f"what it said:\n{cause.text.rstrip()}")
         self._print_stacks()
         others = {report.rank for report in self.reports} - {cause.rank}
-        log = next((member.log for member in self.members if member.rank == cause.rank), "")
+        log = self.members[cause.rank].log
         self.say(
             f"all {self.world_size} ranks are being ended"
             + (f"; {len(others)} more failed after it" if others else "")
@@ -203,7 +257,7 @@ class Coordinator:
     def _print_stacks(self) -> None:
         """Print the last frames of each rank's main thread, and write everything to a file beside rank 0's log."""
         texts = []
-        for member in sorted(self.members, key=lambda member: member.rank):
+        for _, member in sorted(self.members.items()):
             if not (stacks := member.stacks):
                 continue
             idle = f"no progress for {stacks['idle_seconds']:.0f} s"
@@ -213,11 +267,12 @@ class Coordinator:
             frames = [line for line in main_thread.splitlines() if line.startswith("  File")][:SHOWN_FRAMES]
             reason = "stopped" if stacks["is_stopped"] else "it does not answer"
             self.say("\n".join([title, *(frames or [f"  (no stack: {reason})"])]))
-        log = next((member.log for member in self.members if member.rank == 0), "")
-        if texts and log and Path(log).parent.is_dir():
+        log = self.members[0].log if 0 in self.members else ""
+        if texts and log:
             path = Path(log).parent / "stacks.txt"
-            path.write_text("\n\n".join(texts))
-            self.say(f"all stacks: {path}")
+            with contextlib.suppress(OSError):  # a full disk may be what the ranks wait for
+                path.write_text("\n\n".join(texts))
+                self.say(f"all stacks: {path}")
 
     def _read_launcher(self, now: float) -> None:
         """Do what `dsft launch` asks; where it is gone nobody waits for this job."""
@@ -241,6 +296,156 @@ class Coordinator:
         self.state, self.deadline = JobState.ENDING, now + END_SECONDS
 
     def _tell_all(self, kind: str, **fields: Any) -> None:
-        for member in self.members:
-            if not member.connection.closed:
-                member.connection.send(kind, **fields)
+        for connection in self.nodes:
+            connection.send(kind, **fields)
+
+
+class Relay:
+    """The one connection between the sidecars of a node and the coordinator.
+
+    What a sidecar sends goes up with its rank; what the coordinator says goes down to all of them. A sidecar that is
+    gone or silent is reported; where the coordinator is, the sidecars' connections end.
+
+    Args:
+        server: for the other sidecars of this node; None where this one serves its own rank alone.
+        own: a connection from the sidecar of this process, whose rank is `rank`.
+        address, token: of the coordinator.
+        expected: sidecars of this node, with this one.
+    """
+
+    def __init__(
+        self,
+        server: Server | None,
+        own: Connection,
+        *,
+        address: tuple[str, int],
+        token: str,
+        host: str,
+        expected: int,
+        lost_timeout: float,
+        say: Callable[[str], None],
+    ):
+        self.server, self.address, self.token, self.host = server, address, token, host
+        self.expected, self.lost_timeout, self.say = expected, lost_timeout, say
+        self.children: dict[Connection, Child] = {}
+        self.poller = Poller()
+        if server:
+            self.poller.add(server)
+        self.coordinator: Connection | None = None
+        self.has_answered = False
+        """Whether the coordinator ever said anything: until then the connection is tried again."""
+        self.is_cut_off = False
+        self.started = self.last_heard = time.monotonic()
+        self.last_sent = self.last_look = 0.0
+        self._adopt(own)
+        self._connect()
+
+    def fileno(self) -> int:
+        """Readable where any message has come."""
+        return self.poller.fileno()
+
+    def is_over(self) -> bool:
+        """Whether no sidecar needs the relay any more, and all of their words are sent."""
+        have_come = len(self.children) >= self.expected or time.monotonic() > self.started + CONNECT_SECONDS
+        has_ended = self.coordinator is None or self.coordinator.closed
+        return all(connection.closed for connection in self.children) and (
+            has_ended or (have_come and self.coordinator.flush())
+        )
+
+    def step(self, now: float) -> None:
+        """Read what has come and do what is due; never waits once the coordinator has answered."""
+        for connection, _ in self.server.accept() if self.server else ():
+            self._adopt(connection)
+        for source in self.poller.ready():
+            if source in self.children:
+                self._read_child(source, now)
+        self._read_coordinator(now)
+        if now - self.last_look > SILENCE_SECONDS:
+            self.last_look = now
+            for connection, child in self.children.items():
+                if not connection.closed and now - child.last_heard > self.lost_timeout:
+                    self._lose(connection, child, f"gave no sign of life for {self.lost_timeout:.0f} s: its watchdog")
+        if self.coordinator and now - self.last_sent > heartbeat_seconds(self.lost_timeout):
+            self.last_sent = now
+            self.coordinator.send("heartbeat")
+
+    def close(self) -> None:
+        for source in (self.coordinator, self.server, *self.children):
+            if source:
+                source.close()
+
+    def _connect(self) -> None:
+        try:
+            self.coordinator = connect(self.address, self.token, seconds=min(CONNECT_SECONDS, self.lost_timeout))
+        except OSError:
+            self.coordinator, self.is_cut_off = None, True
+            self.say(
+                f"note: {self.host} cannot reach {self.address[0]}:{self.address[1]}, where faults are reported; a"
+                " fault of another node ends the ranks here only by time-outs"
+            )
+            for connection in self.children:
+                connection.send("unwatched")
+                connection.close()
+            return
+        self.last_heard = time.monotonic()
+        self.poller.add(self.coordinator)
+        self.coordinator.send("hello", host=self.host)
+        for child in self.children.values():
+            if child.rank is not None:
+                self.coordinator.send("join", rank=child.rank)
+
+    def _adopt(self, connection: Connection) -> None:
+        child = self.children[connection] = Child(time.monotonic())
+        if self.is_cut_off:
+            connection.send("unwatched")
+            connection.close()
+            return
+        self.poller.add(connection)
+        if self.has_answered:
+            connection.send("heartbeat")
+        self._read_child(connection, child.last_heard)
+
+    def _read_child(self, connection: Connection, now: float) -> None:
+        child = self.children[connection]
+        child.last_heard = now
+        for message in connection.read():
+            kind, rank = message.pop("type"), message.pop("rank", None)
+            if kind == "join":
+                child.rank = rank
+            elif kind == "close":
+                child.is_gone = True
+            if kind != "heartbeat" and self.coordinator:
+                self.coordinator.send(kind, rank=child.rank, **message)
+        if connection.closed:
+            self._lose(connection, child, "is gone with its watchdog, which something there has killed")
+
+    def _lose(self, connection: Connection, child: "Child", text: str) -> None:
+        connection.close()
+        if not child.is_gone and self.coordinator:
+            child.is_gone = True
+            self.coordinator.send("lost", rank=child.rank, text=text)
+
+    def _read_coordinator(self, now: float) -> None:
+        if self.coordinator is None:
+            return
+        for message in self.coordinator.read():
+            self.last_heard, self.has_answered = now, True
+            kind = message.pop("type")
+            for connection in self.children:
+                connection.send(kind, **message)
+        is_silent = now - self.last_heard > self.lost_timeout
+        if self.coordinator.closed and not self.has_answered and now < self.started + CONNECT_SECONDS:
+            self._connect()
+        elif self.coordinator.closed or is_silent:
+            self.coordinator.close()
+            for connection in self.children:
+                connection.close()
+
+
+@dataclass(eq=False)
+class Child:
+    """A sidecar behind a relay."""
+
+    last_heard: float
+    rank: int | None = None
+    is_gone: bool = False

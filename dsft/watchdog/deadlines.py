@@ -28,6 +28,12 @@ CONNECT_SECONDS = 20.0
 """For a sidecar to reach the coordinator, at most."""
 CONNECT_LAUNCHER_SECONDS = 5.0
 """For the coordinator to reach `dsft launch`."""
+STRANGER_SECONDS = 10.0
+"""For a connection to prove that it is of the job."""
+SILENCE_SECONDS = 1.0
+"""How often the silence of all nodes is looked at."""
+EXIT_SECONDS = 60.0
+"""For a rank to exit after it has said that it ends in order; one that does other work then is believed so far."""
 
 RANK_0_FIRST_SECONDS = 1.5
 """For rank 0 to end with the same message as another rank, which it prints itself."""

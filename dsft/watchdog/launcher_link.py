@@ -6,13 +6,18 @@ speaks for all of them through rank 0's connection.
 
 import os
 import secrets
+import socket
+from pathlib import Path
 from typing import Any
 
 from dsft.watchdog.deadlines import CONNECT_LAUNCHER_SECONDS
-from dsft.watchdog.messages import Connection, Server, connect, listen, wait_for_messages
+from dsft.watchdog.messages import Connection, Poller, Server, connect, listen, raise_file_limit
 
 VARIABLE = "DSFT_LAUNCHER"
-"""ADDRESS[,ADDRESS ...]:PORT:TOKEN of the launch, in the environment of its ranks."""
+"""ADDRESS[,ADDRESS ...]:PORT:TOKEN of the launch, in the environment of its ranks. In the place of the token stands
+@FILE where command lines carry the variable, which every user of a node can read."""
+TOKEN_FOLDER = "~/.cache/dsft"
+"""On each node: holds FILE-HOST of mode 0600 with the token, until the first sidecar there has read it."""
 
 
 def connect_to_launcher(rank: int, host: str) -> Connection | None:
@@ -24,25 +29,42 @@ def connect_to_launcher(rank: int, host: str) -> Connection | None:
     if not (value := os.environ.get(VARIABLE)):
         return None
     addresses, port, token = value.rsplit(":", 2)
+    if token.startswith("@") and not (token := _take_token(token[1:])):
+        return None
     errors: list[OSError] = []
     for address in addresses.split(","):
         try:
-            connection = connect(address, int(port), seconds=CONNECT_LAUNCHER_SECONDS)
+            connection = connect((address, int(port)), token, seconds=CONNECT_LAUNCHER_SECONDS)
         except OSError as error:
             errors.append(error)
         else:
-            connection.send("hello", token=token, rank=rank, host=host)
+            connection.send("hello", rank=rank, host=host)
             return connection
     if all(isinstance(error, ConnectionRefusedError) for error in errors):
         raise errors[0]
     return None
 
 
+def _take_token(name: str) -> str | None:
+    file = Path(TOKEN_FOLDER).expanduser() / f"{name}-{socket.gethostname()}"
+    try:
+        with file.open() as opened:
+            facts = os.fstat(opened.fileno())
+            token = opened.read().strip() if facts.st_uid == os.getuid() and not facts.st_mode & 0o077 else None
+        file.unlink()
+    except OSError:
+        return None
+    return token
+
+
 class LauncherLink:
     """In `dsft launch`: the connections from its job."""
 
     def __init__(self):
+        raise_file_limit()
         self.server = Server(listen(), secrets.token_hex(16))
+        self.poller = Poller()
+        self.poller.add(self.server)
         self.sidecars: dict[int, Connection] = {}
         """By rank: the first one of each node."""
         self.coordinator: Connection | None = None
@@ -53,16 +75,27 @@ class LauncherLink:
         self.exit_code: int | None = None
         """The largest of the ranks' own exit codes, once all have ended by themselves, or one before they met."""
 
-    def variable(self, addresses: list[str]) -> dict[str, str]:
-        """Return what the ranks need in their environment. Args: `addresses` where the nodes reach this machine."""
+    def variable(self, addresses: list[str], *, token_file: str | None = None) -> dict[str, str]:
+        """Return what the ranks need in their environment.
+
+        Args:
+            addresses: where the nodes reach this machine.
+            token_file: the name under which the nodes have the token, instead of the token.
+        """
         port = self.server.listener.getsockname()[1]
-        return {VARIABLE: f"{','.join(addresses)}:{port}:{self.server.token}"}
+        token = f"@{token_file}" if token_file else self.server.token
+        return {VARIABLE: f"{','.join(addresses)}:{port}:{token}"}
 
     def read(self, *, wait_seconds: float = 0.0) -> None:
         """Take the sidecars' messages, after waiting for some."""
-        wait_for_messages([self.server, *self.sidecars.values()], wait_seconds)
+        self.poller.ready(wait_seconds)
         for connection, hello in self.server.accept():
+            before = self.sidecars.get(hello["rank"])
+            if before and not before.closed:  # the place of a rank is taken once; a restart comes after its end
+                connection.close()
+                continue
             self.sidecars[hello["rank"]] = connection
+            self.poller.add(connection)
             if self.is_ending:
                 connection.send("end")
         for connection in self.sidecars.values():
@@ -94,6 +127,5 @@ class LauncherLink:
             connection.send(kind, **fields)
 
     def close(self) -> None:
-        for connection in self.sidecars.values():
-            connection.close()
-        self.server.close()
+        for source in (self.poller, *self.sidecars.values(), self.server):
+            source.close()

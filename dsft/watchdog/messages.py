@@ -1,131 +1,311 @@
-"""Messages of the watchdog: one JSON object a line, over sockets that never block.
+"""Messages of the watchdog: one JSON object a line, over sockets that never block, each proven by a token.
 
-The standard library's `multiprocessing.connection` waits for a peer that does not read and unpickles what it gets.
-Here a rank or a sidecar must never wait, and a stranger on the port must not be believed.
+The standard library's `multiprocessing.connection` waits for a peer that does not read and unpickles what it gets, and
+asyncio's streams wait where a sidecar must end its rank. Here nothing waits, and a stranger on the port is not
+believed: each line carries the HMAC-SHA256 of the job's token over the connection's random session, the direction, the
+line's number and its text, so that nobody without the token can add, repeat, reorder or send back a line.
+
+    client                                         server
+    SESSION\\n                                      (32 random hexadecimal digits, accepted once)
+    HMAC {"type": "hello", ...}\\n                  the first line that is proven makes the stranger a client
+                                                   HMAC {"type": "heartbeat"}\\n
 """
 
+import errno
+import hmac
 import json
+import re
+import resource
+import secrets
 import selectors
 import socket
-from collections.abc import Iterable, Iterator
-from typing import Any
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
 
-from dsft.watchdog.deadlines import CONNECT_SECONDS
+from dsft.watchdog.deadlines import CONNECT_SECONDS, STRANGER_SECONDS
 
 LARGEST_BYTES = 1 << 20
 """Of a line, and of what waits to be sent."""
+LARGEST_HELLO_BYTES = 1 << 12
+"""Of all that is read from a stranger."""
+MOST_STRANGERS = 256
+"""Connections that have proven nothing yet; the oldest makes room."""
+MOST_ACCEPTED = 256
+"""New connections taken in one go, so that a flood of them holds nothing else up."""
+
+
+class Readable(Protocol):
+    def fileno(self) -> int: ...
+
+
+class Poller:
+    """Sockets of which the readable ones are found in one call, whatever their number; may lie in another Poller.
+
+    It keeps its one descriptor from the start: a table of files that is full later does no harm.
+    """
+
+    def __init__(self):
+        self._selector = selectors.EpollSelector()
+
+    def fileno(self) -> int:
+        return self._selector.fileno()
+
+    def add(self, source: Readable) -> None:
+        """Watch `source`; a Connection that is closed is not watched any more."""
+        if isinstance(source, Connection):
+            if source.closed:
+                return
+            source.pollers.append(self)
+        self._selector.register(source, selectors.EVENT_READ)
+
+    def remove(self, source: Readable) -> None:
+        """Watch it no more."""
+        self._selector.unregister(source)
+        if isinstance(source, Connection):
+            source.pollers.remove(self)
+
+    def ready(self, seconds: float = 0.0) -> list[Any]:
+        """Those that can be read, after waiting so long for the first."""
+        return [key.fileobj for key, _ in self._selector.select(timeout=seconds)]
+
+    def close(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            self.remove(key.fileobj)
+        self._selector.close()
 
 
 class Connection:
-    """One end of a socket. `closed` is set once the other side is gone or breaks the protocol."""
+    """One end of a socket. `closed` is set once the other side is gone or breaks the protocol.
 
-    def __init__(self, connection: socket.socket):
+    Args:
+        token: proves every line; None for the pair of sockets that a rank shares with its sidecar.
+        session: the client's; None on the server's side, where it comes with the first line.
+    """
+
+    def __init__(self, connection: socket.socket, token: str | None = None, session: str | None = None):
         connection.setblocking(False)
         self.connection = connection
         self.closed = False
-        self._received, self._unsent = b"", b""
+        self.pollers: list[Poller] = []
+        self.largest_bytes = LARGEST_BYTES
+        self.session = session
+        self._token = token.encode() if token is not None else None
+        self._directions = (b">", b"<") if session else (b"<", b">")
+        """Of what is sent and of what is read."""
+        self._sent = self._read = 0
+        self._received, self._unsent = b"", f"{session}\n".encode() if session else b""
 
     def fileno(self) -> int:
         return self.connection.fileno()
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send now what the socket takes, and the rest with the next messages."""
-        self._unsent += json.dumps({"type": kind, **fields}).encode() + b"\n"
+        if self.closed:
+            return
+        text = json.dumps({"type": kind, **fields}).encode()
+        self._unsent += self._proof(self._directions[0], self._sent, text) + text + b"\n"
+        self._sent += 1
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what the socket takes; returns whether nothing is left."""
         try:
             while self._unsent and not self.closed:
                 self._unsent = self._unsent[self.connection.send(self._unsent) :]
         except BlockingIOError:
-            self.closed = len(self._unsent) > LARGEST_BYTES  # the other side has not read for long
+            if len(self._unsent) > LARGEST_BYTES:  # the other side has not read for long
+                self.close()
         except OSError:
-            self.closed = True
+            self._receive()  # its last words
+            self.close()
+        return not self._unsent
+
+    def _proof(self, direction: bytes, number: int, text: bytes) -> bytes:
+        if self._token is None:
+            return b""
+        signed = b"%s%s%d:%s" % (self.session.encode(), direction, number, text)
+        return hmac.digest(self._token, signed, "sha256").hex().encode() + b" "
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Give the messages that have arrived complete; what is not taken stays for the next call."""
-        self._receive()
+        if not self.closed:
+            self._receive()
         while b"\n" in self._received:
             line, _, self._received = self._received.partition(b"\n")
-            try:
-                message = json.loads(line)
-            except ValueError:
-                message = None
-            if not isinstance(message, dict):
-                self.closed, self._received = True, b""
+            if self._token is not None and self.session is None:
+                if not re.fullmatch(rb"[0-9a-f]{32}", line):
+                    self._break()
+                    return
+                self.session = line.decode()
+                continue
+            message = self._message(line)
+            if message is None:
+                self._break()
                 return
             yield message
 
+    def _message(self, line: bytes) -> dict[str, Any] | None:
+        """The message of a line; None where it is not proven, or is none."""
+        text = line if self._token is None else line.partition(b" ")[2]
+        if not hmac.compare_digest(self._proof(self._directions[1], self._read, text) + text, line):
+            return None
+        self._read += 1
+        try:
+            message = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        return message if isinstance(message, dict) else None
+
     def _receive(self) -> None:
         try:
-            while len(self._received) < LARGEST_BYTES:
+            while len(self._received) < self.largest_bytes:
                 piece = self.connection.recv(1 << 16)
                 if not piece:
-                    self.closed = True
+                    self.close()
                     return
                 self._received += piece
-            self.closed = True  # no message is that long
+            if b"\n" not in self._received:
+                self._break()  # no message is that long
         except BlockingIOError:
             pass
         except OSError:
-            self.closed = True
+            self.close()
+
+    def _break(self) -> None:
+        self._received = b""
+        self.close()
 
     def close(self) -> None:
+        """Hang up; what has been received stays to be read."""
         self.closed = True
+        for poller in list(self.pollers):
+            poller.remove(self)
         self.connection.close()
 
 
 class Server:
-    """Accepts connections whose first message carries `token`, and closes all others."""
+    """Accepts connections whose first message is proven by `token`, and closes all others.
+
+    To others it gives STRANGER_SECONDS, and MOST_STRANGERS places: no number of them ends it.
+    """
 
     def __init__(self, listener: socket.socket, token: str):
         listener.setblocking(False)
         self.listener, self.token = listener, token
-        self.strangers: list[Connection] = []
+        self.strangers: dict[Connection, float] = {}
+        """Connection -> when it is closed, the oldest first."""
+        self.sessions: set[str] = set()
+        """Those that were accepted, of which none comes twice."""
+        self.poller = Poller()
+        self.poller.add(listener)
+        self._resume_at: float | None = None
+
+    def fileno(self) -> int:
+        return self.poller.fileno()
 
     def accept(self) -> Iterator[tuple[Connection, dict[str, Any]]]:
-        """Give each new connection that has shown the token, with its first message."""
-        try:
-            while True:
-                self.strangers.append(Connection(self.listener.accept()[0]))
-        except OSError:
-            pass  # nobody else waits
-        for connection in list(self.strangers):
-            message = next(connection.read(), None)
-            if message is None and not connection.closed:
+        """Give each new connection that has proven its first message, with that. Its further messages may have come
+        with it: they are to be read at once.
+        """
+        now = time.monotonic()
+        if self._resume_at is not None and now >= self._resume_at:
+            self._resume_at = None
+            self.poller.add(self.listener)
+        for source in self.poller.ready():
+            if source is not self.listener:
+                yield from self._greet(source)
                 continue
-            self.strangers.remove(connection)
-            if message is not None and message.get("token") == self.token:
-                yield connection, message
-            else:
-                connection.close()
+            for _ in range(MOST_ACCEPTED):
+                if (accepted := self._accept_one(now)) is None:
+                    break
+                connection = Connection(accepted, self.token)
+                connection.largest_bytes = LARGEST_HELLO_BYTES
+                self.strangers[connection] = now + STRANGER_SECONDS
+                self.poller.add(connection)
+                yield from self._greet(connection)  # it mostly speaks at once
+                while len(self.strangers) > MOST_STRANGERS:
+                    self._refuse(next(iter(self.strangers)))
+        for connection in [each for each, until in self.strangers.items() if now >= until]:
+            self._refuse(connection)
+
+    def _accept_one(self, now: float) -> socket.socket | None:
+        try:
+            return self.listener.accept()[0]
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                for connection in list(self.strangers):
+                    self._refuse(connection)
+                self.poller.remove(self.listener)  # it would be ready without end
+                self._resume_at = now + 1.0
+        return None
+
+    def _greet(self, connection: Connection) -> Iterator[tuple[Connection, dict[str, Any]]]:
+        message = next(connection.read(), None)
+        if message is None and not connection.closed:
+            return
+        if message is None or message.get("type") != "hello" or connection.session in self.sessions:
+            self._refuse(connection)
+            return
+        self.sessions.add(connection.session)
+        del self.strangers[connection]
+        if not connection.closed:
+            self.poller.remove(connection)
+        connection.largest_bytes = LARGEST_BYTES
+        yield connection, message
+
+    def _refuse(self, connection: Connection) -> None:
+        del self.strangers[connection]
+        connection.close()
 
     def close(self) -> None:
-        for source in (self.listener, *self.strangers):
+        for source in (self.poller, self.listener, *self.strangers):
             source.close()
 
 
 def listen() -> socket.socket:
     """Open a free port that other machines reach by IPv4 and, where there is IPv6, by that."""
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("::", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=1024)
+        return socket.create_server(("::", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=4096)
 
 
-def connect(address: str, port: int, *, seconds: float = CONNECT_SECONDS) -> Connection:
-    """Return a connection.
+def listen_on_node() -> tuple[socket.socket, str] | None:
+    """Open a socket that processes of this machine and network namespace reach, by the name returned beside it (an
+    abstract one, unix(7): no file that would stay behind); None where the system has none.
+    """
+    name = f"dsft-{secrets.token_hex(16)}"
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(f"\0{name}")
+        listener.listen(4096)
+    except OSError:
+        listener.close()
+        return None
+    return listener, name
+
+
+def connect(address: str | tuple[str, int], token: str, *, seconds: float = CONNECT_SECONDS) -> Connection:
+    """Return a connection to (host, port), or to a name of `listen_on_node`.
 
     Raises:
         OSError: where nobody answers in time.
     """
-    connection = socket.create_connection((address, port), timeout=seconds)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Connection(connection)
+    if isinstance(address, str):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(seconds)
+        try:
+            connection.connect(f"\0{address}")
+        except OSError:
+            connection.close()
+            raise
+    else:
+        connection = socket.create_connection(address, timeout=seconds)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Connection(connection, token, secrets.token_hex(16))
 
 
-def wait_for_messages(sources: Iterable[Connection | Server | None], seconds: float) -> None:
-    """Wait until something can be read from one of `sources`, or the time is over."""
-    with selectors.DefaultSelector() as selector:
-        for source in sources:
-            parts = (source.listener, *source.strangers) if isinstance(source, Server) else (source,)
-            for part in parts:
-                if part is not None and not getattr(part, "closed", False):
-                    selector.register(part, selectors.EVENT_READ)
-        selector.select(timeout=seconds)
+def raise_file_limit() -> None:
+    """Let this process have as many open files as it may: a connection is one, and the usual soft limit is 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

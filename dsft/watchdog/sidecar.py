@@ -4,6 +4,7 @@ Started by `client.py`; standard library only, so that 128 of them cost little. 
 standard input, whose end means that the rank is gone, however it died.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -11,12 +12,11 @@ import socket
 import sys
 import time
 from enum import Enum, auto
-from pathlib import Path
 from typing import Any
 
-from dsft.watchdog.coordinator import Coordinator
+from dsft.watchdog.coordinator import Coordinator, Relay
 from dsft.watchdog.deadlines import (
-    CONNECT_SECONDS,
+    EXIT_SECONDS,
     IMPORT_SECONDS,
     KILL_SECONDS,
     LAUNCHER_SECONDS,
@@ -28,23 +28,26 @@ from dsft.watchdog.deadlines import (
     heartbeat_seconds,
 )
 from dsft.watchdog.launcher_link import VARIABLE, connect_to_launcher
-from dsft.watchdog.messages import Connection, Server, connect, wait_for_messages
+from dsft.watchdog.messages import Connection, Poller, Server, connect, raise_file_limit
 from dsft.watchdog.processes import Process, descendants, end, name_of
 from dsft.watchdog.root_cause import Failure, Report
 
 LONGEST_STACKS = 20_000
 """Characters, from their end."""
+LARGEST_STACKS_BYTES = 1 << 20
 LAUNCHER_GONE = f"was started by a dsft launch that is gone; if it is an old one's, unset {VARIABLE} (.deepspeed_env)"
 
 
 class RankState(Enum):
-    """What the sidecar knows of its rank. It watches a rank that is RUNNING or REPORTED."""
+    """What the sidecar knows of its rank. It watches a rank that has not LEFT or ENDED."""
 
     RUNNING = auto()
     REPORTED = auto()
     """It has failed; the coordinator will say when it ends."""
+    LEAVING = auto()
+    """It said that it ends in order; that is believed when it has exited."""
     LEFT = auto()
-    """It said that it ends by itself."""
+    """It has ended by itself, or said that it does with an error."""
     ENDED = auto()
     """It has been ended from here."""
 
@@ -56,8 +59,12 @@ class Sidecar:
         self.rank, self.world_size = options["rank"], options["world_size"]
         self.is_first_of_node = options["local_rank"] == 0
         self.lost_timeout: float = options["lost_timeout"]
-        self.listener = socket.socket(fileno=options["listener"]) if options["listener"] is not None else None
-        self.stacks_file = Path(options["stacks_file"])
+        self.listener, self.node_listener = (
+            socket.socket(fileno=options[name]) if options[name] is not None else None
+            for name in ("listener", "node_listener")
+        )
+        self.stacks: int = options["stacks"]
+        """Descriptor of the file in memory to which the rank writes its stacks when it is asked."""
         self.host, self.log = socket.gethostname(), ""
         self.process = Process.of(options["pid"])
         started_by = options["started_by"]
@@ -68,9 +75,15 @@ class Sidecar:
         self.phase, self.step = "starting", -1
         # The process group gives up after one, with a retry, and says more.
         self.limit = 2.0 * options["start_timeout"] + IMPORT_SECONDS
+        self.poller = Poller()
         self.from_rank = Connection(socket.socket(fileno=os.dup(0)))
+        self.poller.add(self.from_rank)
         self.to_coordinator: Connection | None = None
+        """Through the relay of this node."""
         self.coordinator: Coordinator | None = None
+        self.relay: Relay | None = None
+        self.leave_message: dict[str, Any] = {}
+        self.leave_by = 0.0
         self.to_launcher: Connection | None = None
         """To `dsft launch`, from the first rank of each node."""
         self.last_progress = self.last_heard = self.last_sent = time.monotonic()
@@ -79,38 +92,43 @@ class Sidecar:
         self.stopped_since: float | None = None
 
     def run(self) -> None:
-        """Watch until the rank has ended and, beside rank 0, until nobody needs the coordinator any more."""
+        """Watch until the rank has ended and, where they are here, nobody needs the coordinator and the relay."""
         if self.is_first_of_node:
             self._connect_to_launcher()
-        last_pass = time.monotonic()
-        while self._is_watching() or (self.coordinator and not self.coordinator.is_over()):
-            server = self.coordinator.sources() if self.coordinator else []
-            sources = [self.from_rank, self.to_coordinator, self.to_launcher, *server]
-            wait_for_messages(sources, POLL_SECONDS)
+        last_pass = last_look = time.monotonic()
+        while self._is_watching() or self._serves():
+            ready = self.poller.ready(POLL_SECONDS)
             now = time.monotonic()
             if now - last_pass > self.lost_timeout / 2:  # this process was stopped: first read what came meanwhile
                 self.last_heard = self.last_progress = now
-            last_pass = now
+            last_pass, looks = now, now - last_look > 0.9 * POLL_SECONDS
+            if looks:
+                last_look = now
             if self._is_watching():
-                self._read_rank()
+                if looks or self.from_rank in ready:
+                    self._read_rank()
                 self._read_coordinator()
                 self._read_launcher()
-            if self._is_watching():
+            if self._is_watching() and looks:
                 self._inspect_rank(now)
                 self._keep_in_touch(now)
-            self._step_coordinator()
+            self._step()
         if self.coordinator:
             self.coordinator.finish()
-        self.stacks_file.unlink(missing_ok=True)
         if self.state is not RankState.LEFT:
             self._end_launcher()
 
     def _is_watching(self) -> bool:
-        return self.state in (RankState.RUNNING, RankState.REPORTED)
+        return self.state not in (RankState.LEFT, RankState.ENDED)
 
-    def _step_coordinator(self) -> None:
-        if self.coordinator:
-            self.coordinator.step(time.monotonic())
+    def _serves(self) -> bool:
+        """Whether others need this process."""
+        return any(part and not part.is_over() for part in (self.coordinator, self.relay))
+
+    def _step(self) -> None:
+        for part in (self.coordinator, self.relay):
+            if part:
+                part.step(time.monotonic())
 
     def _read_rank(self) -> None:
         is_gone = not self.process.is_alive()  # asked before its last words are read; children may keep the socket open
@@ -123,35 +141,55 @@ class Sidecar:
                     self.step = step
                 case {"type": "log", "path": path}:
                     self.log = path
-                case {"type": "connect", "address": address, "port": port, "token": token}:
-                    self._connect(address, port, token)
+                case {"type": "connect"}:
+                    self._connect(message)
                 case {"type": "failed", "failure": failure, "text": text}:
                     self._report(Failure(failure), text)
-                case {"type": "close"}:
-                    self._leave(message)
-                    return
-        if self._is_watching() and (self.from_rank.closed or is_gone):
+                case {"type": "close", "exit_code": exit_code}:
+                    self.leave_message = message
+                    self.state, self.leave_by = RankState.LEAVING, time.monotonic() + EXIT_SECONDS * (exit_code == 0)
+        if self.state is RankState.LEAVING and (is_gone or time.monotonic() >= self.leave_by):
+            self._leave(self.leave_message)
+        elif self.state is RankState.RUNNING and (self.from_rank.closed or is_gone):
             causes = "out of memory, kill -9 or its launcher"
             text = f"was killed from outside ({causes}) or crashed in native code, in phase {self._where()}"
             self._report(Failure.DIED, text)
 
-    def _connect(self, address: str, port: int, token: str) -> None:
+    def _connect(self, message: dict[str, Any]) -> None:
+        """Join the relay of this node, which is here where the message names none."""
+        token: str = message["token"]
         if self.listener is not None:
-            server = Server(self.listener, token)
+            if self.to_launcher and not self.to_launcher.closed:
+                self.poller.remove(self.to_launcher)
             self.coordinator = Coordinator(
-                server, self.world_size, self.lost_timeout, say=say, launcher=self.to_launcher
+                Server(self.listener, token), self.world_size, self.lost_timeout, say=say, launcher=self.to_launcher
             )
+            self.poller.add(self.coordinator)
             self.to_launcher = None
-        try:
-            self.to_coordinator = connect(address, port, seconds=min(CONNECT_SECONDS, self.lost_timeout))
-        except OSError:
-            say(
-                f"note: rank {self.rank} on {self.host} cannot reach {address}:{port}, where faults are reported; a"
-                " fault of another node ends this one only by time-outs"
+        if message["relay"]:
+            with contextlib.suppress(OSError):
+                self.to_coordinator = connect(message["relay"], token)
+        if self.to_coordinator is None:
+            here, there = socket.socketpair()
+            self.to_coordinator = Connection(here)
+            self.relay = Relay(
+                Server(self.node_listener, token) if message["expected"] > 1 else None,
+                Connection(there),
+                address=(message["address"], message["port"]),
+                token=token,
+                host=self.host,
+                expected=message["expected"],
+                lost_timeout=self.lost_timeout,
+                say=say,
             )
-            return
+            self.poller.add(self.relay)
+        if self.node_listener and not (self.relay and self.relay.server):
+            self.node_listener.close()
         self.last_heard = time.monotonic()
-        self.to_coordinator.send("hello", rank=self.rank, host=self.host, token=token)
+        self.poller.add(self.to_coordinator)
+        if message["relay"] and self.relay is None:
+            self.to_coordinator.send("hello")
+        self.to_coordinator.send("join", rank=self.rank)
 
     def _connect_to_launcher(self) -> None:
         try:
@@ -159,7 +197,9 @@ class Sidecar:
         except ConnectionRefusedError:
             self._report(Failure.LAUNCHER_GONE, LAUNCHER_GONE)
             return
-        if self.to_launcher is None and VARIABLE in os.environ:
+        if self.to_launcher:
+            self.poller.add(self.to_launcher)
+        elif VARIABLE in os.environ:
             say(f"note: {self.host} cannot reach dsft launch, whose end would not end the ranks here")
 
     def _read_launcher(self) -> None:
@@ -188,12 +228,18 @@ class Sidecar:
                     self._send_stacks(self.to_coordinator)
                 case {"type": "signal", "number": number}:
                     self.process.signal(number)
+                case {"type": "unwatched"}:  # the relay has said why
+                    self.to_coordinator.close()
+                    self.to_coordinator = None
+                    return
                 case {"type": "end"}:
                     self._end_rank()
                     return
 
     def _inspect_rank(self, now: float) -> None:
         """Find out what no message tells."""
+        if self.state is RankState.LEAVING:
+            return
         is_stopped = self.process.is_stopped()
         self.stopped_since = (self.stopped_since or now) if is_stopped else None
         if self.stopped_since and now - self.stopped_since > self.lost_timeout:
@@ -224,7 +270,7 @@ class Sidecar:
             self.last_sent = now
             self.to_coordinator.send("heartbeat")
         if self.to_coordinator.closed or now - self.last_heard > self.lost_timeout:
-            if self.is_first_of_node and self.state is RankState.RUNNING:
+            if self.relay and self.state is RankState.RUNNING:
                 say(
                     f"error: {self.host} has lost rank 0's node (its machine, its link or its watchdog is gone); the"
                     " ranks here are ended"
@@ -263,7 +309,7 @@ class Sidecar:
         self.state = RankState.ENDED
         pids = [pid for pid in descendants(self.process.pid) if pid != os.getpid()]
         steps = ((signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, KILL_SECONDS))
-        end([*map(Process.of, pids), self.process], steps, meanwhile=self._step_coordinator)
+        end([*map(Process.of, pids), self.process], steps, meanwhile=self._step)
         self.from_rank.close()
         if self.to_coordinator:
             self.to_coordinator.close()
@@ -293,12 +339,14 @@ class Sidecar:
         """Stacks of all threads of the rank, which its faulthandler writes also while it is inside a library's call;
         empty for a stopped one.
         """
-        self.stacks_file.write_bytes(b"")
+        os.ftruncate(self.stacks, 0)
+        os.lseek(self.stacks, 0, os.SEEK_SET)  # the rank's place in it too
         self.process.signal(signal.SIGUSR2)
         deadline, text = time.monotonic() + STACKS_SECONDS, ""
         while time.monotonic() < deadline and not self.process.is_stopped():
             time.sleep(POLL_SECONDS / 5)
-            before, text = text, self.stacks_file.read_text(errors="replace")
+            self._step()
+            before, text = text, os.pread(self.stacks, LARGEST_STACKS_BYTES, 0).decode(errors="replace")
             if text and text == before:
                 break  # it has been written to its end
         return text[-LONGEST_STACKS:]
@@ -319,4 +367,5 @@ def main() -> None:
     """Run as a process of its own, with the options as JSON on the command line."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)  # it ends when its rank has
+    raise_file_limit()
     Sidecar(json.loads(sys.argv[1])).run()

@@ -7,7 +7,7 @@ import pytest
 
 from dsft.watchdog.coordinator import Coordinator, JobState
 from dsft.watchdog.deadlines import COLLECT_SECONDS, COLLECT_STACKS_SECONDS, LEAVE_SECONDS, RANK_0_FIRST_SECONDS
-from dsft.watchdog.messages import Server, connect, listen, wait_for_messages
+from dsft.watchdog.messages import Poller, Server, connect, listen
 from dsft.watchdog.root_cause import Failure
 
 LOST_SECONDS = 60.0
@@ -21,10 +21,15 @@ class Job:
         server = Server(listen(), "token")
         self.coordinator = Coordinator(server, 2, LOST_SECONDS, say=self.screen.append)
         self.now = time.monotonic()
-        self.sidecars = [connect("127.0.0.1", server.listener.getsockname()[1]) for _ in range(2)]
+        address = ("127.0.0.1", server.listener.getsockname()[1])
+        self.sidecars = [connect(address, "token") for _ in range(2)]
         for rank, sidecar in enumerate(self.sidecars):
-            sidecar.send("hello", rank=rank, host=f"node-{rank}", token="token")
+            sidecar.send("hello", host=f"node-{rank}")
+            self.send(rank, "join")
         self.step_until(lambda: len(self.coordinator.members) == 2)
+
+    def send(self, rank: int, kind: str, **fields) -> None:
+        self.sidecars[rank].send(kind, rank=rank, **fields)
 
     def step_until(self, condition) -> None:
         """Let the coordinator read until `condition` holds, without moving its clock."""
@@ -34,7 +39,7 @@ class Job:
         assert condition()
 
     def has_left(self, rank: int) -> Callable[[], bool]:
-        return lambda: any(member.rank == rank and member.is_gone for member in self.coordinator.members)
+        return lambda: self.coordinator.members[rank].is_gone
 
     def is_in(self, state: JobState) -> bool:
         self.step_until(lambda: self.coordinator.state is state)
@@ -45,7 +50,11 @@ class Job:
         self.coordinator.step(self.now)
 
     def is_told(self, rank: int, kind: str) -> bool:
-        wait_for_messages([self.sidecars[rank]], 0.2)
+        if not self.sidecars[rank].closed:
+            poller = Poller()
+            poller.add(self.sidecars[rank])
+            poller.ready(0.2)
+            poller.close()
         return kind in [message["type"] for message in self.sidecars[rank].read()]
 
 
@@ -67,7 +76,7 @@ def test_a_sidecar_that_is_gone_ends_the_other_ranks(job):
 def test_a_silent_sidecar_is_lost_after_the_users_limit(job):
     job.after(LOST_SECONDS - 1)
     job.sidecars[0].send("heartbeat")
-    job.step_until(lambda: any(member.last_heard == job.now for member in job.coordinator.members))
+    job.step_until(lambda: any(node.last_heard == job.now for node in job.coordinator.nodes.values()))
     assert job.coordinator.state is JobState.RUNNING
     job.after(2)
     assert job.coordinator.state is JobState.COLLECTING
@@ -76,7 +85,7 @@ def test_a_silent_sidecar_is_lost_after_the_users_limit(job):
 
 
 def test_a_stall_asks_for_stacks_and_waits_for_them(job):
-    job.sidecars[0].send("failed", failure=Failure.STALLED, text="made no progress", log="")
+    job.send(0, "failed", failure=Failure.STALLED, text="made no progress", log="")
     assert job.is_in(JobState.COLLECTING) and job.is_told(1, "write stacks")
     job.after(COLLECT_SECONDS)
     assert job.coordinator.state is JobState.COLLECTING
@@ -85,9 +94,9 @@ def test_a_stall_asks_for_stacks_and_waits_for_them(job):
 
 
 def test_the_cause_is_named_though_its_consequence_was_reported_first(job):
-    job.sidecars[0].send("failed", failure=Failure.ERROR, text="RuntimeError: Connection closed by peer", log="")
+    job.send(0, "failed", failure=Failure.ERROR, text="RuntimeError: Connection closed by peer", log="")
     assert job.is_in(JobState.COLLECTING)
-    job.sidecars[1].send("failed", failure=Failure.DIED, text="was killed", log="/logs/rank_1.log")
+    job.send(1, "failed", failure=Failure.DIED, text="was killed", log="/logs/rank_1.log")
     job.step_until(lambda: len(job.coordinator.reports) == 2)
     job.after(COLLECT_SECONDS)
     assert job.screen == [
@@ -97,9 +106,9 @@ def test_the_cause_is_named_though_its_consequence_was_reported_first(job):
 
 
 def test_a_rank_that_ends_with_an_error_is_followed_by_the_others(job):
-    job.sidecars[1].send("close", exit_code=2, lines=["data=/x: not on this node"])
+    job.send(1, "close", exit_code=2, lines=["data=/x: not on this node"])
     assert job.is_in(JobState.LEAVING)
-    job.sidecars[0].send("failed", failure=Failure.ERROR, text="RuntimeError: Connection closed by peer", log="")
+    job.send(0, "failed", failure=Failure.ERROR, text="RuntimeError: Connection closed by peer", log="")
     job.after(RANK_0_FIRST_SECONDS + 0.1)
     assert job.screen == ["error: rank 1 on node-1: data=/x: not on this node"] and not job.is_told(0, "end")
     job.after(LEAVE_SECONDS)
@@ -109,7 +118,7 @@ def test_a_rank_that_ends_with_an_error_is_followed_by_the_others(job):
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_message_that_rank_0_prints_is_not_printed_again(job, order):
     for rank in order:
-        job.sidecars[rank].send("close", exit_code=2, lines=["data=/x: not there"])
+        job.send(rank, "close", exit_code=2, lines=["data=/x: not there"])
         job.step_until(job.has_left(rank))
     job.after(RANK_0_FIRST_SECONDS + 0.1)
     assert job.coordinator.is_over() and job.screen == []
@@ -117,7 +126,7 @@ def test_a_message_that_rank_0_prints_is_not_printed_again(job, order):
 
 def test_ranks_that_end_in_order_leave_one_after_the_other(job):
     for rank in (1, 0):
-        job.sidecars[rank].send("close", exit_code=0, lines=[])
+        job.send(rank, "close", exit_code=0, lines=[])
         job.step_until(job.has_left(rank))
         job.after(1)
         assert job.coordinator.state is JobState.RUNNING and job.coordinator.is_over() == (rank == 0)

@@ -2,13 +2,15 @@
 
 import json
 import os
+import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +20,8 @@ from conftest import ROOT
 
 from dsft.config.options import TrainConfig
 from dsft.runtime import distributed
-from dsft.watchdog import client
-from dsft.watchdog.messages import LARGEST_BYTES, Connection, Server, connect, listen, wait_for_messages
+from dsft.watchdog import client, messages
+from dsft.watchdog.messages import LARGEST_BYTES, MOST_STRANGERS, Connection, Server, connect, listen
 from dsft.watchdog.processes import Process, descendants, end, start_time
 from dsft.watchdog.root_cause import Failure, Report, first_cause
 
@@ -70,7 +72,7 @@ CLOSED = "Traceback ...\nRuntimeError: [../gloo/transport/tcp/pair.cc:537] Conne
 def test_limits_of_a_planned_run_hold_from_its_next_phase_on(monkeypatch):
     sent = []
     sidecar = SimpleNamespace(send=lambda kind, **message: sent.append(message))
-    monkeypatch.setattr(client, "_client", client._Client(TrainConfig(), sidecar, None))
+    monkeypatch.setattr(client, "_client", client._Client(TrainConfig(), sidecar))
     client.set_phase("training")
     client.set_limits(TrainConfig(step_timeout=900.0))
     client.set_phase("training")
@@ -192,33 +194,108 @@ def test_a_sender_never_waits_for_a_peer_that_does_not_read():
     assert len(connection._unsent) < 2 * LARGEST_BYTES
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_a_server_accepts_only_who_shows_the_token(address):
-    if address == "::1" and not socket.has_dualstack_ipv6():
-        pytest.skip("no IPv6 here")
+@pytest.fixture
+def server():
     server = Server(listen(), "secret")
-    port = server.listener.getsockname()[1]
-    friend, silent, rude, wrong = (connect(address, port) for _ in range(4))
-    friend.send("hello", rank=1, token="secret")
-    friend.send("heartbeat")
-    rude.send("end")
-    wrong.send("hello", rank=2, token="guess")
-    accepted = []
-    until = time.monotonic() + 60
-    while (not accepted or len(server.strangers) != 1) and time.monotonic() < until:
-        accepted += server.accept()
-    ((connection, hello),) = accepted
-    assert hello["rank"] == 1
-    while not (beats := [message["type"] for message in connection.read()]) and time.monotonic() < until:
-        wait_for_messages([connection], 0.1)  # it may have come with the greeting
-    assert beats == ["heartbeat"]
-    for refused in (rude, wrong):
-        while not refused.closed and time.monotonic() < until:
-            wait_for_messages([refused], 0.1)
-            assert list(refused.read()) == []
-        assert refused.closed
-    assert list(silent.read()) == [] and not silent.closed
+    yield server
     server.close()
+
+
+def address_of(server: Server, host: str = "127.0.0.1") -> tuple[str, int]:
+    return host, server.listener.getsockname()[1]
+
+
+def accepted_by(server: Server, condition: Callable[[list], bool]) -> list[tuple[Connection, dict]]:
+    """What the server accepts until that is enough."""
+    accepted: list = []
+    wait_until(lambda: accepted.extend(server.accept()) or condition(accepted))
+    return accepted
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_server_accepts_only_who_proves_the_token(server, host):
+    if host == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    address = address_of(server, host)
+    friend, silent, late, wrong = (connect(address, token) for token in ("secret", "secret", "secret", "guess"))
+    plain = socket.create_connection(address)
+    plain.sendall(b"f" * 32 + b'\n{"type": "hello", "rank": 0}\n')
+    friend.send("hello", rank=1)
+    friend.send("heartbeat")
+    late.send("end")
+    wrong.send("hello", rank=2)
+    ((connection, hello),) = accepted_by(server, lambda accepted: accepted and len(server.strangers) == 1)
+    assert hello["rank"] == 1
+    beats: list = []
+    wait_until(lambda: beats.extend(connection.read()) or beats)
+    assert beats == [{"type": "heartbeat"}]
+    for refused in (late, wrong):
+        wait_until(lambda refused=refused: list(refused.read()) == [] and refused.closed)
+    assert plain.recv(1) == b"" and list(silent.read()) == [] and not silent.closed
+
+
+@pytest.mark.parametrize("attack", ["added", "repeated", "sent back", "whole session again"])
+def test_a_line_that_is_added_repeated_or_sent_back_ends_the_connection(server, attack):
+    """By someone between, who sees every line and has no token."""
+    friend = connect(address_of(server), "secret")
+    friend.send("hello")
+    ((connection, _),) = accepted_by(server, bool)
+    connection.send("end")
+    told: list = []
+    wait_until(lambda: told.extend(friend.read()) or told)
+    hello, end = (line_of(each, kind) for each, kind in ((friend, "hello"), (connection, "end")))
+    if attack == "whole session again":
+        again = socket.create_connection(address_of(server))
+        again.sendall(f"{friend.session}\n".encode() + hello)
+        wait_until(lambda: list(server.accept()) == [] and readable(again))
+        assert again.recv(1) == b"" and not connection.closed
+        return
+    added = b"0" * 64 + b' {"type": "close", "exit_code": 0}\n'
+    friend.connection.sendall({"added": added, "repeated": hello, "sent back": end}[attack])
+    wait_until(lambda: list(connection.read()) == [] and connection.closed)
+
+
+def line_of(connection: Connection, kind: str) -> bytes:
+    """Its first line."""
+    text = json.dumps({"type": kind}).encode()
+    return connection._proof(connection._directions[0], 0, text) + text + b"\n"
+
+
+def readable(connection: socket.socket) -> bool:
+    return bool(select.select([connection], [], [], 0)[0])
+
+
+def test_1100_strangers_and_a_full_table_of_files_end_no_server(server, monkeypatch):
+    """From a host that has no part in the job; the usual soft limit is 1024."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, limits[1]))
+    try:
+        flood = [socket.create_connection(address_of(server)) for _ in range(1100)]
+        accepted_by(server, lambda _: len(server.strangers) == MOST_STRANGERS)
+        friend = connect(address_of(server), "secret")
+        friend.send("hello", rank=1)
+        assert [hello["rank"] for _, hello in accepted_by(server, bool)] == [1]
+        assert len(server.strangers) <= MOST_STRANGERS
+
+        late = connect(address_of(server), "secret")
+        late.send("hello", rank=2)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # no new file at all
+        assert list(server.accept()) == [] and not server.strangers
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, limits[1]))
+        assert [hello["rank"] for _, hello in accepted_by(server, bool)] == [2]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for stranger in flood:
+            stranger.close()
+
+
+def test_a_stranger_gets_seconds(server, monkeypatch):
+    monkeypatch.setattr(messages, "STRANGER_SECONDS", 0.2)
+    stranger = socket.create_connection(address_of(server))
+    stranger.sendall(b"a")
+    accepted_by(server, lambda _: len(server.strangers) == 1)
+    accepted_by(server, lambda _: not server.strangers)
+    assert stranger.recv(1) == b""
 
 
 def test_processes_are_read_from_proc():
