@@ -1,6 +1,7 @@
 """The variables of this shell on other nodes: one list, for the ranks as for the doctor that examines before them."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from dsft.cluster.launch.commands import build_command
 from dsft.cluster.launch.environment import forwarded, launcher_environment, remote_environment
 from dsft.cluster.launch.options import read_launch
 from dsft.cluster.launch.run import LauncherProcess, launch
-from dsft.watchdog.launcher_link import LauncherLink
+from dsft.watchdog.launcher_link import LauncherLink, connect_to_launcher
 
 PDSH = """#!/bin/bash
 while [ "$1" != -w ]; do shift; done
@@ -24,13 +25,15 @@ command=${command//\\%\\%/$'\\x01'}
 command=${command//\\%h/node}
 command=${command//\\%n/0}
 command=${command//$'\\x01'/%}
-exec env -i bash -c "${command/ -u -m deepspeed.launcher.launch/$shown}"
+echo "$command" >> "$HOME/command_lines"
+exec env -i HOME="$HOME" bash -c "${command/ -u -m deepspeed.launcher.launch/$shown}"
 """
 """Runs its command here, in an environment as empty as a remote shell's, with Python in the place of the ranks."""
 SSH = """#!/bin/bash
 while [ "$1" = -o ]; do shift 2; done
 [ "$2" = hostname ] && exec hostname
-exec env -i bash -c "${*:2}"
+echo "$*" >> "$HOME/command_lines"
+exec env -i HOME="$HOME" bash -c "${*:2}"
 """
 SET = {
     "HF_HOME": "/data/hf",
@@ -45,7 +48,7 @@ SET = {
     "HF_TOKEN": "t",
     "EDITOR": "vi",
 }
-REMOTE_SHELL = {"PWD", "SHLVL", "_", "OLDPWD"}
+REMOTE_SHELL = {"HOME", "PWD", "SHLVL", "_", "OLDPWD"}
 
 
 @pytest.fixture
@@ -54,6 +57,7 @@ def shell(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(tmp_path))
     for name, value in SET.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
@@ -87,6 +91,43 @@ def test_secrets_and_values_of_several_lines_stay_here():
         "HF_HOME": "/hf",
         "NCCL_DEBUG": "INFO",
     }
+
+
+def test_no_command_line_of_pdsh_or_ssh_holds_a_token(shell, monkeypatch, tmp_path, capfd):
+    """The launch's own goes to a file of the node's owner; DeepSpeed exports all of MLFLOW_*, passwords too."""
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret-1")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://user:secret-2@mlflow")
+    monkeypatch.setenv("WANDB_BASE_URL", "https://user:secret-3@wandb")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "plain")
+    options, name, script = read_launch(
+        ["--hostfile", "hosts", "--master_addr", "node-0", "--master_port", "1", "train"]
+    )
+    process = LauncherProcess(options, build_command(options, name, script), saves=False)
+    token = process.link.server.token
+    process.run()
+    lines = (tmp_path / "command_lines").read_text()
+    ranks = eval(capfd.readouterr().out)
+    assert ranks["MLFLOW_EXPERIMENT_NAME"] == "plain" and "deepspeed.launcher.launch" in lines
+    assert not [secret for secret in (token, "secret-1", "secret-2", "secret-3") if secret in lines + str(ranks)]
+    doctor = " ".join(ssh_command("node-1", ["true"], remote_environment(os.environ)))
+    assert "secret" not in doctor
+    # Both of the "nodes" are this machine.
+    [file] = (tmp_path / ".cache/dsft").iterdir()
+    assert file.read_text() == token and file.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setenv("DSFT_LAUNCHER", ranks["DSFT_LAUNCHER"])
+    with pytest.raises(ConnectionRefusedError):  # the token was found; the launch has ended
+        connect_to_launcher(0, "node-0")
+    assert not file.exists() and connect_to_launcher(0, "node-0") is None
+
+
+def test_a_token_that_others_could_read_or_have_written_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".cache/dsft").mkdir(parents=True)
+    file = tmp_path / f".cache/dsft/launch-1-{socket.gethostname()}"
+    file.write_text("token")
+    file.chmod(0o644)
+    monkeypatch.setenv("DSFT_LAUNCHER", "127.0.0.1:1:@launch-1")
+    assert connect_to_launcher(0, "node-0") is None
 
 
 def test_accelerate_leaves_no_file_of_variables_in_the_working_folder(tmp_path, monkeypatch):

@@ -23,12 +23,13 @@ from types import SimpleNamespace
 from dsft.watchdog import client
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 start = lambda: client.start(SimpleNamespace(start_timeout=300, lost_timeout=60, load_timeout=300))
-def is_tied():
+def sidecars():
     import psutil
     mine = f'"pid": {os.getpid()},'
-    sidecars = [each for each in psutil.process_iter(["cmdline"]) if mine in " ".join(each.info["cmdline"] or ())]
     # None: a process that has just begun has no command line for a moment.
-    return any(connection.status == "ESTABLISHED" for each in sidecars for connection in each.net_connections("tcp"))
+    return [each for each in psutil.process_iter(["cmdline"]) if mine in " ".join(each.info["cmdline"] or ())]
+def is_tied():
+    return any(connection.status == "ESTABLISHED" for each in sidecars() for connection in each.net_connections("tcp"))
 def wait_until_tied():
     while not is_tied():
         time.sleep(0.1)
@@ -113,6 +114,23 @@ def test_a_launcher_that_ends_at_once_with_a_killed_rank_does_not_hide_the_cause
     assert "was killed from outside" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("status", "code"), [(247, 1), (255, 1), (0, 0), (4, 4)])
+def test_a_launcher_whose_ranks_never_came_has_a_documented_exit_code(status, code):
+    assert exit_code(f"sys.exit({status})") == code
+
+
+@pytest.mark.parametrize("status", [247, 0])
+def test_a_killed_watchdog_of_rank_0_is_named_and_has_exit_code_1(monkeypatch, capfd, status):
+    """DeepSpeed's launcher returns 247 for a killed child, or 0."""
+    monkeypatch.chdir(ROOT)
+    work = (
+        "start(); wait_until_tied(); client.connect([client.endpoint()]); time.sleep(2); os.kill(sidecars()[0].pid, 9);"
+        " time.sleep(1000)"
+    )
+    assert exit_code(f"if not os.fork():\n    {work}\nos.wait(); sys.exit({status})") == 1
+    assert "the watchdog beside rank 0 is gone" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("work", "code"),
     [
@@ -147,6 +165,7 @@ def test_ending_a_launch_ends_no_other_job_on_its_nodes(tmp_path, monkeypatch):
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("FOLDER", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("node-0 slots=1\nnode-1 slots=1\n")
     words = ["--hostfile", "hosts", "--master_addr", "node-0", "--master_port", "1", "train"]

@@ -2,8 +2,13 @@
 
 import os
 import re
+import secrets
+import shlex
+import subprocess
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from dsft.cluster.launch.commands import LaunchOptions, told_to_watchdog
@@ -13,7 +18,7 @@ from dsft.runtime.hardware import has_gpu, require_seen_gpus
 from dsft.runtime.hostfile import Node
 from dsft.runtime.launcher_env import LAUNCH, LOOPBACK, WORDS, first_host, own_addresses
 from dsft.watchdog import processes
-from dsft.watchdog.launcher_link import VARIABLE, LauncherLink
+from dsft.watchdog.launcher_link import TOKEN_FOLDER, VARIABLE, LauncherLink
 
 FORWARDED = re.compile(
     r"(HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|NCCL|GLOO|UCX|FI|TORCH|TORCHINDUCTOR|TRITON|PYTORCH|"
@@ -24,7 +29,14 @@ OF_ONE_START = (VARIABLE, processes.VARIABLE)
 OF_ONE_LAUNCH = (*OF_ONE_START, LAUNCH, WORDS, job_token.VARIABLE, sent_files.VARIABLE)
 """Variables of a launch, which a file that accelerate has written may hold from an earlier one."""
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL")
-"""Never forwarded: every user of a node can read another's command lines."""
+"""In the name of a variable that is never forwarded: every user of a node can read another's command lines."""
+PASSWORD_IN_URL = re.compile(r"//[^/@\s]*:[^/@\s]+@")
+SAVE_TOKEN = (
+    "umask 077; mkdir -p {folder} && cd {folder} && find . -name 'launch-*' -mtime +1 -delete; cat > {name}-$(uname -n)"
+)
+"""What a node does with its standard input; removes what was left by nodes that never read theirs."""
+SEND_TOKEN_SECONDS = 30.0
+MOST_SESSIONS = 64
 SSH_OPTIONS = "-o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 """No prompt that nobody sees, and an end within a minute where a link is cut; ssh alone would wait for hours."""
 
@@ -36,10 +48,16 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if FORWARDED.fullmatch(name)
         and name not in OF_ONE_START
-        and not (SECRET.search(name) and name != "TOKENIZERS_PARALLELISM")
+        and not is_secret(name, value)
         and value
         and "\n" not in value  # DeepSpeed's file of variables has one in each line
     }
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether a variable may not stand in a command line: by its name, or as it holds an address with a password."""
+    by_name = SECRET.search(name) and name != "TOKENIZERS_PARALLELISM"
+    return bool(by_name or PASSWORD_IN_URL.search(value))
 
 
 def remote_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -53,8 +71,11 @@ def _exported(environment: Mapping[str, str]) -> dict[str, str]:
     """What DeepSpeed hands on by itself (`main` in deepspeed/launcher/runner.py)."""
     from deepspeed.launcher.runner import EXPORT_ENVS  # here: seconds
 
-    names = [name for name, value in environment.items() if name.startswith(tuple(EXPORT_ENVS)) and "\n" not in value]
-    exported = {name: environment[name] for name in names}
+    exported = {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(tuple(EXPORT_ENVS)) and "\n" not in value and not is_secret(name, value)
+    }
     return exported | {"PYTHONPATH": ":".join(filter(None, [os.getcwd(), environment.get("PYTHONPATH")]))}
 
 
@@ -82,16 +103,44 @@ def launcher_environment(
         names = [first_host(os.environ["SLURM_JOB_NODELIST"])]
     elif options.way == "accelerate" and not nodes:
         names = [options.master_addr or os.environ.get("MASTER_ADDR") or LOOPBACK]
-    added = link.variable(own_addresses(names) if names else [LOOPBACK]) | told_to_watchdog(options) | accelerator()
+    addresses = own_addresses(names) if names else [LOOPBACK]
+    token_file = send_token(nodes, link.server.token) if nodes else None
+    added = link.variable(addresses, token_file=token_file) | told_to_watchdog(options) | accelerator()
     environment = os.environ | added
     if not nodes and options.way != "accelerate":
         return environment, None
+    if nodes:  # DeepSpeed writes MLFLOW_TRACKING_PASSWORD, accelerate every variable into the command lines of pdsh
+        environment = {name: value for name, value in environment.items() if not is_secret(name, value)}
     # accelerate appends all variables, secrets too, to this file, which would stay in the working folder.
     given = {} if options.accelerate else _exported(os.environ) | forwarded(os.environ) | added
     # The user's own lines stay as they are: $HOME in one means that of each node.
     env_file = write_env_file({name: for_env_file(value) for name, value in given.items()} | _own_lines())
     ssh = f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS}".strip()
     return environment | {"DS_ENV_FILE": str(env_file), "PDSH_SSH_ARGS_APPEND": ssh}, env_file
+
+
+def send_token(nodes: list[Node], token: str) -> str:
+    """Save the launch's token on each node, through the standard input of an ssh, in a file that its owner alone reads
+    (`connect_to_launcher` of the watchdog); returns the file's name, without the host's. A node where that fails
+    starts its ranks all the same: its watchdog prints a note.
+    """
+    name = f"launch-{secrets.token_hex(8)}"
+    script = f"sh -c {shlex.quote(SAVE_TOKEN.format(folder=TOKEN_FOLDER, name=name))}"
+    options = shlex.split(f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS} -o ConnectTimeout=10")
+
+    def send(node: Node) -> None:
+        with suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(
+                ["ssh", *options, node.name, script],
+                input=token.encode(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=SEND_TOKEN_SECONDS,
+            )
+
+    with ThreadPoolExecutor(min(len(nodes), MOST_SESSIONS)) as pool:
+        list(pool.map(send, nodes))
+    return name
 
 
 def _own_lines() -> dict[str, str]:

@@ -99,6 +99,10 @@ class LauncherProcess:
 
     def _listen(self) -> None:
         self.link.read(wait_seconds=0.2)
+        if self.link.has_lost_coordinator and not self.interrupted:
+            self._fail(
+                "the watchdog beside rank 0 is gone: its node went down, or it was killed; all ranks are being ended"
+            )
         while self._for_ranks and self.link.sidecars:
             self.link.signal_ranks(self._for_ranks.pop())
 
@@ -162,7 +166,8 @@ class LauncherProcess:
             return self.link.exit_code
         if self.link.failure and not 0 < returncode < 128:
             return 1  # also where a launcher that waited for a lost node had to be ended
-        return returncode if returncode >= 0 else 128 - returncode
+        # DeepSpeed's launcher returns 247 for a child that was killed (-9 as a byte), pdsh 255 for a lost session.
+        return 128 - returncode if returncode < 0 else min(returncode, 1) if returncode > 128 else returncode
 
 
 def end_launcher(process: subprocess.Popen, first_signal: int) -> None:
