@@ -114,6 +114,19 @@ def test_a_launcher_that_ends_at_once_with_a_killed_rank_does_not_hide_the_cause
     assert "was killed from outside" in capfd.readouterr().err
 
 
+def test_the_end_of_a_rank_in_order_counts_once_it_has_exited(launch, tmp_path):
+    """Not because it said so."""
+    wait = "while not os.path.exists(os.environ['FOLDER'] + '/go'):\n    time.sleep(0.1)\n"
+    process = launch(
+        "start(); wait_until_tied(); client.connect([client.endpoint()]); mine = sidecars()[0]; client.close(0)\n"
+        "looks = mine.num_ctx_switches().voluntary\n"
+        "while mine.num_ctx_switches().voluntary < looks + 6:\n    time.sleep(0.1)\n"
+        f"assert mine.is_running() and is_tied(); say('ready')\n{wait}"
+    )
+    (tmp_path / "go").touch()
+    assert process.wait(120) == 0
+
+
 @pytest.mark.parametrize(("status", "code"), [(247, 1), (255, 1), (0, 0), (4, 4)])
 def test_a_launcher_whose_ranks_never_came_has_a_documented_exit_code(status, code):
     assert exit_code(f"sys.exit({status})") == code
