@@ -308,7 +308,7 @@ class Relay:
 
     Args:
         server: for the other sidecars of this node; None where this one serves its own rank alone.
-        own: a connection from the sidecar of this process, whose rank is `rank`.
+        own_sidecar: a connection from the sidecar of this process.
         address, token: of the coordinator.
         expected: sidecars of this node, with this one.
     """
@@ -316,7 +316,7 @@ class Relay:
     def __init__(
         self,
         server: Server | None,
-        own: Connection,
+        own_sidecar: Connection,
         *,
         address: tuple[str, int],
         token: str,
@@ -337,7 +337,7 @@ class Relay:
         self.is_cut_off = False
         self.started = self.last_heard = time.monotonic()
         self.last_sent = self.last_look = 0.0
-        self._adopt(own)
+        self._adopt(own_sidecar)
         self._connect()
 
     def fileno(self) -> int:

@@ -377,7 +377,7 @@ def test_a_run_outlives_the_script_that_started_it_under_nohup(tmp_path):
     wait_until(lambda: start_time(sidecar) is None)
 
 
-def start_sweep(folder: Path, what: str, before: Sequence[str] = ()) -> tuple[subprocess.Popen, Path]:
+def start_sweep(folder: Path, ending: str, before: Sequence[str] = ()) -> tuple[subprocess.Popen, Path]:
     """A script that runs from FOLDER/.venv/bin/python and has started a rank, without a terminal."""
     python = folder / ".venv/bin/python"
     python.parent.mkdir(parents=True)
@@ -385,7 +385,7 @@ def start_sweep(folder: Path, what: str, before: Sequence[str] = ()) -> tuple[su
     (folder / "rank.py").write_text(WAITING_RANK)
     (folder / "sweep.py").write_text(SWEEP)
     sweep = subprocess.Popen(
-        [*before, python, folder / "sweep.py", what],
+        [*before, python, folder / "sweep.py", ending],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
