@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsft.errors import raise_if_any
+from dsft.runtime.console import say
 from dsft.runtime.distributed import from_all, rank
-from dsft.runtime.versions import code_hash, numeric_versions
+from dsft.runtime.versions import code_hash, numeric_versions, untested_versions
 
 SAME_OPTIONS = (
     "give every node the same options and files; `dsft launch --hostfile` sends those from where it is started"
@@ -25,7 +26,8 @@ NOT_SET = "not set"
 
 
 def require_same_start(options: Mapping[str, Any], problems: list[str]) -> None:
-    """Compare options, code and libraries, right after the ranks have met. Collective.
+    """Compare options, code and libraries, right after the ranks have met; name libraries that were never tested.
+    Collective.
 
     Args:
         options: by name, as this rank has read them.
@@ -38,6 +40,8 @@ def require_same_start(options: Mapping[str, Any], problems: list[str]) -> None:
     if any(from_all([bool(problems)])):
         return
     libraries = {f"version of {name}": version for name, version in numeric_versions().items()}
+    if untested := untested_versions():
+        say(f"warning: never tested with {', '.join(untested)}; constraints.txt has versions that were")
     require_agreement({SAME_OPTIONS: options, SAME_CODE: {"code of dsft": code_hash()}, SAME_LIBRARIES: libraries})
 
 

@@ -6,10 +6,15 @@ import hashlib
 import importlib.metadata
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+
+from packaging.version import Version
 
 PACKAGES = ("dsft", "torch", "deepspeed", "transformers", "accelerate", "peft", "datasets", "safetensors")
 NUMERIC_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "tokenizers", "datasets", "numpy")
+TESTED_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "datasets")
+"""Whose versions dsft was tested between: constraints-oldest.txt to constraints.txt."""
 OPTIONAL_PACKAGES = ("bitsandbytes", "flash_attn", "kernels", "liger-kernel", "triton")
 """They compute where they are installed, and something else computes where they are not."""
 
@@ -40,6 +45,35 @@ def numeric_versions() -> dict[str, str]:
     for name in (*NUMERIC_PACKAGES, *OPTIONAL_PACKAGES):
         installed[name] = _version_of(name) or "not installed"
     return installed
+
+
+def untested_versions(installed: Mapping[str, str] | None = None) -> list[str]:
+    """Name each package that is newer than the newest version that dsft was tested with, or older than the oldest.
+
+    Args:
+        installed: package -> version; by default those of this environment.
+    """
+    installed = installed or {name: importlib.metadata.version(name) for name in TESTED_PACKAGES}
+    oldest, newest = (_pinned(f"constraints{which}.txt") for which in ("-oldest", ""))
+    return [
+        f"{name} {installed[name]} (tested: {oldest[name]} to {newest[name]})"
+        for name in TESTED_PACKAGES
+        if not _release(oldest[name]) <= _release(installed[name]) <= _release(newest[name])
+    ]
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version: 2.13.0+cu130 is 2.13.0, and 2.13."""
+    release = Version(version).release
+    return release + (0,) * (4 - len(release))
+
+
+def _pinned(file: str) -> dict[str, str]:
+    """Read the versions that a file of constraints names."""
+    package = Path(__file__).resolve().parent.parent
+    path = package / file if (package / file).is_file() else package.parent / file  # a wheel has it inside
+    lines = (line.split("==") for line in path.read_text(encoding="utf-8").splitlines() if "==" in line)
+    return {name.strip(): version.split(";")[0].strip() for name, version in lines}
 
 
 def git_commit() -> str | None:
