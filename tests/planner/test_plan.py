@@ -656,7 +656,7 @@ def test_the_command_prints_table_reason_and_terms(configs, capsys):
         "2TB",
         "--explain",
     )
-    assert "405.853 B parameters" in out and "->" in out and "is the fastest that fits" in out
+    assert "405.853 B parameters" in out and "->" in out and "is chosen" in out
     assert "optimizer state" in out and "computing" in out and "activations: fake-tensor trace" in out
 
 
