@@ -1,10 +1,14 @@
 """The decisions of coordinator and relay, with sidecars that are plain connections and a clock that the test moves."""
 
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
 import pytest
+from conftest import ROOT
 
 from dsft.watchdog.coordinator import Coordinator, JobState, Relay
 from dsft.watchdog.deadlines import COLLECT_SECONDS, COLLECT_STACKS_SECONDS, LEAVE_SECONDS, RANK_0_FIRST_SECONDS
@@ -259,3 +263,13 @@ def test_a_coordinator_that_cannot_be_reached_is_said_once_and_leaves_the_ranks_
     job.relay.close()
     for source in (job.coordinator.server, *job.sidecars):
         source.close()
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_node"), [(64, 8), pytest.param(2048, 1, marks=pytest.mark.exhaustive)])
+def test_a_large_job_loses_no_connection_at_the_usual_limit_of_files(ranks, ranks_per_node):
+    """Soft limit 1024; ten minutes of it are measured by the same script."""
+    words = ["--ranks", ranks, "--ranks_per_node", ranks_per_node, "--seconds", 5 if ranks < 100 else 60]
+    script = [sys.executable, ROOT / "benchmarks/watchdog_scale.py", *map(str, words)]
+    command = ["sh", "-c", 'ulimit -Sn 1024 && exec "$@"', "sh", *map(str, script)]
+    result = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert "lost connections: 0 of" in result.stdout and "exit code 0" in result.stdout, result.stdout + result.stderr
