@@ -25,6 +25,7 @@ from dsft.runtime.gpu_kernels import require_kernels
 from dsft.runtime.hardware import Machine, has_gpu, require_seen_gpus, this_machine
 from dsft.runtime.job_token import job_name, meet_own_job
 from dsft.runtime.launcher_env import SINGLE_PROCESS_ENV, choose_interface, map_launcher_variables
+from dsft.runtime.leftovers import BUFFER, remove_leftovers
 from dsft.runtime.op_locks import name_owners_of_operator_locks
 from dsft.runtime.ports import port_owner
 from dsft.runtime.threads import own_cores, share_cores, use_bound_cores
@@ -81,6 +82,8 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     if dist.is_initialized():
         return
     map_launcher_variables()
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        remove_leftovers()
     if timeouts:
         watchdog.start(timeouts)
         on_exit(watchdog.close)
@@ -198,7 +201,7 @@ def _shared_buffer() -> Path:
     rank.
     """
     group = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
-    return Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{group}_{rank()}")
+    return Path(f"/dev/shm/{BUFFER}{os.getuid()}_{group}_{rank()}")
 
 
 def _several_ranks() -> Any:

@@ -17,6 +17,7 @@ from dsft.runtime import job_token
 from dsft.runtime.hardware import has_gpu, require_seen_gpus
 from dsft.runtime.hostfile import Node
 from dsft.runtime.launcher_env import LAUNCH, LOOPBACK, WORDS, first_host, own_addresses
+from dsft.runtime.leftovers import VARIABLES
 from dsft.watchdog import processes
 from dsft.watchdog.launcher_link import TOKEN_FOLDER, VARIABLE, LauncherLink
 
@@ -162,8 +163,10 @@ def for_env_file(value: str) -> str:
 
 
 def write_env_file(variables: dict[str, str]) -> Path:
-    """A temporary file for DeepSpeed's DS_ENV_FILE."""
-    descriptor, path = tempfile.mkstemp(prefix="dsft-env-")
-    with open(descriptor, "w") as file:
+    """A temporary file for DeepSpeed's DS_ENV_FILE. It stays open as long as this process lives, which tells later
+    launches that it is needed.
+    """
+    descriptor, path = tempfile.mkstemp(prefix=VARIABLES)
+    with open(descriptor, "w", closefd=False) as file:
         file.writelines(f"{name}={value}\n" for name, value in variables.items())
     return Path(path)

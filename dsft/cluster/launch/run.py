@@ -33,6 +33,7 @@ from dsft.perplexity.of_training import read_evaluation
 from dsft.run_setup.named_files import check_named_files
 from dsft.runtime.distributed import free_port
 from dsft.runtime.launcher_env import LAUNCH, WORDS, digest_of_words, launcher_variables
+from dsft.runtime.leftovers import remove_leftovers
 from dsft.watchdog.launch_guard import LaunchGuard, signal_group
 from dsft.watchdog.launcher_link import LauncherLink
 
@@ -235,6 +236,7 @@ def launch(argv: list[str]) -> int:
         options.master_port = free_port()  # chosen here, so that the preflight looks at the one that is used
     if not options.dry_run:
         set_shared(options, script)
+        remove_leftovers()
     if not (options.no_preflight or options.dry_run):
         examine_first(options, script)
     os.environ.pop(LAUNCH, None)
