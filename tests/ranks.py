@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import failing_writes
 import torch
 
 from dsft.runtime import distributed
@@ -83,16 +84,21 @@ def train_all(world: int, cases: list[dict], log: Path) -> str:
     return log.read_text()
 
 
-def run_entry(module: str, words: list, *, world: int = 1, folder: Path = Path()) -> subprocess.CompletedProcess:
+def run_entry(
+    module: str, words: list, *, world: int = 1, folder: Path = Path(), codes: list | None = None, **environment: str
+) -> subprocess.CompletedProcess:
     """Run `main()` of a module with the command line `words` in a folder, as `world` ranks; the exit code is the first
-    of a rank that is not 0. For what an entry does after its start: tests of the start itself take the `run` fixture.
+    of a rank that is not 0, and `codes` gets all of them. For what an entry does after its start: tests of the start
+    itself take the `run` fixture.
     """
     with tempfile.TemporaryDirectory() as printed:
         out, err = Path(printed, "out"), Path(printed, "err")
         work = [functools.partial(_entry, module, [str(word) for word in words], folder)] * world
-        with _forked(work, out=out, err=err, environment=dict(os.environ)) as ranks:
+        with _forked(work, out=out, err=err, environment=dict(os.environ) | environment) as ranks:
             for rank in ranks:
                 rank.join(SECONDS)
+            if codes is not None:
+                codes += [rank.exitcode for rank in ranks]
         code = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
         return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
 
@@ -130,14 +136,17 @@ def _start_forkserver() -> None:
     """Where it does not run yet: with the path of this process, which Python 3.11's forgets (gh-117378, mended in
     3.12.4), so that nothing would be imported beforehand.
     """
-    path = os.environ.get("PYTHONPATH")
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "LD_PRELOAD")}
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    if library := failing_writes.library():
+        os.environ["LD_PRELOAD"] = library
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
-        del os.environ["PYTHONPATH"]
-        if path is not None:
-            os.environ["PYTHONPATH"] = path
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _begin(task: Callable, out: Path, err: Path, environment: dict) -> None:

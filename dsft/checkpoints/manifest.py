@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -48,16 +48,20 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
 
 
-def shares_of_ranks(files: list[Path], world_size: int) -> list[list[Path]]:
+def shares_of_ranks(files: list[Path], world_size: int, *, readers: Sequence[int] = ()) -> list[list[Path]]:
     """Deal out files to be read: each rank's own shards to itself, whose node has them in memory, and of the rest,
     largest first, what keeps the ranks' bytes even.
+
+    Args:
+        readers: ranks that the rest is dealt out to; all by default.
     """
+    readers = readers or range(world_size)
     shares: list[list[Path]] = [[] for _ in range(world_size)]
     held = [0] * world_size
     matches = {file: _OF_RANK.search(file.name) for file in files}
     for file in sorted(files, key=lambda file: (matches[file] is None, -file.stat().st_size)):
         match = matches[file]
-        reader = int(match[1]) % world_size if match else held.index(min(held))
+        reader = int(match[1]) % world_size if match else min(readers, key=held.__getitem__)
         shares[reader].append(file)
         held[reader] += file.stat().st_size
     return [sorted(share) for share in shares]
@@ -154,7 +158,12 @@ def publish(staged: Path, manifest: dict[str, Any]) -> Path:
         discard(replaced)
         replaced.mkdir()
         final.rename(replaced / final.name)
-    staged.rename(final)
+    try:
+        staged.rename(final)
+    except OSError:
+        if (replaced / final.name).exists():
+            (replaced / final.name).rename(final)
+        raise
     _sync_folder(final.parent)
     for folder in (staged.parent, replaced):
         discard_if_possible(folder)

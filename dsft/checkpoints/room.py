@@ -1,5 +1,6 @@
 """Keeps room on the disk for the final model while a training runs, so that a full disk does not lose it."""
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -39,5 +40,6 @@ def reserve_room(output_dir: str, num_bytes: int) -> None:
 
 
 def give_room(output_dir: str) -> None:
-    """Free what was held, for the final model to be written."""
-    (Path(output_dir) / RESERVED).unlink(missing_ok=True)
+    """Free what was held, for the final model to be written; on a disk that is read-only now it stays."""
+    with contextlib.suppress(OSError):
+        (Path(output_dir) / RESERVED).unlink()

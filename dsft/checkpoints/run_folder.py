@@ -4,6 +4,7 @@ run.json holds the configuration, the plan, versions, the git commit and the res
 end.
 """
 
+import contextlib
 import json
 import os
 from datetime import UTC, datetime
@@ -184,6 +185,13 @@ def write_run(output_dir: str, **sections: Any) -> None:
         ],
     }
     write_json(path, content | sections)
+
+
+def write_failure(output_dir: str, error: str) -> None:
+    """Say in run.json that the run there has failed, on any rank; the first one's error stays."""
+    with contextlib.suppress(OSError, UserError):
+        if was_killed(output_dir):
+            write_run(output_dir, status="failed", error=error)
 
 
 def read_run(output_dir: str) -> dict[str, Any]:

@@ -7,16 +7,20 @@ A save that fails leaves the last good checkpoint as it was.
 """
 
 import contextlib
+import errno
+import functools
+import os
+import re
 import shutil
 import socket
+import sys
 import time
+import traceback
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-from safetensors import SafetensorError
 
 from dsft.checkpoints.manifest import (
     STAGING,
@@ -31,9 +35,16 @@ from dsft.checkpoints.removal import discard_if_possible
 from dsft.errors import one_line
 from dsft.models.zero_shards import OPTIMIZER_FILES
 from dsft.runtime import distributed
+from dsft.runtime.disk import free_bytes
+from dsft.runtime.out_of_memory import which_memory
 
-WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
-"""A full disk, as Python, torch's zip writer and safetensors report it."""
+DISK_ERRORS = re.compile(
+    r"os error \d+"  # safetensors, written in Rust
+    r"|PytorchStreamWriter|inline_container|iostream error|Parent directory .* does not exist"  # torch's zip writer
+)
+"""What libraries say of a disk, in errors that are no OSError."""
+UNSUPPORTED = (None, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Numbers of an OSError that comes again at every save."""
 
 
 @dataclass
@@ -57,26 +68,46 @@ class StagedSave:
         self.staged, self.folder = folder.parent / STAGING / folder.name, folder
         self.errors: list[str] = []
         """What this rank could not write."""
+        self.will_fail_again = False
+        """The cause is not the disk, so that the next save would fail too. After `run` the same on all ranks."""
+        self.is_past_collectives = False
+        """No rank waits for another any more while it writes."""
         self.hashed: dict[str, dict[str, Any]] = {}
         """Files that this rank hashed while it wrote them: path in the folder -> size and SHA-256."""
 
     def attempt(self, write: Callable[[], Any]) -> None:
-        """Note an error of `write` instead of raising it: the other ranks wait in the collectives that follow."""
+        """Note an error of `write` instead of raising it: the other ranks wait in the collectives that follow.
+
+        Raises:
+            MemoryError, RuntimeError: where memory runs out, which no disk is to blame for.
+        """
         try:
             write()
-        except WRITE_ERRORS as error:
-            self.errors.append(one_line(error))
+        except Exception as error:
+            self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        if which_memory(error):
+            raise error
+        if not self.errors:  # what follows from the first error says nothing new
+            self.will_fail_again = not _is_of_disk(error)
+            if self.will_fail_again:
+                traceback.print_exception(error, file=sys.stderr)
+        self.errors.append(one_line(error) or type(error).__name__)
 
     @contextlib.contextmanager
-    def noting_errors_of(self, checkpoint_engine: Any, optimizer: Any = None) -> Iterator[None]:
-        """Replace `save` of DeepSpeed's checkpoint engine, which writes this rank's shards, by one that never raises.
+    def noting_errors_of(self, checkpoint_engine: Any, engine: Any = None) -> Iterator[None]:
+        """Replace what each rank, or rank 0 alone, writes inside DeepSpeed's collective save by what never raises.
 
         rank 0: save(shards), commit, barrier ...
         rank 1: save(shards) fails and is noted, commit, barrier ...   (if it raised, rank 0 would wait for it)
 
-        Before `commit`, and before ZeRO-3's `optimizer` gathers parameters again, the ranks wait for each other, so
-        that none waits in a collective while another still writes.
+        Before `commit`, and before ZeRO-3's optimizer gathers parameters again, the ranks wait for each other, so that
+        none waits in a collective while another still writes.
         DeepSpeed's default engine hands its path to torch.save as it is, and takes a file that hashes in its place.
+
+        Args:
+            engine: DeepSpeed's engine, whose `save_checkpoint` is called inside the `with`.
         """
         from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
@@ -95,15 +126,37 @@ class StagedSave:
 
             return wait_and_call
 
-        def save_and_note(state_dict: Any, path: str) -> None:
-            self.attempt(lambda: save_hashed(state_dict, path))
+        def noting(function: Callable[..., Any]) -> Callable[..., None]:
+            return lambda *args, **kwargs: self.attempt(lambda: function(*args, **kwargs))
 
         with contextlib.ExitStack() as replaced:
-            replaced.enter_context(mock.patch.object(checkpoint_engine, "save", save_and_note))
-            for owner, name in ((checkpoint_engine, "commit"), (optimizer, "checkpoint_event_epilogue")):
+
+            def replace(owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
                 if function := getattr(owner, name, None):
-                    replaced.enter_context(mock.patch.object(owner, name, together(function)))
+                    replaced.enter_context(mock.patch.object(owner, name, by(function)))
+
+            replace(checkpoint_engine, "save", lambda _: noting(save_hashed))
+            replace(checkpoint_engine, "makedirs", noting)
+            replace(checkpoint_engine, "commit", together)
+            if engine is not None:
+                replace(engine.optimizer, "checkpoint_event_epilogue", together)
+                replace(engine, "_copy_recovery_script", noting)  # of rank 0
+                replace(engine, "save_checkpoint", lambda save: self._without_latest(save, engine))
+                replace(shutil, "copytree", noting)  # of states on NVMe
             yield
+
+    def _without_latest(self, save: Callable[..., Any], engine: Any) -> Callable[..., Any]:
+        """Write `latest` after DeepSpeed's save instead of inside, where rank 0 would leave the others at a barrier."""
+
+        @functools.wraps(save)  # the Trainer looks at its parameters
+        def save_and_name(save_dir: str, **options: Any) -> Any:
+            is_saved = save(save_dir, save_latest=False, **options)
+            self.is_past_collectives = True
+            if distributed.rank() == 0:
+                self.attempt(lambda: Path(save_dir, "latest").write_text(f"global_step{engine.global_steps}"))
+            return is_saved
+
+        return save_and_name
 
     def run(
         self,
@@ -120,24 +173,37 @@ class StagedSave:
             check: on rank 0: what the staged folder lacks.
             needed_bytes: what a checkpoint takes at least, where none was saved before.
             facts: for the manifest, beside the files.
+
+        Raises:
+            Exception: of `write`, while other ranks may wait for this one: they would do so for ever.
         """
         start = time.monotonic()
         # What a killed save left goes first, on nodes with their own disks too: it would be published with the rest.
         distributed.first_on_rank_0(self._clear_staging)
         # Room first: safetensors maps the file it writes, and a full disk then ends the process by a signal (SIGBUS).
         lacks = self._leftovers() or self._lack_of_room(max(needed_bytes, saves.largest_bytes))
-        problems = distributed.from_all(lacks)[:1]
+        problems, num_bytes = distributed.from_all(lacks)[:1], 0
         if not problems:
-            self.attempt(write)
+            try:
+                write()
+            except Exception as error:
+                if not self.is_past_collectives:
+                    raise
+                self._note(error)
             problems = distributed.from_all([f"rank {distributed.rank()}: {error}" for error in self.errors])
-        problems = problems or self._publish(check, facts)
+            # A disk's error on one rank explains others on the rest.
+            self.will_fail_again = bool(problems) and all(
+                distributed.from_all([self.will_fail_again] if self.errors else [])
+            )
+        if not problems:
+            num_bytes, problems = self._publish(check, facts)
         saves.seconds += time.monotonic() - start
         if problems:
             saves.failed.append(f"{self.folder.name}: {'; '.join(problems)}")
             distributed.first_on_rank_0(self._clear_staging)  # the room that it took
             return False
         saves.number += 1
-        saves.largest_bytes = max(saves.largest_bytes, sum(path.stat().st_size for path in files_of(self.folder)))
+        saves.largest_bytes = max(saves.largest_bytes, num_bytes)
         return True
 
     def _clear_staging(self) -> None:
@@ -147,40 +213,65 @@ class StagedSave:
         return [f"{self.staged} is left of an earlier save and cannot be moved"] if self.staged.exists() else []
 
     def _lack_of_room(self, needed_bytes: int) -> list[str]:
-        free_bytes = shutil.disk_usage(self.folder.parent).free
-        if free_bytes >= needed_bytes:
+        """Looks at rank 0's disk: the only one, or the one that the model lies on."""
+        free = free_bytes(self.folder.parent) if distributed.rank() == 0 else None
+        if free is None or free >= needed_bytes:
             return []
-        free, needed = f"{free_bytes / 1e9:.3g} GB", f"{needed_bytes / 1e9:.3g} GB"
+        free, needed = f"{free / 1e9:.3g} GB", f"{needed_bytes / 1e9:.3g} GB"
         return [f"{free} are free on {socket.gethostname()}, and {self.folder.name} takes {needed}"]
 
-    def _publish(self, check: Callable[[Path], list[str]], facts: dict[str, Any]) -> list[str]:
+    def _publish(self, check: Callable[[Path], list[str]], facts: dict[str, Any]) -> tuple[int, list[str]]:
         """Hash the files that were not while they were written, each rank its own and a share of the rest, and move the
         checkpoint to its name.
 
-        Returns problems. Collective.
+        Returns (bytes of all files, problems). Collective.
         """
         hashed, errors = [], []
         written = dict(distributed.from_all(list(self.hashed.items())))
+        # Nodes need not share the folder: what rank 0 sees is read where the system says it is the same one.
+        folders = distributed.from_all([self._identity_of_folder()])
+        readers = [rank for rank, folder in enumerate(folders) if folder == folders[0]]
         # By rank 0's view: another node of a network file system may know a file's size later.
-        shares = distributed.on_rank_0(lambda: shares_of_ranks(self._unhashed(written), distributed.world_size()))
+        shares = distributed.on_rank_0(
+            lambda: shares_of_ranks(self._unhashed(written), distributed.world_size(), readers=readers)
+        )
         try:
             hashed = [(str(path.relative_to(self.staged)), hash_and_sync(path)) for path in shares[distributed.rank()]]
         except OSError as error:
             errors = [f"rank {distributed.rank()}: {error}"]
         distributed.wait_long("files are hashed")
-        files, errors = distributed.from_all(hashed), distributed.from_all(errors)
-        if errors:
-            return errors
-        if distributed.rank() == 0 and not (errors := check(self.staged)):
+        files = dict(sorted([*written.items(), *distributed.from_all(hashed)]))
+        num_bytes = sum(entry["size"] for entry in files.values())
+        if problems := distributed.from_all(errors):
+            return num_bytes, problems
+        if distributed.rank() == 0:
             try:
-                publish(self.staged, facts | {"files": dict(sorted([*written.items(), *files]))})
-            except OSError as error:
-                errors = [str(error)]
+                errors = check(self.staged)
+                if not errors:
+                    publish(self.staged, facts | {"files": files})
+            except Exception as error:
+                self._note(error)
+                errors = self.errors
         distributed.wait_long("checkpoint is published")
-        return distributed.from_all(errors)
+        self.will_fail_again = any(distributed.from_all([self.will_fail_again]))
+        return num_bytes, distributed.from_all(errors)
+
+    def _identity_of_folder(self) -> tuple[str, int, int] | None:
+        try:
+            status = os.stat(self.staged)
+        except OSError:
+            return None
+        return socket.gethostname(), status.st_dev, status.st_ino
 
     def _unhashed(self, written: Container[str]) -> list[Path]:
         return [path for path in files_of(self.staged) if str(path.relative_to(self.staged)) not in written]
+
+
+def _is_of_disk(error: Exception) -> bool:
+    """Tell whether the disk is the cause, which may have room and be well at the next save."""
+    if isinstance(error, OSError):
+        return error.errno not in UNSUPPORTED
+    return bool(DISK_ERRORS.search(str(error)))
 
 
 def missing_shards(folder: Path, world_size: int, *, sharded: bool) -> list[str]:

@@ -1,10 +1,11 @@
 """Counts a model's parameters and the widths that memory formulas need, without weights (meta device)."""
 
+import contextlib
 import copy
 import dataclasses
 import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.integrations import deepspeed as transformers_deepspeed
 
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
@@ -88,11 +90,25 @@ class ModelSize:
     """Format of the base with qlora, and of a model that is scored; None where weights are as trained."""
 
 
+@contextlib.contextmanager
+def without_zero_init() -> Iterator[None]:
+    """Let transformers build models inside a `with` on this rank alone, also where the training is ZeRO-3: it would
+    shard them by collectives, which the other ranks do not join.
+    """
+    # transformers' integrations/deepspeed.py: `is_deepspeed_zero3_enabled` looks at this weak reference.
+    reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
+    transformers_deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        transformers_deepspeed._hf_deepspeed_config_weak_ref = reference
+
+
 def empty_model(
     model_config: PreTrainedConfig, *, trust_remote_code: bool = False, attn_implementation: str | None = None
 ) -> PreTrainedModel:
     """The architecture with parameters on the meta device: names and shapes, no memory."""
-    with torch.device("meta"):
+    with without_zero_init(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             model_config,
             trust_remote_code=trust_remote_code,
@@ -133,7 +149,7 @@ def split_multimodal(
     text = model_config.get_text_config()
     if text is model_config or type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return model_config, 0
-    with torch.device("meta"):
+    with without_zero_init(), torch.device("meta"):
         all_params, text_params = (
             sum(p.numel() for p in AutoModel.from_config(config, trust_remote_code=trust_remote_code).parameters())
             for config in (model_config, text)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from dsft.models.size import empty_model
+from dsft.models.size import empty_model, without_zero_init
 
 SMALL = {
     "vocab_size": 128,
@@ -74,7 +74,8 @@ def small_model(
     num_params = sum(parameter.numel() for parameter in empty.parameters())
     if num_params > LARGEST_TRIED:
         raise TooLarge(f"{num_params:,} parameters")
-    return AutoModelForCausalLM.from_config(small, trust_remote_code=trust_remote_code, dtype=dtype, **options)
+    with without_zero_init():
+        return AutoModelForCausalLM.from_config(small, trust_remote_code=trust_remote_code, dtype=dtype, **options)
 
 
 def _small_config(config: PreTrainedConfig, small_heads: int) -> PreTrainedConfig:

@@ -26,6 +26,7 @@ from transformers.integrations import moe
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from dsft.models.size import without_zero_init
 from dsft.models.tiled_loss import tile_loss
 from dsft.planner.liger import take_over
 
@@ -104,7 +105,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def meta_model(model_config: PreTrainedConfig, *, dtype: torch.dtype, attention: Attention) -> PreTrainedModel:
     """Build the model on the meta device, with the operators that `fake_model` traces."""
-    with torch.device("meta"):
+    with without_zero_init(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             copy.deepcopy(model_config.get_text_config()), dtype=dtype, attn_implementation=_IMPLEMENTATIONS[attention]
         )

@@ -291,13 +291,13 @@ def describe_layout(
         dtype=dtype,
         has_gpu=has_gpu,
         accumulates=deepspeed_config.get("gradient_accumulation_steps", 1) != 1,
-        optimizer=_optimizer(deepspeed_config, optimizer),
+        optimizer=optimizer_memory(deepspeed_config, optimizer),
         sums_in_fp32=sums_in_fp32(deepspeed_config),
         reduces_in_fp32=get_value(deepspeed_config, "communication_data_type") in FP32,
     )
 
 
-def _optimizer(deepspeed_config: dict[str, Any], name: str) -> OptimizerMemory:
+def optimizer_memory(deepspeed_config: dict[str, Any], name: str) -> OptimizerMemory:
     """Return what DeepSpeed's own optimizer takes where the configuration names one (FusedAdam, CPUAdam), else that of
     `name`; with bf16_optimizer_states the moments and what is updated are bf16.
     """

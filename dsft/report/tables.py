@@ -15,6 +15,7 @@ SHOWN_DOCUMENTS = 5
 STATUS = {
     "done": "done",
     "stopped": "stopped by an error",
+    "failed": "failed",
     "preempted": "preempted: it saved and ended when asked to",
     "running": "running, or killed before it could write its end",
 }

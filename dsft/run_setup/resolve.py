@@ -40,6 +40,7 @@ from dsft.models.tokenizer import check_tokenizer
 from dsft.planner.job import Job
 from dsft.planner.plan import Plan
 from dsft.run_setup.arguments import ignored_options
+from dsft.run_setup.checkpoint_size import CheckpointSize, check_room, checkpoint_size
 from dsft.run_setup.checks import (
     check_base,
     check_held_out,
@@ -60,7 +61,6 @@ from dsft.run_setup.decisions import (
     tiled_loss_decision,
 )
 from dsft.run_setup.plan import is_masked, job_over_data, plan_run
-from dsft.run_setup.room import check_room
 from dsft.runtime import distributed
 from dsft.runtime.agreement import SAME_FILES, SAME_OPTIONS, require_agreement
 from dsft.runtime.compiler import offload_problems
@@ -100,6 +100,8 @@ class ResolvedRun:
     machine: Machine
     job: Job
     plan: Plan
+    disk: CheckpointSize
+    """What it writes to `output_dir`."""
     reason: str
     """Why this plan."""
     packing: Packing | None
@@ -153,6 +155,8 @@ def resolve_run(
     draft.take([tiling])
     job = job_over_data(draft.options, model, checked.data, masked=masked, tiled_loss=tiling.value)
     plan, reason = _decide_plan(draft, job, machine, zero_file, checkpoint)
+    disk = checkpoint_size(draft.options, model.size, plan.deepspeed_config)
+    distributed.raise_together(check_room(draft.options, disk) if distributed.rank() == 0 else [])
     notes += [f"tiled_loss: ignored, {tiling.reason}"] if asked is True and not tiling.value else []
     notes += _decide_tf32(draft) + _notes_on_plan(draft.options, plan, model, packing, zero_file)
     return ResolvedRun(
@@ -165,6 +169,7 @@ def resolve_run(
         machine=machine,
         job=job,
         plan=plan,
+        disk=disk,
         reason=reason,
         packing=packing,
         masked=masked,
@@ -243,7 +248,7 @@ def check_run(options: TrainConfig, world: int, problems: Sequence[str] = ()) ->
     draft.problems += check_training_arguments(options, draft.problems)
     model = tokenizer = None
     if options.model:
-        model = _measured(options, draft.problems)
+        model = _measured(options, draft.problems, zero_file)
     if model and zero_file:  # before the plan, whose trace of such a model takes minutes
         draft.problems += check_sharding(model.size, stage=stage(zero_file), model=options.model)
     if options.model and (model or options.tokenizer):  # where there is no model, its missing tokenizer is no news
@@ -267,7 +272,7 @@ def check_run(options: TrainConfig, world: int, problems: Sequence[str] = ()) ->
     )
 
 
-def _measured(options: TrainConfig, problems: list[str]) -> ModelFacts | None:
+def _measured(options: TrainConfig, problems: list[str], zero_file: dict[str, Any] | None) -> ModelFacts | None:
     problems += check_base(options)
     try:
         model = measure_model(options)
@@ -284,7 +289,7 @@ def _measured(options: TrainConfig, problems: list[str]) -> ModelFacts | None:
     problems += check_positions(model, seq_len=options.seq_len, model=options.model)
     # What a model of wrong sizes would take on disk is no news.
     if options.training.get("output_dir") and not any(re.match("output_dir|model=", problem) for problem in problems):
-        problems += check_room(options, model.size.num_trainable)
+        problems += check_room(options, checkpoint_size(options, model.size, zero_file))
     return model
 
 

@@ -5,6 +5,7 @@ there.
 import json
 import os
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ def user_cache() -> Path:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write beside and rename, so that a reader or a crash never sees part of a file."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    beside = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         beside.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
         os.replace(beside, path)

@@ -169,8 +169,11 @@ class MetricsFile(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.path is not None:
             entry = {"step": state.global_step, "epoch": state.epoch} | logs
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+            try:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(entry) + "\n")
+            except OSError as error:  # a full disk ends no training; the other ranks would wait for this one
+                say(f"warning: {self.path} could not be written ({error.strerror}) at step {state.global_step}")
 
 
 class ProgressLog(TrainerCallback):

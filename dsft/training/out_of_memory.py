@@ -10,11 +10,16 @@ from dsft.run_setup.resolve import ResolvedRun
 from dsft.runtime.hardware import peak_memory_bytes
 from dsft.runtime.out_of_memory import Memory, which_memory
 from dsft.units import GiB
+from dsft.watchdog import client as watchdog
+
+PARTS = {"evaluating": "while evaluating", "saving": "while saving"}
+"""Phases of the watchdog that are parts of a training, in words."""
 
 
 @contextlib.contextmanager
 def out_of_memory_explained(run: ResolvedRun, when: str) -> Iterator[None]:
-    """Turns a failed allocation inside a `with`, on a GPU or the host, into one clear error on this rank.
+    """Turns a failed allocation inside a `with`, on a GPU or the host, into one clear error on this rank, without a
+    collective: the other ranks do not come.
 
     Args:
         when: in words, for the message.
@@ -27,7 +32,7 @@ def out_of_memory_explained(run: ResolvedRun, when: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if (memory := which_memory(error)) is None:
             raise
-        raise UserError([_explanation(run, when, error, memory)]) from error
+        raise UserError([_explanation(run, PARTS.get(watchdog.current_phase(), when), error, memory)]) from error
 
 
 def _explanation(run: ResolvedRun, when: str, error: BaseException, memory: Memory) -> str:
@@ -40,7 +45,10 @@ def _explanation(run: ResolvedRun, when: str, error: BaseException, memory: Memo
         else (plan.host_bytes / plan.ranks_per_node, machine.host_bytes / machine.ranks_per_node)
     )
     where = "GPU" if on_gpu else f"rank's {memory} memory"
-    smaller = smaller_plan(run.job, machine, plan)
+    try:
+        smaller = smaller_plan(run.job, machine, plan)
+    except Exception:  # there may be no memory for a search: the cause is said all the same
+        smaller = None
     way_out = (
         f"the next smaller plan is {smaller.label}, by prediction {smaller.device_bytes / GiB:.3g} GiB:"
         f" {flags_of(smaller)}"

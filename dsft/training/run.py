@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import dataclasses
 import shlex
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,12 +18,20 @@ from dsft.checkpoints.manifest import checkpoints
 from dsft.checkpoints.model_card import CARD, model_card
 from dsft.checkpoints.reshard import topology_change
 from dsft.checkpoints.room import give_room, reserve_room
-from dsft.checkpoints.run_folder import FINAL, clear_run, last_checkpoint, read_run, was_killed, write_run
+from dsft.checkpoints.run_folder import (
+    FINAL,
+    clear_run,
+    last_checkpoint,
+    read_run,
+    was_killed,
+    write_failure,
+    write_run,
+)
 from dsft.checkpoints.verification import Verification
 from dsft.config.options import TrainConfig, as_dict, common_options
 from dsft.data.sequences import describe_counts
 from dsft.data.training_data import TrainingData, load_training_data
-from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError
+from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
 from dsft.models.build import build_model
 from dsft.models.pickles import safe_unpickling
 from dsft.models.row_rules import length_limits
@@ -65,6 +74,7 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
         require_same_start(common_options(options), list(problems))
         if left_lock or (output_dir and was_killed(output_dir)):
             wait_for_a_killed_run()
+        watchdog.set_phase("loading")
         return _finetune(options, problems)
 
 
@@ -90,11 +100,12 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
         masked=run.masked,
         limits=length_limits(run.model.config),
     )
-    trainer = build_trainer(run, data)
+    with out_of_memory_explained(run, "while loading"):
+        trainer = build_trainer(run, data)
     if verification:
         run = with_verified_checkpoint(run, verification, trainer)
     start = time.perf_counter()
-    with run_report(run, data, trainer):
+    with run_report(run, data, trainer), out_of_memory_explained(run, "in training"):
         describe_start(run, trainer)
         fit(trainer, run)
         final = finish(trainer, run, data, start=start)
@@ -131,8 +142,7 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
     say(f"data: {', '.join(map(str, run.data))}: {describe_counts(data.counts)}{held_out}")
     for note in data.notes:
         say(f"note: {note}")
-    with out_of_memory_explained(run, "while loading"):
-        model = build_model(run.options, dtype=run.options.dtype, seed=args.seed)
+    model = build_model(run.options, dtype=run.options.dtype, seed=args.seed)
     if run.options.tiled_loss and not tile_loss(model):
         raise AssertionError(f"the trial of tiled_loss found what {type(model).__name__} has not")
     return PerplexityTrainer(
@@ -142,6 +152,7 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
         data=data,
         plan=run.plan,
         compute=compute_of(run),
+        disk=run.disk,
         save_minutes=run.options.save_minutes,
     )
 
@@ -176,7 +187,7 @@ def with_verified_checkpoint(run: ResolvedRun, verification: Verification, train
 
 @contextlib.contextmanager
 def run_report(run: ResolvedRun, data: TrainingData, trainer: PerplexityTrainer) -> Iterator[None]:
-    """Keeps run.json inside a `with`: running, then stopped or preempted; `finish` says done. Collective.
+    """Keeps run.json inside a `with`: running, then stopped, preempted or failed; `finish` says done. Collective.
 
     An earlier run in the folder is replaced here, when nothing of the set-up can fail any more, and room for the final
     model is reserved.
@@ -192,6 +203,10 @@ def run_report(run: ResolvedRun, data: TrainingData, trainer: PerplexityTrainer)
                 atexit._run_exitfuncs()  # os._exit leaves them out, and with them W&B's last rows
         distributed.wait_for_all()  # every rank stops together, and the first one that ends has the others killed
         raise
+    except BaseException as error:
+        # On the rank that failed, whichever it is: rank 0 is about to be ended.
+        write_failure(run.output_dir, f"rank {distributed.rank()} on {socket.gethostname()}: {one_line(error)}")
+        raise
     finally:
         if distributed.rank() == 0:
             give_room(run.output_dir)
@@ -200,7 +215,7 @@ def run_report(run: ResolvedRun, data: TrainingData, trainer: PerplexityTrainer)
 def _begin(run: ResolvedRun, data: TrainingData, trainer: PerplexityTrainer) -> None:
     if run.options.overwrite and run.checkpoint is None:
         clear_run(run.output_dir)
-    reserve_room(run.output_dir, trainer.final_bytes)
+    reserve_room(run.output_dir, run.disk.final_bytes)
     write_run(
         run.output_dir,
         config=as_dict(run.options),
@@ -242,7 +257,7 @@ def fit(trainer: PerplexityTrainer, run: ResolvedRun) -> None:
     Raises:
         Requeue: on every rank, where one was asked to stop; what could be saved is.
     """
-    with preemption.signals_save(), out_of_memory_explained(run, "in training"):
+    with preemption.signals_save():
         trainer.train(resume_from_checkpoint=run.checkpoint)
     if not trainer.is_stopping:
         return

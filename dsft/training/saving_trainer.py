@@ -20,7 +20,9 @@ from dsft.checkpoints.save import Saves, StagedSave, missing_shards
 from dsft.checkpoints.tensor_sources import SafetensorsFiles
 from dsft.checkpoints.verification import Verification
 from dsft.config.deepspeed_json import offloads, stage
+from dsft.errors import TrainingStopped
 from dsft.models.zero_shards import mapped_resume
+from dsft.run_setup.checkpoint_size import CheckpointSize
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.training.engine import import_muon, mend
@@ -28,10 +30,6 @@ from dsft.watchdog import client as watchdog
 
 SAMPLED_TENSORS = 16
 """Of the final model, read back and compared in full."""
-BYTES_PER_TOKEN = 200
-"""Of a tokenizer's files, at most: Llama 3's take 134."""
-SMALL_FILES_BYTES = 100_000
-"""Of the config, the model card, the training arguments and run.json."""
 
 
 class SavingTrainer(Trainer):
@@ -41,7 +39,13 @@ class SavingTrainer(Trainer):
     """
 
     def __init__(
-        self, model: nn.Module, *args: Any, save_minutes: float | None, data_identity: dict[str, Any], **kwargs: Any
+        self,
+        model: nn.Module,
+        *args: Any,
+        save_minutes: float | None,
+        data_identity: dict[str, Any],
+        disk: CheckpointSize,
+        **kwargs: Any,
     ):
         super().__init__(model, *args, **kwargs)
         deepspeed_config = self.args.hf_deepspeed_config.config
@@ -54,11 +58,7 @@ class SavingTrainer(Trainer):
         shapes = trained_shapes(model)
         self.saves, self.final_save = Saves(), Saves()
         self._num_trained = sum(map(math.prod, shapes.values()))
-        self._weight_bytes = sum(
-            math.prod(shapes[name]) * parameter.element_size()
-            for name, parameter in model.named_parameters()
-            if name in shapes
-        )
+        self._disk = disk
         self.run_identity = run_identity(
             shapes,
             data=data_identity,
@@ -135,12 +135,17 @@ class SavingTrainer(Trainer):
                 lambda: self._write_checkpoint(model, trial, save),
                 self._check_saved,
                 saves=self.saves,
-                needed_bytes=self._checkpoint_bytes(),
+                needed_bytes=self._disk.checkpoint_bytes,
                 facts={"step": step, **self.topology, "run_identity": self.run_identity, "loss": next(losses, None)},
             )
             if is_saved:
                 self._remove_older(save.folder)
         self._staged_save, self._saved_at = None, time.monotonic()
+        if not is_saved and save.will_fail_again and not self.saves.number:
+            raise TrainingStopped(
+                f"checkpoint-{step}, the first of this run, could not be saved, nor could a later one: the disk is not"
+                f" the cause ({self.saves.failed[-1]}). Training stops instead of going on towards nothing"
+            )
         if not is_saved:
             say(
                 f"error: checkpoint-{step} could not be saved ({self.saves.failed[-1]}); training continues, earlier"
@@ -156,7 +161,7 @@ class SavingTrainer(Trainer):
 
     def _write_checkpoint(self, model: nn.Module, trial: Any, save: StagedSave) -> None:
         best = self.state.best_model_checkpoint
-        with save.noting_errors_of(self.model_wrapped.checkpoint_engine, self.model_wrapped.optimizer):
+        with save.noting_errors_of(self.model_wrapped.checkpoint_engine, self.model_wrapped):
             super()._save_checkpoint(model, trial)
         # The Trainer names the best checkpoint by where it is now, not by where it will be.
         folder = checkpoint_folder(self.args.output_dir, self.state.best_global_step or 0)
@@ -169,13 +174,15 @@ class SavingTrainer(Trainer):
         would copy all of it to host memory on every rank, frozen weights too. Collective.
         """
         if self.topology["zero_stage"] == 3:
-            super().save_model(output_dir, _internal_call)
+            super().save_model(output_dir, _internal_call=True)
         elif self.args.should_save:
             self._save(output_dir or self.args.output_dir, self._trained_state())
-            if self.args.push_to_hub and not _internal_call:
-                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
         # Outside of any collective, whose limit a large model would exceed.
         distributed.wait_long("model is saved")
+        if self.args.push_to_hub and not _internal_call:  # on every rank: it saves once more
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        if self._staged_save and (self.args.save_only_model or not _internal_call):
+            self._staged_save.is_past_collectives = True
 
     def _trained_state(self) -> dict[str, torch.Tensor]:
         """Return the weights that are saved, by name. Each is a copy where it is trained: stages 1 and 2 keep these as
@@ -194,19 +201,14 @@ class SavingTrainer(Trainer):
         if save is None:
             return super()._save(output_dir, state_dict)
         state_dict = state_dict or {}
-        save.attempt(lambda: super(SavingTrainer, self)._save(output_dir, state_dict))
-        if self.args.should_save and not save.errors:
-            sampled = SAMPLED_TENSORS if save.folder.name == FINAL else 0
-            save.errors += readback_errors(SafetensorsFiles(Path(output_dir)), state_dict, sampled=sampled)
 
-    def _checkpoint_bytes(self) -> int:
-        """Return at least what is saved: the trained weights and, to resume, an fp32 copy with Adam's two moments."""
-        return self._weight_bytes + (0 if self.args.save_only_model else 12 * self._num_trained)
+        def write_and_read_back() -> None:
+            super(SavingTrainer, self)._save(output_dir, state_dict)
+            if self.args.should_save:
+                sampled = SAMPLED_TENSORS if save.folder.name == FINAL else 0
+                save.errors += readback_errors(SafetensorsFiles(Path(output_dir)), state_dict, sampled=sampled)
 
-    @property
-    def final_bytes(self) -> int:
-        """Return what the final model takes: the trained weights, the tokenizer, and what describes them."""
-        return self._weight_bytes + BYTES_PER_TOKEN * len(self.processing_class) + SMALL_FILES_BYTES
+        save.attempt(write_and_read_back)
 
     def _check_saved(self, folder: Path) -> list[str]:
         problems = self._missing_weights(folder)
@@ -215,7 +217,9 @@ class SavingTrainer(Trainer):
         return problems
 
     def _missing_weights(self, folder: Path) -> list[str]:
-        return readback_errors(SafetensorsFiles(folder), {}, num_elements=self._num_trained)
+        problems = readback_errors(SafetensorsFiles(folder), {}, num_elements=self._num_trained)
+        self._staged_save.will_fail_again |= bool(problems)
+        return problems
 
     def save_final(self) -> Path | None:
         """Save the model (LoRA: the adapter) to `final/`, count its elements and read a sample back. Collective.
@@ -230,7 +234,7 @@ class SavingTrainer(Trainer):
                 lambda: self.save_model(str(save.staged)),
                 self._missing_weights,
                 saves=self.final_save,
-                needed_bytes=self._weight_bytes,
+                needed_bytes=self._disk.weight_bytes,
                 facts={"step": self.state.global_step, **self.topology},
             )
         self._staged_save = None

@@ -28,6 +28,7 @@ from dsft.perplexity.intervals import result_intervals
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.planner.plan import Plan
+from dsft.run_setup.checkpoint_size import CheckpointSize
 from dsft.runtime import distributed, preemption
 from dsft.training.callbacks import (
     Heartbeat,
@@ -60,6 +61,7 @@ class PerplexityTrainer(SavingTrainer):
         data: TrainingData,
         plan: Plan,
         compute: Compute,
+        disk: CheckpointSize,
         save_minutes: float | None = None,
     ):
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -71,6 +73,7 @@ class PerplexityTrainer(SavingTrainer):
             processing_class=tokenizer,
             data_collator=data.collator,
             save_minutes=save_minutes,
+            disk=disk,
             data_identity=data.items.identity,
         )
         self.grouping = data.grouping

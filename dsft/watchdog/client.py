@@ -65,6 +65,7 @@ class _Client:
 
 
 _client: _Client | None = None
+_phase = "starting"
 
 
 def start(timeouts: Any) -> None:
@@ -167,6 +168,8 @@ def set_limits(timeouts: Any) -> None:
 
 def set_phase(phase: str) -> None:
     """Let the limit of `phase` hold from now on."""
+    global _phase
+    _phase = phase
     if _client is not None:
         _client.phase = phase
         _client.sidecar.send("phase", name=phase, limit=getattr(_client.timeouts, PHASE_LIMITS[phase]))
@@ -174,11 +177,16 @@ def set_phase(phase: str) -> None:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Let the limit of phase `name` hold inside a `with`, then the earlier one again."""
-    before = _client.phase if _client is not None else ""
+    """Let the limit of phase `name` hold inside a `with`, then the earlier one again; after an error it stays."""
+    before = current_phase()
     set_phase(name)
     yield
     set_phase(before)
+
+
+def current_phase() -> str:
+    """Tell the phase of this rank, also without a sidecar."""
+    return _phase
 
 
 def set_log(path: Path) -> None:
@@ -206,9 +214,10 @@ def _report_error(kind: type[BaseException], error: BaseException, trace) -> Non
     """Put an error that nobody caught into this rank's log; the coordinator prints it, if it was the first."""
     text = "".join(traceback.format_exception(kind, error, trace))
     if _client is not None:
-        if _client.log:
-            with _client.log.open("a", encoding="utf-8") as file:
-                file.write(text)
+        with contextlib.suppress(OSError):  # a full disk must not hide the error
+            if _client.log:
+                with _client.log.open("a", encoding="utf-8") as file:
+                    file.write(text)
         _client.sidecar.send("failed", failure=Failure.ERROR, text=text[-LONGEST_TRACEBACK:])
         time.sleep(VERDICT_SECONDS)
     sys.stderr.write(text)  # nobody has ended this rank: then it speaks for itself

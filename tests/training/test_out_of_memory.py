@@ -5,9 +5,11 @@ import re
 import pytest
 import torch
 import torch.distributed
-from conftest import flags
+from conftest import flags, grid, read_json
+from ranks import run_entry
 from tiny import write_texts
 
+from dsft.checkpoints.run_folder import was_killed
 from dsft.runtime.out_of_memory import which_memory
 
 
@@ -44,6 +46,45 @@ def test_out_of_memory_names_the_plan_the_peak_and_the_next_smaller_plan(run, op
         MALLOC_ARENA_MAX="1",
     )
     assert again.returncode == 0, again.stderr[-3000:]
+
+
+PHASES = {
+    "loading": "while loading",
+    "forward": "in training",
+    "backward": "in training",
+    "step": "in training",
+    "evaluation": "while evaluating",
+    "save": "while saving",
+}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("phase", "zero", "rank"),
+    grid(
+        [(phase, zero, rank) for phase in PHASES for zero in "0123" for rank in (0, 1)],
+        quick=[("loading", "3", 1), ("backward", "2", 0), ("step", "3", 1), ("save", "3", 0)],
+    ),
+)
+def test_out_of_memory_on_one_rank_ends_all_with_its_cause_and_advice(options, tiny, tmp_path, phase, zero, rank):
+    """No collective in the explanation, which no other rank would join: the watchdog's limits are half an hour."""
+    words = options(tmp_path / "run", zero=zero, save_strategy="steps", save_steps=2, lost_timeout=60)
+    words |= {"eval_data": str(tiny / "held_out.jsonl"), "eval_strategy": "steps", "eval_steps": 1}
+    codes: list[int] = []
+    environment = {"FAILING_RANK": str(rank), "FAILING_PHASE": phase}
+    seen = run_entry("workers.failing_rank", flags(words), world=2, folder=tmp_path, codes=codes, **environment)
+    said = seen.stderr
+    (line,) = [line for line in said.splitlines() if "out of memory" in line and "dsft: error" in line]
+    assert f"out of memory {PHASES[phase]} (this rank has no memory left): the plan is ZeRO {zero}" in line
+    assert "smaller plan" in line and "no progress" not in said and "Traceback" not in said
+    assert (f"rank {rank} on" in line) == (rank != 0) and codes[rank] == 2, (codes, said[-3000:])
+    if phase == "loading":
+        return
+    content = read_json(tmp_path / "run" / "run.json")
+    assert (
+        content["status"] == "failed" and f"rank {rank} on" in content["error"] and "out of memory" in content["error"]
+    )
+    assert not was_killed(str(tmp_path / "run")), "the next start has nobody to wait for"
 
 
 FORMS = {

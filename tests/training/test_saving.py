@@ -1,20 +1,25 @@
 """What a training leaves on the disk: a tied head once, and a final model or the way to one where the disk is full."""
 
+import dataclasses
+import json
 import os
 import subprocess
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from conftest import grid
 from ranks import on_ranks, train, train_all
 from tiny import write_model
 
-from dsft.checkpoints.manifest import checkpoints, integrity_errors
+from dsft.checkpoints.manifest import checkpoints, files_of, integrity_errors
 from dsft.checkpoints.tensor_sources import SafetensorsFiles
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import EXIT_CODES, Unsaved
-from dsft.run_setup.room import check_room, num_checkpoints
+from dsft.models.size import measure_model
+from dsft.run_setup.checkpoint_size import CheckpointSize, check_room, checkpoint_size
 from dsft.runtime import distributed
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")
@@ -125,12 +130,16 @@ def test_a_disk_that_fills_costs_no_training(options, tmp_path):
         ({"save_steps": 0.5, "save_total_limit": 10}, 2),
         ({"save_strategy": "epoch", "num_train_epochs": 2, "save_total_limit": 10}, 2),
         ({"save_total_limit": 4}, 5),
+        ({"save_total_limit": 1}, 2),
+        ({"save_total_limit": 1, "metric_for_best_model": "loss"}, 3),
     ],
 )
 def test_the_checkpoints_that_lie_on_the_disk_at_once_are_counted(options, count):
     problems: list[str] = []
     config = make_config(TrainConfig, {"model": "m", "data": ["d"], "output_dir": "out"} | options, problems)
-    assert problems == [] and num_checkpoints(config) == count
+    config = dataclasses.replace(config, dtype="float32")
+    size = SimpleNamespace(num_trainable=1000, vocab_size=100)
+    assert problems == [] and checkpoint_size(config, size).kept == count
 
 
 @needs_root
@@ -138,7 +147,106 @@ def test_a_disk_without_room_for_model_and_checkpoints_is_refused_before_trainin
     config = make_config(
         TrainConfig, {"model": "m", "data": ["d"], "dtype": "float32", "output_dir": str(tmp_path / "run")}, []
     )
+
+    def problems(num_trainable: int) -> list[str]:
+        size = CheckpointSize(weight_bytes=4 * num_trainable, state_bytes=12 * num_trainable, small_bytes=1000, kept=3)
+        return check_room(config, size)
+
     with small_disk(tmp_path, "50m"):
-        assert check_room(config, 900_000) == []  # 4 B final, 3 checkpoints of 16 B: 46.8 MB
-        (problem,) = check_room(config, 1_100_000)
+        assert problems(900_000) == []  # 4 B final, 3 checkpoints of 16 B: 46.8 MB
+        (problem,) = problems(1_100_000)
         assert "3 checkpoints" in problem and "save_total_limit" in problem
+
+
+def train_in_a_folder_of_its_own(folder: Path, cases: list[dict]) -> list[str]:
+    """As each of two nodes that share no folder: the same relative output_dir, seen from elsewhere."""
+    os.chdir(folder / f"node-{distributed.rank()}")
+    outcomes = []
+    for options in cases:
+        try:
+            train(options)
+            outcomes.append("done")
+        except Exception as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    return outcomes
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("zero", grid("0123", quick=["3"]))
+def test_on_disks_that_nodes_do_not_share_the_final_model_is_saved_and_verified(options, tmp_path, zero):
+    for rank in (0, 1):
+        (tmp_path / f"node-{rank}").mkdir()
+    cases = [
+        options(Path("without"), zero=zero),
+        options(Path("with"), zero=zero, max_steps=3, save_strategy="steps", save_steps=1),
+    ]
+    first, second = on_ranks(2, train_in_a_folder_of_its_own, tmp_path, cases, log=tmp_path / "log")
+    assert first == second and first[0] == "done", first
+    assert first[1].startswith("Unsaved: with/final is written, but 3 checkpoints on the way not"), first[1]
+    assert "is the output folder shared by all nodes?" in first[1]
+    for name in ("without", "with"):
+        final = tmp_path / "node-0" / name / "final"
+        assert integrity_errors(final, hashes=True) == [] and (final / "model.safetensors").is_file()
+        assert not (tmp_path / "node-0" / name / ".saving").exists()
+        assert {path.name for path in (tmp_path / "node-1" / name).iterdir()} == {"logs"}
+
+
+def refuse_to_save(*_, **__):
+    raise NotImplementedError("this kind of tensor is not supported")
+
+
+def train_with_saves_that_fail(options: dict, from_step: int) -> tuple[str, int]:
+    """(the outcome, the last step), where DeepSpeed's save fails from a step on, for another cause than the disk."""
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    from dsft.training.saving_trainer import SavingTrainer
+
+    save, write, steps = SavingTrainer._save_checkpoint, TorchCheckpointEngine.save, []
+
+    def save_or_fail(trainer, *args) -> None:
+        steps.append(trainer.state.global_step)
+        if trainer.state.global_step >= from_step and distributed.rank() == 1:
+            TorchCheckpointEngine.save = refuse_to_save
+        save(trainer, *args)
+
+    SavingTrainer._save_checkpoint = save_or_fail
+    try:
+        train(options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", steps[-1]
+    finally:
+        SavingTrainer._save_checkpoint, TorchCheckpointEngine.save = save, write
+
+
+@pytest.mark.launch
+def test_a_first_checkpoint_that_no_disk_is_to_blame_for_stops_the_run_a_later_one_does_not(options, tmp_path):
+    words = {"zero": "2", "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    (said, step), _ = on_ranks(2, train_with_saves_that_fail, options(tmp_path / "first", **words), 1)
+    assert step == 1 and said.startswith("TrainingStopped: checkpoint-1, the first of this run, could not be saved")
+    assert "rank 1: this kind of tensor is not supported" in said
+    assert json.loads((tmp_path / "first" / "run.json").read_text())["status"] == "stopped"
+    (said, step), _ = on_ranks(2, train_with_saves_that_fail, options(tmp_path / "later", **words), 2)
+    assert step == 3 and said.startswith("Unsaved") and "2 checkpoints on the way not" in said
+    assert [folder.name for folder in checkpoints(tmp_path / "later")] == ["checkpoint-1"]
+
+
+SIZES = [("0", "adamw_torch_fused"), ("2", "adamw_torch_fused"), ("3", "adamw_torch_fused"), ("2", "sgd"), ("3", "sgd")]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("dtype", grid(["float32", "bfloat16"], quick=["float32"]))
+def test_the_bytes_that_are_counted_are_those_on_the_disk(options, tmp_path, dtype):
+    write_model(tmp_path / "model", hidden_size=128, intermediate_size=512)
+    words = {"model": str(tmp_path / "model"), "save_strategy": "steps", "save_steps": 2, "dtype": dtype}
+    cases = [options(tmp_path / f"{zero}-{optim}", zero=zero, optim=optim, **words) for zero, optim in SIZES]
+    log = train_all(1, cases, tmp_path / "log")
+    for case, (zero, _) in zip(cases, SIZES, strict=True):
+        config = make_config(TrainConfig, case | {"dtype": dtype}, [])
+        run = Path(case["output_dir"])
+        deepspeed_config = json.loads((run / "run.json").read_text())["deepspeed"]
+        size = checkpoint_size(config, measure_model(config).size, deepspeed_config)
+        files = [*(run / "checkpoint-2").rglob("*.pt"), run / "checkpoint-2" / "model.safetensors"]
+        written = sum(file.stat().st_size for file in files)
+        counted = size.weight_bytes + size.state_bytes
+        assert abs(written / counted - 1) < 0.05, (zero, case["optim"], written / counted, log[-2000:])
+        assert sum(file.stat().st_size for file in files_of(run / "checkpoint-2")) < size.checkpoint_bytes

@@ -19,9 +19,6 @@ from dsft.errors import UserError, one_line
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import GiB
 
-STATE_BYTES = 12
-"""In a checkpoint, per trained parameter, beside the weights: fp32 master, m and v of Adam."""
-
 
 @dataclass(kw_only=True)
 class RunPlan:
@@ -100,11 +97,12 @@ def _machine(facts: dict[str, NodeFacts], slots: dict[str, int]) -> Machine:
 def _plan(argv: list[str], machine: Machine, facts: dict[str, NodeFacts], plan: RunPlan) -> None:
     from dsft.config.options import TrainConfig
     from dsft.config.reader import read_config
+    from dsft.run_setup.checkpoint_size import checkpoint_size
     from dsft.run_setup.plan import job_over_data, plan_run
     from dsft.run_setup.resolve import check_run
 
     problems: list[str] = []
-    options = read_config(TrainConfig, argv, problems)
+    options = asked = read_config(TrainConfig, argv, problems)
     # Data is compared on the nodes, and may be large; the folder is looked at there too.
     elsewhere = ("output_dir", "eval_strategy", "load_best_model_at_end", "metric_for_best_model")
     training = {name: value for name, value in options.training.items() if name not in elsewhere}
@@ -114,18 +112,12 @@ def _plan(argv: list[str], machine: Machine, facts: dict[str, NodeFacts], plan: 
     plan.findings += [finding("configuration", "here", problem, fix) for problem in dict.fromkeys(checked.problems)]
     if not checked.model or checked.problems:
         return
-    options, size = checked.options, checked.model.size
-    weight_bytes = (4 if options.dtype == "float32" else 2) * (
-        size.num_params if options.method == "full" else size.num_trainable
-    )
-    state_bytes = 0 if training.get("save_only_model") else STATE_BYTES * size.num_trainable
-    saves = str(training.get("save_strategy", "steps")) != "no"
-    # A new checkpoint is complete before an old one goes.
-    kept = (training.get("save_total_limit") or 2) + 1 if saves else 0
-    plan.written_bytes = weight_bytes + kept * (weight_bytes + state_bytes)
+    options = checked.options
     job = job_over_data(options, checked.model, checked.data)
     choice = plan_run(options, job, machine, zero_file=checked.zero_file)
     chosen, plan.text = choice.plan, choice.reason
+    whole = dataclasses.replace(asked, dtype=options.dtype)
+    plan.written_bytes = checkpoint_size(whole, checked.model.size, chosen.deepspeed_config).total_bytes
     short = {name: node.available_bytes for name, node in facts.items() if node.available_bytes < chosen.host_bytes}
     if short:
         needed, least = chosen.host_bytes / GiB, min(short.values()) / GiB

@@ -1,0 +1,109 @@
+"""What a training writes to its disk: the bytes of the final model, of a checkpoint, and how many lie there at once.
+
+One count for all who ask: the check before training, the trainer before each save, and `dsft doctor`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from dsft.checkpoints.manifest import checkpoints, files_of
+from dsft.config.deepspeed_json import stage
+from dsft.config.options import TrainConfig
+from dsft.models.size import ModelSize
+from dsft.planner.zero_layout import optimizer_memory
+from dsft.run_setup.arguments import with_defaults
+from dsft.runtime.disk import free_bytes
+from dsft.units import DTYPE_BYTES, GB, plural
+
+STEPS_BETWEEN_SAVES = 500
+"""transformers' own default of save_steps."""
+BYTES_PER_TOKEN = 200
+"""Of a tokenizer's files, at most: Llama 3's take 134."""
+SMALL_FILES_BYTES = 100_000
+"""Of the config, the model card, the training arguments and run.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSize:
+    """Bytes on the disk of `output_dir`, over all ranks."""
+
+    weight_bytes: int
+    """The trained weights, as safetensors; tied ones once."""
+    state_bytes: int
+    """What a checkpoint has beside them to resume from: DeepSpeed's own copy of the weights, the optimizer's state."""
+    small_bytes: int
+    """Tokenizer, configs, card."""
+    kept: int
+    """Checkpoints that lie there at once, at most: those kept, and the one that is being written."""
+
+    @property
+    def final_bytes(self) -> int:
+        return self.weight_bytes + self.small_bytes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.weight_bytes + self.state_bytes + self.small_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.final_bytes + self.kept * self.checkpoint_bytes
+
+
+def checkpoint_size(
+    options: TrainConfig, size: ModelSize, deepspeed_config: dict[str, Any] | None = None
+) -> CheckpointSize:
+    """Counts what a training writes.
+
+    Args:
+        options: with `dtype` decided.
+        deepspeed_config: of the plan, or of an explicit `zero`; where there is none yet, the stage that writes least.
+    """
+    num_bytes, optim = DTYPE_BYTES[options.dtype], options.training.get("optim", "adamw_torch_fused")
+    optimizer = optimizer_memory(deepspeed_config or {}, optim)
+    zero = 3 if deepspeed_config is None else stage(deepspeed_config)
+    # Stages 0 to 2 write the module once more, stage 3 placeholders; ZeRO 0 in fp32 trains the weights themselves.
+    copy = 0 if zero == 3 else num_bytes
+    master = 0 if zero == 0 and num_bytes == 4 else optimizer.master
+    per_param = 0 if options.training.get("save_only_model") else copy + master + optimizer.state
+    return CheckpointSize(
+        weight_bytes=num_bytes * size.num_trainable,
+        state_bytes=int(per_param * size.num_trainable),
+        small_bytes=BYTES_PER_TOKEN * size.vocab_size + SMALL_FILES_BYTES,
+        kept=_num_checkpoints(options),
+    )
+
+
+def check_room(options: TrainConfig, size: CheckpointSize) -> list[str]:
+    """Compares the free bytes of output_dir's disk with what the run will hold there at once."""
+    output_dir = options.training["output_dir"]
+    replaced = sum(file.stat().st_size for folder in checkpoints(output_dir) for file in files_of(folder))
+    needed, free = max(size.final_bytes, size.total_bytes - replaced), free_bytes(output_dir)
+    if free is None or free >= needed:
+        return []
+    each = f"{size.checkpoint_bytes / GB:.3g} GB"
+    and_checkpoints = f" and {plural(size.kept, 'checkpoint')} of {each}" if size.kept else ""
+    fewer = ", a smaller save_total_limit, or save_strategy: no" if size.kept else ""
+    return [
+        f"output_dir={output_dir}: the final model ({size.final_bytes / GB:.3g} GB){and_checkpoints} need"
+        f" {needed / GB:.3g} GB more, but the disk has {free / GB:.3g} GB free; choose another disk{fewer}"
+    ]
+
+
+def _num_checkpoints(options: TrainConfig) -> int:
+    values = with_defaults(options)
+    strategy = str(values.get("save_strategy", "steps"))
+    if strategy == "no" and not options.save_minutes:
+        return 0
+    keeps_best = any(values.get(name) for name in ("load_best_model_at_end", "metric_for_best_model"))
+    limit = values.get("save_total_limit")
+    kept = max(limit, 2 if keeps_best or strategy == "best" else 1) + 1 if limit else math.inf
+    saves = math.inf
+    if strategy == "epoch" and values.get("max_steps", -1) <= 0:
+        saves = math.ceil(values.get("num_train_epochs", 3))
+    elif strategy == "steps" and (every := values.get("save_steps", STEPS_BETWEEN_SAVES)) < 1:
+        saves = math.ceil(1 / every)  # a share of the steps
+    elif strategy == "steps" and values.get("max_steps", -1) > 0:
+        saves = math.ceil(values["max_steps"] / every)
+    known = min(kept, math.inf if options.save_minutes else saves)
+    return 2 if known == math.inf else int(known)
