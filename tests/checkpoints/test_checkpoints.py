@@ -64,7 +64,7 @@ def save(output_dir: Path, step: int, content: str = "weights") -> Path:
 
 def test_a_published_checkpoint_has_every_file_in_its_manifest_and_leaves_no_staging(tmp_path):
     folder = save(tmp_path, 5)
-    assert folder == checkpoint_folder(tmp_path, 5) and integrity_errors(folder, hashes=True) == []
+    assert folder == checkpoint_folder(tmp_path, 5) and integrity_errors(folder, hashes="all") == []
     assert set(json.loads((folder / MANIFEST).read_text())["files"]) == {
         TRAINER_STATE,
         "model.safetensors",
@@ -94,7 +94,7 @@ def test_a_file_is_hashed_to_its_end_where_another_node_knew_a_smaller_size(tmp_
 def test_what_is_missing_shorter_or_changed_is_named(tmp_path):
     folder = save(tmp_path, 5)
     (folder / "model.safetensors").write_text("WEIGHTS")
-    assert integrity_errors(folder) == [] and integrity_errors(folder, hashes=True) == [
+    assert integrity_errors(folder) == [] and integrity_errors(folder, hashes="all") == [
         "the content of model.safetensors has changed"
     ]
     (folder / "model.safetensors").write_text("w")
@@ -119,7 +119,7 @@ def test_a_save_that_did_not_end_is_removed_and_a_replaced_checkpoint_put_back(t
     kept.rename(tmp_path / ".replaced" / kept.name)  # killed between the two renames of publish
     assert checkpoints(tmp_path) == []
     assert half in clean_up(tmp_path)
-    assert checkpoints(tmp_path) == [kept] and integrity_errors(kept, hashes=True) == []
+    assert checkpoints(tmp_path) == [kept] and integrity_errors(kept, hashes="all") == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-5"]
 
 
@@ -181,7 +181,7 @@ def test_a_folder_that_resists_removal_ends_no_save_and_goes_at_the_next(tmp_pat
         (write_staged(tmp_path, 99) / "trap").mkdir()
         with busy(staging_folder(tmp_path, 99) / "trap"):  # another step's leftover in the staging folder
             third = save(tmp_path, 15)
-            assert integrity_errors(third, hashes=True) == []
+            assert integrity_errors(third, hashes="all") == []
             clean_up(tmp_path)
     assert prune(tmp_path, limit=1, best=None) == [] and [path.name for path in tmp_path.iterdir()] == [third.name]
 
@@ -270,13 +270,13 @@ def test_a_save_is_published_or_leaves_the_last_good_checkpoint(tmp_path, monkey
         saves=saves,
     )
     assert writer.save == original and not (tmp_path / ".saving").exists()
-    assert is_saved == (fault is None) and integrity_errors(earlier, hashes=True) == []
+    assert is_saved == (fault is None) and integrity_errors(earlier, hashes="all") == []
     if fault:
         assert checkpoints(tmp_path) == [earlier] and saves.number == 0 and message in saves.failed[0]
     else:
         assert last_good(tmp_path) == (checkpoint_folder(tmp_path, 10), [])
         assert (
-            integrity_errors(checkpoint_folder(tmp_path, 10), hashes=True) == []
+            integrity_errors(checkpoint_folder(tmp_path, 10), hashes="all") == []
             and read_manifest(checkpoint_folder(tmp_path, 10))["step"] == 10
         )
         shard = checkpoint_folder(tmp_path, 10) / "global_step10" / SHARD
@@ -357,7 +357,7 @@ def test_a_run_killed_while_it_saves_resumes_from_the_last_complete_checkpoint(o
             break
     assert any(staging.glob("*/*"))
     for folder in checkpoints(out):
-        assert integrity_errors(folder, hashes=True) == []
+        assert integrity_errors(folder, hashes="all") == []
     log = train_all(2, [words | {"resume_from_checkpoint": "auto"}], tmp_path / "log")
     assert "resuming from" in log and "a save that did not end" in log, log
     assert not staging.exists()

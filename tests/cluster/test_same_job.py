@@ -129,14 +129,14 @@ def test_two_jobs_without_ssh_from_two_folders_do_not_mix(hosts, options, tmp_pa
 def test_on_hosts_that_share_no_output_folder_the_final_model_is_saved_and_verified(
     hosts, folder, tmp_path, strategy, code
 ):
-    run, own = tmp_path / "run", tmp_path / "own"
-    run.mkdir(), own.mkdir()
+    run, separate = tmp_path / "run", tmp_path / "separate"
+    run.mkdir(), separate.mkdir()
     command = ["deepspeed", "--hostfile", hosts.hostfile(tmp_path / "hostfile", [1, 1]), "--master_port", "29536"]
     words = ["--config", folder / "configs/run.yaml", "--output_dir", run, "--save_strategy", strategy]
-    with in_place_of(hosts[1], run, own):
+    with in_place_of(hosts[1], run, separate):
         result = hosts[0].run([*command, "dsft/train.py", *words, "--save_steps", "1"], timeout=SECONDS)
     text = result.stdout + result.stderr
     assert result.returncode == code, text[-5000:]
-    assert (run / "final" / "model.safetensors").is_file() and integrity_errors(run / "final", hashes=True) == []
-    assert read_json(run / "run.json")["status"] == "done" and {path.name for path in own.iterdir()} == {"logs"}
+    assert (run / "final" / "model.safetensors").is_file() and integrity_errors(run / "final", hashes="all") == []
+    assert read_json(run / "run.json")["status"] == "done" and {path.name for path in separate.iterdir()} == {"logs"}
     assert ("is the output folder shared by all nodes?" in text) == (strategy == "steps")

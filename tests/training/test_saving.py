@@ -108,10 +108,10 @@ def test_a_disk_that_fills_costs_no_training(options, tmp_path):
             and "checkpoint-4" in first[0]
             and "is written" in first[0]
         ), first[0] + log[-3000:]
-        assert (held / "final" / "model.safetensors").is_file() and integrity_errors(held / "final", hashes=True) == []
+        assert (held / "final" / "model.safetensors").is_file() and integrity_errors(held / "final", hashes="all") == []
         assert [folder.name for folder in checkpoints(held)] == ["checkpoint-2"]
         assert "Unsaved" in first[1] and f"dsft export {lost}/checkpoint-6 {lost}/final" in first[1], first[1]
-        assert integrity_errors(lost / "checkpoint-6", hashes=True) == []
+        assert integrity_errors(lost / "checkpoint-6", hashes="all") == []
         assert first[2] == "done"
         for run in (held, lost, without):
             assert not {".saving", ".removed", ".room_for_final"} & {path.name for path in run.iterdir()}
@@ -186,7 +186,7 @@ def test_on_disks_that_nodes_do_not_share_the_final_model_is_saved_and_verified(
     assert "is the output folder shared by all nodes?" in first[1]
     for name in ("without", "with"):
         final = tmp_path / "node-0" / name / "final"
-        assert integrity_errors(final, hashes=True) == [] and (final / "model.safetensors").is_file()
+        assert integrity_errors(final, hashes="all") == [] and (final / "model.safetensors").is_file()
         assert not (tmp_path / "node-0" / name / ".saving").exists()
         assert {path.name for path in (tmp_path / "node-1" / name).iterdir()} == {"logs"}
 

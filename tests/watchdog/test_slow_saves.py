@@ -98,7 +98,7 @@ def test_a_save_may_take_four_times_its_limit_while_bytes_are_written(tmp_path, 
     monkeypatch.setattr(os, "fsync", lambda descriptor: sync(descriptor) or pass_time(LIMIT / 20))
     with client.phase("saving"):
         assert save(tmp_path, 8) and watched.reports == [] and watched.clock.now > 4 * LIMIT
-        assert integrity_errors(checkpoint_folder(tmp_path, 10), hashes=True) == []
+        assert integrity_errors(checkpoint_folder(tmp_path, 10), hashes="all") == []
         pass_time(LIMIT / 2)
         pass_time(1.1 * LIMIT)
     assert watched.reports == ["made no progress for 1800 s, in phase saving"]
@@ -124,7 +124,7 @@ def test_a_save_may_take_longer_than_its_limit_to_reach_the_disk(tmp_path, monke
 
     monkeypatch.setattr(manifest, "_map", SlowMap)
     assert save(tmp_path, 4) and watched.reports == [] and watched.clock.now >= 4 * LIMIT
-    assert integrity_errors(checkpoint_folder(tmp_path, 10), hashes=True) == []
+    assert integrity_errors(checkpoint_folder(tmp_path, 10), hashes="all") == []
 
 
 def test_a_removal_may_take_longer_than_the_limit(tmp_path, monkeypatch, watched):
