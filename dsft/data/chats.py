@@ -341,14 +341,15 @@ class _Chat:
         ends_open = False
         if match := _last(special, tail[:same]):
             end, ends_alike = match.end(), True
-        elif match := _last(special, tail):  # only the last turn ends with it
-            end, ends_alike = match.end(), is_own
+        elif match := _last(special, tail):  # only the last turn ends with it, as gpt-oss' <|return|>
+            match = match if is_own else special.search(follows)
+            end, ends_alike = match.end() if match else same, is_own
         elif not is_own and (match := special.match(follows, _skip_space(follows, same))):
             end, ends_alike = match.end(), True  # that of the next turn, as GLM's <|user|>
         elif (match := _last(added, tail)) and not tail[match.end() :].strip():
-            end, ends_alike = match.end(), is_own or match.end() <= same
+            end, ends_alike = min(match.end(), len(tail) if is_own else same), is_own or match.end() <= same
         else:
-            end, ends_alike, ends_open = len(tail.rstrip()), is_own, True
+            end, ends_alike, ends_open = len(tail[: None if is_own else same].rstrip()), is_own, True
         is_alike = in_alone is not None and place.shape == in_alone.shape and ends_alike
         return replace(
             place,

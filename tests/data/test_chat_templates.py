@@ -253,6 +253,28 @@ def test_what_a_template_leaves_out_is_refused_by_name_or_left_out_and_counted()
         made(CHATS["tool call"], tokenizer_for("lfm2"), drop_unrendered=True)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe", "gptoss", "gemma4_v5", "deepseekv3", "lfm2_2_5", "muse_glimmer"])
+def test_an_evaluation_has_one_sequence_for_each_chat_whatever_is_scored(name):
+    tokenizer = tokenizer_for(name)
+    for chat in CHATS:
+        if isinstance(cell(name, chat), str):
+            continue
+        rows = [Row(CHATS[chat], 1)]
+        ids = set()
+        for train_on in ("answers", "last", "all"):
+            rules = format_rules(
+                rows, TrainConfig(seq_len=9999, train_on=train_on, drop_unrendered=True), keep_all=True
+            )
+            tokens = tokenise(Batch(rows=rows, place="rows.jsonl"), rules, tokenizer)
+            assert len(tokens.ends) == 1
+            ids.add(tuple(tokens.ids.tolist()))
+            if train_on == "answers":
+                (stretches,) = answers(tokens, tokenizer)
+                turns = [message for message in CHATS[chat]["messages"] if message["role"] == "assistant"]
+                assert len(stretches) == len(turns)
+        assert len(ids) == 1
+
+
 @pytest.mark.parametrize("off", [{"weight": 0}, {"train": False}, {"loss": False}])
 def test_a_turn_of_no_weight_is_given_and_not_trained(off):
     tokenizer = tokenizer_for("qwen2_5")
