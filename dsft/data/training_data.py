@@ -17,6 +17,7 @@ from dsft.data.batches import (
     num_mixed,
     padding_share,
 )
+from dsft.data.chats import stop_tokens
 from dsft.data.formats import FormatRules, format_rules
 from dsft.data.packing import PackedRows, batches_by_token_budget, best_fit
 from dsft.data.prepare import cache_folder, fingerprint, prepare
@@ -145,7 +146,7 @@ def load_training_data(
     """
     held_out_sequences, held_out_counts = _held_out(config, data, held_out, tokenizer)
     rules = RowRules(limits=(*(limit for limit in limits if limit < config.seq_len), config.seq_len))
-    notes, grouping = notes_on_escapes(config) + _notes_on_template(config, tokenizer), LengthGrouping.NONE
+    notes, grouping = notes_on_escapes(config) + _notes_on_template(config, data, tokenizer), LengthGrouping.NONE
     if config.streaming:
         distributed.wait_long("prepared")
         items = _stream(config, data, tokenizer, pack=pack)
@@ -307,15 +308,25 @@ def _note_on_mixed_batches(batches: str, rules: RowRules, way_out: str) -> str:
     )
 
 
-def _notes_on_template(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    split = split_tokens(tokenizer, tokenizer.chat_template) if config.chat_template else []
-    if not split:
-        return []
-    return [
-        f"chat_template={config.chat_template}: the tokenizer {tokenizer.name_or_path} has no token for"
-        f" {', '.join(split)} and cuts {'it' if len(split) == 1 else 'them'} into several; a template that fits it, or"
-        " plain, is learnt faster"
-    ]
+def _notes_on_template(
+    config: TrainConfig, data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    notes = []
+    if split := split_tokens(tokenizer, tokenizer.chat_template) if config.chat_template else []:
+        notes.append(
+            f"chat_template={config.chat_template}: the tokenizer {tokenizer.name_or_path} has no token for"
+            f" {', '.join(split)} and cuts {'it' if len(split) == 1 else 'them'} into several; a template that fits it,"
+            " or plain, is learnt faster"
+        )
+    has_chats = any(formatted.rules.is_chat or formatted.rules.format == "alpaca" for formatted in data)
+    stops = stop_tokens(tokenizer) if has_chats else []
+    if stops and stops != [tokenizer.eos_token_id]:
+        names = ", ".join(tokenizer.convert_ids_to_tokens(stops))
+        notes.append(
+            f"answers end with {names}, and the tokenizer's end token is {tokenizer.eos_token}: a server must stop at"
+            " each of them (eos_token_id of the generation configuration)"
+        )
+    return notes
 
 
 def _notes_on_rows(stores: list[Store]) -> list[str]:

@@ -22,6 +22,7 @@ from dsft.data.formats import format_rules
 from dsft.data.readers import Row
 from dsft.data.sources import Batch
 from dsft.data.tokenization import Tokens, tokenise
+from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError
 
 TABLE = Path(__file__).parent / "chat_table.json"
@@ -358,6 +359,22 @@ def test_the_history_of_alpaca_is_earlier_turns():
 def test_stop_tokens_are_those_that_trained_answers_end_with(name, expected):
     tokenizer = tokenizer_for(name)
     assert tokenizer.convert_ids_to_tokens(stop_tokens(tokenizer)) == expected
+
+
+def test_a_note_names_the_tokens_that_answers_end_with_where_they_are_others_than_the_end_token(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(CHATS["one turn"]) + "\n")
+    for name, is_noted in (("phi3", True), ("qwen2_5", False)):
+        tokenizer = tokenizer_for(name)
+        config = TrainConfig(model="unused", data=[str(path)], seq_len=512, data_cache=str(tmp_path / name))
+        problems: list[str] = []
+        data = check_sources(config.data, config, tokenizer, key="data", split="train", problems=problems)
+        notes = load_training_data(config, data, [], tokenizer, pack=False, flash=False).notes
+        assert problems == []
+        assert (
+            any("answers end with <|end|>, and the tokenizer's end token is <|endoftext|>" in n for n in notes)
+            == is_noted
+        )
 
 
 def test_a_template_without_a_token_that_stops_gets_the_end_token_or_is_refused():
