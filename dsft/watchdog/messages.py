@@ -214,7 +214,8 @@ class Server:
             self.poller.add(self.listener)
         for source in self.poller.ready():
             if source is not self.listener:
-                yield from self._greet(source)
+                if source in self.strangers:  # its place may have been taken in this pass
+                    yield from self._greet(source)
                 continue
             for _ in range(MOST_ACCEPTED):
                 if (accepted := self._accept_one(now)) is None:

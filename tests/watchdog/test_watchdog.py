@@ -289,6 +289,21 @@ def test_1100_strangers_and_a_full_table_of_files_end_no_server(server, monkeypa
             stranger.close()
 
 
+def test_strangers_that_speak_while_others_take_their_places_end_no_server(server):
+    """Both are read in one pass, the listener first."""
+    flood = [socket.create_connection(address_of(server)) for _ in range(MOST_STRANGERS)]
+    accepted_by(server, lambda _: len(server.strangers) == MOST_STRANGERS)
+    flood += [socket.create_connection(address_of(server)) for _ in range(100)]
+    for stranger in flood[:200]:
+        stranger.sendall(b"nonsense\n")
+    friend = connect(address_of(server), "secret")
+    friend.send("hello", rank=1)
+    assert [hello["rank"] for _, hello in accepted_by(server, bool)] == [1]
+    accepted_by(server, lambda _: len(server.strangers) <= MOST_STRANGERS - 100)
+    for stranger in flood:
+        stranger.close()
+
+
 def test_a_stranger_gets_seconds(server, monkeypatch):
     monkeypatch.setattr(messages, "STRANGER_SECONDS", 0.2)
     stranger = socket.create_connection(address_of(server))
