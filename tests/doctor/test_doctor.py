@@ -44,7 +44,16 @@ from dsft.cluster.doctor.examine import examine_through
 from dsft.cluster.doctor.facts import Connection, FileContent, NodeFacts, Reached
 from dsft.cluster.doctor.findings import MESSAGES, Finding, Report, finding
 from dsft.cluster.doctor.gather import node_facts, parse_gpus
-from dsft.cluster.doctor.links import Measured, all_rounds, combine, ring_rounds, slow_keys, slow_nodes
+from dsft.cluster.doctor.links import (
+    Measured,
+    all_rounds,
+    combine,
+    neighbours,
+    ring_rounds,
+    slow_keys,
+    slow_nodes,
+    some_rounds,
+)
 from dsft.cluster.doctor.reach import config_values, file_content
 from dsft.cluster.doctor.smoke import tcp_segments
 from dsft.cluster.doctor.ssh import ssh_error
@@ -187,6 +196,9 @@ def links(values: Measured) -> list[Finding]:
 CASES = {
     "unknown-host": lambda: [ssh_error("n3", "ssh: Could not resolve hostname n3: Name or service not known", 255)],
     "host-unreachable": lambda: [ssh_error("n3", "ssh: connect to host n3 port 22: No route to host", 255)],
+    "mtu-path": lambda: [
+        ssh_error("n3", "Connection to 10.0.0.4 port 22 timed out", 255, banner="SSH-2.0-OpenSSH_9.2")
+    ],
     "ssh-refused": lambda: [ssh_error("n3", "ssh: connect to host n3 port 22: Connection refused", 255)],
     "ssh-password": lambda: [ssh_error("n3", "root@n3: Permission denied (publickey,password).", 255)],
     "ssh-host-key": lambda: [
@@ -424,6 +436,20 @@ def test_rounds_pair_every_node_with_every_other_once_and_nobody_twice_at_a_time
         assert len(pairs) == len(set(pairs)) == wanted and all(a < b for a, b in pairs)
         assert all(len({node for pair in pairs for node in pair}) == 2 * len(pairs) for pairs in rounds)
     assert len(all_rounds(number)) == number - 1 + number % 2 and len(ring_rounds(number)) <= 3
+
+
+def test_many_nodes_try_a_sample_that_joins_all_and_grows_slowly():
+    for number in (2, 9, 16, 128, 1024):
+        tried = {node: neighbours(number, node) for node in range(number)}
+        assert all(node not in others and others for node, others in tried.items())
+        assert all(node in tried[other] for node, others in tried.items() for other in others)  # both directions
+        met, rounds = {0}, some_rounds(number)
+        while more := {other for node in met for other in tried[node]} - met:
+            met |= more
+        assert len(met) == number
+        assert max(map(len, tried.values())) <= max(7, 2 * number.bit_length())
+        assert len(rounds) <= 19 and {node for pairs in rounds for pair in pairs for node in pair} == set(range(number))
+        assert number > 16 or sorted(rounds) == sorted(all_rounds(number))
 
 
 def test_outliers():

@@ -27,7 +27,7 @@ from dsft.cluster.doctor.check_node import check_node
 from dsft.cluster.doctor.check_plan import RunPlan, plan_on, start_imports
 from dsft.cluster.doctor.facts import NodeFacts, Reached
 from dsft.cluster.doctor.findings import Finding, Report, finding
-from dsft.cluster.doctor.links import all_rounds, combine, node_of_ranks, ring_rounds
+from dsft.cluster.doctor.links import combine, neighbours, node_of_ranks, ring_rounds, some_rounds
 from dsft.cluster.doctor.ssh import SshNodes
 from dsft.planner.measured_speeds import keep_links
 from dsft.runtime.hostfile import DEFAULT_PORT, Node
@@ -135,13 +135,17 @@ def examine_through(
 
 
 def _reach(nodes: Nodes, report: Report, files: RunFiles, master: str, port: int | None) -> dict[str, Reached]:
-    """Let every node connect to every other, and to the master's port where it is free, and look at the run's files."""
+    """Let every node connect to others, of many to a sample, and to the master's port where it is free, and look at the
+    run's files. The first connects to all: it compares their clocks.
+    """
     facts, first, inputs = report.facts, next(iter(report.facts)), {}
-    for name in facts:
+    names = list(facts)
+    for number, name in enumerate(names):
         targets = []
         if port and name != first:
             targets.append({"kind": "master", "name": first, "address": master, "port": port})
-        for other in [other for other in facts if other != name]:
+        numbers = range(1, len(names)) if name == first else neighbours(len(names), number)
+        for other in [names[i] for i in numbers]:
             address = master if other == first else facts[other].address or other
             target = {"name": other, "port": facts[other].open_port}
             targets += [target | {"kind": "open", "address": address}, target | {"kind": "name", "address": other}]
@@ -244,7 +248,7 @@ def _measure(
     own_name = any(entry.code == "own-name" for entry in report.findings)
     common = {
         "nodes": where.ranks,
-        "rounds": (ring_rounds if report.quick else all_rounds)(len(names)) if len(names) > 1 else [],
+        "rounds": (ring_rounds if report.quick else some_rounds)(len(names)) if len(names) > 1 else [],
         "master": master,
         "port": port,
         "group_seconds": GROUP_SECONDS,

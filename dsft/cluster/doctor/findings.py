@@ -15,6 +15,7 @@ Severity = Literal["error", "warning", "note"]
 MESSAGES: dict[str, tuple[Severity, str]] = {
     # Reaching the nodes.
     "unknown-host": ("error", "no rank can be started on a host whose name leads nowhere"),
+    "mtu-path": ("error", "ssh, NCCL and gloo stop at the first large packet, without an error"),
     "host-unreachable": ("error", "no rank can be started on a host that does not answer"),
     "ssh-refused": ("error", "DeepSpeed starts the ranks of every node through ssh"),
     "ssh-password": ("error", "DeepSpeed's launcher cannot type a password; it would fail or wait for ever"),

@@ -9,6 +9,10 @@ from typing import Any
 
 MIN_SEGMENTS = 1000
 """Of fewer, a share says little."""
+MOST_ROUNDS = 19
+"""Of exchanges between pairs: a round takes 0.5 s where links are healthy, and ranks end themselves after 30 s."""
+ALL_CONNECT = 8
+"""Up to so many nodes each connects to each."""
 SLOW = 0.7
 """Of the median: slower than this, a link or rank is named."""
 
@@ -116,6 +120,28 @@ def all_rounds(number: int) -> list[list[tuple[int, int]]]:
         rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return rounds
+
+
+def some_rounds(number: int) -> list[list[tuple[int, int]]]:
+    """All pairs of up to MOST_ROUNDS + 1 nodes; of more, rounds evenly out of all, so that every node meets so many
+    others, and a ring of all.
+    """
+    rounds = all_rounds(number)
+    if len(rounds) <= MOST_ROUNDS:
+        return rounds
+    ring = ring_rounds(number)
+    sample = MOST_ROUNDS - len(ring)
+    return [*ring, *(rounds[i * len(rounds) // sample] for i in range(sample))]
+
+
+def neighbours(number: int, node: int) -> list[int]:
+    """Whom a node tries to reach: all others of up to ALL_CONNECT; of more, those 1, 2, 4 ... places before and after
+    it, so that the tries grow with the logarithm.
+    """
+    if number <= ALL_CONNECT:
+        return [other for other in range(number) if other != node]
+    steps = [sign * 2**power for power in range((number - 1).bit_length()) for sign in (1, -1)]
+    return sorted({(node + step) % number for step in steps} - {node})
 
 
 def ring_rounds(number: int) -> list[list[tuple[int, int]]]:

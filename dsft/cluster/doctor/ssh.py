@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import shlex
+import socket
 import subprocess
 import sys
 import threading
@@ -200,15 +201,20 @@ class SshNodes:
             words = f"{phase}: {line['failed']}"[:300]
             self._failures.append(finding("node-failed", name, words, f"ssh {name}: try it by hand"))
         elif not line["lost"].startswith("no answer to 'measure'"):  # the smoke test names its ranks itself
-            self._lost[name] = ssh_error(name, line["lost"], self._commands[phase, name].exit_code)
+            banner = ssh_banner(name) if "timed out" in line["lost"] else ""
+            self._lost[name] = ssh_error(name, line["lost"], self._commands[phase, name].exit_code, banner=banner)
 
     def broken(self) -> list[Finding]:
         """Nodes that did not answer, or could not do what they were asked."""
         return [*self._lost.values(), *self._failures]
 
 
-def ssh_error(node: str, text: str, exit_code: int | None) -> Finding:
-    """Why a command on a node broke off: a finding from the last words of ssh, the shell or Python."""
+def ssh_error(node: str, text: str, exit_code: int | None, *, banner: str = "") -> Finding:
+    """Why a command on a node broke off: a finding from the last words of ssh, the shell or Python.
+
+    Args:
+        banner: where ssh got no answer in time, what its server says in one small packet (`ssh_banner`).
+    """
     python = shlex.quote(sys.executable)
     values = {
         "node": node,
@@ -218,6 +224,13 @@ def ssh_error(node: str, text: str, exit_code: int | None) -> Finding:
         "python": sys.executable,
         "install": f"on {node}: {python} -m pip install",
     }
+    if banner:
+        message = f"port 22 answers ({banner}), but ssh gets no further: small packets arrive, large ones do not (MTU)"
+        fix = (
+            f"ping -M do -s 1472 {node}, and with less until it answers: that and 28 bytes are the MTU of the way;"
+            " then on both ends: ip link set dev INTERFACE mtu THAT"
+        )
+        return finding("mtu-path", node, message, fix)
     in_folder = "cd:" in text and any(words in text for words in ("No such file", "can't cd", "ot a directory"))
     for code, words, message, fix in SSH_ERRORS:
         if any(word in text for word in words) and (code != "no-folder" or in_folder):
@@ -229,6 +242,14 @@ def ssh_error(node: str, text: str, exit_code: int | None) -> Finding:
         fix = f"ssh {node} uptime; a full disk, a hanging mount or a load far beyond its cores look like this"
         return finding("node-silent", node, text, fix)
     return finding("ssh-failed", node, values["last"] or f"exit code {exit_code}", f"ssh -v {node} true")
+
+
+def ssh_banner(node: str) -> str:
+    """What the ssh server at a node's port 22 says first, in one small packet; empty where nothing comes."""
+    with suppress(OSError), socket.create_connection((node, 22), timeout=3) as connection:
+        connection.settimeout(3)
+        return connection.recv(64).decode(errors="replace").strip()
+    return ""
 
 
 SSH_ERRORS = (
