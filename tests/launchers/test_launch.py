@@ -25,7 +25,7 @@ from dsft.cluster.launch.commands import (
 from dsft.cluster.launch.environment import forwarded
 from dsft.cluster.launch.hosts import nodes_through_ssh
 from dsft.cluster.launch.options import read_launch
-from dsft.cluster.launch.preflight import preflight_command
+from dsft.cluster.launch.preflight import check_first_host, preflight_command, without_lost
 from dsft.cluster.launch.run import resumed
 from dsft.cluster.launch.shared import shared_environment
 from dsft.config.deepspeed_json import read_zero_file
@@ -38,6 +38,34 @@ from dsft.watchdog.processes import descendants, is_launcher, start_time
 def command(words: str) -> list[str]:
     """The command as it is shown, for these words after `dsft launch`."""
     return shown(build_command(*read_launch(words.split())))
+
+
+def test_a_first_host_that_ssh_does_not_reach_is_one_line_without_a_preflight(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    (tmp_path / "ssh").write_text("#!/bin/sh\necho 'ssh: connect to host a port 22: No route to host' >&2; exit 255\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    options, _, _ = read_launch(["--hostfile", str(tmp_path / "hosts"), "--no_preflight", "train"])
+    with pytest.raises(UserError, match="^a: the host does not answer .*No route to host"):
+        check_first_host(options)
+    assert without_lost(options, "train", []) == ""  # no node is left
+
+
+def test_a_restart_that_nodes_do_not_come_back_for_names_the_command_without_them(tmp_path, monkeypatch):
+    words = "ssh: connect to host b port 22: No route to host"
+    script = f"""#!/bin/sh
+case "$*" in *" b true") echo '{words}' >&2; exit 255;; esac
+"""
+    (tmp_path / "ssh").write_text(script)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=1\nb slots=1\nc slots=1\n")
+    options, name, script = read_launch(["--hostfile", str(hosts), "--exclude", "c", "train", "--seed", "1"])
+    assert without_lost(options, name, script) == (
+        f"; without b: dsft launch --hostfile {hosts} --exclude c@b train --seed 1"
+    )
 
 
 def test_a_host_file_goes_to_deepspeed_with_its_filters_and_everything_else_to_the_script(monkeypatch):

@@ -6,14 +6,19 @@ import dataclasses
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+from dsft.cluster.doctor.findings import Finding
+from dsft.cluster.doctor.ssh import SSH, ssh_banner, ssh_error
 from dsft.cluster.launch.commands import LaunchOptions, build_command, shown
-from dsft.cluster.launch.hosts import HostFields, hosts_through_ssh
+from dsft.cluster.launch.hosts import HostFields, hosts_through_ssh, nodes_through_ssh
 from dsft.cluster.launch.shared import job_port
-from dsft.errors import UserError, shown_command
+from dsft.errors import UserError, raise_if_any, shown_command
 
 DOCTOR = "dsft.cli.doctor"
 QUICK = ["--quick", "--only_findings"]
+SSH_SECONDS = 15.0
+"""For a command that does nothing."""
 WAIT_SECONDS = 10.0
 """Between two looks at nodes that are not there."""
 
@@ -31,7 +36,44 @@ def examine_first(options: LaunchOptions, script: list[str]) -> None:
         )
 
 
-def wait_until_examined(options: LaunchOptions, script: list[str]) -> None:
+def unreachable(names: list[str]) -> list[Finding]:
+    """Why ssh does not get into these hosts, of those where it does not."""
+
+    def try_host(name: str) -> Finding | None:
+        try:
+            result = subprocess.run(
+                [*SSH, name, "true"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SSH_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return ssh_error(name, "ssh timed out", 255, banner=ssh_banner(name))
+        return ssh_error(name, result.stderr.strip(), result.returncode) if result.returncode else None
+
+    with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
+        return [entry for entry in pool.map(try_host, names) if entry]
+
+
+def check_first_host(options: LaunchOptions) -> None:
+    """Without a preflight: DeepSpeed asks the first host for its address, and shows a traceback where it gets none.
+
+    Raises:
+        UserError: ssh does not get in there.
+    """
+    lost = unreachable([node.name for node in nodes_through_ssh(options)[:1]])
+    raise_if_any([f"{entry.where}: {entry.message}; {entry.fix}" for entry in lost])
+
+
+def without_lost(options: LaunchOptions, name: str, script: list[str]) -> str:
+    """What goes on where nodes do not come back; empty where ssh gets into all, or into none."""
+    nodes = [node.name for node in nodes_through_ssh(options)]
+    lost = [entry.where for entry in unreachable(nodes)]
+    if not lost or len(lost) == len(nodes) or options.accelerate or options.include or options.num_nodes:
+        return ""
+    exclude = "@".join(filter(None, [options.exclude, *lost]))
+    words = ["dsft", "launch", "--hostfile", options.hostfile, "--exclude", exclude, name, *script]
+    return f"; without {', '.join(lost)}: {shown_command(words)}"
+
+
+def wait_until_examined(options: LaunchOptions, name: str, script: list[str]) -> None:
     """Before a restart: let the doctor examine the nodes again and again until it finds no error, and print what it
     finds where that has changed.
 
@@ -51,6 +93,7 @@ def wait_until_examined(options: LaunchOptions, script: list[str]) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
             text = "the nodes are still not ready (above); the last checkpoint is complete, the same command resumes"
+            text += without_lost(options, name, script)
             raise UserError([f"--wait_for_nodes {options.wait_for_nodes:g}: {text}"])
         print(f"dsft: the restart waits for the nodes, {left:.0f} s at most", file=sys.stderr, flush=True)
         time.sleep(min(WAIT_SECONDS, left))

@@ -15,7 +15,7 @@ from dsft.cluster.launch.commands import MODULES, LaunchOptions, build_command, 
 from dsft.cluster.launch.environment import launcher_environment
 from dsft.cluster.launch.hosts import nodes_through_ssh
 from dsft.cluster.launch.options import read_launch
-from dsft.cluster.launch.preflight import examine_first, wait_until_examined
+from dsft.cluster.launch.preflight import check_first_host, examine_first, wait_until_examined
 from dsft.cluster.launch.shared import set_shared
 from dsft.cluster.launch.ssh_sessions import SshSessions
 from dsft.config.options import TrainConfig
@@ -254,11 +254,13 @@ def _run_with_restarts(options: LaunchOptions, name: str, script: list[str]) -> 
         if attempt and name == "train":  # an evaluation resumes by itself
             script = resumed(script)
         if attempt and nodes_through_ssh(options) and not options.no_preflight:
-            wait_until_examined(options, script)
+            wait_until_examined(options, name, script)
         command = build_command(options, name, script)
         print("dsft: " + shown_command(shown(command)), flush=True)
         if options.dry_run:
             return 0
+        if options.no_preflight:
+            check_first_host(options)
         os.environ[WORDS] = digest_of_words(script)
         process = LauncherProcess(options, command, saves=name == "train")
         code = process.run()
