@@ -281,10 +281,8 @@ def missing_shards(folder: Path, world_size: int, *, sharded: bool) -> list[str]
         errors.append(f"{TRAINER_STATE} is missing")
     shards = len(list(folder.glob(f"global_step*/{OPTIMIZER_FILES}")))
     if sharded and shards < world_size:
-        errors.append(
-            f"{shards} of {world_size} ranks' optimizer states are there; is the output folder shared by all nodes?"
-        )
+        errors.append(f"{shards} of {world_size} ranks' optimizer states are there")
     states = len(list(folder.glob("rng_state*.pth")))
     if states < world_size:
-        errors.append(f"{states} of {world_size} ranks' random states are there")
+        errors.append(f"{states} of {world_size} ranks' random states are there; do all nodes share the output folder?")
     return errors

@@ -139,4 +139,4 @@ def test_on_hosts_that_share_no_output_folder_the_final_model_is_saved_and_verif
     assert result.returncode == code, text[-5000:]
     assert (run / "final" / "model.safetensors").is_file() and integrity_errors(run / "final", hashes="all") == []
     assert read_json(run / "run.json")["status"] == "done" and {path.name for path in separate.iterdir()} == {"logs"}
-    assert ("is the output folder shared by all nodes?" in text) == (strategy == "steps")
+    assert ("do all nodes share the output folder?" in text) == (strategy == "steps")

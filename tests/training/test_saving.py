@@ -183,7 +183,7 @@ def test_on_disks_that_nodes_do_not_share_the_final_model_is_saved_and_verified(
     first, second = on_ranks(2, train_in_a_folder_of_its_own, tmp_path, cases, log=tmp_path / "log")
     assert first == second and first[0] == "done", first
     assert first[1].startswith("Unsaved: with/final is written, but 3 checkpoints on the way not"), first[1]
-    assert "is the output folder shared by all nodes?" in first[1]
+    assert "do all nodes share the output folder?" in first[1]
     for name in ("without", "with"):
         final = tmp_path / "node-0" / name / "final"
         assert integrity_errors(final, hashes="all") == [] and (final / "model.safetensors").is_file()
