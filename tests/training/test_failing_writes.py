@@ -81,7 +81,9 @@ def test_every_write_of_a_save_may_fail(options, tmp_path, zero, faults, every):
     assert len(of_rank[0]) > 5 and of_rank[1]
     assert "Traceback" not in log.read_text(), "the disk's errors are no faults of the program"
     retried = [failed for _, failed, is_saved in first["seen"] if failed and is_saved]
-    assert all(failed.startswith(("mkdir", "sendfile")) for failed in retried), "\n".join(retried)
+    # Folders are made by several, a copy goes on without the kernel's, an empty `.saving` goes at the next save.
+    needed = [failed for failed in retried if not failed.startswith(("mkdir", "sendfile"))]
+    assert all(failed.endswith("/.saving") for failed in needed), "\n".join(needed)
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"checkpoint-2", "final", "run.json"} <= left and not {".saving", ".replaced"} & left
     assert integrity_errors(tmp_path / "run" / "final", hashes="all") == []
