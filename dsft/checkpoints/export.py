@@ -20,6 +20,7 @@ from peft.utils import AuxiliaryTrainingWrapper
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
+from dsft.checkpoints.kept_weights import copy_processor, find_left_out, keep_left_out
 from dsft.checkpoints.readback import check_export, check_written
 from dsft.checkpoints.run_folder import check_new_folder, find_adapter, find_weights
 from dsft.checkpoints.tensor_sources import (
@@ -152,9 +153,15 @@ def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, t
         text_config = inner.config.get_text_config(decoder=True)
         if hasattr(text_config, "quantization_config"):
             del text_config.quantization_config
+    package = base or str(folder)
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    left_out = find_left_out(package, inner, trust_remote_code=trust_remote_code)
     if isinstance(model, PeftModel):
         model = _merged(model)
     model.save_pretrained(out, max_shard_size=max_shard_size)
+    keep_left_out(out, model, left_out)
+    if left_out and left_out.text_only:
+        say(f"{out} is the language model alone, without {left_out.parts}: {left_out.text_only}")
     check_export(out, model, trust_remote_code=trust_remote_code)
 
 
@@ -222,3 +229,4 @@ def _write_config(folder: Path, out: Path, dtype: torch.dtype, *, trust_remote_c
     for file in (described / "generation_config.json", *code):
         if file.is_file():
             shutil.copy(file, out)
+    copy_processor(str(described), out)

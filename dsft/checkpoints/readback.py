@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from dsft.checkpoints.tensor_sources import TensorsInMemory, TensorSource
+from dsft.models.package import auto_class
+from dsft.models.size import load_model_config
 
 
 def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -70,7 +72,8 @@ def check_export(folder: Path, model: PreTrainedModel | None = None, *, trust_re
         RuntimeError: naming the first weight that is missing or differs.
     """
     placement = {"device_map": "meta"} if model is None else {"dtype": model.dtype}
-    loaded, info = AutoModelForCausalLM.from_pretrained(
+    config = load_model_config(str(folder), trust_remote_code=trust_remote_code)
+    loaded, info = auto_class(config).from_pretrained(
         folder, output_loading_info=True, trust_remote_code=trust_remote_code, **placement
     )
     if missing := sorted(info["missing_keys"]):

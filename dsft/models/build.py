@@ -18,10 +18,11 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.lora import add_lora, saved_lora_config
 from dsft.models.model_folder import adapter_base, has_only_shards, is_step_folder, located
+from dsft.models.package import auto_class, freeze_unreached, from_config, save_as_on_disk
 from dsft.models.pickles import check_weight_files, load_pickle, pickle_errors, safe_unpickling
 from dsft.models.quantization import Quantization, cast_weights, compute_in_own_dtype, quantization_of, unpacking_config
 from dsft.models.size import load_model_config
-from dsft.models.weights import loading_problems
+from dsft.models.weights import files_of_tensors, loading_problems, quiet_report
 from dsft.models.zero_shards import MODEL_FILES, OPTIMIZER_FILES, step_folder
 from dsft.runtime import distributed
 from dsft.runtime.hardware import has_gpu
@@ -70,9 +71,7 @@ def _build(config, *, dtype: str, seed: int, quantization: Quantization | None) 
     place = _loading_device()
     if is_bare_config(config.model):
         with place or contextlib.nullcontext():
-            model = AutoModelForCausalLM.from_config(
-                load_model_config(config.model, trust_remote_code=config.trust_remote_code), **options
-            )
+            model = from_config(load_model_config(config.model, trust_remote_code=config.trust_remote_code), **options)
     else:
         if place:
             options["device_map"] = {"": place}
@@ -137,21 +136,28 @@ def load_weights(name: str, **options) -> PreTrainedModel:
 
 def _load_files(name: str, **options) -> PreTrainedModel:
     place, gguf = located(name)
+    known = {key: options.get(key) for key in ("revision", "trust_remote_code")}
+    config = load_model_config(name, **known)
+    auto = AutoModelForCausalLM if gguf else auto_class(config)
     try:
         # Mismatched tensors stand in the report, as the missing ones do.
-        model, info = AutoModelForCausalLM.from_pretrained(
-            place, output_loading_info=True, ignore_mismatched_sizes=True, **options, **gguf
-        )
+        with quiet_report(bar=True):
+            model, info = auto.from_pretrained(
+                place, output_loading_info=True, ignore_mismatched_sizes=True, **options, **gguf
+            )
     except RuntimeError as error:
         if "Error(s) in loading state_dict" not in str(error):
             raise
         problems = [f"model={name}: {one_line(error)}"]  # under ZeRO-3 rank 0 alone sees shapes
     else:
-        if getattr(model.config, "quantization_config", None):
-            info["unexpected_keys"] = set()  # scales and the like, which belong to the quantised weights
+        if getattr(model.config, "quantization_config", None) or type(model.config) is not type(config):
+            # Scales and the like, which belong to the quantised weights; towers, which weight_problems() knows.
+            info["unexpected_keys"] = set()
         problems = loading_problems(name, info)
     distributed.raise_together(problems)
-    return model
+    if type(model.config) is not type(config):
+        save_as_on_disk(model, files_of_tensors(name, options.get("revision")))
+    return freeze_unreached(model)
 
 
 def _trained_state(folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -173,7 +179,7 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
         config = load_model_config(str(checkpoint), trust_remote_code=options.get("trust_remote_code", False))
         if options["dtype"] == "auto":
             options["dtype"] = config.dtype or torch.float32
-        model = AutoModelForCausalLM.from_config(
+        model = from_config(
             config, **{name: value for name, value in options.items() if name not in ("revision", "device_map")}
         )
         wanted = dict(model.named_parameters()) | {

@@ -1,6 +1,7 @@
 """LoRA adapters over a model, through peft; and which of the adapters that peft saves dsft can score and merge."""
 
 import dataclasses
+import re
 from collections.abc import Iterable
 
 import torch
@@ -12,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from dsft.config.options import LoraFields, TrainConfig
 from dsft.errors import UserError, one_line
 from dsft.models.model_folder import ADAPTER_CONFIG, adapter_description
+from dsft.models.package import unreached
 
 ALL_LINEAR = "all-linear"
 MERGEABLE = frozenset(
@@ -130,24 +132,46 @@ def lora_config(options: LoraFields, model: PreTrainedModel) -> LoraConfig:
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
         target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
-        exclude_modules=_not_linear(model) or None,
+        exclude_modules=_excluded(model),
         modules_to_save=options.lora_modules_to_save or None,
         use_dora=options.use_dora,
         use_rslora=options.use_rslora,
     )
 
 
+def _excluded(model: PreTrainedModel) -> str | list[str] | None:
+    """Returns what peft leaves out: linear layers that are none, and towers that no text token passes through."""
+    names, towers = _not_linear(model), unreached(model)
+    if not towers:
+        return names or None
+    parts = [rf"(.*\.)?({'|'.join(map(re.escape, names))})"] if names else []
+    return "|".join(parts + [rf"{re.escape(beginning)}.*" for beginning in towers])
+
+
 def _not_linear(model: PreTrainedModel) -> list[str]:
-    """Returns the names of linear layers of which an architecture made a class of its own, as Llama 4 of its router,
-    which returns two tensors: peft would take them for the output of a linear layer.
+    """Returns the names of linear layers of which an architecture made a class that computes something else, as Llama 4
+    of its router, which returns two tensors: peft would take them for the output of a linear layer.
     """
-    return sorted(
-        {
-            ".".join(name.split(".")[-2:])
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and type(module).__module__ == type(model).__module__
-        }
-    )
+    own = {
+        ".".join(name.split(".")[-2:]): type(module)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and type(module).__module__ == type(model).__module__
+    }
+    computes = {kind: _computes_a_product(kind) for kind in set(own.values())}
+    return sorted(name for name, kind in own.items() if not computes[kind])
+
+
+@torch.no_grad()
+def _computes_a_product(kind: type[torch.nn.Linear]) -> bool:
+    """Tells whether layers of this class return what a linear layer does, as Falcon's."""
+    layer, inputs = torch.nn.Linear(4, 3, device="cpu"), torch.ones(2, 4, device="cpu")
+    expected = layer(inputs)
+    layer.__class__ = kind
+    try:
+        output = layer(inputs)
+    except Exception:  # of what its own __init__ would have made
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == expected.shape and torch.allclose(output, expected)
 
 
 def adapters_of(options: TrainConfig, model: PreTrainedModel) -> PeftConfig | None:
@@ -164,8 +188,12 @@ def check_lora_targets(model: PreTrainedModel, options: TrainConfig) -> list[str
     """
     adaptable = (torch.nn.Linear, Conv1D, torch.nn.Embedding)
     named = dict(model.named_modules())
-    others = tuple(_not_linear(model))
-    leaves = [name for name, module in named.items() if isinstance(module, adaptable) and not name.endswith(others)]
+    others, towers = tuple(_not_linear(model)), unreached(model)
+    leaves = [
+        name
+        for name, module in named.items()
+        if isinstance(module, adaptable) and not name.endswith(others) and not name.startswith(towers)
+    ]
     linear = sorted({name.rsplit(".", 1)[-1] for name in leaves if not isinstance(named[name], torch.nn.Embedding)})
 
     def missing(targets: list[str], names: Iterable[str]) -> list[str]:

@@ -6,12 +6,9 @@ Whether a path is there is told without torch: `transformers` loads where more i
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dsft.errors import UserError, one_line
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 NO_GGUF = "GGUF is a format for inference; take the model that it was made from"
 ADAPTER_CONFIG, BASE = "adapter_config.json", "base_model_name_or_path"
@@ -110,7 +107,7 @@ def model_inside(name: str) -> Path | None:
     return next((path for path in (folder / FINAL, *newest_first) if path.is_dir()), None)
 
 
-def no_model(model: str, error: BaseException, config: "PreTrainedConfig | None") -> str:
+def no_model(model: str, error: BaseException) -> str:
     """Says why no model can be built of `model`, and the way out that its folder shows."""
     folder = Path(model)
     if problem := missing("model", model):
@@ -119,12 +116,8 @@ def no_model(model: str, error: BaseException, config: "PreTrainedConfig | None"
         return f"model={model}: is no GGUF file that transformers can read ({one_line(error)})"
     if folder.is_file() and folder.suffix != ".json":
         return f"model={model}: is a file; name the folder of a model, a config.json or a GGUF file"
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     from dsft.models.zero_shards import step_folder
 
-    if config is not None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
-        return f"model={model}: its architecture {config.model_type} is no causal language model, which dsft trains"
     why = one_line(error)
     if inside := model_inside(model):
         return f"model={model}: holds no model of its own; name the one inside it, {inside}"

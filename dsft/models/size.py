@@ -13,20 +13,14 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from peft import PeftConfig, PeftModel, get_peft_model
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.lora import adapters_of, check_lora_targets
 from dsft.models.model_folder import NO_GGUF, is_gguf, is_step_folder, located, no_adapter, no_model, weight_bytes_in
+from dsft.models.package import from_config
 from dsft.models.quantization import GGUF, Quantization, quantization_of, quantization_on_disk
 
 CONFIG_ERRORS = (
@@ -65,7 +59,7 @@ class ModelSize:
     does not pass.
     """
     other_params: int
-    """Of a multimodal wrapper's other parts, which are counted but not planned in detail."""
+    """Of a multimodal package's other parts, which are loaded, frozen, and not reached by text."""
     unadapted_expert_params: int
     """With LoRA: parameters of fused experts that got no adapter."""
     largest_module_params: int
@@ -109,7 +103,7 @@ def empty_model(
 ) -> PreTrainedModel:
     """The architecture with parameters on the meta device: names and shapes, no memory."""
     with without_zero_init(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+        return from_config(
             model_config,
             trust_remote_code=trust_remote_code,
             **({"attn_implementation": attn_implementation} if attn_implementation else {}),
@@ -140,29 +134,12 @@ def _unadapted_expert_params(adapted: PeftModel) -> int:
     )
 
 
-def split_multimodal(
-    model_config: PreTrainedConfig, *, trust_remote_code: bool = False
-) -> tuple[PreTrainedConfig, int]:
-    """(config of the text model, parameters of everything else) of a wrapper around vision or audio towers;
-    (`model_config`, 0) of a language model.
-    """
-    text = model_config.get_text_config()
-    if text is model_config or type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return model_config, 0
-    with without_zero_init(), torch.device("meta"):
-        all_params, text_params = (
-            sum(p.numel() for p in AutoModel.from_config(config, trust_remote_code=trust_remote_code).parameters())
-            for config in (model_config, text)
-        )
-    return text, all_params - text_params
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """What is known of a model before its weights are loaded: measured once, and passed on to all who ask."""
 
     config: PreTrainedConfig
-    """Of the model; with `text_only` of the language model inside a multimodal wrapper."""
+    """Of the package, as it lies on disk."""
     size: ModelSize
     attn_implementation: str
     """That transformers takes: the one asked for, else its own choice for this architecture."""
@@ -170,39 +147,36 @@ class ModelFacts:
     """Of LoRA, new or saved; None in full finetuning."""
 
 
-def measure_model(
-    options: TrainConfig, *, text_only: bool = False, scored: bool = False, with_adapter: bool = False
-) -> ModelFacts:
+def measure_model(options: TrainConfig, *, scored: bool = False, with_adapter: bool = False) -> ModelFacts:
     """Measures the model that `options` name, with its adapters where the method has some, without its weights.
 
     Args:
-        text_only: of a multimodal wrapper, build the language model alone; the other parts are counted.
         scored: not trained: it may be a GGUF file, and the format in which it lies on disk is its own.
         with_adapter: scored below a trained adapter: its format is that of the training.
 
     Raises:
         UserError: where no model can be built from what is there, or its adapters do not fit it.
     """
-    other_params, config = 0, None
+    config = None
     if is_gguf(options.model) and not scored:
         raise UserError([f"model={options.model}: {NO_GGUF}"])
     try:
         config = load_model_config(
             options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
         )
-        if text_only:
-            config, other_params = split_multimodal(config, trust_remote_code=options.trust_remote_code)
         model = empty_model(
             config, trust_remote_code=options.trust_remote_code, attn_implementation=options.attn_implementation
         )
+    except UserError as error:
+        raise UserError([f"model={options.model}: {problem}" for problem in error.problems]) from error
     except CONFIG_ERRORS as error:
-        raise UserError([no_model(options.model, error, config)]) from error
+        raise UserError([no_model(options.model, error)]) from error
     if options.method != "full" and not options.adapter:
         raise_if_any(check_lora_targets(model, options))
     attn_implementation = model.config.get_text_config()._attn_implementation
     try:
         adapters = adapters_of(options, model)
-        size = model_size(model, options, adapters=adapters, other_params=other_params)
+        size = model_size(model, options, adapters=adapters)
         on_disk = _on_disk(options.model, config, trained=with_adapter or not scored)
         if scored or (on_disk and options.method != "qlora"):
             size = dataclasses.replace(size, quantization=on_disk)
@@ -271,19 +245,14 @@ def max_positions(text: PreTrainedConfig) -> int | None:
     return positions - ((text.pad_token_id or 0) + 1 if text.model_type in COUNT_FROM_PADDING else 0)
 
 
-def model_size(
-    model: PreTrainedModel, options: TrainConfig, *, adapters: PeftConfig | None = None, other_params: int = 0
-) -> ModelSize:
-    """Counts `model` (on the meta device; it gets the adapters).
-
-    Args:
-        other_params: what is held beside the language model, trained where the method is full.
-    """
+def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftConfig | None = None) -> ModelSize:
+    """Counts `model` (on the meta device; it gets the adapters)."""
     text = model.config.get_text_config()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
     expert_params = _expert_params(model)
-    base_params = sum(p.numel() for p in model.parameters())
+    other_params = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    base_params = sum(p.numel() for p in model.parameters()) - other_params
     largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
     unadapted = 0
     if adapters is not None:
@@ -293,8 +262,8 @@ def model_size(
     trained = [p for p in model.parameters() if p.requires_grad]
     return ModelSize(
         model_type=text.model_type,
-        num_params=sum(p.numel() for p in model.parameters()) + other_params,
-        num_trainable=sum(p.numel() for p in trained) + (0 if adapters else other_params),
+        num_params=sum(p.numel() for p in model.parameters()),
+        num_trainable=sum(p.numel() for p in trained),
         other_params=other_params,
         embedding_params=embedding.numel(),
         head_params=0 if tied or head is None else head.weight.numel(),
@@ -341,7 +310,7 @@ def _expert_params(model: PreTrainedModel) -> int:
     """Routed experts: transformers holds a layer's in three-dimensional parameters of one module called `experts`, or
     in one module each of a list with that name.
     """
-    return sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    return sum(p.numel() for name, p in model.named_parameters() if ".experts." in name and p.requires_grad)
 
 
 def _active_share(text: PreTrainedConfig) -> float:

@@ -5,8 +5,9 @@ import copy
 from collections.abc import Iterator
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from dsft.models.package import auto_class, from_config
 from dsft.models.size import empty_model, without_zero_init
 
 SMALL = {
@@ -32,6 +33,15 @@ SMALL = {
     "rotary_dim": 16,
     "vocab_size_per_layer_input": 128,
 }
+SMALL_TOWER = {
+    **dict.fromkeys(("hidden_size", "embed_dim", "intermediate_size"), 64),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "attention_heads", "num_key_value_heads"), 4),
+    **dict.fromkeys(("depth", "num_hidden_layers", "num_layers", "n_layers", "encoder_layers"), 2),
+    "head_dim": 16,
+    "num_global_layers": 1,
+    "conf_num_hidden_layers": 1,
+}
+"""Of the part for images or sound, which no trial runs."""
 LARGEST_TRIED = 100_000_000
 """Parameters; no architecture that SMALL knows comes near."""
 LAYER_NAMES = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -75,12 +85,26 @@ def small_model(
     if num_params > LARGEST_TRIED:
         raise TooLarge(f"{num_params:,} parameters")
     with without_zero_init():
-        return AutoModelForCausalLM.from_config(small, trust_remote_code=trust_remote_code, dtype=dtype, **options)
+        return from_config(small, trust_remote_code=trust_remote_code, dtype=dtype, **options)
 
 
 def _small_config(config: PreTrainedConfig, small_heads: int) -> PreTrainedConfig:
-    """Makes the same architecture with narrow layers, few of them but one of each kind."""
-    small = copy.deepcopy(config.get_text_config())
+    """Makes the same package with narrow layers, few of them but one of each kind, and towers of two."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config(decoder=True)
+    for name in config.sub_configs:
+        part = getattr(small, name, None)
+        if part is text:
+            setattr(small, name, _small_text(text, small_heads))
+        elif isinstance(part, PreTrainedConfig) and (text is not small or name in ("vision_config", "audio_config")):
+            for size, value in SMALL_TOWER.items():
+                if type(vars(part).get(size)) is int:
+                    setattr(part, size, value)
+    return _small_text(small, small_heads) if text is small else small
+
+
+def _small_text(text: PreTrainedConfig, small_heads: int) -> PreTrainedConfig:
+    small = copy.deepcopy(text)
     heads = getattr(small, "num_attention_heads", None)
     key_heads = {1: 1, heads: small_heads}.get(getattr(small, "num_key_value_heads", None), small_heads // 2)
     width = SMALL["head_dim"] * small_heads
@@ -98,4 +122,17 @@ def _small_config(config: PreTrainedConfig, small_heads: int) -> PreTrainedConfi
             setattr(small, name, min(layers, getattr(small, name)))
     if kinds:
         small.layer_types = kinds[:layers]
+    _shorten_rope_sections(small)
     return small
+
+
+def _shorten_rope_sections(small: PreTrainedConfig) -> None:
+    """Divides the angles of a head between time, height and width as the model does (Qwen-VL's `mrope_section`)."""
+    rope = getattr(small, "rope_parameters", None) or {}
+    sections = rope.get("mrope_section")
+    if not sections:
+        return
+    head_dim = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
+    angles = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    fewer = [section * angles // sum(sections) for section in sections]
+    rope["mrope_section"] = [angles - sum(fewer[1:]), *fewer[1:]]

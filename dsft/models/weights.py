@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import transformers
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch.nn.modules.module import _IncompatibleKeys
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
@@ -24,6 +24,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.lora import saved_lora_config
 from dsft.models.model_folder import has_only_shards
+from dsft.models.package import whole_class
 from dsft.models.pickles import load_pickle
 from dsft.models.size import empty_model
 from dsft.units import plural
@@ -48,21 +49,32 @@ def weight_problems(
         if not files:
             return [f"model={model}: holds a config but no weights; for random weights name its config.json"]
         tensors = _empty_tensors(files)
-        architecture = type(empty_model(config, trust_remote_code=trust_remote_code))
-        with _quiet():
-            _, info = architecture.from_pretrained(
-                None,
-                config=config,
-                state_dict=tensors,
-                device_map="meta",
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
+        empty = empty_model(config, trust_remote_code=trust_remote_code)
+        info = _loading_report(type(empty), empty.config, tensors)
+        if info["unexpected_keys"] and (whole := whole_class(config)) not in (None, type(empty)):
+            # What the text model leaves out is known to the class that loads the towers too.
+            info["unexpected_keys"] &= _loading_report(whole, config, tensors)["unexpected_keys"]
     except UserError as error:
         return [f"model={model}: {problem}" for problem in error.problems]
     except RuntimeError as error:  # of a renaming, after transformers has shown its report
         return [f"model={model}: its weights do not fit its config ({one_line(error)})"]
     return loading_problems(model, info)
+
+
+def _loading_report(
+    architecture: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Returns what transformers says of loading empty tensors."""
+    with quiet_report(bar=False):
+        _, info = architecture.from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(tensors),
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    return info
 
 
 def loading_problems(model: str, info: dict[str, Any]) -> list[str]:
@@ -182,6 +194,16 @@ def _files(name: str, candidates: tuple[str, ...], revision: str | None = None) 
     return files
 
 
+def files_of_tensors(model: str, revision: str | None = None) -> dict[str, str]:
+    """Returns, for each tensor of a package's safetensors, the file that holds it; nothing of other formats."""
+    files = _files(model, MODEL_FILES[:2], revision)
+    names = {}
+    for file in files:
+        with _named(file), safe_open(file, framework="pt") as tensors:
+            names |= dict.fromkeys(tensors.keys(), file)
+    return names
+
+
 def _empty_tensors(files: list[str]) -> dict[str, torch.Tensor]:
     """Returns the tensors of the files on the meta device.
 
@@ -212,11 +234,12 @@ def _named(file: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps transformers' own report and progress bar from the screen."""
+def quiet_report(*, bar: bool) -> Iterator[None]:
+    """Keeps transformers' own report from the screen, and its progress bar where there shall be no `bar`."""
     level, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    if not bar:
+        transformers.logging.disable_progress_bar()
     try:
         yield
     finally:

@@ -16,9 +16,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -26,6 +26,7 @@ from transformers.integrations import moe
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from dsft.models.package import from_config
 from dsft.models.size import without_zero_init
 from dsft.models.tiled_loss import tile_loss
 from dsft.planner.liger import take_over
@@ -99,16 +100,20 @@ def _dropout_of_cuda(dropout: nn.Dropout, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers: transformers makes all of them of this class."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    """Return the decoder layers: transformers makes all of them, and those of towers, of this class."""
+    has_towers = model.config.get_text_config() is not model.config
+    decoder = model.get_decoder() if has_towers else model
+    return [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def meta_model(model_config: PreTrainedConfig, *, dtype: torch.dtype, attention: Attention) -> PreTrainedModel:
-    """Build the model on the meta device, with the operators that `fake_model` traces."""
+    """Build the model on the meta device, with the operators that `fake_model` traces; without towers where its
+    language model has a class of its own.
+    """
+    text = model_config.get_text_config()
+    traced = copy.deepcopy(text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else model_config)
     with without_zero_init(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            copy.deepcopy(model_config.get_text_config()), dtype=dtype, attn_implementation=_IMPLEMENTATIONS[attention]
-        )
+        return from_config(traced, dtype=dtype, attn_implementation=_IMPLEMENTATIONS[attention])
 
 
 @contextlib.contextmanager

@@ -113,7 +113,6 @@ def _measured(options: TrainConfig, *, scored: bool) -> ModelFacts:
     elsewhere = asked and ("flash" in asked or "/" in asked)  # a package, or a kernel of the hub
     facts = measure_model(
         dataclasses.replace(options, attn_implementation=None) if elsewhere else options,
-        text_only=True,
         scored=scored,
     )
     raise_if_any(check_positions(facts, seq_len=options.seq_len, model=options.model))

@@ -13,7 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel
+from transformers import PreTrainedModel
+
 from dsft.checkpoints.identity import check_identity
+from dsft.checkpoints.kept_weights import find_left_out
 from dsft.checkpoints.manifest import checkpoints
 from dsft.checkpoints.model_card import CARD, model_card
 from dsft.checkpoints.reshard import topology_change
@@ -33,6 +37,7 @@ from dsft.data.sequences import describe_counts
 from dsft.data.training_data import TrainingData, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
 from dsft.models.build import build_model
+from dsft.models.package import LeftOut, unreached
 from dsft.models.pickles import safe_unpickling
 from dsft.models.row_rules import length_limits
 from dsft.models.tiled_loss import tile_loss
@@ -145,6 +150,7 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
     model = build_model(run.options, dtype=run.options.dtype, seed=args.seed)
     if run.options.tiled_loss and not tile_loss(model):
         raise AssertionError(f"the trial of tiled_loss found what {type(model).__name__} has not")
+    left_out = describe_package(run, model)
     return PerplexityTrainer(
         model,
         args,
@@ -154,7 +160,33 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
         compute=compute_of(run),
         disk=run.disk,
         save_minutes=run.options.save_minutes,
+        left_out=left_out,
     )
+
+
+def describe_package(run: ResolvedRun, model: PreTrainedModel | PeftModel) -> LeftOut | None:
+    """Says what of the model's package is frozen and what is not loaded, and returns the latter."""
+    options, frozen = run.options, run.model.size.other_params
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    left_out = find_left_out(
+        options.model, inner, revision=options.revision, trust_remote_code=options.trust_remote_code
+    )
+    if frozen:
+        names = ", ".join(name.removesuffix(".") for name in unreached(inner))
+        say(f"model: {frozen:,} parameters are frozen, since no text reaches them: {names}")
+    if left_out and left_out.files:
+        after = (
+            "an adapter has no part in them"
+            if options.method != "full"
+            else f"final/ is the language model alone: {left_out.text_only}"
+            if left_out.text_only
+            else "final/ keeps them as they are"
+        )
+        say(
+            f"model: {left_out.parts} ({left_out.num_bytes / GiB:.3g} GiB) of {options.model} are not loaded, since no"
+            f" text reaches them; {after}"
+        )
+    return left_out
 
 
 def verify_while_loading(run: ResolvedRun) -> Verification | None:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import Trainer
 
 from dsft.checkpoints.identity import run_identity
+from dsft.checkpoints.kept_weights import keep_left_out
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, prune
 from dsft.checkpoints.readback import readback_errors, trained_shapes
 from dsft.checkpoints.reshard import restore, topology_change
@@ -21,6 +23,7 @@ from dsft.checkpoints.tensor_sources import SafetensorsFiles
 from dsft.checkpoints.verification import Verification
 from dsft.config.deepspeed_json import offloads, stage
 from dsft.errors import TrainingStopped
+from dsft.models.package import LeftOut
 from dsft.models.zero_shards import mapped_resume
 from dsft.run_setup.checkpoint_size import CheckpointSize
 from dsft.runtime import distributed
@@ -45,9 +48,11 @@ class SavingTrainer(Trainer):
         save_minutes: float | None,
         data_identity: dict[str, Any],
         disk: CheckpointSize,
+        left_out: LeftOut | None = None,
         **kwargs: Any,
     ):
         super().__init__(model, *args, **kwargs)
+        self.left_out = None if isinstance(model, PeftModel) else left_out
         deepspeed_config = self.args.hf_deepspeed_config.config
         self.topology = {
             "world_size": self.args.world_size,
@@ -207,6 +212,8 @@ class SavingTrainer(Trainer):
             if self.args.should_save:
                 sampled = SAMPLED_TENSORS if save.folder.name == FINAL else 0
                 save.errors += readback_errors(SafetensorsFiles(Path(output_dir)), state_dict, sampled=sampled)
+            if self.args.should_save and save.folder.name == FINAL and not save.errors:
+                keep_left_out(Path(output_dir), self.model, self.left_out)
 
         save.attempt(write_and_read_back)
 
@@ -234,7 +241,7 @@ class SavingTrainer(Trainer):
                 lambda: self.save_model(str(save.staged)),
                 self._missing_weights,
                 saves=self.final_save,
-                needed_bytes=self._disk.weight_bytes,
+                needed_bytes=self._disk.weight_bytes + (self.left_out.kept_bytes if self.left_out else 0),
                 facts={"step": self.state.global_step, **self.topology},
             )
         self._staged_save = None

@@ -24,6 +24,7 @@ from dsft.data.sequences import Sequences
 from dsft.data.streaming import Stream
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
+from dsft.models.package import LeftOut
 from dsft.perplexity.intervals import result_intervals
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import windows_of_sequences
@@ -63,6 +64,7 @@ class PerplexityTrainer(SavingTrainer):
         compute: Compute,
         disk: CheckpointSize,
         save_minutes: float | None = None,
+        left_out: LeftOut | None = None,
     ):
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         super().__init__(
@@ -74,6 +76,7 @@ class PerplexityTrainer(SavingTrainer):
             data_collator=data.collator,
             save_minutes=save_minutes,
             disk=disk,
+            left_out=left_out,
             data_identity=data.items.identity,
         )
         self.grouping = data.grouping

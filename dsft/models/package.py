@@ -1,0 +1,214 @@
+"""Decides how a model package is loaded for text: by which class, without which of its weights, with which frozen.
+
+A package may hold more than a language model: towers for images and sound (`vision_config` beside `text_config`),
+layers that predict several tokens (`mtp.*`). transformers' causal-LM mapping has three kinds of classes for it:
+
+    Qwen3_5Config -> Qwen3_5ForCausalLM               the language model alone; towers stay on disk
+    Gemma3Config  -> Gemma3ForConditionalGeneration   all of it
+    LlavaConfig   -> none; AutoModelForImageTextToText loads all of it
+
+Every room that builds a model asks `auto_class`; what the text loss cannot reach is frozen (`freeze_unreached`).
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from dsft.errors import UserError
+
+AUTO_CLASSES = (
+    (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+    (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
+)
+"""In the order in which they are tried."""
+UNREACHED = {
+    "git": ("git.image_encoder.", "git.visual_projection."),
+    "phi4_multimodal": ("model.embed_tokens_extend.",),
+}
+"""Parts for images inside a decoder, by model_type: no text token passes through them."""
+WITHOUT_GRADIENT = ("MllamaCrossAttentionDecoderLayer", "Indexer")
+"""Classes of modules that are skipped where there is no image, or choose keys outside of the graph (DeepSeek-V3.2)."""
+
+
+def auto_class(config: PreTrainedConfig) -> type:
+    """Returns the auto class of transformers that loads a package of `config` for text.
+
+    Raises:
+        UserError: where there is none, with the reason and without the model's name.
+    """
+    remote = getattr(config, "auto_map", None) or {}
+    for auto, mapping in AUTO_CLASSES:
+        if auto.__name__ in remote or type(config) in mapping:
+            if auto is AutoModelForCausalLM or not _reads_first(config):
+                return auto
+            raise UserError(
+                [
+                    f"its architecture {config.model_type} is an encoder with a decoder, no causal language model,"
+                    " which dsft trains"
+                ]
+            )
+    raise UserError([f"its architecture {config.model_type} is no causal language model, which dsft trains"])
+
+
+def _reads_first(config: PreTrainedConfig) -> bool:
+    """Tells whether an encoder reads the input, and a decoder writes something else."""
+    return bool(
+        getattr(config, "is_encoder_decoder", False)
+        or getattr(config.get_text_config(), "is_encoder_decoder", False)
+        or {"encoder", "decoder"} <= config.sub_configs.keys()
+    )
+
+
+def from_config(config: PreTrainedConfig, **options) -> PreTrainedModel:
+    """Builds the model of a package with random weights, what text cannot reach frozen.
+
+    Raises:
+        UserError: as `auto_class`, and where its class cannot answer with text.
+    """
+    return freeze_unreached(auto_class(config).from_config(config, **options))
+
+
+def freeze_unreached(model: PreTrainedModel) -> PreTrainedModel:
+    """Freezes what no gradient of a text loss reaches: towers, their projectors, Mllama's cross attention, indexers.
+
+    Left trainable they would get optimizer states and decay (`weight_decay`) without ever a gradient.
+
+    Raises:
+        UserError: where no language model with a head is found in the package.
+    """
+    beginnings = unreached(model)
+    for name, parameter in model.named_parameters():
+        if name.startswith(beginnings):
+            parameter.requires_grad_(False)
+    return model
+
+
+def unreached(model: PreTrainedModel) -> tuple[str, ...]:
+    """Returns the beginnings of the names of parameters that no text token passes through.
+
+    Raises:
+        UserError: where no language model with a head is found in the package.
+    """
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    crossing = UNREACHED.get(config.model_type, ()) + tuple(
+        f"{name}." for name, module in model.named_modules() if type(module).__name__.endswith(WITHOUT_GRADIENT)
+    )
+    if text is config:
+        return crossing
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    if head is None or decoder is model:
+        raise UserError([f"its architecture {config.model_type} has no language model with a head, which dsft trains"])
+    reached = {id(p) for part in (decoder, model.get_input_embeddings(), head) for p in part.parameters()}
+    return crossing + tuple(_outermost(model, reached))
+
+
+def _outermost(module: nn.Module, reached: set[int], prefix: str = "") -> Iterator[str]:
+    """Yields the names of the largest parts none of whose parameters are `reached`."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if id(parameter) not in reached:
+            yield f"{prefix}{name}"
+    for name, child in module.named_children():
+        parameters = {id(parameter) for parameter in child.parameters()}
+        if parameters and not parameters & reached:
+            yield f"{prefix}{name}."
+        elif parameters - reached:
+            yield from _outermost(child, reached, f"{prefix}{name}.")
+
+
+def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Returns the class that loads all of a package; None where there is no other than `auto_class`'s."""
+    for _, mapping in AUTO_CLASSES[1:]:
+        if type(config) in mapping:
+            return mapping[type(config)]
+    return None
+
+
+def left_on_disk(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Returns those of a package's tensors `names` that have no place in the `model` that was loaded from it.
+
+    As transformers decides while it loads (core_model_loading.py, convert_and_load_state_dict_in_model).
+    """
+    conversions = getattr(model, "_weight_conversions", None) or []
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    state = model.state_dict()
+
+    def has_place(name: str) -> bool:
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        return renamed in state or name in state
+
+    return [name for name in names if not has_place(name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """What of a package's weights no model in memory holds: the towers of a text class, layers for several tokens."""
+
+    package: str
+    """Folder or hub id."""
+    config: PreTrainedConfig
+    """Of the package."""
+    files: dict[str, str]
+    """Name of a tensor on disk -> path of the safetensors file that holds it."""
+    num_bytes: int
+    text_only: str | None
+    """Why a saved model is the language model alone; None where these weights are kept beside it."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Counts what a saved model has of it."""
+        return 0 if self.text_only else self.num_bytes
+
+    @property
+    def parts(self) -> str:
+        """Names the parts, for one line of the log."""
+        known = {".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in self.files}
+        return ", ".join(sorted(known))
+
+
+def names_saved(model: PreTrainedModel) -> set[str]:
+    """Returns the names under which `save_pretrained` writes a model's tensors, tied ones under each name."""
+    state = {
+        name: torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }
+    return set(revert_weight_conversion(model, state))
+
+
+def save_as_on_disk(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Lets a model that was loaded from tensors `names` be saved under the names that they have there.
+
+    transformers strips the wrapper's prefix while it loads Llama 4's and Mllama's language model
+    (`language_model.model.layers...`), and does not put it back.
+    """
+    prefix, names = model.base_model_prefix, set(names)
+    if not prefix or not names:
+        return
+    saved = names_saved(model)
+    others = {name for name in saved if f"{prefix}.{name}" not in names}
+    if not saved & names and others <= set(getattr(model, "all_tied_weights_keys", None) or ()):
+        model._weight_conversions = [
+            PrefixChange(prefix_to_remove=prefix),
+            *(getattr(model, "_weight_conversions", None) or []),
+        ]

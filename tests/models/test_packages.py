@@ -1,0 +1,134 @@
+"""Packages that hold more than a language model: trained for text, what text does not reach kept as it was."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import grid, needed_cases
+from packages import CAUSAL, HAS_MTP, IMAGE, package_config, write_package
+from peft import PeftModel
+from ranks import PROBE, train_all
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from dsft.api import evaluate_perplexity
+from dsft.checkpoints.export import export
+from dsft.config.options import TrainConfig
+from dsft.errors import UserError
+from dsft.models.build import build_model
+from dsft.models.package import auto_class, from_config, whole_class
+from dsft.models.size import measure_model
+from dsft.models.weights import weight_problems
+from dsft.run_setup.paper import paper_run
+from dsft.runtime.hardware import Machine
+from dsft.units import GB
+
+KINDS = [*CAUSAL, *IMAGE]
+MACHINE = Machine(nodes=1, ranks_per_node=8, device_bytes=80 * GB, host_bytes=1000 * GB, has_gpu=True)
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("kind", grid(KINDS, ["qwen3_5", "gemma3", "llava"]))
+def test_what_is_frozen_is_what_no_text_reaches(kind):
+    model = from_config(package_config(kind)).train()
+    ids = torch.randint(3, 100, (2, 16))
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    towers = any(part in name for name in frozen for part in ("visi", "visual", "audio"))
+    assert towers == (type(model) is whole_class(package_config(kind)) and kind != "mistral4")
+
+
+@pytest.mark.parametrize("kind", grid(KINDS, ["qwen3_5", "mllama", "gemma3", "mistral3"]))
+def test_a_package_is_counted_and_loaded_as_it_is_planned(kind, tmp_path):
+    folder = write_package(tmp_path / "model", kind)
+    for method in ("full", "lora"):
+        options = TrainConfig(model=str(folder), method=method, dtype="float32")
+        facts = measure_model(options)
+        assert not weight_problems(str(folder), facts.config)
+        model = build_model(options, dtype="float32")
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert sum(parameter.numel() for parameter in model.parameters()) == facts.size.num_params
+        assert sum(parameter.numel() for parameter in trained.values()) == facts.size.num_trainable
+        assert not any(part in name for name in trained for part in ("vision", "visual", "audio"))
+
+
+def test_a_weight_of_another_model_is_no_tower(tmp_path):
+    folder = write_package(tmp_path / "model", "mllama")
+    file = next(folder.glob("model-00001*"))
+    save_file(load_file(file) | {"tower.weight": torch.ones(2)}, file, {"format": "pt"})
+    (problem,) = weight_problems(str(folder), AutoConfig.from_pretrained(folder))
+    assert "1 tensor of its weights have no place in the model, tower.weight" in problem
+
+
+@pytest.mark.parametrize("model_type", ["t5", "florence2", "vision-encoder-decoder"])
+def test_what_is_no_language_model_is_refused_in_the_same_words_by_all(model_type, tmp_path):
+    config = {"model_type": model_type}
+    if model_type == "vision-encoder-decoder":
+        config |= {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "gpt2"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = TrainConfig(model=str(tmp_path / "config.json"))
+    said = set()
+    for measure in (measure_model, lambda options: paper_run(options, MACHINE)):
+        with pytest.raises(UserError, match="no causal language model, which dsft trains") as caught:
+            measure(options)
+        said |= {str(caught.value)}
+    assert len(said) == 1
+
+
+CASES = [f"{kind}-{method}-{zero}" for kind in KINDS for method in ("full", "lora") for zero in ("0", "3")]
+
+
+@pytest.fixture(scope="module")
+def runs(request, tiny, options, tmp_path_factory):
+    """Folder with one run per case that a selected test needs; all trained by the same ranks."""
+    folder, cases = tmp_path_factory.mktemp("runs"), []
+    for name in sorted(needed_cases(request)):
+        kind, method, zero = name.split("-")
+        package = folder / f"model-{kind}"
+        if not package.is_dir():
+            write_package(package, kind)
+        cases.append(options(folder / name, model=str(package), method=method, zero=zero, weight_decay=0.1))
+    log = train_all(2, cases, folder / "log")
+    return folder, log
+
+
+@pytest.mark.launch
+@pytest.mark.cases("{case}")
+@pytest.mark.parametrize("case", grid(CASES, ["qwen3_5-full-3", "llava-lora-0"]))
+def test_a_package_is_trained_and_stays_one(runs, case, tiny, tmp_path):
+    folder, log = runs
+    kind, method, _ = case.split("-")
+    package, final, logits = folder / f"model-{kind}", folder / case / "final", folder / case / "logits.pt"
+    assert logits.is_file(), log
+    config = AutoConfig.from_pretrained(package)
+    auto, whole = auto_class(config), whole_class(config)
+    if method == "lora":
+        plain = PeftModel.from_pretrained(auto.from_pretrained(package), final)
+        assert not any("vis" in name for name in load_file(final / "adapter_model.safetensors"))
+        export(str(final), str(tmp_path / "exported"))
+        final = tmp_path / "exported"
+    else:
+        plain = auto.from_pretrained(final)
+    trained = torch.load(logits)
+    with torch.no_grad():
+        torch.testing.assert_close(plain.eval()(input_ids=PROBE, use_cache=False).logits, trained, atol=2e-5, rtol=1e-4)
+        # What was exported, or saved, is the package that it was made from, with other weights in its language model.
+        of_folder = auto.from_pretrained(final).eval()(input_ids=PROBE, use_cache=False).logits
+        torch.testing.assert_close(of_folder, trained, atol=2e-5, rtol=1e-4)
+    before, after = tensors_in(package), tensors_in(final)
+    assert before.keys() == after.keys()
+    assert type(AutoConfig.from_pretrained(final)) is type(config)
+    unchanged = {name for name in before if torch.equal(before[name], after[name])}
+    towers = [name for name in before if name.startswith("mtp.") or "vis" in name or "audio" in name]
+    assert unchanged >= set(towers) and len(unchanged) < len(before)
+    assert (kind in HAS_MTP) == any(name.startswith("mtp.") for name in after)
+    _, info = whole.from_pretrained(final, output_loading_info=True)
+    assert not info["missing_keys"] and not info["mismatched_keys"] and not info["unexpected_keys"]
+    assert (final / "preprocessor_config.json").is_file()
+    result = evaluate_perplexity(model=str(final), data=str(tiny / "held_out.jsonl"), seq_len=64, progress=False)
+    assert 1 < result.perplexity < 1000
