@@ -206,8 +206,10 @@ def _with_layers(blueprint: PreTrainedModel, layers: list[int]) -> PreTrainedMod
 
 
 def _per_layer_lists(text: PreTrainedConfig) -> dict[str, list]:
+    number = text.num_hidden_layers
     return {
         name: value
         for name, value in vars(text).items()
-        if isinstance(value, list) and len(value) == text.num_hidden_layers
+        # Llama 4's `moe_layers` names layers by their numbers: all of them in Scout.
+        if isinstance(value, list) and len(value) == number and value != list(range(number))
     }

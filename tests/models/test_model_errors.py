@@ -16,6 +16,7 @@ from dsft.cli.data import preview_command
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
+from dsft.models.lora import add_lora, lora_config
 from dsft.models.size import COUNT_FROM_PADDING, max_positions
 from dsft.models.small_model import small_model
 from dsft.run_setup.resolve import check_run
@@ -169,3 +170,16 @@ def test_rwkv_is_not_sharded(tiny, options, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="RWKV rescales its weights"):
         evaluate_perplexity(**evaluation, zero="3")
     assert evaluate_perplexity(**evaluation, zero="0").perplexity.tokens > 100
+
+
+def test_lora_adapts_linear_layers_of_a_class_of_their_own():
+    """Falcon's compute what a linear layer does, Llama 4's router does not."""
+    config = transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    model = transformers.FalconForCausalLM(config)
+    assert lora_config(TrainConfig(method="lora"), model).exclude_modules is None
+    adapted = add_lora(model, TrainConfig(method="lora", lora_r=2))
+    targets = {name.split(".")[-4] for name, p in adapted.named_parameters() if p.requires_grad}
+    assert targets == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
+    loss = adapted(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss
+    loss.backward()
+    assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)

@@ -22,7 +22,7 @@ from dsft.perplexity.scoring import score
 from dsft.planner import activations
 from dsft.planner.activation_trace import trace_step, trace_training
 from dsft.planner.activations import evaluation_activations, training_activations
-from dsft.planner.fake_model import enable_checkpointing, fake_model, meta_model
+from dsft.planner.fake_model import enable_checkpointing, fake_model, layer_kinds, meta_model
 
 LLAMA_8B = transformers.LlamaConfig(
     vocab_size=128256,
@@ -404,3 +404,11 @@ def test_evaluation_takes_what_is_predicted():
         head = ChunkedHead(model, VOCAB_TILE["cpu"])
         measured = allocator_peak(lambda: score(head, {"input_ids": ids_BT, "targets": ids_BT}))
     assert predicted.peak_bytes(ids_BT.numel(), "cpu") == pytest.approx(measured, rel=0.1)
+
+
+def test_a_list_of_layers_numbers_says_nothing_of_each():
+    """Llama-4-Scout's `moe_layers` names all 48: a trace for each would take minutes."""
+    config = transformers.Llama4TextConfig(num_hidden_layers=48, num_local_experts=2, interleave_moe_layer_step=1)
+    assert config.moe_layers == list(range(48))
+    kinds = layer_kinds(meta_model(config, dtype=torch.bfloat16, attention="flash"))
+    assert sorted(map(len, kinds)) == [12, 36]  # every fourth has full attention without positions
