@@ -8,6 +8,7 @@ that it was made from did, and transformers' causal-LM class loads the trained l
 import copy
 import json
 import math
+import re
 import shutil
 from collections import defaultdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from dsft.models.build import is_bare_config
@@ -27,6 +28,7 @@ from dsft.models.weights import files_of_tensors
 TRAINED, KEPT = "model-trained.safetensors", "model-kept-{:05}.safetensors"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Of what makes tensors of images and sound."""
+OLD_BUFFERS = ("rotary_emb.inv_freq", "position_ids")
 
 
 def find_left_out(
@@ -38,15 +40,23 @@ def find_left_out(
     if is_bare_config(package) or is_gguf(package) or has_only_shards(package):
         return None
     config = load_model_config(package, revision=revision, trust_remote_code=trust_remote_code)
-    files = files_of_tensors(package, revision)
-    left = left_on_disk(model, files)
-    if not left and config.get_text_config() is config:
+    text, files = config.get_text_config(decoder=True), files_of_tensors(package, revision)
+    left = set(left_on_disk(model, files))
+    loaded = files.keys() - left
+    loaded_modules = {name.rpartition(".")[0] for name in loaded}
+    # Scales of quantised weights and old buffers belong to the language model; nothing is made of them again.
+    left = {name for name in left if name.rpartition(".")[0] not in loaded_modules and not name.endswith(OLD_BUFFERS)}
+    if text is config:
+        left = {name for name in left if _is_of_several_tokens(name, text)}
+    if not left and text is config:
         return None
-    why = None
-    if getattr(config, "quantization_config", None):
-        why = "its weights are quantised on disk, and those that are trained are not"
-    elif set(files) - set(left) - names_saved(model):
-        why = "its weights have other names on disk than transformers saves"
+    is_text_class, why = type(config) is not type(model.config), None
+    if getattr(config, "quantization_config", None) and (left or is_text_class):
+        why = "the package is quantised on disk, and what is trained is not"
+    elif is_text_class and not files:
+        why = "the package is not in safetensors"
+    elif is_text_class and loaded - names_saved(model):
+        why = "the package has other names on disk than transformers saves"
     num_bytes = 0
     for file, names in _by_file(files, left).items():
         with safe_open(file, framework="pt") as tensors:
@@ -58,6 +68,12 @@ def find_left_out(
         num_bytes=num_bytes,
         text_only=why,
     )
+
+
+def _is_of_several_tokens(name: str, text: PreTrainedConfig) -> bool:
+    """Tells whether a tensor is of layers that predict several tokens: `mtp.*`, or after the last (DeepSeek-V3)."""
+    layer, number = re.search(r"\blayers\.(\d+)\.", name), getattr(text, "num_hidden_layers", None)
+    return "mtp" in name or bool(layer and number and int(layer[1]) >= number)
 
 
 def _num_bytes(tensor: Any) -> int:

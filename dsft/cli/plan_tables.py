@@ -34,7 +34,7 @@ def describe_model(size: ModelSize) -> str:
     if size.expert_params:
         parts.append(f"experts {size.expert_params / 1e9:,.3f} B, {size.active_params / 1e9:,.3f} B active per token")
     if size.other_params:
-        parts.append(f"{size.other_params / 1e9:,.3f} B beside the text model, counted but not planned in detail")
+        parts.append(f"{size.other_params / 1e9:,.3f} B beside the text model, frozen: no text reaches them")
     return ", ".join(parts)
 
 

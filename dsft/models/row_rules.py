@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from dsft.errors import UserError
 from dsft.models.size import max_positions
-from dsft.models.small_model import one_thread, small_model
+from dsft.models.small_model import one_thread, small_model, text_problem
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.units import padded_width
@@ -106,6 +106,17 @@ def not_causal(model: str) -> str:
         f"model={model}: its tokens see later ones, as an encoder's do, so it predicts nothing; a causal language model"
         " is needed (some architectures become one with is_decoder: true in their config)"
     )
+
+
+def architecture_problems(model: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> list[str]:
+    """Say why an architecture can be neither trained nor scored on text, by trials of a small model.
+
+    Args:
+        model: its name, for the message.
+    """
+    if why := text_problem(config, trust_remote_code=trust_remote_code):
+        return [f"model={model}: {why}"]
+    return [not_causal(model)] if sees_later_tokens(config, trust_remote_code=trust_remote_code) else []
 
 
 @one_thread()

@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterator
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from dsft.errors import UserError, one_line
 from dsft.models.package import auto_class, from_config
 from dsft.models.size import empty_model, without_zero_init
 
@@ -42,6 +44,8 @@ SMALL_TOWER = {
     "conf_num_hidden_layers": 1,
 }
 """Of the part for images or sound, which no trial runs."""
+ASKS_FOR_MORE = re.compile("required|pixel_values|image_embeds|input_features")
+"""Found in what a forward raises that is given no image or sound."""
 LARGEST_TRIED = 100_000_000
 """Parameters; no architecture that SMALL knows comes near."""
 LAYER_NAMES = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -86,6 +90,26 @@ def small_model(
         raise TooLarge(f"{num_params:,} parameters")
     with without_zero_init():
         return from_config(small, trust_remote_code=trust_remote_code, dtype=dtype, **options)
+
+
+@one_thread()
+def text_problem(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> str | None:
+    """Says why a package that only a class for images or sound loads cannot be trained on text alone, tried out on a
+    small model; None where it can, where it is too large to be tried, and of all other packages.
+    """
+    if auto_class(config) is AutoModelForCausalLM:
+        return None
+    try:
+        model = small_model(config, trust_remote_code=trust_remote_code).train()
+        ids_BT = torch.arange(3, 19).view(2, 8)
+        model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward()
+    except Exception as error:  # also what an architecture's own code makes of sizes that it was not made for
+        if isinstance(error, (ImportError, UserError)) or ASKS_FOR_MORE.search(str(error)):
+            return (
+                f"its architecture {config.model_type} cannot be computed from text alone ({one_line(error)[:200]}),"
+                " and no class of transformers loads its language model"
+            )
+    return None
 
 
 def _small_config(config: PreTrainedConfig, small_heads: int) -> PreTrainedConfig:

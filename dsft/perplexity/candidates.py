@@ -16,7 +16,7 @@ from dsft.errors import UserError
 from dsft.models.build import DTYPES, described_in, is_bare_config, resolve_dtype
 from dsft.models.model_folder import adapter_base, has_only_shards
 from dsft.models.quantization import FORMATS, Quantization, fitted, format_problems, unknown_format
-from dsft.models.row_rules import not_causal, sees_later_tokens
+from dsft.models.row_rules import architecture_problems
 from dsft.models.size import ModelFacts, check_positions, check_sharding, empty_model, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.models.weights import adapter_problems, weight_problems
@@ -149,8 +149,7 @@ def _measure(config: EvalConfig, problems: list[str]) -> ModelFacts | None:
     problems += check_positions(
         facts, seq_len=longest, model=config.model, key="context_curve" if config.context_curve else "seq_len"
     )
-    if sees_later_tokens(facts.config, trust_remote_code=config.trust_remote_code):
-        problems.append(not_causal(config.model))
+    problems += architecture_problems(config.model, facts.config, trust_remote_code=config.trust_remote_code)
     return facts
 
 

@@ -29,7 +29,7 @@ class CheckpointSize:
     """Bytes on the disk of `output_dir`, over all ranks."""
 
     weight_bytes: int
-    """The trained weights, as safetensors; tied ones once."""
+    """The trained weights, as safetensors, with frozen towers where there are no adapters; tied ones once."""
     state_bytes: int
     """What a checkpoint has beside them to resume from: DeepSpeed's own copy of the weights, the optimizer's state."""
     small_bytes: int
@@ -67,7 +67,7 @@ def checkpoint_size(
     master = 0 if zero == 0 and num_bytes == 4 else optimizer.master
     per_param = 0 if options.training.get("save_only_model") else copy + master + optimizer.state
     return CheckpointSize(
-        weight_bytes=num_bytes * size.num_trainable,
+        weight_bytes=num_bytes * (size.num_trainable + (0 if size.lora_r else size.other_params)),
         state_bytes=int(per_param * size.num_trainable),
         small_bytes=BYTES_PER_TOKEN * size.vocab_size + SMALL_FILES_BYTES,
         kept=_num_checkpoints(options),

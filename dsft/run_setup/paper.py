@@ -22,6 +22,7 @@ from dsft.data.training_data import check_sources, is_prepared, load_training_da
 from dsft.errors import UserError, raise_if_any
 from dsft.models.build import resolve_dtype
 from dsft.models.packing_probe import try_packing
+from dsft.models.row_rules import architecture_problems
 from dsft.models.size import ModelFacts, check_positions, check_sharding, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.planner.fake_model import Attention
@@ -115,7 +116,10 @@ def _measured(options: TrainConfig, *, scored: bool) -> ModelFacts:
         dataclasses.replace(options, attn_implementation=None) if elsewhere else options,
         scored=scored,
     )
-    raise_if_any(check_positions(facts, seq_len=options.seq_len, model=options.model))
+    raise_if_any(
+        check_positions(facts, seq_len=options.seq_len, model=options.model)
+        + architecture_problems(options.model, facts.config, trust_remote_code=options.trust_remote_code)
+    )
     return dataclasses.replace(facts, attn_implementation=asked) if elsewhere else facts
 
 

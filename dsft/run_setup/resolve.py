@@ -34,7 +34,7 @@ from dsft.models.build import DTYPES, resolve_dtype
 from dsft.models.lora import saved_lora_config
 from dsft.models.packing_probe import Packing, try_packing
 from dsft.models.quantization import format_problems
-from dsft.models.row_rules import not_causal, sees_later_tokens
+from dsft.models.row_rules import architecture_problems
 from dsft.models.size import ModelFacts, check_positions, check_sharding, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.planner.job import Job
@@ -284,8 +284,7 @@ def _measured(options: TrainConfig, problems: list[str], zero_file: dict[str, An
         dtype = DTYPES[resolve_dtype(options.dtype)]
         problems += format_problems(options.model, model.config, on_disk, dtype=dtype, trained=True)
     problems += check_weights(options, model.config, local=True)
-    if sees_later_tokens(model.config, trust_remote_code=options.trust_remote_code):
-        problems.append(not_causal(options.model))
+    problems += architecture_problems(options.model, model.config, trust_remote_code=options.trust_remote_code)
     problems += check_positions(model, seq_len=options.seq_len, model=options.model)
     # What a model of wrong sizes would take on disk is no news.
     if options.training.get("output_dir") and not any(re.match("output_dir|model=", problem) for problem in problems):

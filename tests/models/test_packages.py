@@ -21,6 +21,7 @@ from dsft.models.package import auto_class, from_config, whole_class
 from dsft.models.size import measure_model
 from dsft.models.weights import weight_problems
 from dsft.run_setup.paper import paper_run
+from dsft.run_setup.resolve import check_run
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -65,19 +66,23 @@ def test_a_weight_of_another_model_is_no_tower(tmp_path):
     assert "1 tensor of its weights have no place in the model, tower.weight" in problem
 
 
-@pytest.mark.parametrize("model_type", ["t5", "florence2", "vision-encoder-decoder"])
-def test_what_is_no_language_model_is_refused_in_the_same_words_by_all(model_type, tmp_path):
-    config = {"model_type": model_type}
-    if model_type == "vision-encoder-decoder":
-        config |= {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "gpt2"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    options = TrainConfig(model=str(tmp_path / "config.json"))
-    said = set()
-    for measure in (measure_model, lambda options: paper_run(options, MACHINE)):
-        with pytest.raises(UserError, match="no causal language model, which dsft trains") as caught:
-            measure(options)
-        said |= {str(caught.value)}
-    assert len(said) == 1
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("t5", "no causal language model, which dsft trains"),
+        ("florence2", "no causal language model, which dsft trains"),
+        ("kosmos-2", "cannot be computed from text alone"),
+        ("blip", "has no language model with a head"),
+    ],
+)
+def test_what_is_no_language_model_is_refused_in_the_same_words_by_all(model_type, why, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    training = TrainConfig(model=str(tmp_path / "config.json"))
+    problems = [p for p in check_run(training, 2).problems if p.startswith("model=")]
+    assert len(problems) == 1 and why in problems[0], problems
+    with pytest.raises(UserError) as caught:
+        paper_run(training, MACHINE)
+    assert caught.value.problems == problems
 
 
 CASES = [f"{kind}-{method}-{zero}" for kind in KINDS for method in ("full", "lora") for zero in ("0", "3")]
