@@ -153,12 +153,10 @@ def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, t
         text_config = inner.config.get_text_config(decoder=True)
         if hasattr(text_config, "quantization_config"):
             del text_config.quantization_config
-    package = base or str(folder)
-    inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    left_out = find_left_out(package, inner, trust_remote_code=trust_remote_code)
     if isinstance(model, PeftModel):
         model = _merged(model)
     model.save_pretrained(out, max_shard_size=max_shard_size)
+    left_out = find_left_out(base or str(folder), model, trust_remote_code=trust_remote_code)
     keep_left_out(out, model, left_out)
     if left_out and left_out.text_only:
         say(f"{out} is the language model alone, without {left_out.parts}: {left_out.text_only}")

@@ -117,6 +117,8 @@ def _copy_tensors(folder: Path, left_out: LeftOut) -> None:
             index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(tensors.keys(), TRAINED)}
     else:
         index = json.loads(index_file.read_text(encoding="utf-8"))
+    if trained := left_out.files.keys() & index["weight_map"].keys():
+        raise RuntimeError(f"{sorted(trained)[0]} is trained, and would be written as it was")
     for number, (file, names) in enumerate(_by_file(left_out.files, sorted(left_out.files)).items(), start=1):
         with safe_open(file, framework="pt") as tensors:
             save_file(

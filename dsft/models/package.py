@@ -152,7 +152,8 @@ def left_on_disk(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     conversions = getattr(model, "_weight_conversions", None) or []
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    state = model.state_dict()
+    # Around an adapted layer peft puts its own.
+    state = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()}
 
     def has_place(name: str) -> bool:
         renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)

@@ -136,4 +136,4 @@ def test_a_package_is_trained_and_stays_one(runs, case, tiny, tmp_path):
     assert not info["missing_keys"] and not info["mismatched_keys"] and not info["unexpected_keys"]
     assert (final / "preprocessor_config.json").is_file()
     result = evaluate_perplexity(model=str(final), data=str(tiny / "held_out.jsonl"), seq_len=64, progress=False)
-    assert 1 < result.perplexity < 1000
+    assert 1 < result.perplexity.perplexity < 1000
