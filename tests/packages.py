@@ -76,14 +76,16 @@ HAS_MTP = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
 
 
 def package_config(model_type: str) -> PreTrainedConfig:
-    own = (CAUSAL | IMAGE)[model_type]
+    settings = (CAUSAL | IMAGE)[model_type]
     default = CONFIG_MAPPING[model_type]()
     text = default.get_text_config(decoder=True)
 
     def values(part: PreTrainedConfig) -> dict:
         if part is text:
             derived = ("head_dim",) if "qk_rope_head_dim" in vars(part) else ()  # of latent attention
-            return {name: value for name, value in TEXT.items() if name in vars(part) and name not in derived} | own
+            return {
+                name: value for name, value in TEXT.items() if name in vars(part) and name not in derived
+            } | settings
         return {name: v for name, v in TOWER.items() if type(vars(part).get(name)) is int} | TOWERS.get(type(part), {})
 
     if text is default:

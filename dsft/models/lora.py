@@ -152,13 +152,13 @@ def _not_linear(model: PreTrainedModel) -> list[str]:
     """Returns the names of linear layers of which an architecture made a class that computes something else, as Llama 4
     of its router, which returns two tensors: peft would take them for the output of a linear layer.
     """
-    own = {
+    kinds_by_name = {
         ".".join(name.split(".")[-2:]): type(module)
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and type(module).__module__ == type(model).__module__
     }
-    computes = {kind: _computes_a_product(kind) for kind in set(own.values())}
-    return sorted(name for name, kind in own.items() if not computes[kind])
+    computes = {kind: _computes_a_product(kind) for kind in set(kinds_by_name.values())}
+    return sorted(name for name, kind in kinds_by_name.items() if not computes[kind])
 
 
 @torch.no_grad()
