@@ -291,6 +291,16 @@ def test_lost_packets_are_found_between_two_hosts(hosts, tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_a_way_that_drops_large_packets_is_told_from_a_firewall(hosts, tmp_path):
+    large = "eth0 -m length --length 1000:65535 -j DROP"
+    rules = [f"INPUT -i {large}", f"OUTPUT -o {large}"]
+    do, undo = (" && ".join(f"iptables {action} {rule}" for rule in rules) for action in ("-A", "-D"))
+    with changed(hosts[1], do, undo):
+        report, places = doctor(hosts, [1, 1], tmp_path, "--quick")
+    assert ("mtu-path", "node-1") in places and ("host-unreachable", "node-1") not in places, report["findings"]
+
+
+@pytest.mark.exhaustive
 def test_a_slow_card_and_a_slow_link_are_named(hosts, tmp_path):
     with changed(
         hosts[2], "tc qdisc add dev eth0 root tbf rate 200mbit burst 64k latency 50ms", "tc qdisc del dev eth0 root"

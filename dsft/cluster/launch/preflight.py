@@ -46,7 +46,10 @@ def unreachable(names: list[str]) -> list[Finding]:
             )
         except subprocess.TimeoutExpired:
             return ssh_error(name, "ssh timed out", 255, banner=ssh_banner(name))
-        return ssh_error(name, result.stderr.strip(), result.returncode) if result.returncode else None
+        if result.returncode == 0:
+            return None
+        banner = ssh_banner(name) if "timed out" in result.stderr else ""
+        return ssh_error(name, result.stderr.strip(), result.returncode, banner=banner)
 
     with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
         return [entry for entry in pool.map(try_host, names) if entry]
