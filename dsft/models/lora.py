@@ -3,12 +3,14 @@
 import dataclasses
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig, PeftModel, PromptLearningConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.hub import cached_file
 
 from dsft.config.options import LoraFields, TrainConfig
 from dsft.errors import UserError, one_line
@@ -56,9 +58,10 @@ def saved_lora_config(adapter: str) -> PeftConfig:
 
     Raises:
         UserError: where its type or a field of it is unknown, or dsft cannot compute with it.
-        ValueError: where there is none.
+        OSError, ValueError: where there is none.
     """
-    content = adapter_description(adapter)
+    folder = adapter if Path(adapter).exists() else str(Path(cached_file(adapter, ADAPTER_CONFIG)).parent)
+    content = adapter_description(folder)
     if content is None:
         raise ValueError(f"it has no {ADAPTER_CONFIG}")
     file, kind = f"{adapter}/{ADAPTER_CONFIG}", content["peft_type"]
@@ -84,7 +87,7 @@ def saved_lora_config(adapter: str) -> PeftConfig:
             ]
         )
     try:
-        config = PeftConfig.from_pretrained(adapter)
+        config = PeftConfig.from_pretrained(folder)
     except (TypeError, ValueError, AttributeError, ImportError) as error:
         raise UserError([f"{file}: cannot be read by peft ({one_line(error)})"]) from None
     if kind == "LORA" and (foreign := sorted(_set_fields(config) - LORA_FIELDS)):
