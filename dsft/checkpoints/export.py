@@ -46,6 +46,8 @@ from dsft.runtime.console import progress_bar, say
 from dsft.runtime.hardware import free_host_bytes
 from dsft.units import GB
 
+GENERATION = "generation_config.json"
+
 
 def export(
     source: str,
@@ -156,6 +158,8 @@ def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, t
     if isinstance(model, PeftModel):
         model = _merged(model)
     model.save_pretrained(out, max_shard_size=max_shard_size)
+    if (folder / GENERATION).is_file():
+        shutil.copy(folder / GENERATION, out)
     left_out = find_left_out(base or str(folder), model, trust_remote_code=trust_remote_code)
     keep_left_out(out, model, left_out)
     if left_out and left_out.text_only:
@@ -224,7 +228,7 @@ def _write_config(folder: Path, out: Path, dtype: torch.dtype, *, trust_remote_c
     config.dtype = dtype
     config.save_pretrained(out)
     code = described.glob("*.py") if getattr(config, "auto_map", None) else ()
-    for file in (described / "generation_config.json", *code):
+    for file in (described / GENERATION, folder / GENERATION, *code):  # an adapter's own goes before its base's
         if file.is_file():
             shutil.copy(file, out)
     copy_processor(str(described), out)

@@ -74,6 +74,12 @@ def check_sources(
     return sources
 
 
+def answer_ends(data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Lists the tokens with which trained answers of chats end; other data ends with the tokenizer's own end token."""
+    has_chats = any(each.rules.is_chat or each.rules.format == "alpaca" for each in data)
+    return stop_tokens(tokenizer) if has_chats else []
+
+
 def _check_template(rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> None:
     if rules.is_chat and not tokenizer.chat_template:
         raise ValueError(

@@ -1,4 +1,6 @@
-"""Continues a prompt with a model, to see what it has learnt."""
+"""Continues a prompt with a model, to see what it has learnt; and sets the tokens at which it stops."""
+
+from collections.abc import Iterable
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,3 +26,16 @@ def generate(
         pad_token_id=tokenizer.pad_token_id,
     )
     return tokenizer.decode(output_BT[0, len(ids) :], skip_special_tokens=True)
+
+
+def stop_at(model: PreTrainedModel, ends: Iterable[int]) -> list[int]:
+    """Adds the tokens that `ends` trained answers to those at which `model` stops; returns what was added.
+
+    The generation configuration is saved with the model, and servers read it.
+    """
+    known = model.generation_config.eos_token_id
+    known = [] if known is None else known if isinstance(known, list) else [known]
+    if added := [token_id for token_id in ends if token_id not in known]:
+        stops = [*known, *added]
+        model.generation_config.eos_token_id = stops if len(stops) > 1 else stops[0]
+    return added

@@ -34,9 +34,10 @@ from dsft.checkpoints.run_folder import (
 from dsft.checkpoints.verification import Verification
 from dsft.config.options import TrainConfig, as_dict, common_options
 from dsft.data.sequences import describe_counts
-from dsft.data.training_data import TrainingData, load_training_data
+from dsft.data.training_data import TrainingData, answer_ends, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
 from dsft.models.build import build_model
+from dsft.models.generation import stop_at
 from dsft.models.package import LeftOut, unreached
 from dsft.models.pickles import safe_unpickling
 from dsft.models.row_rules import length_limits
@@ -148,6 +149,11 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
     for note in data.notes:
         say(f"note: {note}")
     model = build_model(run.options, dtype=run.options.dtype, seed=args.seed)
+    if added := stop_at(model, answer_ends(run.data, run.tokenizer)):
+        tokens = ", ".join(run.tokenizer.convert_ids_to_tokens(added))
+        say(
+            f"note: trained answers end with {tokens}, which the model's generation_config did not stop at; final/ does"
+        )
     if run.options.tiled_loss and not tile_loss(model):
         raise AssertionError(f"the trial of tiled_loss found what {type(model).__name__} has not")
     left_out = describe_package(run, model)
