@@ -1,5 +1,6 @@
 """Adapters that plain peft made: scored and merged as peft computes with them, or refused by name."""
 
+import copy
 import json
 import warnings
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from conftest import grid
 from peft import LoraConfig, PeftModel, get_peft_model
+from ranks import PROBE, train_all
 from safetensors.torch import load_file, save_file
 from tiny import write_model
 from transformers import AutoModelForCausalLM
@@ -255,3 +257,47 @@ def test_an_adapter_takes_the_tokenizer_of_its_base(bases, adapter):
     assert not list(adapter.glob("tokenizer*"))
     assert list(merge(str(adapter), str(adapter.with_name("out"))).glob("tokenizer.json"))
     assert load_tokenizer(EvalConfig(model=str(adapter), data="-")).name_or_path == str(bases / "llama")
+
+
+OWN = {
+    "dora-3": ("llama", {"use_dora": True, "zero": "3", "lora_modules_to_save": ["norm"]}),
+    "ends-3": ("llama", {"lora_target_modules": ["embed_tokens", "lm_head", "q_proj"], "zero": "3"}),
+    "rslora-dropout-0": ("biased", {"use_rslora": True, "lora_dropout": 0.2, "zero": "0"}),
+    "tied-embedding-2": ("tied", {"lora_target_modules": ["embed_tokens", "q_proj"], "zero": "2"}),
+    "tied-head-3": ("tied", {"lora_target_modules": ["lm_head"], "zero": "3"}),
+    "tied-saved-embedding-3": ("tied", {"lora_modules_to_save": ["embed_tokens"], "zero": "3"}),
+    "tied-saved-head-2": ("tied", {"lora_modules_to_save": ["lm_head"], "zero": "2"}),
+    "tiled-head-2": ("llama", {"tiled_loss": True, "lora_target_modules": ["lm_head"], "zero": "2"}),
+    "packed-1": ("gpt2", {"packing": True, "zero": "1"}),
+    "experts-3": ("mixtral", {"zero": "3"}),
+    "continued-pissa-3": ("llama", {"adapter": lora(init_lora_weights="pissa"), "zero": "3"}),
+    "continued-olora-0": ("llama", {"adapter": lora(init_lora_weights="olora"), "zero": "0"}),
+    "continued-tokens-2": ("tied", {"adapter": lora(trainable_token_indices=[3, 5]), "zero": "2"}),
+    "continued-IA3-2": ("llama", {"adapter": of_type("IA3Config", TYPES["IA3Config"]), "zero": "2"}),
+}
+"""What dsft trains itself, under which ZeRO stage, over which base."""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "names", grid(["tied-head-3 continued-pissa-3", " ".join(OWN)], quick=["tied-head-3 continued-pissa-3"])
+)
+def test_adapters_that_dsft_trains_compute_the_same_in_plain_peft(bases, tiny, options, tmp_path, names):
+    cases = {}
+    for name in names.split():
+        base, changes = OWN[name]
+        if config := changes.get("adapter"):
+            adapter = write_adapter(tmp_path / f"adapter-{name}", bases / base, copy.deepcopy(config))
+            changes = changes | {"adapter": str(adapter)}
+        cases[name] = options(tmp_path / name, model=str(bases / base), method="lora", **changes)
+    train_all(1, list(cases.values()), tmp_path / "log")
+    for name, case in cases.items():
+        base = base_model(Path(case["model"]))
+        with torch.no_grad():
+            before = base(PROBE).logits
+            plain = PeftModel.from_pretrained(base, tmp_path / name / "final").eval()(PROBE).logits
+            merged = base_model(merge(str(tmp_path / name), str(tmp_path / f"{name}-merged")))(PROBE).logits
+        trained = torch.load(tmp_path / name / "logits.pt")
+        assert (trained - before).abs().max() > 1e-3, name
+        torch.testing.assert_close(plain, trained, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(merged, trained, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
