@@ -3,6 +3,7 @@
 A new metric is a line of `gather_metrics` or `derived_metrics`, and of LOGGED (callbacks.py) where the screen shows it.
 """
 
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,13 +15,18 @@ from dsft.perplexity.sums import exp
 from dsft.planner.gpus import GPUS, gpu_name, named_gpus
 from dsft.planner.step_time import flops_per_token
 from dsft.run_setup.resolve import ResolvedRun
-from dsft.runtime.distributed import from_all
+from dsft.runtime.console import say
+from dsft.runtime.distributed import device, from_all
 from dsft.runtime.hardware import has_gpu, peak_memory_bytes
 from dsft.training.step_reports import StepReport
 from dsft.units import GiB
 
 ROUNDING = 1e-5
 """Of sums of the loss in fp32: what models add to theirs is more."""
+SLOW, SLOW_SHARE = 3.0, 0.2
+"""A rank is slow whose own work takes this many times as long as the fastest rank's, and, where it is work of the
+training, this share of the interval longer.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +82,7 @@ class Work:
     """This rank waited for batches."""
     forward_seconds: float = 0.0
     """This rank's forward passes took. In ZeRO stages 0 to 2 a rank waits for no other before their end."""
+    begun: float = field(default_factory=time.perf_counter)
     _passes: list[tuple[Any, Any]] = field(default_factory=list)
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -128,20 +135,91 @@ def seconds_between(start: Any, end: Any) -> float:
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
 
 
-def gather_metrics(work: Work | None = None) -> dict[str, float]:
+@dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """What one rank did by itself since the last line of the log, in seconds."""
+
+    host: str
+    data: float
+    """It waited for batches."""
+    forward: float
+    """Its forward passes took; in ZeRO-3 a rank waits for the others in them."""
+    product: float
+    """A product of matrices took that each rank computes alone, now: of a throttled device it takes long."""
+
+
+class SlowRanks:
+    """Names a rank that is much slower than the others in two lines of the log in a row, once."""
+
+    def __init__(self, *, waits_in_forward: bool):
+        """Args:
+        waits_in_forward: ranks wait for each other in forward passes, as in ZeRO-3.
+        """
+        self.waits_in_forward = waits_in_forward
+        self.blamed: tuple[int, str] | None = None
+        self.warned: set[tuple[int, str]] = set()
+
+    def note(self, ranks: list[RankTimes], *, interval: float) -> None:
+        """Note the times of all ranks over `interval` seconds."""
+        before, self.blamed = self.blamed, None
+        for work, seconds, least in (
+            ("reading its data", [rank.data for rank in ranks], SLOW_SHARE * interval),
+            ("forward passes", [rank.forward for rank in ranks], SLOW_SHARE * interval),
+            ("a product of matrices that each rank computes alone", [rank.product for rank in ranks], 0.0),
+        ):
+            slowest, fastest = max(seconds), min(seconds)
+            if work == "forward passes" and self.waits_in_forward:
+                continue
+            if slowest - fastest > least and slowest > SLOW * fastest:
+                number = seconds.index(slowest)
+                self.blamed = number, work
+                if self.blamed == before and self.blamed not in self.warned:
+                    self.warned.add(self.blamed)
+                    say(
+                        f"warning: rank {number} on {ranks[number].host} holds up the others: {work} took it"
+                        f" {slowest:.3g} s, the fastest rank {fastest:.3g} s. Look there for other programs, a GPU that"
+                        " is hot or throttled, and a slow disk"
+                    )
+                return
+
+
+def _product_seconds() -> float:
+    """Time a product of small matrices on this rank's device: the least of five, a millisecond or less each."""
+    width = 1024 if has_gpu() else 256
+    matrix, times = torch.ones(width, width, device=device()), []
+    for _ in range(5):
+        start = mark()
+        matrix @ matrix
+        end = mark()
+        if not isinstance(end, float):
+            end.synchronize()
+        times.append(seconds_between(start, end))
+    return min(times)
+
+
+def gather_metrics(work: Work | None = None, slow_ranks: SlowRanks | None = None) -> dict[str, float]:
     """Gather the largest peak memory of one rank so far and, of `work`, its loss per trained token and what ranks
-    waited for. Collective.
+    waited for; name a rank that holds up the others. Collective.
     """
-    own_seconds = work.data_seconds + work.forward_seconds if work else 0.0
-    ranks = from_all([(peak_memory_bytes(), work.data_seconds if work else 0.0, own_seconds)])
-    peaks, data_seconds, own_seconds = zip(*ranks, strict=True)
+    own = None
+    if work is not None:
+        product = _product_seconds()
+        own = RankTimes(
+            host=socket.gethostname(), data=work.data_seconds, forward=work.forward_seconds, product=product
+        )
+    peaks, ranks = zip(*from_all([(peak_memory_bytes(), own)]), strict=True)
     metrics = {f"peak_{name}_gib": round(max(peak[name] for peak in peaks) / GiB, 3) for name in peaks[0]}
     if work is None or not work.positions:
         return metrics
     metrics["loss"] = work.nats / work.trained
     if abs(work.objective - work.nats) > ROUNDING * work.nats:
         metrics["aux_loss"] = (work.objective - work.nats) / work.trained
-    metrics |= {"data_wait_seconds": max(data_seconds), "padding_share": 1 - work.tokens / work.positions}
+    metrics |= {
+        "data_wait_seconds": max(rank.data for rank in ranks),
+        "padding_share": 1 - work.tokens / work.positions,
+    }
     if len(ranks) > 1:
-        metrics["rank_skew"] = max(own_seconds) / min(own_seconds)
+        seconds = [rank.data + rank.forward for rank in ranks]
+        metrics["rank_skew"] = max(seconds) / min(seconds)
+        slow_ranks.note(list(ranks), interval=time.perf_counter() - work.begun)
     return metrics

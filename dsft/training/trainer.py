@@ -40,7 +40,7 @@ from dsft.training.callbacks import (
     SkippedSteps,
 )
 from dsft.training.loss import TokenLoss
-from dsft.training.metrics import Compute, Work, derived_metrics, gather_metrics, mark
+from dsft.training.metrics import Compute, SlowRanks, Work, derived_metrics, gather_metrics, mark
 from dsft.training.plan_check import PlanCheck
 from dsft.training.saving_trainer import SavingTrainer
 from dsft.training.step_reports import StepReport, StepReports
@@ -92,6 +92,7 @@ class PerplexityTrainer(SavingTrainer):
         self.is_stopping = False
         self.extra_metrics: dict[str, float] = {}
         self.work = Work()
+        self.slow_ranks = SlowRanks(waits_in_forward=is_deepspeed_zero3_enabled())
         self.compute = compute
         self.plan_check = PlanCheck(plan)
         self.add_callback(self.plan_check)
@@ -253,7 +254,8 @@ class PerplexityTrainer(SavingTrainer):
         """The Trainer's, after every step; `should_log` is the same on all ranks. Collective."""
         self._read_reports()
         if self.control.should_log:
-            self.extra_metrics = gather_metrics(self.work) | {"num_trained_tokens": self.totals["trained_tokens"]}
+            self.extra_metrics = gather_metrics(self.work, self.slow_ranks)
+            self.extra_metrics["num_trained_tokens"] = self.totals["trained_tokens"]
             self.work = Work()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import socket
 import sys
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from transformers import TrainerCallback, trainer
 
 import dsft
 from dsft.data.batches import Collator
+from dsft.training.metrics import RankTimes, SlowRanks
 
 pytestmark = pytest.mark.launch
 READS = ("item", "tolist", "cpu", "__int__", "__float__", "__bool__")
@@ -73,8 +75,8 @@ def counted_training(options: dict) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_an_optimizer_step_waits_for_one_collective_and_a_micro_batch_for_none(tiny, options, tmp_path, packing):
-    """The host reads, once, what was told of the step before. The Trainer gathers how many tokens are trained.
+def test_an_optimizer_step_waits_for_two_collectives_and_a_micro_batch_for_none(tiny, options, tmp_path, packing):
+    """The host reads, once, what was told of the step before. Another collective adds up how many tokens are trained.
 
     A line of the log reads the newest step too, and the loss, the norm of the gradients and the operations done so far;
     it tells the rank that waits for its data.
@@ -88,12 +90,45 @@ def test_an_optimizer_step_waits_for_one_collective_and_a_micro_batch_for_none(t
         "train_sampling_strategy": "sequential",  # the last of 42 windows alone is padded, and masked
         "packing": packing,
     }
-    step = {"all_reduce": 1, "tolist": 1, "all_gather": 1}
+    step = {"all_reduce": 2, "tolist": 1}
     counts = on_ranks(2, counted_training, options(tmp_path / "run", zero="1", **changes))
-    log = {"tolist": 2, "item": 3, "all_gather": 3, "all_gather_object": 1}
+    log = {"tolist": 2, "item": 3, "all_gather": 2, "all_gather_object": 1}
     assert counts == 2 * [[step, step | log]]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     line = next(line for line in lines if line["step"] == 5)
     if packing:  # its rows are collated by another class
         return
     assert line["data_wait_seconds"] > 4 * WAIT_SECONDS and line["rank_skew"] >= 1
+
+
+def training_beside_a_slow_rank(options: dict) -> None:
+    collate = Collator.__call__
+
+    def slow_on_rank_1(*args):
+        time.sleep(10 * WAIT_SECONDS * dist.get_rank())
+        return collate(*args)
+
+    Collator.__call__ = slow_on_rank_1
+    train(options)
+
+
+@pytest.mark.parametrize("zero", ["0", "3"])
+def test_a_rank_that_holds_up_the_others_is_named_once_with_its_host(tiny, options, tmp_path, capfd, zero):
+    """In ZeRO-3 the other ranks wait for it in their forward passes: what it does by itself tells."""
+    changes = {"max_steps": 6, "logging_steps": 1, "seq_len": 32, "per_device_train_batch_size": 1}
+    on_ranks(2, training_beside_a_slow_rank, options(tmp_path / "run", zero=zero, **changes))
+    screen = capfd.readouterr().out
+    assert screen.count(f"rank 1 on {socket.gethostname()} holds up the others: reading its data took it") == 1
+
+
+def test_a_slow_device_is_named_in_two_lines_of_the_log_in_a_row_and_one_alone_is_chance(capsys):
+    def line(*products: float) -> list[RankTimes]:
+        return [RankTimes(host=f"n{rank}", data=0.0, forward=1.0, product=p) for rank, p in enumerate(products)]
+
+    slow_ranks = SlowRanks(waits_in_forward=True)
+    for products in ((1e-3, 1e-2), (1e-3, 1e-3), (1e-3, 1e-2), (1e-2, 1e-3)):
+        slow_ranks.note(line(*products), interval=1.0)
+    assert capsys.readouterr().out == ""
+    for _ in range(3):
+        slow_ranks.note(line(1e-3, 1e-2), interval=1.0)
+    assert capsys.readouterr().out.count("rank 1 on n1 holds up the others") == 1
