@@ -201,13 +201,13 @@ def gather_metrics(work: Work | None = None, slow_ranks: SlowRanks | None = None
     """Gather the largest peak memory of one rank so far and, of `work`, its loss per trained token and what ranks
     waited for; name a rank that holds up the others. Collective.
     """
-    own = None
+    mine = None
     if work is not None:
         product = _product_seconds()
-        own = RankTimes(
+        mine = RankTimes(
             host=socket.gethostname(), data=work.data_seconds, forward=work.forward_seconds, product=product
         )
-    peaks, ranks = zip(*from_all([(peak_memory_bytes(), own)]), strict=True)
+    peaks, ranks = zip(*from_all([(peak_memory_bytes(), mine)]), strict=True)
     metrics = {f"peak_{name}_gib": round(max(peak[name] for peak in peaks) / GiB, 3) for name in peaks[0]}
     if work is None or not work.positions:
         return metrics

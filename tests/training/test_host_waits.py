@@ -113,11 +113,12 @@ def training_beside_a_slow_rank(options: dict) -> None:
 
 
 @pytest.mark.parametrize("zero", ["0", "3"])
-def test_a_rank_that_holds_up_the_others_is_named_once_with_its_host(tiny, options, tmp_path, capfd, zero):
+def test_a_rank_that_holds_up_the_others_is_named_once_with_its_host(tiny, options, tmp_path, zero):
     """In ZeRO-3 the other ranks wait for it in their forward passes: what it does by itself tells."""
     changes = {"max_steps": 6, "logging_steps": 1, "seq_len": 32, "per_device_train_batch_size": 1}
-    on_ranks(2, training_beside_a_slow_rank, options(tmp_path / "run", zero=zero, **changes))
-    screen = capfd.readouterr().out
+    log = tmp_path / "log"
+    on_ranks(2, training_beside_a_slow_rank, options(tmp_path / "run", zero=zero, **changes), log=log)
+    screen = log.read_text()
     assert screen.count(f"rank 1 on {socket.gethostname()} holds up the others: reading its data took it") == 1
 
 
