@@ -25,7 +25,7 @@ TEXT = {
     **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 384, "intermediate_size_mlp": 64},
     **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    **{"bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0},
+    **{"bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 383},
 }
 TOWER = {
     **dict.fromkeys(("hidden_size", "embed_dim", "intermediate_size", "d_model", "encoder_ffn_dim"), 32),

@@ -299,7 +299,14 @@ def _widths(text: PreTrainedConfig) -> dict[str, int]:
 
 def _first(text: PreTrainedConfig, *names: str) -> Any:
     """The first of the names that this architecture's config has and sets: each family has words of its own."""
-    return next((getattr(text, name) for name in names if getattr(text, name, None)), None)
+    return next((value for name in names if (value := _largest(text, name))), None)
+
+
+def _largest(text: PreTrainedConfig, name: str) -> Any:
+    """What a config says of all layers; the largest of their values where they differ (Gemma 4's head_dim)."""
+    if text.is_heterogeneous and name in text.per_layer_attributes:
+        return max((value for layer in text.per_layer_config if (value := getattr(layer, name, None))), default=None)
+    return getattr(text, name, None)
 
 
 def _numels(parameters: Iterable[torch.nn.Parameter]) -> tuple[tuple[int, int], ...]:

@@ -134,6 +134,6 @@ def test_a_package_is_trained_and_stays_one(runs, case, tiny, tmp_path):
     assert (kind in HAS_MTP) == any(name.startswith("mtp.") for name in after)
     _, info = whole.from_pretrained(final, output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"] and not info["unexpected_keys"]
-    assert (final / "preprocessor_config.json").is_file()
+    assert (final / "preprocessor_config.json").is_file() or kind == "mistral4"  # a language model alone
     result = evaluate_perplexity(model=str(final), data=str(tiny / "held_out.jsonl"), seq_len=64, progress=False)
     assert 1 < result.perplexity.perplexity < 1000
