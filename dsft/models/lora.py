@@ -148,7 +148,7 @@ def _excluded(model: PreTrainedModel) -> str | list[str] | None:
     if not towers:
         return names or None
     parts = [rf"(.*\.)?({'|'.join(map(re.escape, names))})"] if names else []
-    return "|".join(parts + [rf"{re.escape(beginning)}.*" for beginning in towers])
+    return "|".join(parts + [rf"{re.escape(beginning.removesuffix('.'))}(\..*)?" for beginning in towers])
 
 
 def _not_linear(model: PreTrainedModel) -> list[str]:
@@ -195,7 +195,7 @@ def check_lora_targets(model: PreTrainedModel, options: TrainConfig) -> list[str
     leaves = [
         name
         for name, module in named.items()
-        if isinstance(module, adaptable) and not name.endswith(others) and not name.startswith(towers)
+        if isinstance(module, adaptable) and not name.endswith(others) and not f"{name}.".startswith(towers)
     ]
     linear = sorted({name.rsplit(".", 1)[-1] for name in leaves if not isinstance(named[name], torch.nn.Embedding)})
 

@@ -41,6 +41,8 @@ AUTO_CLASSES = (
     (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
 )
 """In the order in which they are tried."""
+NOT_LOADED_BY_TEXT_CLASS = ("emu3",)
+"""Packages whose language model gets random weights from the text class: it finds none of their names."""
 UNREACHED = {
     "git": ("git.image_encoder.", "git.visual_projection."),
     "phi4_multimodal": ("model.embed_tokens_extend.",),
@@ -58,6 +60,8 @@ def auto_class(config: PreTrainedConfig) -> type:
     """
     remote = getattr(config, "auto_map", None) or {}
     for auto, mapping in AUTO_CLASSES:
+        if auto is AutoModelForCausalLM and config.model_type in NOT_LOADED_BY_TEXT_CLASS:
+            continue
         if auto.__name__ in remote or type(config) in mapping:
             if auto is AutoModelForCausalLM or not _reads_first(config):
                 return auto

@@ -40,7 +40,7 @@ def test_what_is_frozen_is_what_no_text_reaches(kind):
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen == {name for name, parameter in model.named_parameters() if parameter.grad is None}
-    towers = any(part in name for name in frozen for part in ("visi", "visual", "audio"))
+    towers = any(part in name for name in frozen for part in ("visi", "visual", "audio", "vqmodel"))
     assert towers == (type(model) is whole_class(package_config(kind)) and kind != "mistral4")
 
 
