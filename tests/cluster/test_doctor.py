@@ -301,6 +301,17 @@ def test_a_way_that_drops_large_packets_is_told_from_a_firewall(hosts, tmp_path)
 
 
 @pytest.mark.exhaustive
+def test_a_link_of_1_mbit_is_named_with_its_rate_and_nothing_more_is_measured(hosts, tmp_path):
+    slow = "tc qdisc add dev eth0 root tbf rate 1mbit burst 16k latency 400ms"
+    with changed(hosts[1], slow, "tc qdisc del dev eth0 root"):
+        report, places = doctor(hosts, [1, 1], tmp_path, "--quick")
+    assert ("slow-link", "node-1 -> node-0") in places, report["findings"]
+    message = next(entry["message"] for entry in report["findings"] if entry["code"] == "slow-link")
+    assert 0.5 < float(message.split()[0]) < 2 and "Mbit/s" in message
+    assert not any(code.startswith("smoke-silent") for code, _ in places)
+
+
+@pytest.mark.exhaustive
 def test_a_slow_card_and_a_slow_link_are_named(hosts, tmp_path):
     with changed(
         hosts[2], "tc qdisc add dev eth0 root tbf rate 200mbit burst 64k latency 50ms", "tc qdisc del dev eth0 root"

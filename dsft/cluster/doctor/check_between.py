@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-from dsft.cluster.doctor.facts import NodeFacts, Reached
+from dsft.cluster.doctor.facts import SLOWEST_LINK, NodeFacts, Reached
 from dsft.cluster.doctor.findings import Finding, finding, join
 
 CLOCK_SECONDS = 2.0
@@ -142,6 +142,14 @@ def check_network(facts: dict[str, NodeFacts], reached: dict[str, Reached]) -> I
             message = f"{target.address} ({target.name}) is {target.host} from there, not {expected}"
             fix = f"on {node}: getent hosts {target.name}; correct /etc/hosts or DNS, or the doubled address"
             yield finding("wrong-machine", node, message, fix)
+    for node, target in targets:
+        if 0 < target.bytes_per_second < SLOWEST_LINK:
+            message = f"{8e-6 * target.bytes_per_second:.2g} Mbit/s from there: collectives would time out"
+            fix = (
+                f"ssh {target.name} 'ethtool IFACE; ip -s link; tc qdisc show': a lower speed, errors, a limit;"
+                f" or leave it out: --exclude {target.name}"
+            )
+            yield finding("slow-link", f"{target.name} -> {node}", message, fix, severity="error")
     blocked = [(node, target) for node, target in targets if target.kind == "open" and target.error]
     for towards in dict.fromkeys(target.name for _, target in blocked):
         froms = [node for node, target in blocked if target.name == towards]

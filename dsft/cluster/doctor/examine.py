@@ -199,7 +199,7 @@ def _check_nodes(report: Report, reached: dict[str, Reached], used: dict[str, st
 def _why_not_measured(report: Report, network: list[Finding]) -> str:
     """Why the smoke test could not work; empty where it can."""
     if any(entry.severity == "error" and entry.code != "master-port-busy" for entry in network):
-        return "the nodes do not reach each other"
+        return "the nodes do not reach each other, or too slowly"
     if any(entry.code == "slots" for entry in report.findings):
         return "there are more slots than GPUs or cores"
     if len({bool(facts.usable_gpus) for facts in report.facts.values()}) > 1:

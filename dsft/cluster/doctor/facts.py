@@ -140,6 +140,10 @@ class NodeFacts:
         return cls(**values | typed)
 
 
+SLOWEST_LINK = 0.5e6
+"""Bytes per second (4 Mbit/s) below which a link is broken for any training."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """An address that a node is to connect to."""
@@ -164,6 +168,8 @@ class Connection(Target):
     """Of a small message one way."""
     clock_ahead: float = 0.0
     """Seconds by which the other node's clock is ahead."""
+    bytes_per_second: float = 0.0
+    """Of a block from there, of kind "open"; 0 where none was sent."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from dsft.cluster.doctor.facts import Connection, FileContent, Target
+from dsft.cluster.doctor.facts import SLOWEST_LINK, Connection, FileContent, Target
 from dsft.cluster.doctor.gather import cache_folders
 from dsft.runtime.disk import existing_parent
 from dsft.runtime.ports import port_owner
@@ -27,6 +27,8 @@ from dsft.runtime.ports import port_owner
 CONNECT_SECONDS = 3.0
 """A connection in a cluster takes milliseconds; a firewall that drops packets answers never."""
 ROUND_TRIPS = 5
+BLOCK_BYTES, BLOCK_TRIES = 128 * 1024, 3
+"""Sent to measure a link: 0.3 s at `facts.SLOWEST_LINK`. What a busy host delays once is tried again."""
 END_BYTES = 1024**2
 """Hashed of each end of a file: full files of hundreds of GB would take minutes."""
 SEEN_SECONDS = 4.0
@@ -36,8 +38,8 @@ seconds.
 
 
 class Listener:
-    """Listens on a port (0: any free one) of all addresses until closed; sends its host's name, then its clock for each
-    byte that comes.
+    """Listens on a port (0: any free one) of all addresses until closed; sends its host's name, then for each byte that
+    comes its clock, or for a "b" a block of BLOCK_BYTES.
     """
 
     def __init__(self, port: int = 0):
@@ -61,8 +63,8 @@ class Listener:
             caller.settimeout(CONNECT_SECONDS)
             caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             caller.sendall(f"{socket.gethostname()}\n".encode())
-            while caller.recv(1):
-                caller.sendall(f"{time.time()}\n".encode())
+            while asked := caller.recv(1):
+                caller.sendall(bytes(BLOCK_BYTES) if asked == b"b" else f"{time.time()}\n".encode())
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -93,7 +95,10 @@ def _connect(target: Target) -> Connection:
             if not host:
                 return Connection(**asdict(target), error="closed")
             seconds, ahead = min(_round_trip(connection, lines) for _ in range(ROUND_TRIPS))
-            return Connection(**asdict(target), host=host, seconds=seconds / 2, clock_ahead=ahead)
+            rate = _block_rate(connection, lines) if target.kind == "open" else 0.0
+            return Connection(
+                **asdict(target), host=host, seconds=seconds / 2, clock_ahead=ahead, bytes_per_second=rate
+            )
     except OSError as error:
         known = {socket.gaierror: "unresolved", TimeoutError: "timeout", ConnectionRefusedError: "refused"}
         return Connection(**asdict(target), error=known.get(type(error)) or error.strerror or str(error))
@@ -106,6 +111,19 @@ def _round_trip(connection: socket.socket, lines: Any) -> tuple[float, float]:
     there = float(lines.readline() or "nan")
     seconds = time.perf_counter() - start
     return seconds, there - here - seconds / 2
+
+
+def _block_rate(connection: socket.socket, lines: Any) -> float:
+    """Bytes per second of a block, the fastest of few tries; one is enough where the link is not very slow."""
+    rate = 0.0
+    for _ in range(BLOCK_TRIES):
+        start = time.perf_counter()
+        connection.sendall(b"b")
+        got = len(lines.read(BLOCK_BYTES))
+        rate = max(rate, got / (time.perf_counter() - start))
+        if rate > SLOWEST_LINK:
+            break
+    return rate
 
 
 def file_content(source: str) -> FileContent | None:
