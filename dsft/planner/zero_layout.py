@@ -62,6 +62,7 @@ UNMODELLED = {
     "zero_optimization.zero_quantized_gradients": "4-bit gradients",
     "torch_autocast.enabled": "torch autocast",
     "fp16.fp16_master_weights_and_grads": "fp16 master weights",
+    "bf16.bf16_master_weights_and_grads": "bfloat16 master weights",
     "compression_training": "compression",
     "compile.deepcompile": "DeepCompile",
 }
