@@ -209,10 +209,10 @@ class SavingTrainer(Trainer):
 
         def write_and_read_back() -> None:
             super(SavingTrainer, self)._save(output_dir, state_dict)
-            if isinstance(self.model, PeftModel):  # peft saves none: what stops the adapter's answers would be lost
-                text = self.model.generation_config.to_json_string()
-                (Path(output_dir) / "generation_config.json").write_text(text, encoding="utf-8")
             if self.args.should_save:
+                if isinstance(self.model, PeftModel):  # peft saves none: what stops the adapter's answers would be lost
+                    text = self.model.generation_config.to_json_string()
+                    (Path(output_dir) / "generation_config.json").write_text(text, encoding="utf-8")
                 sampled = SAMPLED_TENSORS if save.folder.name == FINAL else 0
                 save.errors += readback_errors(SafetensorsFiles(Path(output_dir)), state_dict, sampled=sampled)
             if self.args.should_save and save.folder.name == FINAL and not save.errors:
