@@ -15,6 +15,7 @@ from typing import Any
 
 from peft import PeftModel
 from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft.checkpoints.identity import check_identity
 from dsft.checkpoints.kept_weights import find_left_out
@@ -81,7 +82,11 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
         if left_lock or (output_dir and was_killed(output_dir)):
             wait_for_a_killed_run()
         watchdog.set_phase("loading")
-        return _finetune(options, problems)
+        try:
+            return _finetune(options, problems)
+        finally:
+            # The trainer that is returned keeps it alive, and `from_pretrained` would go on to shard what it loads.
+            unset_hf_deepspeed_config()
 
 
 def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTrainer | None:
