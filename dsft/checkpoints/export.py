@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from dsft.checkpoints.kept_weights import copy_processor, find_left_out, keep_left_out
+from dsft.checkpoints.manifest import share_files
 from dsft.checkpoints.readback import check_export, check_written
 from dsft.checkpoints.run_folder import check_new_folder, find_adapter, find_weights
 from dsft.checkpoints.tensor_sources import (
@@ -82,6 +83,7 @@ def export(
         raise UserError([f"{source}: cannot be exported ({one_line(error)})"]) from None
     if target.is_dir():
         target.rmdir()  # it is empty
+    share_files(beside)
     beside.rename(target)
     return target
 

@@ -5,6 +5,7 @@ to its name. What a killed save leaves lies in `.saving/` and is removed at the 
 only; what the ranks do together is in `save.py`.
 """
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -142,6 +143,15 @@ def write_hashed(path: Path, write: Callable[[HashedFile], Any]) -> dict[str, An
         return {"size": file.tell(), "sha256": hashed.digest.hexdigest()}
 
 
+def share_files(folder: Path) -> None:
+    """Let those read the files of a new folder whom the umask lets: safetensors makes its files for their owner alone.
+    The folder's own mode is what the umask leaves.
+    """
+    for file in files_of(folder):
+        with contextlib.suppress(PermissionError):
+            file.chmod(file.stat().st_mode | folder.stat().st_mode & 0o666)
+
+
 def publish(staged: Path, manifest: dict[str, Any]) -> Path:
     """Write the manifest and move a checkpoint, or the final model, from staging to its name, over an earlier one.
 
@@ -151,6 +161,7 @@ def publish(staged: Path, manifest: dict[str, Any]) -> Path:
         json.dump(sealed(manifest), file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+    share_files(staged)
     for folder in (*(path for path in staged.rglob("*") if path.is_dir()), staged):
         _sync_folder(folder)
     final, replaced = staged.parent.parent / staged.name, staged.parent.parent / REPLACED

@@ -22,6 +22,7 @@ from dsft.checkpoints.save import Saves, StagedSave, missing_shards
 from dsft.checkpoints.tensor_sources import SafetensorsFiles
 from dsft.checkpoints.verification import Verification
 from dsft.config.deepspeed_json import offloads, stage
+from dsft.config.options import shuffle_seed
 from dsft.errors import TrainingStopped
 from dsft.models.package import LeftOut
 from dsft.models.zero_shards import mapped_resume
@@ -51,6 +52,7 @@ class SavingTrainer(Trainer):
         left_out: LeftOut | None = None,
         **kwargs: Any,
     ):
+        self._use_cache = getattr(model.config, "use_cache", None)  # the Trainer turns it off
         super().__init__(model, *args, **kwargs)
         self.left_out = None if isinstance(model, PeftModel) else left_out
         deepspeed_config = self.args.hf_deepspeed_config.config
@@ -67,7 +69,7 @@ class SavingTrainer(Trainer):
         self.run_identity = run_identity(
             shapes,
             data=data_identity,
-            seed=self.args.data_seed or self.args.seed,
+            seed=shuffle_seed(self.args.data_seed, self.args.seed),
             sequences_per_step=self.args.per_device_train_batch_size
             * self.args.gradient_accumulation_steps
             * self.args.world_size,
@@ -204,11 +206,11 @@ class SavingTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         save = self._staged_save
         if save is None:
-            return super()._save(output_dir, state_dict)
+            return self._save_as_it_serves(output_dir, state_dict)
         state_dict = state_dict or {}
 
         def write_and_read_back() -> None:
-            super(SavingTrainer, self)._save(output_dir, state_dict)
+            self._save_as_it_serves(output_dir, state_dict)
             if self.args.should_save:
                 if isinstance(self.model, PeftModel):  # peft saves none: what stops the adapter's answers would be lost
                     text = self.model.generation_config.to_json_string()
@@ -219,6 +221,17 @@ class SavingTrainer(Trainer):
                 keep_left_out(Path(output_dir), self.model, self.left_out)
 
         save.attempt(write_and_read_back)
+
+    def _save_as_it_serves(self, output_dir: str | None, state_dict: dict | None) -> None:
+        """Save with the cache of generation on where the model that was loaded has it on."""
+        config, in_training = self.model.config, getattr(self.model.config, "use_cache", None)
+        if in_training is not None:
+            config.use_cache = self._use_cache
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            if in_training is not None:
+                config.use_cache = in_training
 
     def _check_saved(self, folder: Path) -> list[str]:
         problems = self._missing_weights(folder)

@@ -47,6 +47,7 @@ def test_export_writes_the_asked_dtype_and_the_tokenizer(tiny, tmp_path):
     out = export(str(tiny / "model"), str(tmp_path / "half"), dtype="bfloat16")
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
     assert (out / "tokenizer.json").is_file()
+    assert {path.name for path in out.iterdir() if path.stat().st_mode & 0o444 != out.stat().st_mode & 0o444} == set()
 
 
 def test_export_refuses_what_it_would_lose_or_cannot_find(tiny, tmp_path):

@@ -57,7 +57,8 @@ def runs(tiny, options, tmp_path_factory):
         "padded": common | {"max_steps": None, "num_train_epochs": 2},
         "zeros": common | {"model": str(zeros), "max_steps": 3},
         "learns": common | {"max_steps": 12},
-        "data_seed 0": common | {"data_seed": 0, "eval_fraction": 0.3},
+        "every third": common | {"max_steps": 12, "logging_steps": 3},
+        "data_seed 0": common | {"data_seed": 0, "eval_fraction": 0.3, "save_strategy": "steps", "save_steps": 2},
         "data_seed 42": common | {"data_seed": 42, "eval_fraction": 0.3},
         "seed 42": common | {"seed": 42, "eval_fraction": 0.3},
     }
@@ -100,6 +101,30 @@ def test_tokens_seen_and_trained_are_those_of_the_data_packed_or_padded(runs):
         assert last["num_trained_tokens"] == results["trained_tokens"] and 0 <= last["padding_share"] < 1
 
 
+def test_the_logged_loss_is_per_trained_token_of_its_interval_and_the_final_one_of_all(runs):
+    folder, _ = runs
+    each, some = (
+        [entry for entry in read_json(folder / name / "run.json")["results"]["log"] if "loss" in entry]
+        for name in ("learns", "every third")
+    )
+    trained = np.diff([0, *(entry["num_trained_tokens"] for entry in each)])
+    nats = trained * [entry["loss"] for entry in each]
+    assert len(set(trained)) > 2, "steps of one size would not tell"
+    ends = [entry["step"] for entry in some]
+    for start, end, entry in zip([0, *ends], ends, some, strict=False):
+        assert entry["loss"] == pytest.approx(nats[start:end].sum() / trained[start:end].sum(), rel=1e-6)
+    results = read_json(folder / "every third" / "run.json")["results"]
+    assert results["train_loss"] == pytest.approx(nats.sum() / trained.sum(), rel=1e-6)
+
+
+def test_the_final_model_is_for_all_that_the_umask_lets_read_and_generates_with_its_cache(runs):
+    folder, _ = runs
+    final = folder / "learns" / "final"
+    assert read_json(final / "config.json")["use_cache"] is True
+    readable = final.stat().st_mode & 0o444
+    assert {path.name for path in final.iterdir() if path.stat().st_mode & 0o444 != readable} == set()
+
+
 def test_data_seed_0_is_a_seed_like_any_other(runs):
     folder, _ = runs
     names = ("data_seed 0", "data_seed 42", "seed 42")
@@ -108,6 +133,8 @@ def test_data_seed_0_is_a_seed_like_any_other(runs):
     assert losses[0] != losses[1] == losses[2], "the order of the rows"
     held_out = [result["eval_perplexity"] for result in results]
     assert held_out[0] != held_out[1] == held_out[2], "the rows held out"
+    manifest = read_json(folder / "data_seed 0" / "checkpoint-2" / "manifest.json")
+    assert manifest["run_identity"]["seed of the order"] == 0, "else a resume without data_seed takes another order"
 
 
 def test_a_gradient_of_0_and_a_loss_that_stays_at_guessing_are_said(runs):
