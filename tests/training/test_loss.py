@@ -29,6 +29,22 @@ WITH_ROUTERS = {
     "granitemoe": (transformers.GraniteMoeConfig, GATED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
+TINY = {
+    **dict.fromkeys(("d_model", "hidden_size", "emb_dim"), 32),
+    **dict.fromkeys(("decoder_layers", "encoder_layers", "n_layer", "n_layers"), 2),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "n_head", "n_heads"), 4),
+    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "d_inner"), 48),
+    **dict.fromkeys(("max_position_embeddings", "max_target_positions"), 64),
+    **{"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+}
+OWN_LOSSES = {
+    **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp"), TINY),
+    **dict.fromkeys(("pegasus", "plbart", "trocr", "whisper", "xlm"), TINY),
+    "xlnet": {"vocab_size": 128, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48},
+    "cpmant": {"vocab_size": 128, "hidden_size": 32, "num_attention_heads": 4, "dim_head": 8, "dim_ff": 48},
+}
+"""Architectures that take the mean of a micro batch themselves, most without a shift -> a tiny configuration."""
+
 
 def step(model, rows: int, *, blank: int = 0, **options) -> tuple[float, float, list[torch.Tensor]]:
     """The loss of one optimizer step over IDS_BT in micro batches of `rows`, with `blank` ones after them; its nats;
@@ -78,6 +94,19 @@ def test_in_every_architecture_a_step_is_the_mean_of_its_tokens_in_one_micro_bat
         loss, nats, cut = step(model, rows, blank=blank)
         assert loss == pytest.approx(by_hand.item(), rel=1e-5) and nats == pytest.approx(loss, rel=1e-5)
         assert same(gradients, cut, rel=1e-4)
+
+
+@one_thread()
+@pytest.mark.parametrize("architecture", grid(OWN_LOSSES, ("marian", "whisper", "cpmant")))
+def test_an_architecture_with_a_mean_of_its_own_is_trained_on_that_of_the_step_s_next_tokens(architecture):
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[architecture](**OWN_LOSSES[architecture])
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        logits_BTV = model(input_ids=IDS_BT, use_cache=False).logits[:, :-1].float()
+    by_hand = functional.cross_entropy(logits_BTV.flatten(0, 1), LABELS_BT[:, 1:].flatten(), ignore_index=IGNORED)
+    for rows, blank in ((ROWS, 0), (2, 0), (2, 1)):
+        assert step(model, rows, blank=blank)[0] == pytest.approx(by_hand.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("architecture", WITH_ROUTERS)
