@@ -138,7 +138,7 @@ def test_the_checkpoints_that_lie_on_the_disk_at_once_are_counted(options, count
     problems: list[str] = []
     config = make_config(TrainConfig, {"model": "m", "data": ["d"], "output_dir": "out"} | options, problems)
     config = dataclasses.replace(config, dtype="float32")
-    size = SimpleNamespace(num_trainable=1000, vocab_size=100)
+    size = SimpleNamespace(num_trainable=1000, other_params=0, lora_r=0, vocab_size=100)
     assert problems == [] and checkpoint_size(config, size).kept == count
 
 
