@@ -7,6 +7,7 @@ end.
 import contextlib
 import json
 import os
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from dsft.checkpoints.manifest import (
 from dsft.checkpoints.removal import discard
 from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
-from dsft.models.model_folder import FINAL, adapter_base, is_step_folder
+from dsft.models.model_folder import FINAL, adapter_base, has_only_shards, is_step_folder
 from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable, write_json
 from dsft.runtime.launcher_env import LAUNCH
@@ -250,7 +251,10 @@ def find_weights(source: str) -> Path:
         folder = newest
     # A final model is the user's to edit: its chat template, say.
     if (folder / TRAINER_STATE).is_file() and (folder / MANIFEST).is_file():
-        raise_if_any([f"{folder}: {error}; it is damaged, use another" for error in integrity_errors(folder)])
+        errors = integrity_errors(folder)
+        if has_only_shards(str(folder)):  # somebody removed the weights that the shards hold, too
+            errors = [error for error in errors if not re.fullmatch(r"\S+\.safetensors\S* is missing", error)]
+        raise_if_any([f"{folder}: {error}; it is damaged, use another" for error in errors])
     if (
         not is_step_folder(str(folder))
         and not any(folder.glob("*.safetensors"))
