@@ -115,6 +115,11 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = ()) ->
 
     named = {re.match(r"\w*", problem)[0] for problem in known} & options.training.keys()
     values = with_defaults(options)
+    if str(values.get("optim", "")).startswith("schedule_free"):
+        return [
+            f"optim={values['optim']}: evaluates and saves averaged weights, which DeepSpeed does not swap in; take"
+            " adamw_torch with lr_scheduler_type constant"
+        ]
     for name in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"):
         values.pop(name, None)
     try:

@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from dsft.checkpoints.identity import check_identity
+from dsft.checkpoints.identity import changed_options, check_identity
 from dsft.checkpoints.kept_weights import find_left_out
 from dsft.checkpoints.manifest import checkpoints
 from dsft.checkpoints.model_card import CARD, model_card
@@ -290,6 +290,8 @@ def describe_start(run: ResolvedRun, trainer: PerplexityTrainer) -> None:
         change = topology_change(run.checkpoint, trainer.topology)
         resharded = f"; resharded ({change}): dropout draws other numbers than it would have"
         say(f"resuming from {run.checkpoint}{resharded if change else ''}")
+        if changed := changed_options(run.checkpoint, trainer.taken_options):
+            say(f"note: the resume takes {', '.join(changed)}; weights, moments, step and place in the data are kept")
     elif run.options.training.get("resume_from_checkpoint"):
         say(f"no complete checkpoint in {run.output_dir}; starting anew")
 

@@ -1,6 +1,7 @@
 """Defines a Trainer whose checkpoints are complete or are not there."""
 
 import contextlib
+import json
 import math
 import time
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
+from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
-from dsft.checkpoints.identity import run_identity
+from dsft.checkpoints.identity import TAKEN, optimizer_kind, run_identity
 from dsft.checkpoints.kept_weights import keep_left_out
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, prune
 from dsft.checkpoints.readback import readback_errors, trained_shapes
@@ -32,6 +35,12 @@ from dsft.runtime.console import say
 from dsft.training.engine import import_muon, mend
 from dsft.watchdog import client as watchdog
 
+STATEFUL_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+"""Of the learning rate, which they change by what they see."""
+ADAPTER_SCALE = ("lora_alpha", "alpha_pattern", "use_rslora")
+"""Fields of an adapter's config that change what its tensors mean, and not their shapes."""
+HYPERPARAMETERS = ("initial_lr", "weight_decay", "betas", "eps", "momentum")
+"""Of an optimizer's groups: what options say. Whatever else stands there may be a state (schedule-free, Prodigy)."""
 SAMPLED_TENSORS = 16
 """Of the final model, read back and compared in full."""
 
@@ -73,9 +82,25 @@ class SavingTrainer(Trainer):
             sequences_per_step=self.args.per_device_train_batch_size
             * self.args.gradient_accumulation_steps
             * self.args.world_size,
+            options=self._unchangeable_options(),
         )
+        # As JSON has them, to be compared with those of a checkpoint.
+        self.taken_options = json.loads(json.dumps({name: getattr(self.args, name) for name in TAKEN}))
         self._saved_at = time.monotonic()
         self._staged_save: StagedSave | None = None
+
+    def _unchangeable_options(self) -> dict[str, Any]:
+        optimizer = self.args.hf_deepspeed_config.config.get("optimizer") or {}
+        options = {
+            "optimizer": optimizer_kind(optimizer.get("type") or self.args.optim.value),
+            "dataloader_drop_last": self.args.dataloader_drop_last,
+        }
+        if self.args.lr_scheduler_type in STATEFUL_SCHEDULES:  # the rate is a state of these
+            options["learning_rate"] = self.args.learning_rate
+        for name, adapter in getattr(self.model, "peft_config", {}).items():
+            scale = {key: value for key, value in vars(adapter).items() if key in ADAPTER_SCALE}
+            options[f"scale of adapter {name}"] = json.dumps(scale, sort_keys=True)
+        return options
 
     def is_save_due(self) -> bool:
         """Tell whether `save_minutes` are over since the last save, by this rank's clock."""
@@ -96,14 +121,23 @@ class SavingTrainer(Trainer):
         """
         is_changed = resume_from_checkpoint is not None and topology_change(resume_from_checkpoint, self.topology)
         import_muon(self.args.hf_deepspeed_config.config)
-        with self._mapped_resume():
-            prepared = super()._prepare_for_training(
-                max_steps, train_dataloader, None if is_changed else resume_from_checkpoint
-            )
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        options_now = hyperparameters(self.model_wrapped.optimizer)  # a checkpoint brings those that saved it
+        if resume_from_checkpoint is not None and not is_changed:
+            with self._mapped_resume():
+                deepspeed_load_checkpoint(
+                    self.model_wrapped,
+                    resume_from_checkpoint,
+                    load_module_strict=not isinstance(self.model, PeftModel),
+                )
+                self._load_optimizer_and_scheduler(resume_from_checkpoint)
         distributed.extend_timeouts()
         mend(self.model_wrapped, resumes=resume_from_checkpoint is not None)
         if is_changed:
             self._restore(resume_from_checkpoint)
+        if resume_from_checkpoint is not None:
+            engine = self.model_wrapped
+            take_hyperparameters(engine.optimizer, engine.lr_scheduler or self.lr_scheduler, options_now)
         return prepared
 
     def _mapped_resume(self) -> contextlib.AbstractContextManager[None]:
@@ -143,7 +177,13 @@ class SavingTrainer(Trainer):
                 self._check_saved,
                 saves=self.saves,
                 needed_bytes=self._disk.checkpoint_bytes,
-                facts={"step": step, **self.topology, "run_identity": self.run_identity, "loss": next(losses, None)},
+                facts={
+                    "step": step,
+                    **self.topology,
+                    "run_identity": self.run_identity,
+                    "options": self.taken_options,
+                    "loss": next(losses, None),
+                },
             )
             if is_saved:
                 self._remove_older(save.folder)
@@ -262,3 +302,25 @@ class SavingTrainer(Trainer):
             )
         self._staged_save = None
         return save.folder if is_saved else None
+
+
+def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
+    """Return what options say of each of an optimizer's groups."""
+    return [{name: group[name] for name in HYPERPARAMETERS if name in group} for group in optimizer.param_groups]
+
+
+def take_hyperparameters(optimizer: Any, scheduler: Any, options_now: list[dict[str, Any]]) -> None:
+    """Give an optimizer that was restored what options say now, and the learning rate that follows at its step."""
+    for group, values in zip(optimizer.param_groups, options_now, strict=True):
+        # OneCycle changes betas with the step.
+        group.update({k: v for k, v in values.items() if k != "betas" or not getattr(scheduler, "cycle_momentum", 0)})
+    if isinstance(scheduler, LambdaLR):
+        scheduler.base_lrs = [values["initial_lr"] for values in options_now]
+        factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+        scheduler._last_lr = [rate * factor for rate, factor in zip(scheduler.base_lrs, factors, strict=True)]
+    elif hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's
+        scheduler._last_lr = scheduler.get_lr()
+    else:
+        return
+    for group, rate in zip(optimizer.param_groups, scheduler._last_lr, strict=True):
+        group["lr"] = rate

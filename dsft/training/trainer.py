@@ -19,7 +19,7 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from dsft.checkpoints.manifest import checkpoints
 from dsft.config.options import shuffle_seed
-from dsft.data.batches import EpochSampler, PaddedToFullSteps
+from dsft.data.batches import EpochSampler, LengthGrouping, PaddedToFullSteps
 from dsft.data.sequences import Sequences
 from dsft.data.streaming import Stream
 from dsft.data.training_data import TrainingData
@@ -46,6 +46,9 @@ from dsft.training.saving_trainer import SavingTrainer
 from dsft.training.step_reports import StepReport, StepReports
 from dsft.units import padded_width
 from dsft.watchdog import client as watchdog
+
+ORDERS = {LengthGrouping.ACROSS_STEPS: "steps of like length", LengthGrouping.IN_ORDER: "as it stands in the data"}
+"""Groupings that give steps other items than a drawn order does -> words for the run's identity."""
 
 
 class PerplexityTrainer(SavingTrainer):
@@ -77,7 +80,7 @@ class PerplexityTrainer(SavingTrainer):
             save_minutes=save_minutes,
             disk=disk,
             left_out=left_out,
-            data_identity=data.items.identity,
+            data_identity=data.items.identity | {"order of data": ORDERS.get(data.grouping, "drawn at random")},
         )
         self.grouping = data.grouping
         self.token_loss = TokenLoss(model, label_smoothing=args.label_smoothing_factor)
