@@ -161,6 +161,7 @@ def test_a_failure_that_another_explains_is_not_the_cause():
     assert first_cause([closed, died]) == died
     assert first_cause([closed, error, died]) == error
     assert first_cause([stalled, closed]) == stalled
+    assert first_cause([stalled, died]) == died
     assert closed.sentence().startswith("rank 0 on a: RuntimeError: ")
 
 
