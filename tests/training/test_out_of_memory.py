@@ -1,6 +1,7 @@
 """A training that really runs out of memory, by a limit on its process."""
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -62,7 +63,8 @@ PHASES = {
 @pytest.mark.parametrize(
     ("phase", "zero", "rank"),
     grid(
-        [(phase, zero, rank) for phase in PHASES for zero in "0123" for rank in (0, 1)],
+        # Under ZeRO 0 the engine of rank 1 saves nothing.
+        [case for case in product(PHASES, "0123", (0, 1)) if case != ("save", "0", 1)],
         quick=[("loading", "3", 1), ("backward", "2", 0), ("step", "3", 1), ("save", "3", 0)],
     ),
 )
