@@ -1,17 +1,17 @@
-"""GPUs by name: the memory that programs see, the rates of the data sheet, and what matrix products reach.
+"""GPUs by name (gpus.toml): the memory that programs see, the rates of the data sheet, and what matrix products reach.
 
-A name says which card; where two cards share it (A100, V100), the memory decides. Rates come from NVIDIA's and AMD's
-data sheets. What a card's memory and its products reach was read where `memory_source` and `matmul_source` say.
+A name says which card; where two cards share it (A100, V100), the memory decides.
 """
 
 import re
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
 from dsft.errors import UserError
 from dsft.runtime.hardware import Machine
 from dsft.units import GB, GiB
 
-BENCHMARK = "github.com/mag-/gpu_benchmark"
 MATMUL_SHARE = 0.75
 """Of the data sheet's rate, for cards without a published measurement: between L4 (0.75) and H100 (0.80)."""
 TYPICAL = ("A100-80GB", "H200")
@@ -21,9 +21,9 @@ SAME_MEMORY = 0.005
 OTHER_CARD = r"\bMIG\b|\bLAPTOP\b|\bMAX-?Q\b|[45]090[ -]D\b|H800.*PCIE"
 """In a name: a part of the card, or another one of that name."""
 
-AMPERE, HOPPER, ADA, OTHERS = 0.88, 0.73, 1.0, 0.85
+TRAINING_SHARES, OTHERS = {"ampere": 0.88, "hopper": 0.73, "ada": 1.0}, 0.85
 """Share of the rate of the best products that those of a training reach: by published steps of A100 and A800, of H100
-and H200, and of a 4090 (tests/planner/published_steps.json); assumed for others.
+and H200, and of a 4090 (tests/planner/published_steps.json); OTHERS is assumed for the rest.
 """
 
 ATTENTION_SHARE = 0.6
@@ -77,187 +77,11 @@ class Gpu:
         return min(ATTENTION_SHARE * 1e12 * self.tflops, ATTENTION_FLOPS)
 
 
-def _gpu(
-    memory_gb, usable_gib, memory_source, tflops, memory_gbps, nvlink_gbps, pcie_gen, matmul=None, **others
-) -> Gpu:
-    measured, source, share = matmul or (0.0, "", OTHERS)
-    return Gpu(
-        memory_gb=memory_gb,
-        usable_gib=usable_gib,
-        memory_source=memory_source,
-        tflops=tflops,
-        memory_gbps=memory_gbps,
-        nvlink_gbps=nvlink_gbps,
-        pcie_gen=pcie_gen,
-        matmul_tflops=measured,
-        matmul_source=source,
-        training_share=share,
-        **others,
-    )
-
-
-_A100 = (267.9, BENCHMARK, AMPERE)
-_H100 = (792.1, BENCHMARK, HOPPER)
-_H200_MEMORY = "nvidia-smi 143,771 MiB: github.com/sgl-project/sglang/issues/3196; torch sees 0.4 % less"
-_H100_MEMORY = "58.28 GiB are 73.68 %: github.com/pytorch/torchtitan/issues/1789"
-_A100_MEMORY = "github.com/vllm-project/vllm/issues/4408"
-_46068 = "nvidia-smi 46,068 MiB as on the L40"
-
-# Of cards with the same name the common one first. Columns: memory in GB, usable GiB and its source, Tflop/s, GB/s of
-# memory, of NVLink, generation of PCIe, (measured Tflop/s, its source, share in training).
 GPUS = {
-    "B200": _gpu(180, 178.35, "github.com/pytorch/ao/pull/4002", 2250, 7670, 900, 5),
-    "H200-NVL": _gpu(141, 139.8, _H200_MEMORY, 836, 4800, 0, 5, pattern="H200[ -]?NVL"),
-    "H200": _gpu(141, 139.8, _H200_MEMORY, 989, 4800, 450, 5, _H100, pattern=r"(?<!G)H200"),
-    "H20-3E": _gpu(
-        141,
-        139.8,
-        "nvidia-smi 143,771 MiB: github.com/sgl-project/sglang/issues/6418; torch as on H200",
-        148,
-        4800,
-        450,
-        5,
-        (142.2, "as H20", HOPPER),
-        pattern="H20-?3E",
-    ),
-    "H20": _gpu(
-        96,
-        94.9,
-        "nvidia-smi 97,871 MiB (in the container opencc/ace:20250524), 0.7 % less in torch as on H100",
-        148,
-        4000,
-        450,
-        5,
-        (142.2, "github.com/zzc0721/torch-performance-test-data/issues/77", HOPPER),
-    ),
-    "GH200": _gpu(
-        96,
-        94.5,
-        "nvidia-smi 97,871 MiB, as many public logs show; torch sees 94.5",
-        990,
-        4000,
-        450,
-        5,
-        (842.5, BENCHMARK, HOPPER),
-    ),
-    "H100-NVL": _gpu(
-        94,
-        93.1,
-        "github.com/fastfetch-cli/fastfetch/issues/1658",
-        835,
-        3900,
-        0,
-        5,
-        (488.5, BENCHMARK, HOPPER),
-        pattern="H100[ -]?NVL",
-    ),
-    "H100-PCIE": _gpu(80, 79.1, "as H100", 756, 2000, 0, 5, (499.5, BENCHMARK, HOPPER), pattern="H100[ -]?PCIE"),
-    "A100-80GB": _gpu(80, 79.15, _A100_MEMORY, 312, 2039, 300, 4, _A100, pattern="A100(?!.*40 ?GB)"),
-    "A100-40GB": _gpu(
-        40,
-        39.39,
-        "github.com/philschmid/llm-sagemaker-sample/issues/25",
-        312,
-        1555,
-        300,
-        4,
-        _A100,
-        pattern="A100(?!.*80 ?GB)",
-    ),
-    "H100": _gpu(80, 79.1, _H100_MEMORY, 989, 3350, 450, 5, _H100),
-    "H800": _gpu(80, 79.1, "as H100", 989, 3350, 200, 5, (792.1, "as H100", HOPPER)),
-    "A800": _gpu(80, 79.15, "as A100-80GB", 312, 2039, 200, 4, (267.9, "as A100", AMPERE)),
-    "MI325X": _gpu(
-        256, 255.98, "data sheet: no measured total was found", 1307, 6000, 448, 5, (758.3, "as MI300X", OTHERS)
-    ),
-    "MI300X": _gpu(
-        192,
-        191.98,
-        "github.com/ROCm/legacy-rocm-build/issues/4750",
-        1307,
-        5300,
-        448,
-        5,
-        (758.3, BENCHMARK, OTHERS),
-    ),
-    "MI250X": _gpu(64, 63.98, "one die of two: github.com/RooCodeInc/Roo-Code/issues/6541", 191.5, 1638, 50, 4),
-    "RTX-PRO-6000": _gpu(
-        96,
-        94.97,
-        "github.com/antirez/ds4/issues/431",
-        503.8,
-        1792,
-        0,
-        5,
-        pattern="(RTX[ -])?PRO[ -]6000",
-    ),
-    "6000-ADA": _gpu(
-        48,
-        44.43,
-        "with ECC: github.com/DINGYANB/MTVCrafter/issues/21",
-        364,
-        960,
-        0,
-        4,
-        (278.5, BENCHMARK, OTHERS),
-        pattern="6000[ -]ADA",
-    ),
-    "L40S": _gpu(
-        48, 44.42, "github.com/stepfun-ai/Step-Video-T2V/issues/8", 362, 864, 0, 4, (252.0, BENCHMARK, OTHERS)
-    ),
-    "L40": _gpu(48, 44.40, "github.com/QwenLM/Qwen3-VL/issues/2097", 181, 864, 0, 4, (170.3, BENCHMARK, OTHERS)),
-    "L20": _gpu(48, 44.40, _46068, 119.5, 864, 0, 4),
-    "A40": _gpu(48, 44.40, _46068, 149.7, 696, 0, 4),
-    "A6000": _gpu(48, 47.5, "nvidia-smi 49,140 MiB without ECC; torch sees 47.5", 154.8, 768, 0, 4),
-    "V100-32GB": _gpu(
-        32,
-        31.75,
-        "github.com/deepspeedai/DeepSpeed/issues/3312",
-        125,
-        900,
-        150,
-        3,
-        has_bf16=False,
-        pattern="V100(?!.*16 ?GB)",
-    ),
-    "V100-16GB": _gpu(
-        16,
-        15.78,
-        "github.com/kchengiva/Shift-GCN/issues/34",
-        125,
-        900,
-        150,
-        3,
-        has_bf16=False,
-        pattern="V100(?!.*32 ?GB)",
-    ),
-    "5090": _gpu(32, 31.37, "github.com/Wan-Video/Wan2.1/issues/465", 209.5, 1792, 0, 5),
-    "4090": _gpu(24, 23.64, "github.com/ali-vilab/VGen/issues/104", 165, 1008, 0, 4, (178.5, BENCHMARK, ADA)),
-    "3090": _gpu(24, 23.70, "github.com/GaoLii/DSP/issues/10", 71, 936, 0, 4, (78.0, BENCHMARK, OTHERS)),
-    "A30": _gpu(24, 23.53, "github.com/google/RB-Modulation/issues/5", 165, 933, 0, 4),
-    "A10G": _gpu(
-        24,
-        22.06,
-        "nvidia-smi 23,028 MiB: github.com/modal-labs/modal-client/pull/2797; torch sees 2 % less",
-        70,
-        600,
-        0,
-        4,
-        (69.7, BENCHMARK, OTHERS),
-    ),
-    "A10": _gpu(24, 22.06, "as A10G", 125, 600, 0, 4),
-    "L4": _gpu(
-        24,
-        22.03,
-        "nvidia-smi 23,034 MiB: github.com/modal-labs/modal-client/pull/2797; torch sees 2 % less",
-        121,
-        300,
-        0,
-        4,
-        (91.4, BENCHMARK, OTHERS),
-    ),
-    "T4": _gpu(16, 14.56, "github.com/Zheng-Chong/CatVTON/issues/133", 65, 320, 0, 3, has_bf16=False),
+    name: Gpu(training_share=TRAINING_SHARES.get(values.pop("generation", ""), OTHERS), **values)
+    for name, values in tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8")).items()
 }
+"""In the order of gpus.toml: of cards with the same name the common one first."""
 
 
 def named_gpus(text: str) -> list[str]:
