@@ -38,6 +38,7 @@ TOWERS = {
         **{"num_heads": 4, "adapter_in_dim": 32, "adapter_out_dim": 64, "pyramid_num_routed": [2]},
     },
     transformers.Dots3NoteAudioConfig: {"adapter_out_dim": 64, "adapter_input_size": 32},
+    transformers.Emu3VQVAEConfig: {"base_channels": 32, "attn_resolutions": []},
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 EMU_IMAGE_WORDS = {"<image>": 380, "<|extra_200|>": 381} | {f"<|visual token {i:06}|>": 300 + i for i in range(64)}

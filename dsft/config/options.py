@@ -26,6 +26,10 @@ REFUSED_ARGUMENTS = {
     "do_predict": "dsft makes no predictions; dsft eval measures perplexity",
     "optim_target_modules": "GaLore and APOLLO project whole matrices, and ZeRO's shards are flat pieces of them; optim"
     " adamw_8bit takes a quarter of AdamW's memory, method lora less",
+    "auto_find_batch_size": "a rank that tried again with a smaller batch would leave the others waiting, and"
+    " steps would hold other samples than planned; leave per_device_train_batch_size to the plan",
+    "save_on_each_node": "a checkpoint lies in one output_dir that all nodes share, where it is verified and resumed"
+    " from",
 }
 """Fields of TrainingArguments that would do nothing, or something else than they say -> why. None is taken."""
 _SET = "dsft sets it (DS_ACCELERATOR=cpu in the environment asks for CPU ranks)"
@@ -49,6 +53,12 @@ IGNORED_ARGUMENTS = {
         _EVALUATION,
     ),
     "length_column_name": "dsft knows the length of each sequence",
+    "average_tokens_across_devices": "the loss is always the mean over the trained tokens of all ranks",
+    "skip_memory_metrics": "dsft logs peak memory by itself (peak_gpu_gib, peak_host_gib)",
+    "logging_nan_inf_filter": "training stops at a loss that is NaN or infinite",
+    "use_cache": "a training reads no cache, and final/ has the model's own setting",
+    "enable_jit_checkpoint": "dsft always saves at SIGTERM and SIGUSR1",
+    "restore_callback_states_from_checkpoint": "a resume always takes the counts of dsft's callbacks",
 }
 """Fields of TrainingArguments that have no effect -> why. They are left out, with a note."""
 NODES_OWN = ("data_cache", "logging_dir", "local_rank")
@@ -56,7 +66,6 @@ NODES_OWN = ("data_cache", "logging_dir", "local_rank")
 TRAINING_DEFAULTS = {
     "logging_steps": 10,
     "logging_first_step": True,
-    "logging_nan_inf_filter": False,  # the default would hide a NaN loss
     "include_num_input_tokens_seen": "non_padding",
     "report_to": "none",
     "save_total_limit": 2,

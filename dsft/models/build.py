@@ -141,7 +141,7 @@ def _load_files(name: str, **options) -> PreTrainedModel:
     auto = AutoModelForCausalLM if gguf else auto_class(config)
     try:
         # Mismatched tensors stand in the report, as the missing ones do.
-        with quiet_report(bar=True):
+        with quiet_report(bar=True), _fans_of_sharded_weights():
             model, info = auto.from_pretrained(
                 place, output_loading_info=True, ignore_mismatched_sizes=True, **options, **gguf
             )
@@ -158,6 +158,22 @@ def _load_files(name: str, **options) -> PreTrainedModel:
     if type(model.config) is not type(config):
         save_as_on_disk(model, files_of_tensors(name, options.get("revision")))
     return freeze_unreached(model)
+
+
+@contextlib.contextmanager
+def _fans_of_sharded_weights() -> Iterator[None]:
+    """Count inputs and outputs of a weight by its full shape inside a `with`."""
+    fans = torch.nn.init._calculate_fan_in_and_fan_out
+
+    def of_full_shape(tensor: torch.Tensor) -> tuple[int, int]:
+        return fans(torch.empty(getattr(tensor, "ds_shape", tensor.shape), device="meta"))
+
+    # Emu3 counts those of weights that are loaded already, and under ZeRO-3 a rank holds a flat piece of these.
+    torch.nn.init._calculate_fan_in_and_fan_out = of_full_shape
+    try:
+        yield
+    finally:
+        torch.nn.init._calculate_fan_in_and_fan_out = fans
 
 
 def _trained_state(folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -26,8 +26,12 @@ def with_defaults(options: TrainConfig) -> dict[str, Any]:
     if "gradient_checkpointing_kwargs" in values:
         values.setdefault("activation_checkpointing_kwargs", values.pop("gradient_checkpointing_kwargs"))
     values = {name: value for name, value in values.items() if name not in IGNORED_ARGUMENTS}
-    # Sequences have their columns already; train() gets the folder to resume from.
-    return values | {"use_cpu": not has_gpu(), "remove_unused_columns": False, "resume_from_checkpoint": None}
+    return values | {
+        "use_cpu": not has_gpu(),
+        "remove_unused_columns": False,  # sequences have their columns already
+        "resume_from_checkpoint": None,  # train() gets the folder
+        "logging_nan_inf_filter": False,  # it would wait for the loss of each micro batch
+    }
 
 
 def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:

@@ -129,7 +129,18 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = ()) ->
             Trainer.get_optimizer_cls_and_kwargs(args)
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
         return [] if any(re.search(rf"\b{name}\b", str(error)) for name in named) else [one_line(error)]
-    return []
+    if args.torch_compile and not options.training.get("torch_compile"):
+        return ["torch_compile_mode and torch_compile_backend need torch_compile: true, which is planned otherwise"]
+    dealt, accumulation = args.accelerator_config, args.accelerator_config.gradient_accumulation_kwargs or {}
+    return [
+        f"accelerator_config: {name} changes how many sequences a step holds, behind the plan; use {instead}"
+        for name, value, instead in (
+            ("split_batches", dealt.split_batches, "global_batch_size"),
+            ("dispatch_batches", dealt.dispatch_batches, "streaming where the data is larger than the disk"),
+            ("num_steps", accumulation.get("num_steps"), "gradient_accumulation_steps"),
+        )
+        if value
+    ]
 
 
 def check_base(options: TrainConfig) -> list[str]:

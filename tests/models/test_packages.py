@@ -1,6 +1,8 @@
 """Packages that hold more than a language model: trained for text, what text does not reach kept as it was."""
 
+import functools
 import json
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -90,24 +92,27 @@ CASES = [f"{kind}-{method}-{zero}" for kind in KINDS for method in ("full", "lor
 
 @pytest.fixture(scope="module")
 def runs(request, tiny, options, tmp_path_factory):
-    """Folder with one run per case that a selected test needs; all trained by the same ranks."""
-    folder, cases = tmp_path_factory.mktemp("runs"), []
+    """Trains the cases of a kind that the selected tests need, all by the same ranks; gives the folder of the runs."""
+    folder, cases = tmp_path_factory.mktemp("runs"), defaultdict(list)
     for name in sorted(needed_cases(request)):
         kind, method, zero = name.split("-")
         package = folder / f"model-{kind}"
-        if not package.is_dir():
-            write_package(package, kind)
-        cases.append(options(folder / name, model=str(package), method=method, zero=zero, weight_decay=0.1))
-    log = train_all(2, cases, folder / "log")
-    return folder, log
+        cases[kind].append(options(folder / name, model=str(package), method=method, zero=zero, weight_decay=0.1))
+
+    @functools.cache
+    def trained(kind: str) -> tuple[Path, str]:
+        write_package(folder / f"model-{kind}", kind)
+        return folder, train_all(2, cases[kind], folder / f"log-{kind}")
+
+    return trained
 
 
 @pytest.mark.launch
 @pytest.mark.cases("{case}")
 @pytest.mark.parametrize("case", grid(CASES, ["qwen3_5-full-3", "llava-lora-0"]))
 def test_a_package_is_trained_and_stays_one(runs, case, tiny, tmp_path):
-    folder, log = runs
     kind, method, _ = case.split("-")
+    folder, log = runs(kind)
     package, final, logits = folder / f"model-{kind}", folder / case / "final", folder / case / "logits.pt"
     assert logits.is_file(), log
     config = AutoConfig.from_pretrained(package)

@@ -11,6 +11,8 @@ from dsft.config.checks import check_config
 from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig
 from dsft.planner.zero_layout import OPTIMIZERS
 from dsft.run_setup.arguments import accelerator_config, ignored_options, training_arguments, with_defaults
+from dsft.run_setup.checks import check_training_arguments
+from dsft.runtime.hardware import has_gpu
 
 SIZE = SimpleNamespace(unadapted_expert_params=0)
 PLAN = SimpleNamespace(
@@ -112,6 +114,7 @@ def test_the_plan_decides_batches_and_checkpointing(tmp_path):
         (TrainConfig(training={"use_cpu": True}), {}, ["use_cpu: ignored", "DS_ACCELERATOR=cpu"]),
         (TrainConfig(training={"do_train": True}), {}, ["do_train: ignored", "always trains"]),
         (TrainConfig(training={"eval_accumulation_steps": 4}), {}, ["eval_accumulation_steps: ignored", "no logits"]),
+        (TrainConfig(training={"skip_memory_metrics": False}), {}, ["skip_memory_metrics: ignored", "peak_host_gib"]),
         (TrainConfig(training={"ddp_backend": "gloo"}), {}, ["ddp_backend: ignored", "DeepSpeed reduces gradients"]),
         (TrainConfig(training={"optim": "ademamix"}), {}, ["optim=ademamix: its memory", "AdamW's"]),
         (TrainConfig(training={"optim": "galore_adamw"}), {}, ["optim=galore_adamw: its memory"]),
@@ -138,8 +141,8 @@ def test_arguments_without_effect_do_not_reach_transformers_and_are_its_own():
     assert {*IGNORED_ARGUMENTS, *REFUSED_ARGUMENTS} <= fields
     given = dict.fromkeys(IGNORED_ARGUMENTS, True) | {"output_dir": "x"}
     values = with_defaults(TrainConfig(training=given))
-    assert {name for name in IGNORED_ARGUMENTS if name in values} == {"use_cpu", "remove_unused_columns"}
-    assert values["remove_unused_columns"] is False
+    set_by_dsft = {name: values[name] for name in IGNORED_ARGUMENTS if name in values}
+    assert set_by_dsft == {"use_cpu": not has_gpu(), "remove_unused_columns": False, "logging_nan_inf_filter": False}
 
 
 @pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
@@ -150,6 +153,28 @@ def test_arguments_that_would_do_something_else_are_refused_with_a_way_out(name)
 
     assert problems(True) == [f"{name}: {REFUSED_ARGUMENTS[name]}"]
     assert problems(False) == problems(None) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ({"accelerator_config": {"split_batches": True}}, ["accelerator_config: split_batches", "global_batch_size"]),
+        ({"accelerator_config": {"dispatch_batches": True}}, ["accelerator_config: dispatch_batches", "streaming"]),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 3}}},
+            ["accelerator_config: num_steps", "gradient_accumulation_steps"],
+        ),
+        ({"accelerator_config": "own.json"}, ["accelerator_config: split_batches"]),
+        ({"torch_compile_mode": "default"}, ["torch_compile_mode", "torch_compile: true"]),
+        ({"torch_compile_mode": "default", "torch_compile": True}, []),
+        ({"accelerator_config": {"even_batches": False}}, []),
+    ],
+)
+def test_what_would_change_a_step_behind_the_plan_is_refused(given, parts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.json").write_text('{"split_batches": true}')
+    problems = check_training_arguments(TrainConfig(training={"output_dir": "x"} | given))
+    assert len(problems) == bool(parts) and all(part in problems[0] for part in parts), problems
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
