@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAUNCHERS = {
-    "deepspeed": ("deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher", "pdsh"),
+    "deepspeed": (
+        "deepspeed",
+        "deepspeed.pt",
+        "ds",
+        "deepspeed.launcher",
+        "dsft.cluster.launch.quoted_runner",
+        "pdsh",
+    ),
     "torchrun": ("torchrun", "torch.distributed"),
     "accelerate": ("accelerate", "accelerate-launch", "accelerate.commands"),
     "srun": ("srun", "slurmstepd"),

@@ -128,7 +128,7 @@ class Host:
             "--mount",
             "--pid",
             "--ipc",
-            f"--wd={cwd}",
+            f"--wdns={cwd}",  # --wd would be of the mounts outside: a rename there from a path inside is EXDEV
             "--",
             "setpriv",
             "--pdeathsig",

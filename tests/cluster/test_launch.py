@@ -5,6 +5,8 @@ trains.
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from conftest import ROOT, read_json
 from launchers.words import WORDS
 
 from cluster.slurm import Slurm
+from dsft.checkpoints.manifest import integrity_errors
 
 pytestmark = [pytest.mark.launch, pytest.mark.cluster]
 LAUNCH = ["python", "-m", "dsft.cli.main", "launch"]
@@ -148,6 +151,57 @@ def test_slurm(hosts, folder, through_ssh, tmp_path_factory):
         and "dsft doctor: 2 nodes, 2 ranks" in log
         and "dsft: srun --nodes 2" in log
     )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["hostfile", "no ssh", "nodes", "accelerate", "slurm", "mpirun"])
+def test_a_folder_whose_name_a_shell_reads_otherwise_trains_in_it_and_keeps_the_model(
+    way, hosts, options, tmp_path, tmp_path_factory
+):
+    """Every path is relative to it, and its Python lies in it too."""
+    folder = tmp_path / "my runs & more"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / ".venv"], check=True)
+    (folder / "run.yaml").write_text(yaml.safe_dump(options("out")))
+    settings = yaml.safe_load((ROOT / "ds_configs/accelerate/zero3_2x8.yaml").read_text())
+    engine = settings["deepspeed_config"] | {"deepspeed_config_file": str(ROOT / "ds_configs/zero3.json")}
+    settings |= {"num_processes": 2, "main_process_ip": "node-0", "deepspeed_config": engine}
+    (folder / "accelerate.yaml").write_text(yaml.safe_dump(settings))
+    hosts.hostfile(folder / "hosts", [1, 1])
+    train = ["train", "--config", "run.yaml"] + ([] if way == "accelerate" else ["--zero", "3"])
+    launch = [folder / ".venv/bin/python", *LAUNCH[1:]]
+    commands = {
+        "hostfile": [*launch, "--hostfile", "hosts", *train],
+        "no ssh": [*launch, "--hostfile", "hosts", "--no_ssh", *train],
+        "nodes": [*launch, "--nodes", "2", "--num_gpus", "1", *train],
+        "accelerate": [*launch, "--accelerate", "accelerate.yaml", *train],
+        "slurm": [*launch, "--slurm", "--num_gpus", "1", *train],
+        "mpirun": [ROOT / "scripts/mpi/train", *train[1:]],
+    }
+    paths = [str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))]
+    variables = {"PYTHONPATH": ":".join(paths), "MASTER_ADDR": "node-0", "NET": "10.77.0.0/24", "HOSTFILE": "hosts"}
+    variables |= {"SCRIPT": str(ROOT / "dsft/train.py")}
+    if way == "slurm":
+        (tmp_path / "job.sh").write_text(
+            f"#!/bin/bash\nexport PYTHONPATH={variables['PYTHONPATH']}\ncd {shlex.quote(str(folder))}\n"
+            f"{shlex.join(map(str, commands[way]))}\n"
+        )
+        with Slurm([hosts[0], hosts[1]], tmp_path_factory.mktemp("slurm-folder") / "files") as slurm:
+            number = slurm.submit(["--nodes=2", f"--output={tmp_path}/log.txt", tmp_path / "job.sh"])
+            slurm.wait(number, timeout=SECONDS)
+        text = (tmp_path / "log.txt").read_text()
+    else:
+        both = way in ("no ssh", "nodes", "accelerate")
+        others = [
+            hosts[1].start(commands[way], cwd=folder, stdout=None, stderr=None, NODE_RANK="1", **variables)
+            for _ in range(both)
+        ]
+        result = hosts[0].run(commands[way], cwd=folder, timeout=SECONDS, NODE_RANK="0", **variables)
+        text = result.stdout + result.stderr
+        assert [other.wait(SECONDS) for other in others] == [0] * both, text[-5000:]
+    content = read_json(folder / "out" / "run.json") if (folder / "out/run.json").is_file() else text[-6000:]
+    assert content["status"] == "done" and content["world_size"] == 2
+    assert integrity_errors(folder / "out" / "final", hashes="all") == []
+    assert not (hosts[0].home / "out").exists()
 
 
 def words_in(log: str) -> dict[int, list[str]]:

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -34,10 +35,14 @@ def through_deepspeeds_pdsh(words: list[str]) -> list[str]:
     from deepspeed.launcher.multinode_runner import PDSHRunner
 
     arguments = PDSHRunner(Namespace(user_args=words, user_script="script"), "").user_arguments
-    command = " ".join(["printf '%%s\\0'", *arguments])
-    for format, value in {"%%": "\0", "%h": "node-0", "%n": "0", "%u": "root", "\0": "%"}.items():  # as pdsh does
-        command = command.replace(format, value)
+    command = as_pdsh_sends(" ".join(["printf '%%s\\0'", *arguments]))
     return subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+
+
+def as_pdsh_sends(command: str) -> str:
+    for format, value in {"%%": "\0", "%h": "node-0", "%n": "0", "%u": "root", "\0": "%"}.items():
+        command = command.replace(format, value)
+    return command
 
 
 def accelerate_file(tmp_path, form: str, machines: int) -> str:
@@ -86,13 +91,40 @@ def test_launchers_that_read_nothing_get_the_words_as_they_are(way, monkeypatch,
     assert given_to_launcher(ways[way], monkeypatch) == WORDS
 
 
-def test_a_working_folder_that_a_shell_reads_otherwise_is_refused(monkeypatch, tmp_path):
+NASTY = "my runs & more; $HOME %h 'x' \"y\""
+
+
+def test_folders_that_a_shell_reads_otherwise_reach_the_nodes_through_deepspeeds_pdsh(monkeypatch, tmp_path):
     """DeepSpeed writes `cd FOLDER;` into the command of a node: two words end in the home folder there."""
+    from deepspeed.launcher.runner import parse_args
+
+    from dsft.cluster.launch.quoted_runner import QuotedRunner
+
+    (tmp_path / NASTY).mkdir()
+    monkeypatch.chdir(tmp_path / NASTY)
+    python = tmp_path / NASTY / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\0" "$PWD" "$0" "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    (tmp_path / "my runs").mkdir()
-    monkeypatch.chdir(tmp_path / "my runs")
-    options, name, script = read_launch(["--hostfile", str(ROOT / "hostfiles/2x8"), "--master_addr", "n", "train"])
-    with pytest.raises(UserError, match="the working folder '.*/my runs': .*--no_ssh"):
+    launch = ["--hostfile", str(ROOT / "hostfiles/2x8"), "--master_addr", "n", "train", "--seed", "1"]
+    assert build_command(*read_launch(launch))[:3] == [str(python), "-m", QuotedRunner.__module__]
+    arguments = parse_args(["--master_addr", "n", "--module", "dsft.train", "a b"])
+    command, _, _ = QuotedRunner(arguments, "WORLD").get_cmd({}, {"node-0": [0]})
+    sent = as_pdsh_sends(" ".join(command[command.index("node-0") + 1 :]))
+    there = subprocess.run(["sh", "-c", sent], capture_output=True, text=True, check=True, cwd="/").stdout.split("\0")
+    assert there[:2] == [str(tmp_path / NASTY), str(python)] and there[-3:-1] == ["dsft.train", "a b"]
+
+
+def test_accelerates_pdsh_form_refuses_such_folders(monkeypatch, tmp_path):
+    (tmp_path / NASTY).mkdir()
+    monkeypatch.chdir(ROOT)
+    options, name, script = read_launch(["--accelerate", accelerate_file(tmp_path, "_pdsh", 2), "train"])
+    hostfile = ROOT / "hostfiles/2x8"
+    settings = Path(options.accelerate).read_text().replace("hostfiles/2x8", str(hostfile))
+    Path(options.accelerate).write_text(settings)
+    monkeypatch.chdir(tmp_path / NASTY)
+    with pytest.raises(UserError, match="the working folder .*accelerate starts .*--hostfile, which quotes"):
         build_command(options, name, script)
 
 

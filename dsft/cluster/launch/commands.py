@@ -28,6 +28,8 @@ RUNNERS = {
     "accelerate launch": "accelerate.commands.launch",
 }
 """A launcher as a user types it, and its module: that of this environment is started, whatever PATH says."""
+QUOTED_RUNNER = "dsft.cluster.launch.quoted_runner"
+"""In place of `deepspeed` where a shell would not leave the paths of the working folder and of Python as they are."""
 
 
 @dataclass(kw_only=True)
@@ -94,19 +96,9 @@ def for_torchrun(word: str) -> str:
     return word.replace("$", "$$")
 
 
-def check_read_by_shell(paths: dict[str, str]) -> None:
-    """Refuse paths that DeepSpeed's pdsh runner writes into the command of a node without quotes.
-
-    Raises:
-        UserError: with each that a shell would not leave as it is, by what it is.
-    """
-    problems = [
-        f"{place} {path!r}: DeepSpeed's runner hands it unquoted to each node's shell, which would read something else;"
-        " move it to a path of letters, digits and _ + = : , . / - alone, or give the command on every node (--no_ssh)"
-        for place, path in paths.items()
-        if not re.fullmatch(r"[\w@+=:,./-]+", path)
-    ]
-    raise_if_any(problems)
+def read_by_shell(path: str) -> bool:
+    """Whether a shell would make something else of a path without quotes."""
+    return not re.fullmatch(r"[\w@+=:,./-]+", path)
 
 
 def told_to_watchdog(options: LaunchOptions) -> dict[str, str]:
@@ -123,9 +115,9 @@ def shown(command: list[str]) -> list[str]:
     return command
 
 
-def _runner(name: str, flags: dict[str, object]) -> list[str]:
+def _runner(module: str, flags: dict[str, object]) -> list[str]:
     """A launcher with its flags; True stands for a flag without a value, None for one that is left out."""
-    words = [sys.executable, "-m", RUNNERS[name]]
+    words = [sys.executable, "-m", module]
     for flag, value in flags.items():
         if value is not None:
             words += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
@@ -133,7 +125,7 @@ def _runner(name: str, flags: dict[str, object]) -> list[str]:
 
 
 def _deepspeed(options: LaunchOptions, module: str, script: list[str]) -> list[str]:
-    keys = ("hostfile", "include", "exclude", "num_nodes", "num_gpus")
+    runner, keys = RUNNERS["deepspeed"], ("hostfile", "include", "exclude", "num_nodes", "num_gpus")
     flags: dict[str, object] = {key: getattr(options, key) for key in keys}
     address, port = options.master_addr, options.master_port
     if options.no_ssh:
@@ -154,9 +146,10 @@ def _deepspeed(options: LaunchOptions, module: str, script: list[str]) -> list[s
     # launcher does not repeat the command of each rank that ended with another code than 0.
     flags |= {"master_addr": address, "master_port": port or free_port(), "log_level": "critical"}
     if len(nodes_through_ssh(options)) > 1:  # for one node alone DeepSpeed takes neither pdsh nor ssh
-        check_read_by_shell({"the working folder": os.getcwd(), "Python's path": sys.executable})
         script = [for_pdsh(word) for word in script]
-    return [*_runner("deepspeed", flags), "--module", module, *script]
+        if read_by_shell(os.getcwd()) or read_by_shell(sys.executable):
+            runner = QUOTED_RUNNER
+    return [*_runner(runner, flags), "--module", module, *script]
 
 
 def _local_gpus(number: int | None) -> dict[str, object]:
@@ -224,7 +217,7 @@ def _torchrun(options: LaunchOptions, module: str, script: list[str]) -> list[st
         flags |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{address}:{port}"}
     else:
         flags |= {"node_rank": rank, "master_addr": address, "master_port": port}
-    return [*_runner("torchrun", flags), "--module", module, *map(for_torchrun, script)]
+    return [*_runner(RUNNERS["torchrun"], flags), "--module", module, *map(for_torchrun, script)]
 
 
 def _srun(options: LaunchOptions, module: str, script: list[str]) -> list[str]:
@@ -246,7 +239,7 @@ def _srun(options: LaunchOptions, module: str, script: list[str]) -> list[str]:
         "rdzv_id": job,
     }
     nodes = ["--nodes", str(len(hosts)), "--ntasks", str(len(hosts)), "--ntasks-per-node", "1"]
-    torchrun = [*_runner("torchrun", flags), "--module", module, *map(for_torchrun, script)]
+    torchrun = [*_runner(RUNNERS["torchrun"], flags), "--module", module, *map(for_torchrun, script)]
     return ["srun", *nodes, "--kill-on-bad-exit=1", *torchrun]
 
 
@@ -261,13 +254,20 @@ def _accelerate(options: LaunchOptions, module: str, script: list[str]) -> list[
     file = Path(__file__).resolve().parents[2] / f"{module.rpartition('.')[2]}.py"
     runner = accelerate_runner(read_accelerate_file(options))
     if runner == "pdsh" and len(nodes_through_ssh(options)) > 1:
-        check_read_by_shell(
-            {"the working folder": os.getcwd(), "Python's path": sys.executable, "dsft's folder": str(file.parent)}
+        paths = {"the working folder": os.getcwd(), "Python's path": sys.executable, "dsft's folder": str(file.parent)}
+        raise_if_any(
+            [
+                f"{place} {path!r}: accelerate starts DeepSpeed's own runner, which hands paths to each node's shell"
+                " unquoted; give the hosts to dsft launch --hostfile, which quotes them, or move it to a path of"
+                " letters, digits and _ + = : , . / - alone"
+                for place, path in paths.items()
+                if read_by_shell(path)
+            ]
         )
         script = [for_pdsh(word) for word in script]
     elif runner == "torchrun":
         script = [for_torchrun(word) for word in script]
-    return [*_runner("accelerate launch", flags), str(file), *script]
+    return [*_runner(RUNNERS["accelerate launch"], flags), str(file), *script]
 
 
 def given_node_rank(options: LaunchOptions, environment: Mapping[str, str]) -> int | None:
