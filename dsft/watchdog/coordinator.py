@@ -251,7 +251,8 @@ class Coordinator:
             + (f"; its log: {log} on {cause.host}" if log else "")
         )
         if self.launcher:
-            self.launcher.send("failed", cause=cause.sentence())
+            lost = sorted({report.host for report in self.reports if report.failure is Failure.LOST})
+            self.launcher.send("failed", cause=cause.sentence(), lost=lost)
         return cause.sentence()
 
     def _print_stacks(self) -> None:

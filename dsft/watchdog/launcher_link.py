@@ -72,6 +72,8 @@ class LauncherLink:
         self.is_ending = False
         self.failure: str | None = None
         """What failed first, once that is known."""
+        self.lost: list[str] = []
+        """Host names of the nodes that gave no sign of life then."""
         self.exit_code: int | None = None
         """The largest of the ranks' own exit codes, once all have ended by themselves, or one before they met."""
 
@@ -105,6 +107,7 @@ class LauncherLink:
                         self.coordinator = connection
                     case {"type": "failed", "cause": cause}:
                         self.failure = self.failure or cause
+                        self.lost = self.lost or message.get("lost", [])
                     case {"type": "done", "exit_code": exit_code}:
                         self.exit_code = max(exit_code, self.exit_code or 0)
 

@@ -1,6 +1,7 @@
 """`dsft launch`: the right command of the right launcher, and an exit code that tells the truth."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -64,8 +65,62 @@ case "$*" in *" b true") echo '{words}' >&2; exit 255;; esac
     hosts.write_text("a slots=1\nb slots=1\nc slots=1\n")
     options, name, script = read_launch(["--hostfile", str(hosts), "--exclude", "c", "train", "--seed", "1"])
     assert without_lost(options, name, script) == (
-        f"; without b: dsft launch --hostfile {hosts} --exclude c@b train --seed 1"
+        f"without b: dsft launch --hostfile {hosts} --exclude c@b train --seed 1"
     )
+    options, name, script = read_launch(["--hostfile", str(hosts), "--num_gpus", "1", "train", "--seed", "1"])
+    assert without_lost(options, name, script) == (
+        f"without b: dsft launch --hostfile {hosts} --include a:0@c:0 train --seed 1"
+    )
+    assert build_command(*read_launch(shlex.split(without_lost(options, name, script))[4:]))
+
+
+@pytest.mark.parametrize(
+    ("way", "goes_on"),
+    [
+        (
+            ["--nodes", "3", "--num_gpus", "8", "--master_addr", "node-0"],
+            "dsft launch --nodes 2 --num_gpus 8 --master_addr node-0 train --seed 1 (on each node that is left,"
+            " numbered from 0)",
+        ),
+        (
+            ["--hostfile", "HOSTS", "--no_ssh"],
+            "dsft launch --hostfile HOSTS --exclude node-1 --no_ssh train --seed 1 (on each node that is left, numbered"
+            " from 0)",
+        ),
+        (
+            ["--slurm"],
+            "sbatch or salloc with --exclude node-1 --nodes 1, and there dsft launch --slurm train --seed 1",
+        ),
+        (
+            ["--accelerate", "zero3_2x8.yaml"],
+            "dsft launch --nodes 1 --num_gpus 8 --master_addr node-0 train --seed 1 --zero ds_configs/zero3.json (on"
+            " each node that is left, numbered from 0)",
+        ),
+        (
+            ["--accelerate", "zero3_2x8_pdsh.yaml"],
+            "dsft launch --hostfile hostfiles/2x8 --include node-0:0,1,2,3,4,5,6,7 train --seed 1 --zero"
+            " ds_configs/zero3.json",
+        ),
+    ],
+)
+def test_a_lost_node_is_followed_by_the_command_that_goes_on_without_it(way, goes_on, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    away = 'case "$*" in *" node-1 true") echo "connect: No route to host" >&2; exit 255;; esac'
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\n{away}\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "hosts").write_text("node-0 slots=1\nnode-1 slots=1\n")
+    places = {"HOSTS": str(tmp_path / "hosts")} | {
+        name: f"ds_configs/accelerate/{name}" for name in ("zero3_2x8.yaml", "zero3_2x8_pdsh.yaml")
+    }
+    options, name, script = read_launch([*(places.get(word, word) for word in way), "train", "--seed", "1"])
+    expected = goes_on.replace("HOSTS", places["HOSTS"])
+    assert without_lost(options, name, script, ["node-1"]) == f"without node-1: {expected}"
+    # What is named is a command: it is read without an error.
+    read_launch(shlex.split(expected.partition("dsft launch ")[2].partition(" (on")[0]))
+    if "accelerate" not in way[0] or "pdsh" not in way[1]:
+        assert without_lost(options, name, script, []) == ""
 
 
 def test_a_host_file_goes_to_deepspeed_with_its_filters_and_everything_else_to_the_script(monkeypatch):

@@ -3,16 +3,25 @@ by the same way as the launch.
 """
 
 import dataclasses
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from dsft.cluster.doctor.findings import Finding
 from dsft.cluster.doctor.ssh import SSH, ssh_banner, ssh_error
 from dsft.cluster.launch.commands import LaunchOptions, build_command, shown
-from dsft.cluster.launch.hosts import HostFields, hosts_through_ssh, nodes_through_ssh
-from dsft.cluster.launch.shared import job_port
+from dsft.cluster.launch.hosts import (
+    HostFields,
+    hosts_of,
+    hosts_through_ssh,
+    nodes_through_ssh,
+    read_accelerate_file,
+)
+from dsft.cluster.launch.shared import is_given_on_every_node, job_port
+from dsft.config.reader import read_file_and_flags
 from dsft.errors import UserError, raise_if_any, shown_command
 
 DOCTOR = "dsft.cli.doctor"
@@ -65,15 +74,47 @@ def check_first_host(options: LaunchOptions) -> None:
     raise_if_any([f"{entry.where}: {entry.message}; {entry.fix}" for entry in lost])
 
 
-def without_lost(options: LaunchOptions, name: str, script: list[str]) -> str:
-    """What goes on where nodes do not come back; empty where ssh gets into all, or into none."""
-    nodes = [node.name for node in nodes_through_ssh(options)]
-    lost = [entry.where for entry in unreachable(nodes)]
-    if not lost or len(lost) == len(nodes) or options.accelerate or options.include or options.num_nodes:
+def without_lost(options: LaunchOptions, name: str, script: list[str], lost: Sequence[str] = ()) -> str:
+    """What goes on where nodes do not come back; empty where none is lost, none is left, or no command can be named.
+
+    Args:
+        lost: host names, as the watchdog lost them; a launch through ssh asks that.
+    """
+    content = read_accelerate_file(options) if options.accelerate else {}
+    if options.accelerate and "zero" not in read_file_and_flags(script, []):
+        engine_file = (content.get("deepspeed_config") or {}).get("deepspeed_config_file")
+        if not engine_file:
+            return ""
+        script = [*script, "--zero", engine_file]
+    before, after, launch = "", "", ["dsft", "launch"]
+    if is_given_on_every_node(options):
+        after = " (on each node that is left, numbered from 0)"
+    if hosts := hosts_through_ssh(options) or (options if options.hostfile else None):
+        nodes = hosts_of(hosts, hosts.hostfile)
+        if not options.no_ssh:
+            lost = [entry.where for entry in unreachable([node.name for node in nodes])]
+        left = [node for node in nodes if node.name not in lost]
+        number, is_known = len(nodes), len(left) == len(nodes) - len(lost)
+        launch += ["--hostfile", hosts.hostfile]
+        if hosts.include or hosts.num_nodes or hosts.num_gpus:  # DeepSpeed takes no --exclude beside them
+            slots = {node.name: node.devices or range(node.slots or 1) for node in left}
+            launch += ["--include", "@".join(f"{host}:{','.join(map(str, of))}" for host, of in slots.items())]
+        else:
+            launch += ["--exclude", "@".join(filter(None, [hosts.exclude, *lost]))]
+        launch += ["--no_ssh"] * options.no_ssh
+    elif options.slurm:
+        number, is_known = int(os.environ.get("SLURM_JOB_NUM_NODES", "0")), True
+        before = f"sbatch or salloc with --exclude {','.join(lost)} --nodes {number - len(lost)}, and there "
+        launch += ["--slurm"] + (["--num_gpus", str(options.num_gpus)] if options.num_gpus else [])
+    else:
+        number, is_known = int(options.nodes or content.get("num_machines") or 1), True
+        ranks = int(content.get("num_processes") or 0) // number or options.num_gpus
+        address = options.master_addr or content.get("main_process_ip")
+        flags = {"--nodes": number - len(lost), "--num_gpus": ranks, "--master_addr": address}
+        launch += [str(word) for flag, value in flags.items() if value for word in (flag, value)]
+    if not (lost and is_known and len(lost) < number):
         return ""
-    exclude = "@".join(filter(None, [options.exclude, *lost]))
-    words = ["dsft", "launch", "--hostfile", options.hostfile, "--exclude", exclude, name, *script]
-    return f"; without {', '.join(lost)}: {shown_command(words)}"
+    return f"without {', '.join(lost)}: {before}{shown_command([*launch, name, *script])}{after}"
 
 
 def wait_until_examined(options: LaunchOptions, name: str, script: list[str]) -> None:
@@ -96,7 +137,7 @@ def wait_until_examined(options: LaunchOptions, name: str, script: list[str]) ->
         left = deadline - time.monotonic()
         if left <= 0:
             text = "the nodes are still not ready (above); the last checkpoint is complete, the same command resumes"
-            text += without_lost(options, name, script)
+            text += "; ".join(["", *filter(None, [without_lost(options, name, script)])])
             raise UserError([f"--wait_for_nodes {options.wait_for_nodes:g}: {text}"])
         print(f"dsft: the restart waits for the nodes, {left:.0f} s at most", file=sys.stderr, flush=True)
         time.sleep(min(WAIT_SECONDS, left))

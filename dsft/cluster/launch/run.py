@@ -15,7 +15,7 @@ from dsft.cluster.launch.commands import MODULES, LaunchOptions, build_command, 
 from dsft.cluster.launch.environment import launcher_environment
 from dsft.cluster.launch.hosts import nodes_through_ssh
 from dsft.cluster.launch.options import read_launch
-from dsft.cluster.launch.preflight import check_first_host, examine_first, wait_until_examined
+from dsft.cluster.launch.preflight import check_first_host, examine_first, wait_until_examined, without_lost
 from dsft.cluster.launch.shared import set_shared
 from dsft.cluster.launch.ssh_sessions import SshSessions
 from dsft.config.options import TrainConfig
@@ -250,6 +250,7 @@ def launch(argv: list[str]) -> int:
 
 
 def _run_with_restarts(options: LaunchOptions, name: str, script: list[str]) -> int:
+    lost: list[str] = []
     for attempt in range(options.max_restarts + 1):
         if attempt and name == "train":  # an evaluation resumes by itself
             script = resumed(script)
@@ -264,11 +265,13 @@ def _run_with_restarts(options: LaunchOptions, name: str, script: list[str]) -> 
         os.environ[WORDS] = digest_of_words(script)
         process = LauncherProcess(options, command, saves=name == "train")
         code = process.run()
-        if (
-            code in (0, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_REQUEUE)
-            or process.interrupted
-            or attempt == options.max_restarts
-        ):
+        lost = process.link.lost or lost  # a restart that waits for a node in vain loses none
+        if code in (0, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_REQUEUE) or process.interrupted:
+            return code
+        if attempt == options.max_restarts:
+            goes_on = lost and without_lost(options, name, resumed(script) if name == "train" else script, lost)
+            if goes_on:
+                say(f"complete checkpoints stay; what goes on {goes_on}")
             return code
         print(
             f"dsft: exit code {code}: restart {attempt + 1} of {options.max_restarts}, from the last checkpoint",
