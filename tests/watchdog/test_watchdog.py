@@ -25,7 +25,18 @@ from dsft.watchdog.messages import LARGEST_BYTES, MOST_STRANGERS, Connection, Se
 from dsft.watchdog.processes import Process, descendants, end, start_time
 from dsft.watchdog.root_cause import Failure, Report, first_cause
 
-FAULTS = ("none", "exception", "user-error", "same-error", "killed", "frozen", "stalled", "launcher")
+FAULTS = (
+    "none",
+    "exception",
+    "user-error",
+    "same-error",
+    "killed",
+    "frozen",
+    "stalled",
+    "stalled beside a full disk",
+    "stalled before a full screen",
+    "launcher",
+)
 WAITING_RANK = """
 import os, pathlib, sys, time
 from types import SimpleNamespace
@@ -81,9 +92,10 @@ def test_limits_of_a_planned_run_hold_from_its_next_phase_on(monkeypatch):
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """(exit code, screen, seconds, processes left) of a job of two ranks per fault, all at once."""
+    """(exit code, screen, all stacks as they were saved, processes left) of a job of two ranks per fault, all at
+    once.
+    """
     folders, jobs, results = {}, {}, {}
-    start = time.monotonic()
     for fault in FAULTS:
         folders[fault] = tmp_path_factory.mktemp(fault)
         command = [
@@ -112,7 +124,9 @@ def ended(tmp_path_factory):
         until = time.monotonic() + 120
         while time.monotonic() < until and any(start_time(pid) for pid in pids):
             time.sleep(0.2)
-        results[fault] = (job.returncode, screen, time.monotonic() - start, [pid for pid in pids if start_time(pid)])
+        file = folders[fault] / "stacks.txt"
+        stacks = file.read_text() if file.is_file() else ""
+        results[fault] = (job.returncode, screen, stacks, [pid for pid in pids if start_time(pid)])
     return results
 
 
@@ -147,6 +161,16 @@ def test_a_stall_shows_the_stacks_of_all_ranks(ended):
     screen = ended["stalled"][1]
     assert "in wait_for_nothing" in screen and "in barrier" in screen
     assert "all stacks: " in screen
+
+
+@pytest.mark.launch
+def test_a_sidecar_that_cannot_write_stacks_ends_the_job_all_the_same(ended):
+    """/dev/full fails with ENOSPC; what comes after the failed write shows that the coordinator lives."""
+    _, screen, stacks, _ = ended["stalled beside a full disk"]
+    assert "in wait_for_nothing" in screen and "all 2 ranks are being ended" in screen
+    assert "all stacks: " not in screen and not stacks
+    _, screen, stacks, _ = ended["stalled before a full screen"]
+    assert "in wait_for_nothing" in stacks and "all 2 ranks" not in screen
 
 
 @pytest.mark.launch

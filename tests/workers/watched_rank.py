@@ -20,6 +20,10 @@ TIMEOUTS = TimeoutFields(start_timeout=60, load_timeout=60, step_timeout=4, save
 @ends_with_clear_errors
 def main() -> None:
     fault, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
+    if rank == 0 and fault == "stalled beside a full disk":
+        (folder / "stacks.txt").symlink_to("/dev/full")
+    if rank == 0 and fault == "stalled before a full screen":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)  # the sidecar's too
     watchdog.start(TIMEOUTS)
     on_exit(watchdog.close)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
@@ -49,7 +53,7 @@ def fail(fault: str, rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "frozen" and rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    if fault == "stalled" and rank == 1:
+    if fault.startswith("stalled") and rank == 1:
         wait_for_nothing()
     if fault == "launcher" and rank == 0:
         os.kill(os.getppid(), signal.SIGKILL)
