@@ -33,6 +33,7 @@ from dsft.checkpoints.tensor_sources import (
     WeightsSource,
     local_folder,
 )
+from dsft.checkpoints.verification import verify_weights
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.build import DTYPES, described_in, load_weights
 from dsft.models.lora import merge_problems
@@ -68,10 +69,11 @@ def export(
         trust_checkpoint: read pickles whatever they ask for, see pickles.py.
 
     Raises:
-        UserError: where `source` holds no weights or `out` holds files already.
+        UserError: where `source` holds no weights or is a damaged checkpoint, or `out` holds files already.
     """
     folder, target = find_weights(source), Path(out)
     check_new_folder(out)
+    verify_weights(str(folder))
     beside = target.absolute().with_name(f"{target.name}.unfinished")
     shutil.rmtree(beside, ignore_errors=True)
     try:

@@ -232,6 +232,25 @@ def path_of(name: str, run_folder: str) -> str:
     return str(started_in / name) if (started_in / name).exists() else name
 
 
+def sealed_checkpoint(model: str) -> Path | None:
+    """Return the checkpoint that the folder `model` is, or whose shards it is, if it has a manifest. A final model also
+    has one, and is the user's to edit: its chat template, say.
+    """
+    folder = Path(model).parent if is_step_folder(model) else Path(model)
+    return folder if all((folder / name).is_file() for name in (TRAINER_STATE, MANIFEST)) else None
+
+
+def damage(model: str) -> list[str]:
+    """List what is wrong with the checkpoint that `model` names, by sizes and the hashes of small files: what is
+    compared before anything of it is read. `Verification` reads the rest.
+    """
+    folder = sealed_checkpoint(model)
+    errors = integrity_errors(folder) if folder else []
+    if errors and has_only_shards(model):  # somebody removed the weights that the shards hold, too
+        errors = [error for error in errors if not re.fullmatch(r"\S+\.safetensors\S* is missing", error)]
+    return errors
+
+
 def find_weights(source: str) -> Path:
     """Find the folder with weights that `source` means: a run's `final/` (else its last checkpoint), or itself.
 
@@ -249,12 +268,7 @@ def find_weights(source: str) -> Path:
         if newest is None:
             raise UserError([f"{source}: the run has neither a final model nor a complete checkpoint yet"])
         folder = newest
-    # A final model is the user's to edit: its chat template, say.
-    if (folder / TRAINER_STATE).is_file() and (folder / MANIFEST).is_file():
-        errors = integrity_errors(folder)
-        if has_only_shards(str(folder)):  # somebody removed the weights that the shards hold, too
-            errors = [error for error in errors if not re.fullmatch(r"\S+\.safetensors\S* is missing", error)]
-        raise_if_any([f"{folder}: {error}; it is damaged, use another" for error in errors])
+    raise_if_any([f"{folder}: {error}; it is damaged, use another" for error in damage(str(folder))])
     if (
         not is_step_folder(str(folder))
         and not any(folder.glob("*.safetensors"))

@@ -225,7 +225,7 @@ class StepFields:
     output_dir."""
     verify_resume: bool = True
     """Compare every byte of the checkpoint to resume from with its manifest, while data and model load; auto takes the
-    next older one where something has changed."""
+    next older one where something has changed. A checkpoint as model or adapter is compared, too."""
     overwrite: bool = False
     """Replace the run that output_dir holds."""
 

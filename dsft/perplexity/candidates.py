@@ -8,11 +8,11 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from dsft.checkpoints.run_folder import FINAL
+from dsft.checkpoints.run_folder import FINAL, damage
 from dsft.config.options import UNQUANTISED, EvalConfig, TrainConfig
 from dsft.data.sources import FormattedSource, HeldOut
 from dsft.data.training_data import check_sources
-from dsft.errors import UserError
+from dsft.errors import UserError, raise_if_any
 from dsft.models.build import DTYPES, described_in, is_bare_config, resolve_dtype
 from dsft.models.model_folder import adapter_base, has_only_shards
 from dsft.models.quantization import FORMATS, Quantization, fitted, format_problems, unknown_format
@@ -20,6 +20,7 @@ from dsft.models.row_rules import architecture_problems
 from dsft.models.size import ModelFacts, check_positions, check_sharding, empty_model, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.models.weights import adapter_problems, weight_problems
+from dsft.perplexity.identity import with_bases
 from dsft.perplexity.protocols import protocol_configs
 from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation, longest_window
 from dsft.planner.job import Job, attention_of
@@ -134,11 +135,13 @@ class Candidate:
 
 
 def _measure(config: EvalConfig, problems: list[str]) -> ModelFacts | None:
-    """Measure the model that `config` names, or the base of an adapter."""
+    """Measure the model that `config` names, or the base of an adapter, once nothing of a checkpoint has changed."""
     folder = config.model if is_bare_config(config.model) else described_in(config.model)
     names = ("revision", "trust_remote_code", "attn_implementation")
     options = {name: getattr(config, name) for name in names}
     try:
+        for each in with_bases(config.model):
+            raise_if_any([f"model={each}: {error}; it is damaged, use another" for error in damage(each)])
         base = adapter_base(folder)
         train_config = TrainConfig(model=base or folder, **options)
         facts = measure_model(train_config, scored=True, with_adapter=base is not None)

@@ -4,9 +4,10 @@ Candidate (known without weights) -> zero -> loaded_for_scoring -> Evaluation of
 """
 
 import contextlib
+import functools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from dsft.checkpoints.verification import verify_weights
 from dsft.config.deepspeed_json import check_nvme, read_zero_file, stage
 from dsft.config.deepspeed_rules import read_sound_file
 from dsft.config.options import UNQUANTISED, EvalConfig, common_options
@@ -27,7 +29,7 @@ from dsft.models.size import check_sharding
 from dsft.perplexity.breakdown import Breakdown, build_breakdown
 from dsft.perplexity.candidates import Candidate, choose_zero, read_data
 from dsft.perplexity.exact_products import exact_products
-from dsft.perplexity.identity import QUANTIZERS, fingerprint, model_identity
+from dsft.perplexity.identity import QUANTIZERS, fingerprint, model_identity, with_bases
 from dsft.perplexity.kl import ChangeHistogram, divergence_of, refusal_of_pair
 from dsft.perplexity.loading import loaded_for_scoring
 from dsft.perplexity.modes import build_windows, check_mode
@@ -106,8 +108,11 @@ def _evaluate(config: EvalConfig, problems: list[str], *, progress: bool) -> Ite
     distributed.raise_together([problem for model in models for problem in model.check_weights(local=False)])
     machine = distributed.smallest_machine()
     results = Results(Path(config.output_dir)) if config.output_dir else None
+    verify_once = functools.cache(verify_weights)  # once for all of a model's formats
     for candidate in candidates:
-        yield from _evaluate_candidate(candidate, reference, data_sets, machine, results, progress=progress)
+        yield from _evaluate_candidate(
+            candidate, reference, data_sets, machine, results, verify_once=verify_once, progress=progress
+        )
 
 
 def _note_formats(config: EvalConfig, models: list[Candidate]) -> None:
@@ -134,6 +139,7 @@ def _evaluate_candidate(
     machine: Machine,
     results: Results | None,
     *,
+    verify_once: Callable[[str], None],
     progress: bool,
 ) -> Iterator[Evaluation]:
     config = candidate.config
@@ -146,6 +152,9 @@ def _evaluate_candidate(
     candidates = [candidate, *([reference] if reference else [])]
     with contextlib.ExitStack() as stack:
         if not all(known.values()):
+            for each in candidates:
+                for model in with_bases(each.config.model):
+                    verify_once(model)
             with out_of_memory_explained(config, "loading"):
                 loaded = _load(candidates, machine, dtype, stack)
         for job in jobs:

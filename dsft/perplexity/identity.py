@@ -59,7 +59,7 @@ def model_identity(model: str, *, revision: str | None, seed: int) -> dict[str, 
     content, changed = hashlib.sha256(), hashlib.sha256()
     if is_bare_config(model):
         content.update(f"seed {seed}".encode())
-    for name in _with_bases(model):
+    for name in with_bases(model):
         if not Path(name).exists():
             content.update(f"{name} {_hub_commit(name, revision) or revision}".encode())
             continue
@@ -72,12 +72,12 @@ def model_identity(model: str, *, revision: str | None, seed: int) -> dict[str, 
     return {"content": content.hexdigest(), "changed": changed.hexdigest()}
 
 
-def _with_bases(model: str) -> Iterator[str]:
+def with_bases(model: str) -> Iterator[str]:
     """Yield the model, and the base of each adapter down to a full model."""
     yield model
     base = adapter_base(described_in(model))
     if base:
-        yield from _with_bases(base)
+        yield from with_bases(base)
 
 
 def _hub_commit(name: str, revision: str | None) -> str | None:

@@ -21,6 +21,7 @@ from dsft.checkpoints.run_folder import (
     FINAL,
     WEIGHTS_ONLY,
     check_output_dir,
+    damage,
     is_finished,
     last_checkpoint,
     start_from_weights,
@@ -273,6 +274,15 @@ def check_run(options: TrainConfig, world: int, problems: Sequence[str] = ()) ->
 
 
 def _measured(options: TrainConfig, problems: list[str], zero_file: dict[str, Any] | None) -> ModelFacts | None:
+    if options.verify_resume:
+        damaged = [
+            f"{key}={name}: {error}; use another, or take it as it is with --verify_resume false"
+            for key, name in (("model", options.model), ("adapter", options.adapter))
+            for error in (damage(name) if name else [])
+        ]
+        if damaged:
+            problems += damaged
+            return None
     problems += check_base(options)
     try:
         model = measure_model(options)

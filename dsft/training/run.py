@@ -32,7 +32,7 @@ from dsft.checkpoints.run_folder import (
     write_failure,
     write_run,
 )
-from dsft.checkpoints.verification import Verification
+from dsft.checkpoints.verification import Verification, verify_weights
 from dsft.config.options import TrainConfig, as_dict, common_options
 from dsft.data.sequences import describe_counts
 from dsft.data.training_data import TrainingData, answer_ends, load_training_data
@@ -111,6 +111,9 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
         masked=run.masked,
         limits=length_limits(run.model.config),
     )
+    for name in (run.options.model, run.options.adapter):
+        if name not in (None, run.weights_of) and run.options.verify_resume:
+            verify_weights(name)
     with out_of_memory_explained(run, "while loading"):
         trainer = build_trainer(run, data)
     if verification:

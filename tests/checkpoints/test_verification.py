@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from ranks import on_ranks, train, train_all
 
+from dsft.api import evaluate_perplexity
+from dsft.checkpoints.export import export
 from dsft.checkpoints.manifest import MANIFEST, shares_of_ranks
 from dsft.checkpoints.run_folder import find_weights
 from dsft.config.options import TrainConfig
@@ -145,6 +147,71 @@ def test_nothing_that_decides_how_a_run_resumes_is_read_before_its_hash(run_of_s
         find_weights(str(newest))
     shutil.rmtree(run / "final")
     assert find_weights(str(run)) == run / "checkpoint-4"
+
+
+def evaluated(words: list[dict]) -> list[str]:
+    """What an evaluation of each says: `done`, or its error."""
+    outcomes = []
+    for options in words:
+        try:
+            evaluate_perplexity(**options, progress=False)
+            outcomes.append("done")
+        except UserError as error:
+            outcomes.append(str(error))
+    return outcomes
+
+
+def flip_a_weight(run: Path) -> None:
+    """In the last weight of checkpoint-6: the file can be loaded, and differs by one number."""
+    file = run / "checkpoint-6" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1
+    file.write_bytes(content)
+
+
+def test_evaluation_and_export_refuse_a_checkpoint_with_a_flipped_bit(run_of_six, options, tiny, tmp_path):
+    """On two ranks each hashes its share. Another checkpoint of the run is evaluated; without a manifest
+    nothing is compared."""
+    run = Path(shutil.copytree(run_of_six, tmp_path / "run"))
+    flip_a_weight(run)
+    flip_a_bit(run / "checkpoint-4" / "config.json", b'"num_hidden_layers": ')
+    shards = Path(shutil.copytree(run_of_six, tmp_path / "shards")) / "checkpoint-6"
+    (shards / "model.safetensors").unlink()
+    change_a_byte(shards / "global_step6" / SHARD)
+    models = [run / "checkpoint-6", run / "checkpoint-4", run / "checkpoint-2", shards / "global_step6"]
+    changed = ["model.safetensors", "config.json", None, f"global_step6/{SHARD}"]
+    shared = {"data": [str(tiny / "held_out.jsonl")], "seq_len": 64}
+    cases = [{"model": [str(model)]} | shared for model in models]
+    cases.append({"model": [str(models[2])], "reference": str(models[0])} | shared)
+    outcomes = on_ranks(2, evaluated, cases, log=tmp_path / "log")
+    assert outcomes[0] == outcomes[1]
+    for outcome, file in zip(outcomes[0], [*changed, "model.safetensors"], strict=True):
+        assert outcome == "done" if file is None else f"the content of {file} has changed" in outcome
+    assert "checkpoint-2: hashed in" in (tmp_path / "log").read_text()
+    for model, file in zip(models, changed, strict=True):
+        out = tmp_path / f"out-{model.name}"
+        if file is None:
+            assert (export(str(model), str(out)) / "model.safetensors").is_file()
+        else:
+            with pytest.raises(UserError, match=f"the content of {file} has changed; it is damaged"):
+                export(str(model), str(out))
+            assert not out.exists()
+    (models[0] / MANIFEST).unlink()
+    assert evaluated(cases[:1]) == ["done"]
+
+
+def test_a_training_refuses_a_checkpoint_with_a_flipped_bit_as_its_model(run_of_six, options, tmp_path):
+    run = Path(shutil.copytree(run_of_six, tmp_path / "run"))
+    flip_a_weight(run)
+    flip_a_bit(run / "checkpoint-4" / "config.json", b'"num_hidden_layers": ')
+    cases = [
+        options(tmp_path / "of weights", model=str(run / "checkpoint-6")),
+        options(tmp_path / "of config", model=str(run / "checkpoint-4")),
+        options(tmp_path / "unverified", model=str(run / "checkpoint-6"), verify_resume=False),
+    ]
+    of_weights, of_config, unverified = on_ranks(1, resumed, cases)[0]
+    assert "the content of model.safetensors has changed" in of_weights
+    assert "the content of config.json has changed" in of_config and unverified == "done"
 
 
 @pytest.mark.launch
