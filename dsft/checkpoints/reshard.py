@@ -198,6 +198,10 @@ def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint
                 " scheduler in the DeepSpeed JSON, of its run"
             ]
         )
+    if "_last_lr" not in then:  # DeepSpeed's, which computes rates, and betas, from its step
+        scheduler.load_state_dict(then)
+        scheduler.step(scheduler.last_batch_iteration)
+        return
     # All groups have one rate; there may be more or fewer groups than before.
     rates = [then["_last_lr"][0]] * len(optimizer.param_groups)
     current = {key: now[key] for key in ("base_lrs", "lr_lambdas") if key in now}

@@ -6,10 +6,12 @@ exceptions; what it reports is an error. A file that cannot be read is named.
 """
 
 import contextlib
+import hashlib
+import json
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import transformers
@@ -23,7 +25,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.lora import saved_lora_config
-from dsft.models.model_folder import has_only_shards
+from dsft.models.model_folder import has_only_shards, located
 from dsft.models.package import whole_class
 from dsft.models.pickles import load_pickle
 from dsft.models.size import empty_model
@@ -32,6 +34,8 @@ from dsft.units import plural
 FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
 """What a file of weights, or its index, raises that was cut, or holds something else."""
 MODEL_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+SAMPLE_BYTES = 2**12
+"""Of a block of a tensor that `weights_digest` reads."""
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -202,6 +206,42 @@ def files_of_tensors(model: str, revision: str | None = None) -> dict[str, str]:
         with _named(file), safe_open(file, framework="pt") as tensors:
             names |= dict.fromkeys(tensors.keys(), file)
     return names
+
+
+def weights_digest(model: str, revision: str | None = None) -> str | None:
+    """Hash a package's weights by samples, without reading them in full: of safetensors name, dtype, shape and
+    3 x SAMPLE_BYTES of every tensor, the same however they are split into files; of other formats evenly spread blocks
+    of every file. None where there are no such files, as in a folder with DeepSpeed's shards alone.
+    """
+    folder, gguf = located(model)
+    candidates = ([gguf["gguf_file"]],) if gguf else (MODEL_FILES[:2], MODEL_FILES[2:])
+    files = next(filter(None, (_files(folder, tuple(names), revision) for names in candidates)), [])
+    samples = {}
+    for path in files:
+        with _named(path), open(path, "rb") as file:
+            if path.endswith(".safetensors"):
+                start = 8 + int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(start - 8))
+                header.pop("__metadata__", None)
+                for name, tensor in header.items():
+                    first, last = (start + offset for offset in tensor["data_offsets"])
+                    key = f"{name} {tensor['dtype']} {tensor['shape']}"
+                    samples[key] = _sample(file, first, last, blocks=3)
+            else:
+                size = Path(path).stat().st_size
+                samples[f"{Path(path).name} {size}"] = _sample(file, 0, size, blocks=256)
+    if not samples:
+        return None
+    return hashlib.sha256(json.dumps(sorted(samples.items())).encode()).hexdigest()[:16]
+
+
+def _sample(file: BinaryIO, first: int, last: int, *, blocks: int) -> str:
+    """Hash evenly spread blocks of a file's bytes from `first` to `last`, both ends among them."""
+    digest, length = hashlib.sha256(), min(SAMPLE_BYTES, last - first)
+    for block in range(blocks):
+        file.seek(first + (last - first - length) * block // (blocks - 1))
+        digest.update(file.read(length))
+    return digest.hexdigest()
 
 
 def _empty_tensors(files: list[str]) -> dict[str, torch.Tensor]:

@@ -37,12 +37,14 @@ from dsft.config.options import TrainConfig, as_dict, common_options
 from dsft.data.sequences import describe_counts
 from dsft.data.training_data import TrainingData, answer_ends, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
-from dsft.models.build import build_model
+from dsft.models.build import build_model, described_in, is_bare_config
 from dsft.models.generation import stop_at
+from dsft.models.model_folder import adapter_base
 from dsft.models.package import LeftOut, unreached
 from dsft.models.pickles import safe_unpickling
 from dsft.models.row_rules import length_limits
 from dsft.models.tiled_loss import tile_loss
+from dsft.models.weights import weights_digest
 from dsft.planner.plan import as_dict as plan_as_dict
 from dsft.run_setup.arguments import training_arguments
 from dsft.run_setup.resolve import ResolvedRun, resolve_run
@@ -175,7 +177,18 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
         disk=run.disk,
         save_minutes=run.options.save_minutes,
         left_out=left_out,
+        frozen_weights=distributed.on_rank_0(lambda: frozen_weights(run.options, model, seed=args.seed)),
     )
+
+
+def frozen_weights(options: TrainConfig, model: PreTrainedModel | PeftModel, *, seed: int) -> str | None:
+    """Returns what tells a model's frozen weights from others of the same shapes, by the files that they came from."""
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return None
+    if is_bare_config(options.model):
+        return f"random of seed {seed}"
+    base = adapter_base(described_in(options.model)) or options.model
+    return weights_digest(base, options.revision)
 
 
 def describe_package(run: ResolvedRun, model: PreTrainedModel | PeftModel) -> LeftOut | None:

@@ -59,8 +59,14 @@ class SavingTrainer(Trainer):
         data_identity: dict[str, Any],
         disk: CheckpointSize,
         left_out: LeftOut | None = None,
+        frozen_weights: str | None = None,
         **kwargs: Any,
     ):
+        """
+        Args:
+            frozen_weights: a digest of the files that hold them, for the run's identity.
+        """
+        self._frozen_weights = frozen_weights
         self._use_cache = getattr(model.config, "use_cache", None)  # the Trainer turns it off
         super().__init__(model, *args, **kwargs)
         self.left_out = None if isinstance(model, PeftModel) else left_out
@@ -97,6 +103,8 @@ class SavingTrainer(Trainer):
         }
         if self.args.lr_scheduler_type in STATEFUL_SCHEDULES:  # the rate is a state of these
             options["learning_rate"] = self.args.learning_rate
+        if self._frozen_weights:
+            options["content of the frozen weights"] = self._frozen_weights
         for name, adapter in getattr(self.model, "peft_config", {}).items():
             scale = {key: value for key, value in vars(adapter).items() if key in ADAPTER_SCALE}
             options[f"scale of adapter {name}"] = json.dumps(scale, sort_keys=True)

@@ -68,6 +68,7 @@ class PerplexityTrainer(SavingTrainer):
         disk: CheckpointSize,
         save_minutes: float | None = None,
         left_out: LeftOut | None = None,
+        frozen_weights: str | None = None,
     ):
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         super().__init__(
@@ -80,6 +81,7 @@ class PerplexityTrainer(SavingTrainer):
             save_minutes=save_minutes,
             disk=disk,
             left_out=left_out,
+            frozen_weights=frozen_weights,
             data_identity=data.items.identity | {"order of data": ORDERS.get(data.grouping, "drawn at random")},
         )
         self.grouping = data.grouping

@@ -115,6 +115,7 @@ def test_eval_of_a_poisoned_shard_names_the_class_and_runs_nothing(copy, tiny, t
     poison(run / STEP / name, trace)
     words = {"model": run / STEP, "data": tiny / "held_out.jsonl", "seq_len": 64}
     shutil.copy(tiny / "model" / "config.json", run / "checkpoint-2")
+    (run / "checkpoint-2" / MANIFEST).unlink()
     refused = run_entry("dsft.eval_ppl", flags(words))
     assert refused.returncode == 2 and f"{name}: holds" in refused.stderr and "mkdir" in refused.stderr, refused.stderr
     assert "Traceback" not in refused.stderr and not trace.exists()

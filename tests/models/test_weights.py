@@ -17,7 +17,7 @@ from dsft.api import build_model, evaluate_perplexity
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
 from dsft.models.size import load_model_config
-from dsft.models.weights import weight_problems
+from dsft.models.weights import weight_problems, weights_digest
 from dsft.perplexity.evaluation import evaluate
 
 LOST = "model.layers.1.mlp.up_proj.weight"
@@ -132,6 +132,24 @@ def test_sharded_weights_of_either_format_and_tied_ones_are_whole(tiny, tmp_path
         assert problems_in(tmp_path / name) == []
     for architecture in ("gpt2", "gemma3", "mixtral"):  # tied, tied, experts stored one by one
         assert problems_in(write_model(tmp_path / architecture, architecture)) == []
+
+
+def test_a_digest_of_weights_is_that_of_a_copy_however_split_and_of_no_other_model(tiny, tmp_path):
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(tiny / "model", tmp_path / name))
+
+    digest = weights_digest(str(tiny / "model"))
+    sharded, last = copy("sharded"), copy("last number")
+    assert len(shard(sharded)) > 1 and weights_digest(str(sharded)) == digest
+    change_tensors(last, lambda tensors: tensors["model.norm.weight"][-1:].add_(1))
+    pickled, changed = copy("pickled"), copy("changed")
+    as_pickle(pickled)
+    change_tensors(changed, lambda tensors: tensors["model.norm.weight"][-1:].add_(1))
+    as_pickle(changed)
+    digests = [digest, *(weights_digest(str(folder)) for folder in (last, pickled, changed))]
+    digests.append(weights_digest(str(write_model(tmp_path / "other", seed=1))))
+    assert None not in digests and len(set(digests)) == len(digests)
+    assert weights_digest(str(tiny)) is None
 
 
 def _refusals(training: dict, evaluation: dict) -> list[str]:

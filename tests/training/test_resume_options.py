@@ -1,8 +1,11 @@
 """One rule for a resume, on the same ranks and on others: which options it takes, and which it refuses to change."""
 
+import shutil
+
 import pytest
 from conftest import read_json
 from ranks import on_ranks, train_all, trained
+from tiny import write_model
 
 STEPS, SAVED_AT = 5, 2
 CHANGED = {"learning_rate": 2e-3, "weight_decay": 0.5, "adam_beta1": 0.5}
@@ -12,6 +15,7 @@ REFUSED = {
     "optimizer: adamw then, sgd now": {"optim": "sgd"},
     "dataloader_drop_last: False then, True now": {"dataloader_drop_last": True},
     "scale of adapter default": {"lora_alpha": 1},
+    "content of the frozen weights": {"model": "another"},
 }
 
 
@@ -41,6 +45,7 @@ def logs(options, tiny, tmp_path_factory):
             | changes,
         )
 
+    copied = shutil.copytree(tiny / "model", folder / "copied")
     resumed = {"resume_from_checkpoint": str(folder / "first" / f"checkpoint-{SAVED_AT}")}
     outputs = train_all(
         1,
@@ -49,11 +54,13 @@ def logs(options, tiny, tmp_path_factory):
             case("same ranks", 4, **resumed, **CHANGED),
             case("unchanged", 4, **resumed),
             case("fused", 4, **resumed, optim="adamw_torch_fused"),
+            case("copied base", 4, **resumed, model=str(copied)),
         ],
         folder / "log-1",
     )
     train_all(2, [case("other ranks", 2, **resumed, **CHANGED)], folder / "log-2")
     refused = [case(f"refused-{number}", 4, **(resumed | change)) for number, change in enumerate(REFUSED.values())]
+    refused[-1]["model"] = str(write_model(folder / "another", seed=1))
     (refusals,) = on_ranks(1, _refusals, refused)
     runs = {path.parent.name: read_json(path)["results"]["log"] for path in folder.glob("*/run.json")}
     return {name: [entry for entry in log if "loss" in entry] for name, log in runs.items()} | {
@@ -81,7 +88,8 @@ def test_a_resume_says_what_it_takes(logs):
 
 def test_a_resume_with_the_same_options_goes_on_with_the_same_bits(logs):
     for name in ("loss", "grad_norm", "learning_rate"):
-        assert values(logs["unchanged"], name) == values(logs["first"], name), name
+        for run in ("unchanged", "copied base"):
+            assert values(logs[run], name) == values(logs["first"], name), name
     assert values(logs["fused"], "loss") == pytest.approx(values(logs["first"], "loss"), rel=1e-5)
 
 
