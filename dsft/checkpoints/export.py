@@ -9,6 +9,7 @@ names on disk are those in memory.
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from dsft.checkpoints.kept_weights import copy_processor, find_left_out, keep_left_out
-from dsft.checkpoints.manifest import share_files
+from dsft.checkpoints.manifest import TRAINER_STATE, share_files
 from dsft.checkpoints.readback import check_export, check_written
-from dsft.checkpoints.run_folder import check_new_folder, find_adapter, find_weights
+from dsft.checkpoints.run_folder import RUN, check_new_folder, find_adapter, find_weights, path_of, read_options_of_run
 from dsft.checkpoints.tensor_sources import (
     MergedSource,
     NotStreamable,
@@ -35,14 +36,14 @@ from dsft.checkpoints.tensor_sources import (
 )
 from dsft.checkpoints.verification import verify_weights
 from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.build import DTYPES, described_in, load_weights
+from dsft.models.build import DTYPES, described_in, is_bare_config, load_weights
 from dsft.models.lora import merge_problems
 from dsft.models.model_folder import adapter_base, has_only_shards, weight_bytes_in
 from dsft.models.pickles import check_weight_files, safe_unpickling
 from dsft.models.quantization import cast_weights, unpacking_config
 from dsft.models.size import load_model_config
 from dsft.models.tokenizer import tokenizer_folder
-from dsft.models.weights import placed_adapter
+from dsft.models.weights import load_empty, placed_adapter
 from dsft.models.zero_shards import step_folder
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.hardware import free_host_bytes
@@ -202,6 +203,7 @@ def _write_streamed(
     folder: Path, out: Path, weights: WeightsSource, dtype: str, *, max_shard_size: str, trust_remote_code: bool
 ) -> None:
     """Write files of up to `max_shard_size`, each read back before the next one begins, and what describes them."""
+    known = {"trust_remote_code": trust_remote_code}
     out.mkdir(parents=True)
     written_dtype = DTYPES.get(dtype, weights.dtype)
     on_meta = {name: torch.empty(shape, dtype=written_dtype, device="meta") for name, shape in weights.shapes.items()}
@@ -221,8 +223,42 @@ def _write_streamed(
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (out / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-    _write_config(folder, out, written_dtype, trust_remote_code=trust_remote_code)
-    check_export(out, trust_remote_code=trust_remote_code)
+    _write_config(folder, out, written_dtype, **known)
+    _keep_left_out_of_run(folder, out, is_as_on_disk=isinstance(weights, SafetensorsSource), **known)
+    check_export(out, **known)
+
+
+def _keep_left_out_of_run(checkpoint: Path, out: Path, *, is_as_on_disk: bool, trust_remote_code: bool) -> None:
+    """Add what the package that a run trained holds beside the language model of the run's checkpoint.
+
+    Args:
+        is_as_on_disk: whether `out` has the names of the package, as what a training saves, and its shards have not.
+    """
+    run, known = checkpoint.parent, {"trust_remote_code": trust_remote_code}
+    is_of_run = (checkpoint / TRAINER_STATE).is_file() and (run / RUN).is_file()
+    if not is_of_run or adapter_base(str(checkpoint)) is not None:
+        return
+    options = read_options_of_run(str(run))
+    package, revision = path_of(options["model"], str(run)), options["revision"]
+    if is_bare_config(package) or has_only_shards(package):
+        return
+    try:
+        config = load_model_config(package, revision=revision, **known)
+        if getattr(config, "quantization_config", None):
+            if config.get_text_config(decoder=True) is not config:
+                say(f"{out} is the language model alone: {package} is quantised on disk, and what is trained is not")
+            return
+        model = load_empty(package, revision=revision, **known)
+        left_out = find_left_out(package, model, revision=revision, **known)
+    except (OSError, ValueError, UserError):
+        say(f"note: {package}, which the run trained, cannot be read: {out} is what the checkpoint holds alone")
+        return
+    if left_out and not is_as_on_disk:
+        left_out = replace(left_out, text_only="DeepSpeed's shards have other names than the package")
+    if left_out and left_out.text_only:
+        say(f"{out} is the language model alone, without {left_out.parts}: {left_out.text_only}")
+    model.config = load_model_config(str(out), **known)
+    keep_left_out(out, model, left_out)
 
 
 def _write_config(folder: Path, out: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> None:

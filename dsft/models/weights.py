@@ -26,9 +26,9 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.lora import saved_lora_config
 from dsft.models.model_folder import has_only_shards, located
-from dsft.models.package import whole_class
+from dsft.models.package import save_as_on_disk, whole_class
 from dsft.models.pickles import load_pickle
-from dsft.models.size import empty_model
+from dsft.models.size import empty_model, load_model_config
 from dsft.units import plural
 
 FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
@@ -54,10 +54,10 @@ def weight_problems(
             return [f"model={model}: holds a config but no weights; for random weights name its config.json"]
         tensors = _empty_tensors(files)
         empty = empty_model(config, trust_remote_code=trust_remote_code)
-        info = _loading_report(type(empty), empty.config, tensors)
+        _, info = _load_empty(type(empty), empty.config, tensors)
         if info["unexpected_keys"] and (whole := whole_class(config)) not in (None, type(empty)):
             # What the text model leaves out is known to the class that loads the towers too.
-            info["unexpected_keys"] &= _loading_report(whole, config, tensors)["unexpected_keys"]
+            info["unexpected_keys"] &= _load_empty(whole, config, tensors)[1]["unexpected_keys"]
     except UserError as error:
         return [f"model={model}: {problem}" for problem in error.problems]
     except RuntimeError as error:  # of a renaming, after transformers has shown its report
@@ -65,12 +65,22 @@ def weight_problems(
     return loading_problems(model, info)
 
 
-def _loading_report(
+def load_empty(package: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Returns the model of a package on the meta device, with what loading it tells of its names on disk."""
+    config = load_model_config(package, revision=revision, trust_remote_code=trust_remote_code)
+    empty = empty_model(config, trust_remote_code=trust_remote_code)
+    tensors = _empty_tensors(_files(package, MODEL_FILES, revision))
+    model, _ = _load_empty(type(empty), empty.config, tensors)
+    save_as_on_disk(model, tensors)
+    return model
+
+
+def _load_empty(
     architecture: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    """Returns what transformers says of loading empty tensors."""
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Loads empty tensors; returns the model and transformers' report."""
     with quiet_report(bar=False):
-        _, info = architecture.from_pretrained(
+        return architecture.from_pretrained(
             None,
             config=config,
             state_dict=dict(tensors),
@@ -78,7 +88,6 @@ def _loading_report(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    return info
 
 
 def loading_problems(model: str, info: dict[str, Any]) -> list[str]:

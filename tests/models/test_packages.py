@@ -142,3 +142,22 @@ def test_a_package_is_trained_and_stays_one(runs, case, tiny, tmp_path):
     assert (final / "preprocessor_config.json").is_file() or kind == "mistral4"  # a language model alone
     result = evaluate_perplexity(model=str(final), data=str(tiny / "held_out.jsonl"), seq_len=64, progress=False)
     assert 1 < result.perplexity.perplexity < 1000
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("kind", grid(KINDS, ["qwen3_5"]))
+def test_an_exported_checkpoint_is_the_package_too(kind, options, tmp_path, capsys):
+    package, run = write_package(tmp_path / "model", kind), tmp_path / "run"
+    saves = {"save_strategy": "steps", "save_steps": 2, "weight_decay": 0.1}
+    log = train_all(1, [options(run, model=str(package), **saves)], tmp_path / "log")
+    assert (run / "final").is_dir(), log
+    before, after = tensors_in(run / "final"), tensors_in(export(str(run / "checkpoint-2"), str(tmp_path / "out")))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert type(AutoConfig.from_pretrained(tmp_path / "out")) is type(AutoConfig.from_pretrained(package))
+    whole = whole_class(AutoConfig.from_pretrained(package))
+    _, info = whole.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["mismatched_keys"] and not info["unexpected_keys"]
+    package.rename(tmp_path / "moved")
+    export(str(run / "checkpoint-2"), str(tmp_path / "alone"))
+    assert "which the run trained, cannot be read" in capsys.readouterr().out
