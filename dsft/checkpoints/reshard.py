@@ -120,7 +120,7 @@ def _fill(
         for name, flat in targets.items():
             piece = shards.read(slot.name, name, slot.start, slot.start + slot.numel)
             flat.narrow(0, slot.offset, slot.numel).copy_(piece)
-    _set_step(optimizer, states, shards.step)
+    _set_step(optimizer, states, shards.step, shards.counters)
 
 
 def _check_same_parameters(shards: ZeroShards, module: torch.nn.Module, checkpoint: str) -> None:
@@ -174,11 +174,13 @@ def _slots_of_stages_1_and_2(module: torch.nn.Module) -> Iterator[_Slot]:
             )
 
 
-def _set_step(optimizer: Any, states: list[dict[str, Any]], step: int | None) -> None:
+def _set_step(optimizer: Any, states: list[dict[str, Any]], step: int | None, counters: dict[str, Any]) -> None:
     """Continue Adam's bias correction. Optimizers count by state or by parameter group, in a tensor or a number."""
     for counter in (*states, *optimizer.param_groups):
         if "step" in counter and step is not None:
             counter["step"] = counter["step"].fill_(step) if torch.is_tensor(counter["step"]) else step
+    for group in optimizer.param_groups:
+        group.update(counters)
 
 
 def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint: str) -> None:

@@ -26,6 +26,8 @@ from dsft.models.pickles import load_pickle
 
 FP32 = "fp32"
 """Name of the trained weights themselves among the states."""
+AVERAGING = ("train_mode", "k", "weight_sum", "lr_max")
+"""Keys of a schedule-free optimizer's groups, of which its average is made."""
 OPTIMIZER_FILES, MODEL_FILES = "*_optim_states.pt", "*_model_states.pt"
 
 SMALL_ELEMENTS = 2**16
@@ -121,6 +123,8 @@ class ZeroShards:
         """Of each trained parameter, as it is when gathered."""
         self.step: int | None = None
         """Of the optimizer; None where it does not count."""
+        self.counters: dict[str, Any] = {}
+        """What the optimizer keeps for a group of parameters (AVERAGING), the same for all."""
         self._pieces: dict[str, list[_Piece]] = {}
         for rank, file in enumerate(files):
             states = load_pickle(file)["optimizer_state_dict"]
@@ -190,6 +194,8 @@ class ZeroShards:
         state = optimizer["state"].get(group, {})
         step = state.get("step", next((entry["step"] for entry in optimizer["param_groups"] if "step" in entry), None))
         self.step = int(step) if step is not None else self.step
+        first = optimizer["param_groups"][0]
+        self.counters |= {name: first[name] for name in AVERAGING if name in first}
         # Of the last rank's weights the padding is cut off, of its states not: their shapes may differ.
         return {FP32: weights} | {
             key: value for key, value in state.items() if torch.is_tensor(value) and value.dim() == weights.dim()

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dsft.config.deepspeed_json import compose, get_value, read_zero_file, stage
+from dsft.config.options import SCHEDULE_FREE
 from dsft.models.size import ModelSize
 from dsft.planner.job import Job
 from dsft.runtime.hardware import Machine
@@ -50,6 +51,9 @@ NAMES = (
 def candidate_names(job: Job, machine: Machine) -> list[str]:
     """List the configurations that make sense for this model and machine."""
     left_out = set()
+    if job.optimizer.startswith(SCHEDULE_FREE):
+        in_fp32, sums = job.dtype == "float32", job.fp32_accumulation
+        return ["0", "1", "2"] if in_fp32 else ["2"] if sums else ["1", "2"]  # checks.py says why
     if job.fp32_accumulation and job.dtype != "float32":
         left_out |= set(NO_FP32_SUMS)
     elif machine.world_size == 1:

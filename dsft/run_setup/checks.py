@@ -14,9 +14,9 @@ from transformers import PreTrainedConfig, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dsft.config.deepspeed_json import check_nvme, get_value, offloads, stage
-from dsft.config.options import HALF_PRECISION, TrainConfig
+from dsft.config.options import HALF_PRECISION, SCHEDULE_FREE, TrainConfig
 from dsft.errors import nearest, one_line
-from dsft.models.build import is_bare_config
+from dsft.models.build import is_bare_config, resolve_dtype
 from dsft.models.weights import adapter_problems, weight_problems
 from dsft.planner.zero_layout import sums_in_fp32
 from dsft.run_setup.arguments import with_defaults
@@ -55,6 +55,10 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, *, here: bo
         )
     if stage(zero_file) == 0 and sums_in_fp32(zero_file) and options.dtype in HALF_PRECISION.values():
         problems.append(f"zero={zero}: data_types.grad_accum_dtype: ZeRO 0 cannot add up in fp32; use stage 2 or 3")
+    if reason := _no_schedule_free(zero_file, options):
+        problems.append(
+            f"optim={options.training['optim']} cannot be combined with zero={zero}: {reason}; use zero 1 or 2"
+        )
     clipping = options.training.get("max_grad_norm", TrainingArguments.max_grad_norm)
     if get_value(zero_file, "zero_optimization.offload_optimizer.super_offload") and clipping:
         # superoffload_stage3.py: it steps while gradients still come only where none is clipped.
@@ -68,6 +72,24 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, *, here: bo
             " different sequences, and would save no model; leave it out, ZeRO-3 shards the weights too"
         )
     return problems
+
+
+def _no_schedule_free(zero_file: dict[str, Any], options: TrainConfig) -> str | None:
+    """Returns why DeepSpeed would not train what a schedule-free optimizer does: its average counts the steps of a
+    group of parameters, and it refuses steps before training begins.
+    """
+    if not str(options.training.get("optim")).startswith(SCHEDULE_FREE):
+        return None
+    is_half = resolve_dtype(options.dtype) in HALF_PRECISION.values()
+    if offloads(zero_file):
+        return "DeepSpeed's CPUAdam takes the place of an optimizer that is offloaded"
+    if "optimizer" in zero_file:  # which trains; a note says so
+        return None
+    if stage(zero_file) == 3:
+        return "stage 3 steps each sub-group of parameters by itself, and each would count as a step of the average"
+    if is_half and (stage(zero_file) == 0 or (stage(zero_file) == 1 and sums_in_fp32(zero_file))):
+        return "DeepSpeed makes its states in 16 bit there by a step with zero gradients, which counts"
+    return None
 
 
 def check_machine(options: TrainConfig) -> list[str]:
@@ -115,11 +137,6 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = ()) ->
 
     named = {re.match(r"\w*", problem)[0] for problem in known} & options.training.keys()
     values = with_defaults(options)
-    if str(values.get("optim", "")).startswith("schedule_free"):
-        return [
-            f"optim={values['optim']}: evaluates and saves averaged weights, which DeepSpeed does not swap in; take"
-            " adamw_torch with lr_scheduler_type constant"
-        ]
     for name in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"):
         values.pop(name, None)
     try:

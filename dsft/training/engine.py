@@ -1,8 +1,10 @@
 """What DeepSpeed's engine leaves out, or does too much of."""
 
+import contextlib
 import functools
 import importlib
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -49,6 +51,31 @@ def mend(engine: DeepSpeedEngine, *, resumes: bool) -> None:
         engine.clip_fp32_gradients = functools.partial(_clip, engine, parameters)
     elif isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and not engine.optimizer.cpu_offload:
         _spare_gradients(engine.optimizer, alone=engine.dp_world_size == 1)
+
+
+@contextlib.contextmanager
+def averaged_weights(model: DeepSpeedEngine | torch.nn.Module) -> Iterator[None]:
+    """Evaluate or save inside a `with` the average that a schedule-free optimizer makes, and train on from the point
+    where gradients are taken. Collective. Nothing changes under other optimizers, and where it is the average already.
+    """
+    is_swapped = swap_in(model, "eval")
+    yield
+    if is_swapped:  # after an error ranks may be apart, and to gather the weights is collective
+        swap_in(model, "train")
+
+
+def swap_in(model: DeepSpeedEngine | torch.nn.Module, point: Literal["train", "eval"]) -> bool:
+    """Put the weights to one of a schedule-free optimizer's two points; returns whether they were at the other.
+    Collective.
+    """
+    optimizer = model.optimizer if isinstance(model, DeepSpeedEngine) else None
+    own = optimizer.optimizer if isinstance(optimizer, DeepSpeedZeroOptimizer) else optimizer
+    if own is None or own.param_groups[0].get("train_mode", point == "train") == (point == "train"):
+        return False
+    getattr(own, point)()
+    if own is not optimizer:  # it has changed this rank's share in float32, not what computes
+        optimizer.update_lp_params()
+    return True
 
 
 def _forget_gradients(parameters: list[torch.nn.Parameter]) -> None:

@@ -32,14 +32,17 @@ from dsft.models.zero_shards import mapped_resume
 from dsft.run_setup.checkpoint_size import CheckpointSize
 from dsft.runtime import distributed
 from dsft.runtime.console import say
-from dsft.training.engine import import_muon, mend
+from dsft.training.engine import averaged_weights, import_muon, mend, swap_in
 from dsft.watchdog import client as watchdog
 
 STATEFUL_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """Of the learning rate, which they change by what they see."""
 ADAPTER_SCALE = ("lora_alpha", "alpha_pattern", "use_rslora")
 """Fields of an adapter's config that change what its tensors mean, and not their shapes."""
-HYPERPARAMETERS = ("initial_lr", "weight_decay", "betas", "eps", "momentum")
+HYPERPARAMETERS = (
+    *("initial_lr", "weight_decay", "betas", "eps", "momentum"),
+    *("warmup_steps", "r", "weight_lr_power"),  # of schedule-free ones
+)
 """Of an optimizer's groups: what options say. Whatever else stands there may be a state (schedule-free, Prodigy)."""
 SAMPLED_TENSORS = 16
 """Of the final model, read back and compared in full."""
@@ -146,6 +149,7 @@ class SavingTrainer(Trainer):
         if resume_from_checkpoint is not None:
             engine = self.model_wrapped
             take_hyperparameters(engine.optimizer, engine.lr_scheduler or self.lr_scheduler, options_now)
+        swap_in(self.model_wrapped, "train")  # a checkpoint holds the average
         return prepared
 
     def _mapped_resume(self) -> contextlib.AbstractContextManager[None]:
@@ -153,6 +157,7 @@ class SavingTrainer(Trainer):
 
     def _restore(self, checkpoint: str) -> None:
         engine = self.model_wrapped
+        swap_in(engine, "train")  # it takes a step
         restore(engine, engine.lr_scheduler or self.lr_scheduler, checkpoint)
 
     def _load_best_model(self) -> None:
@@ -179,7 +184,7 @@ class SavingTrainer(Trainer):
         step, output_dir = self.state.global_step, self.args.output_dir
         losses = (entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry)
         save = self._staged_save = StagedSave(checkpoint_folder(output_dir, step))
-        with watchdog.phase("saving"):
+        with watchdog.phase("saving"), averaged_weights(self.model_wrapped):
             is_saved = save.run(
                 lambda: self._write_checkpoint(model, trial, save),
                 self._check_saved,
@@ -300,6 +305,7 @@ class SavingTrainer(Trainer):
         save = self._staged_save = StagedSave(Path(self.args.output_dir) / FINAL)
         if self.is_world_process_zero():
             give_room(self.args.output_dir)
+        swap_in(self.model_wrapped, "eval")
         with watchdog.phase("saving"):
             is_saved = save.run(
                 lambda: self.save_model(str(save.staged)),

@@ -39,6 +39,7 @@ from dsft.training.callbacks import (
     ProgressLog,
     SkippedSteps,
 )
+from dsft.training.engine import averaged_weights
 from dsft.training.loss import TokenLoss
 from dsft.training.metrics import Compute, SlowRanks, Work, derived_metrics, gather_metrics, mark
 from dsft.training.plan_check import PlanCheck
@@ -136,7 +137,7 @@ class PerplexityTrainer(SavingTrainer):
         """
         start = time.perf_counter()
         windows = windows_of_sequences(self.eval_dataset if eval_dataset is None else eval_dataset)
-        with watchdog.phase("evaluating"):
+        with watchdog.phase("evaluating"), averaged_weights(self.model_wrapped):
             result = evaluate_windows(
                 self.model,
                 windows,
