@@ -22,7 +22,7 @@ from dsft.planner.usual_models import usual_config
 pytestmark = [pytest.mark.exhaustive, pytest.mark.launch]
 
 NETWORK, NODES, ITSELF = "loads from the network", "needs two nodes: tests/cluster", "runs these tests"
-GPUS = "needs GPUs: tests/gpu_check"
+GPUS = "needs GPUs: tests/gpu"
 NOT_RUN = {
     "scripts/quickstart": "tests/test_quickstart.py",
     "scripts/test": ITSELF,
@@ -41,10 +41,10 @@ NOT_RUN = {
     ),
     "deepspeed --num_gpus 8 dsft/eval_ppl.py --model meta-llama/Llama-3.1-8B --data books.jsonl --seq_len 131072"
     " --sequence_parallel 8": "needs 8 GPUs: tests/perplexity/test_sequence_parallel.py",
-    "dsft gpu-check": GPUS,
-    "dsft gpu-check --minutes 20": GPUS,
-    "dsft gpu-check --only perplexity kill": GPUS,
-    "dsft gpu-check --tiny --minutes 100": "takes so long: tests/gpu_check",
+    "scripts/test --gpu": GPUS,
+    "scripts/test --gpu --minutes 20": GPUS,
+    "scripts/test --gpu --only perplexity kill": GPUS,
+    "scripts/test --gpu --tiny --minutes 100": "takes so long: tests/gpu",
     "dsft doctor --hostfile hosts --config run.yaml": NODES,
     "dsft doctor --hostfile H --config run.yaml": NODES,
     "dsft doctor --hostfile H --quick": NODES,

@@ -1,6 +1,6 @@
 """The commands of `dsft`, their options, and what help says of them. Loads no library: help starts at once."""
 
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from dsft.cluster.launch.commands import LaunchOptions
@@ -51,10 +51,10 @@ class HardwareFields:
     """Folder on a fast local disk, or its free size on paper, for example 4TB."""
     interconnect: str = ""
     """For example nvlink+ib400, nvlink+8xib400, pcie, pcie4+eth25, eth10 (Gbit/s of a card, cards per node)."""
-    gpu_check: str | None = None
-    """gpu-check.json of another machine: plans for that one, with what `dsft gpu-check` measured there."""
+    machine: str | None = None
+    """Output of `dsft plan --calibrate --json` on another machine: plans for that one, as it was measured there."""
     calibrate: bool = False
-    """First measure the speeds of this machine, for the time of a step."""
+    """First measure this machine's speeds, and what its GPUs hold outside of torch; later plans use it too."""
 
 
 @dataclass(kw_only=True)
@@ -81,20 +81,6 @@ class DoctorOptions(HostFields):
     """Without the tables, where nothing is wrong."""
     json: bool = False
     """One JSON object on standard output."""
-
-
-@dataclass(kw_only=True)
-class GpuCheckOptions:
-    """Checks: which, for how long, and where their results go."""
-
-    minutes: float = 8.0
-    """For all checks together; those that are not reached are told."""
-    only: list[str] = field(default_factory=list)
-    """Names of the checks to run; by default all, most valuable first."""
-    tiny: bool = False
-    """With a tiny model, of which no memory and no time is claimed; needs no GPU."""
-    out: str = "gpu-check"
-    """Folder for gpu-check.md and gpu-check.json; its disk holds models and checkpoints meanwhile."""
 
 
 @dataclass(kw_only=True)
@@ -224,9 +210,6 @@ It looks before any training process starts, in less than half a minute: drivers
 memory and disk against the plan, then sums and rates between all nodes. docs/doctor.md says what each finding means.
 Options that are not listed here are the run's own, as dsft train takes them (--model, --data, --output_dir ...).
 Exit code 0 without errors, 2 with."""
-_GPU_CHECK = """\
-Each check is a process of its own with its own limit. Nothing is downloaded. Prints a Markdown table for an issue, and
-keeps the measured speeds for dsft plan. Exit code 1 where a claim does not hold. docs/gpus.md says what each means."""
 _LAUNCHED = "The command that is run is printed first; --dry_run prints it and stops."
 _PLANNED = """\
 Takes the options of dsft train and its --config beside its own, and decides what that would on such a machine.
@@ -273,12 +256,6 @@ COMMANDS = {
         DoctorOptions,
         TrainConfig,
         details=_DOCTOR,
-    ),
-    "gpu-check": Command(
-        "what dsft claims against what the GPUs of this machine do",
-        "dsft.cli.gpu_check:run",
-        GpuCheckOptions,
-        details=_GPU_CHECK,
     ),
     "preview": Command(
         "some samples as the model will see them",

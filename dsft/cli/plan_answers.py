@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.cli.commands import PlanOptions
-from dsft.cli.plan_machine import assumed_card
+from dsft.cli.plan_machine import assumed_card, describe_machine
 from dsft.cli.plan_tables import (
     cost_text,
     explain,
@@ -36,7 +36,7 @@ from dsft.run_setup.paper import PaperRun, auto_dtype, paper_run, prepared_epoch
 from dsft.run_setup.plan import Choice, choose_plan, speeds_for, with_nvme
 from dsft.runtime.console import show_text
 from dsft.runtime.hardware import Machine, has_gpu
-from dsft.units import GiB, plural
+from dsft.units import GiB, in_gib, plural
 
 NOTHING_FITS = 1
 """Exit code."""
@@ -84,9 +84,15 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
 
 def _calibrate(request: Request, machine: Machine) -> None:
     if not machine.measured:
-        raise UserError(["--calibrate measures this machine; leave out --gpus, --hostfile, --gpu_type and --gpu_check"])
+        raise UserError(["--calibrate measures this machine; leave out --gpus, --hostfile, --gpu_type and --machine"])
     dtype = request.training.dtype if request.training.dtype != "auto" else auto_dtype(machine)
-    print(f"dsft: speeds measured and kept in {calibrate(machine, dtype=dtype)}", file=sys.stderr)
+    path, others = calibrate(machine, dtype=dtype)
+    print(f"dsft: speeds measured and kept in {path}", file=sys.stderr)
+    if others:
+        print(
+            f"dsft: note: other programs hold {in_gib(others)} of a GPU: its memory outside of torch was not measured",
+            file=sys.stderr,
+        )
 
 
 def _decided(request: Request, machine: Machine) -> PaperRun:
@@ -135,7 +141,7 @@ def _training(request: Request, machine: Machine) -> None:
                 "chosen": as_dict(choice.plan) | {"reason": choice.reason},
                 "candidates": [as_dict(plan) for plan in choice.candidates],
                 "model": dataclasses.asdict(job.size),
-                "machine": dataclasses.asdict(machine),
+                "machine": describe_machine(machine, dtype=job.dtype),
                 "speeds": dataclasses.asdict(choice.speeds),
                 "activations": job.activations.source,
                 "cost": cost and dataclasses.asdict(cost),

@@ -1,14 +1,16 @@
 """The machine that the hardware options of `dsft plan` describe: this one measured, or one on paper."""
 
 import dataclasses
+import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from dsft.cli.commands import PlanOptions
-from dsft.cluster.gpu_check.table import read_machine
 from dsft.errors import UserError
 from dsft.planner.gpus import GPUS, choose_gpu, named_gpus, same_memory
+from dsft.planner.measured_speeds import to_carry
 from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, require_seen_gpus, split_gpus, this_machine
 from dsft.runtime.hostfile import read_hosts
 from dsft.units import GB
@@ -32,8 +34,8 @@ def read_machines(options: PlanOptions) -> list[Machine]:
         raise UserError([f"--nodes {options.nodes}: --hostfile {options.hostfile} says {len(hosts)}; keep one"])
     nodes = [len(hosts)] if hosts else _read_nodes(options.nodes or "1")
     slots = min(hosts.values()) if hosts else None
-    if options.gpu_check:
-        machine = _checked(options, slots)
+    if options.machine:
+        machine = _carried(options, slots)
     elif not (options.gpus or options.gpu_type or hosts):
         require_seen_gpus()
         machine = this_machine()
@@ -74,18 +76,45 @@ def _is_network(part: str) -> bool:
     return not part.lower().startswith(("nvlink", "pcie"))
 
 
-def _checked(options: PlanOptions, slots: int | None) -> Machine:
-    machine = read_machine(Path(options.gpu_check).expanduser())
+def _carried(options: PlanOptions, slots: int | None) -> Machine:
+    machine = read_machine(Path(options.machine).expanduser())
     for name in ("gpus", "gpu_type"):
         if asked := getattr(options, name):
-            raise UserError([f"--{name} {asked}: --gpu_check {options.gpu_check} says it; keep one"])
+            raise UserError([f"--{name} {asked}: --machine {options.machine} says it; keep one"])
     if slots and slots != machine.ranks_per_node:
         raise UserError(
             [
-                f"--gpu_check {options.gpu_check}: made with {machine.ranks_per_node} ranks; --hostfile"
-                f" {options.hostfile} says {slots} per node"
+                f"--machine {options.machine}: a plan for {machine.ranks_per_node} ranks; --hostfile {options.hostfile}"
+                f" says {slots} per node"
             ]
         )
+    return machine
+
+
+def describe_machine(machine: Machine, *, dtype: str) -> dict[str, Any]:
+    """Make what `--machine` reads: this machine and what was measured on it, without names of hosts and folders."""
+    fields = dataclasses.asdict(machine)
+    if machine.measured:
+        fields |= {"carried": to_carry(machine, dtype=dtype), "nvme_path": ""}
+    return fields
+
+
+def read_machine(path: Path) -> Machine:
+    """Read the machine of a plan that `dsft plan --calibrate --json` printed there.
+
+    Raises:
+        UserError: where the file cannot be read, or nothing was measured there.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))["machine"]
+        carried = {name: fields["carried"][name] for name in ("bits", "ranks", "outside")}
+        machine = Machine(**fields | {"measured": False, "carried": carried, "host_names": ()})
+    except OSError as error:
+        raise UserError([f"--machine {path}: {error.strerror}"]) from None
+    except (KeyError, TypeError, ValueError):
+        machine = None
+    if not (machine and machine.carried["ranks"]):
+        raise UserError([f"--machine {path}: no measured rates in it; write it with dsft plan --calibrate --json"])
     return machine
 
 

@@ -24,7 +24,7 @@ OVERHEAD = "context, NCCL and fragmentation"
 @dataclass(frozen=True, kw_only=True)
 class OutsideMemory:
     """Bytes that one GPU holds outside of torch's allocator: assumed (docs/planner.md has the sources), until
-    `dsft gpu-check` has measured them.
+    `dsft plan --calibrate` has measured them.
     """
 
     context_bytes: int = CONTEXT_BYTES

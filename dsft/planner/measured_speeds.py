@@ -1,9 +1,9 @@
 """Measured speeds for the time model of later plans: one file, `dsft/speeds.json` in the user's cache (XDG_CACHE_HOME).
 
-`dsft plan --calibrate` writes what this machine's ranks reach (under host, CPU, GPU, number of ranks and precision),
-`dsft doctor` what the links between a set of hosts do, `dsft gpu-check` what GPUs hold outside of torch, and a plan
-what a GPU multiplies whose name is in no table. A plan for another machine or other hosts sees none of it, unless
-gpu-check.json brings it along (`Machine.checked`). Other memory predictions are never fitted. Remove the file to go
+`dsft plan --calibrate` writes what this machine's ranks reach (under host, CPU, GPU, number of ranks and precision) and
+what its GPUs hold outside of torch, `dsft doctor` what the links between a set of hosts do, and a plan what a GPU
+multiplies whose name is in no table. A plan for another machine or other hosts sees none of it, unless `--machine`
+brings it along (`Machine.carried`). Other memory predictions are never fitted. Remove the file to go
 back to data sheets. Imports no torch: the doctor's quick part writes here too. What measures is measuring.py.
 """
 
@@ -81,15 +81,15 @@ def with_links(speeds: "Speeds", machine: "Machine") -> "Speeds":
 
 
 def to_carry(machine: "Machine", *, dtype: str) -> dict[str, Any]:
-    """Return what is kept of this machine, without its name: `Machine.checked` on another."""
+    """Return what is kept of this machine, without its name: `Machine.carried` on another."""
     ranks = _look_up("ranks", _ranks_key(machine, dtype))
     return {"bits": 8 * DTYPE_BYTES[dtype], "ranks": ranks, "outside": _look_up("outside", _outside_key(machine))}
 
 
 def _with_ranks(speeds: "Speeds", machine: "Machine", *, dtype: str) -> "Speeds":
     path = speeds_file()
-    if machine.checked:
-        measured = machine.checked["ranks"] if machine.checked["bits"] == 8 * DTYPE_BYTES[dtype] else None
+    if machine.carried:
+        measured = machine.carried["ranks"] if machine.carried["bits"] == 8 * DTYPE_BYTES[dtype] else None
     elif not machine.measured or not path.is_file():
         return speeds
     elif not _read(path):
@@ -99,7 +99,7 @@ def _with_ranks(speeds: "Speeds", machine: "Machine", *, dtype: str) -> "Speeds"
         measured = _look_up("ranks", _ranks_key(machine, dtype))
     try:
         values = {name: float(value) for name, value in measured.items() if name != "date"}
-        source = f"measured {'by dsft gpu-check' if machine.checked else 'on this machine'} on {measured['date']}"
+        source = f"measured {'there' if machine.carried else 'on this machine'} on {measured['date']}"
         return dataclasses.replace(speeds, **values, source=source, tells_time=True)
     except (AttributeError, KeyError, TypeError, ValueError):  # nothing measured, or a damaged entry
         return speeds
@@ -129,7 +129,7 @@ def _with_outside(speeds: "Speeds", machine: "Machine") -> "Speeds":
     """Put in the memory measured outside of torch, on one node: between nodes NCCL has other buffers."""
     if not machine.exists or machine.nodes > 1:
         return speeds
-    measured = machine.checked["outside"] if machine.checked else _look_up("outside", _outside_key(machine))
+    measured = machine.carried["outside"] if machine.carried else _look_up("outside", _outside_key(machine))
     try:
         context_bytes, each = int(measured["context_bytes"]), tuple(map(int, measured["communicators_bytes"]))
     except (KeyError, TypeError, ValueError):  # nothing measured, or a damaged entry

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dsft.planner.measured_speeds import keep_ranks
+from dsft.planner.limits import ASSUMED
+from dsft.planner.measured_speeds import keep_outside, keep_ranks
 from dsft.runtime.distributed import device, free_port, max_over_ranks, start_ranks, wait_for_all
-from dsft.runtime.hardware import Machine, has_gpu
+from dsft.runtime.hardware import FREE_SHARE, Machine, ask_gpu, has_gpu, peak_resident_bytes
 from dsft.units import MiB
 
 REPEATS = 5
@@ -113,18 +114,36 @@ def _exchange(peer: int, sent: torch.Tensor, received: torch.Tensor) -> None:
         work.wait()
 
 
-def calibrate(machine: Machine, *, dtype: str, known: dict[str, float] | None = None) -> Path:
-    """Measure with one rank and with as many as the machine has, and keep the results; takes up to a minute.
+def calibrate(machine: Machine, *, dtype: str) -> tuple[Path, int]:
+    """Measure with one rank and with as many as the machine has, and keep the results; takes up to a minute. Where GPUs
+    are, also what these hold outside of torch.
 
-    Args:
-        known: measured already, and kept beside.
-
-    Returns the file.
+    Returns the file, and the bytes of a GPU that other programs hold: above 0, what it holds outside of torch is not
+    kept.
     """
+    measured: dict[str, float] = {}
     for ranks in sorted({1, machine.ranks_per_node}):
-        measured = on_new_ranks(_measure_rank, ranks, dtype) | (known or {})
+        measured |= on_new_ranks(_measure_rank, ranks, dtype)  # one rank alone measures copies from the host, for both
         path = keep_ranks(dataclasses.replace(machine, ranks_per_node=ranks), measured, dtype=dtype)
-    return path
+    if not machine.has_gpu:
+        return path, 0
+    others, context, *after = measure_outside(machine.ranks_per_node)
+    if not others:
+        keep_outside(machine, context_bytes=context, communicators_bytes=[held - context for held in after])
+    return path, others
+
+
+def measure_outside(ranks: int) -> list[int]:
+    """Measure on new ranks what a GPU holds beyond torch's allocator; returns bytes of other programs, those of the
+    context, and those after each further communicator.
+    """
+    others, held = 0, [0] * ranks
+    for gpu in range(ranks if has_gpu() else 0):
+        left, total = ask_gpu(gpu)
+        others = max(others, total - left if left < FREE_SHARE * total else 0)
+        # Taken off below: this process's own context, which asking has made, is on the GPU beside the rank's.
+        held[gpu] = total - torch.cuda.mem_get_info(gpu)[0]
+    return [others, *on_new_ranks(_outside_of_rank, ranks, held)]
 
 
 def on_new_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
@@ -158,6 +177,8 @@ def _measure_rank(dtype: str) -> dict[str, float]:
     measured = {"flops": _training_flops(place, getattr(torch, dtype)), "device_bytes": _adam_bytes(place)}
     if ranks > 1:
         measured |= _collectives(place, ranks)
+    elif place.type == "cuda":
+        measured["host_link_bytes"] = host_link_bytes(place)
     wait_for_all()
     dist.destroy_process_group()
     return measured
@@ -220,5 +241,43 @@ def _collectives(place: torch.device, ranks: int) -> dict[str, float]:
     }
 
 
+def host_link_bytes(place: torch.device) -> float:
+    """Bytes per second from pinned host memory to the GPU."""
+    host = torch.empty(256 * MiB, dtype=torch.uint8, pin_memory=place.type == "cuda")
+    there = torch.empty_like(host, device=place, pin_memory=False)
+    return host.numel() / best_seconds(lambda: there.copy_(host, non_blocking=True), place)
+
+
 def _collective_numbers(place: torch.device) -> int:
     return (64 if place.type == "cuda" else 16) * MiB // 4
+
+
+def _outside_of_rank(held: list[int]) -> list[int]:
+    """Measure on each rank, collectively; returns bytes after the context, and after each communicator.
+
+    Args:
+        held: bytes of each GPU before the ranks began.
+    """
+    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    if has_gpu():
+        torch.cuda.set_device(rank)
+    place = device()
+    numbers = torch.ones(1024, 1024, device=place)
+    numbers @ numbers
+    counts = [_outside_bytes(place) - held[rank]]
+    if ranks > 1:
+        dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+        for number in range(len(ASSUMED.communicators_bytes)):
+            dist.all_reduce(numbers, group=dist.new_group() if number else None)
+            counts.append(_outside_bytes(place) - held[rank])
+        dist.destroy_process_group()
+    return counts
+
+
+def _outside_bytes(place: torch.device) -> int:
+    """Bytes of the GPU that this process's allocator does not hold; without a GPU, the peak of resident memory."""
+    if place.type == "cpu":
+        return peak_resident_bytes()
+    torch.cuda.synchronize(place)
+    free, total = torch.cuda.mem_get_info(place)
+    return total - free - torch.cuda.memory_reserved(place)

@@ -51,13 +51,13 @@ class Machine:
     """On all nodes; 0: as many on each."""
     measured: bool = False
     """Whether this is the machine dsft runs on, not one on paper."""
-    checked: dict[str, Any] = field(default_factory=dict, hash=False)
-    """What `dsft gpu-check` measured on it, where it was read from gpu-check.json (planner/measured_speeds.py)."""
+    carried: dict[str, Any] = field(default_factory=dict, hash=False)
+    """What was measured on it, where `--machine` describes it (planner/measured_speeds.py)."""
 
     @property
     def exists(self) -> bool:
-        """Whether its driver has named the GPU: here, or where gpu-check ran."""
-        return self.measured or bool(self.checked)
+        """Whether its driver has named the GPU: here, or where the plan was made that describes it."""
+        return self.measured or bool(self.carried)
 
     @property
     def world_size(self) -> int:

@@ -68,7 +68,7 @@ def test_a_plan_between_nodes_counts_what_was_read_and_says_what_is_assumed():
         assert speeds.network_bytes == (0.8 * 25 / 8 * GB if "eth" in links else 0.8 * 50 * GB)
 
 
-@pytest.mark.parametrize("exists", [{"measured": True}, {"checked": {"speeds": {}}}])
+@pytest.mark.parametrize("exists", [{"measured": True}, {"carried": {"speeds": {}}}])
 def test_a_machine_whose_kernel_tells_no_rate_is_given_the_network_of_a_virtual_one(exists):
     machine = Machine(
         nodes=2, ranks_per_node=8, device_bytes=80 * GB, host_bytes=10**12, has_gpu=True, gpu_type="H100", **exists

@@ -3,9 +3,9 @@
 import time
 from collections.abc import Iterator
 
-from dsft.cluster.gpu_check.check import Row, Setting
 from dsft.demo_data import write_demo_data
 from dsft.units import GiB
+from gpu.check import Row, Setting
 
 WIDE = {
     "vocab_size": 32_768,

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from dsft.cluster.gpu_check.check import Row, Setting, command, launch
+from gpu.check import Row, Setting, command, launch
 
 
 def perplexity(setting: Setting) -> Iterator[Row]:

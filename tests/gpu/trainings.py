@@ -5,11 +5,11 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dsft.cluster.gpu_check.check import Failed, Row, Setting, command, launch
-from dsft.cluster.gpu_check.ranks import OwnMemory
 from dsft.planner.limits import MEMORY_ERROR
 from dsft.planner.step_time import TIME_RANGE
 from dsft.units import in_gib
+from gpu.check import Failed, Row, Setting, command, launch
+from gpu.ranks import OwnMemory
 
 STEPS = 6
 GPU_NOISE = 1e-3

@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterator
 
 from dsft.checkpoints.run_folder import METRICS
-from dsft.cluster.gpu_check.check import Failed, Row, Setting, command, launch
-from dsft.cluster.gpu_check.ranks import ranks_below
-from dsft.cluster.gpu_check.trainings import options
 from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_USER_ERROR
 from dsft.watchdog.processes import Process, descendants, end
+from gpu.check import Failed, Row, Setting, command, launch
+from gpu.ranks import ranks_below
+from gpu.trainings import options
 
 SMALLER = re.compile(
     r"(?P<share>[\d.e+]+) GiB are its share; the next smaller plan is .*, by prediction (?P<wanted>[\d.e+]+) GiB"

@@ -1,26 +1,23 @@
 """Checks that ask torch itself: the machine, its rates, memory outside of torch, kernels that keep rows apart."""
 
-import dataclasses
 import operator
-import os
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig
 
-from dsft.cluster.gpu_check.check import Row, Setting
 from dsft.models.build import DTYPES, resolve_dtype
 from dsft.models.packing_probe import isolation_problem
 from dsft.models.padding_probe import ignores_padding
 from dsft.planner.gpus import GPUS, gpu_name, named_gpus
 from dsft.planner.limits import ASSUMED
 from dsft.planner.measured_speeds import calibrated, keep_outside, speeds_file, to_carry
-from dsft.planner.measuring import best_seconds, calibrate, matmul_flops, on_new_ranks
+from dsft.planner.measuring import best_seconds, calibrate, matmul_flops, measure_outside
 from dsft.planner.speeds import Speeds, speeds_of
 from dsft.runtime.distributed import device
-from dsft.runtime.hardware import FREE_SHARE, Machine, ask_gpu, has_gpu, peak_resident_bytes, this_machine
-from dsft.units import MiB, in_gib
+from dsft.runtime.hardware import FREE_SHARE, Machine, ask_gpu, this_machine
+from dsft.units import in_gib
+from gpu.check import Row, Setting
 
 FAST_ENOUGH = 0.7
 """Of the rate that the plan counts on."""
@@ -29,6 +26,7 @@ SAME_MEMORY = 0.01
 RATES = {
     "flops": "a few layers in training",
     "device_bytes": "a fused AdamW update (GPU memory)",
+    "host_link_bytes": "copies from pinned host memory",
     "link_bytes": "all-gather",
     "reduce_bytes": "reduce-scatter",
     "all_reduce_bytes": "all-reduce",
@@ -98,24 +96,15 @@ def speeds(setting: Setting) -> Iterator[Row]:
     products = GPUS[gpu_name(machine)].matmul_flops if setting.has_gpu else 0.0
     yield rate("large matrix products", products, matmul_flops(place), "TFLOP/s", told=planned.tells_time)
     yield rate("attention", planned.attention_flops, attention_flops(place), "TFLOP/s", told=planned.tells_time)
-    copies = host_link_bytes(place)
-    yield rate("copies from pinned host memory", planned.host_link_bytes, copies, "GB/s", told=planned.tells_time)
     torch.cuda.empty_cache()
-    calibrate(machine, dtype=dtype, known={"host_link_bytes": copies} if setting.has_gpu else {})
+    calibrate(machine, dtype=dtype)
     yield from planned_rates(planned, calibrated(planned, machine, dtype=dtype), machine)
-    yield rates_for_plans(machine, dtype=dtype)
-
-
-def rates_for_plans(machine: Machine, *, dtype: str) -> Row:
-    """Read the rates as plans on this machine do; the details are for plans elsewhere (`table.read_machine`)."""
-    there = dataclasses.replace(machine, measured=False, checked=to_carry(machine, dtype=dtype))
-    kept = {name: rate for name, rate in (there.checked["ranks"] or {}).items() if name != "date"}
-    planned = calibrated(speeds_of(machine, dtype=dtype), machine, dtype=dtype)
-    return Row(
+    kept = {name: rate for name, rate in (to_carry(machine, dtype=dtype)["ranks"] or {}).items() if name != "date"}
+    later = calibrated(speeds_of(machine, dtype=dtype), machine, dtype=dtype)
+    yield Row(
         claim="dsft plan reads these rates",
         measured=speeds_file().name,
-        ok=bool(kept) and all(getattr(planned, name) == rate for name, rate in kept.items()),
-        details={"machine": dataclasses.asdict(there)},
+        ok=bool(kept) and all(getattr(later, name) == rate for name, rate in kept.items()),
     )
 
 
@@ -123,6 +112,8 @@ def planned_rates(planned: Speeds, measured: Speeds, machine: Machine) -> Iterat
     """Compare what was measured, field by field."""
     for name, title in RATES.items():
         if machine.ranks_per_node == 1 and title.startswith(("all-", "reduce-")):
+            continue
+        if name == "host_link_bytes" and not machine.has_gpu:
             continue
         unit = "TFLOP/s" if name == "flops" else "GB/s"
         yield rate(title, getattr(planned, name), getattr(measured, name), unit, told=planned.tells_time)
@@ -156,16 +147,9 @@ def attention_flops(place: torch.device) -> float:
     return 3.5 * 4 * length**2 * width * heads * batch / 2 / best_seconds(run, place)
 
 
-def host_link_bytes(place: torch.device) -> float:
-    """Bytes per second from pinned host memory to the GPU."""
-    host = torch.empty(256 * MiB, dtype=torch.uint8, pin_memory=place.type == "cuda")
-    there = torch.empty_like(host, device=place, pin_memory=False)
-    return host.numel() / best_seconds(lambda: there.copy_(host, non_blocking=True), place)
-
-
 def outside_memory(setting: Setting) -> Iterator[Row]:
     """Measure what a GPU holds beyond torch's allocator: the context, then each communicator. Later plans use it."""
-    others, context, *after = on_new_ranks(_outside_of_rank, setting.ranks)
+    others, context, *after = measure_outside(setting.ranks)
     taken = [count - context for count in after]
     claims = setting.has_gpu and not others
     if others:
@@ -188,38 +172,6 @@ def outside_memory(setting: Setting) -> Iterator[Row]:
         path = keep_outside(machine, context_bytes=context, communicators_bytes=taken)
         planned = calibrated(speeds_of(machine, dtype=dtype), machine, dtype=dtype).outside
         yield Row(claim="dsft plan reads these bytes", measured=path.name, ok=planned.context_bytes == context)
-
-
-def _outside_of_rank() -> list[int]:
-    """Measure on each rank, collectively; returns bytes of other programs, after the context, and after each
-    communicator.
-    """
-    ranks, has_card, others = int(os.environ["WORLD_SIZE"]), has_gpu(), 0
-    if has_card:
-        gpu = int(os.environ["LOCAL_RANK"])
-        torch.cuda.set_device(gpu)
-        left, total = ask_gpu(gpu)
-        others = total - left if left < FREE_SHARE * total else 0
-    place = device()
-    numbers = torch.ones(1024, 1024, device=place)
-    numbers @ numbers
-    counts = [others, outside_bytes(place)]
-    if ranks > 1:
-        dist.init_process_group("nccl" if has_card else "gloo")
-        for number in range(len(ASSUMED.communicators_bytes)):
-            dist.all_reduce(numbers, group=dist.new_group() if number else None)
-            counts.append(outside_bytes(place))
-        dist.destroy_process_group()
-    return counts
-
-
-def outside_bytes(place: torch.device) -> int:
-    """Bytes of the GPU that torch's allocator does not hold; without a GPU, the peak of resident memory."""
-    if place.type == "cpu":
-        return peak_resident_bytes()
-    torch.cuda.synchronize(place)
-    free, total = torch.cuda.mem_get_info(place)
-    return total - free - torch.cuda.memory_reserved(place)
 
 
 def masks(setting: Setting) -> Iterator[Row]:

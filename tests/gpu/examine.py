@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
-from dsft.cluster.gpu_check.check import SLOWER, Check, Row, Setting
 from dsft.watchdog.processes import Process, descendants, end
+from gpu.check import SLOWER, Check, Row, Setting
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 LEAST_SECONDS = 20
@@ -65,7 +66,7 @@ def run_check(check: Check, setting: Setting, *, left: float) -> list[Row]:
 
 
 def worker_command(setting: Setting) -> list[str]:
-    return [sys.executable, "-m", "dsft.cluster.gpu_check.worker", json.dumps(dataclasses.asdict(setting))]
+    return [sys.executable, Path(__file__).with_name("worker.py"), json.dumps(dataclasses.asdict(setting))]
 
 
 def end_all(worker: subprocess.Popen) -> None:

@@ -1,4 +1,4 @@
-"""The process of one check: python -m dsft.cluster.gpu_check.worker SETTING_JSON
+"""The process of one check: python tests/gpu/worker.py SETTING_JSON
 
 Writes a line of JSON for each row, as it is known, to `CHECK.jsonl`. What the check prints goes to `CHECK.log`, whose
 end tells why it failed.
@@ -7,9 +7,12 @@ end tells why it failed.
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
-from dsft.cluster.gpu_check.check import Setting
-from dsft.cluster.gpu_check.checks import CHECKS, FILES
+sys.path[0] = str(Path(__file__).resolve().parent.parent)  # this folder's modules are `gpu.files`, not `files`
+
+from gpu.check import Setting
+from gpu.checks import CHECKS, FILES
 
 
 def main() -> None:

@@ -7,10 +7,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from dsft.cluster.gpu_check.check import Row, Setting
-from dsft.errors import UserError
-from dsft.runtime.hardware import Machine
 from dsft.runtime.versions import OPTIONAL_PACKAGES, git_commit, versions
+from gpu.check import Row, Setting
 
 Results = dict[str, list[Row]]
 """Name of a check -> its rows."""
@@ -67,25 +65,6 @@ def write_results(results: Results, setting: Setting, out: Path) -> None:
     as_json = json.dumps(content(results, setting), indent=1, default=str) + "\n"
     for name, text in (("gpu-check.md", table(results)), ("gpu-check.json", as_json)):
         (out / name).write_text(text, encoding="utf-8")
-
-
-def read_machine(path: Path) -> Machine:
-    """Read the machine that the check `speeds` has measured from gpu-check.json.
-
-    Raises:
-        UserError: where the file cannot be read or has no such check.
-    """
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["checks"]["speeds"]
-        fields = next(row["details"]["machine"] for row in rows if "machine" in row["details"])
-        checked = {name: fields["checked"][name] for name in ("bits", "ranks", "outside")}
-        return Machine(**fields | {"checked": checked, "host_names": ()})
-    except OSError as error:
-        raise UserError([f"--gpu_check {path}: {error.strerror}"]) from None
-    except (KeyError, StopIteration, TypeError, ValueError):
-        raise UserError(
-            [f"--gpu_check {path}: no rates in it; write it with dsft gpu-check, or with --only outside speeds"]
-        ) from None
 
 
 def has_failures(results: Results) -> bool:

@@ -4,18 +4,18 @@ import importlib.util
 import shutil
 from collections.abc import Iterator
 
-from dsft.cluster.gpu_check import faults, perplexities, trainings
-from dsft.cluster.gpu_check.check import Check, Row, Setting, needs_gpu, needs_large_model
-from dsft.cluster.gpu_check.trainings import planned_training
 from dsft.models.model_folder import weight_bytes_in
 from dsft.runtime.compiler import compiler_words
+from gpu import faults, perplexities, trainings
+from gpu.check import Check, Row, Setting, needs_gpu, needs_large_model
+from gpu.trainings import planned_training
 
 
 def _in(module: str, name: str):
     """Make a check of a function whose module imports torch: only the check's own process does."""
 
     def check(setting: Setting) -> Iterator[Row]:
-        return getattr(importlib.import_module(f"dsft.cluster.gpu_check.{module}"), name)(setting)
+        return getattr(importlib.import_module(f"gpu.{module}"), name)(setting)
 
     return check
 

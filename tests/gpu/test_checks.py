@@ -1,4 +1,4 @@
-"""`dsft gpu-check`: claims that hold and that do not, limits, skip reasons, what is written; whole on CPU ranks."""
+"""`scripts/test --gpu`: claims that hold and that do not, limits, skip reasons, what is written; whole on CPU ranks."""
 
 import dataclasses
 import json
@@ -8,30 +8,27 @@ import sys
 
 import pytest
 import torch
-from conftest import read_json
+from conftest import ROOT, read_json
 from transformers import LlamaConfig
 
-from dsft.cli.commands import GpuCheckOptions, PlanOptions
-from dsft.cli.gpu_check import run as gpu_check
-from dsft.cli.plan_machine import read_machines
-from dsft.cluster.gpu_check import examine, faults, files, perplexities
-from dsft.cluster.gpu_check.check import Check, Row, Setting
-from dsft.cluster.gpu_check.checks import CHECKS, FILES
-from dsft.cluster.gpu_check.perplexities import same_bits
-from dsft.cluster.gpu_check.ranks import OwnMemory
-from dsft.cluster.gpu_check.speeds import masks, planned_rates, rate, rates_for_plans
-from dsft.cluster.gpu_check.table import has_failures, read_machine, table, without_names, write_results
-from dsft.cluster.gpu_check.trainings import compared
 from dsft.config.options import TrainConfig
-from dsft.errors import UserError
 from dsft.models.size import measure_model
 from dsft.planner import measuring
-from dsft.planner.measured_speeds import calibrated, keep_outside, keep_ranks
+from dsft.planner.measured_speeds import calibrated
 from dsft.planner.speeds import speeds_of
 from dsft.run_setup.plan import plan_run, training_job
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB
 from dsft.watchdog.processes import Process
+from gpu import __main__ as command
+from gpu import examine, faults, files, perplexities
+from gpu.check import Check, Row, Setting
+from gpu.checks import CHECKS, FILES
+from gpu.perplexities import same_bits
+from gpu.ranks import OwnMemory
+from gpu.speeds import masks, planned_rates, rate
+from gpu.table import has_failures, table, without_names, write_results
+from gpu.trainings import compared
 
 H100 = Machine(
     nodes=1, ranks_per_node=2, device_bytes=79 * GiB, host_bytes=500 * GiB, has_gpu=True, gpu_type="NVIDIA H100 80GB"
@@ -153,7 +150,7 @@ def test_products_are_timed_on_numbers_that_differ(monkeypatch):
 
 def test_packing_and_padding_are_tried_on_the_device(setting, tiny, monkeypatch):
     setting.path("base").symlink_to(tiny / "model")
-    monkeypatch.setattr("dsft.cluster.gpu_check.speeds.NOISE", {torch.float32: -1})  # no two losses are so close
+    monkeypatch.setattr("gpu.speeds.NOISE", {torch.float32: -1})  # no two losses are so close
     packing, padding = masks(setting)
     assert packing.ok is True and padding.ok is False
 
@@ -212,44 +209,6 @@ def test_table_and_json_can_be_pasted_and_name_no_host(setting, tmp_path):
         assert socket.gethostname() not in written and setting.folder not in written
 
 
-@pytest.mark.parametrize("card", ["NVIDIA H100 80GB", "a card in no table"])
-def test_a_plan_elsewhere_counts_on_what_the_json_says(setting, tmp_path, monkeypatch, card):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    here = dataclasses.replace(H100, measured=True, gpu_type=card)
-    keep_ranks(here, {"flops": 3e14, "link_bytes": 2e11}, dtype="bfloat16")
-    keep_outside(here, context_bytes=100, communicators_bytes=[10, 20, 30])
-    write_results({"speeds": [without_names(rates_for_plans(here, dtype="bfloat16"), setting)]}, setting, tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine's cache"))
-    path = tmp_path / "gpu-check.json"
-    machine = read_machine(path)
-    assert dataclasses.replace(machine, checked={}) == dataclasses.replace(here, measured=False)
-    assumed = speeds_of(machine, dtype="bfloat16")
-    speeds = calibrated(assumed, machine, dtype="bfloat16")
-    assert (speeds.flops, speeds.link_bytes, speeds.nvme_bytes) == (3e14, 2e11, assumed.nvme_bytes)
-    assert speeds.tells_time and "measured by dsft gpu-check" in speeds.source
-    assert speeds.outside.measured and speeds.outside.total_bytes(2) == 120
-    assert calibrated(assumed, machine, dtype="float32").flops == assumed.flops
-    with pytest.raises(UserError, match="--gpus 8xH100: --gpu_check"):
-        read_machines(PlanOptions(gpu_check=str(path), gpus="8xH100"))
-    (two,) = read_machines(PlanOptions(gpu_check=str(path), nodes="2"))
-    assert two == dataclasses.replace(machine, nodes=2)
-
-
-def test_a_json_without_rates_and_a_missing_one_are_refused(setting, tmp_path):
-    path = tmp_path / "gpu-check.json"
-    with pytest.raises(UserError, match=r"gpu-check\.json: No such file"):
-        read_machine(path)
-    for rows in (
-        {},
-        {"facts": []},
-        {"speeds": []},
-        {"speeds": [Row(claim="", measured="", details={"machine": {"checked": {}}})]},
-    ):
-        write_results(rows, setting, tmp_path)
-        with pytest.raises(UserError, match="no rates in it; write it with"):
-            read_machine(path)
-
-
 def test_a_host_whose_name_is_a_word_changes_no_claim_and_no_key(setting, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "train")
     monkeypatch.setattr(socket, "getfqdn", lambda: "train.local")
@@ -261,26 +220,27 @@ def test_a_host_whose_name_is_a_word_changes_no_claim_and_no_key(setting, monkey
     assert without_names(row, setting).measured == "HOST:4242:4300 [0] NCCL WARN of HOST"
 
 
-def test_an_unknown_check_and_a_machine_without_gpus_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"--only ful-1: no such check; did you mean 'full-1'\?"):
-        gpu_check(GpuCheckOptions(only=["ful-1"], tiny=True, out=str(tmp_path)))
-    with pytest.raises(UserError, match="--tiny"):
-        gpu_check(GpuCheckOptions(out=str(tmp_path)))
+def test_an_unknown_check_and_a_machine_without_gpus_are_refused(tmp_path, capsys):
+    for words, message in ((["--only", "ful-1", "--tiny"], "'ful-1'"), ([], "--tiny")):
+        with pytest.raises(SystemExit, match="2"):
+            command.main([*words, "--out", str(tmp_path)])
+        assert message in capsys.readouterr().err
 
 
 def test_a_failed_check_is_written_and_ends_the_command_with_code_1(tmp_path, monkeypatch, capsys):
     results = {"files": [Row(claim="made", measured="no room", ok=False)], "facts": [Row(claim="x", measured="y")]}
-    monkeypatch.setattr("dsft.cli.gpu_check.run_checks", lambda *_, **__: results.items())
+    monkeypatch.setattr(command, "run_checks", lambda *_, **__: results.items())
     with pytest.raises(SystemExit, match="1"):
-        gpu_check(GpuCheckOptions(tiny=True, out=str(tmp_path)))
+        command.main(["--tiny", "--out", str(tmp_path)])
     assert "| files | made |  | no room | **no** |" in capsys.readouterr().out
     assert list(read_json(tmp_path / "gpu-check.json")["checks"]) == ["files"], "the others work on these files"
 
 
 @pytest.mark.exhaustive
 @pytest.mark.launch
-def test_every_check_holds_on_cpu_ranks(run, tiny, tmp_path):
-    result = run(["dsft", "gpu-check", "--tiny", "--minutes", "100", "--out", tmp_path], timeout=3600)
+def test_every_check_holds_on_cpu_ranks(run, tmp_path):
+    words = [sys.executable, ROOT / "tests" / "gpu", "--tiny", "--minutes", "100", "--out", tmp_path]
+    result = run(words, timeout=3600)
     assert result.returncode == 0, result.stdout + result.stderr
     checks = read_json(tmp_path / "gpu-check.json")["checks"]
     assert list(checks) == [check.name for check in (FILES, *CHECKS)]
@@ -290,5 +250,3 @@ def test_every_check_holds_on_cpu_ranks(run, tiny, tmp_path):
     assert all(any(row["ok"] for row in checks[name]) for name in checks.keys() - skipped - {"outside"})
     assert table({}).splitlines()[0] in result.stdout
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
-    words = ["--model", tiny / "model", "--seq_len", "128", "--gpu_check", tmp_path / "gpu-check.json"]
-    assert "measured by dsft gpu-check" in run(["dsft", "plan", *words]).stdout
