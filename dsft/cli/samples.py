@@ -105,27 +105,29 @@ def _show_rows(
             reason = why.removeprefix(f"{batch.where(batch.rows[index])}: ")
             console.print(f"  {name.replace('_', ' ')}: {reason}", markup=False)
         for start, end in itertools.pairwise([0, *tokens.ends.tolist()]):
-            console.print(
-                in_colour(
-                    sequence(tokens.ids[start:end], tokens.trained[start:end]), tokenizer, marks=not console.is_terminal
-                )
-            )
+            columns = (tokens.ids, tokens.trained, tokens.weights)
+            sample = sequence(*(column if column is None else column[start:end] for column in columns))
+            console.print(in_colour(sample, tokenizer, marks=not console.is_terminal))
             console.print()
     if len(changed) > samples:
         console.print(f"{len(changed) - samples} more of the first {len(made)} rows are left out or trained otherwise")
 
 
 def in_colour(sample: TokenSequence, tokenizer: PreTrainedTokenizerBase, *, marks: bool) -> Text:
-    """Decodes the tokens, special ones included, with the trained ones green, or between ⟦ and ⟧ with `marks`."""
+    """Decodes the tokens, special ones included, with the trained ones green, or between ⟦ and ⟧ with `marks`; their
+    weight follows where it is not 1.
+    """
     text = Text()
     trained = sample["labels"] != IGNORED
-    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1), len(trained)]
+    weights = np.where(trained, sample.get("weights", 1), 0)
+    edges = [0, *(np.flatnonzero(np.diff(weights)) + 1), len(weights)]
     for start, end in itertools.pairwise(edges):
         piece = tokenizer.decode(sample["input_ids"][start:end])
         if not trained[start]:
             text.append(piece, style="dim")
         else:
             text.append(f"⟦{piece}⟧" if marks else piece, style="green")
+            text.append("" if weights[start] == 1 else f"×{weights[start]:g}", style="bold")
     return text
 
 

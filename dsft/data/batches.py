@@ -134,13 +134,27 @@ def count_tokens(sequences: list[Sequence], *, positions: int) -> torch.Tensor:
     return torch.tensor([tokens, trained, positions])
 
 
+def weights_in(groups: list[list[Sequence]], shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Returns weights [B, T] of rows that each hold a group of sequences end to end; nothing where none has any."""
+    if not any("weights" in sequence for group in groups for sequence in group):
+        return {}
+    weights_BT = torch.ones(shape)
+    for row, group in enumerate(groups):
+        ends = np.cumsum([len(sequence["labels"]) for sequence in group])
+        for sequence, end in zip(group, ends, strict=True):
+            if "weights" in sequence:
+                weights_BT[row, end - len(sequence["labels"]) : end] = torch.as_tensor(sequence["weights"])
+    return {"weights": weights_BT}
+
+
 class Collator:
     """Pads sequences on the right to the longest, rounded up to a multiple of 8.
 
     Items that are lists of sequences are taken apart.
 
     Returns input_ids, attention_mask and labels of shape [batch, time]; padding has attention 0 and label -100, so the
-    choice of the pad token changes no loss. num_tokens [3] is for the Trainer, not for the model.
+    choice of the pad token changes no loss. num_tokens [3] is for the Trainer, not for the model; so are weights
+    [batch, time], which are there where any sequence has them.
 
     Args:
         rules: with the lengths that padding does not go beyond.
@@ -167,6 +181,7 @@ class Collator:
             "input_ids": ids_BT,
             **mask,
             "labels": labels_BT,
+            **weights_in([[sequence] for sequence in sequences], shape),
             "num_tokens": count_tokens(sequences, positions=ids_BT.numel()),
         }
 
@@ -177,8 +192,8 @@ class PackedCollator:
     Returns input_ids, labels and position_ids (restarting with each sequence), of shape [batch, time], and no
     attention_mask: transformers makes its block mask from the positions only where none is given. Where each row is one
     sequence there are no position_ids either: a causal model needs no mask then. With flash attention
-    the rows too are laid end to end, [1, batch * time], with the bounds of all sequences beside them. num_tokens [1] is
-    for the Trainer, not for the model.
+    the rows too are laid end to end, [1, batch * time], with the bounds of all sequences beside them. num_tokens and
+    weights are as of `Collator`.
     """
 
     def __init__(self, pad_token_id: int, *, flash: bool):
@@ -188,17 +203,20 @@ class PackedCollator:
         longest = padded_width(max(sum(len(sequence["input_ids"]) for sequence in group) for group in groups))
         rows = [self._row(group, longest) for group in groups]
         num_tokens = count_tokens(sequences_in(groups), positions=len(groups) * longest)
+        weights = weights_in(groups, (len(groups), longest))
         if self.flash:
             lengths = [length for _, _, row_lengths in rows for length in row_lengths]
             return {
                 "input_ids": torch.cat([ids for ids, _, _ in rows])[None],
                 "labels": torch.cat([labels for _, labels, _ in rows])[None],
+                **{name: weights_BT.view(1, -1) for name, weights_BT in weights.items()},
                 **positions(lengths, flash=True),
                 "num_tokens": num_tokens,
             }
         batch = {
             "input_ids": torch.stack([ids for ids, _, _ in rows]),
             "labels": torch.stack([labels for _, labels, _ in rows]),
+            **weights,
             "num_tokens": num_tokens,
         }
         if any(len(lengths) > 1 for _, _, lengths in rows):

@@ -63,8 +63,10 @@ class ChatRules:
 class Samples:
     """The sequences that a chat becomes."""
 
-    sequences: list[tuple[list[int], Spans]]
-    """Ids, and which of them are trained: of beginnings of the chat that end with an answer, and of the whole chat."""
+    sequences: list[tuple[list[int], Spans, list[float]]]
+    """Ids, which of them are trained, and the weight of each span (it holds over earlier spans): of beginnings of the
+    chat that end with an answer, and of the whole chat.
+    """
     notes: dict[str, str]
     """rendered_apart, unrendered, empty_thinking -> what became of the chat."""
 
@@ -148,7 +150,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, template: str | None = None)
             samples = _Chat(Chat(messages=messages), tokenizer, ChatRules(), template=template).samples()
         except TEMPLATE_ERRORS:
             continue  # a template without tools has no such end
-        stops += [ids[end - 1] for ids, spans in samples.sequences for _, end in spans]
+        stops += [ids[end - 1] for ids, spans, _ in samples.sequences for _, end in spans]
     return list(dict.fromkeys(stops))
 
 
@@ -208,15 +210,14 @@ class _Chat:
             if message["role"] == "assistant" and turn >= self.answers_from
         ]
         wanted = answers[-1:] if self.rules.train_on == "last" else answers
-        wanted = [turn for turn in wanted if self.source[turn].get("weight", 1)]
+        wanted = [turn for turn in wanted if self._weight(turn)]
         self.last_wanted = wanted[-1] if wanted else None
         length = len(self.source)
         rendering = self._rendering(length)
         self._check_rendered(rendering, wanted)
         if self.rules.train_on == "all":
-            place = self._place(length - 1, length, rendering) if length - 1 in answers else None
             return Samples(
-                sequences=[self._tokens(rendering, {length - 1: place} if place else {}, length)], notes=self.notes
+                sequences=[self._tokens(rendering, self._places_in_all(length, rendering), length)], notes=self.notes
             )
         sequences = []
         while wanted:
@@ -243,6 +244,31 @@ class _Chat:
                 f"{len(sequences)} sequences: the chat template renders answers otherwise once the chat goes on"
             )
         return Samples(sequences=sequences[::-1], notes=self.notes)
+
+    def _weight(self, turn: int) -> float:
+        return self.source[turn].get("weight", 1)
+
+    def _places_in_all(self, length: int, rendering: _Rendering) -> dict[int, _Place]:
+        """Finds the answers that must be told from the rest where all tokens are trained: the last message, which may
+        end open, and those of another weight.
+
+        Raises:
+            ValueError: where a message that is no answer has another weight, or the answer is not there.
+        """
+        places = {}
+        for turn in range(length):
+            role, weight = self.source[turn]["role"], self._weight(turn)
+            if role == "assistant" and (weight != 1 or turn == length - 1):
+                place = self._place(turn, length, rendering)
+                if place is None and weight != 1:
+                    raise ValueError(f"{self._not_rendered(turn, 'content')}, which has the weight {weight:g}")
+                places |= {turn: place} if place else {}
+            elif role != "assistant" and weight != 1:
+                raise ValueError(
+                    f"message {turn + 1} ({role}) has the weight {weight:g}, and train_on: all trains it; only turns of"
+                    " an assistant can have a weight"
+                )
+        return places
 
     # Rendering
 
@@ -450,7 +476,9 @@ class _Chat:
         places = [rendering.of(index) for index, item in enumerate(rendering.fields) if item.message == turn]
         return max((int(place.max()) for place in places if len(place)), default=0)
 
-    def _with_reasoning(self, turn: int, rendering: _Rendering, place: _Place | None) -> tuple[list[int], Spans]:
+    def _with_reasoning(
+        self, turn: int, rendering: _Rendering, place: _Place | None
+    ) -> tuple[list[int], Spans, list[float]]:
         """Makes the sequence of an answer that the template does not render whole where it is the last message.
 
         Where only reasoning is missing and the generation prompt opens it with <think>, the answer is what the model
@@ -470,7 +498,8 @@ class _Chat:
                 answer = f"{thought.strip()}\n</think>\n\n{rendering.text[start:]}"
                 end = len(prompt) + len(answer) - (len(rendering.text) - place.end)
                 whole = replace(place, start=len(prompt), end=end)
-                return self._encode(prompt + answer, [(whole.start, whole.end)], ends_open=place.ends_open)
+                spans, weights = [(whole.start, whole.end)], [self._weight(turn)]
+                return self._encode(prompt + answer, spans, weights, ends_open=place.ends_open)
         if place and missing and self.rules.drop_unrendered and "content" not in missing:
             self.notes["unrendered"] = self._not_rendered(turn, *missing)
             return self._tokens(rendering, {turn: place}, turn + 1)
@@ -489,17 +518,21 @@ class _Chat:
 
     # Tokens
 
-    def _tokens(self, rendering: _Rendering, places: dict[int, _Place], length: int) -> tuple[list[int], Spans]:
-        text, spans, ends_open = rendering.text, [], False
+    def _tokens(
+        self, rendering: _Rendering, places: dict[int, _Place], length: int
+    ) -> tuple[list[int], Spans, list[float]]:
+        text, spans, weights, ends_open = rendering.text, [], [], False
         marked_stretches = self._stretches(length) if places and self.rules.train_on != "all" else None
         for turn, place in places.items():
             all_of_it = [(place.start, place.end)]
             spans += all_of_it if marked_stretches is None else self._within(turn, place, marked_stretches)
+            weights += [self._weight(turn)] * (len(spans) - len(weights))
             if place.ends_open and turn == length - 1:
                 text, ends_open = text[: place.end], True
         if self.rules.train_on == "all":
-            spans = [(0, len(text))]
-        return self._encode(text, spans, ends_open=ends_open)
+            others = [] if all(weight == 1 for weight in weights) else spans
+            spans, weights = [(0, len(text)), *others], [1, *weights[: len(others)]]
+        return self._encode(text, spans, weights, ends_open=ends_open)
 
     def _stretches(self, length: int) -> Spans | None:
         """Returns what {% generation %} marks in the rendering of the first messages; None where nothing does."""
@@ -526,10 +559,13 @@ class _Chat:
         inside = [(max(start, place.start), end) for start, end in inside if end > place.start]  # no prompt
         return [*inside[:-1], (inside[-1][0], max(place.end, place.last + 1))]
 
-    def _encode(self, text: str, spans: Spans, *, ends_open: bool) -> tuple[list[int], Spans]:
+    def _encode(
+        self, text: str, spans: Spans, weights: list[float], *, ends_open: bool
+    ) -> tuple[list[int], Spans, list[float]]:
         """Encodes a text, and turns spans of its characters into spans of tokens.
 
         Args:
+            weights: of the spans, which are returned.
             ends_open: the last span ends with the tokenizer's end token, which is added.
         """
         end_token = self.tokenizer.eos_token_id
@@ -553,7 +589,7 @@ class _Chat:
         if ends_open:
             of_tokens[-1] = (of_tokens[-1][0], len(ids) + 1)
             ids = [*ids, end_token]
-        return ids, of_tokens
+        return ids, of_tokens, weights
 
 
 _WAY_OUT = (

@@ -53,12 +53,14 @@ ROLES = {
 """Roles as OpenAI, LLaMA-Factory and ms-swift name them -> those of chat templates; the content of a tool_call is the
 call as JSON, which becomes `tool_calls` of the assistant's turn.
 """
+MOST_WEIGHT = 1_000_000
+"""Of a message: beyond it fp32 sums of a step would lose its other tokens."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's reasoning, as transformers reads them."""
 
 Message = dict[str, Any]
 """role, content (text); where there are any: reasoning_content, name, tool_call_id, tool_calls with arguments that are
-objects, and weight (0 for a turn that is not trained).
+objects, and weight where it is not 1 (0 for a turn that is not trained).
 """
 
 
@@ -342,6 +344,8 @@ def _chat(messages: Any, row: dict[str, Any], *, answers_from: int = 0) -> Chat:
         ):
             raise EmptyAnswer(f"message {number}, an assistant's, is empty")
         if is_call and before == "assistant" and number - 1 != answers_from:  # calls that stand beside the turn
+            if message.get("weight", 1) != chat[-1].get("weight", 1):
+                raise ValueError(f"message {number} ({given['role']}) has another weight than the turn it belongs to")
             chat[-1] = chat[-1] | {"tool_calls": [*chat[-1].get("tool_calls", []), *message["tool_calls"]]}
         else:
             chat.append(message)
@@ -385,12 +389,17 @@ def _message(given: dict[str, Any], number: int) -> tuple[Message, bool]:
     message |= {key: given[key] for key in ("name", "tool_call_id") if given.get(key) is not None}
     if calls:
         message["tool_calls"] = [_call(call, f"message {number} ({role})") for call in calls]
-    weight = given.get("weight", 1)
-    if given.get("train") is False or given.get("loss") is False:
-        weight = 0
-    if weight is not None and weight not in (0, 1):
-        raise ValueError(f"message {number} ({role}) has the weight {weight!r}; 0 (not trained) and 1 are possible")
-    return (message if weight or weight is None else message | {"weight": 0}), is_call
+    weight = 1 if given.get("weight") is None else given["weight"]
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MOST_WEIGHT:  # NaN is not
+        raise ValueError(
+            f"message {number} ({role}) has the weight {weight!r:.40}; it must be a number from 0 (not trained) to"
+            f" {MOST_WEIGHT:,}"
+        )
+    for key in ("train", "loss"):
+        if not isinstance(given.get(key), bool | None):
+            raise ValueError(f"message {number} ({role}): {key} is {given[key]!r:.40}; use true, false, or weight")
+        weight = 0 if given.get(key) is False else weight
+    return (message if weight == 1 else message | {"weight": weight}), is_call
 
 
 def _part(part: Any, where: str) -> str:

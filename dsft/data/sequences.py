@@ -13,15 +13,15 @@ IGNORED = -100
 """Label of a token that is not scored (torch.nn.functional.cross_entropy's ignore_index)."""
 
 Sequence = dict[str, np.ndarray]
-"""input_ids and labels, both [T] int64."""
+"""input_ids and labels, both [T] int64; weights, [T] float32, where a label's loss is multiplied by other than 1."""
 
 
-def sequence(ids: np.ndarray, trained: np.ndarray) -> Sequence:
+def sequence(ids: np.ndarray, trained: np.ndarray, weights: np.ndarray | None = None) -> Sequence:
     """Makes a sequence; its first token is never trained: nothing stands before it."""
     ids = np.asarray(ids, np.int64)
     labels = np.where(trained, ids, IGNORED)
     labels[:1] = IGNORED
-    return {"input_ids": ids, "labels": labels}
+    return {"input_ids": ids, "labels": labels} | ({} if weights is None else {"weights": np.array(weights)})
 
 
 def sequences_in(items: Iterable[Sequence | list[Sequence]]) -> list[Sequence]:
@@ -49,11 +49,14 @@ class Items(torch.utils.data.Dataset):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Number of items, and a digest of their lengths and of tokens and labels of some evenly spread over them."""
+        """Number of items, and a digest of their lengths and of tokens, labels and weights of some evenly spread over
+        them.
+        """
         content = hashlib.sha256(np.asarray(self.lengths, np.int64).tobytes())
         for sequence in sequences_in(self[index] for index in range(0, len(self), max(1, len(self) // 1000))):
             content.update(sequence["input_ids"].tobytes())
             content.update(sequence["labels"].tobytes())
+            content.update(sequence["weights"].tobytes() if "weights" in sequence else b"")
         return {"sequences of data": len(self), "content of data": content.hexdigest()[:16]}
 
 
@@ -77,7 +80,7 @@ class Sequences(Items):
 
     def __getitem__(self, index: int) -> Sequence:
         store, span = self.stores[self.places[index]], slice(self.starts[index], self.ends[index])
-        return sequence(store.tokens[span], store.trained[span])
+        return sequence(store.tokens[span], store.trained[span], None if store.weights is None else store.weights[span])
 
     def select(self, indices: np.ndarray) -> "Sequences":
         return Sequences(self.stores, self.places[indices], self.starts[indices], self.ends[indices])

@@ -91,7 +91,11 @@ class Stream(torch.utils.data.IterableDataset):
                     rest = ids[spans[-1][1] if spans else 0 :]
                 else:
                     ids, trained, spans = tokens.ids, tokens.trained, pairwise([0, *tokens.ends])
-                yield from (sequence(ids[start:end], trained[start:end]) for start, end in spans)
+                weights = tokens.weights
+                yield from (
+                    sequence(ids[start:end], trained[start:end], None if weights is None else weights[start:end])
+                    for start, end in spans
+                )
             if self.counts["tokens"] == before:
                 counts = describe_counts(self.counts)
                 raise UserError([f"{source.key}: {source.name} gives no token to train on ({counts})"])

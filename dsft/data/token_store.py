@@ -2,6 +2,7 @@
 
 tokens.bin    [F] uint16 or int32: all sequences (documents, where the data is text) end to end
 trained.bin   [F] bool
+weights.bin   [F] float32, by which the loss of each token is multiplied; only where it is neither 0 nor 1 for any
 ends.bin      [S] int64
 hashes.bin    [S] uint64, of the tokens; of the texts where an evaluation made them
 document_bytes.bin, document_words.bin    [S] int64, of the texts; empty where only training reads the folder
@@ -16,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -47,6 +48,11 @@ class Store:
     @cached_property
     def trained(self) -> np.ndarray:
         return _mapped(self.folder / "trained.bin", "bool")
+
+    @cached_property
+    def weights(self) -> np.ndarray | None:
+        path = self.folder / "weights.bin"
+        return _mapped(path, "float32") if path.exists() else None
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -115,6 +121,12 @@ class StoreWriter:
     def append(self, tokens: Tokens) -> None:
         tokens.ids.astype(self.dtype).tofile(self.files["tokens"])
         tokens.trained.tofile(self.files["trained"])
+        if tokens.weights is not None and "weights" not in self.files:
+            self.files["weights"] = self._weights_so_far()
+        if "weights" in self.files:
+            weights = tokens.trained if tokens.weights is None else tokens.weights
+            weights.astype(np.float32, copy=False).tofile(self.files["weights"])
+            self.counts["weighted_tokens"] += int(np.count_nonzero(weights != tokens.trained))
         (tokens.ends + self.size).tofile(self.files["ends"])
         tokens.hashes.tofile(self.files["hashes"])
         tokens.document_bytes.tofile(self.files["document_bytes"])
@@ -123,6 +135,15 @@ class StoreWriter:
         self.counts += tokens.counts
         self.counts["trained_tokens"] += int(tokens.trained.sum())
         self.first = tokens.first | self.first
+
+    def _weights_so_far(self) -> BinaryIO:
+        """Begins the column of weights with those of the tokens that are there already: 1 where they are trained."""
+        self.files["trained"].flush()
+        file = open(self.partial / "weights.bin", "wb")  # noqa: SIM115
+        with open(self.partial / "trained.bin", "rb") as trained:
+            for start in range(0, self.size, 1 << 20):
+                np.fromfile(trained, bool, min(1 << 20, self.size - start)).astype(np.float32).tofile(file)
+        return file
 
     def finish(self, **facts: Any) -> Store:
         for file in self.files.values():
@@ -143,6 +164,7 @@ class StoreWriter:
                 "unrendered",
                 "empty_thinking",
                 "trained_tokens",
+                "weighted_tokens",
             )
         }
         tokens_hash = _hash_of([self.partial / f"{name}.bin" for name in ("tokens", "trained", "ends")])

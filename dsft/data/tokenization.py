@@ -5,7 +5,7 @@ Everything cut or dropped is counted.
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -42,6 +42,8 @@ class Tokens:
     """[S] UTF-8 bytes of the text of each; none where only training reads them."""
     document_words: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[S] words, likewise."""
+    weights: np.ndarray | None = None
+    """[F] float32: what the token's loss is multiplied by, 0 where it is not trained; None where it is 1 in all."""
 
 
 def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
@@ -137,8 +139,8 @@ def _add_chats(
         for name, why in samples.notes.items():
             number = len(samples.sequences) - 1 if name == "rendered_apart" else 1
             builder.note(name, f"{where(row)}: {why}", number)
-        for ids, spans in samples.sequences:
-            builder.add(ids, spans, partial(where, row))
+        for ids, spans, weights in samples.sequences:
+            builder.add(ids, spans, partial(where, row), weights)
 
 
 def _end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -157,6 +159,7 @@ class _TokensBuilder:
         self.rules, self.counts, self.first = rules, Counter(), {}
         self.ids: list[np.ndarray] = []
         self.trained: list[np.ndarray] = []
+        """Of each sequence bool, or float32 weights where one is neither 0 nor 1."""
         self.ends: list[int] = []
         self.hashes: list[int] = []
         self.size = 0
@@ -186,12 +189,15 @@ class _TokensBuilder:
         """Adds a document, or a piece of one, of any length: it is cut where its tokens are used."""
         self._put(np.asarray(ids, np.int32), np.ones(len(ids), bool), ends=ends)
 
-    def add(self, ids: list[int], spans: Spans, where: Callable[[], str]) -> None:
-        """Adds a sample with the tokens of `spans` trained."""
-        array, trained = np.asarray(ids, np.int32), np.zeros(len(ids), bool)
-        for start, end in spans:
-            trained[start:end] = True
-        trained[:1] = False  # nothing stands before it
+    def add(
+        self, ids: list[int], spans: Spans, where: Callable[[], str], weights: Sequence[float] | None = None
+    ) -> None:
+        """Adds a sample with the tokens of `spans` trained; where these overlap, the weight of the later one holds."""
+        weights = [1] * len(spans) if weights is None else weights
+        array, trained = np.asarray(ids, np.int32), np.zeros(len(ids), bool if {*weights} <= {0, 1} else np.float32)
+        for (start, end), weight in zip(spans, weights, strict=True):
+            trained[start:end] = weight
+        trained[:1] = 0  # nothing stands before it
         if len(array) <= self.rules.seq_len:
             self._put_if_trained(array, trained, where)
         else:
@@ -231,9 +237,11 @@ class _TokensBuilder:
             self.hashes.append(int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest()))
 
     def tokens(self) -> Tokens:
+        weights = np.concatenate([np.zeros(0, bool), *self.trained])
         return Tokens(
             ids=np.concatenate([np.zeros(0, np.int32), *self.ids]),
-            trained=np.concatenate([np.zeros(0, bool), *self.trained]),
+            trained=weights.astype(bool, copy=False),
+            weights=None if weights.dtype == bool else weights,
             ends=np.array(self.ends, np.int64),
             hashes=np.array(self.hashes, np.uint64),
             counts=self.counts,

@@ -344,6 +344,11 @@ def _notes_on_rows(stores: list[Store]) -> list[str]:
             notes.append(
                 f"{counts['dropped_bad']} rows of {source} are left out as bad; the first: {first['dropped_bad']}"
             )
+        if counts["weighted_tokens"]:
+            notes.append(
+                f"{counts['weighted_tokens']:,} trained tokens of {source} have weights other than 1, by which their"
+                " loss is multiplied (weighted_loss); loss and perplexity are without weights"
+            )
         if counts["dropped_long"] > WARNED_SHARE * counts["rows"]:
             notes.append(
                 f"warning: {counts['dropped_long'] / counts['rows']:.1%} of {source} ({counts['dropped_long']:,} of"

@@ -5,7 +5,7 @@ each tile's gradients are made right after its logits, in the forward (as Liger 
 do), so that nothing is computed twice. What an architecture does to its logits (softcap, scale) stands in its own
 `forward`, which is called for each tile over a shallow copy (chunked_head.py).
 
-    backbone -> hidden_BTH -> head(hidden_BTH, labels_BT, loss) -> one number
+    backbone -> hidden_BTH -> head(hidden_BTH, labels_BT, weights_BT) -> two numbers
 
 The head is called once as a module, with ZeRO-3's hooks: its weight is gathered once, whatever the number of tiles.
 
@@ -13,6 +13,7 @@ Shape suffixes: B batch, T time, N = B x T positions, H hidden, R rows of one ti
 """
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -46,31 +47,50 @@ def tile_rows(vocab_size: int, positions: int) -> int:
     return min(positions, max(1, TILE_LOGITS // vocab_size, math.ceil(positions / MOST_TILES)))
 
 
+def nats_of(
+    logits_NV: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor | None, *, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """Sums the negative log-likelihood of all labels, [2]: times their weights, and without; both are the same where
+    there are no weights.
+    """
+    how = {"ignore_index": IGNORED, "label_smoothing": label_smoothing}
+    if weights_N is None:
+        return functional.cross_entropy(logits_NV, labels_N, reduction="sum", **how).expand(2)
+    nats_N = functional.cross_entropy(logits_NV, labels_N, reduction="none", **how)
+    return torch.stack([(nats_N * weights_N).sum(), nats_N.detach().sum()])
+
+
+def next_weights(weights_BT: torch.Tensor | None) -> torch.Tensor | None:
+    """Moves weights of tokens to the positions that predict these."""
+    return None if weights_BT is None else functional.pad(weights_BT, (0, 1))[:, 1:]
+
+
 class _Nats(torch.autograd.Function):
-    """Sums the negative log-likelihood of all labels; holds gradients, no logits, until the backward."""
+    """Sums the negative log-likelihood of all labels, [2]: times the weights, of which alone there are gradients, and
+    without. Holds gradients, no logits, until the backward.
+    """
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, logits_of, rows):
+    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, weights_N, logits_of, rows):
         grads = [
             torch.zeros_like(tensor) if needed else None
             for tensor, needed in zip((hidden_NH, weight_VH, bias_V), ctx.needs_input_grad, strict=False)
         ]
         grad_hidden_NH, grad_weight_VH, grad_bias_V = grads
-        nats = hidden_NH.new_zeros((), dtype=torch.float32)
-        for hidden_RH, labels_R, grad_RH in zip(
+        sums = hidden_NH.new_zeros(2, dtype=torch.float32)
+        for hidden_RH, labels_R, weights_R, grad_RH in zip(
             hidden_NH.split(rows),
             labels_N.split(rows),
+            itertools.repeat(None) if weights_N is None else weights_N.split(rows),
             (hidden_NH if grad_hidden_NH is None else grad_hidden_NH).split(rows),
-            strict=True,
+            strict=weights_N is not None,
         ):
             product_RV = functional.linear(hidden_RH, weight_VH, bias_V).requires_grad_()
             with torch.enable_grad():
-                tile_nats = functional.cross_entropy(
-                    logits_of(product_RV).float(), labels_R, ignore_index=IGNORED, reduction="sum"
-                )
-                nats += tile_nats.detach()
-                (grad_RV,) = torch.autograd.grad(tile_nats, product_RV)
-            del product_RV, tile_nats
+                tile_sums = nats_of(logits_of(product_RV).float(), labels_R, weights_R)
+                sums += tile_sums.detach()
+                (grad_RV,) = torch.autograd.grad(tile_sums[0], product_RV)
+            del product_RV, tile_sums
             if grad_hidden_NH is not None:
                 torch.mm(grad_RV, weight_VH, out=grad_RH)
             if grad_weight_VH is not None:
@@ -79,19 +99,20 @@ class _Nats(torch.autograd.Function):
                 grad_bias_V += grad_RV.sum(0)
             del grad_RV  # before the next tile
         ctx.save_for_backward(*grads)
-        return nats
+        return sums
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         # in place: a second copy of the head's gradient would be the largest tensor here
-        return *(tensor if tensor is None else tensor.mul_(grad) for tensor in ctx.saved_tensors), None, None, None
+        grads = (tensor if tensor is None else tensor.mul_(grad[0]) for tensor in ctx.saved_tensors)
+        return *grads, None, None, None, None
 
 
 def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
-    """Lets `model(..., labels=..., num_items_in_batch=...)` return the loss of tiles, and no logits.
+    """Lets `model(..., labels=..., num_items_in_batch=..., label_weights=...)` return the loss of tiles, and no logits.
 
-    Without labels it computes as before.
+    Without labels it computes as before. `nats` of the outputs are without the weights, and not divided.
 
     Args:
         rows: of one tile; by default as many as `tile_rows` says.
@@ -114,23 +135,35 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
         return logits_RV
 
     @functools.wraps(plain_head)
-    def head_forward(hidden_BTH: torch.Tensor, labels_BT: torch.Tensor | None = None) -> torch.Tensor:
+    def head_forward(
+        hidden_BTH: torch.Tensor, labels_BT: torch.Tensor | None = None, weights_BT: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if labels_BT is None:
             return plain_head(hidden_BTH)
         vocab_size, hidden_size = head.weight.shape
         hidden_NH, labels_N = hidden_BTH.reshape(-1, hidden_size), labels_BT.reshape(-1)
         tile = rows or tile_rows(vocab_size, len(labels_N))
-        return _Nats.apply(hidden_NH, head.weight, head.bias, labels_N, logits_of, tile)
+        weights_N = None if weights_BT is None else weights_BT.reshape(-1)
+        return _Nats.apply(hidden_NH, head.weight, head.bias, labels_N, weights_N, logits_of, tile)
 
     @functools.wraps(plain_forward)
-    def forward(*args: Any, labels: torch.Tensor | None = None, num_items_in_batch: Any = None, **inputs: Any):
+    def forward(
+        *args: Any,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: Any = None,
+        label_weights: torch.Tensor | None = None,
+        **inputs: Any,
+    ):
         if labels is None:
             return plain_forward(*args, **inputs)
         hidden_BTH = backbone(*args, **{name: value for name, value in inputs.items() if value is not None})[0]
         next_BT = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]  # position t predicts token t + 1
         if num_items_in_batch is None:
             num_items_in_batch = (next_BT != IGNORED).sum()
-        return CausalLMOutput(loss=head(hidden_BTH, next_BT) / num_items_in_batch)
+        sums = head(hidden_BTH, next_BT, next_weights(label_weights))
+        outputs = CausalLMOutput(loss=sums[0] / num_items_in_batch)
+        outputs["nats"] = sums[1].detach()
+        return outputs
 
     inner.forward, head.forward, inner.accepts_loss_kwargs = forward, head_forward, True  # the Trainer asks
     return True

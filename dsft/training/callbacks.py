@@ -20,6 +20,7 @@ from dsft.watchdog import client as watchdog
 
 LOGGED = {
     "loss": "loss",
+    "weighted_loss": "weighted_loss",
     "learning_rate": "lr",
     "grad_norm": "grad_norm",
     "train_tokens_per_second": "tokens/s",

@@ -1,6 +1,9 @@
 """The loss that every architecture is trained on: nats of the next tokens, added up over all micro batches and ranks of
 an optimizer step and divided once, by the tokens that the step trains.
 
+Where tokens have weights, their nats are multiplied by these; the divisor stays the number of trained tokens. By the
+sum of the weights, a step of weight 0.5 alone would train as one of weight 1 does.
+
 transformers leaves the division to each model, and they disagree: some divide by `num_items_in_batch`, some take the
 mean of a micro batch whatever they are given, some do not shift labels. Here a model's `loss_function` is replaced;
 where a model does not call it, the loss is computed from its logits.
@@ -21,7 +24,7 @@ from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from dsft.errors import UserError
-from dsft.models.tiled_loss import IGNORED
+from dsft.models.tiled_loss import IGNORED, nats_of, next_weights
 from dsft.runtime.console import say
 
 SAME_LOSS = 1e-3
@@ -38,12 +41,11 @@ class TokenLoss:
     def __init__(self, model: nn.Module, *, label_smoothing: float = 0.0):
         inner = model.get_base_model() if isinstance(model, PeftModel) else model
         self.name, self.label_smoothing = type(inner).__name__, label_smoothing
-        # Tiles and Liger compute the loss without logits, and divide by `num_items_in_batch`.
-        self.is_fused = not label_smoothing and (
-            "accepts_loss_kwargs" in vars(inner) or inner.forward.__module__.startswith("liger_kernel")
-        )
-        self.gives_labels = not (label_smoothing and inner.forward.__module__.startswith("liger_kernel"))
-        self._labels_BT = self._divisor = self._nats = None
+        # Tiles and Liger compute the loss without logits, and divide by `num_items_in_batch`. Liger takes no weights.
+        self.is_tiled = "accepts_loss_kwargs" in vars(inner)
+        self.is_liger = inner.forward.__module__.startswith("liger_kernel")
+        self.gives_labels, self.told_of_logits = not self.is_liger, False
+        self._labels_BT = self._weights_BT = self._divisor = self._nats = None
         inner.loss_function = self._loss_function
 
     def __call__(
@@ -52,29 +54,36 @@ class TokenLoss:
         """Run the model on a micro batch.
 
         Args:
-            inputs: of the model, with the labels of its input tokens: position t is trained to predict label t + 1.
+            inputs: of the model, with the labels of its input tokens: position t is trained to predict label t + 1;
+                and perhaps `weights` of the labels.
             counts: the micro batch's tokens without padding, and its trained tokens.
             step_counts: the same of the optimizer step, over all micro batches and ranks.
 
         Returns:
-            The loss, of which the sum over all micro batches and ranks is the step's: nats per trained token, and what
-            the model adds. And the micro batch's nats alone, detached.
+            The loss, of which the sum over all micro batches and ranks is the step's: weighted nats per trained token,
+            and what the model adds. And the micro batch's nats alone, [2], detached: with and without the weights.
         """
         inputs = dict(inputs)
-        labels_BT = inputs.pop("labels")
+        labels_BT, weights_BT = inputs.pop("labels"), inputs.pop("weights", None)
         share = counts[0] / step_counts[0]
         # A blank micro batch has a share of 0 and no nats.
         divisor = (step_counts[1] * share).clamp(min=1e-9)
-        if self.is_fused:
-            loss = model(**inputs, labels=labels_BT, num_items_in_batch=divisor)["loss"]
-            return loss * share, loss.detach() * divisor
-        self._labels_BT, self._divisor, self._nats = labels_BT, divisor, None
+        if not self.label_smoothing and (self.is_tiled or (self.is_liger and weights_BT is None)):
+            weights = {} if weights_BT is None else {"label_weights": weights_BT}
+            outputs = model(**inputs, labels=labels_BT, num_items_in_batch=divisor, **weights)
+            nats = outputs["loss"].detach() * divisor
+            both = nats.expand(2) if weights_BT is None else torch.stack([nats, outputs["nats"]])
+            return outputs["loss"] * share, both
+        if self.is_liger and weights_BT is not None and not self.told_of_logits:
+            self.told_of_logits = True
+            say("note: Liger's loss takes no weights of tokens; batches with weights take all logits")
+        self._labels_BT, self._weights_BT, self._divisor, self._nats = labels_BT, weights_BT, divisor, None
         outputs = model(**inputs, **({"labels": labels_BT} if self.gives_labels else {}))
         if self._nats is not None:
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         else:
             loss = self._from_logits(model, inputs, outputs)
-        nats, self._labels_BT, self._divisor, self._nats = self._nats, None, None, None
+        nats, self._labels_BT, self._weights_BT, self._divisor, self._nats = self._nats, None, None, None, None
         return loss * share, nats
 
     def _loss_function(self, logits: torch.Tensor, labels: torch.Tensor | None, vocab_size: int, **options: Any):
@@ -92,15 +101,15 @@ class TokenLoss:
 
     def _mean(self, logits_BTV: torch.Tensor) -> torch.Tensor:
         next_BT = functional.pad(self._labels_BT, (0, 1), value=IGNORED)[:, 1:]
-        nats = functional.cross_entropy(
+        weights_BT = next_weights(self._weights_BT)
+        sums = nats_of(
             logits_BTV.float().flatten(0, 1),
             next_BT.flatten().to(logits_BTV.device),
-            ignore_index=IGNORED,
-            reduction="sum",
+            None if weights_BT is None else weights_BT.flatten().to(logits_BTV.device),
             label_smoothing=self.label_smoothing,
         )
-        self._nats = nats.detach()
-        return nats / self._divisor
+        self._nats = sums.detach()
+        return sums[0] / self._divisor
 
     def _from_logits(self, model: nn.Module, inputs: dict[str, torch.Tensor], outputs: Any) -> torch.Tensor:
         """Compute the loss of a model that has a loss of its own, which it is not asked for any more.
@@ -124,7 +133,7 @@ class TokenLoss:
 
     def _explain(self, model_loss: float) -> None:
         trained = (self._labels_BT[:, 1:] != IGNORED).sum()
-        mean = (self._nats / trained.clamp(min=1)).item()
+        mean = (self._nats[1] / trained.clamp(min=1)).item()
         if trained and abs(model_loss - mean) > SAME_LOSS * mean:
             say(
                 f"note: {self.name} has a loss of its own ({model_loss:.4g} in the first micro batch), which is not"

@@ -74,10 +74,12 @@ class Work:
     """Of all ranks, with padding."""
     trained: int = 0
     """Tokens of all ranks that were trained."""
+    weighted: float = 0.0
+    """Nats of these, times their weights."""
     nats: float = 0.0
-    """Of these."""
+    """Of these, without."""
     objective: float = 0.0
-    """What was trained, times the trained tokens: `nats`, and what the model adds."""
+    """What was trained, times the trained tokens: `weighted`, and what the model adds."""
     data_seconds: float = 0.0
     """This rank waited for batches."""
     forward_seconds: float = 0.0
@@ -111,6 +113,7 @@ class Work:
         self.tokens += report.tokens
         self.positions += report.positions
         self.trained += report.trained
+        self.weighted += report.weighted
         self.nats += report.nats
         self.objective += report.objective
         self.forward_seconds += sum(seconds_between(start, end) for start, end in report.passes)
@@ -212,8 +215,10 @@ def gather_metrics(work: Work | None = None, slow_ranks: SlowRanks | None = None
     if work is None or not work.positions:
         return metrics
     metrics["loss"] = work.nats / work.trained
-    if abs(work.objective - work.nats) > ROUNDING * work.nats:
-        metrics["aux_loss"] = (work.objective - work.nats) / work.trained
+    if abs(work.weighted - work.nats) > ROUNDING * work.nats:
+        metrics["weighted_loss"] = work.weighted / work.trained
+    if abs(work.objective - work.weighted) > ROUNDING * work.weighted:
+        metrics["aux_loss"] = (work.objective - work.weighted) / work.trained
     metrics |= {
         "data_wait_seconds": max(rank.data for rank in ranks),
         "padding_share": 1 - work.tokens / work.positions,

@@ -24,10 +24,12 @@ class StepReport:
     trained: int
     positions: int
     """With padding."""
+    weighted: float
+    """Nats of the trained tokens, times their weights."""
     nats: float
-    """Of the trained tokens."""
+    """Of the trained tokens, without."""
     objective: float
-    """What is trained times the trained tokens: `nats`, and what the model adds to them."""
+    """What is trained times the trained tokens: `weighted`, and what the model adds to them."""
     asked: int
     """Ranks that were asked to stop."""
     due: int
@@ -40,19 +42,21 @@ class StepReports:
     """The reports that were sent and not read yet."""
 
     def __init__(self, device: torch.device):
-        self._sums = torch.zeros(8, dtype=torch.float64, device=device)  # counts too are exact
+        self._sums = torch.zeros(9, dtype=torch.float64, device=device)  # counts too are exact
         self._sent: deque[tuple[int, Callable[[], list[float]], list]] = deque()
 
     def __len__(self) -> int:
         return len(self._sent)
 
     def add(self, objective: torch.Tensor, nats: torch.Tensor, num_tokens: torch.Tensor) -> None:
-        """Count a micro batch; `num_tokens` are its tokens without padding, trained tokens and positions."""
-        self._sums[:6] += torch.cat([(~objective.isfinite()).view(1), num_tokens, torch.stack([nats, objective])])
+        """Count a micro batch; `num_tokens` are its tokens without padding, trained tokens and positions, `nats` [2]
+        are with and without weights.
+        """
+        self._sums[:7] += torch.cat([(~objective.isfinite()).view(1), num_tokens, nats, objective.view(1)])
 
     def send(self, step: int, *, asked: bool, due: bool, passes: list[tuple[Any, Any]]) -> None:
         """Tell all ranks of what was counted since the last step. Collective."""
-        self._sums[6], self._sums[7] = asked, due
+        self._sums[7], self._sums[8] = asked, due
         add_over_ranks(self._sums)
         self._sent.append((step, _on_host(self._sums), passes))
         self._sums.zero_()
@@ -60,13 +64,14 @@ class StepReports:
     def read(self) -> StepReport:
         """Read the oldest report; waits until the step's work is done."""
         step, sums, passes = self._sent.popleft()
-        bad, tokens, trained, positions, nats, objective, asked, due = sums()
+        bad, tokens, trained, positions, weighted, nats, objective, asked, due = sums()
         return StepReport(
             step=step,
             bad=int(bad),
             tokens=int(tokens),
             trained=int(trained),
             positions=int(positions),
+            weighted=weighted,
             nats=nats,
             objective=objective,
             asked=int(asked),

@@ -167,6 +167,10 @@ class PerplexityTrainer(SavingTrainer):
         """The Trainer's, timed."""
         return super().get_batch_samples(self.work.timed(epoch_iterator), *args, **kwargs)
 
+    def _prepare_input(self, data: Any) -> Any:
+        """Leaves weights of tokens in fp32: the Trainer's casts all that is no integer to the engine's dtype."""
+        return data.to(self.args.device) if isinstance(data, torch.Tensor) else super()._prepare_input(data)
+
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, torch.Tensor]], device: torch.device) -> Any:
         """Count the tokens without padding and the trained tokens of an optimizer step, [2]. Collective."""
         counts = sum(batch["num_tokens"][:2].to(device) for batch in batch_samples)

@@ -10,6 +10,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 if __name__ == "__main__":
@@ -283,8 +284,57 @@ def test_a_turn_of_no_weight_is_given_and_not_trained(off):
     chat = {"messages": [first, second | off, *rest]}
     assert answers(made(chat, tokenizer), tokenizer) == [["Reply two.<|im_end|>"]]
     assert made({"messages": [first, second | off]}, tokenizer).counts["dropped_empty"] == 1
-    with pytest.raises(UserError, match="message 2 .* has the weight 0.5; 0 .not trained. and 1"):
-        made({"messages": [first, second | {"weight": 0.5}]}, tokenizer)
+
+
+def test_a_turn_s_weight_is_that_of_its_tokens_also_where_turns_become_sequences():
+    for name, several in (("qwen2_5", False), ("qwen3", True), ("gptoss", True)):
+        tokenizer = tokenizer_for(name)
+        first, second, third, fourth = CHATS["reasoning twice" if several else "two turns"]["messages"]
+        tokens = made({"messages": [first, second | {"weight": 0.5}, third, fourth | {"weight": 3.0}]}, tokenizer)
+        plain = made({"messages": [first, second, third, fourth]}, tokenizer)
+        assert plain.weights is None and tokens.ids.tolist() == plain.ids.tolist()
+        assert tokens.trained.tolist() == plain.trained.tolist()
+        assert tokens.weights.dtype == np.float32 and (tokens.weights > 0).tolist() == tokens.trained.tolist()
+        assert len(tokens.ends) == 1 + several
+        # The tokens of the two answers, in their order.
+        begins = np.flatnonzero(np.diff(tokens.trained.astype(int), prepend=0) == 1)
+        of_first = (np.arange(len(tokens.ids)) < begins[1]) & tokens.trained
+        assert {*tokens.weights[of_first]} == {0.5} and {*tokens.weights[tokens.trained & ~of_first]} == {3.0}
+
+
+def test_where_all_tokens_are_trained_an_answer_keeps_its_weight():
+    tokenizer = tokenizer_for("qwen2_5")
+    first, second, third, fourth = CHATS["two turns"]["messages"]
+    for weight in (0.5, 0):
+        tokens = made({"messages": [first, second | {"weight": weight}, third, fourth]}, tokenizer, train_on="all")
+        weights = tokens.trained if tokens.weights is None else tokens.weights
+        assert tokenizer.decode(tokens.ids[1:][weights[1:] == weight]) == "Reply one.<|im_end|>"
+        assert (weights[1:][weights[1:] != weight] == 1).all()
+    with pytest.raises(UserError, match="message 1 .user. has the weight 0.5, and train_on: all trains it"):
+        made({"messages": [first | {"weight": 0.5}, second]}, tokenizer, train_on="all")
+    assert made({"messages": [first | {"weight": 0.5}, second]}, tokenizer).weights is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"weight": weight} for weight in (-1, float("nan"), float("inf"), 10**400, 1e7, True, "0.5", [1])),
+        *({key: value} for key in ("train", "loss") for value in (0, 0.5, "false")),
+    ],
+)
+def test_a_weight_that_is_none_is_refused_in_one_line(given):
+    first, second = CHATS["one turn"]["messages"]
+    with pytest.raises(UserError) as error:
+        made({"messages": [first, second | given]}, tokenizer_for("qwen2_5"))
+    (problem,) = error.value.problems
+    assert "message 2 (assistant)" in problem and "\n" not in problem and len(problem) < 250
+
+
+def test_a_call_beside_its_turn_has_the_turn_s_weight():
+    call = {"role": "tool_call", "content": '{"name": "weather", "arguments": {}}', "weight": 0.5}
+    turns = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "I look."}, call]
+    with pytest.raises(UserError, match="message 3 .tool_call. has another weight than the turn it belongs to"):
+        made({"messages": turns}, tokenizer_for("qwen2_5"))
 
 
 def test_calls_of_every_shape_become_the_same_tokens():

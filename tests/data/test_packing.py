@@ -200,6 +200,25 @@ def test_items_are_fetched_without_the_lengths_of_all_others(monkeypatch):
     assert len(sequences) == 3
 
 
+def test_weights_lie_where_their_tokens_do():
+    """Padded, packed and laid flat; a sequence without weights has 1; batches of such sequences have no column."""
+    ids = np.split(np.arange(10, 24), [5, 8])
+    plain = [sequence(each, np.ones(len(each), bool)) for each in ids]
+    weighted = np.concatenate([ids[0], ids[2]])
+    some = [plain[1] if index == 1 else plain[index] | {"weights": ids[index].astype(np.float32)} for index in range(3)]
+    for collate, items in (
+        (Collator(0), lambda each: each),
+        (PackedCollator(0, flash=False), lambda each: [each[:2], each[2:]]),
+        (PackedCollator(0, flash=True), lambda each: [each[:2], each[2:]]),
+    ):
+        batch = collate(items(some))
+        ids_BT = batch["input_ids"]
+        expected_BT = torch.where(torch.isin(ids_BT, torch.from_numpy(weighted)), ids_BT.float(), torch.ones(()))
+        assert torch.equal(batch["weights"], expected_BT) and batch["weights"].dtype == torch.float32
+        assert (batch["weights"] > 1).sum() == len(weighted)
+        assert "weights" not in collate(items(plain))
+
+
 def test_padding_is_masked_and_unlabelled():
     batch = Collator(pad_token_id=7)(
         [sequence(np.array([1, 2, 3]), np.array([1, 1, 1])), sequence(np.array([4]), np.array([1]))]

@@ -1,5 +1,6 @@
 """Prepared tokens on disk: what is written is read, in the smallest type that holds it."""
 
+import dataclasses
 from collections import Counter
 
 import numpy as np
@@ -32,6 +33,19 @@ def test_every_id_of_a_vocabulary_is_kept_in_the_smallest_type(tmp_path, largest
     assert store.ends.tolist() == [2, 3, 6] and store.trained.tolist() == [token % 2 == 0 for token in store.tokens]
     assert store.counts["tokens"] == 6 and store.counts["trained_tokens"] == int(store.trained.sum())
     assert [path.name for path in tmp_path.iterdir()] == ["store"] and not store.is_text
+
+
+def test_weights_that_come_late_are_1_where_tokens_before_and_after_are_trained(tmp_path):
+    with StoreWriter(tmp_path / "store", largest_id=9) as writer:
+        writer.append(tokens_of([1, 2, 4]))
+        weighted = dataclasses.replace(tokens_of([6, 7]), weights=np.array([0.5, 0], np.float32))
+        writer.append(weighted)
+        writer.append(tokens_of([3, 8]))
+        store = writer.finish(source="here", is_text=False)
+    assert store.weights.tolist() == [0, 1, 1, 0.5, 0, 0, 1] and store.counts["weighted_tokens"] == 1
+    with StoreWriter(tmp_path / "plain", largest_id=9) as writer:
+        writer.append(tokens_of([1, 2, 4]))
+        assert writer.finish(source="here", is_text=False).weights is None
 
 
 def test_counts_are_added_up_and_duplicates_found_in_all_parts(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from conftest import grid
+from peft import LoraConfig, get_peft_model
 from tiny import ARCHITECTURES, COMMON, GATED
 from torch.nn import functional
 from transformers import CONFIG_MAPPING
@@ -14,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from dsft.data.sequences import IGNORED
 from dsft.models.row_rules import sees_later_tokens
 from dsft.models.small_model import one_thread, small_model
+from dsft.models.tiled_loss import tile_loss
 from dsft.training.loss import TokenLoss
 
 ROWS, LENGTH = 8, 24
@@ -46,9 +48,11 @@ OWN_LOSSES = {
 """Architectures that take the mean of a micro batch themselves, most without a shift -> a tiny configuration."""
 
 
-def step(model, rows: int, *, blank: int = 0, **options) -> tuple[float, float, list[torch.Tensor]]:
+def step(
+    model, rows: int, *, blank: int = 0, weights_BT: torch.Tensor | None = None, **options
+) -> tuple[float, float, list[torch.Tensor]]:
     """The loss of one optimizer step over IDS_BT in micro batches of `rows`, with `blank` ones after them; its nats;
-    and the gradients.
+    and the gradients. Of `weights_BT`, the first micro batch has none where its are all 1.
     """
     token_loss = TokenLoss(model, **options)
     trained = (LABELS_BT != IGNORED).sum()
@@ -60,10 +64,12 @@ def step(model, rows: int, *, blank: int = 0, **options) -> tuple[float, float, 
         tokens = ids_BT.numel() if number < ROWS // rows else 0
         counts = torch.tensor([tokens, int((labels_BT != IGNORED).sum())])
         inputs = {"input_ids": ids_BT, "labels": labels_BT, "use_cache": False}
+        if weights_BT is not None and tokens and (cut := weights_BT.split(rows)[number]).ne(1).any():
+            inputs["weights"] = cut
         loss, nats = token_loss(model, inputs, counts, torch.tensor([IDS_BT.numel(), trained]))
         loss.backward()
         losses.append(loss.item())
-        all_nats.append(nats.item())
+        all_nats.append(nats[1].item())
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return sum(losses), sum(all_nats) / trained.item(), gradients
 
@@ -143,6 +149,59 @@ def test_a_term_that_is_linear_in_tokens_does_not_depend_on_micro_batches():
     (whole, nats, gradients), (cut, _, others) = step(model, ROWS), step(model, 2)
     assert cut == pytest.approx(whole, rel=1e-5) and whole > nats + 1
     assert same(gradients, others, rel=1e-4)
+
+
+WEIGHTS_BT = torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(1)) * 3
+WEIGHTS_BT[:2] = 1
+
+
+class OfLiger(transformers.LlamaForCausalLM):
+    """Computes what Liger's forward does: no logits where there are labels, and then no weights."""
+
+    def forward(self, input_ids=None, labels=None, num_items_in_batch=None, **kwargs):
+        outputs = super().forward(input_ids=input_ids, **kwargs)
+        if labels is not None:
+            outputs["loss"] = self.loss_function(outputs.logits, labels, 384, num_items_in_batch=num_items_in_batch)
+            outputs["logits"] = None
+        return outputs
+
+
+@one_thread()
+@pytest.mark.parametrize("form", ["logits", "smoothed", "tiled", "tiled adapters", "own loss", "router", "liger"])
+def test_weights_multiply_nats_in_every_form_of_the_loss(form, monkeypatch, capsys):
+    """Loss and gradients as by hand; blank and unweighted micro batches beside the others."""
+    torch.manual_seed(0)
+    cls, config = transformers.LlamaForCausalLM, transformers.LlamaConfig(**GATED)
+    if form == "own loss":
+        cls, config = transformers.MarianForCausalLM, CONFIG_MAPPING["marian"](**OWN_LOSSES["marian"])
+    if form == "router":
+        cls, config = transformers.MixtralForCausalLM, transformers.MixtralConfig(**WITH_ROUTERS["mixtral"][1])
+    if form == "liger":
+        monkeypatch.setattr(OfLiger.forward, "__module__", "liger_kernel.transformers.model.llama")
+        cls = OfLiger
+    model = cls(config).eval()
+    if form == "tiled adapters":
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False))
+    smoothing = 0.2 if form == "smoothed" else 0.0
+    nats_BT = functional.cross_entropy(
+        model(input_ids=IDS_BT, use_cache=False).logits[:, :-1].transpose(1, 2),
+        LABELS_BT[:, 1:],
+        reduction="none",
+        label_smoothing=smoothing,
+    )
+    trained = (LABELS_BT[:, 1:] != IGNORED).sum()
+    by_hand = (nats_BT * WEIGHTS_BT[:, 1:]).sum() / trained
+    by_hand.backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    if "tiled" in form:
+        assert tile_loss(model, rows=7)
+    for rows, blank in ((ROWS, 0), (2, 1)):
+        loss, nats, others = step(model, rows, blank=blank, weights_BT=WEIGHTS_BT, label_smoothing=smoothing)
+        assert loss == pytest.approx(by_hand.item(), rel=1e-6)
+        assert nats == pytest.approx((nats_BT.sum() / trained).item(), rel=1e-6)
+        assert same(gradients, others, rel=1e-6)
+    assert abs(by_hand.item() - nats) > 0.1
+    assert capsys.readouterr().out.count("Liger's loss takes no weights") == (2 if form == "liger" else 0)
 
 
 def test_label_smoothing_is_that_of_transformers():
