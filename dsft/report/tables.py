@@ -25,6 +25,7 @@ COUNTS = {
     "sequences": "sequences",
     "tokens": "tokens",
     "trained_tokens": "trained tokens",
+    "weighted_tokens": "trained tokens of weights other than 1",
     "padding_share": "padding share",
     "truncated": "truncated",
     "split": "split",
