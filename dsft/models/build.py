@@ -155,6 +155,10 @@ def _load_files(name: str, **options) -> PreTrainedModel:
             info["unexpected_keys"] = set()
         problems = loading_problems(name, info)
     distributed.raise_together(problems)
+    # Under ZeRO-3 transformers keeps those too that met no name on disk, and would save Gemma 3 under other names
+    # (integrations/deepspeed.py, _load_state_dict_into_zero3_model).
+    if conversions := getattr(model, "_weight_conversions", None):
+        model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
     if type(model.config) is not type(config):
         save_as_on_disk(model, files_of_tensors(name, options.get("revision")))
     return freeze_unreached(model)

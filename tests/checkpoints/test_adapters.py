@@ -2,6 +2,9 @@
 
 import copy
 import json
+import math
+import re
+import shutil
 import warnings
 from pathlib import Path
 
@@ -10,10 +13,11 @@ import pytest
 import torch
 from conftest import grid
 from peft import LoraConfig, PeftModel, get_peft_model
-from ranks import PROBE, train_all
+from ranks import PROBE, run_entry, train_all
 from safetensors.torch import load_file, save_file
 from tiny import write_model
-from transformers import AutoModelForCausalLM
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.checkpoints.export import merge
 from dsft.config.options import EvalConfig
@@ -257,6 +261,60 @@ def test_an_adapter_takes_the_tokenizer_of_its_base(bases, adapter):
     assert not list(adapter.glob("tokenizer*"))
     assert list(merge(str(adapter), str(adapter.with_name("out"))).glob("tokenizer.json"))
     assert load_tokenizer(EvalConfig(model=str(adapter), data="-")).name_or_path == str(bases / "llama")
+
+
+EVALUATED = {
+    **{start: ("llama", "LoraConfig", SOME | {"init_lora_weights": start}) for start in ("pissa", "olora")},
+    "tokens": ("tied", "LoraConfig", SOME | {"trainable_token_indices": [3, 5]}),
+    "tied embedding": ("tied", "LoraConfig", {"target_modules": ["embed_tokens", "q_proj"]}),
+    **{
+        name: ("llama", name, TYPES[name])
+        for name in ("VeraConfig", "OFTConfig", "IA3Config", "LoHaConfig", "LoKrConfig")
+    },
+}
+"""What changes the base, or needs more than LoRA's matrices."""
+
+
+@torch.no_grad()
+def perplexity_in_peft(adapter: Path, base: Path, data: Path) -> float:
+    """Of windows of 64 tokens over all texts joined, the first token of each is context."""
+    model, tokenizer = PeftModel.from_pretrained(base_model(base), adapter).eval(), AutoTokenizer.from_pretrained(base)
+    texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
+    windows = torch.tensor(tokenizer("".join(texts), add_special_tokens=False).input_ids).split(64)
+    nats = [functional.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="sum") for ids in windows]
+    return math.exp(sum(nats).item() / sum(len(ids) - 1 for ids in windows))
+
+
+def evaluated(adapters: list[Path], data: Path, out: Path, *, world: int, zero: str) -> list[float]:
+    words = ["--model", *adapters, "--data", data, "--output_dir", out, "--zero", zero]
+    words += ["--seq_len", 64, "--separator", "none", "--bos", "off", "--dtype", "float32"]
+    result = run_entry("dsft.eval_ppl", words, world=world)
+    assert result.returncode == 0, result.stderr[-3000:]
+    results = json.loads((out / "perplexity.json").read_text())["results"]
+    perplexities = {result["model"]: result["perplexity"] for result in results}
+    return [perplexities[str(adapter)] for adapter in adapters]
+
+
+@pytest.mark.launch
+def test_an_evaluation_of_any_adapter_gives_the_perplexity_of_peft(bases, tiny, tmp_path):
+    data, adapters, expected = tiny / "held_out.jsonl", [], []
+    for name, (base, config, options) in EVALUATED.items():
+        adapters.append(write_adapter(tmp_path / name.replace(" ", "-"), bases / base, of_type(config, options)))
+        expected.append(perplexity_in_peft(adapters[-1], bases / base, data))
+    assert evaluated(adapters, data, tmp_path / "out", world=1, zero="0") == pytest.approx(expected, rel=1e-6)
+    sharded = evaluated(adapters[:1], data, tmp_path / "sharded", world=2, zero="3")
+    assert sharded == pytest.approx(expected[:1], rel=1e-6)
+
+
+def test_a_merge_that_memory_does_not_allow_is_refused_before_any_work(bases, tmp_path):
+    base = shutil.copytree(bases / "llama", tmp_path / "base")
+    adapter = write_adapter(tmp_path / "adapter", base, lora(init_lora_weights="pissa"))
+    with open(base / "model.safetensors", "r+b") as weights:
+        weights.truncate(4 << 40)  # a sparse file: 4 TiB to read, almost nothing on disk
+    with pytest.raises(UserError) as caught:
+        merge(str(adapter), str(tmp_path / "out"))
+    assert re.search(r"the full model takes 4\.4e\+03 GB of memory, and [\d.]+ GB are free here", str(caught.value))
+    assert not list(tmp_path.glob("out*"))
 
 
 OWN = {
