@@ -288,10 +288,10 @@ CASES = {
                 (2, 3): measured().pairs[0, 1],
                 (1, 2): SLOW,
             },
-            again={(1, 2)},
+            slow={(1, 2)},
         )
     ),
-    "slow-node": lambda: links(measured(pairs={(0, 2): SLOW, (1, 2): SLOW})),
+    "slow-node": lambda: links(measured(pairs={(0, 2): SLOW, (1, 2): SLOW}, slow={(0, 2)})),
     "slow-inside": lambda: links(measured(inside={2: 20e9})),
     "slow-rank": lambda: links(measured(flops={5: 3e14})),
     "below-assumed": lambda: check_assumed(measured(pairs={(1, 2): SLOW}), NAMES, GPU_SPEEDS),
@@ -459,7 +459,7 @@ def test_outliers():
 
 
 def test_rates_of_ranks_side_by_side_add_up_and_the_slower_direction_counts():
-    rank = {"inside": 0.0, "flops": 1.0, "wrong": False, "collective_seconds": 1e-4, "again": []} | {
+    rank = {"inside": 0.0, "flops": 1.0, "wrong": False, "collective_seconds": 1e-4, "again": [], "slow": []} | {
         "sent": 10_000,
         "sent_again": 0,
     }
@@ -480,14 +480,21 @@ def test_rates_of_ranks_side_by_side_add_up_and_the_slower_direction_counts():
     )
 
 
-def test_a_link_is_named_only_after_it_was_measured_alone():
+def test_a_link_or_node_is_named_only_where_it_stayed_slow_beside_the_fastest_pair():
     slow = {
         (0, 3): measured().pairs[0, 1],
         (1, 3): measured().pairs[0, 1],
         (2, 3): measured().pairs[0, 1],
         (1, 2): SLOW,
     }
-    assert links(measured(pairs=slow)) == [] and measured(pairs=slow, again={(0, 1)}).network_bytes == 40e9
+    assert links(measured(pairs=slow, again={(1, 2)})) == []
+    both = {(0, 2): SLOW, (1, 2): SLOW}
+    assert links(measured(pairs=both, again={*both})) == []
+    # One that was as fast as others when it was alone does not put the blame on its node.
+    sound = {pair: measured().pairs[0, 1] for pair in ((0, 3), (1, 3))}
+    [named] = links(measured(pairs=sound | both, again={*both}, slow={(1, 2)}))
+    assert named.code == "slow-link"
+    assert measured(pairs=slow, again={(0, 1)}).network_bytes == 40e9
 
 
 def test_file_contents_are_told_apart_by_names_sizes_and_both_ends(tmp_path):

@@ -64,13 +64,16 @@ def check_measured(
 
 def _check_pairs(measured: Measured, names: list[str], used: dict[str, str]) -> Iterator[Finding]:
     rates = pair_rates(measured)
-    slow, best = slow_nodes(rates), in_rate(max(rates.values(), default=0.0))
+    fastest = max(rates.values(), default=0.0)
+    best, cleared = in_rate(fastest), measured.again - measured.slow
+    alone = {pair: fastest if pair in cleared else rate for pair, rate in rates.items()}
+    slow = [node for node in slow_nodes(alone) if any(node in pair for pair in measured.slow)]
     for node in slow:
         fastest = in_rate(max(rate for pair, rate in rates.items() if node in pair))
         message = f"{fastest} to its fastest neighbour, others reach {best} among each other"
         yield finding("slow-node", names[node], message, _look_at(names[node], used))
     for a, b in slow_keys(rates):
-        if (a, b) in measured.again and a not in slow and b not in slow:
+        if (a, b) in measured.slow and a not in slow and b not in slow:
             microseconds = measured.pairs[a, b]["seconds"] * 1e6
             message = f"{in_rate(rates[a, b])}, {microseconds:.0f} µs; the fastest link has {best}"
             yield finding("slow-link", f"{names[a]} - {names[b]}", message, _look_at(names[b], used))

@@ -34,7 +34,7 @@ from dsft.runtime.hostfile import DEFAULT_PORT, Node
 
 GROUP_SECONDS = 15
 """A rank gives up waiting for another after so long."""
-MEASURE_SECONDS = 40.0
+MEASURE_SECONDS = 50.0
 """For the smoke test; each rank ends itself before (`smoke.LIFE_SECONDS`)."""
 IMPORT_SECONDS = 60.0
 """For torch's import, from a slow disk; it began before the other phases."""

@@ -10,7 +10,7 @@ from typing import Any
 MIN_SEGMENTS = 1000
 """Of fewer, a share says little."""
 MOST_ROUNDS = 19
-"""Of exchanges between pairs: a round takes 0.5 s where links are healthy, and ranks end themselves after 30 s."""
+"""Of exchanges between pairs: a round takes 0.5 s where links are healthy, and ranks end themselves after 40 s."""
 ALL_CONNECT = 8
 """Up to so many nodes each connects to each."""
 SLOW = 0.7
@@ -26,7 +26,9 @@ class Measured:
     all ranks, in the slower direction; "seconds": of the smallest message}.
     """
     again: set[tuple[int, int]] = field(default_factory=set)
-    """Of these, the slowest, which were measured once more, alone."""
+    """Of these, the slowest, which were measured again, alone."""
+    slow: set[tuple[int, int]] = field(default_factory=set)
+    """Of these, those that stayed slower than the fastest pair, measured in turns with it."""
     inside: dict[int, float] = field(default_factory=dict)
     """Node with several ranks -> bytes per second that one of them gets in an all-reduce (everything twice, as
     `Speeds.all_reduce_bytes`).
@@ -63,6 +65,7 @@ def combine(of_ranks: list[dict[str, Any]], node_of: list[int]) -> Measured:
             other = int(name)
             key = (min(node, other), max(node, other))
             total.again |= {key} if other in measured["again"] else set()
+            total.slow |= {key} if other in measured["slow"] else set()
             received[other, node] = received.get((other, node), 0.0) + rate
             pair = total.pairs.setdefault(key, {"bytes_per_second": 0.0, "seconds": 0.0})
             pair["seconds"] = max(pair["seconds"], seconds)

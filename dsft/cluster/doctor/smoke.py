@@ -10,6 +10,7 @@ not answer can be named. Ranks that a launcher has started call `take_part` them
 import json
 import os
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -21,18 +22,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dsft.cluster.doctor.links import combine, node_of_ranks, pair_rates, partners, slow_keys
+from dsft.cluster.doctor.links import SLOW, combine, node_of_ranks, pair_rates, partners, slow_keys
 from dsft.cluster.doctor.phase import MARK
 from dsft.planner.measuring import all_reduce_bytes, exchange_rate, matmul_flops, median_seconds
 
-LIFE_SECONDS = 30
+LIFE_SECONDS = 40
 """A rank that has not finished by then ends, wherever it waits; the head names it by the last it said."""
 CHECKED = 2**18
 """Numbers in the sum that must be right."""
-SUSPECTS = 6
+SUSPECTS = 4
 """So many outliers are measured again, alone: next to others a link or a core may just have been busy."""
-AGAIN = 4
-"""Chances that an outlier is given."""
+AGAIN = 5
+"""Chances that an outlier is given; one that is slow takes 4 s."""
 
 
 def main() -> None:
@@ -132,7 +133,8 @@ def measure_all(place: Place, report: Callable[[str], None]) -> list[dict[str, A
     """
     before = tcp_segments()
     report("adding up numbers of all ranks")
-    mine: dict[str, Any] = {"wrong": _wrong_sum(place), "pairs": {}, "again": [], "sent": 0, "sent_again": 0}
+    mine: dict[str, Any] = {"wrong": _wrong_sum(place), "pairs": {}, "again": [], "slow": []}
+    mine |= {"sent": 0, "sent_again": 0}
     few = torch.zeros(16, device=place.device)
     mine["collective_seconds"] = median_seconds(lambda: dist.all_reduce(few), place.device)
     report("exchanging with other nodes")
@@ -146,12 +148,13 @@ def measure_all(place: Place, report: Callable[[str], None]) -> list[dict[str, A
     report("measuring outliers again")
     total = combine(_gather(mine), node_of_ranks(place.nodes))
     rates = pair_rates(total)
-    for pair in slow_keys(rates, reference=max(rates.values(), default=0.0))[:SUSPECTS]:
+    reference = max(rates, key=rates.__getitem__, default=(0, 0))
+    for pair in slow_keys(rates, reference=rates.get(reference, 0.0))[:SUSPECTS]:
+        stays_slow = _stays_slow(place, pair, reference, mine)
         if place.node in pair:
-            mine["again"].append(pair[pair[0] == place.node])
-            for _ in range(AGAIN):
-                _measure_pair(place, mine["again"][-1], mine)
-        dist.barrier()
+            other = pair[pair[0] == place.node]
+            mine["again"].append(other)
+            mine["slow"] += [other] * stays_slow
     for rank in slow_keys(total.flops)[:SUSPECTS]:
         for _ in range(AGAIN if rank == place.rank else 0):
             time.sleep(0.05)
@@ -173,7 +176,7 @@ def tcp_segments(proc: Path = Path("/proc/net")) -> tuple[int, int]:
     return counts["OutSegs"], max(0, counts["RetransSegs"] - counts["TCPDSACKRecv"])
 
 
-def _gather(mine: dict[str, Any]) -> list[dict[str, Any]]:
+def _gather(mine: Any) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
@@ -188,15 +191,37 @@ def _wrong_sum(place: Place) -> bool:
     return not torch.equal(total.cpu().to(torch.int64), expected)
 
 
-def _measure_pair(place: Place, other: int, mine: dict[str, Any]) -> None:
+def _measure_pair(place: Place, other: int, mine: dict[str, Any]) -> float:
     """Exchange with the rank of the same number on the other node, if it has one; keeps the better of this and an
-    earlier time.
+    earlier time. Returns the bytes per second that this rank got.
     """
     local = place.nodes[place.node].index(place.rank)
-    if local < len(place.nodes[other]):
-        rate, seconds = exchange_rate(place.nodes[other][local], place.device)
-        before = mine["pairs"].get(other, (0.0, seconds))
-        mine["pairs"][other] = (max(rate, before[0]), min(seconds, before[1]))
+    if local >= len(place.nodes[other]):
+        return 0.0
+    rate, seconds = exchange_rate(place.nodes[other][local], place.device)
+    before = mine["pairs"].get(other, (0.0, seconds))
+    mine["pairs"][other] = (max(rate, before[0]), min(seconds, before[1]))
+    return rate
+
+
+def _stays_slow(place: Place, pair: tuple[int, int], reference: tuple[int, int], mine: dict[str, Any]) -> bool:
+    """Whether a pair of nodes stays slower than a reference pair, measured in turns while all others wait: what keeps
+    the cores of all nodes busy makes both slow.
+    """
+    fastest, references = 0.0, []
+    for _ in range(AGAIN):
+        references.append(_rate_alone(place, reference, mine))
+        fastest = max(fastest, _rate_alone(place, pair, mine))
+        if fastest >= SLOW * statistics.median(references):
+            return False
+    return True
+
+
+def _rate_alone(place: Place, pair: tuple[int, int], mine: dict[str, Any]) -> float:
+    """Bytes per second of a pair of nodes, in the slower direction, over all its ranks; the same on every rank."""
+    rate = _measure_pair(place, pair[pair[0] == place.node], mine) if place.node in pair else 0.0
+    rates = _gather(rate)
+    return min(sum(rates[rank] for rank in place.nodes[node]) for node in pair)
 
 
 def _inside_rate(place: Place) -> float:
