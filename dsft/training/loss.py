@@ -44,7 +44,7 @@ class TokenLoss:
         # Tiles and Liger compute the loss without logits, and divide by `num_items_in_batch`. Liger takes no weights.
         self.is_tiled = "accepts_loss_kwargs" in vars(inner)
         self.is_liger = inner.forward.__module__.startswith("liger_kernel")
-        self.gives_labels, self.told_of_logits = not self.is_liger, False
+        self.gives_labels, self.told_of_logits = True, False
         self._labels_BT = self._weights_BT = self._divisor = self._nats = None
         inner.loss_function = self._loss_function
 
@@ -78,7 +78,9 @@ class TokenLoss:
             self.told_of_logits = True
             say("note: Liger's loss takes no weights of tokens; batches with weights take all logits")
         self._labels_BT, self._weights_BT, self._divisor, self._nats = labels_BT, weights_BT, divisor, None
-        outputs = model(**inputs, **({"labels": labels_BT} if self.gives_labels else {}))
+        given = {"labels": labels_BT} if self.gives_labels else {}
+        # With logits Liger's forward calls `loss_function` (liger_kernel 0.8.5, all causal models).
+        outputs = model(**inputs, **given, **({"skip_logits": False} if self.is_liger else {}))
         if self._nats is not None:
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         else:

@@ -155,13 +155,15 @@ WEIGHTS_BT = torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(1)
 WEIGHTS_BT[:2] = 1
 
 
-class OfLiger(transformers.LlamaForCausalLM):
-    """Computes what Liger's forward does: no logits where there are labels, and then no weights."""
+class OfLiger(transformers.MixtralForCausalLM):
+    """Computes what Liger's forward does: in training no logits where there are labels, and then a loss of its own."""
 
-    def forward(self, input_ids=None, labels=None, num_items_in_batch=None, **kwargs):
-        outputs = super().forward(input_ids=input_ids, **kwargs)
-        if labels is not None:
-            outputs["loss"] = self.loss_function(outputs.logits, labels, 384, num_items_in_batch=num_items_in_batch)
+    def forward(self, input_ids=None, labels=None, num_items_in_batch=None, skip_logits=None, **kwargs):
+        outputs = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+        if labels is not None and skip_logits is not False:
+            logits_NV, targets_N = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            nats = functional.cross_entropy(logits_NV, targets_N, reduction="sum")
+            outputs["loss"] = nats / num_items_in_batch + self.router_aux_loss_coef * outputs.aux_loss
             outputs["logits"] = None
         return outputs
 
@@ -169,38 +171,47 @@ class OfLiger(transformers.LlamaForCausalLM):
 @one_thread()
 @pytest.mark.parametrize("form", ["logits", "smoothed", "tiled", "tiled adapters", "own loss", "router", "liger"])
 def test_weights_multiply_nats_in_every_form_of_the_loss(form, monkeypatch, capsys):
-    """Loss and gradients as by hand; blank and unweighted micro batches beside the others."""
+    """Loss and gradients as by hand, with what a router adds; blank and unweighted micro batches beside the others."""
     torch.manual_seed(0)
     cls, config = transformers.LlamaForCausalLM, transformers.LlamaConfig(**GATED)
     if form == "own loss":
         cls, config = transformers.MarianForCausalLM, CONFIG_MAPPING["marian"](**OWN_LOSSES["marian"])
-    if form == "router":
-        cls, config = transformers.MixtralForCausalLM, transformers.MixtralConfig(**WITH_ROUTERS["mixtral"][1])
-    if form == "liger":
-        monkeypatch.setattr(OfLiger.forward, "__module__", "liger_kernel.transformers.model.llama")
-        cls = OfLiger
+    has_router = form in ("router", "liger")
+    if has_router:
+        monkeypatch.setattr(OfLiger.forward, "__module__", "liger_kernel.transformers.model.mixtral")
+        cls = OfLiger if form == "liger" else transformers.MixtralForCausalLM
+        config = transformers.MixtralConfig(**WITH_ROUTERS["mixtral"][1], output_router_logits=True)
     model = cls(config).eval()
     if form == "tiled adapters":
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False))
-    smoothing = 0.2 if form == "smoothed" else 0.0
-    nats_BT = functional.cross_entropy(
-        model(input_ids=IDS_BT, use_cache=False).logits[:, :-1].transpose(1, 2),
-        LABELS_BT[:, 1:],
-        reduction="none",
-        label_smoothing=smoothing,
-    )
-    trained = (LABELS_BT[:, 1:] != IGNORED).sum()
-    by_hand = (nats_BT * WEIGHTS_BT[:, 1:]).sum() / trained
-    by_hand.backward()
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    smoothing, trained = 0.2 if form == "smoothed" else 0.0, (LABELS_BT[:, 1:] != IGNORED).sum()
+
+    def by_hand(rows: int) -> tuple[float, float, list[torch.Tensor]]:
+        model.zero_grad()
+        weighted = nats = 0.0
+        for ids_BT, labels_BT, weights_BT in zip(
+            *(x.split(rows) for x in (IDS_BT, LABELS_BT, WEIGHTS_BT)), strict=True
+        ):
+            outputs = model(input_ids=ids_BT, use_cache=False)
+            nats_BT = functional.cross_entropy(
+                outputs.logits[:, :-1].transpose(1, 2), labels_BT[:, 1:], reduction="none", label_smoothing=smoothing
+            )
+            loss = (nats_BT * weights_BT[:, 1:]).sum() / trained
+            loss = loss + 0.1 * outputs.aux_loss * rows / ROWS if has_router else loss
+            loss.backward()
+            weighted, nats = weighted + loss.item(), nats + nats_BT.sum().item()
+        return weighted, nats / trained.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = {rows: by_hand(rows) for rows in (ROWS, 2)}
     if "tiled" in form:
         assert tile_loss(model, rows=7)
     for rows, blank in ((ROWS, 0), (2, 1)):
-        loss, nats, others = step(model, rows, blank=blank, weights_BT=WEIGHTS_BT, label_smoothing=smoothing)
-        assert loss == pytest.approx(by_hand.item(), rel=1e-6)
-        assert nats == pytest.approx((nats_BT.sum() / trained).item(), rel=1e-6)
-        assert same(gradients, others, rel=1e-6)
-    assert abs(by_hand.item() - nats) > 0.1
+        loss, nats, gradients = step(model, rows, blank=blank, weights_BT=WEIGHTS_BT, label_smoothing=smoothing)
+        assert loss == pytest.approx(expected[rows][0], rel=1e-6)
+        if form != "liger":  # the router's is in its nats of batches without weights
+            assert nats == pytest.approx(expected[rows][1], rel=1e-6)
+        assert same(expected[rows][2], gradients, rel=1e-6)
+    assert abs(loss - nats) > 0.1
     assert capsys.readouterr().out.count("Liger's loss takes no weights") == (2 if form == "liger" else 0)
 
 
