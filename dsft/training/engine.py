@@ -69,11 +69,11 @@ def swap_in(model: DeepSpeedEngine | torch.nn.Module, point: Literal["train", "e
     Collective.
     """
     optimizer = model.optimizer if isinstance(model, DeepSpeedEngine) else None
-    own = optimizer.optimizer if isinstance(optimizer, DeepSpeedZeroOptimizer) else optimizer
-    if own is None or own.param_groups[0].get("train_mode", point == "train") == (point == "train"):
+    averaging = optimizer.optimizer if isinstance(optimizer, DeepSpeedZeroOptimizer) else optimizer
+    if averaging is None or averaging.param_groups[0].get("train_mode", point == "train") == (point == "train"):
         return False
-    getattr(own, point)()
-    if own is not optimizer:  # it has changed this rank's share in float32, not what computes
+    getattr(averaging, point)()
+    if averaging is not optimizer:  # it has changed this rank's share in float32, not what computes
         optimizer.update_lp_params()
     return True
 
