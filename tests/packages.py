@@ -73,10 +73,34 @@ IMAGE = {
     "qwen3_vl": {"rope_parameters": ROPE},
 }
 """Packages without a class there, which AutoModelForImageTextToText loads."""
+_INSIDE = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+_DECODER = {
+    name: TEXT[name]
+    for name in (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
+    )
+}
+DECODERS = {
+    "git": transformers.GitConfig(**_DECODER, vision_config=_INSIDE | {"image_size": 32, "patch_size": 16}),
+    "phi4_multimodal": transformers.Phi4MultimodalConfig(
+        **_DECODER,
+        num_key_value_heads=2,
+        original_max_position_embeddings=256,
+        vision_config=_INSIDE | {"crop_size": 64, "image_size": 64, "patch_size": 16},
+        audio_config={
+            **{"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 4},
+            **{"nemo_conv_channels": 32, "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32},
+        },
+    ),
+}
+"""Whose towers lie inside the decoder: `package.UNREACHED` names them."""
 HAS_MTP = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
 
 
 def package_config(model_type: str) -> PreTrainedConfig:
+    if model_type in DECODERS:
+        return DECODERS[model_type]
     settings = (CAUSAL | IMAGE)[model_type]
     default = CONFIG_MAPPING[model_type]()
     text = default.get_text_config(decoder=True)
