@@ -100,6 +100,7 @@ def prepare(folder: Path) -> None:
     from dsft.data.training_data import load_training_data
     from dsft.demo_data import write_demo_data
     from dsft.run_setup.resolve import check_run
+    from dsft.runtime.hardware import this_machine
 
     write_demo_data(folder / "demo")
     set_seed(SEED)
@@ -123,7 +124,7 @@ def prepare(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(lines[:1500]), encoding="utf-8")
         problems: list[str] = []
         options = make_config(TrainConfig, dsft_options(folder, name=name, output_dir=folder / "unused"), problems)
-        checked = check_run(options, 1, problems)
+        checked = check_run(options, this_machine(ranks_per_node=1), problems)
         for pack in (False, True) if name == "instructions" else (False,):
             data = load_training_data(
                 checked.options, list(checked.data), [], checked.tokenizer, pack=pack, flash=False, limits=()

@@ -20,8 +20,8 @@ from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.of_training import evaluation_config
 from dsft.perplexity.result import Evaluation
 from dsft.planner.plan import Plan
-from dsft.run_setup.paper import paper_run
-from dsft.run_setup.plan import choose_plan
+from dsft.run_setup.plan import plan_offline
+from dsft.run_setup.resolve import resolve_offline
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine, this_machine
 
@@ -55,8 +55,8 @@ def plan(model: str, *, machine: Machine | None = None, **options: Any) -> tuple
     problems: list[str] = []
     training = make_config(TrainConfig, {"model": model, **options}, problems)
     machine = machine or this_machine()
-    run = paper_run(training, machine, problems=problems)
-    choice = choose_plan(run.job, machine, zero=run.options.zero, zero_file=run.zero_file)
+    run = resolve_offline(training, machine, problems=problems)
+    choice = plan_offline(run.options, run.job, machine, zero_file=run.zero_file)
     return choice.plan, list(choice.candidates), run.job.size
 
 

@@ -20,8 +20,8 @@ from dsft.cli.plan_machine import read_machines
 from dsft.config.options import TrainConfig
 from dsft.perplexity.scoring import token_nats
 from dsft.planner.usual_models import usual_config
-from dsft.run_setup.paper import paper_run
 from dsft.run_setup.plan import choose_plan
+from dsft.run_setup.resolve import resolve_offline
 from dsft.units import GiB
 
 NOTEBOOK = ROOT / "notebooks" / "evaluate_checkpoints.ipynb"
@@ -200,7 +200,7 @@ def test_the_plan_notebook_draws_what_the_planner_says(trained, tiny, monkeypatc
     usual_config("meta-llama/Llama-3.1-8B").save_pretrained(folder / "config")
     (machine,) = read_machines(PlanOptions(gpus="8xH100", nodes="1", interconnect="nvlink+8xib400"))
     options = TrainConfig(model=str(folder / "config"), seq_len=2048, global_batch_size=256)
-    chosen = choose_plan(paper_run(options, machine).job, machine).plan
+    chosen = choose_plan(resolve_offline(options, machine).job, machine).plan
     plans, measured = tables(outputs)
     row = next(row for row in plans if row[0] == chosen.label)
     assert float(row[1]) == pytest.approx(chosen.device_bytes / GiB, abs=0.1) and row[-1] == "yes"

@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from dsft.cli.commands import PlanOptions
@@ -22,18 +23,20 @@ from dsft.cli.plan_tables import (
 )
 from dsft.config.options import TrainConfig
 from dsft.config.reader import split_flags
+from dsft.data.sequences import Sequences
+from dsft.data.training_data import is_prepared, load_training_data
 from dsft.errors import UserError, raise_if_any, shown_command
 from dsft.planner.candidates import SEQUENCES_PER_RANK
 from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation, longest_window
 from dsft.planner.export import write_plan
 from dsft.planner.measuring import calibrate
-from dsft.planner.plan import as_dict
+from dsft.planner.plan import Plan, as_dict
 from dsft.planner.shortlist import RunCost, run_cost, shortlist
 from dsft.planner.ulysses import refused_heads, refused_number
 from dsft.run_setup.alternatives import Alternative, longest_sequence, seconds_at, ways_to_fit
 from dsft.run_setup.largest import largest_models
-from dsft.run_setup.paper import PaperRun, auto_dtype, paper_run, prepared_epoch
-from dsft.run_setup.plan import Choice, choose_plan, speeds_for, with_nvme
+from dsft.run_setup.plan import Choice, plan_offline, speeds_for
+from dsft.run_setup.resolve import OfflineRun, auto_dtype, resolve_offline
 from dsft.runtime.console import show_text
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import GiB, in_gib, plural
@@ -95,7 +98,7 @@ def _calibrate(request: Request, machine: Machine) -> None:
         )
 
 
-def _decided(request: Request, machine: Machine) -> PaperRun:
+def _decided(request: Request, machine: Machine) -> OfflineRun:
     """What the training would decide on this machine; what was rounded is said."""
     training, problems = request.training, []
     wanted = request.options.tokens_per_step
@@ -116,15 +119,14 @@ def _decided(request: Request, machine: Machine) -> PaperRun:
                 file=sys.stderr,
             )
     attention, scored = request.options.attention, bool(request.options.perplexity)
-    paper = paper_run(training, machine, attention=attention, scored=scored, problems=problems)
+    paper = resolve_offline(training, machine, attention=attention, scored=scored, problems=problems)
     for note in paper.notes:
         print(f"dsft: note: {note}", file=sys.stderr)
     return paper
 
 
-def _choice(paper: PaperRun, machine: Machine) -> Choice:
-    machine = with_nvme(machine, paper.zero_file)
-    return choose_plan(paper.job, machine, zero=paper.options.zero, zero_file=paper.zero_file)
+def _choice(paper: OfflineRun, machine: Machine) -> Choice:
+    return plan_offline(paper.options, paper.job, machine, zero_file=paper.zero_file)
 
 
 def _training(request: Request, machine: Machine) -> None:
@@ -211,7 +213,45 @@ def _largest(request: Request, machine: Machine) -> None:
             print(largest_text(row, machine))
 
 
-def _cost(options: PlanOptions, paper: PaperRun, choice: Choice, machine: Machine) -> RunCost | None:
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """One pass over prepared data, as a plan's steps take it."""
+
+    tokens: int
+    """Without padding."""
+    steps: int
+    mean_len: int
+    """Tokens of a sequence as it is fed, padding included, in the mean."""
+
+
+def prepared_epoch(run: OfflineRun, plan: Plan, machine: Machine) -> Epoch | None:
+    """Counts one epoch of the run's data; None where its tokens have not been prepared."""
+    options, tokenizer = run.options, run.tokenizer
+    if options.eval_data:  # lies beside what is trained on
+        options = dataclasses.replace(options, eval_data=[], eval_fraction=0.0)
+    if not run.data or options.streaming or not is_prepared(options, run.data, tokenizer):
+        return None
+    data = load_training_data(options, list(run.data), [], tokenizer, pack=options.packing, flash=False)
+    tokens, items = int(data.counts["tokens"]), len(data.items)
+    if isinstance(data.items, Sequences):
+        args = SimpleNamespace(
+            per_device_train_batch_size=plan.micro_batch,
+            gradient_accumulation_steps=plan.accumulation,
+            data_seed=options.training.get("data_seed"),
+            seed=options.training.get("seed", 42),
+        )
+        data.describe_batches(args, machine.world_size)
+        fed = tokens / (1 - data.counts["padding_share"])
+    elif options.batch_tokens:
+        fed, items = tokens / (1 - data.counts["padding_share"]), items * plan.micro_batch
+    else:
+        fed = tokens / data.counts["fill_rate"]
+    per_step = plan.micro_batch * plan.accumulation * machine.world_size
+    mean_len = min(options.seq_len, max(1, round(fed / items)))
+    return Epoch(tokens=tokens, steps=-(-items // per_step), mean_len=mean_len)
+
+
+def _cost(options: PlanOptions, paper: OfflineRun, choice: Choice, machine: Machine) -> RunCost | None:
     """Hours of the whole training: of the tokens that are named, else of data that is prepared."""
     plan, training = choice.plan, paper.options.training
     if not plan.tells_time:

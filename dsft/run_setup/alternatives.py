@@ -12,8 +12,8 @@ from dsft.planner.fake_model import Attention
 from dsft.planner.job import Job
 from dsft.planner.limits import HOST_SHARE
 from dsft.planner.plan import Plan
-from dsft.run_setup.paper import paper_run
 from dsft.run_setup.plan import Choice, choose_plan
+from dsft.run_setup.resolve import resolve_offline
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -101,7 +101,7 @@ def _lengths(options: TrainConfig, job: Job, machine: Machine, attention: Attent
 
 
 def _replanned(options: TrainConfig, machine: Machine, attention: Attention | None, **changes: Any) -> Job:
-    return paper_run(dataclasses.replace(options, **changes), machine, attention=attention).job
+    return resolve_offline(dataclasses.replace(options, **changes), machine, attention=attention).job
 
 
 def of_length(job: Job, seq_len: int, **changes: Any) -> Job:

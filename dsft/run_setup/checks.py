@@ -20,7 +20,7 @@ from dsft.models.build import is_bare_config, resolve_dtype
 from dsft.models.weights import adapter_problems, weight_problems
 from dsft.planner.zero_layout import sums_in_fp32
 from dsft.run_setup.arguments import with_defaults
-from dsft.runtime.hardware import has_gpu
+from dsft.runtime.hardware import Machine
 
 REPORTERS = {
     "tensorboard": ("tensorboard", "tensorboardX"),
@@ -92,14 +92,22 @@ def _no_schedule_free(zero_file: dict[str, Any], options: TrainConfig) -> str | 
     return None
 
 
-def check_machine(options: TrainConfig) -> list[str]:
-    """Lists what this machine or its packages cannot do."""
+def check_machine(options: TrainConfig, machine: Machine) -> list[str]:
+    """Lists what the machine cannot do, or the packages on it, where it is this one."""
     problems = []
-    if options.dtype == "float16" and not has_gpu():
+    if options.dtype == "float16" and not machine.has_gpu:
         problems.append("fp16 needs a GPU; on CPU use bf16 or float32")
-    if options.training.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
-        problems.append("use_liger_kernel: the package liger_kernel is not installed; pip install liger-kernel")
-    return problems + _check_reporters(options) + _check_quantization(options)
+    if options.method == "qlora" and not machine.has_gpu:
+        problems.append("method=qlora needs a GPU (bitsandbytes); on CPU use method: lora")
+    if not machine.measured:
+        return problems
+    for needed, package, name in (
+        (options.training.get("use_liger_kernel"), "liger_kernel", "use_liger_kernel"),
+        (options.method == "qlora" and machine.has_gpu, "bitsandbytes", "method=qlora"),
+    ):
+        if needed and importlib.util.find_spec(package) is None:
+            problems.append(f"{name}: the package {package} is not installed; pip install {package.replace('_', '-')}")
+    return problems + _check_reporters(options)
 
 
 def _check_reporters(options: TrainConfig) -> list[str]:
@@ -115,35 +123,27 @@ def _check_reporters(options: TrainConfig) -> list[str]:
     return problems
 
 
-def _check_quantization(options: TrainConfig) -> list[str]:
-    if options.method != "qlora":
-        return []
-    problems = []
-    if not has_gpu():
-        problems.append("method=qlora needs a GPU (bitsandbytes); on CPU use method: lora")
-    elif importlib.util.find_spec("bitsandbytes") is None:
-        problems.append("method=qlora: the package bitsandbytes is not installed; pip install bitsandbytes")
-    return problems
-
-
-def check_training_arguments(options: TrainConfig, known: Sequence[str] = ()) -> list[str]:
+def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *, here: bool = True) -> list[str]:
     """Asks transformers for its own rules between its fields, of a throw-away object without DeepSpeed, and whether
     the optimizer's package is there.
 
     Args:
         known: problems found so far; what transformers says of an option that is named there is no news.
+        here: whether the run is to take place on this machine, whose devices and packages transformers looks at.
     """
-    from transformers import Trainer  # with datasets and pandas, which a plan does without
-
     named = {re.match(r"\w*", problem)[0] for problem in known} & options.training.keys()
     values = with_defaults(options)
-    for name in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"):
+    of_devices = () if here else ("tf32", *HALF_PRECISION)
+    for name in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config", *of_devices):
         values.pop(name, None)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the real object will say them
             args = TrainingArguments(**values | {"output_dir": values.get("output_dir") or "unused", "report_to": []})
-            Trainer.get_optimizer_cls_and_kwargs(args)
+            if here and "optim" in options.training:
+                from transformers import Trainer  # with datasets and pandas, which most plans do without
+
+                Trainer.get_optimizer_cls_and_kwargs(args)
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
         return [] if any(re.search(rf"\b{name}\b", str(error)) for name in named) else [one_line(error)]
     if args.torch_compile and not options.training.get("torch_compile"):

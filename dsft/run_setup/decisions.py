@@ -1,6 +1,6 @@
 """What is decided in the user's place, and why: options (and the files they name) in, decisions and problems out.
 
-A `Draft` applies them one after the other, for a training (`resolve.py`) and for one on paper (`paper.py`).
+A `Draft` applies them one after the other (`resolve.py`).
 """
 
 import math

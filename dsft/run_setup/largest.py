@@ -11,8 +11,8 @@ from dsft.planner.fake_model import Attention
 from dsft.planner.job import Job
 from dsft.planner.plan import Plan
 from dsft.planner.usual_models import USUAL_MODELS, usual_config
-from dsft.run_setup.paper import paper_run
 from dsft.run_setup.plan import choose_plan
+from dsft.run_setup.resolve import resolve_offline
 from dsft.runtime.hardware import Machine
 
 METHODS = ("full", "lora", "qlora")
@@ -46,7 +46,7 @@ def _largest(method: str, folder: Path, options: TrainConfig, machine: Machine, 
     names, plan, number = list(USUAL_MODELS), None, len(USUAL_MODELS)
     for number in range(len(names), 0, -1):
         asked = dataclasses.replace(options, model=str(folder / names[number - 1]), method=method, data=[])
-        job = paper_run(asked, machine, attention=attention).job
+        job = resolve_offline(asked, machine, attention=attention).job
         if not choose_plan(_without_activations(job), machine).plan.fits:
             continue  # and no trace is needed
         plan = choose_plan(job, machine).plan

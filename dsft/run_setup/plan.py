@@ -1,7 +1,7 @@
 """The plan of a training: one composition of the planner's job and one choice, for `dsft plan` and for `dsft train`.
 
 job = job_over_data(options, facts, data)
-choice = plan_run(options, job, machine)
+choice = plan_run(options, job, machine)      # raises where it does not fit; plan_offline does not
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from dsft.checkpoints.run_folder import read_run
 from dsft.config.deepspeed_json import nvme_path, stage
 from dsft.config.options import TrainConfig
 from dsft.data.sources import FormattedSource
-from dsft.errors import UserError
+from dsft.errors import UserError, raise_if_any
 from dsft.models.padding_probe import needs_mask
-from dsft.models.size import ModelFacts
+from dsft.models.size import ModelFacts, check_sharding
 from dsft.planner.candidates import NO_FP32_SUMS, candidate_names, wants_fp32_sums
 from dsft.planner.fake_model import Attention
 from dsft.planner.job import Job, attention_of
@@ -27,6 +27,7 @@ from dsft.planner.measured_speeds import calibrated
 from dsft.planner.plan import Plan, all_plans, choose, reason
 from dsft.planner.speeds import Speeds, speeds_of
 from dsft.planner.zero_layout import sums_in_fp32, unmodelled_settings
+from dsft.run_setup.checks import check_zero_file
 from dsft.run_setup.decisions import tiled_loss_decision
 from dsft.runtime.hardware import Machine
 
@@ -174,23 +175,22 @@ def plan_run(
     zero_file: dict[str, Any] | None = None,
     checkpoint: str | None = None,
 ) -> Choice:
-    """Chooses the plan of a training.
+    """Chooses the plan of a training that is to start.
 
     Args:
-        zero_file: the content of the DeepSpeed JSON that `zero` names.
         checkpoint: that the run resumes from: with zero auto and as many ranks as before the earlier plan is kept, with
             others one is chosen that can take the checkpoint over.
 
     Raises:
         UserError: where it cannot fit, with the resource that binds and the nearest plan that can.
     """
-    machine, zero = with_nvme(machine, zero_file), options.zero
+    zero = options.zero
     if checkpoint and zero == "auto":
         job, zero = _as_before(options, job, machine, checkpoint)
-    choice = choose_plan(
+    choice = plan_offline(
+        dataclasses.replace(options, zero=zero),
         job,
         machine,
-        zero=zero,
         zero_file=zero_file,
         resumes=zero != options.zero,
         left_out=NOT_TAKEN_OVER if checkpoint and zero == "auto" else (),
@@ -203,6 +203,26 @@ def plan_run(
             else "use more GPUs or nodes, method lora, or a smaller per_device_train_batch_size or seq_len"
         )
         raise UserError([f"{choice.reason} {way_out}; memory_check=false starts it all the same"])
+    return choice
+
+
+def plan_offline(
+    options: TrainConfig, job: Job, machine: Machine, *, zero_file: dict[str, Any] | None = None, **known: Any
+) -> Choice:
+    """Chooses the plan of a training, also where none fits.
+
+    Args:
+        zero_file: the content of the DeepSpeed JSON that `zero` names.
+        known: for `choose_plan`.
+
+    Raises:
+        UserError: where the plan is one that this training cannot have.
+    """
+    machine = with_nvme(machine, zero_file)
+    choice = choose_plan(job, machine, zero=options.zero, zero_file=zero_file, **known)
+    config, chosen = choice.plan.deepspeed_config, dataclasses.replace(options, zero=choice.plan.zero)
+    problems = check_zero_file(config, chosen, here=machine.measured)
+    raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
     return choice
 
 

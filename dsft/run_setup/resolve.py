@@ -1,7 +1,9 @@
 """From options and machine to a run that is decided: every option as it will be, and the reason of each decision.
 
-    run = resolve_run(options, world=world_size(), machine=smallest_machine())
+    run = resolve_run(options, machine=smallest_machine())            # a training, on all of its ranks
+    run = resolve_offline(options, machine)                           # what it would decide there, for a plan
 
+Both go through `check_run` and `decide_job`, so a plan is of what would be trained, and is refused where that is.
 Nothing rewrites options afterwards, and nothing here loads a weight.
 """
 
@@ -38,6 +40,8 @@ from dsft.models.quantization import format_problems
 from dsft.models.row_rules import architecture_problems
 from dsft.models.size import ModelFacts, check_positions, check_sharding, measure_model
 from dsft.models.tokenizer import check_tokenizer
+from dsft.planner.fake_model import Attention
+from dsft.planner.gpus import GPUS, gpu_name
 from dsft.planner.job import Job
 from dsft.planner.plan import Plan
 from dsft.run_setup.arguments import ignored_options
@@ -61,6 +65,7 @@ from dsft.run_setup.decisions import (
     tf32_decision,
     tiled_loss_decision,
 )
+from dsft.run_setup.named_files import NOT_NEEDED
 from dsft.run_setup.plan import is_masked, job_over_data, plan_run
 from dsft.runtime import distributed
 from dsft.runtime.agreement import SAME_FILES, SAME_OPTIONS, require_agreement
@@ -84,6 +89,39 @@ class CheckedRun:
     held_out: tuple[FormattedSource, ...]
     zero_file: dict[str, Any] | None
     """The DeepSpeed JSON of an explicit `zero`; None with auto."""
+    notes: tuple[str, ...]
+    """What a plan takes for granted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecidedJob:
+    """What follows from how the model computes: found by trials of a small one."""
+
+    job: Job
+    model: ModelFacts
+    """With the attention that packed rows need."""
+    packing: Packing | None
+    """Whether and how samples can share rows, where that was asked for."""
+    masked: bool
+    """Whether padded batches have an attention mask."""
+    tiling: Decision
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineRun:
+    """A training that is decided as far as its plan depends on it."""
+
+    options: TrainConfig
+    """After every decision."""
+    job: Job
+    zero_file: dict[str, Any] | None
+    """The DeepSpeed JSON of an explicit `zero`; None with auto."""
+    data: tuple[FormattedSource, ...]
+    """Empty where none is named, or none can be read here."""
+    tokenizer: PreTrainedTokenizerBase | None
+    """None where there is no data."""
+    notes: tuple[str, ...]
+    """What the plan takes for granted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,41 +163,44 @@ class ResolvedRun:
         return self.options.training["output_dir"]
 
 
-def resolve_run(
-    options: TrainConfig, *, world: int, machine: Machine, problems: Sequence[str] = ()
-) -> ResolvedRun | None:
+def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[str] = ()) -> ResolvedRun | None:
     """Checks and decides a training; None where its checkpoint is its end already. Collective.
 
     Args:
-        world: number of ranks, for the batches.
-        machine: for the plan; the same on all ranks.
+        machine: of all ranks; the same on each.
         problems: of reading the options, to be raised with the others.
 
     Raises:
         UserError: with all problems that can be found before weights load, on every rank.
     """
-    checked = check_run(options, world, problems)
+    checked = check_run(options, machine, problems)
     distributed.raise_together([*checked.problems])
     distributed.raise_together(check_weights(checked.options, checked.model.config, local=False))
     draft = Draft(checked.options, checked.decisions)
     # What depends on the disk or the clock is decided once, by rank 0.
-    checkpoint, decisions, finished = distributed.on_rank_0(lambda: resume_decisions(draft.options, world))
+    checkpoint, decisions, finished = distributed.on_rank_0(lambda: resume_decisions(draft.options, machine.world_size))
     if finished:
         say(f"nothing left to train: {checkpoint} is its end; raise max_steps or num_train_epochs to continue")
         return None
     _require_same_run(draft.options, checked.zero_file, checkpoint)
     zero_file, notes = _with_an_adam_that_compiles(checked.zero_file)
     draft.take(decisions)
-    packing, model = _decide_packing(draft, _with_adapter(checked, draft.options))
-    masked = distributed.on_rank_0(lambda: is_masked(draft.options, model, checked.data))
-    tiling, asked = distributed.on_rank_0(lambda: tiled_loss_decision(draft.options, model)), draft.options.tiled_loss
+    asked = draft.options.tiled_loss
+    decided = decide_job(draft, _with_adapter(checked, draft.options), checked.data)
+    job, model, tiling = decided.job, decided.model, decided.tiling
     draft.take([tiling])
-    job = job_over_data(draft.options, model, checked.data, masked=masked, tiled_loss=tiling.value)
-    plan, reason = _decide_plan(draft, job, machine, zero_file, checkpoint)
+
+    def choose() -> tuple[Plan, str]:
+        choice = plan_run(draft.options, job, machine, zero_file=zero_file, checkpoint=checkpoint)
+        return choice.plan, choice.reason
+
+    plan, reason = distributed.on_rank_0(choose)
+    distributed.raise_together(offload_problems(plan.deepspeed_config))  # every node compiles what it needs
+    draft.take([step_limit_decision(draft.options, plan)])
     disk = checkpoint_size(draft.options, model.size, plan.deepspeed_config)
     distributed.raise_together(check_room(draft.options, disk) if distributed.rank() == 0 else [])
     notes += [f"tiled_loss: ignored, {tiling.reason}"] if asked is True and not tiling.value else []
-    notes += _decide_tf32(draft) + _notes_on_plan(draft.options, plan, model, packing, zero_file)
+    notes += _decide_tf32(draft) + _notes_on_plan(draft.options, plan, model, decided.packing, zero_file)
     return ResolvedRun(
         options=draft.options,
         decisions=tuple(draft.decisions),
@@ -172,21 +213,62 @@ def resolve_run(
         plan=plan,
         disk=disk,
         reason=reason,
-        packing=packing,
-        masked=masked,
+        packing=decided.packing,
+        masked=decided.masked,
         checkpoint=checkpoint,
         notes=tuple(notes),
     )
 
 
-def _decide_packing(draft: Draft, model: ModelFacts) -> tuple[Packing | None, ModelFacts]:
-    """Decides whether samples share rows, where that was asked for; the model has the attention for it. Collective."""
-    if not draft.options.packing:
-        return None, model
-    packing = distributed.on_rank_0(lambda: try_packing(draft.options, model.config))
-    draft.take(packing_decisions(packing))
-    attn_implementation = packing.attn_implementation or model.attn_implementation
-    return packing, dataclasses.replace(model, attn_implementation=attn_implementation)
+def resolve_offline(
+    options: TrainConfig,
+    machine: Machine,
+    *,
+    attention: Attention | None = None,
+    scored: bool = False,
+    problems: Sequence[str] = (),
+) -> OfflineRun:
+    """Decides what a training with these options would on a machine that need not be there. What is left out needs the
+    run itself: its folder, the weights, and a checkpoint that it resumes from.
+
+    Args:
+        attention: that is planned, whatever the model and its data would take.
+        scored: the model is evaluated, not trained.
+        problems: of reading the options.
+
+    Raises:
+        UserError: with all problems of options, DeepSpeed JSON and model that a training would have too.
+    """
+    problems = [problem for problem in problems if not problem.startswith(NOT_NEEDED)]
+    checked = check_run(options, machine, problems, starts=False, scored=scored)
+    raise_if_any(checked.problems)
+    draft, notes = Draft(checked.options, checked.decisions), [*checked.notes]
+    decided = decide_job(draft, checked.model, checked.data)
+    if decided.packing and decided.packing.problem:
+        notes.append(packing_note(decided.packing))
+    if draft.options.training.get("resume_from_checkpoint"):
+        notes.append("resume_from_checkpoint: this is the plan of a new run; one that resumes keeps its own")
+    return OfflineRun(
+        options=draft.options,
+        job=dataclasses.replace(decided.job, attention=attention) if attention else decided.job,
+        zero_file=checked.zero_file,
+        data=checked.data,
+        tokenizer=checked.tokenizer,
+        notes=tuple(notes),
+    )
+
+
+def decide_job(draft: Draft, model: ModelFacts, data: Sequence[FormattedSource]) -> DecidedJob:
+    """Decides packing, masks and the tiled loss, and composes the planner's job of them. Collective."""
+    packing = None
+    if draft.options.packing:
+        packing = distributed.on_rank_0(lambda: try_packing(draft.options, model.config))
+        draft.take(packing_decisions(packing))
+        model = dataclasses.replace(model, attn_implementation=packing.attn_implementation or model.attn_implementation)
+    masked = distributed.on_rank_0(lambda: is_masked(draft.options, model, data))
+    tiling = distributed.on_rank_0(lambda: tiled_loss_decision(draft.options, model))
+    job = job_over_data(draft.options, model, data, masked=masked, tiled_loss=tiling.value)
+    return DecidedJob(job=job, model=model, packing=packing, masked=masked, tiling=tiling)
 
 
 def _decide_tf32(draft: Draft) -> list[str]:
@@ -231,36 +313,48 @@ def _with_adapter(checked: CheckedRun, options: TrainConfig) -> ModelFacts:
     return dataclasses.replace(checked.model, adapters=saved_lora_config(options.adapter))
 
 
-def check_run(options: TrainConfig, world: int, problems: Sequence[str] = ()) -> CheckedRun:
+def check_run(
+    options: TrainConfig, machine: Machine, problems: Sequence[str] = (), *, starts: bool = True, scored: bool = False
+) -> CheckedRun:
     """Finds everything that can be known wrong before weights load, and decides what needs no other rank.
 
     Args:
+        machine: on which it is to run. Packages and disks are looked at where it is this one.
         problems: of reading the options; the others are added to them.
+        starts: a training is to start now: its folder, weights and all of its data must be there.
+        scored: the model is evaluated, not trained.
     """
-    draft = Draft(options, problems=problems)
-    if options.training.get("output_dir"):
+    draft, notes = Draft(options, problems=problems), []
+    if starts and options.training.get("output_dir"):
         check_output_dir(options, draft.problems)
     draft.take(*accelerate_decisions(options, os.environ))
     zero_file = take_zero_file(draft)
-    draft.problems += check_zero_file(zero_file, draft.options) if zero_file is not None else []
-    decide_batches_and_dtype(draft, world, auto_dtype=resolve_dtype("auto"))
+    draft.problems += check_zero_file(zero_file, draft.options, here=machine.measured) if zero_file is not None else []
+    decide_batches_and_dtype(draft, machine.world_size, auto_dtype=auto_dtype(machine))
     options = draft.options
-    draft.problems += check_machine(options) + check_held_out(options)
-    draft.problems += check_training_arguments(options, draft.problems)
+    draft.problems += check_machine(options, machine) + (check_held_out(options) if starts else [])
+    draft.problems += check_training_arguments(options, draft.problems, here=machine.measured)
     model = tokenizer = None
     if options.model:
-        model = _measured(options, draft.problems, zero_file)
+        model = _measured(options, machine, draft.problems, zero_file, starts=starts, scored=scored)
     if model and zero_file:  # before the plan, whose trace of such a model takes minutes
         draft.problems += check_sharding(model.size, stage=stage(zero_file), model=options.model)
-    if options.model and (model or options.tokenizer):  # where there is no model, its missing tokenizer is no news
-        tokenizer = check_tokenizer(options, draft.problems, vocab_size=model and model.size.vocab_size)
+    unreadable: list[str] = []
+    # Where there is no model, its missing tokenizer is no news.
+    if options.model and (model or options.tokenizer) and (starts or options.data):
+        tokenizer = check_tokenizer(options, unreadable, vocab_size=model and model.size.vocab_size)
     data, held_out = (
-        check_sources(sources, options, tokenizer, key=key, split=split, problems=draft.problems)
+        check_sources(sources, options, tokenizer, key=key, split=split, problems=unreadable)
         for key, sources, split in (
             ("data", options.data, options.data_split),
-            ("eval_data", options.eval_data, options.eval_split),
+            ("eval_data", options.eval_data if starts else [], options.eval_split),
         )
     )
+    if starts:
+        draft.problems += unreadable
+    elif unreadable:  # of a plan, data is to come
+        data, tokenizer = [], None
+        notes = [f"planned for full rows without padding, since the data cannot be read here: {unreadable[0]}"]
     return CheckedRun(
         options=options,
         decisions=tuple(draft.decisions),
@@ -270,11 +364,33 @@ def check_run(options: TrainConfig, world: int, problems: Sequence[str] = ()) ->
         data=tuple(data),
         held_out=tuple(held_out),
         zero_file=zero_file,
+        notes=tuple(notes),
     )
 
 
-def _measured(options: TrainConfig, problems: list[str], zero_file: dict[str, Any] | None) -> ModelFacts | None:
-    if options.verify_resume:
+def auto_dtype(machine: Machine) -> str:
+    """Says what the option `dtype: auto` is on this machine."""
+    if machine.measured or not machine.has_gpu:
+        return resolve_dtype("auto") if machine.has_gpu else "float32"
+    return "bfloat16" if GPUS[gpu_name(machine)].has_bf16 else "float32"
+
+
+def _measured(
+    options: TrainConfig,
+    machine: Machine,
+    problems: list[str],
+    zero_file: dict[str, Any] | None,
+    *,
+    starts: bool,
+    scored: bool,
+) -> ModelFacts | None:
+    """Measures the model; None where it cannot be, which is a problem.
+
+    On paper, an attention that needs a GPU's package, or a kernel of the hub, is taken as it will be there.
+    """
+    asked = options.attn_implementation
+    elsewhere = not starts and asked and ("flash" in asked or "/" in asked)
+    if starts and options.verify_resume:
         damaged = [
             f"{key}={name}: {error}; use another, or take it as it is with --verify_resume false"
             for key, name in (("model", options.model), ("adapter", options.adapter))
@@ -283,23 +399,26 @@ def _measured(options: TrainConfig, problems: list[str], zero_file: dict[str, An
         if damaged:
             problems += damaged
             return None
-    problems += check_base(options)
+    problems += check_base(options) if starts else []
     try:
-        model = measure_model(options)
+        model = measure_model(
+            dataclasses.replace(options, attn_implementation=None) if elsewhere else options, scored=scored
+        )
     except UserError as error:
         problems += error.problems
         return None
     on_disk = model.size.quantization
-    if on_disk and on_disk.lies_on_disk:
+    if on_disk and on_disk.lies_on_disk and machine.measured and not scored:
         dtype = DTYPES[resolve_dtype(options.dtype)]
         problems += format_problems(options.model, model.config, on_disk, dtype=dtype, trained=True)
-    problems += check_weights(options, model.config, local=True)
+    problems += check_weights(options, model.config, local=True) if starts else []
     problems += architecture_problems(options.model, model.config, trust_remote_code=options.trust_remote_code)
     problems += check_positions(model, seq_len=options.seq_len, model=options.model)
     # What a model of wrong sizes would take on disk is no news.
-    if options.training.get("output_dir") and not any(re.match("output_dir|model=", problem) for problem in problems):
+    named = any(re.match("output_dir|model=", problem) for problem in problems)
+    if starts and options.training.get("output_dir") and not named:
         problems += check_room(options, checkpoint_size(options, model.size, zero_file))
-    return model
+    return dataclasses.replace(model, attn_implementation=asked) if elsewhere else model
 
 
 def resume_decisions(options: TrainConfig, world: int) -> tuple[str | None, list[Decision], bool]:
@@ -345,22 +464,3 @@ def raised_buffers(zero_file: dict[str, Any] | None, deepspeed_config: dict[str,
     if given is None or given == taken:
         return []
     return [f"{key}: {taken:,} instead of {given}, since the largest parameter's shard must fit"]
-
-
-def _decide_plan(
-    draft: Draft, job: Job, machine: Machine, zero_file: dict[str, Any] | None, checkpoint: str | None
-) -> tuple[Plan, str]:
-    """Decide the plan, which every node can compile, and say why this one. Collective."""
-    options = draft.options
-
-    def choose() -> tuple[Plan, str]:
-        choice = plan_run(options, job, machine, zero_file=zero_file, checkpoint=checkpoint)
-        plan, config = choice.plan, choice.plan.deepspeed_config  # a resume keeps its plan, whatever options are new
-        problems = check_zero_file(config, dataclasses.replace(options, zero=plan.zero))
-        raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
-        return plan, choice.reason
-
-    plan, reason = distributed.on_rank_0(choose)
-    distributed.raise_together(offload_problems(plan.deepspeed_config))
-    draft.take([step_limit_decision(options, plan)])
-    return plan, reason

@@ -93,7 +93,7 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
 
 def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTrainer | None:
     machine = distributed.smallest_machine()
-    run = resolve_run(options, world=distributed.world_size(), machine=machine, problems=problems)
+    run = resolve_run(options, machine=machine, problems=problems)
     if run is None:
         return None
     if not machine.has_gpu:

@@ -20,6 +20,9 @@ from dsft.models.lora import add_lora, lora_config
 from dsft.models.size import COUNT_FROM_PADDING, max_positions
 from dsft.models.small_model import small_model
 from dsft.run_setup.resolve import check_run
+from dsft.runtime.hardware import this_machine
+
+TWO_RANKS = this_machine(nodes=1, ranks_per_node=2)
 
 
 @pytest.fixture
@@ -27,7 +30,7 @@ def problems_of(options, tmp_path):
     def check(**changes) -> list[str]:
         problems: list[str] = []
         config = make_config(TrainConfig, options(tmp_path / "run", **changes), problems)
-        return list(check_run(config, 2, problems).problems)
+        return list(check_run(config, TWO_RANKS, problems).problems)
 
     return check
 

@@ -22,8 +22,7 @@ from dsft.models.build import build_model
 from dsft.models.package import auto_class, from_config, whole_class
 from dsft.models.size import measure_model
 from dsft.models.weights import weight_problems
-from dsft.run_setup.paper import paper_run
-from dsft.run_setup.resolve import check_run
+from dsft.run_setup.resolve import check_run, resolve_offline
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -83,10 +82,10 @@ def test_a_weight_of_another_model_is_no_tower(tmp_path):
 def test_what_is_no_language_model_is_refused_in_the_same_words_by_all(model_type, why, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     training = TrainConfig(model=str(tmp_path / "config.json"))
-    problems = [p for p in check_run(training, 2).problems if p.startswith("model=")]
+    problems = [p for p in check_run(training, MACHINE).problems if p.startswith("model=")]
     assert len(problems) == 1 and why in problems[0], problems
     with pytest.raises(UserError) as caught:
-        paper_run(training, MACHINE)
+        resolve_offline(training, MACHINE)
     assert caught.value.problems == problems
 
 

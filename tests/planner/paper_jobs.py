@@ -4,7 +4,7 @@ import dataclasses
 
 from dsft.config.options import TrainConfig
 from dsft.planner.job import Job
-from dsft.run_setup.paper import paper_run
+from dsft.run_setup.resolve import resolve_offline
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -15,6 +15,6 @@ def paper_job(
     options: TrainConfig, *, attention: str | None = "flash", machine: Machine = EIGHT_GPUS, **changes
 ) -> Job:
     """The job of a training with these options and changes of them; with all logits, if they do not say otherwise."""
-    return paper_run(
+    return resolve_offline(
         dataclasses.replace(options, **({"tiled_loss": False} | changes)), machine, attention=attention
     ).job

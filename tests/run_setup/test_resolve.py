@@ -31,11 +31,11 @@ EIGHT_GPUS = Machine(
 
 @pytest.fixture
 def resolved(options, tmp_path):
-    def resolve(*, world: int, machine: Machine = EIGHT_GPUS, **changes):
+    def resolve(*, machine: Machine = EIGHT_GPUS, **changes):
         problems: list[str] = []
         config = make_config(TrainConfig, options(tmp_path / "run", **changes), problems)
         before = copy.deepcopy(config)
-        run = resolve_run(config, world=world, machine=machine, problems=problems)
+        run = resolve_run(config, machine=machine, problems=problems)
         assert config == before, "nothing rewrites the options that were given"
         return run
 
@@ -43,7 +43,7 @@ def resolved(options, tmp_path):
 
 
 def test_every_decision_is_in_the_options_and_says_why(resolved):
-    run = resolved(world=8, global_batch_size=64, packing=True)
+    run = resolved(global_batch_size=64, packing=True)
     decisions = {decision.name: decision for decision in run.decisions}
     assert decisions.keys() == {
         "gradient_accumulation_steps",
@@ -107,11 +107,10 @@ def test_the_plan_that_a_resume_keeps_is_checked_with_options_that_are_new(resol
     checkpoint.mkdir(parents=True)
     (checkpoint / MANIFEST).write_text(json.dumps({"world_size": 8, "zero_stage": 3}))
     (tmp_path / "run" / "run.json").write_text(json.dumps({"world_size": 8, "plan": plan}))
-    monkeypatch.setattr(resolve, "check_machine", lambda options: [])  # liger_kernel may not be installed
     monkeypatch.setattr(resolve, "resume_decisions", lambda *_: (str(checkpoint), [], False))
-    assert resolved(world=8, resume_from_checkpoint="auto").plan.zero == "3"
+    assert resolved(resume_from_checkpoint="auto").plan.zero == "3"
     with pytest.raises(UserError, match="use_liger_kernel cannot be combined with zero=3"):
-        resolved(world=8, resume_from_checkpoint="auto", use_liger_kernel=True)
+        resolved(resume_from_checkpoint="auto", use_liger_kernel=True)
 
 
 @pytest.mark.parametrize("architecture", grid(ARCHITECTURES, ["mixtral"]))
@@ -119,7 +118,7 @@ def test_plan_and_train_make_the_same_choice_with_the_same_bytes(resolved, capsy
     folder = str(write_model(tmp_path / "model", architecture))
     for method in ("full", "lora"):
         flags = {"model": folder, "method": method, "seq_len": 32, "dtype": "bfloat16"}
-        run = resolved(world=8, global_batch_size=64, per_device_train_batch_size=None, **flags)
+        run = resolved(global_batch_size=64, per_device_train_batch_size=None, **flags)
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         main(["plan", *words, "--tokens_per_step", str(64 * 32), "--gpus", "8x80GB", "--json"])
         on_paper = json.loads(capsys.readouterr().out)["chosen"]
@@ -134,5 +133,5 @@ def test_the_model_s_config_is_read_once(resolved, monkeypatch):
         return read(name, *arguments, **options)
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", spy)
-    resolved(world=8, method="lora", packing=True)
+    resolved(method="lora", packing=True)
     assert [name for name in callers if name.startswith("dsft")] == ["dsft.models.size"], callers

@@ -90,6 +90,9 @@ def _machine(facts: dict[str, NodeFacts], slots: dict[str, int]) -> Machine:
         gpu_type=gpus[0].name if gpus else "",
         cores=min(node.cores for node in facts.values()),
         measured=True,
+        memlock_bytes=min(
+            (node.locked_bytes for node in facts.values() if node.locked_bytes is not None), default=None
+        ),
         host_names=tuple(sorted({node.host for node in facts.values()})),
     )
 
@@ -98,8 +101,9 @@ def _plan(argv: list[str], machine: Machine, facts: dict[str, NodeFacts], plan: 
     from dsft.config.options import TrainConfig
     from dsft.config.reader import read_config
     from dsft.run_setup.checkpoint_size import checkpoint_size
-    from dsft.run_setup.plan import job_over_data, plan_run
-    from dsft.run_setup.resolve import check_run
+    from dsft.run_setup.decisions import Draft
+    from dsft.run_setup.plan import plan_run
+    from dsft.run_setup.resolve import check_run, decide_job
 
     problems: list[str] = []
     options = asked = read_config(TrainConfig, argv, problems)
@@ -107,13 +111,14 @@ def _plan(argv: list[str], machine: Machine, facts: dict[str, NodeFacts], plan: 
     elsewhere = ("output_dir", "eval_strategy", "load_best_model_at_end", "metric_for_best_model")
     training = {name: value for name, value in options.training.items() if name not in elsewhere}
     options = dataclasses.replace(options, data=[], eval_data=[], eval_fraction=0.0, training=training)
-    checked = check_run(options, machine.world_size, problems)
+    checked = check_run(options, machine, problems)
     fix = "correct it in the configuration"
     plan.findings += [finding("configuration", "here", problem, fix) for problem in dict.fromkeys(checked.problems)]
     if not checked.model or checked.problems:
         return
-    options = checked.options
-    job = job_over_data(options, checked.model, checked.data)
+    draft = Draft(checked.options)
+    job = decide_job(draft, checked.model, checked.data).job
+    options = draft.options
     choice = plan_run(options, job, machine, zero_file=checked.zero_file)
     chosen, plan.text = choice.plan, choice.reason
     whole = dataclasses.replace(asked, dtype=options.dtype)

@@ -8,6 +8,7 @@ import yaml
 from conftest import grid
 
 from dsft.cli.main import main
+from dsft.cli.plan_answers import prepared_epoch
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.data.batches import PaddedToFullSteps
@@ -15,9 +16,8 @@ from dsft.data.training_data import load_training_data
 from dsft.errors import UserError
 from dsft.planner.gpus import GPUS
 from dsft.planner.plan import as_dict
-from dsft.run_setup.paper import auto_dtype, paper_run, prepared_epoch
 from dsft.run_setup.plan import choose_plan
-from dsft.run_setup.resolve import resolve_run
+from dsft.run_setup.resolve import auto_dtype, resolve_offline, resolve_run
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -57,7 +57,7 @@ def test_a_config_is_planned_as_it_would_be_trained(asked, capsys, tmp_path, nam
     file.write_text(yaml.safe_dump(values))
     problems: list[str] = []
     config = make_config(TrainConfig, values, problems)
-    trained = resolve_run(config, world=8, machine=EIGHT_GPUS, problems=problems)
+    trained = resolve_run(config, machine=EIGHT_GPUS, problems=problems)
     main(["plan", "--config", str(file), "--gpus", "8x80GB", "--json"])
     on_paper = json.loads(capsys.readouterr().out)["chosen"]
     assert on_paper == json.loads(json.dumps(as_dict(trained.plan) | {"reason": trained.reason}))
@@ -97,7 +97,7 @@ def test_data_that_is_not_here_is_named(asked, capsys):
 @pytest.mark.parametrize("changes", [{}, {"data": "PAIRS"}, {"data": "PAIRS", "packing": True}])
 def test_an_epoch_of_prepared_data_has_the_steps_of_a_training(asked, tmp_path, changes):
     config = make_config(TrainConfig, asked(data_cache=str(tmp_path / "tokens"), **changes), [])
-    run = paper_run(config, EIGHT_GPUS)
+    run = resolve_offline(config, EIGHT_GPUS)
     plan = choose_plan(run.job, EIGHT_GPUS, zero=run.options.zero).plan
     assert prepared_epoch(run, plan, EIGHT_GPUS) is None, "nothing is prepared yet"
     data = load_training_data(run.options, list(run.data), [], run.tokenizer, pack=config.packing, flash=False)
@@ -118,5 +118,5 @@ def test_all_problems_come_at_once(asked):
     problems: list[str] = []
     config = make_config(TrainConfig, asked(zero="7", global_batch_size=9, seq_lenn=3), problems)
     with pytest.raises(UserError) as caught:
-        paper_run(config, EIGHT_GPUS, problems=problems)
+        resolve_offline(config, EIGHT_GPUS, problems=problems)
     assert len(caught.value.problems) == 3

@@ -1,0 +1,94 @@
+"""`dsft train`, `plan` and `doctor` give one answer: what is refused, and which plan, batch and bytes on disk."""
+
+import random
+
+import pytest
+from conftest import flags, grid
+from tiny import write_model
+
+from dsft.cluster.doctor.check_plan import plan_on
+from dsft.cluster.doctor.gather import node_facts
+from dsft.config.options import TrainConfig
+from dsft.config.reader import read_config
+from dsft.errors import UserError
+from dsft.planner.plan import as_dict
+from dsft.run_setup.checkpoint_size import checkpoint_size
+from dsft.run_setup.plan import plan_offline
+from dsft.run_setup.resolve import resolve_offline, resolve_run
+from dsft.runtime.hardware import this_machine
+
+BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+DRAWN = {
+    "zero": ["auto", "auto", "0", "1", "2", "3", "2-offload", "3-offload", "4"],
+    "method": ["full", "full", "lora", "qlora"],
+    "dtype": ["float32", "bfloat16", "auto", "float16"],
+    "seq_len": [32, 64, 64, 300],
+    BATCH: [None, 1, 2, 3],
+    ACCUMULATION: [None, None, 1, 4],
+    "global_batch_size": [None, None, 8, 9],
+    "batch_tokens": [None, None, None, 128],
+    "optim": [None, None, "sgd", "adafactor", "lion_32bit", "nonsense"],
+    "activation_checkpointing": [None, True, False],
+    "packing": [False, True],
+    "tiled_loss": [None, True, False],
+    "fp32_accumulation": [None, True, False],
+    "use_liger_kernel": [None, None, None, True],
+    "tf32": [None, None, None, True],
+    "save_strategy": ["no", "steps"],
+    "save_total_limit": [None, 1, 3],
+}
+USUAL = 0.6
+"""Share of options that keep their first value: with all drawn freely, nearly every job is refused."""
+
+
+def drawn_job(seed: int) -> dict:
+    chance = random.Random(seed)
+    return {name: values[0] if chance.random() < USUAL else chance.choice(values) for name, values in DRAWN.items()}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return [str(write_model(folder / name, name)) for name in ("llama", "mixtral", "gpt2")]
+
+
+# 200 jobs, twenty a test; the first twenty in the quick tier.
+@pytest.mark.parametrize("first", grid(range(0, 200, 20), [0]))
+def test_a_job_is_planned_examined_and_trained_alike(options, models, tmp_path, first):
+    machine, facts = this_machine(nodes=1, ranks_per_node=2), {"here": node_facts(slots=2)}
+    answers = []
+    for seed in range(first, first + 20):
+        words = flags(options(tmp_path / "run", model=models[seed % 3], max_steps=10, save_steps=2, **drawn_job(seed)))
+        trained = answer_of(lambda asked, problems: resolve_run(asked, machine=machine, problems=problems), words)
+        planned = answer_of(lambda asked, problems: planned_run(asked, machine, problems), words)
+        examined = plan_on(words, facts, {"here": 2})
+        assert planned == trained, (seed, words)
+        found = sorted(finding.message for finding in examined.findings)
+        if isinstance(trained, list):
+            assert found == trained, (seed, words)
+        else:
+            assert (found, examined.text, examined.written_bytes) == ([], trained["reason"], trained["written"]), seed
+        answers.append(isinstance(trained, list))
+    assert 3 < sum(answers) < 17, "some are refused, some accepted"
+
+
+def answer_of(decide, words: list[str]) -> list[str] | dict:
+    """The problems, or the plan with its reason and the bytes that it writes."""
+    problems: list[str] = []
+    asked = read_config(TrainConfig, words, problems)
+    try:
+        run = decide(asked, problems)
+    except UserError as error:
+        return sorted(error.problems)
+    return run if isinstance(run, dict) else answer(run.plan, run.reason, run.options, run.job.size)
+
+
+def planned_run(asked: TrainConfig, machine, problems: list[str]) -> dict:
+    run = resolve_offline(asked, machine, problems=problems)
+    choice = plan_offline(run.options, run.job, machine, zero_file=run.zero_file)
+    return answer(choice.plan, choice.reason, run.options, run.job.size)
+
+
+def answer(plan, reason: str, options: TrainConfig, size) -> dict:
+    written = checkpoint_size(options, size, plan.deepspeed_config).total_bytes
+    return as_dict(plan) | {"reason": reason, "written": written, "zero": plan.zero}
