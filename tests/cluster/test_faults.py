@@ -124,6 +124,7 @@ def test_a_cut_link_ends_both_sides(hosts, folder):
     hosts[1].cut()
     code, _ = job.ended()
     assert code == 1 and "rank 1 on node-1 gave no sign of life for 10 s" in job.only_error()
+    assert re.search(r"without node-1: dsft launch --hostfile \S+ --exclude node-1 train ", job.screen())
     assert (
         "has lost rank 0's node" not in job.screen()
     )  # that is said where it is, and nothing comes from there any more
@@ -151,6 +152,22 @@ def test_a_cut_link_ends_torchrun_on_both_sides_as_well(hosts, folder):
     hosts[1].cut()
     code, _ = job.ended()
     assert code != 0 and other.wait(60) != 0 and "rank 1 on node-1 gave no sign of life" in job.only_error()
+
+
+@pytest.mark.exhaustive
+def test_a_cut_link_without_ssh_is_followed_by_the_command_that_goes_on(hosts, folder):
+    launch = [*LAUNCH[:4], "--no_preflight", "--nodes", "2", "--num_gpus", "1", "--master_addr", "node-0"]
+    launch += ["--master_port", str(PORT), "train"]
+    before = {pid for host in (hosts[0], hosts[1]) for pid, _ in host.processes()}
+    words = ["--config", folder / "run.yaml", "--output_dir", folder / "no-ssh"]
+    other = hosts[1].start([*launch, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, NODE_RANK="1")
+    job = Job(hosts, folder, "no-ssh", ["env", "NODE_RANK=0", *launch])
+    job.before = before
+    hosts[1].cut()
+    code, _ = job.ended()
+    assert code == 1 and other.wait(60) != 0, job.screen()
+    assert "without node-1: dsft launch --nodes 1 --num_gpus 1 --master_addr node-0 train " in job.screen()
+    assert "--resume_from_checkpoint auto (on each node that is left" in job.screen()
 
 
 @pytest.mark.exhaustive
