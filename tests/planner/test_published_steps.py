@@ -71,7 +71,7 @@ def test_shares_fitted_on_every_second_row_predict_the_others(first):
     """The planner's own shares were chosen by all rows; this is what they are worth on rows that chose nothing."""
     memory, shares = fit(STEPS[first::2])
     held_out = [
-        abs(fitted_ratio(step, shares.get(step["gpu"][0], gpus.ADA), memory) - 1) for step in STEPS[1 - first :: 2]
+        abs(fitted_ratio(step, shares.get(step["gpu"][0], FAMILIES["4"]), memory) - 1) for step in STEPS[1 - first :: 2]
     ]
     assert statistics.median(held_out) <= 0.06 and max(held_out) <= 0.15
 
