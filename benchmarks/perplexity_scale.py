@@ -37,9 +37,8 @@ from dsft.data.token_store import StoreWriter
 from dsft.data.tokenization import Tokens
 from dsft.perplexity import modes, scoring
 from dsft.perplexity.compare import compare_pair
-from dsft.perplexity.divergence import COLUMNS
 from dsft.perplexity.evaluation import evaluate
-from dsft.perplexity.result import Evaluation
+from dsft.perplexity.results import COLUMNS, Evaluation
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.sums import Perplexity
 from dsft.perplexity.windows import Windows

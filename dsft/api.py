@@ -18,7 +18,7 @@ from dsft.models.size import ModelSize
 from dsft.perplexity.compare import Comparisons, compare_results, read_evaluations
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.of_training import evaluation_config
-from dsft.perplexity.result import Evaluation
+from dsft.perplexity.results import Evaluation
 from dsft.planner.plan import Plan
 from dsft.run_setup.plan import plan_offline
 from dsft.run_setup.resolve import resolve_offline

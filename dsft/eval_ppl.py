@@ -17,10 +17,17 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from dsft.errors import UserError, ends_with_clear_errors
-from dsft.perplexity.compare import compare_results, comparison_rows, comparison_title
-from dsft.perplexity.context_curve import PICTURE, context_curves, curve_rows, draw_curves
+from dsft.perplexity.compare import (
+    PICTURE,
+    compare_results,
+    comparison_rows,
+    comparison_title,
+    context_curves,
+    curve_rows,
+    draw_curves,
+)
 from dsft.perplexity.of_training import read_evaluation
-from dsft.perplexity.result import Evaluation
+from dsft.perplexity.results import Evaluation
 from dsft.run_setup.named_files import check_before_meeting
 from dsft.runtime import distributed
 from dsft.runtime.console import print_table, say, set_up_screen

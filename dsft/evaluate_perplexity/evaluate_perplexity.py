@@ -12,7 +12,7 @@ from pathlib import Path
 import datasets
 import evaluate
 
-from dsft.perplexity.display import frame, html_table
+from dsft.perplexity.results import frame, html_table
 
 DESCRIPTION = "exp(nats / tokens) over all scored tokens of all documents, as dsft computes it"
 

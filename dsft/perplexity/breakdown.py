@@ -46,7 +46,7 @@ class Breakdown:
         self.sums = [np.zeros((2, len(grouping.labels))) for grouping in groupings]
         """Nats and tokens of each group, for each grouping."""
 
-    def see(self, windows: list[int], columns_KN: np.ndarray) -> list[list[list[float]]]:
+    def update(self, windows: list[int], columns_KN: np.ndarray) -> list[list[list[float]]]:
         """Add the tokens of a batch; return its sums of each grouping: groups, nats and tokens.
 
         Args:
@@ -60,11 +60,11 @@ class Breakdown:
             nats, tokens = np.bincount(groups_N, columns_KN[0], number), np.bincount(groups_N, minlength=number)
             (here,) = np.nonzero(tokens)
             recorded.append([here.tolist(), nats[here].tolist(), tokens[here].tolist()])
-        self.recall(recorded)
+        self.restore(recorded)
         return recorded
 
-    def recall(self, recorded: list[list[list[float]]]) -> None:
-        """Add what `see` returned for a batch."""
+    def restore(self, recorded: list[list[list[float]]]) -> None:
+        """Add what `update` returned for a batch."""
         for sums, (groups, nats, tokens) in zip(self.sums, recorded, strict=True):
             sums[:, groups] += [nats, tokens]
 

@@ -1,13 +1,14 @@
 """Compares results of several models on the same texts, with 95 % intervals over pairs.
 
 Both models scored the same documents, so the documents are drawn in pairs: what makes a document hard for both cancels.
-Intervals are made in `intervals.py`.
-
 Results over other texts or windows are refused. Over other tokenizations, tokens are no common measure: only bits per
 byte and byte perplexity are compared.
+
+Of one model it shows how the loss of the same tokens falls as their context grows, in a table and a picture.
 """
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,10 @@ from typing import Any
 import numpy as np
 
 from dsft.errors import UserError, nearest, raise_if_any
-from dsft.perplexity.display import frame, html_table
 from dsft.perplexity.intervals import LEVEL, RESAMPLES, Interval, grouped, ratio_intervals, sign_test, units_of
-from dsft.perplexity.report import Results
-from dsft.perplexity.result import Evaluation
+from dsft.perplexity.results import HOW_OPTIONS, Evaluation, Results, frame, html_table
 from dsft.perplexity.sums import exp
 
-WINDOW_OPTIONS = ("protocol", "mode", "seq_len", "stride", "scope", "bos", "separator", "too_long")
-"""Options that decide what is scored with which context."""
 ESTIMATES = ("perplexity_ratio", "nats_per_token", "bits_per_byte", "byte_perplexity_ratio")
 """Fields of a Comparison."""
 MOVED = 5
@@ -190,7 +187,8 @@ def _base_model(evaluations: list[Evaluation], base: str | None) -> str:
 def refusal(base: Evaluation, other: Evaluation) -> str:
     """Say why two results on the same texts cannot be compared; empty where they can."""
     names = f"{other.model} and {base.model} on {base.data}"
-    differing = [name for name in WINDOW_OPTIONS if base.options.get(name) != other.options.get(name)]
+    decisive = [name for name in base.options | other.options if name not in HOW_OPTIONS]
+    differing = [name for name in decisive if base.options.get(name) != other.options.get(name)]
     if differing:
         values = ", ".join(f"{name} {other.options.get(name)} and {base.options.get(name)}" for name in differing)
         return f"{names} were scored in other windows ({values}); evaluate both with the same options"
@@ -308,3 +306,62 @@ def _moved_text(item: MovedDocument) -> str:
         return f"document {item.document}: {item.base_nats:.1f} to {item.nats:.1f} nats"
     before, after = item.base_nats / item.tokens, item.nats / item.tokens
     return f"document {item.document}: {before:.3f} to {after:.3f} nats per token ({item.tokens:,} tokens)"
+
+
+PICTURE = "context_curve.png"
+Curves = dict[tuple[str, str], list[Evaluation]]
+"""Model and data -> the result of each length, shortest first."""
+
+
+def context_curves(evaluations: list[Evaluation]) -> Curves:
+    """Group the results of lengths of context."""
+    curves: Curves = defaultdict(list)
+    for evaluation in evaluations:
+        curves[evaluation.model, evaluation.data].append(evaluation)
+    return {
+        names: sorted(results, key=lambda evaluation: evaluation.options["seq_len"])
+        for names, results in curves.items()
+    }
+
+
+def curve_rows(results: list[Evaluation]) -> dict[str, str]:
+    """Return the rows of a table: length -> perplexity, its interval, and the change from the length before."""
+    rows, before = {}, None
+    for evaluation in results:
+        result, (low, high) = evaluation.perplexity, evaluation.intervals.perplexity
+        change = "" if before is None else f", {result.loss - before:+.6f} nats per token"
+        rows[f"{evaluation.options['seq_len']:,} tokens"] = (
+            f"{result.perplexity:.4f} ({LEVEL:.0%} interval {low:.4f} to {high:.4f}){change}"
+        )
+        before = result.loss
+    first = results[0].perplexity
+    documents = first.documents - first.unscored_documents
+    rows["scored"] = f"the last {first.tokens // documents:,} tokens of {documents:,} documents"
+    if first.unscored_documents:
+        rows["left out"] = f"{first.unscored_documents:,} shorter documents"
+    return rows
+
+
+def draw_curves(curves: Curves, path: Path) -> bool:
+    """Draw perplexity against length of context; False where matplotlib is not installed (`pip install dsft[demo]`)."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)  # without a screen, and whatever backend the user has
+    axes = figure.subplots()
+    for (model, data), results in curves.items():
+        lengths = [evaluation.options["seq_len"] for evaluation in results]
+        values = [evaluation.perplexity.perplexity for evaluation in results]
+        bounds = [evaluation.intervals.perplexity for evaluation in results]
+        line = axes.plot(lengths, values, "o-", label=f"{Path(model).name}, {Path(data).name}")[0]
+        if not any(math.isnan(low) for low, _ in bounds):
+            axes.fill_between(lengths, *zip(*bounds, strict=True), color=line.get_color(), alpha=0.15)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="window, tokens", ylabel="perplexity of the last tokens")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    return True

@@ -1,10 +1,17 @@
 """Evaluates models on data sets: loads each model replicated or sharded, and yields each result as soon as it is known.
 
 Candidate (known without weights) -> zero -> loaded_for_scoring -> Evaluation of each data set
+
+A result has a fingerprint of all that it depends on, so that an evaluation that resumes or takes over results never
+mixes two models: the files of the model (of an adapter and of its base), the tokens with their windows, the options,
+the versions of the libraries, and the kind of device. Files of hundreds of gigabytes are sampled, and their times of
+change count.
 """
 
 import contextlib
 import functools
+import hashlib
+import json
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -22,44 +30,33 @@ from dsft.config.deepspeed_rules import read_sound_file
 from dsft.config.options import UNQUANTISED, EvalConfig, common_options
 from dsft.data.sequences import IGNORED
 from dsft.data.sources import FormattedSource
-from dsft.errors import raise_if_any
-from dsft.models.build import resolve_dtype
-from dsft.models.quantization import Quantization
+from dsft.errors import UserError, one_line, raise_if_any
+from dsft.models.build import described_in, is_bare_config, resolve_dtype
+from dsft.models.model_folder import has_only_shards, is_step_folder, located
 from dsft.models.size import check_sharding
 from dsft.perplexity.breakdown import Breakdown, build_breakdown
-from dsft.perplexity.candidates import Candidate, choose_zero, read_data
-from dsft.perplexity.exact_products import exact_products
-from dsft.perplexity.identity import QUANTIZERS, fingerprint, model_identity, with_bases
+from dsft.perplexity.head import exact_products
 from dsft.perplexity.kl import ChangeHistogram, divergence_of, refusal_of_pair
-from dsft.perplexity.loading import loaded_for_scoring
-from dsft.perplexity.modes import build_windows, check_mode
-from dsft.perplexity.out_of_memory import out_of_memory_explained
-from dsft.perplexity.recording import Recorder
-from dsft.perplexity.report import Results
-from dsft.perplexity.result import Evaluation
-from dsft.perplexity.resume import ResumeLog
+from dsft.perplexity.loading import Candidate, choose_zero, loaded_for_scoring, read_data, with_bases
+from dsft.perplexity.modes import WINDOW_OPTIONS, build_windows, check_mode
+from dsft.perplexity.results import HOW_OPTIONS, Evaluation, Recorder, Results, ResumeLog
 from dsft.perplexity.scoring import evaluate_windows
-from dsft.perplexity.sequence_parallel import team_of
-from dsft.perplexity.sequence_parallel_checks import refused_models
+from dsft.perplexity.sequence_parallel import refused_models, team_of
 from dsft.perplexity.sums import Perplexity
 from dsft.perplexity.windows import Windows
-from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS
+from dsft.planner.evaluation_plan import default_batch_tokens
 from dsft.planner.ulysses import refused_number
 from dsft.runtime import distributed
 from dsft.runtime.agreement import SAME_FILES, require_agreement, require_same_start
 from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable
 from dsft.runtime.hardware import Machine, has_gpu, peak_memory_bytes
+from dsft.runtime.out_of_memory import which_memory
 from dsft.runtime.run_lock import only_run_in, wait_for_a_killed_run
 from dsft.runtime.versions import versions
-from dsft.units import padded_width
+from dsft.units import GiB
 from dsft.watchdog import client as watchdog
 
-OPTIONS = (
-    *("protocol", "seq_len", "stride", "scope", "bos", "separator", "max_documents", "attn_implementation", "too_long"),
-    *("group_by", "save_tokens", "sequence_parallel"),
-)
-"""That change a result or what is kept of it, beside mode, dtype, quantization and batch_tokens."""
 TOKENS = "tokens.parquet"
 """Folder in output_dir."""
 
@@ -75,61 +72,50 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
             loaded; or where another evaluation, or a training, writes into output_dir now.
         TrainingStopped: where a loss is NaN or infinite.
     """
+    problems = [] if problems is None else problems
     with only_run_in(config.output_dir) as left_lock:
         if left_lock:
             wait_for_a_killed_run()
-        yield from _evaluate(config, [] if problems is None else problems, progress=progress)
-
-
-def _evaluate(config: EvalConfig, problems: list[str], *, progress: bool) -> Iterator[Evaluation]:
-    if config.run or config.context_curve:
-        distributed.raise_together(problems)  # without the run, or the lengths, nothing else can be said
-    require_same_start(common_options(config), problems)
-    unset_hf_deepspeed_config()  # of a training earlier in this process: models are measured on the meta device
-    check_mode(config.mode, problems)
-    if config.output_dir:
-        check_writable(config.output_dir, problems)
-    if refusal := refused_number(config.sequence_parallel, distributed.world_size()):
-        problems.append(refusal)
-    if config.zero not in ("auto", "0"):
-        _check_zero(config.zero, problems)
-    named = [Candidate.of(config, name, problems) for name in config.model]
-    candidates = [each for model in named for each in model.in_formats(config.quantization, problems)]
-    reference = Candidate.of(config, config.reference, problems, key="reference") if config.reference else None
-    if reference:
-        reference.in_formats([], problems)
-    data_sets = {source: read_data(source, config, named, problems) for source in config.data}
-    distributed.raise_together([*dict.fromkeys(problems)])
-    if reference:
-        distributed.raise_together([line for each in named if (line := refusal_of_pair(each, reference))])
-    _note_formats(config, named)
-    models = [*named, *([reference] if reference else [])]
-    distributed.raise_together(refused_models(models))
-    distributed.raise_together([problem for model in models for problem in model.check_weights(local=False)])
-    machine = distributed.smallest_machine()
-    results = Results(Path(config.output_dir)) if config.output_dir else None
-    verify_once = functools.cache(verify_weights)  # once for all of a model's formats
-    for candidate in candidates:
-        yield from _evaluate_candidate(
-            candidate, reference, data_sets, machine, results, verify_once=verify_once, progress=progress
-        )
-
-
-def _note_formats(config: EvalConfig, models: list[Candidate]) -> None:
-    for model in models:
-        on_disk = model.facts.size.quantization
-        if on_disk and {*config.quantization} - {UNQUANTISED}:
-            say(f"note: {model.config.model} is quantised on disk ({on_disk.format}) and evaluated as it lies")
-
-
-def _check_zero(zero: str, problems: list[str]) -> None:
-    zero_file = read_sound_file(zero, problems)
-    problems += check_nvme(zero_file, zero)
-    if zero_file and stage(zero_file) != 3:
-        problems.append(
-            f"zero={zero}: evaluation holds a full model per rank (0) or shards of stage 3, not of stage"
-            f" {stage(zero_file)}"
-        )
+        if config.run or config.context_curve:
+            distributed.raise_together(problems)  # without the run, or the lengths, nothing else can be said
+        require_same_start(common_options(config), problems)
+        unset_hf_deepspeed_config()  # of a training earlier in this process: models are measured on the meta device
+        check_mode(config.mode, problems)
+        if config.output_dir:
+            check_writable(config.output_dir, problems)
+        if refusal := refused_number(config.sequence_parallel, distributed.world_size()):
+            problems.append(refusal)
+        if config.zero not in ("auto", "0"):
+            zero_file = read_sound_file(config.zero, problems)
+            problems += check_nvme(zero_file, config.zero)
+            if zero_file and stage(zero_file) != 3:
+                problems.append(
+                    f"zero={config.zero}: evaluation holds a full model per rank (0) or shards of stage 3, not of stage"
+                    f" {stage(zero_file)}"
+                )
+        named = [Candidate.of(config, name, problems) for name in config.model]
+        candidates = [each for model in named for each in model.in_formats(config.quantization, problems)]
+        reference = Candidate.of(config, config.reference, problems, key="reference") if config.reference else None
+        if reference:
+            reference.in_formats([], problems)
+        data_sets = {source: read_data(source, config, named, problems) for source in config.data}
+        distributed.raise_together([*dict.fromkeys(problems)])
+        if reference:
+            distributed.raise_together([line for each in named if (line := refusal_of_pair(each, reference))])
+        if {*config.quantization} - {UNQUANTISED}:
+            for model in named:
+                if on_disk := model.facts.size.quantization:
+                    say(f"note: {model.config.model} is quantised on disk ({on_disk.format}) and evaluated as it lies")
+        models = [*named, *([reference] if reference else [])]
+        distributed.raise_together(refused_models(models))
+        distributed.raise_together([problem for model in models for problem in model.check_weights(local=False)])
+        machine = distributed.smallest_machine()
+        results = Results(Path(config.output_dir)) if config.output_dir else None
+        verify_once = functools.cache(verify_weights)  # once for all of a model's formats
+        for candidate in candidates:
+            yield from _evaluate_candidate(
+                candidate, reference, data_sets, machine, results, verify_once=verify_once, progress=progress
+            )
 
 
 def _evaluate_candidate(
@@ -156,14 +142,14 @@ def _evaluate_candidate(
                 for model in with_bases(each.config.model):
                     verify_once(model)
             with out_of_memory_explained(config, "loading"):
-                loaded = _load(candidates, machine, dtype, stack)
+                models, zero = _load(candidates, machine, dtype, stack)
         for job in jobs:
             evaluation = known[job.name]
             log = None
             if evaluation is None:
                 log = ResumeLog(Path(config.output_dir), job.fingerprint) if config.output_dir else None
                 with out_of_memory_explained(config, "scoring"):
-                    evaluation = _evaluate_job(loaded, candidate, job, machine, log, progress=progress)
+                    evaluation = _evaluate_job(models, zero, candidate, job, machine, log, progress=progress)
             if results:
                 results.add(evaluation)
             if log:  # a result that is written needs its parts no longer
@@ -171,16 +157,10 @@ def _evaluate_candidate(
             yield evaluation
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """Holds the model to evaluate, and the reference where there is one."""
-
-    models: tuple[nn.Module, nn.Module | None]
-    zero: list[str]
-
-
-def _load(candidates: list[Candidate], machine: Machine, dtype: str, stack: contextlib.ExitStack) -> _Loaded:
-    """Load a model, and a reference after it, until the stack is closed. Collective."""
+def _load(
+    candidates: list[Candidate], machine: Machine, dtype: str, stack: contextlib.ExitStack
+) -> tuple[list[nn.Module], list[str]]:
+    """Load a model, and a reference after it, until the stack is closed; return both and their `zero`. Collective."""
     share = len(candidates)  # of the memory
     machine = replace(machine, device_bytes=machine.device_bytes // share, host_bytes=machine.host_bytes // share)
     zero = distributed.on_rank_0(  # whose measured speeds may differ from another host's
@@ -198,7 +178,7 @@ def _load(candidates: list[Candidate], machine: Machine, dtype: str, stack: cont
         models[place] = stack.enter_context(
             loaded_for_scoring(each.config, zero[place], dtype, each.facts.size.quantization)
         )
-    return _Loaded((models[0], models[1] if share == 2 else None), zero)
+    return models, zero
 
 
 @dataclass(frozen=True)
@@ -239,37 +219,41 @@ def _jobs(
         for config in candidate.configs()
     ]
     distributed.wait_long("prepared")  # nodes with caches of their own take their own time
-    identity = _identity(candidate)
+    identity = {}
+    for prefix, each in (("", candidate), *([("reference ", reference)] if reference else [])):
+        config = each.config
+        identity_of_model = model_identity(config.model, revision=config.revision, seed=config.seed)
+        identity |= {f"{prefix}{name}": value for name, value in identity_of_model.items()}
     model_hash = identity["content"]
-    if reference:
-        identity |= {f"reference {name}": value for name, value in _identity(reference).items()}
+    quantization = candidate.facts.size.quantization
     jobs = []
     for source, config, windows in prepared:
-        options, hashes = _options(config, windows, dtype, candidate.facts.size.quantization), windows.hashes()
+        options = {name: getattr(config, name) for name in ("protocol", "seq_len", *WINDOW_OPTIONS, *HOW_OPTIONS)}
+        options |= {
+            "dtype": dtype,
+            "mode": windows.mode,
+            "batch_tokens": config.batch_tokens or default_batch_tokens(config.seq_len, has_gpu=has_gpu()),
+            "quantization": str(quantization or UNQUANTISED),
+        }
+        hashes = windows.hashes()
         breakdown = build_breakdown(data_sets[source], config, candidate.tokenizer, windows)
         print_of_job = fingerprint(identity, hashes, options)
         jobs.append(_Job(source, config, windows, breakdown, options, model_hash, hashes, print_of_job))
     return jobs
 
 
-def _identity(candidate: Candidate) -> dict[str, str]:
-    config = candidate.config
-    return model_identity(config.model, revision=config.revision, seed=config.seed)
-
-
-def _options(config: EvalConfig, windows: Windows, dtype: str, quantization: Quantization | None) -> dict[str, Any]:
-    """Return the options that change a result."""
-    batch_tokens = config.batch_tokens or max(padded_width(config.seq_len), DEFAULT_BATCH_TOKENS[has_gpu()])
-    options = {name: getattr(config, name) for name in OPTIONS}
-    options |= {"dtype": dtype, "mode": windows.mode, "batch_tokens": batch_tokens}
-    return options | {"quantization": str(quantization or UNQUANTISED)}
-
-
 def _evaluate_job(
-    loaded: _Loaded, candidate: Candidate, job: _Job, machine: Machine, log: ResumeLog | None, *, progress: bool
+    models: list[nn.Module],
+    zero: list[str],
+    candidate: Candidate,
+    job: _Job,
+    machine: Machine,
+    log: ResumeLog | None,
+    *,
+    progress: bool,
 ) -> Evaluation:
     config = job.config
-    model, reference = loaded.models
+    model, reference = [*models, None][:2]
     histogram = ChangeHistogram() if reference is not None else None
     observers = [observer for observer in (job.breakdown, histogram) if observer]
     recorder = Recorder(job.windows, log=log, observers=observers, tokens=job.tokens_folder)
@@ -281,7 +265,7 @@ def _evaluate_job(
             pad_token_id=candidate.tokenizer.pad_token_id,
             batch_tokens=job.options["batch_tokens"],
             device=distributed.device(),
-            collective_forward=set(loaded.zero) != {"0"},
+            collective_forward=set(zero) != {"0"},
             reference=reference,
             recorder=recorder,
             team=team_of(config.sequence_parallel),
@@ -296,7 +280,7 @@ def _evaluate_job(
         protocol=job.options["protocol"],
         mode=job.windows.mode,
         options=job.options,
-        zero=loaded.zero[0],
+        zero=zero[0],
         ranks=distributed.world_size(),
         machine=str(machine),
         groups=job.breakdown.report() if job.breakdown else {},
@@ -309,12 +293,8 @@ def _evaluate_job(
         fingerprint=job.fingerprint,
         versions=versions(*QUANTIZERS) if job.options["quantization"] != UNQUANTISED else versions(),
         verified_difference=difference,
-        peak_memory_bytes=_peaks(),
+        peak_memory_bytes={name: int(distributed.max_over_ranks(value)) for name, value in peak_memory_bytes().items()},
     )
-
-
-def _peaks() -> dict[str, int]:
-    return {name: int(distributed.max_over_ranks(value)) for name, value in peak_memory_bytes().items()}
 
 
 @torch.no_grad()
@@ -344,3 +324,112 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
             if document in plain:
                 plain[document] += part.sum().item()
     return max(abs(result.document_nats[document] - nats) / max(abs(nats), 1e-12) for document, nats in plain.items())
+
+
+SCORING = 5
+"""A change of code that changes nats, or what is kept of a result, raises it."""
+LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")
+"""Whose versions can change nats."""
+QUANTIZERS = ("bitsandbytes", "torchao", "gguf", "compressed-tensors", "gptqmodel", "optimum")
+"""Whose versions can change those of a quantised model."""
+READ_ENDINGS = (".safetensors", ".bin", ".pt", ".json", ".py")
+"""Of files that loading a model reads. The text of a tokenizer counts through the tokens that it makes."""
+RESULTS = ("perplexity.json",)
+"""Files that an evaluation may write into a model's folder."""
+EDGE_BYTES, BLOCK_BYTES, BLOCKS = 1 << 20, 1 << 14, 64
+"""Read of each file: both ends, the whole header, and blocks that are evenly spread."""
+
+
+def fingerprint(model: dict[str, str], windows: dict[str, str], options: dict[str, Any]) -> str:
+    """Hash everything that a result depends on, over all ranks: nodes may hold copies of their own. Collective.
+
+    Args:
+        model: its `model_identity`.
+        windows: their `hashes()`.
+    """
+    device = torch.cuda.get_device_name() if has_gpu() else f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    quantizers = QUANTIZERS if options.get("quantization", UNQUANTISED) != UNQUANTISED else ()
+    libraries = {name: version for name, version in versions(*quantizers).items() if name in (*LIBRARIES, *quantizers)}
+    everywhere = sorted(set(distributed.from_all([json.dumps([model, device, libraries])])))
+    content = json.dumps([SCORING, everywhere, options, windows], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def model_identity(model: str, *, revision: str | None, seed: int) -> dict[str, str]:
+    """Identify a model: `content` is the same for a copy, `changed` is not.
+
+    Args:
+        revision: of a model on the hub, whose commit is its identity.
+        seed: of the random weights where the model is a config.json alone.
+    """
+    content, changed = hashlib.sha256(), hashlib.sha256()
+    if is_bare_config(model):
+        content.update(f"seed {seed}".encode())
+    for name in with_bases(model):
+        if not Path(name).exists():
+            repository, gguf = located(name)
+            file = gguf.get("gguf_file", "config.json")  # in the cache: the model has been measured
+            path = try_to_load_from_cache(repository, file, revision=revision)
+            commit = Path(path.removesuffix(file)).name if isinstance(path, str) else revision
+            content.update(f"{name} {commit}".encode())
+            continue
+        for file in _files_read(Path(name)):
+            facts = file.stat()
+            content.update(f"{file.name} {facts.st_size}".encode())
+            changed.update(f"{file.name} {facts.st_mtime_ns}".encode())
+            for piece in _sample(file, facts.st_size):
+                content.update(piece)
+    return {"content": content.hexdigest(), "changed": changed.hexdigest()}
+
+
+def _files_read(path: Path) -> list[Path]:
+    """List the files that loading reads: of a folder, and of DeepSpeed's shards where they are its only weights."""
+    if path.is_file():
+        return [path]
+    folder = Path(described_in(str(path)))
+    files = [file for file in folder.iterdir() if file.suffix in READ_ENDINGS and file.name not in RESULTS]
+    if is_step_folder(str(path)):
+        files += path.rglob("*.pt")
+    elif has_only_shards(str(path)):
+        files += [*folder.glob("global_step*/*"), *folder.glob("latest")]
+    return sorted(file for file in files if file.is_file())
+
+
+def _sample(path: Path, size: int) -> Iterator[bytes]:
+    """Read the header, both ends and evenly spread blocks of a file."""
+    with path.open("rb") as file:
+        start = file.read(min(size, EDGE_BYTES))
+        yield start
+        if path.suffix == ".safetensors":  # its first 8 bytes are the length of its header
+            yield file.read(max(0, min(int.from_bytes(start[:8], "little"), size) - EDGE_BYTES))
+        for block in range(BLOCKS):
+            file.seek(size * block // BLOCKS)
+            yield file.read(BLOCK_BYTES)
+        file.seek(max(0, size - EDGE_BYTES))
+        yield file.read()
+
+
+@contextlib.contextmanager
+def out_of_memory_explained(config: EvalConfig, doing: str) -> Iterator[None]:
+    """Turn a failed allocation inside a `with` into one clear error on this rank.
+
+    Args:
+        doing: in one word, for the message.
+
+    Raises:
+        UserError: with what to ask for instead.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if (memory := which_memory(error)) is None:
+            raise
+        peaks = peak_memory_bytes()
+        taken = peaks["gpu" if memory == "GPU" and "gpu" in peaks else "host"] / GiB
+        raise UserError(
+            [
+                f"out of memory in {doing} {config.model} ({one_line(error)}): {taken:.3g} GiB of {memory} memory were"
+                f" taken at most; use a smaller batch_tokens (here {config.batch_tokens or 'the default'}), more ranks"
+                " with zero 3, or zero 3-offload where a GPU ran out"
+            ]
+        ) from error

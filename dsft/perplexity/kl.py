@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from dsft.models.chunked_head import exp_in_place
-from dsft.perplexity.divergence import COLUMNS, Divergence
+from dsft.perplexity.head import Scorer, score_in_tiles
+from dsft.perplexity.results import COLUMNS, Divergence
 from dsft.perplexity.sums import Perplexity, exp
-from dsft.perplexity.tiles import Scorer, score_in_tiles
 from dsft.runtime.distributed import sum_over_ranks
 
 QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
@@ -98,16 +98,16 @@ class ChangeHistogram:
     def __init__(self):
         self.counts = np.zeros(BINS + 1, dtype=np.int64)
 
-    def see(self, _windows: list[int], columns_KN: np.ndarray) -> list[list[int]]:
+    def update(self, _windows: list[int], columns_KN: np.ndarray) -> list[list[int]]:
         """Count the tokens of a batch; return bins and counts."""
         change_N = np.exp(-columns_KN[0]) - np.exp(-columns_KN[1])
         bins, counts = np.unique(np.rint((change_N + 1) / 2 * BINS).astype(np.int64), return_counts=True)
         recorded = [bins.tolist(), counts.tolist()]
-        self.recall(recorded)
+        self.restore(recorded)
         return recorded
 
-    def recall(self, recorded: list[list[int]]) -> None:
-        """Count what `see` returned for a batch."""
+    def restore(self, recorded: list[list[int]]) -> None:
+        """Count what `update` returned for a batch."""
         bins, counts = recorded
         self.counts[bins] += counts
 

@@ -1,21 +1,222 @@
-"""Loads models for scoring: one copy on each rank, or shards of ZeRO-3 over all ranks; one model at a time."""
+"""Finds what is known of models before their weights are loaded, and loads them for scoring: one copy on each rank, or
+shards of ZeRO-3 over all ranks; one model at a time.
+"""
 
 import contextlib
+import dataclasses
 import gc
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from dsft.checkpoints.run_folder import FINAL, damage
 from dsft.config.deepspeed_json import read_zero_file
-from dsft.models.build import build_model
-from dsft.models.quantization import Quantization
-from dsft.planner.evaluation_plan import evaluation_section
+from dsft.config.options import UNQUANTISED, EvalConfig, TrainConfig
+from dsft.data.sources import FormattedSource, HeldOut
+from dsft.data.training_data import check_sources
+from dsft.errors import UserError, raise_if_any
+from dsft.models.build import DTYPES, build_model, described_in, is_bare_config, resolve_dtype
+from dsft.models.model_folder import adapter_base, has_only_shards
+from dsft.models.quantization import FORMATS, Quantization, fitted, format_problems, unknown_format
+from dsft.models.row_rules import architecture_problems
+from dsft.models.size import ModelFacts, check_positions, check_sharding, empty_model, measure_model
+from dsft.models.tokenizer import check_tokenizer
+from dsft.models.weights import adapter_problems, weight_problems
+from dsft.perplexity.modes import protocol_configs
+from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation, evaluation_section, longest_window
+from dsft.planner.job import Job, attention_of
+from dsft.planner.measured_speeds import calibrated
+from dsft.planner.speeds import speeds_of
 from dsft.runtime import distributed
-from dsft.runtime.hardware import has_gpu
+from dsft.runtime.hardware import Machine, has_gpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Holds a model to evaluate, as far as it is known without its weights."""
+
+    config: EvalConfig
+    """The options with `model` being the one folder or hub id that is loaded."""
+    tokenizer: PreTrainedTokenizerBase | None
+    facts: ModelFacts | None
+    """Of the model, of its base where it is an adapter."""
+
+    @classmethod
+    def of(cls, config: EvalConfig, model: str, problems: list[str], *, key: str = "model") -> "Candidate":
+        """Find what `model` means: a run's folder stands for its final model.
+
+        Args:
+            key: the option that names it, for the messages.
+        """
+        faults: list[str] = []
+        is_run = (Path(model) / "run.json").is_file()
+        config = dataclasses.replace(config, model=str(Path(model) / FINAL) if is_run else model)
+        facts = _measure(config, faults)
+        candidate = cls(
+            config=config,
+            tokenizer=check_tokenizer(config, faults, vocab_size=facts and facts.size.vocab_size)
+            if facts or config.tokenizer
+            else None,
+            facts=facts,
+        )
+        faults += candidate.check_weights(local=True) if facts else []
+        problems += [re.sub("^model(?==)", key, line) for line in faults]
+        return candidate
+
+    @property
+    def name(self) -> str:
+        """Name the model in results: a format that is made while it loads stands behind a colon."""
+        quantization = self.facts.size.quantization
+        made = quantization is not None and not quantization.lies_on_disk
+        return f"{self.config.model}:{quantization.format}" if made else self.config.model
+
+    def in_formats(self, formats: Iterable[str], problems: list[str]) -> "list[Candidate]":
+        """Return the candidate in each format of the option `quantization`; as it lies where it is quantised on disk.
+
+        What cannot be loaded so goes to `problems`.
+        """
+        if self.facts is None:
+            return [self]
+        size, on_disk = self.facts.size, self.facts.size.quantization
+        if on_disk:
+            problems += self._format_problems(on_disk)
+        if on_disk or not formats:
+            return [self]
+        candidates = []
+        for name in formats:
+            quantization = self._quantization(name, problems)
+            facts = dataclasses.replace(self.facts, size=dataclasses.replace(size, quantization=quantization))
+            candidates.append(dataclasses.replace(self, facts=facts))
+            if quantization:
+                problems += candidates[-1]._format_problems(quantization)
+        return candidates
+
+    def _quantization(self, name: str, problems: list[str]) -> Quantization | None:
+        model, facts = self.config.model, self.facts
+        if name == UNQUANTISED:
+            return None
+        if name not in FORMATS:
+            problems.append(unknown_format(name, [UNQUANTISED, *FORMATS]))
+            return None
+        if is_bare_config(model) or has_only_shards(model):
+            problems.append(
+                f"quantization={name}: weights are quantised while they load from the files of a model, and {model} has"
+                " none; name a folder or hub id (dsft export makes one of a checkpoint)"
+            )
+            return None
+        try:
+            empty = empty_model(facts.config, trust_remote_code=self.config.trust_remote_code)
+            return fitted(FORMATS[name], empty, name=model)
+        except UserError as error:
+            problems += error.problems
+            return None
+
+    def _format_problems(self, quantization: Quantization) -> list[str]:
+        config = self.config
+        dtype = DTYPES[resolve_dtype(config.dtype)]
+        problems = format_problems(config.model, self.facts.config, quantization, dtype=dtype)
+        if config.zero not in ("auto", "0"):
+            problems += check_sharding(self.facts.size, stage=3, model=self.name)
+        return problems
+
+    def configs(self) -> list[EvalConfig]:
+        """Return the options of each protocol that is asked for; the options alone where none is."""
+        return protocol_configs(self.config, self.facts.size.max_positions)
+
+    def check_weights(self, *, local: bool) -> list[str]:
+        """Compare the weights that lie in a folder, or those of the hub, with the config."""
+        config = self.config
+        base = adapter_base(described_in(config.model))
+        known = {"trust_remote_code": config.trust_remote_code}
+        problems = []
+        if Path(base or config.model).exists() == local:
+            problems += weight_problems(base or config.model, self.facts.config, revision=config.revision, **known)
+        if base and local:
+            problems += adapter_problems(config.model, self.facts.config, key="model", **known)
+        return problems
+
+
+def with_bases(model: str) -> Iterator[str]:
+    """Yield the model, and the base of each adapter down to a full model."""
+    yield model
+    if base := adapter_base(described_in(model)):
+        yield from with_bases(base)
+
+
+def _measure(config: EvalConfig, problems: list[str]) -> ModelFacts | None:
+    """Measure the model that `config` names, or the base of an adapter, once nothing of a checkpoint has changed."""
+    folder = config.model if is_bare_config(config.model) else described_in(config.model)
+    names = ("revision", "trust_remote_code", "attn_implementation")
+    options = {name: getattr(config, name) for name in names}
+    try:
+        for each in with_bases(config.model):
+            raise_if_any([f"model={each}: {error}; it is damaged, use another" for error in damage(each)])
+        base = adapter_base(folder)
+        train_config = TrainConfig(model=base or folder, **options)
+        facts = measure_model(train_config, scored=True, with_adapter=base is not None)
+    except UserError as error:
+        problems += error.problems
+        return None
+    longest = max(each.seq_len for each in protocol_configs(config, facts.size.max_positions))
+    problems += check_positions(
+        facts, seq_len=longest, model=config.model, key="context_curve" if config.context_curve else "seq_len"
+    )
+    problems += architecture_problems(config.model, facts.config, trust_remote_code=config.trust_remote_code)
+    return facts
+
+
+def read_data(
+    source: str, config: EvalConfig, candidates: list[Candidate], problems: list[str]
+) -> FormattedSource | None:
+    """Read the first rows of a source with the tokenizer of each model."""
+    checked = [
+        check_sources(
+            [source], config, candidate.tokenizer, key="data", split=config.data_split, problems=problems, keep_all=True
+        )
+        for candidate in candidates
+    ]
+    source_with_format = next((sources[0] for sources in checked if sources), None)
+    if source_with_format and config.eval_fraction:
+        share = HeldOut(fraction=config.eval_fraction, seed=config.data_seed, wanted=True)
+        return dataclasses.replace(source_with_format, held_out=share)
+    return source_with_format
+
+
+def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
+    """Choose as the planner does: one copy per rank where it fits, else shards of ZeRO-3, else shards in host memory.
+
+    Raises:
+        UserError: where nothing fits.
+    """
+    seq_len = max(config.seq_len for config in candidate.configs())
+    job = Job(
+        size=candidate.facts.size,
+        model_config=candidate.facts.config,
+        dtype=dtype,
+        seq_len=seq_len,
+        attention=attention_of(candidate.facts, seq_len=seq_len, masked=False),
+    )
+    speeds = calibrated(speeds_of(machine, dtype=job.dtype), machine, dtype=job.dtype)
+    ranks = {"sequence_parallel": candidate.config.sequence_parallel}
+    plans = all_evaluation_plans(job, machine, speeds, batch_tokens=candidate.config.batch_tokens, **ranks)
+    chosen, why = choose_evaluation(plans, machine)
+    if not chosen.fits:
+        longest = longest_window(job, machine, speeds, **ranks)
+        fits = f" The longest window that fits has {longest:,} tokens." if longest else ""
+        raise UserError(
+            [
+                f"zero=auto for {candidate.name}: {why}{fits} Use more GPUs or nodes, a smaller batch_tokens or"
+                " seq_len, sequence_parallel, or set zero yourself"
+            ]
+        )
+    return chosen.zero
 
 
 @contextlib.contextmanager

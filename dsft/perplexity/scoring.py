@@ -26,13 +26,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dsft.data.sequences import IGNORED
 from dsft.models.chunked_head import VOCAB_TILE, ChunkedHead, Reused, exp_in_place
 from dsft.models.row_rules import RowRules, row_rules
-from dsft.perplexity.divergence import COLUMNS
-from dsft.perplexity.exact_products import exact_products
+from dsft.perplexity.head import Scorer, exact_products, score_in_tiles
 from dsft.perplexity.kl import score_pair
-from dsft.perplexity.recording import Recorder
+from dsft.perplexity.results import COLUMNS, Recorder
 from dsft.perplexity.sequence_parallel import ALONE, Team
 from dsft.perplexity.sums import Perplexity, add_up, exp, pieces_of
-from dsft.perplexity.tiles import Scorer, score_in_tiles
 from dsft.perplexity.windows import Windows
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.distributed import sum_over_ranks

@@ -1,7 +1,7 @@
 """Makes what perplexity is computed over: a data set as one row of tokens, and the windows in which a model sees it.
 
 The tokens come from a store on disk (`documents.py`), which is prepared once and mapped by every rank. A rank itself
-holds 24 bytes for each window. Which windows there are, the modes (`modes.py`) and protocols (`protocols.py`) say.
+holds 24 bytes for each window. Modes and protocols (`modes.py`) say which windows there are.
 """
 
 import hashlib

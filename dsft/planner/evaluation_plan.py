@@ -19,15 +19,13 @@ from dsft.planner.terms import Term, peak_bytes
 from dsft.planner.ulysses import exchange_term
 from dsft.planner.zero_layout import ZeroLayout, describe_layout, frozen_bytes
 from dsft.runtime.hardware import Machine
-from dsft.units import in_gib
+from dsft.units import in_gib, padded_width
 
 NAMES = ("0", "3", "3-offload", "3-nvme")
 DEFAULT_BATCH_TOKENS = {True: 16384, False: 4096}
 """Tokens of one forward on a GPU, and on a CPU. The same for every way of holding the model, since the bits of a result
 depend on it.
 """
-
-
 WINDOW_STEP = 1024
 """Tokens: the longest window that fits is a multiple, but for models with fewer positions."""
 MOST_POSITIONS = 2**24
@@ -55,6 +53,11 @@ class EvaluationPlan:
     binds: str
 
 
+def default_batch_tokens(seq_len: int, *, has_gpu: bool) -> int:
+    """Return the tokens of one forward where the user names none: enough for one window, as it is padded."""
+    return max(padded_width(seq_len), DEFAULT_BATCH_TOKENS[has_gpu])
+
+
 def evaluation_section(zero: str) -> dict[str, Any]:
     """The section zero_optimization that scoring gets: that of training without its optimizer, with DeepSpeed's
     defaults where it says "auto".
@@ -73,7 +76,7 @@ def all_evaluation_plans(
     """
     if job.size.quantization and job.size.lora_r:
         raise UserError(["--perplexity plans a model as it lies on disk; leave out --method qlora"])
-    batch_tokens = batch_tokens or max(DEFAULT_BATCH_TOKENS[machine.has_gpu], job.seq_len)
+    batch_tokens = batch_tokens or default_batch_tokens(job.seq_len, has_gpu=machine.has_gpu)
     return [_plan(name, batch_tokens, job, machine, speeds, sequence_parallel) for name in _names(job, machine)]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoints, read_trainer_state
 from dsft.checkpoints.run_folder import FINAL, METRICS, RUN, path_of, read_run
 from dsft.errors import UserError, raise_if_any
-from dsft.perplexity.report import Results
+from dsft.perplexity.results import Results
 
 EVALUATION = "perplexity.json"
 

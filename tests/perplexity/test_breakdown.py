@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsft.api import evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
-from dsft.perplexity import breakdown, recording, scoring
+from dsft.perplexity import breakdown, results, scoring
 from dsft.perplexity.evaluation import evaluate
 
 GROUPINGS = ["domain", "source", "position", "frequency"]
@@ -119,7 +119,7 @@ def table_of(folder):
 
 
 def test_groups_and_tokens_are_the_same_on_two_ranks_and_after_an_interruption(tiny, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(recording, "PART_TOKENS", 60)
+    monkeypatch.setattr(results, "PART_TOKENS", 60)
     options = options_for(tiny, data, output_dir=str(tmp_path / "alone"), save_tokens=True)
     nats, groups = _groups(options)
     report = read_json(tmp_path / "alone" / "perplexity.json")["results"][0]

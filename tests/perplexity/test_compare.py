@@ -13,8 +13,7 @@ from dsft.api import compare
 from dsft.cli.main import run_command
 from dsft.errors import UserError
 from dsft.perplexity.compare import compare_results, comparison_rows, read_evaluations
-from dsft.perplexity.report import Results
-from dsft.perplexity.result import Evaluation
+from dsft.perplexity.results import Evaluation, Results
 from dsft.perplexity.sums import Perplexity
 
 HASHES = {"texts": "t", "tokens": "k", "windows": "w"}

@@ -21,7 +21,7 @@ from dsft.models.row_rules import RowRules
 from dsft.perplexity import scoring
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.kl import BINS, ChangeHistogram, divergence_of
-from dsft.perplexity.recording import Recorder
+from dsft.perplexity.results import Recorder
 from dsft.perplexity.windows import windows_of_sequences
 
 OPT = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}

@@ -28,12 +28,10 @@ from dsft.models.row_rules import RowRules
 from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity import scoring
 from dsft.perplexity.documents import words_in
-from dsft.perplexity.evaluation import evaluate
-from dsft.perplexity.identity import fingerprint, model_identity
+from dsft.perplexity.evaluation import evaluate, fingerprint, model_identity
 from dsft.perplexity.modes import build_windows
 from dsft.perplexity.of_training import read_evaluation
-from dsft.perplexity.recording import Recorder
-from dsft.perplexity.resume import ResumeLog
+from dsft.perplexity.results import Recorder, ResumeLog
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import rolling_spans, sliding_spans, windows_of_sequences
 from dsft.units import padded_width
@@ -415,7 +413,7 @@ def test_problems_of_the_evaluator_come_together(tiny):
             "./nowhere",
             "nowhere.jsonl does not exist",
             "stride=5000",
-            "mode: 'slide' is none of auto, windows, sliding, rolling, answers; did you mean 'sliding'?",
+            "mode: invalid choice 'slide' (choose from auto, windows, sliding, rolling, answers); did you mean 'sliding'",
         )
     )
     with pytest.raises(UserError, match="one model and one data set"):

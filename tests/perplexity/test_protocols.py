@@ -16,8 +16,8 @@ from dsft.api import evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.eval_ppl import show_protocols
 from dsft.perplexity.evaluation import evaluate
+from dsft.perplexity.modes import PROTOCOLS, full_spans, protocol_configs
 from dsft.perplexity.of_training import evaluation_config
-from dsft.perplexity.protocols import PROTOCOLS, full_spans, protocol_configs
 
 L, STRIDE = 32, 12
 TEXTS = [*sentences(9, seed=5), "", *sentences(3, seed=6)]

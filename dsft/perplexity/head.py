@@ -20,6 +20,24 @@ from dsft.data.sequences import IGNORED
 from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead
 from dsft.runtime.distributed import max_over_ranks
 
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Multiply float32 without TF32 inside a `with`, whatever the option `tf32` or the environment says.
+
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which images of NVIDIA set, speaks to cuBLAS's own setting.
+    """
+    settings = (torch.backends, torch.backends.cuda.matmul)
+    before = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision
+
+
 SLICE_LOGITS = 2**28
 """Logits that a model whose head is not computed in parts makes in one forward: 1 GiB in fp32."""
 

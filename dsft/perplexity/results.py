@@ -1,0 +1,518 @@
+"""Defines the result of an evaluation and keeps it on disk: while the evaluation runs, and when it is done.
+
+perplexity.json                   a report for each model, data set and protocol; a new result replaces the one of these
+documents.parquet                 a row for each document of these
+partial/FINGERPRINT/rank-0.jsonl  while it runs: a line for each batch that this rank scored, to resume from
+tokens.parquet/FINGERPRINT/       with save_tokens: parts of a table with a row for each scored token
+
+The fingerprint is of model, data and options (`evaluation.py`). Batches do not depend on the number of ranks, so
+another number may resume. A part of the tokens is complete or not there. A batch is noted for resuming only when the
+part with its tokens is on disk, and parts that no note names are removed at the next start: no token is lost or written
+twice. Results are read without torch.
+"""
+
+import functools
+import html
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import pyarrow
+import pyarrow.compute
+import pyarrow.parquet
+
+from dsft.config.options import UNQUANTISED
+from dsft.errors import UserError
+from dsft.perplexity.intervals import LEVEL, ResultIntervals, result_intervals
+from dsft.perplexity.sums import Perplexity, exp
+from dsft.runtime import distributed
+from dsft.runtime.disk import write_json
+from dsft.units import GiB
+
+if TYPE_CHECKING:  # results are read without torch
+    import torch
+
+    from dsft.perplexity.windows import Windows
+
+
+COLUMNS = ("nats", "reference_nats", "kl", "reverse_kl", "same_top")
+"""Rows of what `kl.score_pair` returns; the first is the model's own."""
+
+SHOWN_GROUPS = 20
+HOW_OPTIONS = (
+    *("dtype", "quantization", "batch_tokens", "attn_implementation", "sequence_parallel"),
+    *("max_documents", "group_by", "save_tokens"),
+)
+"""Options of a result that say how it was computed and what is kept of it. All others decide what is scored with which
+context.
+"""
+DOCUMENT_COLUMNS = ("nats", "tokens", "bytes", "words")
+"""Columns of documents.parquet that hold the `document_` arrays of a Perplexity."""
+
+
+PART_TOKENS = 1 << 20
+"""Tokens in memory before a part is written: 24 MiB."""
+
+
+STYLE = "text-align:left;vertical-align:top;white-space:pre-wrap;max-width:60em;overflow-wrap:anywhere"
+
+
+def html_table(title: str, rows: Mapping[str, str]) -> str:
+    """Return a table of names and values under a title."""
+    body = "".join(
+        f'<tr><th style="{STYLE}">{html.escape(name)}</th><td style="{STYLE}">{html.escape(value)}</td></tr>'
+        for name, value in rows.items()
+    )
+    return f"<table><caption><b>{html.escape(title)}</b></caption><tbody>{body}</tbody></table>"
+
+
+def frame(columns: Any) -> Any:
+    """Return a pandas.DataFrame of columns, or of rows that are dictionaries."""
+    import pandas  # takes a second, and comes with datasets
+
+    return pandas.DataFrame(columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Holds how far a model's predictions are from those of a reference; means are over scored tokens."""
+
+    reference: str
+    reference_perplexity: float
+    kl: float
+    """Mean KL(reference || model) in nats."""
+    reverse_kl: float
+    """Mean KL(model || reference) in nats."""
+    same_top: float
+    """Share of the tokens where both find the same token likeliest."""
+    change_quantiles: dict[str, float]
+    """Share -> change of the true token's probability that so large a share of the tokens stays below."""
+
+    def row(self) -> str:
+        """Return it as text for the screen."""
+        low, middle, high = (self.change_quantiles[share] for share in ("0.01", "0.5", "0.99"))
+        return (
+            f"KL(reference || model) {self.kl:.6f}, KL(model || reference) {self.reverse_kl:.6f} nats per token;"
+            f" same likeliest token {self.same_top:.2%}; change of the true token's probability {low:+.4f} (1%),"
+            f" {middle:+.4f} (median), {high:+.4f} (99%); perplexity of the reference {self.reference_perplexity:.4f}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Holds one result and how it came about."""
+
+    perplexity: Perplexity
+    model: str
+    data: str
+    protocol: str | None
+    """As the option; then `perplexity` of the report is that protocol's."""
+    mode: str
+    options: dict[str, Any]
+    """seq_len, stride, scope, bos, separator, dtype, batch_tokens ... as they were."""
+    zero: str
+    ranks: int
+    machine: str
+    """Of the whole job: nodes, ranks and their memory."""
+    groups: dict[str, list[dict[str, Any]]]
+    """With group_by: group, nats, tokens and perplexity of each group, by grouping."""
+    divergence: Divergence | None
+    """With a reference."""
+    tokens_folder: str | None
+    """With save_tokens: where they are."""
+    truncated_documents: int
+    """Answers cut to seq_len; their cut-off tokens are not scored."""
+    seconds: float
+    """Scoring alone, without loading; of this run, where an earlier one had scored a part."""
+    peak_memory_bytes: dict[str, int]
+    """Of the rank that needed most: "host", and "gpu" where there is one."""
+    model_hash: str
+    """Of the files of the model and of its base, by blocks of them; the same for a copy."""
+    hashes: dict[str, str]
+    """Of the "texts", their "tokens" and the "windows" over these: results are compared where they are the same."""
+    fingerprint: str
+    """Of all that the result depends on, see `evaluation.py`."""
+    versions: dict[str, str]
+    verified_difference: float | None
+    """With `verify`: largest |nats - plain nats| / plain nats over the documents that were scored again."""
+    is_known: bool = False
+    """Whether it was taken over from an earlier evaluation."""
+
+    def report(self) -> dict[str, Any]:
+        """Return the report for perplexity.json; docs of the modes are in dsft/perplexity/modes.py."""
+        result = self.perplexity
+        of_evaluation = {field.name: getattr(self, field.name) for field in fields(self)}
+        del of_evaluation["perplexity"], of_evaluation["is_known"]
+        of_evaluation["divergence"] = asdict(self.divergence) if self.divergence else None
+        named = f"protocol {self.protocol}" if self.protocol else f"mode {self.mode}"
+        source = f" ({self._source})" if self.protocol else ""
+        return of_evaluation | {
+            "perplexity": exp(result.reported_loss) if self.protocol else result.perplexity,
+            "nats": result.nats,
+            "tokens": result.tokens,
+            "nats_per_token": result.loss,
+            "reported_loss": result.reported_loss,
+            "bytes": result.bytes,
+            "words": result.words,
+            "word_perplexity": result.word_perplexity,
+            "byte_perplexity": result.byte_perplexity,
+            "bits_per_byte": result.bits_per_byte,
+            "interval": self.intervals.report(),
+            "documents": result.documents,
+            "unscored_documents": result.unscored_documents,
+            "fed_tokens": result.fed_tokens,
+            "rows_alone": result.rows_alone,
+            "blocks": {
+                "windows": result.windows_per_block,
+                "nats": result.block_nats.tolist(),
+                "tokens": result.block_tokens.tolist(),
+            },
+            "tokens_per_second": result.fed_tokens / self.seconds,
+            "definition": f"perplexity = exp(nats / tokens), {named} of dsft/perplexity/modes.py{source}",
+        }
+
+    @property
+    def _source(self) -> str:
+        """Where the protocol comes from."""
+        from dsft.perplexity.modes import find_protocol  # loads transformers, which reading results does not need
+
+        return find_protocol(self.protocol).source
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Return what a later result of the same kind replaces: model, data and protocol."""
+        return self.model, self.data, self.protocol or ""
+
+    def documents(self) -> dict[str, Any]:
+        """Return the columns of documents.parquet, a row for each document."""
+        result = self.perplexity
+        return {
+            "model": [self.model] * result.documents,
+            "data": [self.data] * result.documents,
+            "protocol": [self.protocol or ""] * result.documents,
+            "document": np.arange(result.documents),
+            **{name: getattr(result, f"document_{name}") for name in DOCUMENT_COLUMNS},
+            **dict(zip(COLUMNS[1:], result.document_pairs, strict=False)),
+        }
+
+    @functools.cached_property
+    def intervals(self) -> ResultIntervals:
+        """Compute the 95 % intervals."""
+        return result_intervals(self.perplexity)
+
+    def summary(self) -> dict[str, str]:
+        """Return the rows of a table about the result, for the screen."""
+        report = self.report()
+        low, high = self.intervals.perplexity
+        bounds = "unknown" if math.isnan(low) else f"{low:.4f} to {high:.4f}"
+        rows = {
+            "perplexity": f"{report['perplexity']:.4f}",
+            f"{LEVEL:.0%} interval": f"{bounds} (resampled: {self.intervals.resampled})",
+            "scored": f"{report['tokens']:,} tokens of {report['documents']:,} documents ({report['mode']})",
+            "nats per token": f"{report['nats_per_token']:.6f}",
+        }
+        if report["bytes"]:
+            rows["per text"] = (
+                f"word perplexity {report['word_perplexity']:,.4f}, byte perplexity {report['byte_perplexity']:.4f}\n"
+                f"{report['bits_per_byte']:.4f} bits per byte"
+            )
+        rows |= {f"by {name}": _group_rows(groups) for name, groups in self.groups.items()}
+        if self.divergence:
+            rows[f"against {self.divergence.reference}"] = self.divergence.row()
+        left_out = {
+            "without a token to score": report["unscored_documents"],
+            "truncated": report["truncated_documents"],
+        }
+        if any(left_out.values()):
+            rows["documents"] = ", ".join(f"{number:,} {reason}" for reason, number in left_out.items() if number)
+        if report["verified_difference"] is not None:
+            rows["verified"] = f"largest relative difference to the plain way {report['verified_difference']:.1e}"
+        quantization, peaks = report["options"].get("quantization", UNQUANTISED), report["peak_memory_bytes"]
+        quantised = f", quantised as {quantization}" if quantization != UNQUANTISED else ""
+        return rows | {
+            "computed as": f"{report['options']['dtype']}{quantised}, ZeRO {report['zero']}, {report['ranks']} ranks",
+            "speed": f"{report['tokens_per_second']:,.0f} tokens/s, {report['seconds']:.1f} s",
+            "peak memory per rank": ", ".join(f"{name} {value / GiB:.2f} GiB" for name, value in peaks.items()),
+        }
+
+    def protocol_row(self) -> str:
+        """Return one line of the table of all protocols."""
+        seq_len, tokens = self.options["seq_len"], self.perplexity.tokens
+        perplexity = exp(self.perplexity.reported_loss)
+        return f"{perplexity:.4f}  (windows of {seq_len:,}, {tokens:,} tokens scored; {self._source})"
+
+    def to_pandas(self, group_by: str | None = None) -> Any:
+        """Return a pandas.DataFrame with a row for each document, or for each group of one grouping."""
+        return frame(self.groups[group_by] if group_by else self.documents())
+
+    def _repr_html_(self) -> str:
+        return html_table(f"Perplexity of {self.model} on {self.data}", self.summary())
+
+    @classmethod
+    def known(cls, report: dict[str, Any], documents: dict[str, np.ndarray]) -> "Evaluation":
+        """Make the evaluation again that gave a report and the columns of its documents."""
+        perplexity = Perplexity(
+            nats=report["nats"],
+            tokens=report["tokens"],
+            fed_tokens=report["fed_tokens"],
+            reported_loss=report["reported_loss"],
+            rows_alone=report["rows_alone"],
+            windows_per_block=report["blocks"]["windows"],
+            block_nats=np.array(report["blocks"]["nats"], np.float64),
+            block_tokens=np.array(report["blocks"]["tokens"], np.int64),
+            document_pairs=np.array([documents[name] for name in COLUMNS[1:] if name in documents]).reshape(
+                -1, len(documents["nats"])
+            ),
+            **{f"document_{name}": documents[name] for name in DOCUMENT_COLUMNS},
+        )
+        of_evaluation = {field.name: report[field.name] for field in fields(cls) if field.name in report}
+        divergence = report["divergence"] and Divergence(**report["divergence"])
+        return cls(**of_evaluation | {"perplexity": perplexity, "divergence": divergence, "is_known": True})
+
+
+def _group_rows(groups: list[dict[str, Any]]) -> str:
+    lines = [f"{row['perplexity']:.4f}  {row['group']} ({row['tokens']:,} tokens)" for row in groups[:SHOWN_GROUPS]]
+    more = [f"and {len(groups) - SHOWN_GROUPS:,} more in perplexity.json"] if len(groups) > SHOWN_GROUPS else []
+    return "\n".join([*lines, *more])
+
+
+Key = tuple[str, str, str]
+"""Model, data, protocol; the last is empty without one."""
+
+
+class Results:
+    """Holds the results in a folder, of this evaluation and of earlier ones; rank 0 reads and writes.
+
+    Collective: every rank makes one.
+    """
+
+    def __init__(self, folder: Path):
+        """
+        Raises:
+            UserError: where a file that is there cannot be read.
+        """
+        self.folder = folder
+        self.reports: dict[Key, dict[str, Any]] = {}
+        """On rank 0."""
+        self.documents: dict[Key, pyarrow.Table] = {}
+        distributed.on_rank_0(self._read)
+
+    def known(self, fingerprint: str, *, verified: bool) -> Evaluation | None:
+        """Find the result of an evaluation that was the same in everything that counts. Collective.
+
+        Args:
+            verified: only one of which documents were scored again.
+        """
+        return distributed.on_rank_0(lambda: self._known(fingerprint, verified))
+
+    def add(self, evaluation: Evaluation) -> None:
+        """Put a result, new or known, behind all others; a new one is on the disk from then on. Collective."""
+        distributed.on_rank_0(lambda: self._add(evaluation))
+
+    def _known(self, fingerprint: str, verified: bool) -> Evaluation | None:
+        for key, report in self.reports.items():
+            if report.get("fingerprint") != fingerprint or (verified and report["verified_difference"] is None):
+                continue
+            # The two files are written one after the other; a kill between them leaves other documents.
+            if self.is_whole(key):
+                return self.evaluation(key)
+        return None
+
+    def is_whole(self, key: Key) -> bool:
+        """Tell whether the documents of a result are those that its report counts. On rank 0."""
+        report, nats = self.reports[key], self.documents[key]["nats"].to_numpy()
+        return len(nats) == report["documents"] and math.isclose(math.fsum(nats), report["nats"], rel_tol=1e-12)
+
+    def evaluation(self, key: Key) -> Evaluation:
+        """Make the evaluation again whose report and documents are those of `key`. On rank 0."""
+        report, table = self.reports[key], self.documents[key]
+        names = DOCUMENT_COLUMNS + (COLUMNS[1:] if report["divergence"] else ())
+        return Evaluation.known(report, {name: table[name].to_numpy() for name in names})
+
+    def _add(self, evaluation: Evaluation) -> None:
+        key = evaluation.key
+        self.reports.pop(key, None)
+        self.documents.pop(key, None)
+        self.reports[key] = evaluation.report()
+        self.documents[key] = pyarrow.table(evaluation.documents())
+        self.folder.mkdir(parents=True, exist_ok=True)
+        beside = self.folder / "documents.tmp"
+        pyarrow.parquet.write_table(pyarrow.concat_tables(self.documents.values(), promote_options="default"), beside)
+        beside.replace(self.folder / "documents.parquet")
+        write_json(self.folder / "perplexity.json", {"results": list(self.reports.values())})
+
+    def _read(self) -> None:
+        path = self.folder / "perplexity.json"
+        if not path.is_file():
+            return
+        try:
+            reports = json.loads(path.read_text(encoding="utf-8"))["results"]
+            table = pyarrow.parquet.read_table(self.folder / "documents.parquet")
+            if "protocol" not in table.column_names:  # of an earlier dsft
+                table = table.add_column(2, "protocol", pyarrow.array([""] * len(table), pyarrow.string()))
+            self.reports = {
+                (report["model"], report["data"], report.get("protocol") or ""): report for report in reports
+            }
+            for key in self.reports:
+                rows = table
+                for name, value in zip(("model", "data", "protocol"), key, strict=True):
+                    rows = rows.filter(pyarrow.compute.equal(rows[name], value))
+                self.documents[key] = rows.replace_schema_metadata(None)
+        except (OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
+            raise UserError(
+                [
+                    f"output_dir: {self.folder} holds a perplexity.json with documents.parquet beside it that cannot be"
+                    f" read ({type(error).__name__}: {error}); remove both, or name another folder"
+                ]
+            ) from None
+
+
+class ResumeLog:
+    """Knows the scored batches of an earlier evaluation, and records those of this one, below `folder`.
+
+    Collective: every rank makes one.
+    """
+
+    def __init__(self, folder: Path, key: str):
+        self.folder = folder / "partial" / key[:32]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # Nodes may not share the folder, so what is known is the union over all ranks, before anyone appends.
+        self._known = {batch: line for batch, *line in distributed.from_all(list(self._lines()))}
+        self._file = (self.folder / f"rank-{distributed.rank()}.jsonl").open("a", encoding="utf-8")
+
+    def known(self) -> dict[int, list]:
+        """Return index of a batch -> what else its line holds, the same on every rank: the sums of its pieces first."""
+        return self._known
+
+    def record(self, line: list) -> None:
+        """Append the line of a batch: its index, the sums of its pieces, and what the recorder adds to these.
+
+        Python's repr of a float, as JSON has it, gives the same bits back.
+        """
+        self._file.write(f"\n{json.dumps(line)}")
+        self._file.flush()
+
+    def remove(self) -> None:
+        """Remove the lines, which are not needed any more once the result is known. Collective."""
+        self._file.close()
+        distributed.wait_for_all()
+        shutil.rmtree(self.folder, ignore_errors=True)  # on every rank, since nodes may not share the folder
+
+    def _lines(self) -> Iterator[list]:
+        for path in sorted(self.folder.glob("rank-*.jsonl")):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    continue  # the line that was being written when the rank was killed
+
+
+class TokenParts:
+    """Writes the scored tokens of this rank, a part at a time."""
+
+    def __init__(self, folder: Path, windows: "Windows", kept: set[str]):
+        """
+        Args:
+            kept: names of the parts of an interrupted evaluation that count; others are removed. Collective.
+        """
+        self.folder, self.windows = folder, windows
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if path.name not in kept:
+                path.unlink(missing_ok=True)  # another rank of this node may have been first
+        distributed.wait_for_all()
+        self.tables: list[pyarrow.Table] = []
+        self.name = ""
+
+    def add(self, batch: int, windows: list[int], nats_N: np.ndarray) -> None:
+        """Take the tokens of a batch."""
+        self.name = self.name or f"batch-{batch:08d}-rank-{distributed.rank()}.parquet"
+        places = np.concatenate([self.windows.scored_places(window) for window in windows])
+        documents = np.searchsorted(self.windows.document_ends, places, side="right")
+        starts = np.concatenate([[0], self.windows.document_ends])[documents]
+        columns = {
+            "document": documents.astype(np.int64),
+            "position": (places - starts).astype(np.int64),
+            "token": np.asarray(self.windows.tokens[places]).astype(np.int32),
+            "nats": nats_N,
+        }
+        self.tables.append(pyarrow.table(columns))
+
+    def write(self) -> str | None:
+        """Write what was added as a part; its name, None where nothing was added."""
+        if not self.tables:
+            return None
+        name, beside = self.name, self.folder / f"{self.name}.tmp"
+        pyarrow.parquet.write_table(pyarrow.concat_tables(self.tables), beside)
+        beside.replace(self.folder / name)
+        self.tables, self.name = [], ""
+        return name
+
+
+class Observer(Protocol):
+    """Adds something up over all tokens."""
+
+    def update(self, windows: list[int], columns_KN: np.ndarray) -> list:
+        """Take a batch; return what the line of the batch keeps of it."""
+
+    def restore(self, recorded: list) -> None:
+        """Take what `update` returned for a batch of an interrupted evaluation."""
+
+
+class Recorder:
+    """Takes every batch that this rank scores, and knows those of an interrupted evaluation."""
+
+    def __init__(
+        self,
+        windows: "Windows",
+        *,
+        log: ResumeLog | None,
+        observers: Sequence[Observer] = (),
+        tokens: Path | None = None,
+    ):
+        """
+        Args:
+            observers: the same ones, in the same order, when an evaluation resumes.
+            tokens: folder of the scored tokens. With it the recorder is collective.
+        """
+        self.log, self.observers = log, observers
+        lines = log.known() if log else {}
+        parts = {line[2] for line in lines.values() if len(line) > 2}
+        self.tokens = TokenParts(tokens, windows, parts) if tokens else None
+        self._known = {batch: line[0] for batch, line in lines.items()}
+        if distributed.rank() == 0:  # the sums of all ranks are added up: each batch counts once
+            for line in lines.values():
+                for observer, recorded in zip(observers, line[1] if observers else [], strict=True):
+                    observer.restore(recorded)
+        self._pending: list[list] = []
+
+    def known(self) -> dict[int, list[list[float]]]:
+        """Return index of a batch -> sums of its pieces, [K][pieces], the same on every rank."""
+        return self._known
+
+    def record(self, batch: int, windows: list[int], columns_KN: "torch.Tensor", piece_sums: list[list[float]]) -> None:
+        """Take a scored batch.
+
+        Args:
+            columns_KN: of its scored tokens, window by window; nats first.
+            piece_sums: [K][pieces].
+        """
+        recorded = [observer.update(windows, columns_KN.numpy()) for observer in self.observers]
+        if self.tokens:
+            self.tokens.add(batch, windows, columns_KN[0].numpy())
+        self._pending.append([batch, piece_sums, recorded])
+        if not self.tokens or sum(map(len, self.tokens.tables)) >= PART_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Put everything on disk."""
+        part = self.tokens.write() if self.tokens else None
+        if self.log:
+            for line in self._pending:
+                self.log.record([*line, part] if part else line)
+        self._pending = []
