@@ -27,12 +27,15 @@ from dsft.data.sequences import Sequences
 from dsft.data.training_data import is_prepared, load_training_data
 from dsft.errors import UserError, raise_if_any, shown_command
 from dsft.planner.candidates import SEQUENCES_PER_RANK
-from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation, longest_window
-from dsft.planner.export import write_plan
+from dsft.planner.evaluation_plan import (
+    all_evaluation_plans,
+    choose_evaluation,
+    longest_window,
+    refused_heads,
+    refused_number,
+)
 from dsft.planner.measuring import calibrate
-from dsft.planner.plan import Plan, as_dict
-from dsft.planner.shortlist import RunCost, run_cost, shortlist
-from dsft.planner.ulysses import refused_heads, refused_number
+from dsft.planner.plan import Plan, RunCost, as_dict, run_cost, shortlist, write_plan
 from dsft.run_setup.alternatives import Alternative, longest_sequence, seconds_at, ways_to_fit
 from dsft.run_setup.largest import largest_models
 from dsft.run_setup.plan import Choice, plan_offline, speeds_for

@@ -44,8 +44,7 @@ from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.sequence_parallel import refused_models, team_of
 from dsft.perplexity.sums import Perplexity
 from dsft.perplexity.windows import Windows
-from dsft.planner.evaluation_plan import default_batch_tokens
-from dsft.planner.ulysses import refused_number
+from dsft.planner.evaluation_plan import default_batch_tokens, refused_number
 from dsft.runtime import distributed
 from dsft.runtime.agreement import SAME_FILES, require_agreement, require_same_start
 from dsft.runtime.console import say

@@ -31,8 +31,8 @@ from dsft.data.sequences import IGNORED
 from dsft.models.row_rules import rope_types
 from dsft.models.size import ModelFacts
 from dsft.models.small_model import small_model
+from dsft.planner.evaluation_plan import refused_heads
 from dsft.planner.job import attention_of
-from dsft.planner.ulysses import refused_heads
 from dsft.runtime import distributed
 
 if TYPE_CHECKING:

@@ -1,8 +1,22 @@
-"""Bytes that activations take on one GPU, from a trace of the real model over fake tensors (activation_trace.py).
+"""Bytes that activations take on one GPU, from one forward and backward of the real model over fake tensors: shapes
+only, no memory, no GPU.
 
-A trace takes seconds, so it is kept: in this process, and on disk in `~/.cache/dsft/activations/` (XDG_CACHE_HOME is
-followed) under a hash of everything that it depends on. Weights and gradients are not counted, nor is workspace of
-matrix products.
+One and two layers are traced and the rest is extrapolated (every layer of a kind keeps the same bytes), so a model of
+any size takes seconds. Storages are counted as autograd and the Python code hold and free them. Weights, their
+gradients and the token ids are left out. What a CUDA kernel needs inside (workspace of a matrix product, a rounded-up
+length) is left out too, but for attention (fake_model.py).
+
+    bytes                                  head                 What a step holds without checkpointing, over time.
+      |                                   /\    backward        `kept`: what the layers saved. `head`: the most above
+      |                       kept ______/  \   of a layer      it between the last layer's output and its gradient.
+      |                    _______/          \/\_              `layers`: the most above it before and after: the
+      |            _______/                      \/\_          backward of the last layer, when all others still
+      |    _______/                                  \/\_      hold theirs.
+      +-----------------------------------------------------> time
+         layer 1   layer 2    layer 3   loss   3   2   1
+
+A trace is kept: in this process, and on disk in `~/.cache/dsft/activations/` (XDG_CACHE_HOME is followed) under a hash
+of everything that it depends on.
 """
 
 import dataclasses
@@ -10,24 +24,310 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from peft import LoraConfig
-from transformers import LlamaConfig, PreTrainedConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from dsft.errors import one_line
 from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE
 from dsft.models.size import ModelSize
 from dsft.models.tiled_loss import tile_rows
-from dsft.planner.activation_trace import EvaluationTrace, TrainingTrace, trace_evaluation, trace_training
-from dsft.planner.fake_model import Attention
+from dsft.planner.fake_model import (
+    Attention,
+    decoder_layers,
+    enable_checkpointing,
+    fake_model,
+    layer_kinds,
+    meta_model,
+)
 from dsft.planner.terms import Term
 from dsft.runtime.disk import user_cache, write_json
 from dsft.units import DTYPE_BYTES
+
+aten = torch.ops.aten
+PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm}
+"""Products of matrices: their time is that of their arithmetic, not of the memory they read."""
+
+
+def moved_bytes(func: torch._ops.OpOverload, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    """Return what an operator that is no product reads and writes; a view moves nothing."""
+    storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+    is_view = not func._schema.is_mutable and all(out.untyped_storage()._cdata in storages for out in outputs)
+    if func.overloadpacket in PRODUCTS or is_view:
+        return 0
+    return sum(min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()) for tensor in inputs + outputs)
+
+
+class StorageLog(TorchDispatchMode):
+    """Notes when storages appear and vanish while it is active; works on fake and on real tensors.
+
+    A storage is known by the address of its C++ object (`_cdata`), since fake tensors have no data to point at. An
+    address is used again once its storage is gone, so each storage gets a number of its own when it appears.
+
+    Args:
+        known: tensors that are not counted (weights, buffers, inputs).
+        gradient_shape: a tensor of this shape made after `mark("head")` is a gradient of embedding or head, and is not
+            counted.
+    """
+
+    def __init__(self, known: list[torch.Tensor], gradient_shape: torch.Size | None = None):
+        super().__init__()
+        self.gradient_shape = gradient_shape
+        self.indices: dict[int, int] = {tensor.untyped_storage()._cdata: -1 for tensor in known}
+        """Living storage -> its number, in order of appearance; -1 where it is not counted."""
+        self.events: list[tuple[int, int]] = []
+        """(number of a storage, bytes that appeared; negative where they vanished)."""
+        self.gradients: set[int] = set()
+        self.marks: dict[str, int] = {}
+        self.references: dict[int, weakref.ref] = {}
+        self.traffic = 0
+        """Bytes that operators other than products have read and written."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:  # most calls: autograd asks fake tensors again and again
+            return func(*args)
+        output = func(*args, **(kwargs or {}))
+        outputs = [tensor for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)]
+        inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
+        self.traffic += moved_bytes(func, inputs, outputs)
+        for tensor in outputs:
+            self._see(tensor)
+        return output
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self.indices:
+            return
+        index, num_bytes = len(self.events), storage.nbytes()
+        self.indices[address] = index
+        self.events.append((index, num_bytes))
+        if "head" in self.marks and tensor.shape == self.gradient_shape:
+            self.gradients.add(index)
+        self.references[address] = weakref.ref(storage, lambda _: self._forget(address, index, num_bytes))
+
+    def _forget(self, address: int, index: int, num_bytes: int) -> None:
+        self.events.append((index, -num_bytes))
+        del self.indices[address], self.references[address]
+
+    def mark(self, name: str) -> None:
+        """Call this moment `name`; the first time counts."""
+        self.marks.setdefault(name, len(self.events))
+
+    def leave_out(self, gradient: torch.Tensor) -> None:
+        """Leave out, as a hook of parameters, what arrives there: it is a gradient, not an activation."""
+        self.gradients.add(self.indices[gradient.untyped_storage()._cdata])
+
+    def bytes_of(self, numbers: Collection[int], *, alive_at: str) -> int:
+        """Return the bytes of these storages at the mark."""
+        return sum(change for index, change in self.events[: self.marks[alive_at]] if index in numbers)
+
+    def live_bytes(self) -> list[int]:
+        """Return the bytes alive after each event, without gradients."""
+        alive, series = 0, [0]
+        for index, change in self.events:
+            alive += 0 if index in self.gradients else change
+            series.append(alive)
+        return series
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """Bytes of one forward and backward of a micro batch, above weights, gradients and token ids."""
+
+    kept: int
+    """What embedding and layers made and autograd still holds when the loss is known, without the last layer's output
+    (that is `head`'s).
+    """
+    head: int
+    """The most above `kept` from the last layer's output until its gradient is there: final norm, logits, loss and
+    their backward.
+    """
+    layers: int
+    """The most above `kept` before and after that: the forward of a layer, or its (recompute and) backward."""
+    traffic: int = field(compare=False)
+    """Read and written by all operators but products; real tensors may take other ones than fake tensors."""
+
+
+def trace_step(model: PreTrainedModel, *, batch: int, seq_len: int, attention: Attention) -> StepTrace:
+    """Trace one training step of `model` as the Trainer runs it: outputs are dropped before the backward.
+
+    `model` holds fake tensors where this is called within `fake_model`'s context, and may as well be real.
+    """
+    inputs = _inputs(batch, seq_len, attention)
+    known = [*model.parameters(), *model.buffers(), *inputs.values()]
+    log = StorageLog(known, gradient_shape=model.get_input_embeddings().weight.shape)
+    last_layer = decoder_layers(model)[-1]
+    last_output = []
+
+    def at_last_layer(module, args, output):
+        hidden_BTH = output[0] if isinstance(output, tuple) else output
+        last_output.append(log.indices[hidden_BTH.untyped_storage()._cdata])
+        log.mark("head")
+        hidden_BTH.register_hook(lambda gradient: log.mark("layers"))
+
+    handles = [last_layer.register_forward_hook(at_last_layer)]
+    handles += [parameter.register_hook(log.leave_out) for parameter in model.parameters() if parameter.requires_grad]
+    with log:
+        loss = model(**inputs, labels=inputs["input_ids"], use_cache=False).loss
+        log.mark("loss")
+        loss.backward()
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    live = log.live_bytes()
+    head, layers = log.marks["head"], log.marks["layers"]
+    kept = log.bytes_of(range(head), alive_at="loss") - log.bytes_of(last_output, alive_at="loss")
+    return StepTrace(
+        kept=kept,
+        head=max(live[head : layers + 1]) - kept,
+        layers=max(live[:head] + live[layers:]) - kept,
+        traffic=log.traffic,
+    )
+
+
+def _inputs(batch: int, seq_len: int, attention: Attention) -> dict[str, torch.Tensor]:
+    ids_BT = torch.zeros(batch, seq_len, dtype=torch.long)
+    return {"input_ids": ids_BT} | ({} if attention == "flash" else {"attention_mask": torch.ones_like(ids_BT)})
+
+
+def trace_forward(model: PreTrainedModel, *, batch: int, seq_len: int, attention: Attention) -> int:
+    """Peak bytes of the backbone without gradients, as scoring calls it: the head on one position only."""
+    inputs = _inputs(batch, seq_len, attention)
+    log = StorageLog([*model.parameters(), *model.buffers(), *inputs.values()])
+    model.eval()
+    with torch.no_grad(), log:
+        model(**inputs, use_cache=False, logits_to_keep=1)
+    model.train()
+    return max(log.live_bytes())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTrace:
+    """Bytes of one micro batch in training, for the complete model."""
+
+    once: int
+    """Held besides the layers' own: embedding output, rotary angles, mask."""
+    layers_saved: int
+    """Saved by all layers without checkpointing."""
+    layers_input: int
+    """Kept by all layers with checkpointing."""
+    layer_transient: int
+    """The most that one layer needs in its recompute and backward, with checkpointing."""
+    layer_backward: int
+    """The most that one layer needs in its backward without checkpointing, above what is saved."""
+    head: int
+    traffic: int
+    """Read and written by operators other than products, in one forward and backward without checkpointing."""
+    traffic_checkpointed: int
+    """With it: the recompute included."""
+
+    def peak_bytes(self, checkpointing: bool) -> int:
+        """The head's peak and that of a layer's backward come at different moments, both while all layers hold
+        theirs.
+        """
+        if checkpointing:
+            return self.once + self.layers_input + max(self.head, self.layer_transient)
+        return self.once + self.layers_saved + max(self.head, self.layer_backward)
+
+
+def trace_training(
+    model_config: PreTrainedConfig,
+    *,
+    batches: tuple[int, ...],
+    seq_len: int,
+    dtype: torch.dtype,
+    attention: Attention,
+    adapters: LoraConfig | None = None,
+    liger: bool = False,
+    tiled: bool = False,
+) -> list[TrainingTrace]:
+    """Trace one and two layers of each kind and add up as many as there are; one result for each size of batch.
+
+    Args:
+        tiled: the loss is of tiles, each of one sequence.
+    """
+    blueprint, kinds = meta_model(model_config, dtype=dtype, attention=attention), []
+    for layers in layer_kinds(blueprint):
+        steps: dict[tuple[int, bool, int], StepTrace] = {}
+        for number in (1, 2):
+            parts = {"layers": layers[:1] * number, "liger": liger, "tile_rows": seq_len if tiled else None}
+            with fake_model(blueprint, adapters=adapters, **parts) as model:
+                for checkpointing in (False, True):
+                    if checkpointing:
+                        enable_checkpointing(model)
+                    for batch in batches:
+                        steps[number, checkpointing, batch] = trace_step(
+                            model, batch=batch, seq_len=seq_len, attention=attention
+                        )
+        kinds.append((len(layers), steps))
+    return [_add_up(kinds, batch) for batch in batches]
+
+
+def _add_up(kinds: list[tuple[int, dict[tuple[int, bool, int], StepTrace]]], batch: int) -> TrainingTrace:
+    """Add up the kinds: (number of layers, (traced layers, checkpointing, batch) -> their step)."""
+    once = saved = inputs = transient = backward = head = 0
+    traffic = dict.fromkeys((False, True), 0)
+    for number, steps in kinds:
+        plain, checkpointed = steps[2, False, batch], steps[2, True, batch]
+        layer_input = checkpointed.kept - steps[1, True, batch].kept
+        saved += number * (plain.kept - steps[1, False, batch].kept)
+        inputs += number * layer_input
+        once += checkpointed.kept - 2 * layer_input  # rotary angles and masks are a kind's own
+        transient = max(transient, checkpointed.layers)
+        backward = max(backward, plain.layers)
+        head = max(head, checkpointed.head)
+        for checkpointing, total in traffic.items():
+            layer = steps[2, checkpointing, batch].traffic - steps[1, checkpointing, batch].traffic
+            outside = 0 if total else steps[1, checkpointing, batch].traffic - layer  # embedding, norm, head and loss
+            traffic[checkpointing] = total + outside + number * layer
+    return TrainingTrace(
+        once=once,
+        layers_saved=saved,
+        layers_input=inputs,
+        layer_transient=transient,
+        layer_backward=backward,
+        head=head,
+        traffic=traffic[False],
+        traffic_checkpointed=traffic[True],
+    )
+
+
+@dataclass(frozen=True)
+class EvaluationTrace:
+    """Bytes of one batch without gradients, for the complete model."""
+
+    backbone: int
+    """The peak without the head."""
+
+
+def trace_evaluation(
+    model_config: PreTrainedConfig,
+    *,
+    batches: tuple[int, ...],
+    seq_len: int,
+    dtype: torch.dtype,
+    attention: Attention,
+    adapters: LoraConfig | None = None,
+) -> list[EvaluationTrace]:
+    """Trace three layers of each kind without gradients; one result for each size of batch."""
+    peaks = [0] * len(batches)
+    blueprint = meta_model(model_config, dtype=dtype, attention=attention)
+    for layers in layer_kinds(blueprint):
+        with fake_model(blueprint, adapters=adapters, layers=layers[:1] * 3) as model:
+            for number, batch in enumerate(batches):
+                forward = trace_forward(model, batch=batch, seq_len=seq_len, attention=attention)
+                peaks[number] = max(peaks[number], forward)
+    return [EvaluationTrace(backbone=peak) for peak in peaks]
+
 
 Loss = Literal["hf", "tiled", "fused"]
 """hf: transformers' ForCausalLMLoss, over all logits in fp32. tiled: logits of some tokens at a time
@@ -280,7 +580,7 @@ def _cached(
 def _code_versions() -> list[str]:
     """List the versions of what a trace runs through, and a hash of the tracing code itself."""
     folder = Path(__file__).parent
-    files = ("activation_trace.py", "fake_model.py", "../models/tiled_loss.py")
+    files = ("activations.py", "fake_model.py", "../models/tiled_loss.py")
     source = b"".join((folder / name).read_bytes() for name in files)
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers", "peft")]
     return [*versions, hashlib.sha256(source).hexdigest(), str(BATCHES)]

@@ -14,8 +14,7 @@ from dsft.planner.activations import (
     evaluation_activations,
     training_activations,
 )
-from dsft.planner.fake_model import Attention
-from dsft.planner.liger import MODEL_TYPES as LIGER_MODELS
+from dsft.planner.fake_model import LIGER_MODELS, Attention
 from dsft.planner.zero_layout import DEFAULT_OPTIMIZER, OPTIMIZERS
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dsft.planner.limits import ASSUMED
 from dsft.planner.measured_speeds import keep_outside, keep_ranks
+from dsft.planner.terms import ASSUMED
 from dsft.runtime.distributed import device, free_port, max_over_ranks, start_ranks, wait_for_all
 from dsft.runtime.hardware import FREE_SHARE, Machine, ask_gpu, has_gpu, peak_resident_bytes
 from dsft.units import MiB

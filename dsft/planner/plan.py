@@ -6,21 +6,28 @@ arithmetic.
     chosen = choose(plans, machine)
 
 A prediction is made from the very DeepSpeed configuration that training would get: `plan.deepspeed_config`.
+
+Here is also what is shown of many plans, what a run with one of them costs, and a plan as files: a DeepSpeed JSON with
+every number in it, and the accelerate YAML that starts it.
 """
 
 import dataclasses
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from dsft.errors import UserError
+from dsft.models.size import ModelSize
 from dsft.planner.candidates import batches, batches_of, candidate_names, gradient_types, leaner_settings, settings
 from dsft.planner.job import Job
-from dsft.planner.limits import FRAGMENTATION, HOST_SHARE, OVERHEAD, Needs, add_up, with_room
-from dsft.planner.load_states import load_terms
-from dsft.planner.model_states import state_terms
 from dsft.planner.speeds import Speeds
-from dsft.planner.step_time import StepTime, step_time
-from dsft.planner.terms import Term, peak_bytes
-from dsft.planner.zero_layout import describe_layout
+from dsft.planner.states import load_terms, state_terms
+from dsft.planner.step_time import TIME_RANGE, StepTime, step_time
+from dsft.planner.terms import FRAGMENTATION, HOST_SHARE, OVERHEAD, Needs, Term, add_up, peak_bytes, with_room
+from dsft.planner.zero_layout import describe_layout, resolve_auto
 from dsft.runtime.hardware import Machine
 from dsft.units import in_gib
 
@@ -63,7 +70,7 @@ class Plan:
     """Whether `time` is good for more than an order (Speeds.tells_time)."""
     fits: bool
     is_tight: bool
-    """Whether it fits without the room that is left where it can be (limits.py)."""
+    """Whether it fits without the room that is left where it can be (terms.py)."""
     binds: str
     """Of "GPU memory", "host memory", "NVMe" and "locked memory" what is too small, joined by " and "; empty where it
     fits.
@@ -341,3 +348,131 @@ def need(plan: Plan) -> str:
 def as_dict(plan: Plan) -> dict[str, Any]:
     """For JSON: everything, with the sums that tables show."""
     return dataclasses.asdict(plan) | {"tokens_per_second": plan.time.tokens_per_second}
+
+
+def complete_config(plan: Plan, size: ModelSize, machine: Machine, *, dtype: str) -> dict[str, Any]:
+    """The plan's DeepSpeed configuration without "auto", but for what only the training's options say (learning rate
+    and the like).
+    """
+    config = plan.deepspeed_config
+    return config | {
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation,
+        "train_batch_size": plan.micro_batch * plan.accumulation * machine.world_size,
+        "gradient_clipping": 1.0,  # max_grad_norm of transformers.TrainingArguments
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "fp16": {"enabled": dtype == "float16"},
+        "zero_optimization": {
+            key: value
+            for key, value in resolve_auto(config["zero_optimization"], size).items()
+            if key in config["zero_optimization"]
+        },
+    }
+
+
+def write_plan(folder: Path, plan: Plan, size: ModelSize, machine: Machine, *, dtype: str) -> list[Path]:
+    """Write deepspeed.json and accelerate.yaml to `folder`; returns their paths.
+
+    Raises:
+        UserError: where one of them exists already, or the folder cannot be written.
+    """
+    paths = [folder / "deepspeed.json", folder / "accelerate.yaml"]
+    existing = [str(path) for path in paths if path.exists()]
+    if existing:
+        raise UserError([f"--write {folder}: {', '.join(existing)} exists; choose another folder or remove it"])
+    launcher = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {
+            "deepspeed_config_file": str(paths[0].resolve()),
+            "zero3_init_flag": plan.deepspeed_config["zero_optimization"].get("stage") == 3,
+            "deepspeed_multinode_launcher": "standard",
+        },
+        "num_machines": machine.nodes,
+        "num_processes": machine.world_size,
+        "machine_rank": 0,
+        "main_process_ip": "127.0.0.1" if machine.nodes == 1 else "10.0.0.1",
+        "main_process_port": 29500,
+        "main_training_function": "main",
+        "use_cpu": not machine.has_gpu,
+    }
+    head = (
+        f"# accelerate launch --config_file {paths[1].resolve()} dsft/train.py --config run.yaml"
+        f" --activation_checkpointing {str(plan.activation_checkpointing).lower()}\n"
+    )
+    if machine.nodes > 1:
+        head += "# Set main_process_ip to the first machine's address, and machine_rank to 1, 2 ... on the others.\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        paths[0].write_text(
+            json.dumps(complete_config(plan, size, machine, dtype=dtype), indent=2) + "\n", encoding="utf-8"
+        )
+        paths[1].write_text(head + yaml.safe_dump(launcher, sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        raise UserError([f"--write {folder}: cannot be written ({error.strerror})"]) from error
+    return paths
+
+
+BEST = 3
+"""Plans that fit and are shown."""
+
+
+def shortlist(chosen: Plan, plans: list[Plan], machine: Machine) -> list[Plan]:
+    """The choice, the next fastest that fit, and the nearest that does not fit and is worth it; where nothing fits, the
+    two that lack least. In the order of `plans`.
+    """
+
+    def speed(plan: Plan) -> float:
+        return plan.time.tokens_per_second
+
+    others = sorted((plan for plan in plans if plan.fits and plan is not chosen), key=speed, reverse=True)
+    shown = [chosen, *others[: BEST - 1]]
+    if chosen.fits:
+        shown.append(nearest_miss(chosen, plans, machine))
+    else:
+        shown += sorted((plan for plan in plans if plan is not chosen), key=lambda plan: shortage(plan, machine))[:1]
+    return [plan for plan in plans if any(plan is kept for kept in shown)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCost:
+    """What it takes to train on so many tokens."""
+
+    tokens: float
+    """Of all epochs together, without padding."""
+    steps: float
+    hours: float
+    least_hours: float
+    """By the spread of the published steps."""
+    most_hours: float
+    gpu_hours: float
+    dollars: float | None
+
+
+def run_cost(
+    plan: Plan,
+    machine: Machine,
+    *,
+    tokens: float,
+    steps: float,
+    dollars: float | None = None,
+    step_seconds: float | None = None,
+) -> RunCost:
+    """Count the hours of so many steps, without loading, evaluation and saving.
+
+    Args:
+        dollars: of one GPU for an hour.
+        step_seconds: where they are not the plan's, whose sequences are full.
+    """
+    hours = steps * (step_seconds or plan.time.step_seconds) / 3600
+    least, most = TIME_RANGE if machine.has_gpu else (1.0, 1.0)
+    gpu_hours = hours * machine.world_size
+    return RunCost(
+        tokens=tokens,
+        steps=steps,
+        hours=hours,
+        least_hours=least * hours,
+        most_hours=most * hours,
+        gpu_hours=gpu_hours,
+        dollars=None if dollars is None else gpu_hours * dollars,
+    )

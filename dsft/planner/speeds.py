@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dsft.errors import UserError
 from dsft.planner.gpus import GPUS, MATMUL_SHARE, OTHERS, Gpu, gpu_name, named_gpus
-from dsft.planner.limits import ASSUMED, OutsideMemory
+from dsft.planner.terms import ASSUMED, OutsideMemory
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from dsft.planner.limits import OVERHEAD
+from dsft.planner.terms import OVERHEAD
 from dsft.report.runs import Run
 from dsft.units import GiB
 

@@ -10,8 +10,8 @@ from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.planner.fake_model import Attention
 from dsft.planner.job import Job
-from dsft.planner.limits import HOST_SHARE
 from dsft.planner.plan import Plan
+from dsft.planner.terms import HOST_SHARE
 from dsft.run_setup.plan import Choice, choose_plan
 from dsft.run_setup.resolve import resolve_offline
 from dsft.runtime.hardware import Machine

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from dsft.config.deepspeed_json import stage
 from dsft.config.options import IGNORED_ARGUMENTS, TRAINING_DEFAULTS, LoraFields, TrainConfig
 from dsft.models.size import ModelSize
-from dsft.planner.liger import MODEL_TYPES as LIGER_MODELS
+from dsft.planner.fake_model import LIGER_MODELS
 from dsft.planner.plan import Plan
 from dsft.planner.zero_layout import OPTIMIZERS, sums_in_fp32
 from dsft.runtime.hardware import has_gpu

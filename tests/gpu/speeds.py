@@ -10,10 +10,10 @@ from dsft.models.build import DTYPES, resolve_dtype
 from dsft.models.packing_probe import isolation_problem
 from dsft.models.padding_probe import ignores_padding
 from dsft.planner.gpus import GPUS, gpu_name, named_gpus
-from dsft.planner.limits import ASSUMED
 from dsft.planner.measured_speeds import calibrated, keep_outside, speeds_file, to_carry
 from dsft.planner.measuring import best_seconds, calibrate, matmul_flops, measure_outside
 from dsft.planner.speeds import Speeds, speeds_of
+from dsft.planner.terms import ASSUMED
 from dsft.runtime.distributed import device
 from dsft.runtime.hardware import FREE_SHARE, Machine, ask_gpu, this_machine
 from dsft.units import in_gib

@@ -21,7 +21,7 @@ from dsft.models.quantization import format_problems, quantization_on_disk, unpa
 from dsft.models.size import measure_model
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.loading import Candidate
-from dsft.planner.load_states import load_terms
+from dsft.planner.states import load_terms
 from dsft.planner.zero_layout import describe_layout, frozen_bytes
 
 SECTIONS = {

@@ -14,7 +14,7 @@ from dsft.models.size import measure_model
 from dsft.perplexity import scoring
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.sequence_parallel import refused_model
-from dsft.planner.ulysses import refused_number
+from dsft.planner.evaluation_plan import refused_number
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 

@@ -20,8 +20,7 @@ from dsft.models.lora import add_lora
 from dsft.models.size import empty_model, model_size
 from dsft.perplexity.scoring import score
 from dsft.planner import activations
-from dsft.planner.activation_trace import trace_step, trace_training
-from dsft.planner.activations import evaluation_activations, training_activations
+from dsft.planner.activations import evaluation_activations, trace_step, trace_training, training_activations
 from dsft.planner.fake_model import enable_checkpointing, fake_model, layer_kinds, meta_model
 
 LLAMA_8B = transformers.LlamaConfig(

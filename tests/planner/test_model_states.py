@@ -13,8 +13,7 @@ from dsft.config.deepspeed_json import compose, known_names, read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model
-from dsft.planner.load_states import load_terms
-from dsft.planner.model_states import state_terms
+from dsft.planner.states import load_terms, state_terms
 from dsft.planner.terms import peak_bytes
 from dsft.planner.zero_layout import OPTIMIZERS, OptimizerMemory, describe_layout, resolve_auto
 from dsft.units import GiB

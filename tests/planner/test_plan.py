@@ -29,8 +29,7 @@ from dsft.planner import measured_speeds
 from dsft.planner.candidates import NAMES, candidate_names, sub_group_size
 from dsft.planner.gpus import GPUS
 from dsft.planner.measuring import calibrate
-from dsft.planner.plan import Plan, all_plans, choose, reason
-from dsft.planner.shortlist import shortlist
+from dsft.planner.plan import Plan, all_plans, choose, reason, shortlist
 from dsft.planner.speeds import parse_interconnect, speeds_of
 from dsft.planner.step_time import collective_seconds, flops_per_token
 from dsft.planner.zero_layout import sums_in_fp32, unmodelled_settings

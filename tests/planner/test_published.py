@@ -16,7 +16,8 @@ from dsft.config.options import TrainConfig
 from dsft.models.lora import adapters_of
 from dsft.models.size import empty_model, model_size
 from dsft.planner.activations import training_activations
-from dsft.planner.limits import (
+from dsft.planner.states import state_terms
+from dsft.planner.terms import (
     ASSUMED,
     FRAGMENTATION,
     HOST_SHARE,
@@ -24,11 +25,11 @@ from dsft.planner.limits import (
     RESERVE_BYTES,
     Needs,
     OutsideMemory,
+    Term,
     add_up,
+    peak_bytes,
     with_room,
 )
-from dsft.planner.model_states import state_terms
-from dsft.planner.terms import Term, peak_bytes
 from dsft.planner.zero_layout import describe_layout
 from dsft.runtime.hardware import Machine
 from dsft.units import GB, GiB

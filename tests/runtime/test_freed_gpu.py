@@ -9,7 +9,7 @@ import torch
 
 from dsft.checkpoints.run_folder import was_killed
 from dsft.config.options import EvalConfig, TrainConfig
-from dsft.planner.limits import ASSUMED
+from dsft.planner.terms import ASSUMED
 from dsft.runtime import hardware, run_lock
 from dsft.runtime.hardware import ask_gpu, wait_for_freed_gpu
 
