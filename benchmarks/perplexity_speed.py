@@ -88,9 +88,9 @@ from transformers import (
 )
 
 from dsft.data.sequences import IGNORED
-from dsft.demo_data import write_demo_data
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import Windows, rolling_spans
+from dsft.quickstart.make_data import write_demo_data
 
 WINDOW = 512
 MIB = 1024**2

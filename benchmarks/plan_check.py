@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 from transformers import AutoTokenizer, Qwen3Config
 
-from dsft.demo_data import write_demo_data
+from dsft.quickstart.make_data import write_demo_data
 from dsft.runtime.hardware import GiB
 from dsft.training.plan_check import FULL_TRAINING
 

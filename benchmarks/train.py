@@ -98,7 +98,7 @@ def prepare(folder: Path) -> None:
     from dsft.config.reader import make_config
     from dsft.data.batches import EpochSampler, PaddedToFullSteps
     from dsft.data.training_data import load_training_data
-    from dsft.demo_data import write_demo_data
+    from dsft.quickstart.make_data import write_demo_data
     from dsft.run_setup.resolve import check_run
     from dsft.runtime.hardware import this_machine
 

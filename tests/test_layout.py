@@ -94,13 +94,13 @@ def test_every_hostfile_is_read_by_deepspeed_as_its_name_says(path):
 
 
 FLOORS = {
-    "errors": 1, "units": 1, "watchdog": 1, "demo_data": 1,
+    "errors": 1, "units": 1, "watchdog": 1, "quickstart": 1,
     "config": 2, "runtime": 2,
     "models": 3,
     "data": 4, "planner": 4, "checkpoints": 4,
     "perplexity": 5, "run_setup": 5,
     "training": 6, "cluster": 6, "api": 6, "report": 6,
-    "train": 7, "eval_ppl": 7, "notebook": 7, "plan_pictures": 7, "evaluate_perplexity": 7, "cli": 7, "__init__": 7,
+    "train": 7, "eval_ppl": 7, "evaluate_perplexity": 7, "cli": 7, "__init__": 7,
 }  # fmt: skip
 """Room (a folder or a module of dsft/) -> its floor. A module imports from its own room and from lower floors."""
 UPWARD_IMPORTS: set[tuple[str, str]] = set()

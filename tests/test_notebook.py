@@ -6,6 +6,7 @@ import html
 import json
 import os
 import re
+import sys
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from ranks import run_entry
 from tiny import sentences, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsft import notebook as tools
+sys.path.insert(0, str(ROOT / "notebooks"))
+
+import checkpoint_tools as tools
+
 from dsft.cli.commands import PlanOptions
 from dsft.cli.plan_machine import read_machines
 from dsft.config.options import TrainConfig

@@ -49,6 +49,7 @@ def test_the_wheel_brings_all_that_the_commands_read(site, tmp_path):
     result = run("deepspeed --num_gpus 2 --module dsft.train --config run.yaml --methd lora")
     assert result.returncode != 0 and "did you mean 'method'" in result.stderr + result.stdout
     packed = {str(path.relative_to(site)) for path in (site / "dsft").rglob("*") if path.is_file()}
-    wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "dsft").rglob("*") if path.suffix in (".py", ".jinja")}
+    kinds = (".py", ".jinja", ".toml", ".yaml", ".json")
+    wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "dsft").rglob("*") if path.suffix in kinds}
     wanted |= {f"dsft/{path.relative_to(ROOT)}" for path in (ROOT / "ds_configs").rglob("*.*")}
     assert wanted <= packed, wanted - packed

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 from dsft.cli.commands import FolderOptions, QuickstartOptions
-from dsft.demo_data import write_demo_data
 from dsft.errors import UserError
+from dsft.quickstart.make_data import write_demo_data
 from dsft.runtime.hardware import cpu_computes_bfloat16, has_gpu
 
 REPORT = "report {folder}/runs/full {folder}/runs/lora --out {folder}/report.html"

@@ -9,7 +9,7 @@ from tiny import ARCHITECTURES
 from dsft import errors
 from dsft.cli.commands import COMMANDS, Command, PlanOptions
 from dsft.cli.main import main
-from dsft.demo_data import HELD_OUT_PERCENT, split_of, standard_library_docs, write_demo_data
+from dsft.quickstart.make_data import HELD_OUT_PERCENT, split_of, standard_library_docs, write_demo_data
 from dsft.runtime import distributed
 
 

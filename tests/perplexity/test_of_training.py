@@ -8,10 +8,10 @@ from conftest import read_json
 from ranks import run_entry, train_all
 from tiny import write_jsonl, write_pairs
 
-from dsft import notebook as tools
 from dsft.api import evaluate_perplexity
+from dsft.checkpoints.run_folder import read_options_of_run
 from dsft.errors import UserError
-from dsft.perplexity.of_training import read_evaluation
+from dsft.perplexity.of_training import read_evaluation, shared_options
 
 TEMPLATES = {"prompt_template": "Q: {ask}\nA: ", "completion_template": "{answer}", "too_long": "truncate"}
 
@@ -67,7 +67,7 @@ def test_what_is_read_of_a_training(runs, tiny, tmp_path):
     assert problems == [] and (config.model, config.data, config.seq_len) == (["other"], ["a.jsonl"], 32)
     assert "holds no data out" in " ".join(read(eval_data=[])[1])
     assert "leraning_rate: unknown key" in " ".join(read(leraning_rate=1.0)[1])
-    options = tools.evaluation_options(str(runs / "templates"))
+    options = shared_options(read_options_of_run(str(runs / "templates")), str(runs / "templates"))
     assert {name: options[name] for name in ("train_on", *TEMPLATES)} == {"train_on": "all"} | TEMPLATES
 
 

@@ -6,6 +6,8 @@ Plots are matplotlib figures of what the planner predicts; nothing is computed h
 from collections.abc import Sequence
 from typing import Any
 
+from checkpoint_tools import finished
+
 from dsft.planner.plan import Plan
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB
@@ -50,7 +52,7 @@ def plot_memory(plans: Sequence[Plan], machine: Machine, *, chosen: Plan) -> Any
     axis.margins(x=0.08)
     axis.set_xlabel(f"GiB on one {'GPU' if machine.has_gpu else 'rank'}; * chosen")
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
-    return _finished(figure, axis)
+    return finished(figure, axis)
 
 
 def _short_label(plan: Plan) -> str:
@@ -76,7 +78,7 @@ def plot_speed(plans: dict[int, Plan]) -> Any:
     axis.margins(x=0.12)
     axis.set_ylim(bottom=0)
     axis.legend()
-    return _finished(figure, axis)
+    return finished(figure, axis)
 
 
 def plot_longest(lengths: dict[str, dict[int, int]]) -> Any:
@@ -99,13 +101,4 @@ def plot_longest(lengths: dict[str, dict[int, int]]) -> Any:
     axis.set(xlabel="nodes", ylabel="tokens of the longest sequence")
     axis.margins(y=0.25)
     axis.legend()
-    return _finished(figure, axis)
-
-
-def _finished(figure: Any, axis: Any) -> Any:
-    """Close a figure in pyplot, so that it shows where a cell returns it, and not a second time."""
-    from matplotlib import pyplot
-
-    axis.grid(alpha=0.3)
-    pyplot.close(figure)
-    return figure
+    return finished(figure, axis)

@@ -10,14 +10,16 @@ same files; another's docstrings read otherwise, and so do all figures.
 
 import ast
 import hashlib
-import inspect
 import json
+import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
+SHIPPED = Path(__file__).parent
+"""Holds the runs of the quickstart as YAML, and the config of a Llama of 1.3 M parameters."""
 END = "<|end|>"
 VOCAB_SIZE = 4096
 HELD_OUT_PERCENT = 8
@@ -76,8 +78,10 @@ def write_demo_data(folder: Path, *, dtype: str = "auto") -> dict[str, int]:
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             counts[f"{kind}/{split}"] = len(rows)
     write_tokenizer(folder / "model", [row["text"] for row in corpus["train"]])
-    write_model_config(folder / "model")
-    write_run_configs(folder, dtype)
+    shutil.copy(SHIPPED / "config.json", folder / "model")
+    for name in ("full.yaml", "lora.yaml"):
+        text = (SHIPPED / name).read_text(encoding="utf-8").format(folder=folder, dtype=dtype)
+        (folder / name).write_text(text, encoding="utf-8")
     return counts
 
 
@@ -133,73 +137,3 @@ def write_tokenizer(folder: Path, texts: list[str]) -> None:
     )
     tokenizer.train_from_iterator(texts, trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END).save_pretrained(folder)
-
-
-def write_model_config(folder: Path) -> None:
-    """config.json of a Llama of 1.3 M parameters."""
-    from transformers import LlamaConfig
-
-    LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(folder)
-
-
-def write_run_configs(folder: Path, dtype: str) -> None:
-    """The two runs of the quickstart, as YAML that a user can copy."""
-    texts = {
-        "full": f"""
-        # Full finetuning of a small Llama with random weights on the text of Python's documentation.
-        model: {folder}/model/config.json
-        data: {folder}/corpus/train.jsonl
-        eval_data: {folder}/corpus/held_out.jsonl
-        output_dir: {folder}/runs/full
-        dtype: {dtype}
-        seq_len: 512
-        zero: 3
-        per_device_train_batch_size: 1
-        max_steps: 800
-        learning_rate: 3e-3
-        adam_beta2: 0.99
-        lr_scheduler_type: cosine
-        warmup_steps: 30
-        eval_on_start: true
-        eval_strategy: steps
-        eval_steps: 400
-        save_strategy: steps
-        save_steps: 400
-        logging_steps: 25
-        """,
-        "lora": f"""
-        # LoRA on questions about functions, over the model that full.yaml trained. Only the answers are learnt.
-        model: {folder}/runs/full/final
-        data: {folder}/instructions/train.jsonl
-        eval_data: {folder}/instructions/held_out.jsonl
-        output_dir: {folder}/runs/lora
-        dtype: float32
-        seq_len: 512
-        method: lora
-        lora_r: 16
-        zero: auto
-        per_device_train_batch_size: 8
-        max_steps: 120
-        learning_rate: 1e-2
-        lr_scheduler_type: cosine
-        warmup_steps: 8
-        eval_on_start: true
-        save_strategy: "no"
-        logging_steps: 10
-        """,
-    }
-    for name, text in texts.items():
-        (folder / f"{name}.yaml").write_text(inspect.cleandoc(text) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Helps `notebooks/evaluate_checkpoints.ipynb`, beside the Python API, so that its cells stay short.
+"""Helps the notebooks beside it, beside the Python API, so that their cells stay short.
 
 Finds the models of a run's folder, reads results back, generates, and draws: tables and coloured texts are HTML strings
 (everything in them escaped), plots are matplotlib figures. It computes no perplexity of its own (`perplexity/` does),
@@ -282,7 +282,7 @@ def plot_perplexity(models: list[Model], perplexities: dict[str, float], log: li
     axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
     axis.set(xlabel="tokens seen in training", ylabel="perplexity")
     axis.legend()
-    return _finished(figure, axis)
+    return finished(figure, axis)
 
 
 def plot_documents(before: list[dict], after: list[dict], *, names: tuple[str, str]):
@@ -300,10 +300,10 @@ def plot_documents(before: list[dict], after: list[dict], *, names: tuple[str, s
     title = f"{better:,} of {len(points):,} documents got better"
     axis.set(title=title, xlabel=f"nats per token, {names[0]}", ylabel=f"nats per token, {names[1]}")
     axis.set_aspect("equal")
-    return _finished(figure, axis)
+    return finished(figure, axis)
 
 
-def _finished(figure, axis):
+def finished(figure, axis):
     """Close a figure in pyplot, so that it shows where a cell returns it, and not a second time."""
     from matplotlib import pyplot
 

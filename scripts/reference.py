@@ -1,11 +1,11 @@
-"""Writes docs/reference.md, the options of all commands: python -m dsft.cli.reference > docs/reference.md"""
+"""Writes docs/reference.md, the options of all commands: python scripts/reference.py > docs/reference.md"""
 
 from dsft.cli.commands import COMMANDS
 from dsft.cli.help import Group, command_groups, usage
 
 HEAD = """# Options of every command
 
-Made from the fields' texts by `python -m dsft.cli.reference > docs/reference.md`; a test holds it up to date.
+Made from the fields' texts by `python scripts/reference.py > docs/reference.md`; a test holds it up to date.
 Options of `train` and `eval` have the same names in the YAML file and as flags, and a flag wins. A switch alone means
 true. A flag given twice is one longer list where its option takes several values, and an error elsewhere."""
 
