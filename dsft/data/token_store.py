@@ -126,7 +126,6 @@ class StoreWriter:
         if "weights" in self.files:
             weights = tokens.trained if tokens.weights is None else tokens.weights
             weights.astype(np.float32, copy=False).tofile(self.files["weights"])
-            self.counts["weighted_tokens"] += int(np.count_nonzero(weights != tokens.trained))
         (tokens.ends + self.size).tofile(self.files["ends"])
         tokens.hashes.tofile(self.files["hashes"])
         tokens.document_bytes.tofile(self.files["document_bytes"])

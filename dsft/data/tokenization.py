@@ -35,7 +35,9 @@ class Tokens:
     """[S] uint64, of the ids: the same for duplicates. In an evaluation, of the texts."""
     counts: Counter
     """rows, truncated, split, dropped_long, dropped_untrained, dropped_empty, dropped_bad; of chats also rendered_apart
-    (sequences for answers that the template renders otherwise in a longer chat), unrendered and empty_thinking."""
+    (sequences for answers that the template renders otherwise in a longer chat), unrendered, empty_thinking and
+    weighted_tokens (trained ones of a weight other than 1).
+    """
     first: dict[str, str] = field(default_factory=dict)
     """Key of `counts` -> where the first such row is, and why it is counted."""
     document_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -238,6 +240,8 @@ class _TokensBuilder:
 
     def tokens(self) -> Tokens:
         weights = np.concatenate([np.zeros(0, bool), *self.trained])
+        if weights.dtype != bool:
+            self.counts["weighted_tokens"] = int(np.count_nonzero(weights != weights.astype(bool)))
         return Tokens(
             ids=np.concatenate([np.zeros(0, np.int32), *self.ids]),
             trained=weights.astype(bool, copy=False),

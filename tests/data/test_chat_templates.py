@@ -295,7 +295,7 @@ def test_a_turn_s_weight_is_that_of_its_tokens_also_where_turns_become_sequences
         assert plain.weights is None and tokens.ids.tolist() == plain.ids.tolist()
         assert tokens.trained.tolist() == plain.trained.tolist()
         assert tokens.weights.dtype == np.float32 and (tokens.weights > 0).tolist() == tokens.trained.tolist()
-        assert len(tokens.ends) == 1 + several
+        assert len(tokens.ends) == 1 + several and tokens.counts["weighted_tokens"] == tokens.trained.sum()
         # The tokens of the two answers, in their order.
         begins = np.flatnonzero(np.diff(tokens.trained.astype(int), prepend=0) == 1)
         of_first = (np.arange(len(tokens.ids)) < begins[1]) & tokens.trained
