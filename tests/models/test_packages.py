@@ -13,6 +13,7 @@ from peft import PeftModel
 from ranks import PROBE, train_all
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
+from transformers.utils import is_timm_available, is_torchvision_available
 
 from dsft.api import evaluate_perplexity
 from dsft.checkpoints.export import export
@@ -77,6 +78,14 @@ def test_a_weight_of_another_model_is_no_tower(tmp_path):
         ("florence2", "no causal language model, which dsft trains"),
         ("kosmos-2", "cannot be computed from text alone"),
         ("blip", "has no language model with a head"),
+        *(
+            pytest.param(
+                name,
+                "requires the timm library",
+                marks=pytest.mark.skipif(is_timm_available() and is_torchvision_available(), reason="timm is here"),
+            )
+            for name in ("gemma3n", "fast_vlm", "perception_lm")
+        ),
     ],
 )
 def test_what_is_no_language_model_is_refused_in_the_same_words_by_all(model_type, why, tmp_path):
