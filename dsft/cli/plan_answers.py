@@ -257,7 +257,7 @@ def prepared_epoch(run: OfflineRun, plan: Plan, machine: Machine) -> Epoch | Non
 def _cost(options: PlanOptions, paper: OfflineRun, choice: Choice, machine: Machine) -> RunCost | None:
     """Hours of the whole training: of the tokens that are named, else of data that is prepared."""
     plan, training = choice.plan, paper.options.training
-    if not plan.tells_time:
+    if not plan.has_time_estimate:
         return None
     steps = training.get("max_steps", -1)
     dollars = options.dollars_per_gpu_hour
@@ -336,7 +336,7 @@ def _perplexity(request: Request, machine: Machine) -> None:
             }
         )
     else:
-        show_evaluation_plans(chosen, plans, paper.job.size, machine, tells_time=speeds.tells_time)
+        show_evaluation_plans(chosen, plans, paper.job.size, machine, has_time_estimate=speeds.has_time_estimate)
         show_text(why)
         if longest:
             ranks_of_window = plural(request.options.sequence_parallel, "rank")

@@ -81,13 +81,13 @@ def _plan_row(plan: Plan, machine: Machine) -> list[str]:
         "on" if plan.activation_checkpointing else "off",
         f"{plan.micro_batch} x {plan.accumulation}",
         *(f"{number / GiB:,.1f}" for number in sizes),
-        *(times if plan.tells_time else ["-"] * 3),
-        _fits(plan, plan.binds.replace(" memory", "").replace(" and ", "+")),
+        *(times if plan.has_time_estimate else ["-"] * 3),
+        _fits(plan, plan.limiting_resource.replace(" memory", "").replace(" and ", "+")),
     ]
 
 
-def _fits(plan: Plan | EvaluationPlan, binds: str) -> str:
-    return ("tight" if plan.is_tight else "yes") if plan.fits else f"no: {binds}"
+def _fits(plan: Plan | EvaluationPlan, limiting_resource: str) -> str:
+    return ("tight" if plan.low_headroom else "yes") if plan.fits else f"no: {limiting_resource}"
 
 
 def explain(plan: Plan) -> None:
@@ -131,7 +131,7 @@ def largest_text(row: Largest, machine: Machine) -> str:
 def speed_text(plan: Plan, machine: Machine) -> str:
     """Tokens per second of one GPU, to be appended; empty where no time is told."""
     speed = plan.time.tokens_per_second / machine.world_size
-    return f", {speed:,.0f} tokens/s per {'GPU' if machine.has_gpu else 'rank'}" if plan.tells_time else ""
+    return f", {speed:,.0f} tokens/s per {'GPU' if machine.has_gpu else 'rank'}" if plan.has_time_estimate else ""
 
 
 def cost_text(cost: RunCost) -> str:
@@ -158,8 +158,8 @@ def show_scale(rows: list[tuple[Machine, Plan]]) -> None:
             plan.label,
             f"{plan.device_bytes / GiB:,.1f}",
             f"{plan.host_bytes / GiB:,.0f}",
-            *(times if plan.tells_time else ["-"] * 3),
-            _fits(plan, plan.binds),
+            *(times if plan.has_time_estimate else ["-"] * 3),
+            _fits(plan, plan.limiting_resource),
         )
     show_table(table)
 
@@ -170,7 +170,7 @@ def gpu_hours(plan: Plan, machine: Machine) -> float:
 
 
 def show_evaluation_plans(
-    chosen: EvaluationPlan, plans: list[EvaluationPlan], size: ModelSize, machine: Machine, *, tells_time: bool
+    chosen: EvaluationPlan, plans: list[EvaluationPlan], size: ModelSize, machine: Machine, *, has_time_estimate: bool
 ) -> None:
     """The table of the ways to hold a model while scoring; speeds where they are more than rules of thumb."""
     table = Table(caption=f"GiB per {'GPU' if machine.has_gpu else 'rank'}; host: GiB per node", caption_justify="left")
@@ -183,8 +183,8 @@ def show_evaluation_plans(
             plan.zero,
             f"{plan.batch_tokens:,}",
             *(f"{number / GiB:,.1f}" for number in numbers),
-            f"{plan.tokens_per_second:,.0f}" if tells_time else "-",
-            _fits(plan, plan.binds),
+            f"{plan.tokens_per_second:,.0f}" if has_time_estimate else "-",
+            _fits(plan, plan.limiting_resource),
         )
     print(f"{describe_model(size)}\n{machine}")
     show_table(table)

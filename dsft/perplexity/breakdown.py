@@ -100,7 +100,7 @@ def build_breakdown(
             groupings.append(_by_turn(name, data, config, tokenizer, windows))
         else:
             known = [*BUILT_IN, *columns]
-            raise UserError([f"group_by={name}: is none of {', '.join(known)}{nearest(name, known)}"])
+            raise UserError([f"group_by={name}: invalid choice (choose from {', '.join(known)}){nearest(name, known)}"])
     return Breakdown(windows, groupings) if groupings else None
 
 

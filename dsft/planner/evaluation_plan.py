@@ -50,8 +50,8 @@ class EvaluationPlan:
     tokens_per_second: float
     """Over all ranks."""
     fits: bool
-    is_tight: bool
-    binds: str
+    low_headroom: bool
+    limiting_resource: str
 
 
 def default_batch_tokens(seq_len: int, *, has_gpu: bool) -> int:
@@ -110,10 +110,10 @@ def _names(job: Job, machine: Machine) -> list[str]:
 
 
 def choose_evaluation(plans: list[EvaluationPlan], machine: Machine) -> tuple[EvaluationPlan, str]:
-    """(the first that fits, with room if one leaves some, or else what lacks least; one sentence why)."""
+    """(the first that fits, with room if one leaves some, or else the closest to fitting; one sentence why)."""
     have = (
-        f"{in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'} and {in_gib(machine.host_bytes)}"
-        " per host are there"
+        f"available: {in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'} and"
+        f" {in_gib(machine.host_bytes)} per host"
     )
     if fitting := with_room(plans):
         plan = fitting[0]
@@ -125,8 +125,8 @@ def choose_evaluation(plans: list[EvaluationPlan], machine: Machine) -> tuple[Ev
     return (
         least,
         (
-            f"nothing fits; what lacks least is zero {least.zero}, which needs {in_gib(least.device_bytes)} per rank"
-            f" and {in_gib(least.host_bytes)} per host; {have}."
+            f"nothing fits; the closest to fitting is zero {least.zero}, which needs {in_gib(least.device_bytes)} per"
+            f" rank and {in_gib(least.host_bytes)} per host; {have}."
         ),
     )
 
@@ -156,9 +156,9 @@ def _plan(
         device_bytes=needs.device_bytes,
         host_bytes=needs.host_bytes,
         tokens_per_second=rank_tokens * machine.world_size / _batch_seconds(layout, rank_tokens, job, machine, speeds),
-        fits=not needs.binds,
-        is_tight=needs.is_tight,
-        binds=needs.binds,
+        fits=not needs.limiting_resource,
+        low_headroom=needs.low_headroom,
+        limiting_resource=needs.limiting_resource,
     )
 
 

@@ -121,7 +121,7 @@ def choose_gpu(gpu_type: str, num_bytes: int) -> str:
         return _by_size(num_bytes)
     names = named_gpus(gpu_type)
     if not names:
-        raise UserError([f"--gpu_type {gpu_type}: unknown; there are {', '.join(GPUS)}"])
+        raise UserError([f"--gpu_type {gpu_type}: invalid choice (choose from {', '.join(GPUS)})"])
     if num_bytes:  # a part of a card may be planned (MIG), more than the card may not
         fitting = [name for name in names if num_bytes <= 1.08 * GPUS[name].memory_gb * GB]
         if not fitting:
@@ -163,7 +163,7 @@ def gpu_name(machine: Machine) -> str:
     """
     names = named_gpus(machine.gpu_type) if machine.gpu_type else []
     if not names and machine.gpu_type and not machine.exists:
-        raise UserError([f"--gpu_type {machine.gpu_type}: unknown; there are {', '.join(GPUS)}"])
+        raise UserError([f"--gpu_type {machine.gpu_type}: invalid choice (choose from {', '.join(GPUS)})"])
     names = names or sized_gpus(machine.device_bytes)
     if names and machine.gpu_type:
         enough = [name for name in names if GPUS[name].memory_gb * GiB >= 0.98 * machine.device_bytes] or names

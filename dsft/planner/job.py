@@ -57,17 +57,17 @@ class Job:
     @property
     def unmodelled(self) -> list[str]:
         """What this job asks for and the plan does not count, a sentence each."""
-        said = []
+        notes = []
         if self.optimizer not in OPTIMIZERS:
-            said.append(f"optim {self.optimizer} is not modelled: planned with the states of {DEFAULT_OPTIMIZER}.")
+            notes.append(f"optim {self.optimizer} is not modelled: planned with the states of {DEFAULT_OPTIMIZER}.")
         if self.liger and self.size.model_type not in LIGER_MODELS:
-            said.append(f"use_liger_kernel changes nothing: Liger has no kernels for {self.size.model_type}.")
+            notes.append(f"use_liger_kernel changes nothing: Liger has no kernels for {self.size.model_type}.")
         if self.compiled:
-            said.append("torch.compile is not modelled: a compiled model is faster and holds less than planned.")
+            notes.append("torch.compile is not modelled: a compiled model is faster and holds less than planned.")
         if self.size.unadapted_expert_params:
             experts = f"{self.size.unadapted_expert_params / 1e9:,.1f} B parameters"
-            said.append(f"{experts} of experts get no adapters.")
-        return said
+            notes.append(f"{experts} of experts get no adapters.")
+        return notes
 
     @cached_property
     def activations(self) -> TrainingActivations:

@@ -100,7 +100,7 @@ def _with_ranks(speeds: "Speeds", machine: "Machine", *, dtype: str) -> "Speeds"
     try:
         values = {name: float(value) for name, value in measured.items() if name != "date"}
         source = f"measured {'there' if machine.carried else 'on this machine'} on {measured['date']}"
-        return dataclasses.replace(speeds, **values, source=source, tells_time=True)
+        return dataclasses.replace(speeds, **values, source=source, has_time_estimate=True)
     except (AttributeError, KeyError, TypeError, ValueError):  # nothing measured, or a damaged entry
         return speeds
 
@@ -109,7 +109,7 @@ def _with_product(speeds: "Speeds", machine: "Machine", *, dtype: str) -> "Speed
     """Time a product where this machine's GPU is in no table, once: it is kept for later plans. Where it cannot be
     timed, no time is told.
     """
-    if speeds.tells_time or not (machine.has_gpu and machine.measured):
+    if speeds.has_time_estimate or not (machine.has_gpu and machine.measured):
         return speeds
     from dsft.planner.measuring import product_flops
     from dsft.planner.speeds import speeds_of

@@ -66,12 +66,12 @@ class Plan:
     """Host memory of one node, all its ranks together."""
     ranks_per_node: int
     has_gpu: bool
-    tells_time: bool
-    """Whether `time` is good for more than an order (Speeds.tells_time)."""
+    has_time_estimate: bool
+    """Whether `time` is good for more than an order (Speeds.has_time_estimate)."""
     fits: bool
-    is_tight: bool
+    low_headroom: bool
     """Whether it fits without the room that is left where it can be (terms.py)."""
-    binds: str
+    limiting_resource: str
     """Of "GPU memory", "host memory", "NVMe" and "locked memory" what is too small, joined by " and "; empty where it
     fits.
     """
@@ -102,7 +102,7 @@ class Plan:
         return int((1 + FRAGMENTATION) * self.allocated_bytes)
 
     @property
-    def is_unmeasured(self) -> bool:
+    def is_unbenchmarked(self) -> bool:
         """Whether its speed rests on an overlap that no run has shown: offload and hpZ."""
         return "offload" in self.zero or self.zero in ("3-hpz", "3-nvme")
 
@@ -163,7 +163,7 @@ def _best_batch(plans: list[Plan], machine: Machine) -> Plan:
 
 
 def choose(plans: list[Plan], machine: Machine) -> Plan:
-    """Return the fastest that fits, with room if one leaves some; where nothing fits, the one that lacks least.
+    """Return the fastest that fits, with room if one leaves some; where nothing fits, the closest to fitting.
 
     A gain below 1 % is no reason to leave a simpler one, one below 15 % none for offload or hpZ. Where a fifth of the
     memory is not free, a roomier one is preferred up to a loss of 5 %.
@@ -172,7 +172,7 @@ def choose(plans: list[Plan], machine: Machine) -> Plan:
     if not fitting:
         return min(plans, key=lambda plan: shortage(plan, machine))
     fastest = max(plan.time.tokens_per_second for plan in fitting)
-    measured = [plan for plan in fitting if not plan.is_unmeasured]
+    measured = [plan for plan in fitting if not plan.is_unbenchmarked]
     if measured:
         fastest_measured = max(plan.time.tokens_per_second for plan in measured)
         if fastest < WORTH_IT * fastest_measured:
@@ -218,14 +218,14 @@ def _fitted(
             host_bytes=needs.host_bytes,
             ranks_per_node=machine.ranks_per_node,
             has_gpu=machine.has_gpu,
-            tells_time=speeds.tells_time,
-            fits=not needs.binds,
-            is_tight=needs.is_tight,
-            binds=needs.binds,
+            has_time_estimate=speeds.has_time_estimate,
+            fits=not needs.limiting_resource,
+            low_headroom=needs.low_headroom,
+            limiting_resource=needs.limiting_resource,
             **predicted,
         )
         plans.append(plan)
-        if plan.fits and not plan.is_tight:
+        if plan.fits and not plan.low_headroom:
             break
     return next(iter(with_room(plans)), plan)
 
@@ -279,7 +279,7 @@ def shortage(plan: Plan, machine: Machine) -> float:
 
 
 def nearest_miss(chosen: Plan, plans: list[Plan], machine: Machine) -> Plan | None:
-    """Find the plan that lacks least of those that do not fit and would be worth more memory, if there is one."""
+    """Find the closest to fitting of those that do not fit and would be worth more memory, if there is one."""
     least = WORTH_IT * chosen.time.tokens_per_second
     misses = [plan for plan in plans if not plan.fits and plan.time.tokens_per_second >= least]
     return min(misses, key=lambda plan: shortage(plan, machine), default=None)
@@ -288,32 +288,29 @@ def nearest_miss(chosen: Plan, plans: list[Plan], machine: Machine) -> Plan | No
 def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "auto", resumes: bool = False) -> str:
     """Say in one sentence why, and in one what the next better configuration would need."""
     have = (
-        f"{in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'} and {in_gib(machine.host_bytes)}"
-        " per host are there"
+        f"available: {in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'} and"
+        f" {in_gib(machine.host_bytes)} per host"
     )
     if not chosen.fits:
         if zero != "auto":
             return f"zero={zero} cannot fit: {chosen.label} needs {need(chosen)}; {have}."
-        return f"nothing fits; what lacks least is {chosen.label}, which needs {need(chosen)}; {have}."
+        return f"nothing fits; the closest to fitting is {chosen.label}, which needs {need(chosen)}; {have}."
     speed = _speed(chosen, machine)
     why = f"{chosen.label} is the fastest that fits{speed}"
     fastest = max((plan for plan in plans if plan.fits), key=lambda plan: plan.time.tokens_per_second)
     gain = fastest.time.tokens_per_second / chosen.time.tokens_per_second
     if gain > 1.01:
-        if fastest.is_tight and not chosen.is_tight:
-            doubt = "with memory tight"
-        elif fastest.is_unmeasured and not chosen.is_unmeasured:
-            doubt = "unmeasured"
+        if fastest.low_headroom and not chosen.low_headroom:
+            doubt = "with little headroom"
+        elif fastest.is_unbenchmarked and not chosen.is_unbenchmarked:
+            doubt = "predicted, not benchmarked"
         else:
             doubt = f"in {in_gib(fastest.device_bytes)} instead of {in_gib(chosen.device_bytes)} per GPU"
         why = f"{chosen.label} is chosen{speed}; ZeRO {fastest.zero} would gain {gain - 1:.0%}, {doubt}"
     if zero != "auto":
-        why = (
-            f"zero={zero} {'is what the resumed run began with' if resumes else 'was asked for'}, and {chosen.label}"
-            f" fits{speed}"
-        )
-    if chosen.is_tight:
-        why += ", with memory tight"
+        why = f"zero={zero} ({'as the resumed run began' if resumes else 'requested'}): {chosen.label} fits{speed}"
+    if chosen.low_headroom:
+        why += ", with little headroom"
     nearest = nearest_miss(chosen, plans, machine)
     if nearest is None:
         return f"{why}; {have}."
@@ -322,9 +319,9 @@ def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "au
 
 
 def _speed(plan: Plan, machine: Machine) -> str:
-    """Return the predicted speed in brackets, to be appended; empty where no time is told."""
+    """Return the predicted speed in brackets, to be appended; empty without a time estimate."""
     time = plan.time
-    if not plan.tells_time:
+    if not plan.has_time_estimate:
         return ""
     seconds = f"{time.step_seconds:.3g} s per step"
     if machine.has_gpu:
@@ -342,7 +339,7 @@ def need(plan: Plan) -> str:
         "NVMe": f"{in_gib(peak_bytes(plan.terms, 'nvme'))} of NVMe per node",
         "locked memory": "a higher limit of locked memory (ulimit -l unlimited) for the buffers to NVMe",
     }
-    return " and ".join(needs[name] for name in plan.binds.split(" and "))
+    return " and ".join(needs[name] for name in plan.limiting_resource.split(" and "))
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:

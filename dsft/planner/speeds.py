@@ -23,7 +23,9 @@ NETWORK = r"(ib|roce|eth)(\d+)"
 ASSUMED_NETWORK_GBPS = 50
 """GB/s of a node's network on paper, where none is named: one card of 400 Gbit/s."""
 UNREAD_NETWORK_GBPS = 25 / 8
-"""The same of a machine that exists, has no InfiniBand and whose kernel tells no rate: 25 Gbit/s of a virtual card."""
+"""The same of a machine that exists, has no InfiniBand and whose kernel reports no rate: 25 Gbit/s of a
+virtual card.
+"""
 
 PCIE_GBPS = {3: 16, 4: 32, 5: 64}
 """GB/s of 16 lanes in one direction, by generation (PCI-SIG)."""
@@ -60,7 +62,7 @@ class Speeds:
     overlaps: bool
     """Whether communication runs while computing: not on CPU ranks, whose cores do both."""
     source: str
-    tells_time: bool = True
+    has_time_estimate: bool = True
     """Whether seconds may be told from these numbers, or only an order of configurations: rules of thumb for CPU ranks
     are off by a factor.
     """
@@ -95,7 +97,7 @@ def speeds_of(machine: Machine, *, dtype: str, products: float = 0.0) -> Speeds:
         source = (
             f"{machine.gpu_type or 'this GPU'} is in no table: a product timed here, memory as of {name}"
             if products
-            else f"{machine.gpu_type or 'this GPU'} is in no table, so no time is told"
+            else f"{machine.gpu_type or 'this GPU'} is in no table, so no time is estimated"
         )
         source += f", {_links(machine)}; dsft plan --calibrate measures this machine"
     link, network = parse_interconnect(machine.interconnect, gpu, assumed_gbps=_assumed_network(machine))
@@ -115,7 +117,7 @@ def speeds_of(machine: Machine, *, dtype: str, products: float = 0.0) -> Speeds:
         collective_seconds=3e-5,
         overlaps=True,
         source=source,
-        tells_time=is_known or bool(products),
+        has_time_estimate=is_known or bool(products),
     )
 
 
@@ -141,8 +143,8 @@ def _of_cpu_ranks(machine: Machine) -> Speeds:
         nvme_bytes=1e9,
         collective_seconds=5e-4,
         overlaps=False,
-        source="rules of thumb for CPU ranks, so no time is told; dsft plan --calibrate measures this machine",
-        tells_time=False,
+        source="rules of thumb for CPU ranks, so no time is estimated; dsft plan --calibrate measures this machine",
+        has_time_estimate=False,
     )
 
 
@@ -167,7 +169,7 @@ def parse_interconnect(text: str, gpu: Gpu, *, assumed_gbps: float = ASSUMED_NET
     part for the node, NVLink where the GPU has it, else PCIe; without a network, `assumed_gbps` GB/s.
 
     Raises:
-        UserError: for a part that is none of these.
+        UserError: for a part that is not one of these.
     """
     link = network = None
     for part in filter(None, text.lower().split("+")):

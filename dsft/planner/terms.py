@@ -88,9 +88,9 @@ class Needs:
     host_bytes: int
     """Of one node, all its ranks together; on CPU what the ranks hold is in it."""
     nvme_bytes: int
-    is_tight: bool
+    low_headroom: bool
     """Whether it fits, but leaves less on the GPU than fragmentation under ZeRO-3 and the reserve may take."""
-    binds: str
+    limiting_resource: str
     """Of "GPU memory", "host memory", "NVMe" and "locked memory" what is too small, joined by " and "; empty where it
     fits.
     """
@@ -113,16 +113,22 @@ def add_up(
         host += machine.ranks_per_node * device  # CPU ranks hold everything in host memory
     locked = sum(term.num_bytes for term in terms if term.name.startswith("swap buffers")) // machine.ranks_per_node
     limit = machine.memlock_bytes
-    lacking = {
+    missing = {
         "GPU memory": machine.has_gpu and device > machine.device_bytes,
         "host memory": host > HOST_SHARE * machine.host_bytes,
         "NVMe": nvme > machine.nvme_bytes,
         "locked memory": bool(nvme) and limit is not None and locked > limit,  # of one rank, for transfers to NVMe
     }
-    binds = " and ".join(name for name, lacks in lacking.items() if lacks)
+    limiting_resource = " and ".join(name for name, is_missing in missing.items() if is_missing)
     reserve = RESERVE_BYTES + (int((ZERO_3_FRAGMENTATION - FRAGMENTATION) * allocated) if stage == 3 else 0)
-    is_tight = machine.has_gpu and not binds and device + reserve > machine.device_bytes
-    return terms, Needs(device_bytes=device, host_bytes=host, nvme_bytes=nvme, is_tight=is_tight, binds=binds)
+    low_headroom = machine.has_gpu and not limiting_resource and device + reserve > machine.device_bytes
+    return terms, Needs(
+        device_bytes=device,
+        host_bytes=host,
+        nvme_bytes=nvme,
+        low_headroom=low_headroom,
+        limiting_resource=limiting_resource,
+    )
 
 
 def overhead(allocated_bytes: int, outside: OutsideMemory, communicators: int) -> Term:
@@ -142,7 +148,7 @@ class Fitting(Protocol):
     """A plan, of training or of evaluation."""
 
     fits: bool
-    is_tight: bool
+    low_headroom: bool
 
 
 P = TypeVar("P", bound=Fitting)
@@ -151,4 +157,4 @@ P = TypeVar("P", bound=Fitting)
 def with_room(plans: Iterable[P]) -> list[P]:
     """Return the plans that fit and leave the reserve; where none does, those that fit."""
     fitting = [plan for plan in plans if plan.fits]
-    return [plan for plan in fitting if not plan.is_tight] or fitting
+    return [plan for plan in fitting if not plan.low_headroom] or fitting

@@ -74,10 +74,10 @@ FP32 = ("fp32", "float32")
 def unmodelled_settings(deepspeed_config: dict[str, Any]) -> list[str]:
     """What this configuration asks for and the plan does not count, a sentence each."""
     asked = [key for key in UNMODELLED if (get_value(deepspeed_config, key) or -1) != -1]
-    said = [f"{key} is not modelled: planned without {UNMODELLED[key]}." for key in asked]
+    notes = [f"{key} is not modelled: planned without {UNMODELLED[key]}." for key in asked]
     if sums_in_fp32(deepspeed_config) and stage(deepspeed_config) == 1:
-        said.append("data_types.grad_accum_dtype under stage 1 is not modelled: each GPU holds all gradients in fp32.")
-    return said
+        notes.append("data_types.grad_accum_dtype under stage 1 is not modelled: each GPU holds all gradients in fp32.")
+    return notes
 
 
 def sums_in_fp32(deepspeed_config: dict[str, Any]) -> bool:

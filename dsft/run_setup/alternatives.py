@@ -81,7 +81,9 @@ def _nodes(options: TrainConfig, job: Job, machine: Machine, attention: Attentio
 
 
 def _host_memory(options: TrainConfig, job: Job, machine: Machine, attention: Attention | None) -> Iterator[Trial]:
-    lacking = [plan.host_bytes for plan in choose_plan(job, machine).candidates if plan.binds == "host memory"]
+    lacking = [
+        plan.host_bytes for plan in choose_plan(job, machine).candidates if plan.limiting_resource == "host memory"
+    ]
     if lacking and machine.has_gpu:
         enough = math.ceil(min(lacking) / HOST_SHARE / HOST_STEP) * HOST_STEP
         change = {"host_memory": f"{enough // GB}GB"}

@@ -152,7 +152,7 @@ def choose_plan(
 
 def _cost_of_fp32_sums(plan: Plan, job: Job, machine: Machine, speeds: Speeds) -> str:
     """Says how much faster ZeRO 0 or 1 would be with sums in bfloat16, where that is worth a word."""
-    if job.dtype != "bfloat16" or job.fp32_accumulation is not None or not (plan.fits and plan.tells_time):
+    if job.dtype != "bfloat16" or job.fp32_accumulation is not None or not (plan.fits and plan.has_time_estimate):
         return ""
     in_bf16 = dataclasses.replace(job, fp32_accumulation=False)
     names = [name for name in candidate_names(in_bf16, machine) if name in NO_FP32_SUMS]

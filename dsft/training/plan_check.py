@@ -141,7 +141,7 @@ def compare(plan: Plan, step_seconds: list[float], *, held_bytes: int) -> list[C
             ("GPU memory allocated", plan.allocated_bytes, largest["allocated"], "GiB"),
             ("GPU memory reserved", plan.reserved_bytes, largest["reserved"], "GiB"),
         ]
-    if plan.tells_time:
+    if plan.has_time_estimate:
         rows.append(("time of a step", plan.time.step_seconds, largest["seconds"], "s"))
     return [
         Comparison(name=name, predicted=predicted, measured=measured, unit=unit)

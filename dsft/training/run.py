@@ -138,7 +138,7 @@ def describe_plan(run: ResolvedRun) -> None:
     say(
         f"plan: peaks predicted: {plan.device_bytes / GiB:.1f} GiB per {'GPU' if run.machine.has_gpu else 'rank'},"
         f" {plan.host_bytes / GiB:.1f} GiB host memory per node"
-        + (f"; {plan.time.step_seconds:.3g} s per step" if plan.tells_time else "")
+        + (f"; {plan.time.step_seconds:.3g} s per step" if plan.has_time_estimate else "")
     )
     free = free_host_bytes() + plan.ranks_per_node * peak_resident_bytes()  # what ranks hold already is planned
     if plan.host_bytes > free:

@@ -30,7 +30,7 @@ def test_a_plan_elsewhere_counts_on_what_the_json_says(tmp_path, monkeypatch, ca
     assumed = speeds_of(machine, dtype="bfloat16")
     speeds = calibrated(assumed, machine, dtype="bfloat16")
     assert (speeds.flops, speeds.link_bytes, speeds.nvme_bytes) == (3e14, 2e11, assumed.nvme_bytes)
-    assert speeds.tells_time and "measured there on" in speeds.source
+    assert speeds.has_time_estimate and "measured there on" in speeds.source
     assert speeds.outside.measured and speeds.outside.total_bytes(2) == 120
     assert calibrated(assumed, machine, dtype="float32").flops == assumed.flops
     with pytest.raises(UserError, match="--gpus 8xH100: --machine"):

@@ -94,8 +94,8 @@ def speeds(setting: Setting) -> Iterator[Row]:
     machine = this_machine(ranks_per_node=setting.ranks)
     planned = speeds_of(machine, dtype=dtype)  # tells no time of a card that is in no table: then nothing is claimed
     products = GPUS[gpu_name(machine)].matmul_flops if setting.has_gpu else 0.0
-    yield rate("large matrix products", products, matmul_flops(place), "TFLOP/s", told=planned.tells_time)
-    yield rate("attention", planned.attention_flops, attention_flops(place), "TFLOP/s", told=planned.tells_time)
+    yield rate("large matrix products", products, matmul_flops(place), "TFLOP/s", told=planned.has_time_estimate)
+    yield rate("attention", planned.attention_flops, attention_flops(place), "TFLOP/s", told=planned.has_time_estimate)
     torch.cuda.empty_cache()
     calibrate(machine, dtype=dtype)
     yield from planned_rates(planned, calibrated(planned, machine, dtype=dtype), machine)
@@ -116,7 +116,7 @@ def planned_rates(planned: Speeds, measured: Speeds, machine: Machine) -> Iterat
         if name == "host_link_bytes" and not machine.has_gpu:
             continue
         unit = "TFLOP/s" if name == "flops" else "GB/s"
-        yield rate(title, getattr(planned, name), getattr(measured, name), unit, told=planned.tells_time)
+        yield rate(title, getattr(planned, name), getattr(measured, name), unit, told=planned.has_time_estimate)
 
 
 def rate(title: str, planned: float, measured: float, unit: str, *, told: bool = True) -> Row:

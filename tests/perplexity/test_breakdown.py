@@ -161,7 +161,10 @@ def read_nats(folder) -> float:
 def test_groupings_that_cannot_be_made_are_refused_before_weights_load(tiny, data, monkeypatch):
     monkeypatch.setattr(breakdown, "MOST_GROUPS", 20)
     for options, part in (
-        ({"group_by": ["domian"]}, "group_by=domian: is none of source, position, .*did you mean 'domain'"),
+        (
+            {"group_by": ["domian"]},
+            "group_by=domian: invalid choice .choose from source, position, .*did you mean 'domain'",
+        ),
         ({"group_by": ["text"]}, "group_by=text: the column has more than 20 values"),
         ({"group_by": ["turn"]}, "group_by=turn: texts have no turns"),
         ({"group_by": ["domain"], "protocol": "gptq", "mode": "auto"}, "group_by=domain: protocol=gptq joins all"),

@@ -55,7 +55,7 @@ def test_a_card_on_paper_has_the_memory_that_programs_see(options, name, usable_
         ({"gpus": "1000000x80GB"}, "no node has more than 72"),
         ({"gpus": "8x80GB", "nodes": "200000"}, "1,600,000 GPUs: the largest clusters"),
         ({"gpus": "8xH100", "gpu_type": "H200"}, "both name the card"),
-        ({"gpu_type": "Z80"}, "--gpu_type Z80: unknown"),
+        ({"gpu_type": "Z80"}, "--gpu_type Z80: invalid choice"),
         ({"gpus": "0x80GB"}, "8x80GB"),
         ({"gpus": "80GB"}, "8x80GB"),
         ({"gpus": "8x80G"}, "80GB"),
@@ -138,7 +138,7 @@ def test_a_card_of_another_name_is_not_taken_for_a_known_one(driver_name):
     assert named_gpus(driver_name) == []
     machine = unknown_gpu(driver_name)
     speeds = speeds_of(machine, dtype="bfloat16")
-    assert not speeds.tells_time and f"{driver_name} is in no table, so no time is told" in speeds.source
+    assert not speeds.has_time_estimate and f"{driver_name} is in no table, so no time is estimated" in speeds.source
 
 
 def unknown_gpu(driver_name: str, **changes) -> Machine:
@@ -158,7 +158,11 @@ def test_a_product_is_timed_once_on_an_unknown_card_of_this_machine(tmp_path, mo
         return calibrated(speeds_of(machine, dtype=dtype), machine, dtype=dtype)
 
     first = speeds(machine)
-    assert first.tells_time and first.flops == pytest.approx(OTHERS * 1.5e15) and "a product timed here" in first.source
+    assert (
+        first.has_time_estimate
+        and first.flops == pytest.approx(OTHERS * 1.5e15)
+        and "a product timed here" in first.source
+    )
     assert speeds(machine) == first and speeds(machine, "float32").flops == pytest.approx(first.flops / 8)
     assert runs == ["cuda:0"], "kept for later plans"
     speeds(unknown_gpu("NVIDIA H100 80GB HBM3"))
@@ -178,7 +182,7 @@ def test_where_an_unknown_card_has_no_room_for_a_product_no_time_is_told(tmp_pat
     monkeypatch.setattr(measuring, "device", full)
     machine = unknown_gpu("NVIDIA GB200")
     speeds = calibrated(speeds_of(machine, dtype="bfloat16"), machine, dtype="bfloat16")
-    assert not speeds.tells_time and not (tmp_path / "dsft").exists()
+    assert not speeds.has_time_estimate and not (tmp_path / "dsft").exists()
 
 
 def test_every_card_says_where_its_numbers_are_from():

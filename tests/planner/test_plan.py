@@ -134,15 +134,15 @@ def test_the_choice_for_known_models_and_machines(configs, name, machine, method
     chosen, plans = plans_of(configs[name], machine, method=method)
     assert chosen.fits and chosen.zero in zero, chosen.label
     fastest = max(plan.time.tokens_per_second for plan in plans if plan.fits)
-    measured = [plan.time.tokens_per_second for plan in plans if plan.fits and not plan.is_unmeasured]
-    assert chosen.time.tokens_per_second >= 0.99 * (max(measured) if not chosen.is_unmeasured else fastest)
-    assert not chosen.is_unmeasured or not measured or fastest >= 1.15 * max(measured)
+    measured = [plan.time.tokens_per_second for plan in plans if plan.fits and not plan.is_unbenchmarked]
+    assert chosen.time.tokens_per_second >= 0.99 * (max(measured) if not chosen.is_unbenchmarked else fastest)
+    assert not chosen.is_unbenchmarked or not measured or fastest >= 1.15 * max(measured)
 
 
 def test_offload_and_hpz_are_chosen_only_for_a_gain_of_15_percent(configs):
     machine = gpus(8, 80, nodes=4)
     chosen, plans = plans_of(configs["70b"], machine)
-    best = max(plan.time.tokens_per_second for plan in plans if plan.fits and not plan.is_unmeasured)
+    best = max(plan.time.tokens_per_second for plan in plans if plan.fits and not plan.is_unbenchmarked)
     little, much = (
         [
             dataclasses.replace(
@@ -158,7 +158,7 @@ def test_offload_and_hpz_are_chosen_only_for_a_gain_of_15_percent(configs):
         for gain in (1.1, 1.2)
     )
     assert chosen.zero == "3" and choose(little, machine).zero == "3" and choose(much, machine).zero == "3-hpz"
-    assert "ZeRO 3-hpz would gain 10%, unmeasured" in reason(choose(little, machine), little, machine)
+    assert "ZeRO 3-hpz would gain 10%, predicted, not benchmarked" in reason(choose(little, machine), little, machine)
 
 
 def test_what_a_plan_changes_to_fit_stands_in_its_label(configs):
@@ -175,7 +175,7 @@ def test_what_does_not_fit_names_the_resource_that_binds(configs):
     # 2 x 8 x 80 GB: hosts with less than the optimizer's states are killed in practice
     machine = gpus(8, 80, nodes=2, host=400)
     forced, plans = plans_of(configs["70b"], machine, zero="3-offload-optimizer")
-    assert "host memory" in forced.binds and "of memory per host" in reason(
+    assert "host memory" in forced.limiting_resource and "of memory per host" in reason(
         forced, plans, machine, zero="3-offload-optimizer"
     )
 
@@ -532,9 +532,9 @@ def test_offload_to_a_disk_counts_the_disk(configs, tmp_path):
     plan = planned(config, gpus())
     assert plan.zero == str(path) and plan.fits
     chosen, _ = plans_of(configs["8b"], gpus(8, nvme_bytes=10**9), zero="3-nvme")
-    assert "NVMe" in chosen.binds
+    assert "NVMe" in chosen.limiting_resource
     chosen, _ = plans_of(configs["8b"], gpus(8, nvme_bytes=10**13, memlock_bytes=2**23), zero="3-nvme")
-    assert chosen.binds == "locked memory"
+    assert chosen.limiting_resource == "locked memory"
 
 
 @pytest.mark.parametrize("num_gpus", [1, 4, 8])
@@ -596,16 +596,16 @@ def test_measured_speeds_take_the_place_of_assumed_ones_and_tell_time(configs, t
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = dataclasses.replace(this_machine(ranks_per_node=1), has_gpu=False, gpu_type="")
     assumed = speeds_of(machine, dtype="float32")
-    assert measured_speeds.calibrated(assumed, machine, dtype="float32") == assumed and not assumed.tells_time
+    assert measured_speeds.calibrated(assumed, machine, dtype="float32") == assumed and not assumed.has_time_estimate
     job = paper_job(TrainConfig(model=configs["8b"]))
     path = measured_speeds.keep_ranks(machine, {"flops": 3e10, "device_bytes": 4e9}, dtype="float32")
     measured = measured_speeds.calibrated(assumed, machine, dtype="float32")
-    assert "measured on this machine" in measured.source and measured.tells_time
+    assert "measured on this machine" in measured.source and measured.has_time_estimate
     assert measured.flops == 3e10 and measured.link_bytes == assumed.link_bytes
     larger = dataclasses.replace(machine, host_bytes=10**12, device_bytes=10**12)
     for speeds in (assumed, measured):
         plans = all_plans(job, larger, speeds, zero="1")
-        assert ("tokens/s predicted" in reason(plans[0], plans, larger)) == speeds.tells_time
+        assert ("tokens/s predicted" in reason(plans[0], plans, larger)) == speeds.has_time_estimate
     on_paper, with_gpu = dataclasses.replace(machine, measured=False), dataclasses.replace(machine, gpu_type="T4")
     more_cores = dataclasses.replace(machine, cores=machine.cores + 1)  # of the same host, in another allocation
     for other, dtype in (

@@ -98,17 +98,17 @@ def plans_of(job: Job, machine: Machine, zero: str = "auto"):
 def check_choice(job: Job, machine: Machine) -> None:
     plans = plans_of(job, machine)
     chosen = choose(plans, machine)
-    fitting = [plan for plan in plans if plan.fits and not plan.is_tight] or [plan for plan in plans if plan.fits]
+    fitting = [plan for plan in plans if plan.fits and not plan.low_headroom] or [plan for plan in plans if plan.fits]
     assert chosen.fits == bool(fitting)
     if not fitting:
         assert shortage(chosen, machine) == min(shortage(plan, machine) for plan in plans) > 1
         return
     fastest = max(plan.time.tokens_per_second for plan in fitting)
-    measured = max((plan.time.tokens_per_second for plan in fitting if not plan.is_unmeasured), default=0.0)
+    measured = max((plan.time.tokens_per_second for plan in fitting if not plan.is_unbenchmarked), default=0.0)
     best = measured if fastest < WORTH_IT * measured else fastest
     assert chosen.time.tokens_per_second >= 0.95 * best
-    assert not chosen.is_unmeasured or chosen.time.tokens_per_second >= 0.95 * WORTH_IT * measured
-    eligible = [plan for plan in fitting if fastest >= WORTH_IT * measured or not plan.is_unmeasured]
+    assert not chosen.is_unbenchmarked or chosen.time.tokens_per_second >= 0.95 * WORTH_IT * measured
+    eligible = [plan for plan in fitting if fastest >= WORTH_IT * measured or not plan.is_unbenchmarked]
     as_fast = [plan for plan in eligible if plan.time.tokens_per_second >= 0.99 * best]
     if chosen not in as_fast:
         assert chosen.device_bytes < as_fast[0].device_bytes > ROOMY * machine.device_bytes
@@ -133,7 +133,7 @@ def check_sentences(job: Job, machine: Machine) -> None:
         better = by_label[label]
         speed = better.time.tokens_per_second / chosen.time.tokens_per_second
         assert not better.fits and float(gain) == pytest.approx(speed, abs=0.06) and speed >= WORTH_IT
-    for gain in re.findall(r"would gain (\d+)%, unmeasured", text):
+    for gain in re.findall(r"would gain (\d+)%, predicted, not benchmarked", text):
         assert 1 <= int(gain) <= 16
 
 
@@ -151,7 +151,7 @@ def check_more_gpus(job: Job, machine: Machine) -> None:
                 continue  # a partial offload takes what is there
             same = plan.label == other.label
             assert not same or other.device_bytes <= 1.001 * plan.device_bytes, (zero, plan.label)
-            assert other.fits or not plan.fits or other.binds == "host memory", (zero, plan.label)
+            assert other.fits or not plan.fits or other.limiting_resource == "host memory", (zero, plan.label)
 
 
 def check_slower_links(job: Job, machine: Machine) -> None:

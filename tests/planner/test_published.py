@@ -342,8 +342,8 @@ def test_published_peaks_are_met_within_10_percent(name):
 def test_what_ran_is_accepted_and_what_failed_is_refused(run, gpu_bytes, fits):
     machine = Machine(nodes=1, ranks_per_node=run.gpus, device_bytes=int(gpu_bytes), host_bytes=10**12, has_gpu=True)
     _, needs = add_up(predicted(run), machine, ASSUMED, communicators=2, stage=3)
-    assert ("GPU memory" not in needs.binds) == fits, f"{needs.device_bytes / GiB:.1f} GiB predicted"
-    assert needs.is_tight == fits, "what ran did so at the limit"
+    assert ("GPU memory" not in needs.limiting_resource) == fits, f"{needs.device_bytes / GiB:.1f} GiB predicted"
+    assert needs.low_headroom == fits, "what ran did so at the limit"
 
 
 def test_plans_that_leave_room_go_before_those_that_fit_without():
@@ -354,12 +354,12 @@ def test_plans_that_leave_room_go_before_those_that_fit_without():
         return add_up(terms, machine, outside, communicators=2, stage=stage)[1]
 
     # 80 GiB = (1 + 3 %) of 75 + 2.7 outside; 0.5 stay free, and under ZeRO-3 4 % more of 75
-    assert [needs(gib, stage=2).is_tight for gib in (74, 75)] == [False, True]
-    assert [needs(gib, stage=3).is_tight for gib in (71, 72)] == [False, True]
-    assert needs(76, stage=3).binds == "GPU memory" and not needs(76, stage=3).is_tight
+    assert [needs(gib, stage=2).low_headroom for gib in (74, 75)] == [False, True]
+    assert [needs(gib, stage=3).low_headroom for gib in (71, 72)] == [False, True]
+    assert needs(76, stage=3).limiting_resource == "GPU memory" and not needs(76, stage=3).low_headroom
     measured = OutsideMemory(context_bytes=2**28, communicators_bytes=(2**28, 2**29, 2**30), measured=True)
-    assert not needs(76, stage=2, outside=measured).binds
-    tight, roomy, none = (SimpleNamespace(fits=fits, is_tight=tight) for fits, tight in ((1, 1), (1, 0), (0, 0)))
+    assert not needs(76, stage=2, outside=measured).limiting_resource
+    tight, roomy, none = (SimpleNamespace(fits=fits, low_headroom=tight) for fits, tight in ((1, 1), (1, 0), (0, 0)))
     assert with_room([none, tight, roomy]) == [roomy] and with_room([none, tight]) == [tight]
 
 

@@ -19,7 +19,7 @@ CASES = {
     "plan": "model: missing",
     "plan --model MODEL --gpus 8": "--gpus '8'",
     "plan --model MODEL --gpus 8x80": "'80' is not a size",
-    "plan --model MODEL --seq_len 32 --gpus 8x80GB --gpu_type H999": "--gpu_type H999: unknown",
+    "plan --model MODEL --seq_len 32 --gpus 8x80GB --gpu_type H999": "--gpu_type H999: invalid choice",
     "plan --model MODEL --hostfile nowhere": "nowhere: no such file",
     "plan --model nowhere/model.json": "model",
     "plan --model MODEL --modell x": "modell: unknown key; did you mean 'model'",

@@ -184,7 +184,7 @@ def test_a_table_stands_only_where_it_fits_and_nothing_of_it_is_lost(monkeypatch
 def test_host_memory_that_other_programs_hold_is_a_warning(monkeypatch, capsys, free, is_warned):
     monkeypatch.setattr(run_module, "free_host_bytes", lambda: free)
     monkeypatch.setattr(run_module, "peak_resident_bytes", lambda: GiB)
-    plan = SimpleNamespace(device_bytes=GiB, host_bytes=30 * GiB, ranks_per_node=2, tells_time=False)
+    plan = SimpleNamespace(device_bytes=GiB, host_bytes=30 * GiB, ranks_per_node=2, has_time_estimate=False)
     model = SimpleNamespace(size=SimpleNamespace(num_params=1, num_trainable=1))
     machine, options = SimpleNamespace(has_gpu=True), SimpleNamespace(dtype="bfloat16")
     run_module.describe_plan(
