@@ -353,8 +353,6 @@ class Results:
         try:
             reports = json.loads(path.read_text(encoding="utf-8"))["results"]
             table = pyarrow.parquet.read_table(self.folder / "documents.parquet")
-            if "protocol" not in table.column_names:  # of an earlier dsft
-                table = table.add_column(2, "protocol", pyarrow.array([""] * len(table), pyarrow.string()))
             self.reports = {
                 (report["model"], report["data"], report.get("protocol") or ""): report for report in reports
             }

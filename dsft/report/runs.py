@@ -135,24 +135,18 @@ def _short_names(folders: list[Path]) -> list[str]:
 def _read_run(folder: Path, name: str) -> Run:
     try:
         facts = read_run(str(folder))
-        log = _read_log(folder, facts)
+        log = _read_log(folder)
         saved = _read_checkpoints(folder, log)
     except ValueError as error:
         raise UserError([f"{folder}: {RUN}, {METRICS} or a {TRAINER_STATE} cannot be read ({error})"]) from None
     return Run(name=name, folder=folder, facts=facts, log=log, checkpoints=saved)
 
 
-def _read_log(folder: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Read metrics.jsonl without values that are NaN or infinite, such as the gradient norm of a step that was skipped.
-
-    A run of an earlier dsft has its log in run.json alone.
-    """
+def _read_log(folder: Path) -> list[dict[str, Any]]:
+    """Read metrics.jsonl without values that are NaN or infinite, such as the gradient norm of a skipped step."""
     path = folder / METRICS
-    if path.is_file():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        log = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off by a kill
-    else:
-        log = (facts.get("results") or {}).get("log", [])
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+    log = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off by a kill
     return [
         {name: value for name, value in entry.items() if value is not None and math.isfinite(value)} for entry in log
     ]
