@@ -6,10 +6,9 @@ The page holds Vega-Lite (about 0.9 MB) as vl-convert bundles it. vl-convert als
 import json
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from dsft.errors import UserError
-from dsft.report.charts import COLOURS, ON_PAGE, Chart, charts
+from dsft.report.charts import COLOURS, ON_PAGE, charts
 from dsft.report.runs import Report
 from dsft.report.tables import folded, headline, tables
 
@@ -34,7 +33,11 @@ def write_report(report: Report, out: Path) -> list[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(html, encoding="utf-8")
         folder.mkdir(exist_ok=True)
-        pictures = [_write_picture(chart, folder, vl_convert) for chart in charts(report, COLOURS)]
+        pictures = []
+        for chart in charts(report, COLOURS):
+            spec = chart.spec | {"width": PNG_SIZE["width"], "background": COLOURS["paper"], "title": chart.title}
+            pictures.append(folder / f"{chart.name}.png")
+            pictures[-1].write_bytes(vl_convert.vegalite_to_png(spec, scale=PNG_SIZE["scale"]))
     except OSError as error:
         raise UserError([f"--out {out}: cannot be written ({error.strerror})"]) from None
     return [out, *pictures]
@@ -54,18 +57,7 @@ def page_html(report: Report, *, bundle: str) -> str:
         tables=tables(report),
         folded=folded(report),
         colours=COLOURS,
-        specs=_in_script({chart.name: chart.spec for chart in on_page}),
+        # Inside a script element "</script>" in a run's name would end it.
+        specs=json.dumps({chart.name: chart.spec for chart in on_page}).replace("<", "\\u003c"),
         bundle=bundle,
     )
-
-
-def _in_script(values: Any) -> str:
-    """JSON that may stand inside a script element, whatever it holds."""
-    return json.dumps(values).replace("<", "\\u003c")
-
-
-def _write_picture(chart: Chart, folder: Path, vl_convert: Any) -> Path:
-    path = folder / f"{chart.name}.png"
-    spec = chart.spec | {"width": PNG_SIZE["width"], "background": COLOURS["paper"], "title": chart.title}
-    path.write_bytes(vl_convert.vegalite_to_png(spec, scale=PNG_SIZE["scale"]))
-    return path

@@ -114,7 +114,12 @@ def read_report(folders: list[str]) -> Report:
     raise_if_any(problems)
     names = _short_names(run_folders)
     runs = [_read_run(folder, name) for folder, name in zip(run_folders, names, strict=True)]
-    beside = [path for run in runs for path in _evaluations_beside(run.folder)]
+    places = [
+        path
+        for folder in run_folders
+        for path in (folder, *sorted(folder.iterdir()), *sorted(folder.resolve().parent.iterdir()))
+    ]
+    beside = [path for path in places if (path / EVALUATION).is_file()]
     evaluations = []
     for folder in dict.fromkeys(path.resolve() for path in (*named, *beside)):
         measured = _read_evaluations(folder, runs)
@@ -135,38 +140,24 @@ def _short_names(folders: list[Path]) -> list[str]:
 def _read_run(folder: Path, name: str) -> Run:
     try:
         facts = read_run(str(folder))
-        log = _read_log(folder)
-        saved = _read_checkpoints(folder, log)
+        path = folder / METRICS
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+        entries = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off by a kill
+        log = [
+            # Values that are NaN or infinite are left out, such as the gradient norm of a skipped step.
+            {key: value for key, value in entry.items() if value is not None and math.isfinite(value)}
+            for entry in entries
+        ]
+        evaluations = {entry["step"]: entry for entry in log if "eval_perplexity" in entry}
+        saved = []
+        for path in checkpoints(folder):
+            state = read_trainer_state(path)
+            step, tokens_seen = state["global_step"], state.get("num_input_tokens_seen", 0)
+            evaluation = evaluations.get(step, {})
+            saved.append(Checkpoint(name=path.name, step=step, tokens_seen=tokens_seen, evaluation=evaluation))
     except ValueError as error:
         raise UserError([f"{folder}: {RUN}, {METRICS} or a {TRAINER_STATE} cannot be read ({error})"]) from None
     return Run(name=name, folder=folder, facts=facts, log=log, checkpoints=saved)
-
-
-def _read_log(folder: Path) -> list[dict[str, Any]]:
-    """Read metrics.jsonl without values that are NaN or infinite, such as the gradient norm of a skipped step."""
-    path = folder / METRICS
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-    log = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off by a kill
-    return [
-        {name: value for name, value in entry.items() if value is not None and math.isfinite(value)} for entry in log
-    ]
-
-
-def _read_checkpoints(folder: Path, log: list[dict[str, Any]]) -> list[Checkpoint]:
-    evaluations = {entry["step"]: entry for entry in log if "eval_perplexity" in entry}
-    saved = []
-    for path in checkpoints(folder):
-        state = read_trainer_state(path)
-        step, tokens_seen = state["global_step"], state.get("num_input_tokens_seen", 0)
-        evaluation = evaluations.get(step, {})
-        saved.append(Checkpoint(name=path.name, step=step, tokens_seen=tokens_seen, evaluation=evaluation))
-    return saved
-
-
-def _evaluations_beside(folder: Path) -> list[Path]:
-    """Find the folders with results: the run's, those in it and those next to it."""
-    places = [folder, *sorted(folder.iterdir()), *sorted(folder.resolve().parent.iterdir())]
-    return [place for place in places if (place / EVALUATION).is_file()]
 
 
 def _read_evaluations(folder: Path, runs: list[Run]) -> list[Measured]:

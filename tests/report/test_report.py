@@ -15,8 +15,7 @@ import pytest
 from dsft.cli.commands import ReportOptions
 from dsft.cli.report import run_report
 from dsft.errors import UserError
-from dsft.report.breakdowns import largest_parts, time_parts
-from dsft.report.charts import COLOURS, charts
+from dsft.report.charts import COLOURS, charts, largest_parts, time_parts
 from dsft.report.page import page_html
 from dsft.report.runs import read_report
 from dsft.report.tables import folded, headline, tables
