@@ -31,6 +31,7 @@ from dsft.models.row_rules import NO_RULES, RowRules
 from dsft.models.tokenizer import split_tokens
 from dsft.runtime import distributed
 from dsft.runtime.agreement import SAME_FILES, require_agreement
+from dsft.units import plural
 
 GROUPINGS = {
     None: LengthGrouping.WITHIN_STEP,
@@ -342,7 +343,8 @@ def _notes_on_rows(stores: list[Store]) -> list[str]:
         counts, first, source = store.counts, store.facts["first"], store.facts["source"]
         if counts["dropped_bad"]:
             notes.append(
-                f"{counts['dropped_bad']} rows of {source} are left out as bad; the first: {first['dropped_bad']}"
+                f"left out as bad: {plural(counts['dropped_bad'], 'row')} of {source};"
+                f" the first: {first['dropped_bad']}"
             )
         if counts["weighted_tokens"]:
             notes.append(
