@@ -1,6 +1,7 @@
 """What a training leaves on the disk: a tied head once, and a final model or the way to one where the disk is full."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
@@ -231,16 +232,21 @@ def test_a_first_checkpoint_that_no_disk_is_to_blame_for_stops_the_run_a_later_o
 
 
 SIZES = [("0", "adamw_torch_fused"), ("2", "adamw_torch_fused"), ("3", "adamw_torch_fused"), ("2", "sgd"), ("3", "sgd")]
+SIZES_8BIT = [("2", "adamw_8bit"), ("3", "adamw_8bit"), ("2", "lion_8bit"), ("3", "lion_8bit")]
+has_bitsandbytes = pytest.mark.skipif(
+    not importlib.util.find_spec("bitsandbytes"), reason="needs bitsandbytes, whose optimizers compute on CPU too"
+)
 
 
 @pytest.mark.launch
+@pytest.mark.parametrize("sizes", [SIZES, pytest.param(SIZES_8BIT, marks=has_bitsandbytes)], ids=["torch", "8-bit"])
 @pytest.mark.parametrize("dtype", grid(["float32", "bfloat16"], quick=["float32"]))
-def test_the_bytes_that_are_counted_are_those_on_the_disk(options, tmp_path, dtype):
+def test_the_bytes_that_are_counted_are_those_on_the_disk(options, tmp_path, dtype, sizes):
     write_model(tmp_path / "model", hidden_size=128, intermediate_size=512)
     words = {"model": str(tmp_path / "model"), "save_strategy": "steps", "save_steps": 2, "dtype": dtype}
-    cases = [options(tmp_path / f"{zero}-{optim}", zero=zero, optim=optim, **words) for zero, optim in SIZES]
+    cases = [options(tmp_path / f"{zero}-{optim}", zero=zero, optim=optim, **words) for zero, optim in sizes]
     log = train_all(1, cases, tmp_path / "log")
-    for case, (zero, _) in zip(cases, SIZES, strict=True):
+    for case, (zero, _) in zip(cases, sizes, strict=True):
         config = make_config(TrainConfig, case | {"dtype": dtype}, [])
         run = Path(case["output_dir"])
         deepspeed_config = json.loads((run / "run.json").read_text())["deepspeed"]
