@@ -4,7 +4,6 @@ run.json holds the configuration, the plan, versions, the git commit and the res
 end.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -29,6 +28,7 @@ from dsft.models.model_folder import FINAL, adapter_base, has_only_shards, is_st
 from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable, write_json
 from dsft.runtime.launcher_env import LAUNCH
+from dsft.runtime.rank_logs import FOLDER as LOGS
 from dsft.runtime.run_lock import LOCK
 
 RUN = "run.json"
@@ -65,12 +65,23 @@ def check_output_dir(config, problems: list[str]) -> None:
             f"resume_from_checkpoint=auto: {path} holds a finished run without checkpoints; choose a new output_dir, or"
             " replace the run with --overwrite"
         )
-    if any(file.name != LOCK for file in path.iterdir()) and not config.overwrite and not resume:
+    if _holds_files(path) and not config.overwrite and not resume:
         content = "another run" if (path / RUN).is_file() else "other files"
         problems.append(
             f"output_dir={path}: holds {content}; choose a new folder, continue it with --resume_from_checkpoint auto,"
             " or replace it with --overwrite"
         )
+
+
+def _holds_files(folder: Path) -> bool:
+    """Whether a new run would change what lies there; not where a run has failed before it left more than its logs."""
+    names = {file.name for file in folder.iterdir()} - {LOCK}
+    if RUN not in names or names - {RUN, LOGS}:
+        return bool(names)
+    try:
+        return read_run(str(folder)).get("status") != "failed"
+    except UserError:
+        return True
 
 
 def clear_run(output_dir: str) -> None:
@@ -133,13 +144,16 @@ def _other_tools(config: TrainConfig, folder: Path) -> list[str] | None:
     return (_known_run(folder) or {}).get("other_tools_checkpoints") if config.verify_resume else None
 
 
-def was_killed(output_dir: str) -> bool:
-    """Tell whether the run in a folder has ended without a word, or still runs."""
-    return (_known_run(output_dir) or {}).get("status") == "running"
-
-
 def _known_run(folder: str | Path) -> dict[str, Any] | None:
     return read_run(str(folder)) if (Path(folder) / RUN).is_file() else None
+
+
+def replaces_run(config: TrainConfig, checkpoint: str | None) -> bool:
+    """Tell whether a run is in the folder that stays as it is until nothing of the set-up can fail any more: one that
+    is done, or that `overwrite` replaces.
+    """
+    known = _known_run(config.training["output_dir"])
+    return known is not None and (known.get("status") == "done" or (config.overwrite and checkpoint is None))
 
 
 def start_from_weights(config: TrainConfig, checkpoint: str) -> list[Decision]:
@@ -186,13 +200,6 @@ def write_run(output_dir: str, **sections: Any) -> None:
         ],
     }
     write_json(path, content | sections)
-
-
-def write_failure(output_dir: str, error: str) -> None:
-    """Say in run.json that the run there has failed, on any rank; the first one's error stays."""
-    with contextlib.suppress(OSError, UserError):
-        if was_killed(output_dir):
-            write_run(output_dir, status="failed", error=error)
 
 
 def read_run(output_dir: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dsft.checkpoints.manifest import TRAINER_STATE, checkpoints, read_trainer_s
 from dsft.checkpoints.run_folder import FINAL, METRICS, RUN, path_of, read_run
 from dsft.errors import UserError, raise_if_any
 from dsft.perplexity.results import Results
+from dsft.runtime.run_lock import is_held
 
 EVALUATION = "perplexity.json"
 
@@ -66,8 +67,9 @@ class Run:
 
     @property
     def status(self) -> str:
-        """running also stands for a run that was killed: it could not say so."""
-        return self.facts.get("status", "running")
+        """As the run has written it, or killed where it could not."""
+        status = self.facts.get("status", "running")
+        return "killed" if status == "running" and not is_held(self.folder) else status
 
     def values(self, name: str) -> list[float]:
         """Return a metric's values, in the order of the log."""

@@ -17,7 +17,8 @@ STATUS = {
     "stopped": "stopped by an error",
     "failed": "failed",
     "preempted": "preempted: it saved and ended when asked to",
-    "running": "running, or killed before it could write its end",
+    "running": "running",
+    "killed": "killed before it could write its end",
 }
 NOT_REPRODUCED = ("overwrite", "resume_from_checkpoint")
 COUNTS = {

@@ -46,6 +46,21 @@ def wait_for_a_killed_run() -> None:
         say(f"the earlier run was killed: waited {seconds:.0f} s for the memory of its GPUs")
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a living run holds `folder`, as far as can be told without waiting: one on another machine may have been
+    killed less than STALE_SECONDS ago.
+    """
+    file = folder / LOCK
+    owner, beat = owner_of(file), _modified(file)
+    if owner and owner.is_here():
+        return owner.is_alive()
+    try:
+        now = file_system_time(file) if beat else 0.0
+    except OSError:  # a reader may not write there
+        now = time.time()
+    return bool(beat) and now - beat <= STALE_SECONDS
+
+
 class RunLock:
     """Holds one folder for this process."""
 
@@ -100,11 +115,11 @@ class RunLock:
             stale.unlink(missing_ok=True)
 
     def _is_stale(self, owner: Owner | None) -> bool:
-        if owner and owner.is_here():
-            return not owner.is_alive()
-        beat, until = _modified(self.file), time.monotonic() + STALE_SECONDS
-        if file_system_time(self.file) - beat > STALE_SECONDS:
+        if not is_held(self.file.parent):
             return True
+        if owner and owner.is_here():
+            return False
+        beat, until = _modified(self.file), time.monotonic() + STALE_SECONDS
         say(f"{self.file} is of a run on another machine; waiting up to {STALE_SECONDS:.0f} s for its sign of life")
         while time.monotonic() < until:
             time.sleep(0.2)

@@ -25,11 +25,11 @@ from dsft.checkpoints.reshard import topology_change
 from dsft.checkpoints.room import give_room, reserve_room
 from dsft.checkpoints.run_folder import (
     FINAL,
+    RUN,
     clear_run,
     last_checkpoint,
     read_run,
-    was_killed,
-    write_failure,
+    replaces_run,
     write_run,
 )
 from dsft.checkpoints.verification import Verification, verify_weights
@@ -65,6 +65,7 @@ from dsft.training.out_of_memory import out_of_memory_explained
 from dsft.training.trainer import PerplexityTrainer
 from dsft.units import GiB, plural
 from dsft.watchdog import client as watchdog
+from dsft.watchdog.run_file import record_failure
 
 LITTLE_MEMORY = 0.25
 """Share of the host's memory from which a plan of CPU ranks must not be exceeded by what the C library keeps."""
@@ -81,7 +82,7 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
     output_dir = options.training.get("output_dir")
     with safe_unpickling(trust=options.trust_checkpoint), only_run_in(output_dir) as left_lock:
         require_same_start(common_options(options), list(problems))
-        if left_lock or (output_dir and was_killed(output_dir)):
+        if left_lock:
             wait_for_a_killed_run()
         watchdog.set_phase("loading")
         try:
@@ -102,24 +103,25 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
     log_to_files(run.output_dir, append=run.checkpoint is not None)
     describe_plan(run)
     watchdog.set_limits(run.options)
-    verification = verify_while_loading(run)
-    data = load_training_data(
-        run.options,
-        run.data,
-        run.held_out,
-        run.tokenizer,
-        pack=run.options.packing,
-        flash=run.options.packing and run.packing.flash,
-        masked=run.masked,
-        limits=length_limits(run.model.config),
-    )
-    for name in (run.options.model, run.options.adapter):
-        if name not in (None, run.weights_of) and run.options.verify_resume:
-            verify_weights(name)
-    with out_of_memory_explained(run, "while loading"):
-        trainer = build_trainer(run, data)
-    if verification:
-        run = with_verified_checkpoint(run, verification, trainer)
+    with start_recorded(run):
+        verification = verify_while_loading(run)
+        data = load_training_data(
+            run.options,
+            run.data,
+            run.held_out,
+            run.tokenizer,
+            pack=run.options.packing,
+            flash=run.options.packing and run.packing.flash,
+            masked=run.masked,
+            limits=length_limits(run.model.config),
+        )
+        for name in (run.options.model, run.options.adapter):
+            if name not in (None, run.weights_of) and run.options.verify_resume:
+                verify_weights(name)
+        with out_of_memory_explained(run, "while loading"):
+            trainer = build_trainer(run, data)
+        if verification:
+            run = with_verified_checkpoint(run, verification, trainer)
     start = time.perf_counter()
     with run_report(run, data, trainer), out_of_memory_explained(run, "in training"):
         describe_start(run, trainer)
@@ -245,13 +247,30 @@ def with_verified_checkpoint(run: ResolvedRun, verification: Verification, train
 
 
 @contextlib.contextmanager
+def start_recorded(run: ResolvedRun) -> Iterator[None]:
+    """Keeps run.json while data and weights are loaded: running, then failed. Collective.
+
+    A run that is replaced stays as it is until all is loaded, and so does one that is done.
+    """
+    is_recorded = distributed.on_rank_0(lambda: not replaces_run(run.options, run.checkpoint))
+    if is_recorded and distributed.rank() == 0:
+        _begin(run)
+    try:
+        yield
+    except BaseException as error:
+        if is_recorded:
+            _record_failure(run, error)
+        raise
+
+
+@contextlib.contextmanager
 def run_report(run: ResolvedRun, data: TrainingData, trainer: PerplexityTrainer) -> Iterator[None]:
     """Keeps run.json inside a `with`: running, then stopped, preempted or failed; `finish` says done. Collective.
 
     An earlier run in the folder is replaced here, when nothing of the set-up can fail any more, and room for the final
     model is reserved.
     """
-    distributed.on_rank_0(lambda: _begin(run, data, trainer))
+    distributed.on_rank_0(lambda: _begin_training(run, data))
     try:
         yield
     except TrainingStopped as error:
@@ -263,18 +282,29 @@ def run_report(run: ResolvedRun, data: TrainingData, trainer: PerplexityTrainer)
         distributed.wait_for_all()  # every rank stops together, and the first one that ends has the others killed
         raise
     except BaseException as error:
-        # On the rank that failed, whichever it is: rank 0 is about to be ended.
-        write_failure(run.output_dir, f"rank {distributed.rank()} on {socket.gethostname()}: {one_line(error)}")
+        _record_failure(run, error)
         raise
     finally:
         if distributed.rank() == 0:
             give_room(run.output_dir)
 
 
-def _begin(run: ResolvedRun, data: TrainingData, trainer: PerplexityTrainer) -> None:
+def _record_failure(run: ResolvedRun, error: BaseException) -> None:
+    """On the rank that failed, whichever it is: rank 0 is about to be ended. The coordinator of the watchdog does it
+    for a rank that is killed, or whose disk is not rank 0's.
+    """
+    text = f"rank {distributed.rank()} on {socket.gethostname()}: {one_line(error)}"
+    record_failure(Path(run.output_dir) / RUN, text)
+
+
+def _begin_training(run: ResolvedRun, data: TrainingData) -> None:
     if run.options.overwrite and run.checkpoint is None:
         clear_run(run.output_dir)
     reserve_room(run.output_dir, run.disk.final_bytes)
+    _begin(run, data=data.counts, held_out=data.held_out_counts)
+
+
+def _begin(run: ResolvedRun, **sections: Any) -> None:
     write_run(
         run.output_dir,
         config=as_dict(run.options),
@@ -285,10 +315,11 @@ def _begin(run: ResolvedRun, data: TrainingData, trainer: PerplexityTrainer) -> 
         versions=versions(),
         git_commit=git_commit(),
         world_size=distributed.world_size(),
-        data=data.counts,
-        held_out=data.held_out_counts,
         status="running",
+        error=None,
+        **sections,
     )
+    watchdog.set_run(Path(run.output_dir) / RUN)
 
 
 def _write_results(run: ResolvedRun, trainer: PerplexityTrainer, *, results: dict[str, Any] | None = None, **sections):

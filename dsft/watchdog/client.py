@@ -196,6 +196,12 @@ def set_log(path: Path) -> None:
         _client.sidecar.send("log", path=str(path.resolve()))
 
 
+def set_run(file: Path) -> None:
+    """Tell, on rank 0, the run.json in which the coordinator records a failure."""
+    if _client is not None:
+        _client.sidecar.send("run", path=str(file.resolve()))
+
+
 def close(exit_code: int = 0, lines: list[str] | None = None) -> bool:
     """Tell that this rank is about to end by itself with `exit_code`, and with the error messages `lines`. Returns
     whether the coordinator will print those.

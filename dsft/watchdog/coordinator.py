@@ -28,6 +28,7 @@ from dsft.watchdog.deadlines import (
 )
 from dsft.watchdog.messages import Connection, Poller, Server, connect
 from dsft.watchdog.root_cause import Failure, Report, first_cause
+from dsft.watchdog.run_file import record_failure
 
 SHOWN_FRAMES = 5
 """Of a rank's main thread, on the screen."""
@@ -99,6 +100,10 @@ class Coordinator:
         self.exit_codes: list[int] = []
         self.printed: set[str] = set()
         self.unprinted: list[ErrorLine] = []
+        self.run_file: Path | None = None
+        """run.json, on the disk of this node, once the run has begun it."""
+        self.first_error = ""
+        """Of a rank that has ended with a message of its own."""
         self.started, self.last_sent, self.last_look = time.monotonic(), 0.0, 0.0
         self.launcher = launcher
         self.poller = Poller()
@@ -125,6 +130,8 @@ class Coordinator:
     def finish(self) -> None:
         """Print what is still unprinted, and tell `dsft launch` the exit code, where the ranks themselves had one."""
         self._print_errors_of_others(time.monotonic())
+        if self.run_file and any(self.exit_codes):
+            record_failure(self.run_file, self.first_error)  # where rank 0 could not
         if self.launcher and (self._all_left() or any(self.exit_codes)):
             self.launcher.send("done", exit_code=max(self.exit_codes))
 
@@ -202,6 +209,8 @@ class Coordinator:
 
     def _left(self, member: Member, exit_code: int, lines: list[str], now: float) -> None:
         self.exit_codes.append(exit_code)
+        if exit_code and lines and not self.first_error:
+            self.first_error = f"rank {member.rank} on {member.host}: {lines[0]}"
         if exit_code and self.state is JobState.RUNNING:
             self.state, self.deadline = JobState.LEAVING, now + LEAVE_SECONDS
         if member.rank == 0:
@@ -250,6 +259,8 @@ class Coordinator:
             + (f"; {len(others)} more failed after it" if others else "")
             + (f"; its log: {log} on {cause.host}" if log else "")
         )
+        if self.run_file:  # before the launch knows, which may start the next attempt
+            record_failure(self.run_file, cause.sentence(), replaces=True)
         if self.launcher:
             lost = sorted({report.host for report in self.reports if report.failure is Failure.LOST})
             self.launcher.send("failed", cause=cause.sentence(), lost=lost)
@@ -285,11 +296,13 @@ class Coordinator:
                 case {"type": "signal", "number": number}:
                     self._tell_all("signal", number=number)
                 case {"type": "end"}:
-                    reason = "dsft launch ends them"
+                    reason = "ended by dsft launch"
         if self.launcher.closed and not reason:
             reason = "dsft launch is gone"
             self.say(f"{reason}: all {self.world_size} ranks are being ended")
         if reason:
+            if self.run_file:
+                record_failure(self.run_file, self.first_error or reason)
             self._end_ranks(reason, now)
 
     def _end_ranks(self, reason: str, now: float) -> None:

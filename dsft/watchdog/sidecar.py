@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from enum import Enum, auto
+from pathlib import Path
 from typing import Any
 
 from dsft.watchdog.coordinator import Coordinator, Relay
@@ -141,6 +142,8 @@ class Sidecar:
                     self.step = step
                 case {"type": "log", "path": path}:
                     self.log = path
+                case {"type": "run", "path": path} if self.coordinator:
+                    self.coordinator.run_file = Path(path)
                 case {"type": "connect"}:
                     self._connect(message)
                 case {"type": "failed", "failure": failure, "text": text}:

@@ -1,13 +1,11 @@
 """A start after a kill waits for the memory of the processes that die, but not for that of another program."""
 
-import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dsft.checkpoints.run_folder import was_killed
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.planner.terms import ASSUMED
 from dsft.runtime import hardware, run_lock
@@ -64,13 +62,6 @@ def test_another_program_s_memory_is_waited_for_a_minute(gpu_of):
 def test_memory_that_comes_back_slowly_is_waited_for_three_minutes(gpu_of):
     gpu_of(*(second / 10 for second in range(1000)))
     assert wait_for_freed_gpu() == 180
-
-
-@pytest.mark.parametrize(("status", "killed"), [("running", True), ("done", False), ("preempted", False)])
-def test_a_run_that_ended_without_a_word_was_killed(tmp_path, status, killed):
-    assert not was_killed(str(tmp_path))
-    (tmp_path / "run.json").write_text(json.dumps({"status": status}))
-    assert was_killed(str(tmp_path)) == killed
 
 
 @pytest.mark.parametrize("left_lock", [True, False])

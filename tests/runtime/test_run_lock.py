@@ -16,7 +16,7 @@ from dsft.api import evaluate_perplexity
 from dsft.errors import UserError
 from dsft.runtime import run_lock
 from dsft.runtime.lock_file import Owner
-from dsft.runtime.run_lock import LOCK, RunLock, only_run_in
+from dsft.runtime.run_lock import LOCK, RunLock, is_held, only_run_in
 
 
 @pytest.fixture
@@ -40,15 +40,16 @@ time.sleep(600)
 def test_a_second_run_is_refused_while_the_first_lives_and_takes_over_once_it_is_killed(other_run, tmp_path):
     with pytest.raises(UserError, match=f"process {other_run.pid} on"), only_run_in(str(tmp_path / "run")):
         pass
-    assert (tmp_path / "run" / LOCK).exists()
+    assert (tmp_path / "run" / LOCK).exists() and is_held(tmp_path / "run")
     other_run.kill()
     other_run.wait()
+    assert not is_held(tmp_path / "run")
     with only_run_in(str(tmp_path / "run")) as was_killed:
         assert was_killed, "even while it loaded, before it wrote run.json"
         assert json.loads((tmp_path / "run" / LOCK).read_text())["pid"] == os.getpid()
     with only_run_in(str(tmp_path / "run")) as was_killed:
         assert not was_killed
-    assert not (tmp_path / "run" / LOCK).exists()
+    assert not (tmp_path / "run" / LOCK).exists() and not is_held(tmp_path / "run")
 
 
 def test_a_folder_made_for_the_lock_alone_goes_with_it(tmp_path):
@@ -107,6 +108,7 @@ def test_a_lock_of_another_machine_counts_while_it_beats(tmp_path, monkeypatch):
     thread = threading.Thread(target=beat)
     thread.start()
     try:
+        assert is_held(tmp_path / "run")
         with pytest.raises(UserError, match="on other is writing there now"):
             RunLock(tmp_path / "run").acquire()
     finally:
@@ -125,6 +127,7 @@ def test_an_old_or_unreadable_lock_of_another_machine_is_stale_at_once(tmp_path)
         if content is not None:
             (folder / LOCK).write_text(content)
         os.utime(folder / LOCK, (time.time() - 60, time.time() - 60))
+        assert not is_held(folder)
         lock = RunLock(folder)
         lock.acquire()
         lock.release()

@@ -1,8 +1,12 @@
-"""`dsft.train` on ranks of which one runs out of memory in a phase: FAILING_RANK and FAILING_PHASE name them."""
+"""`dsft.train` on ranks of which one fails in a phase, of memory unless the phase says how: FAILING_RANK ("all": each)
+and FAILING_PHASE name them. With NODE_FOLDERS each rank works in a folder of its own.
+"""
 
 import os
+import signal
 import sys
 
+import psutil
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
@@ -16,7 +20,9 @@ ERROR = MemoryError("this rank has no memory left")
 
 
 def main() -> None:
-    if os.environ["FAILING_RANK"] == os.environ["RANK"]:
+    if "NODE_FOLDERS" in os.environ:
+        os.chdir(f"node-{os.environ['RANK']}")
+    if os.environ["FAILING_RANK"] in (os.environ["RANK"], "all"):
         FAULTS[os.environ["FAILING_PHASE"]]()
     try:
         dsft.train.main()
@@ -88,7 +94,42 @@ def in_save() -> None:
     TorchCheckpointEngine.save = out_of_memory
 
 
+def killed(*_, **__) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_with_watchdog(*_, **__) -> None:
+    mine = f'"pid": {os.getpid()},'
+    for process in psutil.process_iter(["cmdline"]):
+        if mine in " ".join(process.info["cmdline"] or ()):
+            process.kill()
+    killed()
+
+
+def raises(*_, **__) -> None:
+    raise RuntimeError("this GPU has had enough")
+
+
+def in_second_step(fault) -> None:
+    """Once metrics have been written."""
+    step, calls = DeepSpeedEngine.step, []
+
+    def second(*args, **kwargs):
+        calls.append(1)
+        return fault() if len(calls) > 1 else step(*args, **kwargs)
+
+    DeepSpeedEngine.step = second
+
+
+def killed_while_loading() -> None:
+    dsft.training.run.build_model = killed
+
+
 FAULTS = {
+    "killed": lambda: in_second_step(killed),
+    "killed with its watchdog": lambda: in_second_step(killed_with_watchdog),
+    "killed while loading": killed_while_loading,
+    "error": lambda: in_second_step(raises),
     "loading": in_loading,
     "forward": in_forward,
     "backward": in_backward,
