@@ -212,7 +212,7 @@ def _several_ranks() -> Any:
 
 
 def stop_ranks() -> None:
-    """Leave the process group in order; a rank of several then ends its process here, with exit code 0.
+    """Leave the process group in order; a rank that a launcher started then ends its process here, with exit code 0.
 
     DeepSpeed keeps the group's threads alive into the interpreter's shutdown, where one that wants the interpreter's
     lock aborts the process now and then ("terminate called without an active exception"), after all work is done.
@@ -222,8 +222,9 @@ def stop_ranks() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    is_watched = watchdog.endpoint() is not None
     watchdog.close()
-    if world_size() > 1:
+    if world_size() > 1 or is_watched:  # its launcher and its watchdog believe the exit code
         atexit._run_exitfuncs()  # loggers and workers finish as at any exit
         sys.stdout.flush()
         sys.stderr.flush()

@@ -70,6 +70,17 @@ class Process:
     def is_alive(self) -> bool:
         return self.started is not None and start_time(self.pid) == self.started
 
+    def exit_code(self) -> int | None:
+        """Its exit code, or minus the signal that killed it, as its remains show it until its parent takes them; None
+        before and after.
+        """
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            return None
+        is_left = fields[0] == "Z" and fields[19] == self.started
+        return os.waitstatus_to_exitcode(int(fields[49])) if is_left else None
+
     def is_stopped(self) -> bool:
         """Whether SIGSTOP holds it."""
         fields = _stat(self.pid)

@@ -68,6 +68,8 @@ class Sidecar:
         """Descriptor of the file in memory to which the rank writes its stacks when it is asked."""
         self.host, self.log = socket.gethostname(), ""
         self.process = Process.of(options["pid"])
+        self.exit_code: int | None = None
+        """Of the rank, once it is seen."""
         started_by = options["started_by"]
         self.launchers = [Process(**launcher) for launcher in started_by["launchers"]]
         self.ssh_session = Process(**started_by["ssh_session"]) if started_by["ssh_session"] else None
@@ -79,6 +81,11 @@ class Sidecar:
         self.poller = Poller()
         self.from_rank = Connection(socket.socket(fileno=os.dup(0)))
         self.poller.add(self.from_rank)
+        self.exit_notice: int | None = None
+        with contextlib.suppress(OSError):  # an old kernel; or the rank is gone
+            # Readable at once where the rank exits: a launcher takes its remains, with the exit code, soon after.
+            self.exit_notice = os.pidfd_open(self.process.pid)
+            self.poller.add(self.exit_notice)
         self.to_coordinator: Connection | None = None
         """Through the relay of this node."""
         self.coordinator: Coordinator | None = None
@@ -105,8 +112,11 @@ class Sidecar:
             last_pass, looks = now, now - last_look > 0.9 * POLL_SECONDS
             if looks:
                 last_look = now
+            has_exited = self.exit_notice in ready
+            if has_exited:
+                self.poller.remove(self.exit_notice)
             if self._is_watching():
-                if looks or self.from_rank in ready:
+                if looks or has_exited or self.from_rank in ready:
                     self._read_rank()
                 self._read_coordinator()
                 self._read_launcher()
@@ -133,6 +143,8 @@ class Sidecar:
 
     def _read_rank(self) -> None:
         is_gone = not self.process.is_alive()  # asked before its last words are read; children may keep the socket open
+        if is_gone and self.exit_code is None:
+            self.exit_code = self.process.exit_code()
         for message in self.from_rank.read():
             self.last_progress = time.monotonic()
             match message:
@@ -151,6 +163,10 @@ class Sidecar:
                 case {"type": "close", "exit_code": exit_code}:
                     self.leave_message = message
                     self.state, self.leave_by = RankState.LEAVING, time.monotonic() + EXIT_SECONDS * (exit_code == 0)
+        if self.state is RankState.LEAVING and self.exit_code and self.leave_message["exit_code"] == 0:
+            self.state = RankState.RUNNING
+            how = f"was killed by signal {-self.exit_code}" if self.exit_code < 0 else f"exited with {self.exit_code}"
+            self._report(Failure.DIED, f"{how} after its work was done, before it had ended in order")
         if self.state is RankState.LEAVING and (is_gone or time.monotonic() >= self.leave_by):
             self._leave(self.leave_message)
         elif self.state is RankState.RUNNING and (self.from_rank.closed or is_gone):

@@ -96,14 +96,38 @@ def wait_until(condition) -> None:
         time.sleep(0.05)
 
 
-def exit_code(work: str) -> int:
-    return LauncherProcess(LaunchOptions(), [sys.executable, "-c", RANK + work], saves=True).run()
+LAST_WORD = "start(); wait_until_tied(); client.connect([client.endpoint()]); client.close(0); time.sleep(1)"
+
+
+def exit_code(work: str, **options) -> int:
+    return LauncherProcess(LaunchOptions(**options), [sys.executable, "-c", RANK + work], saves=True).run()
 
 
 def test_a_run_that_is_done_has_exit_code_0_though_its_launcher_ends_with_255(monkeypatch):
     """As pdsh does where an ssh session died on the way."""
     monkeypatch.chdir(ROOT)
-    assert exit_code("start(); client.connect([client.endpoint()]); client.close(); time.sleep(2); sys.exit(255)") == 0
+    assert exit_code(f"if not os.fork():\n    {LAST_WORD}; os._exit(0)\nos.wait(); sys.exit(255)", nodes=1) == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by signal 9 after its work was done"),
+        ("os._exit(3)", "exited with 3 after its work was done"),
+    ],
+    ids=["killed", "another code"],
+)
+def test_a_rank_killed_between_its_last_word_and_its_exit_has_failed(monkeypatch, capfd, end, said):
+    """DeepSpeed's launcher looks once a second; here it returns 0, as it does for some that were killed."""
+    monkeypatch.chdir(ROOT)
+    work = f"if not os.fork():\n    {LAST_WORD}; {end}\n"
+    assert exit_code(f"{work}time.sleep(10); os.wait(); sys.exit(0)") == 1
+    assert said in capfd.readouterr().err
+
+
+def test_the_code_of_a_launcher_on_this_machine_counts_where_nobody_else_has_seen_the_exit(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert exit_code(f"if not os.fork():\n    {LAST_WORD}; os._exit(0)\nos.wait(); sys.exit(247)") == 1
 
 
 def test_a_launcher_that_ends_at_once_with_a_killed_rank_does_not_hide_the_cause(monkeypatch, capfd):

@@ -163,7 +163,9 @@ class LauncherProcess:
     def _code(self, returncode: int) -> int:
         if self.interrupted:
             return 128 + self.interrupted
-        if self.link.exit_code is not None:  # also 0, where all is done and an ssh session died on the way
+        # On one machine the launcher has seen each rank exit; elsewhere 0 counts also where an ssh session died.
+        launcher_knows = self.options.way == "local" and returncode != 0 and not self.link.exit_code
+        if self.link.exit_code is not None and not launcher_knows:
             return self.link.exit_code
         if self.link.failure and not 0 < returncode < 128:
             return 1  # also where a launcher that waited for a lost node had to be ended
