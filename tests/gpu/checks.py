@@ -4,6 +4,8 @@ import importlib.util
 import shutil
 from collections.abc import Iterator
 
+from dsft.config.options import TrainConfig
+from dsft.config.reader import make_config
 from dsft.models.model_folder import weight_bytes_in
 from dsft.runtime.compiler import compiler_words
 from gpu import faults, perplexities, trainings
@@ -26,8 +28,15 @@ def _lacks_quantisation(setting: Setting) -> str:
 
 
 def _lacks_disk(setting: Setting) -> str:
-    free, model_bytes = shutil.disk_usage(setting.folder).free, weight_bytes_in(str(setting.path("base"))) or 0
-    wanted = CHECKPOINTS * model_bytes
+    from dsft.models.size import measure_model  # here: torch
+    from dsft.run_setup.checkpoint_size import checkpoint_size
+
+    if not weight_bytes_in(str(setting.path("base"))):
+        return ""
+    words = trainings.options(setting, "whole", **trainings.SAVING) | {"model": str(setting.path("base"))}
+    options = make_config(TrainConfig, words | {"dtype": "bfloat16" if setting.has_gpu else "float32"}, [])
+    size, free = checkpoint_size(options, measure_model(options).size), shutil.disk_usage(setting.folder).free
+    wanted = size.total_bytes + size.final_bytes  # two runs, of which one keeps checkpoints
     return "" if free >= wanted else f"needs {wanted / 1e9:.0f} GB of disk where --out lies, {free / 1e9:.0f} are free"
 
 
@@ -36,8 +45,6 @@ def _lacks_compiler(setting: Setting) -> str:
     return "" if shutil.which(compiler) else f"needs a C++ compiler for DeepSpeed's CPUAdam; {compiler} is not there"
 
 
-CHECKPOINTS = 18
-"""Times a model's own bytes in bf16: two checkpoints of 14 B a parameter each, and final models."""
 FILES = Check(name="files", run=_in("files", "make_files"), seconds=180)
 """Comes first, whatever is chosen: the others work on them."""
 OFFLOAD = {"zero": "3-offload-optimizer", "activation_checkpointing": True}

@@ -80,14 +80,16 @@ def compared(run: dict[str, Any], *, tiny: bool) -> Iterator[Row]:
         yield Row(claim="it trains", measured=f"loss {losses(run)[-1]:.3f}", ok=True)
 
 
+SAVING = {"zero": "3", "save_strategy": "steps", "save_steps": STEPS // 2, "activation_checkpointing": True}
+
+
 def resume(setting: Setting) -> Iterator[Row]:
     """Train on from a checkpoint in the middle, and compare with the run that was not interrupted."""
-    saving = {"zero": "3", "save_strategy": "steps", "save_steps": STEPS // 2, "activation_checkpointing": True}
     with OwnMemory() as while_saving:
-        whole = train(setting, "whole", **saving, max_steps=STEPS)
+        whole = train(setting, "whole", **SAVING)
     checkpoint = setting.runs / "whole" / f"checkpoint-{STEPS // 2}"
     with OwnMemory() as while_resuming:
-        resumed = train(setting, "resumed", **saving | {"save_strategy": "no"}, resume_from_checkpoint=checkpoint)
+        resumed = train(setting, "resumed", **SAVING | {"save_strategy": "no"}, resume_from_checkpoint=checkpoint)
     expected, got = losses(whole)[STEPS // 2 :], losses(resumed)[-(STEPS - STEPS // 2) :]
     difference = max(abs(loss / other - 1) for loss, other in zip(got, expected, strict=True))
     tolerance = GPU_NOISE if setting.has_gpu else 0.0
