@@ -66,7 +66,8 @@ def result_intervals(result: Perplexity) -> ResultIntervals:
     """Compute the intervals of one result. The same bits wherever numpy is the same."""
     units = units_of(result, [result.document_nats], [result.block_nats])
     per_token, per_byte = ratio_intervals(units, [(0, 1), (0, 2)])
-    return ResultIntervals(nats_per_token=per_token, bits_per_byte=_in_bits(per_byte), resampled=units.kind)
+    low, high = (bound / math.log(2) for bound in per_byte)
+    return ResultIntervals(nats_per_token=per_token, bits_per_byte=(low, high), resampled=units.kind)
 
 
 def units_of(result: Perplexity, documents_KD: list[np.ndarray], blocks_KB: list[np.ndarray]) -> Units:
@@ -162,7 +163,3 @@ def sign_test(better: int, worse: int) -> float:
     k = np.arange(1, fewer + 1)
     log_counts = np.concatenate([[0.0], np.cumsum(np.log((number - k + 1) / k))])  # ln of binomial coefficients
     return float(min(1.0, 2 * np.exp(log_counts - number * math.log(2)).sum()))
-
-
-def _in_bits(interval: Interval) -> Interval:
-    return interval[0] / math.log(2), interval[1] / math.log(2)

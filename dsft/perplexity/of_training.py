@@ -41,7 +41,8 @@ def read_evaluation(argv: Sequence[str], problems: list[str]) -> EvalConfig:
     values = read_named_file(flags, problems)
     if values is None:  # of an unreadable file nothing else can be said
         return EvalConfig()
-    if _is_training(values):
+    # A training's file: it sets an option that only a training has.
+    if not (training_types().keys() - field_types(EvalConfig).keys()).isdisjoint(values):
         values = check_values(values, training_types(), problems)
         values = _of_training(values, values.get("output_dir"), problems, overridden=flags)
     return evaluation_config(values | flags, problems)
@@ -80,11 +81,6 @@ def shared_options(options: Mapping[str, Any], run_folder: str | None = None) ->
     if run_folder:
         shared |= {name: path_of(shared[name], run_folder) for name in PATHS if name in shared}
     return shared
-
-
-def _is_training(values: Mapping[str, Any]) -> bool:
-    """Whether a file is a training's: it says what only a training is told."""
-    return not (training_types().keys() - field_types(EvalConfig).keys()).isdisjoint(values)
 
 
 def _of_training(

@@ -474,7 +474,11 @@ def training_activations(
     def fit(name: str, divisor: int = 1) -> Cost:
         return _line([getattr(trace, name) / divisor for trace in traces], seq_len)
 
-    head = fit("head") if loss != "fused" else _fused_head(size, dtype)
+    head = fit("head")
+    if loss == "fused":
+        # What Liger's loss takes, which no CPU can trace (liger_kernel/ops/fused_linear_cross_entropy.py): the final
+        # norm's input and output; the gradient of the hidden states; logits of as many tokens as take up to twice that.
+        head = Cost(per_token=5 * DTYPE_BYTES[dtype] * size.hidden_size)
     if loss == "tiled":
         head = replace(head, fixed=head.fixed / seq_len, tiled_vocab=size.vocab_size)  # a traced tile is one sequence
     return TrainingActivations(
@@ -521,15 +525,6 @@ def _line(values: list[float], seq_len: int) -> Cost:
     (few, many), (less, more) = BATCHES, values
     per_sequence = (more - less) / (many - few)
     return Cost(fixed=less - few * per_sequence, per_token=per_sequence / seq_len)
-
-
-def _fused_head(size: ModelSize, dtype: str) -> Cost:
-    """What Liger's loss takes, which no CPU can trace (liger_kernel/ops/fused_linear_cross_entropy.py).
-
-    The final norm's input and output; the gradient of the hidden states; logits of a stretch of tokens, so many that
-    they take up to twice that.
-    """
-    return Cost(per_token=5 * DTYPE_BYTES[dtype] * size.hidden_size)
 
 
 def _like_llama(size: ModelSize) -> LlamaConfig:

@@ -178,17 +178,14 @@ def stage_3_buckets(zero: dict[str, Any], size: ModelSize) -> dict[str, int]:
     if get_value(zero, "offload_param.device") == "nvme":
         return {}
     square = size.hidden_size**2
+    bucket = min(max(square, LEAST_BUCKET), size.num_trainable)
     numbers = {
         # allocated in full
-        "reduce_bucket_size": _even(min(max(square, LEAST_BUCKET), size.num_trainable)),
+        "reduce_bucket_size": bucket + bucket % 2,
         "stage3_prefetch_bucket_size": min(max(int(0.9 * square), LEAST_BUCKET), size.num_params),
         "stage3_param_persistence_threshold": max(10 * size.hidden_size, LEAST_PERSISTENT, _adapters(size)),
     }
     return {key: number for key, number in numbers.items() if zero.get(key) == "auto"}
-
-
-def _even(number: int) -> int:
-    return number + number % 2
 
 
 def _adapters(size: ModelSize) -> int:

@@ -134,18 +134,39 @@ def choose_evaluation(plans: list[EvaluationPlan], machine: Machine) -> tuple[Ev
 def _plan(
     zero: str, batch_tokens: int, job: Job, machine: Machine, speeds: Speeds, sequence_parallel: int
 ) -> EvaluationPlan:
-    layout = _layout(evaluation_section(zero), job, machine)
-    weights = _weight_terms(layout)
+    layout = describe_layout(
+        dataclasses.replace(job.size, num_trainable=0, trainable_numels=()),  # nothing is trained
+        {"zero_optimization": evaluation_section(zero)},
+        world_size=machine.world_size,
+        ranks_per_node=machine.ranks_per_node,
+        dtype=job.dtype,
+        has_gpu=machine.has_gpu,
+    )
+    weights = [*host_terms(layout), *load_terms(layout)]
+    if layout.stage == 3:  # this rank's shard with what ZeRO-3 gathers for a moment
+        weights += [*shards(layout), *gathered(layout)]
+    else:
+        num_bytes, how = frozen_bytes(layout)
+        weights.append(Term(name="weights", num_bytes=num_bytes, formula=how))
     rank_tokens = -(-batch_tokens // sequence_parallel)
-    activations = _activation_terms(job, rank_tokens, machine)
+    # The backbone without gradients, or, after it, hidden states and a tile of the logits (dsft/perplexity/scoring.py).
+    traced = job.evaluation_activations
+    activations = [
+        Term(
+            name="backbone, or hidden states and part of the logits",
+            num_bytes=traced.peak_bytes(rank_tokens, "cuda" if machine.has_gpu else "cpu"),
+            phase="compute",
+            formula=f"max(backbone {traced.backbone.formula(rank_tokens)}, hidden states and a part of the logits)",
+        )
+    ]
+    communicators = 0
+    if layout.world_size > 1:
+        # NCCL's: a replicated model has no engine with a group of its own; ranks that share a window have one.
+        communicators = (layout.communicators if layout.stage == 3 else 1) + (sequence_parallel > 1)
     if sequence_parallel > 1:
         activations.append(exchange_term(job, rank_tokens, sequence_parallel))
     terms, needs = add_up(
-        [*weights, *activations],
-        machine,
-        speeds.outside,
-        communicators=_communicators(layout, sequence_parallel),
-        stage=layout.stage,
+        [*weights, *activations], machine, speeds.outside, communicators=communicators, stage=layout.stage
     )
     return EvaluationPlan(
         zero=zero,
@@ -160,53 +181,6 @@ def _plan(
         low_headroom=needs.low_headroom,
         limiting_resource=needs.limiting_resource,
     )
-
-
-def _layout(section: dict[str, Any], job: Job, machine: Machine) -> ZeroLayout:
-    """Describe the model with nothing to train."""
-    return describe_layout(
-        dataclasses.replace(job.size, num_trainable=0, trainable_numels=()),
-        {"zero_optimization": section},
-        world_size=machine.world_size,
-        ranks_per_node=machine.ranks_per_node,
-        dtype=job.dtype,
-        has_gpu=machine.has_gpu,
-    )
-
-
-def _communicators(layout: ZeroLayout, sequence_parallel: int) -> int:
-    """Count NCCL's: a replicated model has no engine with a group of its own; ranks that share a window have one."""
-    if layout.world_size == 1:
-        return 0
-    return (layout.communicators if layout.stage == 3 else 1) + (sequence_parallel > 1)
-
-
-def _weight_terms(layout: ZeroLayout) -> list[Term]:
-    """List the weights, as training does: all on every rank, or this rank's shard with what ZeRO-3 gathers for a
-    moment; and what loading takes.
-    """
-    terms = [*host_terms(layout), *load_terms(layout)]
-    if layout.stage == 3:
-        return [*terms, *shards(layout), *gathered(layout)]
-    weights, how = frozen_bytes(layout)
-    return [*terms, Term(name="weights", num_bytes=weights, formula=how)]
-
-
-def _activation_terms(job: Job, batch_tokens: int, machine: Machine) -> list[Term]:
-    """Count the backbone without gradients, or, after it, hidden states and a tile of the logits: whichever is more
-    (dsft/perplexity/scoring.py).
-    """
-    activations = job.evaluation_activations
-    return [
-        Term(
-            name="backbone, or hidden states and part of the logits",
-            num_bytes=activations.peak_bytes(batch_tokens, "cuda" if machine.has_gpu else "cpu"),
-            phase="compute",
-            formula=(
-                f"max(backbone {activations.backbone.formula(batch_tokens)}, hidden states and a part of the logits)"
-            ),
-        )
-    ]
 
 
 def _batch_seconds(layout: ZeroLayout, batch_tokens: int, job: Job, machine: Machine, speeds: Speeds) -> float:

@@ -93,7 +93,9 @@ def speeds_of(machine: Machine, *, dtype: str, products: float = 0.0) -> Speeds:
     gpu, is_known = GPUS[name], bool(named_gpus(machine.gpu_type)) or not machine.exists
     source = f"{name} by {'published products' if gpu.matmul_tflops else 'its data sheet'}, {_links(machine)}"
     if not is_known:
-        gpu = _like(gpu, products) if products else gpu
+        if products:  # a card of this memory with other products
+            tflops = products / 1e12
+            gpu = dataclasses.replace(gpu, tflops=tflops / MATMUL_SHARE, matmul_tflops=tflops, training_share=OTHERS)
         source = (
             f"{machine.gpu_type or 'this GPU'} is in no table: a product timed here, memory as of {name}"
             if products
@@ -119,12 +121,6 @@ def speeds_of(machine: Machine, *, dtype: str, products: float = 0.0) -> Speeds:
         source=source,
         has_time_estimate=is_known or bool(products),
     )
-
-
-def _like(gpu: Gpu, products: float) -> Gpu:
-    """Return a card of this memory with other products."""
-    tflops = products / 1e12
-    return dataclasses.replace(gpu, tflops=tflops / MATMUL_SHARE, matmul_tflops=tflops, training_share=OTHERS)
 
 
 def _of_cpu_ranks(machine: Machine) -> Speeds:

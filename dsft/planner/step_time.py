@@ -72,15 +72,10 @@ def attention_flops_per_token(size: ModelSize, seq_len: int) -> float:
     return 2 * seq_len * size.num_heads * size.head_dim * size.num_layers  # causal: half of 4 s h L
 
 
-def forward_flops_per_token(size: ModelSize, seq_len: int) -> float:
-    """Floating-point operations of one forward on one token, attention included."""
-    return 2 * size.active_params + attention_flops_per_token(size, seq_len)
-
-
 def flops_per_token(size: ModelSize, seq_len: int, *, checkpointing: bool) -> float:
     """Floating-point operations of training on one token, as they are counted for a share of the data sheet's rate."""
     passes = (2 if size.lora_r else 3) + checkpointing
-    return passes * forward_flops_per_token(size, seq_len)
+    return passes * (2 * size.active_params + attention_flops_per_token(size, seq_len))
 
 
 def forward_seconds_per_token(size: ModelSize, seq_len: int, speeds: Speeds) -> float:
@@ -116,7 +111,8 @@ def step_time(
     products = tokens * _training_seconds_per_token(layout.size, seq_len, speeds, checkpointing=checkpointing)
     micro_step = products + traffic_bytes / speeds.device_bytes
     if layout.has_gpu:  # else the same cores launch and compute
-        micro_step = max(micro_step, _launch_seconds(layout.size, checkpointing))
+        per_pass = LAUNCH_SECONDS_LORA if layout.size.lora_r else LAUNCH_SECONDS
+        micro_step = max(micro_step, (2 + checkpointing) * layout.size.num_layers * per_pass)
     compute = accumulation * micro_step
     communication = _communication_seconds(layout, machine, speeds, accumulation)
     offload, optimizer = _update_seconds(layout, machine, speeds, accumulation)
@@ -134,11 +130,6 @@ def step_time(
         step_seconds=busy + optimizer,
         tokens_per_step=accumulation * tokens * machine.world_size,
     )
-
-
-def _launch_seconds(size: ModelSize, checkpointing: bool) -> float:
-    per_pass = LAUNCH_SECONDS_LORA if size.lora_r else LAUNCH_SECONDS
-    return (2 + checkpointing) * size.num_layers * per_pass
 
 
 def collective_seconds(
