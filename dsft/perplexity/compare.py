@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dsft.errors import UserError, nearest, raise_if_any
-from dsft.perplexity.intervals import LEVEL, RESAMPLES, Interval, grouped, ratio_intervals, sign_test, units_of
+from dsft.perplexity.intervals import LEVEL, RESAMPLES, grouped, ratio_intervals, sign_test, units_of
 from dsft.perplexity.results import HOW_OPTIONS, Evaluation, Results, frame, html_table
 from dsft.perplexity.sums import exp
 
@@ -89,23 +89,21 @@ class Comparisons(tuple[Comparison, ...]):
 
     def to_pandas(self) -> Any:
         """Return a pandas.DataFrame with a row for each comparison."""
-        return frame([_flat(comparison) for comparison in self])
+        rows = []
+        for comparison in self:
+            row: dict[str, Any] = {}  # numbers apart, such as bits_per_byte, bits_per_byte_low and bits_per_byte_high
+            for field in fields(comparison):
+                value = getattr(comparison, field.name)
+                if field.name in ESTIMATES:
+                    numbers = (value.value, value.low, value.high) if value else (math.nan,) * 3
+                    row |= dict(zip((field.name, f"{field.name}_low", f"{field.name}_high"), numbers, strict=True))
+                elif field.name != "moved":
+                    row[field.name] = value
+            rows.append(row)
+        return frame(rows)
 
     def _repr_html_(self) -> str:
         return "".join(html_table(comparison_title(item), comparison_rows(item)) for item in self)
-
-
-def _flat(comparison: Comparison) -> dict[str, Any]:
-    """Return the fields with numbers apart, such as bits_per_byte, bits_per_byte_low and bits_per_byte_high."""
-    row: dict[str, Any] = {}
-    for field in fields(comparison):
-        value = getattr(comparison, field.name)
-        if field.name in ESTIMATES:
-            numbers = (value.value, value.low, value.high) if value else (math.nan,) * 3
-            row |= dict(zip((field.name, f"{field.name}_low", f"{field.name}_high"), numbers, strict=True))
-        elif field.name != "moved":
-            row[field.name] = value
-    return row
 
 
 def read_evaluations(folders: list[str]) -> list[Evaluation]:
@@ -214,7 +212,7 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
     if same_tokens:
         units = units_of(after, [change_D], [after.block_nats - before.block_nats])
         intervals = ratio_intervals(units, [(0, 1), (0, 2)])
-        nats_per_token = _estimate(after.loss - before.loss, intervals[0])
+        nats_per_token = Estimate(after.loss - before.loss, *intervals[0])
         resampled = units.kind
         if after.windows_per_block:
             note = f"fewer than 30 documents: {units.kind} are drawn instead"
@@ -226,7 +224,7 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
         if after.windows_per_block or before.windows_per_block:
             intervals[1], resampled = (math.nan, math.nan), "nothing"
             note += "; fewer than 30 documents and other windows: no interval"
-    per_byte = _estimate((after.nats - before.nats) / after.bytes, intervals[1]) if after.bytes else None
+    per_byte = Estimate((after.nats - before.nats) / after.bytes, *intervals[1]) if after.bytes else None
     better, worse = (int((change_D[is_scored_D] * sign < 0).sum()) for sign in (1, -1))
     return Comparison(
         model=other.model,
@@ -245,10 +243,6 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
         moved=_moved(before, after, same_tokens=same_tokens),
         note=note,
     )
-
-
-def _estimate(value: float, interval: Interval) -> Estimate:
-    return Estimate(value, *interval)
 
 
 def _moved(before, after, *, same_tokens: bool) -> tuple[MovedDocument, ...]:
@@ -294,16 +288,17 @@ def comparison_rows(comparison: Comparison) -> dict[str, str]:
         ("gained most", [item for item in comparison.moved if item.nats < item.base_nats]),
         ("lost most", [item for item in reversed(comparison.moved) if item.nats > item.base_nats]),
     ):
-        if documents:
-            rows[end] = "\n".join(map(_moved_text, documents))
+        lines = []
+        for item in documents:
+            if item.tokens is None:
+                change = f"{item.base_nats:.1f} to {item.nats:.1f} nats"
+            else:
+                before, after = item.base_nats / item.tokens, item.nats / item.tokens
+                change = f"{before:.3f} to {after:.3f} nats per token ({item.tokens:,} tokens)"
+            lines.append(f"document {item.document}: {change}")
+        if lines:
+            rows[end] = "\n".join(lines)
     return rows
-
-
-def _moved_text(item: MovedDocument) -> str:
-    if item.tokens is None:
-        return f"document {item.document}: {item.base_nats:.1f} to {item.nats:.1f} nats"
-    before, after = item.base_nats / item.tokens, item.nats / item.tokens
-    return f"document {item.document}: {before:.3f} to {after:.3f} nats per token ({item.tokens:,} tokens)"
 
 
 PICTURE = "context_curve.png"

@@ -118,7 +118,16 @@ def choose_gpu(gpu_type: str, num_bytes: int) -> str:
             different memory fit.
     """
     if not gpu_type:
-        return _by_size(num_bytes)
+        names = sized_gpus(num_bytes)
+        each = f"--gpus with {num_bytes / GB:,.0f} GB each"
+        if not names:
+            raise UserError([f"{each}: no such GPU is known; name the card with --gpu_type, one of {', '.join(GPUS)}"])
+        sizes = [GPUS[name].usable_gib for name in names]
+        alike = max(sizes) - min(sizes) <= SAME_MEMORY * max(sizes)
+        if len(names) > 1 and not (alike and set(names) & set(TYPICAL)):
+            usable = ", ".join(f"{name} ({GPUS[name].usable_gib:.1f} GiB usable)" for name in names)
+            raise UserError([f"{each} may be {usable}; name one with --gpu_type"])
+        return _typical(names)
     names = named_gpus(gpu_type)
     if not names:
         raise UserError([f"--gpu_type {gpu_type}: invalid choice (choose from {', '.join(GPUS)})"])
@@ -131,19 +140,6 @@ def choose_gpu(gpu_type: str, num_bytes: int) -> str:
     if len(names) > 1:
         raise UserError([f"--gpu_type {gpu_type}: there are {' and '.join(names)}; name one"])
     return names[0]
-
-
-def _by_size(num_bytes: int) -> str:
-    names = sized_gpus(num_bytes)
-    each = f"--gpus with {num_bytes / GB:,.0f} GB each"
-    if not names:
-        raise UserError([f"{each}: no such GPU is known; name the card with --gpu_type, one of {', '.join(GPUS)}"])
-    sizes = [GPUS[name].usable_gib for name in names]
-    alike = max(sizes) - min(sizes) <= SAME_MEMORY * max(sizes)
-    if len(names) > 1 and not (alike and set(names) & set(TYPICAL)):
-        usable = ", ".join(f"{name} ({GPUS[name].usable_gib:.1f} GiB usable)" for name in names)
-        raise UserError([f"{each} may be {usable}; name one with --gpu_type"])
-    return _typical(names)
 
 
 def same_memory(name: str) -> list[str]:
