@@ -14,6 +14,12 @@ from typing import Any
 MODULES = ("trainer_utils", "training_args")
 """Of transformers, with the enumerations and the fields."""
 
+NEW_NAMES = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+}
+"""Option -> what transformers called it before 5.23."""
+
 
 @functools.cache
 def argument_types() -> dict[str, Any]:
@@ -23,7 +29,9 @@ def argument_types() -> dict[str, Any]:
     classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
     names = _Names({name: _enumeration(node) for name, node in classes.items() if _is_enumeration(node)})
     fields = [node for node in classes["TrainingArguments"].body if isinstance(node, ast.AnnAssign)]
-    return {node.target.id: eval(ast.unparse(node.annotation), {}, names) for node in fields if _is_option(node)}
+    types = {node.target.id: eval(ast.unparse(node.annotation), {}, names) for node in fields if _is_option(node)}
+    # transformers before 5.23 has the older names alone; an option of dsft has one name everywhere.
+    return {new: types[old] for new, old in NEW_NAMES.items()} | types
 
 
 class _Names(dict):

@@ -182,7 +182,9 @@ def _leave_meta(model: nn.Module, dtype: torch.dtype) -> None:
 
 def enable_checkpointing(model: PreTrainedModel) -> None:
     """Recompute each layer in its backward, as the Trainer sets it up."""
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    # The second is the name before transformers 5.23.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def layer_kinds(blueprint: PreTrainedModel) -> list[list[int]]:

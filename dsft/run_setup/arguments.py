@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 
 from dsft.config.deepspeed_json import stage
 from dsft.config.options import IGNORED_ARGUMENTS, TRAINING_DEFAULTS, LoraFields, TrainConfig
+from dsft.config.training_arguments import NEW_NAMES
 from dsft.models.size import ModelSize
 from dsft.planner.fake_model import LIGER_MODELS
 from dsft.planner.plan import Plan
@@ -46,6 +47,9 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
         "deepspeed": plan.deepspeed_config,
     }
     values["accelerator_config"] = accelerator_config(values.get("accelerator_config"), streaming=options.streaming)
+    for name, older in NEW_NAMES.items():
+        if name in values and name not in TrainingArguments.__dataclass_fields__:
+            values[older] = values.pop(name)
     return TrainingArguments(**values)
 
 

@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 
 from dsft.config.checks import check_config
 from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig
+from dsft.config.training_arguments import NEW_NAMES
 from dsft.planner.zero_layout import OPTIMIZERS
 from dsft.run_setup.arguments import accelerator_config, ignored_options, training_arguments, with_defaults
 from dsft.run_setup.checks import check_training_arguments
@@ -58,7 +59,7 @@ def _told(many: list[TrainConfig]) -> list[dict]:
         args = training_arguments(options, PLAN)
         config = args.hf_deepspeed_config
         told.append(
-            {name: getattr(args, name) for name in names}
+            {name: getattr(args, name if hasattr(args, name) else NEW_NAMES[name]) for name in names}
             | {"dispatch_batches": args.accelerator_config.dispatch_batches, "zero3": config.is_zero3()}
         )
     return told
