@@ -63,11 +63,11 @@ def test_a_job_is_planned_examined_and_trained_alike(options, models, tmp_path, 
         planned = answer_of(lambda asked, problems: planned_run(asked, machine, problems), words)
         examined = plan_on(words, facts, {"here": 2})
         assert planned == trained, (seed, words)
-        found = sorted(finding.message for finding in examined.findings)
+        messages = sorted(finding.message for finding in examined.findings)
         if isinstance(trained, list):
-            assert found == trained, (seed, words)
+            assert messages == trained, (seed, words)
         else:
-            assert (found, examined.text, examined.written_bytes) == ([], trained["reason"], trained["written"]), seed
+            assert (messages, examined.text, examined.written_bytes) == ([], trained["reason"], trained["written"]), seed
         answers.append(isinstance(trained, list))
     assert 3 < sum(answers) < 17, "some are refused, some accepted"
 
