@@ -62,7 +62,8 @@ def logs(options, tiny, tmp_path_factory):
     refused = [case(f"refused-{number}", 4, **(resumed | change)) for number, change in enumerate(REFUSED.values())]
     refused[-1]["model"] = str(write_model(folder / "another", seed=1))
     (refusals,) = on_ranks(1, _refusals, refused)
-    runs = {path.parent.name: read_json(path)["results"]["log"] for path in folder.glob("*/run.json")}
+    ended = {path.parent.name: read_json(path) for path in folder.glob("*/run.json")}
+    runs = {name: run["results"]["log"] for name, run in ended.items() if run["status"] == "done"}
     return {name: [entry for entry in log if "loss" in entry] for name, log in runs.items()} | {
         "refusals": refusals,
         "output": outputs,
