@@ -67,7 +67,9 @@ def test_a_job_is_planned_examined_and_trained_alike(options, models, tmp_path, 
         if isinstance(trained, list):
             assert messages == trained, (seed, words)
         else:
-            assert (messages, examined.text, examined.written_bytes) == ([], trained["reason"], trained["written"]), seed
+            assert (messages, examined.text, examined.written_bytes) == ([], trained["reason"], trained["written"]), (
+                seed
+            )
         answers.append(isinstance(trained, list))
     assert 3 < sum(answers) < 17, "some are refused, some accepted"
 
