@@ -30,7 +30,7 @@ def train_with_infinite_gradients(options: dict, steps: list[int]) -> str:
     compute_loss = PerplexityTrainer.compute_loss
     if options["dtype"] == "float16":  # a CPU is too slow for users, not for this
         CPU_Accelerator.is_fp16_supported = lambda self: True
-        resolve.check_machine = lambda options: []
+        resolve.check_machine = lambda *_: []
 
     def spoilt(trainer, *args, **kwargs):
         loss = compute_loss(trainer, *args, **kwargs)
