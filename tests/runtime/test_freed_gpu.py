@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dsft.config.options import EvalConfig, TrainConfig
+from dsft.errors import UserError
 from dsft.planner.terms import ASSUMED
 from dsft.runtime import hardware, run_lock
 from dsft.runtime.hardware import ask_gpu, wait_for_freed_gpu
@@ -85,5 +86,7 @@ def test_an_evaluation_that_was_killed_is_waited_for(tmp_path, monkeypatch, left
     waits = []
     monkeypatch.setattr(evaluation, "only_run_in", lambda output_dir: nullcontext(left_lock))
     monkeypatch.setattr(evaluation, "wait_for_a_killed_run", lambda: waits.append(1))
-    monkeypatch.setattr(evaluation, "_evaluate", lambda *_, **__: iter(()))
-    assert list(evaluation.evaluate(EvalConfig(output_dir=str(tmp_path)))) == [] and waits == [1] * left_lock
+    # What comes after the wait, and is refused: there is no model.
+    with pytest.raises(UserError):
+        next(evaluation.evaluate(EvalConfig(output_dir=str(tmp_path)), ["model: missing"]))
+    assert waits == [1] * left_lock
