@@ -184,7 +184,7 @@ def test_an_order_by_length_has_everything_once_and_pads_little():
 
 
 class Tokens:
-    tokens, trained = np.arange(6, dtype=np.int32), np.ones(6, bool)
+    tokens, trained, weights = np.arange(6, dtype=np.int32), np.ones(6, bool), None
 
 
 def test_items_are_fetched_without_the_lengths_of_all_others(monkeypatch):
