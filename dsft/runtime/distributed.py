@@ -224,7 +224,8 @@ def stop_ranks() -> None:
         dist.destroy_process_group()
     is_watched = watchdog.endpoint() is not None
     watchdog.close()
-    if world_size() > 1 or is_watched:  # its launcher and its watchdog believe the exit code
+    # One rank of a launcher too: its watchdog believes the exit code. Without a launcher, the caller goes on.
+    if world_size() > 1 or (is_watched and watchdog.STARTED_BY.launchers):
         atexit._run_exitfuncs()  # loggers and workers finish as at any exit
         sys.stdout.flush()
         sys.stderr.flush()
