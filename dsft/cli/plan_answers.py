@@ -122,21 +122,21 @@ def _decided(request: Request, machine: Machine) -> OfflineRun:
                 file=sys.stderr,
             )
     attention, scored = request.options.attention, bool(request.options.perplexity)
-    paper = resolve_offline(training, machine, attention=attention, scored=scored, problems=problems)
-    for note in paper.notes:
+    offline = resolve_offline(training, machine, attention=attention, scored=scored, problems=problems)
+    for note in offline.notes:
         print(f"dsft: note: {note}", file=sys.stderr)
-    return paper
+    return offline
 
 
-def _choice(paper: OfflineRun, machine: Machine) -> Choice:
-    return plan_offline(paper.options, paper.job, machine, zero_file=paper.zero_file)
+def _choice(offline: OfflineRun, machine: Machine) -> Choice:
+    return plan_offline(offline.options, offline.job, machine, zero_file=offline.zero_file)
 
 
 def _training(request: Request, machine: Machine) -> None:
-    options, paper = request.options, _decided(request, machine)
-    choice, job = _choice(paper, machine), paper.job
-    ways = [] if choice.plan.fits else ways_to_fit(paper.options, job, machine, attention=options.attention)
-    cost = _cost(options, paper, choice, machine)
+    options, offline = request.options, _decided(request, machine)
+    choice, job = _choice(offline, machine), offline.job
+    ways = [] if choice.plan.fits else ways_to_fit(offline.options, job, machine, attention=options.attention)
+    cost = _cost(options, offline, choice, machine)
     written = []
     if options.write:
         written = write_plan(Path(options.write), choice.plan, job.size, machine, dtype=job.dtype)
@@ -193,8 +193,8 @@ def command_line(request: Request, change: dict[str, Any]) -> str:
 
 
 def _longest(request: Request, machine: Machine) -> None:
-    paper = _decided(request, machine)
-    longest = longest_sequence(paper.job, machine)
+    offline = _decided(request, machine)
+    longest = longest_sequence(offline.job, machine)
     if request.options.json:
         print_json({"seq_len": longest[0], "plan": as_dict(longest[1])} if longest else {"seq_len": None})
     elif longest:
@@ -254,9 +254,9 @@ def prepared_epoch(run: OfflineRun, plan: Plan, machine: Machine) -> Epoch | Non
     return Epoch(tokens=tokens, steps=-(-items // per_step), mean_len=mean_len)
 
 
-def _cost(options: PlanOptions, paper: OfflineRun, choice: Choice, machine: Machine) -> RunCost | None:
+def _cost(options: PlanOptions, offline: OfflineRun, choice: Choice, machine: Machine) -> RunCost | None:
     """Hours of the whole training: of the tokens that are named, else of data that is prepared."""
-    plan, training = choice.plan, paper.options.training
+    plan, training = choice.plan, offline.options.training
     if not plan.has_time_estimate:
         return None
     steps = training.get("max_steps", -1)
@@ -264,10 +264,10 @@ def _cost(options: PlanOptions, paper: OfflineRun, choice: Choice, machine: Mach
     if options.tokens:
         tokens = options.tokens * training.get("num_train_epochs", 1)
         return run_cost(plan, machine, tokens=tokens, steps=tokens / plan.time.tokens_per_step, dollars=dollars)
-    epoch = prepared_epoch(paper, plan, machine)
+    epoch = prepared_epoch(offline, plan, machine)
     if epoch:
         steps = steps if steps > 0 else epoch.steps * training.get("num_train_epochs", 3)  # transformers' default
-        seconds = seconds_at(paper.job, machine, choice, seq_len=epoch.mean_len)
+        seconds = seconds_at(offline.job, machine, choice, seq_len=epoch.mean_len)
         tokens = epoch.tokens * steps / epoch.steps
         return run_cost(plan, machine, tokens=tokens, steps=steps, dollars=dollars, step_seconds=seconds)
     if steps > 0:
@@ -276,7 +276,7 @@ def _cost(options: PlanOptions, paper: OfflineRun, choice: Choice, machine: Mach
         raise UserError(
             ["--dollars_per_gpu_hour: a cost needs --tokens, for example 1e9, --max_steps, or data that is prepared"]
         )
-    if paper.data:
+    if offline.data:
         print("dsft: note: hours are counted once the data is prepared: dsft prepare, or --tokens", file=sys.stderr)
     return None
 
@@ -286,15 +286,15 @@ def _scale(request: Request, machines: list[Machine]) -> None:
     if options.write or options.explain:
         raise UserError(["--write and --explain take one number of nodes"])
     smallest = min(machines, key=lambda machine: machine.world_size)
-    paper = _decided(request, smallest)
-    job = paper.job
+    offline = _decided(request, smallest)
+    job = offline.job
     per_rank = (job.micro_batch or SEQUENCES_PER_RANK) * (job.accumulation or 1)
     per_step = job.sequences_per_step or per_rank * smallest.world_size
     rows = []
     for machine in machines:
         grown = per_step * machine.world_size // smallest.world_size if options.scaling == "weak" else per_step
         scaled = dataclasses.replace(job, sequences_per_step=grown, accumulation=None)
-        rows.append((machine, _choice(dataclasses.replace(paper, job=scaled), machine).plan))
+        rows.append((machine, _choice(dataclasses.replace(offline, job=scaled), machine).plan))
         taken = rows[-1][1].time.tokens_per_step // job.seq_len
         if taken != grown:
             print(
@@ -317,16 +317,16 @@ def _scale(request: Request, machines: list[Machine]) -> None:
 def _perplexity(request: Request, machine: Machine) -> None:
     batch_tokens = request.training.batch_tokens
     training = dataclasses.replace(request.training, batch_tokens=None, zero="auto", packing=False)
-    paper = _decided(dataclasses.replace(request, training=training), machine)
-    speeds = speeds_for(paper.job, machine)
+    offline = _decided(dataclasses.replace(request, training=training), machine)
+    speeds = speeds_for(offline.job, machine)
     ranks = {"sequence_parallel": request.options.sequence_parallel}
     refusal = refused_number(ranks["sequence_parallel"], machine.world_size)
     raise_if_any([refusal] if refusal else [])
-    refusal = refused_heads(paper.job.size, size=ranks["sequence_parallel"], world=machine.world_size)
+    refusal = refused_heads(offline.job.size, size=ranks["sequence_parallel"], world=machine.world_size)
     raise_if_any([f"sequence_parallel={ranks['sequence_parallel']}: {refusal}"] if refusal else [])
-    plans = all_evaluation_plans(paper.job, machine, speeds, batch_tokens=batch_tokens, **ranks)
+    plans = all_evaluation_plans(offline.job, machine, speeds, batch_tokens=batch_tokens, **ranks)
     chosen, why = choose_evaluation(plans, machine)
-    longest = longest_window(paper.job, machine, speeds, **ranks)
+    longest = longest_window(offline.job, machine, speeds, **ranks)
     if request.options.json:
         print_json(
             {
@@ -336,7 +336,7 @@ def _perplexity(request: Request, machine: Machine) -> None:
             }
         )
     else:
-        show_evaluation_plans(chosen, plans, paper.job.size, machine, has_time_estimate=speeds.has_time_estimate)
+        show_evaluation_plans(chosen, plans, offline.job.size, machine, has_time_estimate=speeds.has_time_estimate)
         show_text(why)
         if longest:
             ranks_of_window = plural(request.options.sequence_parallel, "rank")

@@ -31,7 +31,7 @@ class Largest:
 
 
 def largest_models(options: TrainConfig, machine: Machine, *, attention: Attention | None) -> list[Largest]:
-    """Finds for each method the largest usual model that fits; smaller ones are taken to fit too.
+    """Finds for each method of this machine the largest usual model that fits; smaller ones are taken to fit too.
 
     Args:
         options: of a training; model and method are put in their place.
@@ -39,7 +39,8 @@ def largest_models(options: TrainConfig, machine: Machine, *, attention: Attenti
     with tempfile.TemporaryDirectory() as folder:
         for name in USUAL_MODELS:
             usual_config(name).save_pretrained(Path(folder, name))
-        return [_largest(method, Path(folder), options, machine, attention) for method in METHODS]
+        methods = METHODS if machine.has_gpu else METHODS[:2]  # bitsandbytes needs one
+        return [_largest(method, Path(folder), options, machine, attention) for method in methods]
 
 
 def _largest(method: str, folder: Path, options: TrainConfig, machine: Machine, attention: Attention | None) -> Largest:
