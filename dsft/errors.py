@@ -34,8 +34,8 @@ RANK_0_SECONDS = 5
 class UserError(ValueError):
     """One or more problems of the user's input, each a full sentence that names the key or file and the way out."""
 
-    def __init__(self, problems: Iterable[str]):
-        self.problems = list(dict.fromkeys(problems))
+    def __init__(self, problems: str | Iterable[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(dict.fromkeys(problems))
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self):

@@ -1,4 +1,4 @@
-"""Bytes and plurals as dsft writes them, and the width that rows of tokens are padded to."""
+"""What every room shares: units as dsft writes them, the padded width of rows, the label of ignored tokens."""
 
 from typing import Any
 
@@ -9,6 +9,8 @@ BYTES = {"MB": MB, "GB": GB, "TB": TB, "MiB": MiB, "GiB": GiB, "TiB": TiB}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """torch's name of a dtype -> bytes of one number."""
 TOKEN_UNITS = {"k": 1024, "m": 1024**2}
+IGNORED = -100
+"""The label of a token that is not trained or scored, as transformers has it."""
 PADDED_MULTIPLE = 8
 """Rows are padded to a multiple of this: what matrix units like."""
 

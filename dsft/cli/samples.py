@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from dsft.config.options import TrainConfig
 from dsft.data.packing import PackedRows
 from dsft.data.prepare import cache_folder
-from dsft.data.sequences import IGNORED, describe_counts, describe_value, sequence, sequences_in
 from dsft.data.sequences import Sequence as TokenSequence
+from dsft.data.sequences import describe_counts, describe_value, sequence, sequences_in
 from dsft.data.sources import FormattedSource
 from dsft.data.streaming import Stream
 from dsft.data.tokenization import tokenise
@@ -23,6 +23,7 @@ from dsft.data.training_data import TrainingData, check_sources, load_training_d
 from dsft.errors import raise_if_any
 from dsft.models.tokenizer import check_tokenizer
 from dsft.runtime.console import show_table
+from dsft.units import IGNORED
 
 STREAMED = 1000
 """Sequences that the figures of a stream are of."""

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from dsft.data.packing import PackedRows
-from dsft.data.sequences import IGNORED, Items, Sequence, sequences_in
+from dsft.data.sequences import Items, Sequence, sequences_in
 from dsft.models.packing_probe import positions
 from dsft.models.row_rules import NO_RULES, RowRules
-from dsft.units import padded_width
+from dsft.units import IGNORED, padded_width
 
 BLANK: Sequence = {"input_ids": np.zeros(1, np.int64), "labels": np.full(1, IGNORED)}
 GROUPED_STEPS = 50

@@ -8,9 +8,7 @@ import numpy as np
 import torch
 
 from dsft.data.token_store import Store
-
-IGNORED = -100
-"""Label of a token that is not scored (torch.nn.functional.cross_entropy's ignore_index)."""
+from dsft.units import IGNORED
 
 Sequence = dict[str, np.ndarray]
 """input_ids and labels, both [T] int64; weights, [T] float32, where a label's loss is multiplied by other than 1."""

@@ -14,11 +14,10 @@ from transformers import PreTrainedConfig
 from dsft.models.row_rules import length_limits
 from dsft.models.size import ModelFacts
 from dsft.models.small_model import one_thread, small_model
+from dsft.units import IGNORED
 
 LENGTHS = (16, 11, 5)
 """Tokens of the rows of the trial, which are padded to the longest."""
-IGNORED = -100
-"""The label of what is not trained, as transformers has it."""
 NOISE = 1e-5
 """Of loss and gradients: with a mask gradients of grouped keys are added in another order, and with other padding those
 of experts."""

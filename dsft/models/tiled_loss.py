@@ -27,6 +27,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from dsft.models.chunked_head import HandOut, backbone_of, make_shell
 from dsft.models.small_model import one_thread, small_model
+from dsft.units import IGNORED
 
 LEAST_VOCAB = 32_000
 """Entries of the vocabulary from which the loss is tiled where nothing is said."""
@@ -36,8 +37,6 @@ MOST_TILES = 16
 """Of one micro batch. In bf16 each tile rounds the sum of the head's gradient: for 8,192 tokens it was 0.58 % off that
 of fp32 in 16 tiles, 1.7 % in 128 and 0.35 % plainly (a Llama of width 64 with 4,000 entries, CPU).
 """
-IGNORED = -100
-"""The label of what is not trained, as transformers has it."""
 NOISE = 1e-5
 """Of loss and gradients: tiles are added up in another order."""
 

@@ -28,7 +28,6 @@ from dsft.checkpoints.verification import verify_weights
 from dsft.config.deepspeed_json import check_nvme, read_zero_file, stage
 from dsft.config.deepspeed_rules import read_sound_file
 from dsft.config.options import UNQUANTISED, EvalConfig, common_options
-from dsft.data.sequences import IGNORED
 from dsft.data.sources import FormattedSource
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.build import described_in, is_bare_config, resolve_dtype
@@ -53,7 +52,7 @@ from dsft.runtime.hardware import Machine, has_gpu, peak_memory_bytes
 from dsft.runtime.out_of_memory import which_memory
 from dsft.runtime.run_lock import only_run_in, wait_for_a_killed_run
 from dsft.runtime.versions import versions
-from dsft.units import GiB
+from dsft.units import IGNORED, GiB
 from dsft.watchdog import client as watchdog
 
 TOKENS = "tokens.parquet"

@@ -16,9 +16,9 @@ from peft import PeftModel
 from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from dsft.data.sequences import IGNORED
 from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead
 from dsft.runtime.distributed import max_over_ranks
+from dsft.units import IGNORED
 
 
 @contextlib.contextmanager

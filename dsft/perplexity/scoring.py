@@ -23,7 +23,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dsft.data.sequences import IGNORED
 from dsft.models.chunked_head import VOCAB_TILE, ChunkedHead, Reused, exp_in_place
 from dsft.models.row_rules import RowRules, row_rules
 from dsft.perplexity.head import Scorer, exact_products, score_in_tiles
@@ -34,6 +33,7 @@ from dsft.perplexity.sums import Perplexity, add_up, exp, pieces_of
 from dsft.perplexity.windows import Windows
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.distributed import sum_over_ranks
+from dsft.units import IGNORED
 from dsft.watchdog import client as watchdog
 
 STEPS = 2.0**28

@@ -27,13 +27,13 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dsft.data.sequences import IGNORED
 from dsft.models.row_rules import rope_types
 from dsft.models.size import ModelFacts
 from dsft.models.small_model import small_model
 from dsft.planner.evaluation_plan import refused_heads
 from dsft.planner.job import attention_of
 from dsft.runtime import distributed
+from dsft.units import IGNORED
 
 if TYPE_CHECKING:
     from dsft.perplexity.loading import Candidate

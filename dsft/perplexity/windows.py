@@ -11,8 +11,9 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from dsft.data.sequences import IGNORED, Sequence
+from dsft.data.sequences import Sequence
 from dsft.data.token_store import Store
+from dsft.units import IGNORED
 
 WINDOWS_AT_ONCE = 1 << 12
 Spans = Iterable[tuple[int, int, int]]

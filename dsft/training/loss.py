@@ -24,8 +24,9 @@ from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from dsft.errors import UserError
-from dsft.models.tiled_loss import IGNORED, nats_of, next_weights
+from dsft.models.tiled_loss import nats_of, next_weights
 from dsft.runtime.console import say
+from dsft.units import IGNORED
 
 SAME_LOSS = 1e-3
 """Two losses of one micro batch that differ by less are the same but for rounding in half precision."""

@@ -19,9 +19,9 @@ from dsft.config.options import TrainConfig
 from dsft.data import packing
 from dsft.data.batches import Collator, EpochSampler, LengthGrouping, PackedCollator, PaddedToFullSteps, padding_share
 from dsft.data.packing import batches_by_token_budget, best_fit
-from dsft.data.sequences import IGNORED, Sequences, sequence
+from dsft.data.sequences import Sequences, sequence
 from dsft.models.packing_probe import isolation_problem, try_packing
-from dsft.units import padded_width
+from dsft.units import IGNORED, padded_width
 
 
 @settings(max_examples=200, deadline=None)

@@ -30,12 +30,13 @@ from dsft.data.batches import PackedCollator
 from dsft.data.formats import FormatRules, format_rules
 from dsft.data.prepare import fingerprint, prepare
 from dsft.data.readers import Row
-from dsft.data.sequences import IGNORED, cut, describe_counts, mix, sequences_in, sequences_of
+from dsft.data.sequences import cut, describe_counts, mix, sequences_in, sequences_of
 from dsft.data.sources import BATCH_ROWS, HeldOut, Source, find_sources
 from dsft.data.streaming import Stream
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError
 from dsft.models.tokenizer import load_tokenizer
+from dsft.units import IGNORED
 
 
 def rules_of(*columns: str, **options) -> FormatRules:

@@ -9,9 +9,10 @@ from tiny import write_pairs
 from dsft.config.options import TrainConfig
 from dsft.data.batches import EpochSampler, LengthGrouping, PaddedToFullSteps
 from dsft.data.packing import PackedRows
-from dsft.data.sequences import IGNORED, sequences_in
+from dsft.data.sequences import sequences_in
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.models.tokenizer import load_tokenizer
+from dsft.units import IGNORED
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dsft.api import evaluate_perplexity
 from dsft.config.options import EvalConfig
-from dsft.data.sequences import IGNORED, sequence
+from dsft.data.sequences import sequence
 from dsft.errors import UserError
 from dsft.models.row_rules import RowRules, sees_later_tokens
 from dsft.models.small_model import small_model
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import windows_of_sequences
+from dsft.units import IGNORED
 
 CPU = torch.device("cpu")
 ENCODER = (transformers.BertConfig, COMMON | {"intermediate_size": 48})

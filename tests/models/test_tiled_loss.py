@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 from dsft.config.options import TrainConfig
 from dsft.models import tiled_loss
 from dsft.models.size import measure_model
-from dsft.models.tiled_loss import IGNORED, can_tile_loss, tile_loss
+from dsft.models.tiled_loss import can_tile_loss, tile_loss
 from dsft.run_setup.decisions import tiled_loss_decision
 from dsft.run_setup.plan import job_over_data
+from dsft.units import IGNORED
 
 CHANGED_LOGITS = {
     "gemma2": (transformers.Gemma2Config, GATED | {"head_dim": 8, "final_logit_softcapping": 0.5}),

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
 
 from dsft.api import evaluate_perplexity
 from dsft.config.options import EvalConfig
-from dsft.data.sequences import IGNORED, sequence
+from dsft.data.sequences import sequence
 from dsft.errors import UserError
 from dsft.models import chunked_head
 from dsft.models.row_rules import RowRules
@@ -23,6 +23,7 @@ from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.kl import BINS, ChangeHistogram, divergence_of
 from dsft.perplexity.results import Recorder
 from dsft.perplexity.windows import windows_of_sequences
+from dsft.units import IGNORED
 
 OPT = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
 OPT |= {"word_embed_proj_dim": 32, "max_position_embeddings": 256}

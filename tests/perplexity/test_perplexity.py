@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsft.api import evaluate_perplexity
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import make_config
-from dsft.data.sequences import IGNORED, sequence
+from dsft.data.sequences import sequence
 from dsft.data.training_data import check_sources
 from dsft.errors import TrainingStopped, UserError
 from dsft.models import chunked_head
@@ -34,7 +34,7 @@ from dsft.perplexity.of_training import read_evaluation
 from dsft.perplexity.results import Recorder, ResumeLog
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import rolling_spans, sliding_spans, windows_of_sequences
-from dsft.units import padded_width
+from dsft.units import IGNORED, padded_width
 
 MODES = [
     {"mode": "windows"},

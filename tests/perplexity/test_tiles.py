@@ -11,10 +11,10 @@ from tiny import ARCHITECTURES
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from dsft.config.options import EvalConfig
-from dsft.data.sequences import IGNORED
 from dsft.models.chunked_head import VOCAB_TILE, ChunkedHead
 from dsft.perplexity import head
 from dsft.perplexity.evaluation import evaluate
+from dsft.units import IGNORED
 
 SLICE = 5000
 """Logits of one forward here: 13 positions of one row with 384 entries."""

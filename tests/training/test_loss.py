@@ -12,11 +12,11 @@ from torch.nn import functional
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dsft.data.sequences import IGNORED
 from dsft.models.row_rules import sees_later_tokens
 from dsft.models.small_model import one_thread, small_model
 from dsft.models.tiled_loss import tile_loss
 from dsft.training.loss import TokenLoss
+from dsft.units import IGNORED
 
 ROWS, LENGTH = 8, 24
 IDS_BT = torch.randint(3, 128, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
