@@ -33,7 +33,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerBase
 
 from dsft.config.options import EvalConfig
 from dsft.data.prepare import fingerprint
-from dsft.data.token_store import StoreWriter
+from dsft.data.store import StoreWriter
 from dsft.data.tokenization import Tokens
 from dsft.perplexity import modes, scoring
 from dsft.perplexity.compare import compare_pair

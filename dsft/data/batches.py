@@ -1,18 +1,28 @@
-"""Orders an epoch, the same on any number of ranks, and makes the tensors of a batch.
+"""Orders an epoch, or a stream without end, the same on any number of ranks, and makes the tensors of a batch.
 
 Epochs are full optimizer steps: where the last one has too few items, accelerate would repeat some from the epoch's
 beginning, and which ones depends on the number of ranks. Here blank items, which train nothing, fill it instead.
 """
 
+import hashlib
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from dsft.data.packing import PackedRows
-from dsft.data.sequences import Items, Sequence, sequences_in
+from dsft.data.formats import FormatRules, FormattedSource
+from dsft.data.packing import PackedRows, best_fit
+from dsft.data.sequences import Items, Sequence, cut, describe_counts, sequence, sequences_in
+from dsft.data.sources import Source, raw_size
+from dsft.data.tokenization import tokenise
+from dsft.errors import UserError
 from dsft.models.packing_probe import positions
 from dsft.models.row_rules import NO_RULES, RowRules
 from dsft.units import IGNORED, padded_width
@@ -113,6 +123,107 @@ class EpochSampler(torch.utils.data.Sampler):
         return np.concatenate([steps.reshape(-1), rest])
 
 
+PACKED_AT_ONCE = 1000
+"""Sequences among which those that share rows are looked for."""
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Sources drawn from by weight (by default as often as each other), each begun again at its end."""
+
+    def __init__(
+        self,
+        sources: list[FormattedSource],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seq_len: int,
+        pack: bool,
+        weights: list[float],
+        seed: int,
+        shuffle_buffer: int,
+    ):
+        self.sources, self.tokenizer, self.seq_len, self.pack = sources, tokenizer, seq_len, pack
+        self.weights, self.seed, self.shuffle_buffer = weights, seed, shuffle_buffer
+        self.counts: Counter = Counter()
+        """As of prepared data, of what this process has read so far."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """A digest of what the order depends on, for resuming."""
+        order = json.dumps(
+            [
+                [formatted.source.name, [*map(raw_size, formatted.source.files)], asdict(formatted.rules)]
+                for formatted in self.sources
+            ]
+            + [self.weights, self.pack, self.shuffle_buffer],
+            sort_keys=True,
+        )
+        return {"stream": hashlib.sha256(order.encode()).hexdigest()[:16]}
+
+    def __iter__(self) -> Iterator[Sequence | list[Sequence]]:
+        sequences = _shuffled(self._mixed(), self.shuffle_buffer, np.random.default_rng(self.seed))
+        return _packed(sequences, self.seq_len) if self.pack else sequences
+
+    def may_mix(self, batch: int) -> bool:
+        """Tell whether batches of `batch` items may hold sequences of several lengths."""
+        return self.pack or (batch > 1 and not all(formatted.rules.is_text for formatted in self.sources))
+
+    def _mixed(self) -> Iterator[Sequence]:
+        parts = [self._sequences(formatted.source, formatted.rules) for formatted in self.sources]
+        generator, share = np.random.default_rng(self.seed), np.array(self.weights or [1.0] * len(parts))
+        while True:
+            yield next(parts[generator.choice(len(parts), p=share / share.sum())])
+
+    def _sequences(self, source: Source, rules: FormatRules) -> Iterator[Sequence]:
+        rest = np.zeros(0, np.int32)
+        while True:
+            before = self.counts["tokens"]
+            for batch in source.batches():
+                tokens = tokenise(batch, rules, self.tokenizer)
+                self.counts += tokens.counts
+                self.counts += Counter(tokens=len(tokens.ids), trained_tokens=int(tokens.trained.sum()))
+                if rules.is_text:
+                    ids, trained = np.concatenate([rest, tokens.ids]), np.ones(len(rest) + len(tokens.ids), bool)
+                    spans = self._spans_of_text(len(ids), tokens.ends + len(rest))
+                    rest = ids[spans[-1][1] if spans else 0 :]
+                else:
+                    ids, trained, spans = tokens.ids, tokens.trained, pairwise([0, *tokens.ends])
+                weights = tokens.weights
+                yield from (
+                    sequence(ids[start:end], trained[start:end], None if weights is None else weights[start:end])
+                    for start, end in spans
+                )
+            if self.counts["tokens"] == before:
+                counts = describe_counts(self.counts)
+                raise UserError([f"{source.key}: {source.name} gives no token to train on ({counts})"])
+
+    def _spans_of_text(self, num_tokens: int, document_ends: np.ndarray) -> list[tuple[int, int]]:
+        """Cuts text: with packing into its documents, which may share a row; else it is laid end to end."""
+        complete = document_ends if self.pack else np.zeros(0, np.int64)
+        spans = list(zip(*(bounds.tolist() for bounds in cut(complete, self.seq_len)), strict=True))
+        starts = range(spans[-1][1] if spans else 0, num_tokens - self.seq_len + 1, self.seq_len)
+        return spans + [(start, start + self.seq_len) for start in starts]
+
+
+def _shuffled(sequences: Iterator[Sequence], buffer_size: int, generator: np.random.Generator) -> Iterator[Sequence]:
+    """Yields each time one of the next `buffer_size` sequences, drawn at random."""
+    buffer = [next(sequences) for _ in range(buffer_size)]
+    while True:
+        index = int(generator.integers(buffer_size))
+        yield buffer[index]
+        buffer[index] = next(sequences)
+
+
+def _packed(sequences: Iterator[Sequence], room: int) -> Iterator[list[Sequence]]:
+    """Packs by best fit among the sequences at hand; those of the emptiest row wait for more."""
+    waiting: list[Sequence] = []
+    while True:
+        waiting += [next(sequences) for _ in range(PACKED_AT_ONCE)]
+        lengths = np.array([len(sequence["input_ids"]) for sequence in waiting])
+        *full, emptiest = sorted(best_fit(lengths, room), key=lambda row: -lengths[row].sum())
+        yield from ([waiting[index] for index in row] for row in full)
+        waiting = [waiting[index] for index in emptiest]
+
+
 def num_mixed(order: list[int], items: Items, batch: int, rules: RowRules) -> int:
     """Counts the batches of `batch` items that follow in `order` and hold sequences that may not share one."""
     shortest, longest = (bounds[order].reshape(-1, batch) for bounds in items.bounds)
@@ -141,9 +252,9 @@ def weights_in(groups: list[list[Sequence]], shape: tuple[int, int]) -> dict[str
     weights_BT = torch.ones(shape)
     for row, group in enumerate(groups):
         ends = np.cumsum([len(sequence["labels"]) for sequence in group])
-        for sequence, end in zip(group, ends, strict=True):
-            if "weights" in sequence:
-                weights_BT[row, end - len(sequence["labels"]) : end] = torch.as_tensor(sequence["weights"])
+        for row_part, end in zip(group, ends, strict=True):
+            if "weights" in row_part:
+                weights_BT[row, end - len(row_part["labels"]) : end] = torch.as_tensor(row_part["weights"])
     return {"weights": weights_BT}
 
 
@@ -172,10 +283,10 @@ class Collator:
         ids_BT = torch.full(shape, self.pad_token_id, dtype=torch.long)
         mask_BT = torch.zeros(shape, dtype=torch.long)
         labels_BT = torch.full(shape, IGNORED, dtype=torch.long)
-        for row, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
-            ids_BT[row, :length] = torch.as_tensor(sequence["input_ids"])
+        for row, (item, length) in enumerate(zip(sequences, lengths, strict=True)):
+            ids_BT[row, :length] = torch.as_tensor(item["input_ids"])
             mask_BT[row, :length] = 1
-            labels_BT[row, :length] = torch.as_tensor(sequence["labels"])
+            labels_BT[row, :length] = torch.as_tensor(item["labels"])
         mask = {"attention_mask": mask_BT} if self.masked and min(lengths) < shape[1] else {}
         return {
             "input_ids": ids_BT,

@@ -14,11 +14,12 @@ The forms are text, prompt with completion, and chat. The formats:
 
 import json
 import string
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from dsft.config.options import DataFields
-from dsft.data.readers import Row
+from dsft.data.sources import Batch, HeldOut, Row, Source, batches_of
 
 FORMATS = {
     "messages": {"messages"},
@@ -118,6 +119,23 @@ class FormatRules:
     def is_chat(self) -> bool:
         """Rows that only a tokenizer with a chat template can take."""
         return self.format in ("messages", "sharegpt") or self.has_chat_pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormattedSource:
+    """A source and how its rows are read."""
+
+    source: Source
+    rules: FormatRules
+    held_out: HeldOut | None = None
+    """The share of the rows that is read; None for all of them."""
+
+    def batches(self) -> Iterator[Batch]:
+        """Reads the rows in order."""
+        return batches_of(self.source, self.held_out)
+
+    def __str__(self) -> str:
+        return f"{self.source.name} ({self.rules.format})"
 
 
 def format_rules(rows: list[Row], config: DataFields, *, keep_all: bool = False) -> FormatRules:

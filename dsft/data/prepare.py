@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dsft.data.formats import FormatRules
 from dsft.data.sources import Batch, HeldOut, Source, batches_of
-from dsft.data.token_store import FACTS, Store, StoreWriter
+from dsft.data.store import FACTS, Store, StoreWriter
 from dsft.data.tokenization import Tokens, tokenise
 from dsft.errors import UserError, one_line
 from dsft.runtime.console import progress_bar

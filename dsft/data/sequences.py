@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsft.data.token_store import Store
+from dsft.data.store import Store
 from dsft.units import IGNORED
 
 Sequence = dict[str, np.ndarray]

@@ -1,22 +1,388 @@
-"""Reads the entries of `data`: files, or a hub data set.
+"""Reads the entries of `data`, row by row: local files, or a hub data set.
 
-A data set is written as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, with a split that may be a slice such as train[:5%].
+A row has its number in its file, and an error names file and line. Only a .json file that is one list is held in memory
+at once. `datasets` reads hub data sets alone: of files it guesses column types over all rows, fills the keys that other
+rows have with None, and loses line numbers.
+
+A hub data set is written as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, with a split that may be a slice
+(train[:5%]).
 """
 
+import bz2
+import codecs
+import csv
 import functools
+import glob
+import io
 import itertools
+import json
+import lzma
 import math
 import random
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
+import pyarrow
+import pyarrow.parquet
+import zstandard
+
+from dsft.config.convert import DuplicateKey, unique_keys
 from dsft.config.options import DataFields
-from dsft.data.formats import FormatRules
-from dsft.data.readers import Row, Rows, ending, find_files, raw_size, read_file, without_filler
 from dsft.errors import UserError, one_line
+
+ENDINGS = (".txt", ".json", ".jsonl", ".csv", ".parquet", ".arrow")
+COMPRESSED: dict[str, Callable[[], Any]] = {
+    ".gz": lambda: zlib.decompressobj(wbits=31),
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lzma.LZMADecompressor,
+    ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
+}
+"""Ending -> what decompresses one stream of such a file, and tells where it ends."""
+CUT_OFF = "its end is missing: it was cut off, as by a full disk or a download that broke off"
+COMPRESSED_BYTES = 1 << 13
+"""Of a compressed file, that are decompressed at once."""
+ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")
+"""What `datasets.save_to_disk` writes beside the rows."""
+PIECE_BYTES = 1 << 14
+"""A text file is one document; a longer one is read, and tokenised, in pieces of about this size."""
+
+
+class Row(NamedTuple):
+    """A row of a source; a long text file is one document of several rows."""
+
+    values: dict[str, Any]
+    """By column."""
+    number: int
+    """From 1 in its file or data set: the line where the format has lines, else the row."""
+    starts_document: bool = True
+    ends_document: bool = True
+    """Both False in the middle of a long document."""
+
+
+Rows = Iterator[tuple[Row, int]]
+"""(row, bytes of the file read so far)."""
+
+
+def ending(path: str | Path) -> str:
+    """Returns .jsonl for a.jsonl and for a.jsonl.gz; "" for what is none of ENDINGS."""
+    path = Path(path)
+    inner = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+    return inner if inner in ENDINGS else ""
+
+
+def find_files(entry: str, key: str) -> list[str]:
+    """Lists the files of a path, folder or glob by name; none where `entry` must be the name of a hub data set.
+
+    Raises:
+        UserError: naming `key`, the option.
+    """
+    path = Path(entry).expanduser()
+    kinds = f"{', '.join(ENDINGS)} (also with {', '.join(COMPRESSED)})"
+    if path.is_file():
+        files = [str(path)]
+    elif path.is_dir():
+        files = sorted(
+            str(file)
+            for file in path.iterdir()
+            if file.is_file() and ending(file) and not file.name.startswith(".") and file.name not in ABOUT_DATA
+        )
+        if not files:
+            raise UserError([f"{key}: the folder {entry} holds no {kinds} file"])
+    else:
+        files = sorted(file for file in glob.glob(str(path), recursive=True) if Path(file).is_file())
+    if others := [file for file in files if not ending(file)]:
+        raise UserError([f"{key}: {others[0]} has none of the endings {kinds}"])
+    if not files and is_path(entry):
+        raise UserError([f"{key}: {entry} does not exist (seen from {Path.cwd()})"])
+    return files
+
+
+def is_path(entry: str) -> bool:
+    """Tells whether `entry`, where no file is, must be a path, not a name on the hub."""
+    return (
+        bool(ending(entry))
+        or entry.startswith((".", "~", "/"))
+        or entry.partition(":")[0].count("/") > 1
+        or "*" in entry
+    )
+
+
+def read_file(path: str) -> Rows:
+    """Reads the rows of one file.
+
+    Raises:
+        UserError: naming file and line.
+    """
+    if raw_size(path) == 0:
+        raise UserError([f"{path} is empty"])
+    try:
+        yield from READERS[ending(path)](path)
+    except PermissionError as error:
+        raise UserError([f"{path} cannot be read ({error.strerror})"]) from None
+    except (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pyarrow.ArrowException) as error:
+        raise UserError(
+            [f"{path} cannot be read as {ending(path)[1:]}: {' '.join(str(error).split())[:300]}"]
+        ) from None
+
+
+def _open(path: str) -> tuple[BinaryIO, BinaryIO]:
+    """Opens (content, the file itself, whose position says how much is read)."""
+    raw = open(path, "rb")  # noqa: SIM115 - closed with the content, or by the garbage collector
+    new_stream = COMPRESSED.get(Path(path).suffix)
+    return (io.BufferedReader(_Decompressed(raw, new_stream), 1 << 20) if new_stream else raw), raw
+
+
+class _Decompressed(io.RawIOBase):
+    """The content of a compressed file, which is one stream after the other.
+
+    Libraries' own readers take a zstd file that ends within a stream, and bytes after one that begin no other, for
+    the end of the file.
+    """
+
+    def __init__(self, raw: BinaryIO, new_stream: Callable[[], Any]):
+        self.raw, self.new_stream, self.stream = raw, new_stream, new_stream()
+        self.content = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a part of `buffer`.
+
+        Raises:
+            EOFError: where the file ends within a stream.
+        """
+        while not self.content:
+            data = b""
+            if self.stream.eof:
+                data = self.stream.unused_data.lstrip(b"\0")  # tapes and xz fill up with zeros
+                while not data:
+                    if not (data := self.raw.read(COMPRESSED_BYTES)):
+                        return 0
+                    data = data.lstrip(b"\0")
+                self.stream = self.new_stream()
+            elif not (data := self.raw.read(COMPRESSED_BYTES)):
+                raise EOFError(CUT_OFF)
+            self.content = memoryview(self.stream.decompress(data))
+        size = min(len(buffer), len(self.content))
+        buffer[:size], self.content = self.content[:size], self.content[size:]
+        return size
+
+
+def _lines(path: str) -> Iterator[tuple[int, str, int]]:
+    content, raw = _open(path)
+    with content, raw:
+        for number, line in enumerate(content, start=1):
+            try:
+                yield number, line.decode(), raw.tell()
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    [f"{path}, line {number}: not valid UTF-8 ({error.reason} at byte {error.start} of the line)"]
+                ) from None
+
+
+def _read_jsonl(path: str) -> Rows:
+    for number, line, position in _lines(path):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.removeprefix("\ufeff"), object_pairs_hook=unique_keys)
+        except DuplicateKey as error:
+            raise UserError([f"{path}, line {number}: the column {error} is there twice"]) from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            reason = (
+                f"{error.msg} at column {error.colno}"
+                if isinstance(error, json.JSONDecodeError)
+                else "nested too deeply"
+            )
+            raise UserError([f"{path}, line {number}: not valid JSON ({reason}): {line.strip()[:80]}"]) from None
+        yield Row(_mapping(row, f"{path}, line {number}"), number), position
+
+
+def _read_json(path: str) -> Rows:
+    """Reads one list of objects, or one object per line."""
+    content, raw = _open(path)
+    with content, raw:
+        start = content.read(1 << 16).lstrip(b"\xef\xbb\xbf \t\r\n")
+    if not start.startswith(b"["):
+        yield from _read_jsonl(path)
+        return
+    content, raw = _open(path)
+    with content, raw:
+        try:
+            rows = json.loads(content.read().decode("utf-8-sig"), object_pairs_hook=unique_keys)
+        except DuplicateKey as error:
+            raise UserError([f"{path}: the column {error} is there twice in a row"]) from None
+        except UnicodeDecodeError as error:
+            raise UserError([f"{path}: not valid UTF-8 ({error.reason} at byte {error.start})"]) from None
+        except json.JSONDecodeError as error:
+            raise UserError(
+                [f"{path}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno})"]
+            ) from None
+        except RecursionError:
+            raise UserError([f"{path}: not valid JSON (nested too deeply)"]) from None
+    size = raw_size(path)
+    for number, row in enumerate(rows, start=1):
+        yield Row(_mapping(row, f"{path}, row {number}"), number), size * number // len(rows)
+
+
+def _mapping(row: Any, place: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise UserError([f"{place}: a JSON object is needed, found {type(row).__name__}"])
+    return row
+
+
+def _read_csv(path: str) -> Rows:
+    position = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal position
+        for number, line, position in _lines(path):  # noqa: B007
+            yield line.removeprefix("\ufeff") if number == 1 else line
+
+    limit = csv.field_size_limit(1 << 30)
+    reader = csv.reader(lines(), strict=True)
+    try:
+        header = next(reader, [])
+        if twice := [name for name in header if header.count(name) > 1]:
+            raise UserError([f"{path}, line 1: the column {twice[0]!r} is there twice"])
+        line = reader.line_num + 1
+        for values in reader:
+            if values and len(values) != len(header):
+                raise UserError(
+                    [f"{path}, line {line}: {len(values)} values for {len(header)} columns ({', '.join(header)})"]
+                )
+            if values:
+                yield Row(dict(zip(header, values, strict=True)), line), position
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError([f"{path}, line {reader.line_num}: not valid CSV ({error})"]) from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _read_parquet(path: str) -> Rows:
+    with open(path, "rb") as raw:
+        file = pyarrow.parquet.ParquetFile(raw)
+        yield from _arrow_rows(path, file.schema_arrow, file.iter_batches(batch_size=256), file.metadata.num_rows)
+
+
+def _read_arrow(path: str) -> Rows:
+    """Reads both forms of Arrow's own format; `datasets` writes the stream."""
+    with pyarrow.memory_map(path) as file:
+        try:
+            reader = pyarrow.ipc.open_stream(file)
+            batches = _batches_of_stream(reader, file)
+        except pyarrow.ArrowInvalid:
+            reader = pyarrow.ipc.open_file(file)
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        yield from _arrow_rows(path, reader.schema, (piece for batch in batches for piece in _slices(batch)), None)
+
+
+def _batches_of_stream(reader: Any, file: pyarrow.NativeFile) -> Iterator[pyarrow.RecordBatch]:
+    """Reads a stream up to the mark at its end, which pyarrow does without."""
+    position = file.tell()
+    for batch in reader:
+        position = file.tell()
+        yield batch
+    if file.tell() == position:
+        raise EOFError(CUT_OFF)
+
+
+def _slices(batch: pyarrow.RecordBatch) -> Iterator[pyarrow.RecordBatch]:
+    for start in range(0, len(batch), 256):
+        yield batch.slice(start, 256)
+
+
+def _arrow_rows(
+    path: str, schema: pyarrow.Schema, batches: Iterator[pyarrow.RecordBatch], number_of_rows: int | None
+) -> Rows:
+    if twice := [name for name in schema.names if schema.names.count(name) > 1]:
+        raise UserError([f"{path}: the column {twice[0]!r} is there twice"])
+    size, number = raw_size(path), 0
+    for batch in batches:
+        for index in range(len(batch)):
+            number += 1
+            try:
+                row = {name: batch.column(name)[index].as_py() for name in schema.names}
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    [f"{path}, row {number}: not valid UTF-8 ({error.reason} at byte {error.start})"]
+                ) from None
+            yield Row(without_filler(row), number), size * number // number_of_rows if number_of_rows else 0
+
+
+def without_filler(value: Any) -> Any:
+    """Drops keys that are None: Arrow gives every struct of a column the keys of all."""
+    if isinstance(value, dict):
+        return {key: without_filler(item) for key, item in value.items() if item is not None}
+    return [without_filler(item) for item in value] if isinstance(value, list) else value
+
+
+def _read_text(path: str) -> Rows:
+    """Reads the file as one document, in pieces that end with a line.
+
+    The line after it does not begin with white space: there tokenizers begin a new word anyhow.
+    """
+    pieces = _pieces(path)
+    piece, is_first = next(pieces, None), True
+    while piece is not None:
+        following = next(pieces, None)
+        number, text, position = piece
+        yield Row({"text": text}, number, starts_document=is_first, ends_document=following is None), position
+        piece, is_first = following, False
+
+
+def _pieces(path: str) -> Iterator[tuple[int, str, int]]:
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    held, first = "", 1
+    content, raw = _open(path)
+    with content, raw:
+        while data := content.read(PIECE_BYTES):
+            try:
+                held += decoder.decode(data)
+            except UnicodeDecodeError as error:
+                line = first + held.count("\n") + error.object[: error.start].count(b"\n")
+                raise UserError([f"{path}, line {line}: not valid UTF-8 ({error.reason})"]) from None
+            cut = _cut_of(held)
+            if cut:
+                yield first, held[:cut], raw.tell()
+                first += held.count("\n", 0, cut)
+                held = held[cut:]
+        if decoder.getstate()[0]:
+            raise UserError([f"{path}: not valid UTF-8: its last character is cut off"])
+    if held:
+        yield first, held, raw_size(path)
+
+
+def _cut_of(text: str) -> int:
+    """Finds where `text` can be cut: after its last line that no white space follows.
+
+    0 where there is no such line and the text is not yet long.
+    """
+    cut = text.rfind("\n", 0, len(text) - 1) + 1
+    while cut and text[cut].isspace():
+        cut = text.rfind("\n", 0, cut - 1) + 1
+    return cut or (len(text) if len(text) >= 4 * PIECE_BYTES else 0)
+
+
+def raw_size(path: str) -> int:
+    return Path(path).stat().st_size
+
+
+READERS = {
+    ".txt": _read_text,
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}
+
 
 BATCH_ROWS, BATCH_CHARACTERS = 1000, 1 << 20
 
@@ -146,23 +512,6 @@ def batches_of(source: Source, held_out: HeldOut | None) -> Iterator[Batch]:
                 if (index in held_out_here) == held_out.wanted
             ],
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FormattedSource:
-    """A source and how its rows are read."""
-
-    source: Source
-    rules: FormatRules
-    held_out: HeldOut | None = None
-    """The share of the rows that is read; None for all of them."""
-
-    def batches(self) -> Iterator[Batch]:
-        """Reads the rows in order."""
-        return batches_of(self.source, self.held_out)
-
-    def __str__(self) -> str:
-        return f"{self.source.name} ({self.rules.format})"
 
 
 @functools.cache

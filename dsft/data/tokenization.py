@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from dsft.data.chats import TEMPLATE_ERRORS, ChatRules, Spans, chat_samples
 from dsft.data.encoding import encode, encode_continued
 from dsft.data.formats import Chat, EmptyAnswer, FormatRules, Pair, Text, canonical
-from dsft.data.readers import Row
-from dsft.data.sources import Batch
+from dsft.data.sources import Batch, Row
 from dsft.errors import UserError, one_line
 
 

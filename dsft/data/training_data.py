@@ -14,17 +14,17 @@ from dsft.data.batches import (
     LengthGrouping,
     PackedCollator,
     PaddedToFullSteps,
+    Stream,
     num_mixed,
     padding_share,
 )
 from dsft.data.chats import stop_tokens
-from dsft.data.formats import FormatRules, format_rules
+from dsft.data.formats import FormatRules, FormattedSource, format_rules
 from dsft.data.packing import PackedRows, batches_by_token_budget, best_fit
 from dsft.data.prepare import cache_folder, fingerprint, prepare
 from dsft.data.sequences import Sequences, count, mix, sequences_of
-from dsft.data.sources import FormattedSource, HeldOut, find_sources
-from dsft.data.streaming import Stream
-from dsft.data.token_store import FACTS, Store
+from dsft.data.sources import HeldOut, find_sources
+from dsft.data.store import FACTS, Store
 from dsft.data.tokenization import tokenise
 from dsft.errors import UserError
 from dsft.models.row_rules import NO_RULES, RowRules

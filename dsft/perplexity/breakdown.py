@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from dsft.config.options import EvalConfig
+from dsft.data.formats import FormattedSource
 from dsft.data.prepare import cache_folder, prepare
-from dsft.data.sources import FormattedSource
 from dsft.errors import UserError, nearest
 from dsft.perplexity.documents import Answers, Documents
 from dsft.perplexity.sums import exp

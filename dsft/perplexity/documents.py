@@ -20,10 +20,9 @@ from transformers import PreTrainedTokenizerBase
 
 from dsft.config.options import EvalConfig
 from dsft.data.encoding import encode
-from dsft.data.formats import Chat, EmptyAnswer, FormatRules, Pair, Text, canonical, text_of
+from dsft.data.formats import Chat, EmptyAnswer, FormatRules, FormattedSource, Pair, Text, canonical, text_of
 from dsft.data.prepare import Preparation
-from dsft.data.readers import Row
-from dsft.data.sources import Batch, FormattedSource
+from dsft.data.sources import Batch, Row
 from dsft.data.tokenization import Tokens, closes_texts, tokenise
 from dsft.errors import UserError
 

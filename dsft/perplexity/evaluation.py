@@ -28,7 +28,7 @@ from dsft.checkpoints.verification import verify_weights
 from dsft.config.deepspeed_json import check_nvme, read_zero_file, stage
 from dsft.config.deepspeed_rules import read_sound_file
 from dsft.config.options import UNQUANTISED, EvalConfig, common_options
-from dsft.data.sources import FormattedSource
+from dsft.data.formats import FormattedSource
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.build import described_in, is_bare_config, resolve_dtype
 from dsft.models.model_folder import has_only_shards, is_step_folder, located

@@ -19,7 +19,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from dsft.checkpoints.run_folder import FINAL, damage
 from dsft.config.deepspeed_json import read_zero_file
 from dsft.config.options import UNQUANTISED, EvalConfig, TrainConfig
-from dsft.data.sources import FormattedSource, HeldOut
+from dsft.data.formats import FormattedSource
+from dsft.data.sources import HeldOut
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError, raise_if_any
 from dsft.models.build import DTYPES, build_model, described_in, is_bare_config, resolve_dtype

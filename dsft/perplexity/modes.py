@@ -47,9 +47,9 @@ from transformers import PreTrainedTokenizerBase
 
 from dsft.config.options import EvalConfig
 from dsft.data.encoding import encode
+from dsft.data.formats import FormattedSource
 from dsft.data.prepare import Preparation, cache_folder, prepare
-from dsft.data.sources import FormattedSource
-from dsft.data.token_store import Store
+from dsft.data.store import Store
 from dsft.errors import UserError, nearest
 from dsft.perplexity.documents import Answers, JoinedTexts, Texts
 from dsft.perplexity.windows import (

@@ -12,7 +12,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from dsft.data.sequences import Sequence
-from dsft.data.token_store import Store
+from dsft.data.store import Store
 from dsft.units import IGNORED
 
 WINDOWS_AT_ONCE = 1 << 12

@@ -16,7 +16,7 @@ from dsft.checkpoints.reshard import NOT_TAKEN_OVER
 from dsft.checkpoints.run_folder import read_run
 from dsft.config.deepspeed_json import nvme_path, stage
 from dsft.config.options import TrainConfig
-from dsft.data.sources import FormattedSource
+from dsft.data.formats import FormattedSource
 from dsft.errors import UserError, raise_if_any
 from dsft.models.padding_probe import needs_mask
 from dsft.models.size import ModelFacts, check_sharding

@@ -30,7 +30,7 @@ from dsft.checkpoints.run_folder import (
 )
 from dsft.config.deepspeed_json import get_value, stage
 from dsft.config.options import Decision, TrainConfig, common_options
-from dsft.data.sources import FormattedSource
+from dsft.data.formats import FormattedSource
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
 from dsft.models.build import DTYPES, resolve_dtype

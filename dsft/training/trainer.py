@@ -19,9 +19,8 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from dsft.checkpoints.manifest import checkpoints
 from dsft.config.options import shuffle_seed
-from dsft.data.batches import EpochSampler, LengthGrouping, PaddedToFullSteps
+from dsft.data.batches import EpochSampler, LengthGrouping, PaddedToFullSteps, Stream
 from dsft.data.sequences import Sequences
-from dsft.data.streaming import Stream
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
 from dsft.models.package import LeftOut

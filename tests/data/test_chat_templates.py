@@ -20,8 +20,7 @@ from chat_corpus import CHATS, TEMPLATES, TRL, tokenizer_for
 from dsft.config.options import TrainConfig
 from dsft.data.chats import stop_tokens
 from dsft.data.formats import format_rules
-from dsft.data.readers import Row
-from dsft.data.sources import Batch
+from dsft.data.sources import Batch, Row
 from dsft.data.tokenization import Tokens, tokenise
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError

@@ -10,8 +10,7 @@ from dsft.config.checks import check_config
 from dsft.config.options import TrainConfig
 from dsft.data.encoding import encode
 from dsft.data.formats import find_format, format_rules
-from dsft.data.readers import Row
-from dsft.data.sources import Batch
+from dsft.data.sources import Batch, Row
 from dsft.data.tokenization import Tokens, tokenise
 from dsft.errors import UserError
 from dsft.models.chat_template import PRESETS, load_template

@@ -16,9 +16,8 @@ from transformers import AutoTokenizer
 
 from dsft.config.options import EvalConfig
 from dsft.data.prepare import prepare
-from dsft.data.readers import PIECE_BYTES
-from dsft.data.sources import BATCH_ROWS
-from dsft.data.token_store import FACTS
+from dsft.data.sources import BATCH_ROWS, PIECE_BYTES
+from dsft.data.store import FACTS
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError
 from dsft.perplexity.documents import Answers, Texts, words_in

@@ -14,8 +14,7 @@ import pytest
 import zstandard
 
 from dsft.config.options import TrainConfig
-from dsft.data.readers import PIECE_BYTES, find_files, read_file
-from dsft.data.sources import Source, find_sources
+from dsft.data.sources import PIECE_BYTES, Source, find_files, find_sources, read_file
 from dsft.errors import UserError
 
 COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dsft.data.token_store import StoreWriter
+from dsft.data.store import StoreWriter
 from dsft.data.tokenization import Tokens
 
 
