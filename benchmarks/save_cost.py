@@ -119,7 +119,7 @@ def measure(folder: Path, model: Path, zero: str) -> dict:
 
 
 def written_elements(folder: Path) -> int:
-    from dsft.checkpoints.tensor_sources import SafetensorsSource
+    from dsft.checkpoints.export import SafetensorsSource
 
     return sum(math.prod(shape) for shape in SafetensorsSource(folder).shapes.values())
 

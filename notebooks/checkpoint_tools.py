@@ -26,7 +26,7 @@ from dsft.data.formats import Chat, Pair
 from dsft.data.training_data import check_sources
 from dsft.errors import raise_if_any
 from dsft.models.build import resolve_dtype
-from dsft.models.generation import generate as generate
+from dsft.models.tokenizer import generate as generate
 from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity.compare import Comparisons, compare_results, read_evaluations
 from dsft.perplexity.documents import read_samples, read_texts

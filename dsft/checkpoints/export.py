@@ -1,53 +1,164 @@
-"""Turns a run, a checkpoint or an adapter into a plain Hugging Face folder, and reads back what was written.
-
-Weights pass through memory one file of the result at a time (tensor_sources.py), not as a full model, wherever their
-names on disk are those in memory.
+"""Turns a run, a checkpoint or an adapter into a plain Hugging Face folder.
 
     dsft export runs/first exported          # final model of a run, or any checkpoint-N; adapters are merged
     dsft merge runs/lora/final merged        # an adapter into its base
+
+Wherever the names of weights on disk are those in memory, weights pass through memory one file of the result at a time,
+from one of three sources: safetensors, DeepSpeed's shards, an adapter over its base. Else the full model is loaded.
 """
 
+import copy
 import json
+import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from peft import PeftModel, load_peft_weights
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from dsft.checkpoints.kept_weights import copy_processor, find_left_out, keep_left_out
 from dsft.checkpoints.manifest import TRAINER_STATE, share_files
-from dsft.checkpoints.readback import check_export, check_written
+from dsft.checkpoints.readback import SafetensorsFiles, TensorSource, check_export, check_written, verify_weights
 from dsft.checkpoints.run_folder import RUN, check_new_folder, find_adapter, find_weights, path_of, read_options_of_run
-from dsft.checkpoints.tensor_sources import (
-    MergedSource,
-    NotStreamable,
-    SafetensorsFiles,
-    SafetensorsSource,
-    ShardsSource,
-    WeightsSource,
-    local_folder,
-)
-from dsft.checkpoints.verification import verify_weights
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.build import DTYPES, described_in, is_bare_config, load_weights
-from dsft.models.lora import merge_problems
+from dsft.models.lora import merge_problems, not_streamable
 from dsft.models.model_folder import adapter_base, has_only_shards, weight_bytes_in
 from dsft.models.pickles import check_weight_files, safe_unpickling
 from dsft.models.quantization import cast_weights, unpacking_config
-from dsft.models.size import load_model_config
+from dsft.models.size import empty_model, load_model_config
 from dsft.models.tokenizer import tokenizer_folder
 from dsft.models.weights import load_empty, placed_adapter
-from dsft.models.zero_shards import step_folder
+from dsft.models.zero_shards import OPTIMIZER_FILES, ZeroShards, step_folder
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.hardware import free_host_bytes
 from dsft.units import GB
+
+DTYPES_ON_DISK = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class NotStreamable(Exception):
+    """Says why these weights cannot be taken one by one."""
+
+
+class WeightsSource(TensorSource, Protocol):
+    """Gives the weights of a model, one at a time."""
+
+    dtype: torch.dtype
+    """Of the weights as they are."""
+
+
+class SafetensorsSource(SafetensorsFiles):
+    """Gives the weights of a model that lies in safetensors."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        if not self.dtypes or self.dtypes.keys() - DTYPES_ON_DISK.keys():
+            raise NotStreamable(f"{folder} holds {', '.join(sorted(self.dtypes)) or 'no safetensors'}")
+        self.dtype = DTYPES_ON_DISK[max(self.dtypes, key=self.dtypes.get)]
+
+
+class ShardsSource:
+    """Gives the weights of a fully finetuned model out of ZeRO's shards, in float32."""
+
+    def __init__(self, checkpoint: Path, config: PreTrainedConfig, *, trust_remote_code: bool = False):
+        if not any((step_folder(checkpoint) or checkpoint).glob(OPTIMIZER_FILES)):
+            raise NotStreamable("it was saved under ZeRO 0, whose files hold the whole model")
+        self.shards = ZeroShards(checkpoint)
+        model = empty_model(config, trust_remote_code=trust_remote_code)
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        if self.shapes != self.shards.shapes:
+            raise NotStreamable("some weights are not in the optimizer's shards, or have other names on disk")
+        check_names_on_disk(config, self.shapes)
+        self.dtype = config.dtype or torch.float32
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.shards.read(name).view(self.shapes[name])
+
+
+class MergedSource:
+    """Gives the weights of an adapter merged into its base by peft, layer by layer.
+
+    Takes what needs no other weight than the merged one (lora.py has the list). Each tensor of the adapter belongs to
+    one weight on disk.
+    """
+
+    def __init__(self, adapter: Path, adapted: PeftModel, placed: dict[str, torch.Tensor], config: PreTrainedConfig):
+        """Args:
+        adapted: the base with the adapter on the meta device; its tensors are `placed`, see weights.placed_adapter.
+        """
+        if why := not_streamable(adapted.peft_config["default"]):
+            raise NotStreamable(why)
+        base = local_folder(adapter_base(str(adapter)))
+        self.base = SafetensorsSource(base)
+        self.shapes, self.dtype = self.base.shapes, self.base.dtype
+        inner = adapted.get_base_model()
+        ends = (inner.get_input_embeddings(), inner.get_output_embeddings())
+        tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
+        if tied and any(isinstance(end, BaseTunerLayer | AuxiliaryTrainingWrapper) for end in ends):
+            raise NotStreamable("the adapter changes one of two tied weights")
+        self.layers = {name: module for name, module in inner.named_modules() if isinstance(module, LoraLayer)}
+        self.of_layers, self.replaced = {}, {}
+        for in_memory, tensor in placed.items():
+            name = in_memory.removeprefix("base_model.model.")
+            if any(name.startswith(f"{layer}.") for layer in self.layers):
+                # peft computes with adapters of half precision in float32
+                half = tensor.dtype in (torch.float16, torch.bfloat16) and ".base_layer." not in name
+                self.of_layers[name] = tensor.float() if half else tensor
+            else:
+                self.replaced[name.replace(".modules_to_save.default.", ".")] = tensor
+        changed = [*(f"{name}.weight" for name in self.layers), *self.replaced]
+        if absent := sorted(set(changed) - self.shapes.keys()):
+            raise NotStreamable(f"the adapter changes {absent[0]}, which has no such name on disk")
+        check_names_on_disk(config, changed)
+
+    def read(self, name: str) -> torch.Tensor:
+        if name in self.replaced:
+            return self.replaced[name].to(self.dtype)
+        layer_name, _, part = name.rpartition(".")
+        layer = self.layers.get(layer_name)
+        if layer is None:
+            return self.base.read(name)
+        state = {}
+        for key in layer.state_dict():
+            if (tensor := self.of_layers.get(f"{layer_name}.{key}")) is None:
+                tensor = self.base.read(f"{layer_name}.{key.removeprefix('base_layer.')}")
+            state[key] = tensor.clone()
+        merged = copy.deepcopy(layer)  # on meta: it costs nothing, and merging marks a layer
+        merged.load_state_dict(state, assign=True)
+        merged.merge(safe_merge=True)  # refuses NaN
+        return getattr(merged.get_base_layer(), part).data
+
+
+def local_folder(model: str) -> Path:
+    """Return the folder of a hub id's files on this machine, or the folder itself."""
+    if Path(model).is_dir():
+        return Path(model)
+    return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]))
+
+
+def check_names_on_disk(config: PreTrainedConfig, names: Iterable[str]) -> None:
+    """Check that transformers' conversions (experts fused in memory) leave these parameters as they are on disk.
+
+    Raises:
+        NotStreamable: where they are not.
+    """
+    for conversion in get_checkpoint_conversion_mapping(config.model_type) or []:
+        for pattern in (*conversion.source_patterns, *conversion.target_patterns):
+            expression = re.compile(re.escape(pattern).replace(r"\*", ".*").replace(r"\^", "^"))
+            if changed := next((name for name in names if expression.search(name)), None):
+                raise NotStreamable(f"{config.model_type} keeps {changed} otherwise in memory than on disk")
+
 
 GENERATION = "generation_config.json"
 

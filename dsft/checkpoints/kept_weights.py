@@ -11,19 +11,74 @@ import math
 import re
 import shutil
 from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from dsft.models.build import is_bare_config
 from dsft.models.model_folder import has_only_shards, is_gguf
-from dsft.models.package import LeftOut, left_on_disk, names_saved
+from dsft.models.package import names_saved
 from dsft.models.size import load_model_config
 from dsft.models.weights import files_of_tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """What of a package's weights no model in memory holds: the towers of a text class, layers for several tokens."""
+
+    package: str
+    """Folder or hub id."""
+    config: PreTrainedConfig
+    """Of the package."""
+    files: dict[str, str]
+    """Name of a tensor on disk -> path of the safetensors file that holds it."""
+    num_bytes: int
+    text_only: str | None
+    """Why a saved model is the language model alone; None where these weights are kept beside it."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Counts what a saved model has of it."""
+        return 0 if self.text_only else self.num_bytes
+
+    @property
+    def parts(self) -> str:
+        """Names the parts, for one line of the log."""
+        known = {".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in self.files}
+        return ", ".join(sorted(known))
+
+
+def left_on_disk(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Returns those of a package's tensors `names` that have no place in the `model` that was loaded from it.
+
+    As transformers decides while it loads (core_model_loading.py, convert_and_load_state_dict_in_model).
+    """
+    conversions = getattr(model, "_weight_conversions", None) or []
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    # Around an adapted layer peft puts its own.
+    state = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()}
+
+    def has_place(name: str) -> bool:
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        return renamed in state or name in state
+
+    return [name for name in names if not has_place(name)]
+
 
 TRAINED, KEPT = "model-trained.safetensors", "model-kept-{:05}.safetensors"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")

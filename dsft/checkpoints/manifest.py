@@ -1,8 +1,10 @@
 """Keeps the checkpoints of a run's folder: each is complete, or is not there.
 
 A checkpoint is written in `.saving/`, synced, listed in its `manifest.json` with sizes and hashes, and only then moved
-to its name. What a killed save leaves lies in `.saving/` and is removed at the next start. Here are files and folders
-only; what the ranks do together is in `save.py`.
+to its name. What a killed save leaves lies in `.saving/` and is removed at the next start. A folder is first moved to
+`.removed/`, then deleted: an interrupted removal leaves no half checkpoint. What cannot be deleted (a network file
+system keeps open files, a mount lies in it) stays there, and the next removal tries again.
+Here are files and folders only; what the ranks do together is in `save.py`.
 """
 
 import contextlib
@@ -11,12 +13,52 @@ import json
 import mmap
 import os
 import re
+import shutil
+import time
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from dsft.checkpoints.removal import discard, discard_if_possible, empty_trash
-from dsft.errors import UserError
+from dsft.errors import UserError, one_line
+from dsft.watchdog import client as watchdog
+
+REMOVED = ".removed"
+
+
+def discard(folder: Path) -> list[str]:
+    """Move a folder to `.removed/` beside it and empty that. Returns what could not be removed, with the reason.
+
+    Raises:
+        OSError: where it cannot even be moved.
+    """
+    if folder.exists():
+        trash = folder.parent / REMOVED
+        trash.mkdir(exist_ok=True)
+        folder.rename(trash / f"{folder.name}.{time.time_ns()}")
+    return empty_trash(folder.parent)
+
+
+def empty_trash(output_dir: Path) -> list[str]:
+    """Remove what earlier removals left. Returns what still resists, with the reason."""
+    errors: list[str] = []
+    trash = output_dir / REMOVED
+    if trash.exists():
+        for folder, _, names in os.walk(trash):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    os.unlink(Path(folder, name))
+                watchdog.heartbeat()  # large files take a slow file system its time
+        shutil.rmtree(trash, onerror=lambda _, path, error: errors.append(f"{path}: {one_line(error[1])}"))
+    return errors[:1]  # the others follow from the first
+
+
+def discard_if_possible(folder: Path) -> list[str]:
+    """As `discard`; a folder that cannot be moved stays and is returned, too."""
+    try:
+        return discard(folder)
+    except OSError as error:
+        return [f"{folder}: {one_line(error)}"]
+
 
 PREFIX = "checkpoint"
 """Of a checkpoint's name (PREFIX_CHECKPOINT_DIR of transformers.trainer_utils, whose import takes seconds)."""

@@ -16,12 +16,12 @@ from dsft.checkpoints.manifest import (
     PREFIX,
     TRAINER_STATE,
     checkpoints,
+    discard,
     integrity_errors,
     last_good,
     read_trainer_state,
     resume_errors,
 )
-from dsft.checkpoints.removal import discard
 from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
 from dsft.models.model_folder import FINAL, adapter_base, has_only_shards, is_step_folder

@@ -3,10 +3,12 @@
     RUN/.saving/checkpoint-8/   every rank writes here; a rank that fails notes it and stays in the collectives
     RUN/checkpoint-8/           renamed once rank 0 has verified it and written its manifest
 
-A save that fails leaves the last good checkpoint as it was.
+A save that fails leaves the last good checkpoint as it was. Disk space for the final model is reserved while a training
+runs (`reserve_space`), so that a full disk does not lose it.
 """
 
 import contextlib
+import ctypes
 import errno
 import functools
 import os
@@ -25,14 +27,14 @@ from unittest import mock
 from dsft.checkpoints.manifest import (
     STAGING,
     TRAINER_STATE,
+    discard_if_possible,
     files_of,
     hash_and_sync,
     publish,
     shares_of_ranks,
     write_hashed,
 )
-from dsft.checkpoints.removal import discard_if_possible
-from dsft.errors import one_line
+from dsft.errors import UserError, one_line
 from dsft.models.zero_shards import OPTIMIZER_FILES
 from dsft.runtime import distributed
 from dsft.runtime.disk import free_bytes
@@ -286,3 +288,40 @@ def missing_shards(folder: Path, world_size: int, *, sharded: bool) -> list[str]
     if states < world_size:
         errors.append(f"{states} of {world_size} ranks' random states are there; do all nodes share the output folder?")
     return errors
+
+
+RESERVED = ".room_for_final"
+
+
+def reserve_space(output_dir: str, num_bytes: int) -> None:
+    """Let the file system allocate `num_bytes` for a file of `output_dir` (fallocate(2)), until they are released.
+
+    Where it cannot (NFS before 4.2) nothing is held: posix_fallocate(3) would write into every block.
+
+    Raises:
+        UserError: where there is no room for the final model.
+    """
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if fallocate is None:
+        return
+    file = Path(output_dir) / RESERVED
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        failed = fallocate(descriptor, 0, ctypes.c_longlong(0), ctypes.c_longlong(num_bytes))
+    finally:
+        os.close(descriptor)
+    if failed and ctypes.get_errno() in (errno.ENOSPC, errno.EDQUOT):
+        release_reserved_space(output_dir)
+        raise UserError(
+            [
+                f"output_dir={output_dir}: has no room for the final model ({num_bytes / 1e9:.3g} GB); choose another"
+                " disk"
+            ]
+        )
+
+
+def release_reserved_space(output_dir: str) -> None:
+    """Free what was held, for the final model to be written; on a disk that is read-only now it stays."""
+    with contextlib.suppress(OSError):
+        (Path(output_dir) / RESERVED).unlink()

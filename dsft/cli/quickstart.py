@@ -106,7 +106,7 @@ def print_answers(folder: Path) -> None:
     """Print what the models before and after LoRA answer to the same held-out questions."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from dsft.models.generation import generate
+    from dsft.models.tokenizer import generate
     from dsft.runtime.console import set_up_screen
 
     set_up_screen()

@@ -23,8 +23,7 @@ from dsft.data.sequences import Items, Sequence, cut, describe_counts, sequence,
 from dsft.data.sources import Source, raw_size
 from dsft.data.tokenization import tokenise
 from dsft.errors import UserError
-from dsft.models.packing_probe import positions
-from dsft.models.row_rules import NO_RULES, RowRules
+from dsft.models.trials import NO_RULES, RowRules, positions
 from dsft.units import IGNORED, padded_width
 
 BLANK: Sequence = {"input_ids": np.zeros(1, np.int64), "labels": np.full(1, IGNORED)}

@@ -27,8 +27,8 @@ from dsft.data.sources import HeldOut, find_sources
 from dsft.data.store import FACTS, Store
 from dsft.data.tokenization import tokenise
 from dsft.errors import UserError
-from dsft.models.row_rules import NO_RULES, RowRules
 from dsft.models.tokenizer import split_tokens
+from dsft.models.trials import NO_RULES, RowRules
 from dsft.runtime import distributed
 from dsft.runtime.agreement import SAME_FILES, require_agreement
 from dsft.units import plural
@@ -146,7 +146,7 @@ def load_training_data(
         pack: whether samples share rows.
         flash: whether attention is flash attention, which is told where samples begin.
         masked: whether padded batches have an attention mask.
-        limits: lengths beyond which the model computes otherwise (`models/row_rules.py`).
+        limits: lengths beyond which the model computes otherwise (`models/trials.py`).
 
     Raises:
         UserError: naming file and line of what cannot be used.

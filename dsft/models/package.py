@@ -11,7 +11,6 @@ Every room that builds a model asks `auto_class`; what the text loss cannot reac
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -27,9 +26,6 @@ from transformers import (
 )
 from transformers.core_model_loading import (
     PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
     revert_weight_conversion,
 )
 
@@ -146,50 +142,6 @@ def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
         if type(config) in mapping:
             return mapping[type(config)]
     return None
-
-
-def left_on_disk(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Returns those of a package's tensors `names` that have no place in the `model` that was loaded from it.
-
-    As transformers decides while it loads (core_model_loading.py, convert_and_load_state_dict_in_model).
-    """
-    conversions = getattr(model, "_weight_conversions", None) or []
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    # Around an adapted layer peft puts its own.
-    state = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()}
-
-    def has_place(name: str) -> bool:
-        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        return renamed in state or name in state
-
-    return [name for name in names if not has_place(name)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeftOut:
-    """What of a package's weights no model in memory holds: the towers of a text class, layers for several tokens."""
-
-    package: str
-    """Folder or hub id."""
-    config: PreTrainedConfig
-    """Of the package."""
-    files: dict[str, str]
-    """Name of a tensor on disk -> path of the safetensors file that holds it."""
-    num_bytes: int
-    text_only: str | None
-    """Why a saved model is the language model alone; None where these weights are kept beside it."""
-
-    @property
-    def kept_bytes(self) -> int:
-        """Counts what a saved model has of it."""
-        return 0 if self.text_only else self.num_bytes
-
-    @property
-    def parts(self) -> str:
-        """Names the parts, for one line of the log."""
-        known = {".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in self.files}
-        return ", ".join(sorted(known))
 
 
 def names_saved(model: PreTrainedModel) -> set[str]:

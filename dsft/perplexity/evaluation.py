@@ -24,7 +24,7 @@ from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from dsft.checkpoints.verification import verify_weights
+from dsft.checkpoints.readback import verify_weights
 from dsft.config.deepspeed_json import check_nvme, read_zero_file, stage
 from dsft.config.deepspeed_rules import read_sound_file
 from dsft.config.options import UNQUANTISED, EvalConfig, common_options

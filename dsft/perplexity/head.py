@@ -1,6 +1,6 @@
 """Runs models on a batch of windows and hands out their logits tile by tile: those of all positions never exist.
 
-A head that can be computed in parts (models/chunked_head.py) is given some rows of hidden states at a time. A model
+A head that can be computed in parts (models/head.py) is given some rows of hidden states at a time. A model
 whose head cannot runs several times, each time for some positions of the batch.
 
 Shape suffixes: B batch, T time, S some positions, N scored tokens, W tile of the vocabulary, K columns.
@@ -16,7 +16,7 @@ from peft import PeftModel
 from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead
+from dsft.models.head import ROW_TILE, VOCAB_TILE, ChunkedHead
 from dsft.runtime.distributed import max_over_ranks
 from dsft.units import IGNORED
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsft.models.chunked_head import exp_in_place
+from dsft.models.head import exp_in_place
 from dsft.perplexity.head import Scorer, score_in_tiles
 from dsft.perplexity.results import COLUMNS, Divergence
 from dsft.perplexity.sums import Perplexity, exp

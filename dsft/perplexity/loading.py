@@ -26,9 +26,9 @@ from dsft.errors import UserError, raise_if_any
 from dsft.models.build import DTYPES, build_model, described_in, is_bare_config, resolve_dtype
 from dsft.models.model_folder import adapter_base, has_only_shards
 from dsft.models.quantization import FORMATS, Quantization, fitted, format_problems, unknown_format
-from dsft.models.row_rules import architecture_problems
 from dsft.models.size import ModelFacts, check_positions, check_sharding, empty_model, measure_model
 from dsft.models.tokenizer import check_tokenizer
+from dsft.models.trials import architecture_problems
 from dsft.models.weights import adapter_problems, weight_problems
 from dsft.perplexity.modes import protocol_configs
 from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation, evaluation_section, longest_window

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dsft.models.chunked_head import VOCAB_TILE, ChunkedHead, Reused, exp_in_place
-from dsft.models.row_rules import RowRules, row_rules
+from dsft.models.head import VOCAB_TILE, ChunkedHead, Reused, exp_in_place
+from dsft.models.trials import RowRules, row_rules
 from dsft.perplexity.head import Scorer, exact_products, score_in_tiles
 from dsft.perplexity.kl import score_pair
 from dsft.perplexity.results import COLUMNS, Recorder

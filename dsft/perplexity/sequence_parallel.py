@@ -27,9 +27,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dsft.models.row_rules import rope_types
 from dsft.models.size import ModelFacts
-from dsft.models.small_model import small_model
+from dsft.models.trials import rope_types, small_model
 from dsft.planner.evaluation_plan import refused_heads
 from dsft.planner.job import attention_of
 from dsft.runtime import distributed

@@ -37,9 +37,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from dsft.errors import one_line
-from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE
+from dsft.models.head import ROW_TILE, VOCAB_TILE, tile_rows
 from dsft.models.size import ModelSize
-from dsft.models.tiled_loss import tile_rows
 from dsft.planner.fake_model import (
     Attention,
     decoder_layers,
@@ -331,7 +330,7 @@ def trace_evaluation(
 
 Loss = Literal["hf", "tiled", "fused"]
 """hf: transformers' ForCausalLMLoss, over all logits in fp32. tiled: logits of some tokens at a time
-(models/tiled_loss.py). fused: Liger's fused_linear_cross_entropy, which does the same.
+(models/head.py). fused: Liger's fused_linear_cross_entropy, which does the same.
 """
 BATCHES = (1, 4)
 """Sequences of the two micro batches that are traced: what a batch takes is a line through them."""
@@ -575,7 +574,7 @@ def _cached(
 def _code_versions() -> list[str]:
     """List the versions of what a trace runs through, and a hash of the tracing code itself."""
     folder = Path(__file__).parent
-    files = ("activations.py", "fake_model.py", "../models/tiled_loss.py")
+    files = ("activations.py", "fake_model.py", "../models/head.py")
     source = b"".join((folder / name).read_bytes() for name in files)
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers", "peft")]
     return [*versions, hashlib.sha256(source).hexdigest(), str(BATCHES)]

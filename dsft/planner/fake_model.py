@@ -31,9 +31,9 @@ from transformers.integrations import moe
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from dsft.models.head import tile_loss
 from dsft.models.package import from_config
 from dsft.models.size import without_zero_init
-from dsft.models.tiled_loss import tile_loss
 
 Attention = Literal["flash", "sdpa", "eager"]
 """flash: flash_attention_2, or sdpa where no mask is given. sdpa: sdpa with a mask (padding, sliding window). eager:

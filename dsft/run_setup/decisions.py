@@ -13,9 +13,9 @@ from dsft.config.deepspeed_json import adopt, read_zero_file
 from dsft.config.deepspeed_rules import read_sound_file
 from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
 from dsft.errors import raise_if_any
-from dsft.models.packing_probe import Packing
+from dsft.models.head import LEAST_VOCAB
 from dsft.models.size import ModelFacts
-from dsft.models.tiled_loss import LEAST_VOCAB, can_tile_loss
+from dsft.models.trials import Packing, can_tile_loss
 from dsft.planner.plan import Plan
 
 UNTILED = ("float16", "qlora")

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from dsft.checkpoints.manifest import read_manifest
-from dsft.checkpoints.reshard import NOT_TAKEN_OVER
+from dsft.checkpoints.resume import NOT_TAKEN_OVER
 from dsft.checkpoints.run_folder import read_run
 from dsft.config.deepspeed_json import nvme_path, stage
 from dsft.config.options import TrainConfig
 from dsft.data.formats import FormattedSource
 from dsft.errors import UserError, raise_if_any
-from dsft.models.padding_probe import needs_mask
 from dsft.models.size import ModelFacts, check_sharding
+from dsft.models.trials import needs_mask
 from dsft.planner.candidates import NO_FP32_SUMS, candidate_names, wants_fp32_sums
 from dsft.planner.fake_model import Attention
 from dsft.planner.job import Job, attention_of

@@ -35,11 +35,10 @@ from dsft.data.training_data import check_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
 from dsft.models.build import DTYPES, resolve_dtype
 from dsft.models.lora import saved_lora_config
-from dsft.models.packing_probe import Packing, try_packing
 from dsft.models.quantization import format_problems
-from dsft.models.row_rules import architecture_problems
 from dsft.models.size import ModelFacts, check_positions, check_sharding, measure_model
 from dsft.models.tokenizer import check_tokenizer
+from dsft.models.trials import Packing, architecture_problems, try_packing
 from dsft.planner.fake_model import Attention
 from dsft.planner.gpus import GPUS, gpu_name
 from dsft.planner.job import Job

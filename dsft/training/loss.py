@@ -24,7 +24,7 @@ from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from dsft.errors import UserError
-from dsft.models.tiled_loss import nats_of, next_weights
+from dsft.models.head import nats_of, next_weights
 from dsft.runtime.console import say
 from dsft.units import IGNORED
 

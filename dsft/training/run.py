@@ -17,12 +17,11 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from dsft.checkpoints.identity import changed_options, check_identity
-from dsft.checkpoints.kept_weights import find_left_out
+from dsft.checkpoints.kept_weights import LeftOut, find_left_out
 from dsft.checkpoints.manifest import checkpoints
 from dsft.checkpoints.model_card import CARD, model_card
-from dsft.checkpoints.reshard import topology_change
-from dsft.checkpoints.room import give_room, reserve_room
+from dsft.checkpoints.readback import Verification, verify_weights
+from dsft.checkpoints.resume import changed_options, check_identity, topology_change
 from dsft.checkpoints.run_folder import (
     FINAL,
     RUN,
@@ -32,18 +31,18 @@ from dsft.checkpoints.run_folder import (
     replaces_run,
     write_run,
 )
-from dsft.checkpoints.verification import Verification, verify_weights
+from dsft.checkpoints.save import release_reserved_space, reserve_space
 from dsft.config.options import TrainConfig, as_dict, common_options
 from dsft.data.sequences import describe_counts
 from dsft.data.training_data import TrainingData, answer_ends, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
 from dsft.models.build import build_model, described_in, is_bare_config
-from dsft.models.generation import stop_at
+from dsft.models.head import tile_loss
 from dsft.models.model_folder import adapter_base
-from dsft.models.package import LeftOut, unreached
+from dsft.models.package import unreached
 from dsft.models.pickles import safe_unpickling
-from dsft.models.row_rules import length_limits
-from dsft.models.tiled_loss import tile_loss
+from dsft.models.tokenizer import stop_at
+from dsft.models.trials import length_limits
 from dsft.models.weights import weights_digest
 from dsft.planner.plan import as_dict as plan_as_dict
 from dsft.run_setup.arguments import training_arguments
@@ -286,7 +285,7 @@ def run_report(run: ResolvedRun, data: TrainingData, trainer: PerplexityTrainer)
         raise
     finally:
         if distributed.rank() == 0:
-            give_room(run.output_dir)
+            release_reserved_space(run.output_dir)
 
 
 def _record_failure(run: ResolvedRun, error: BaseException) -> None:
@@ -300,7 +299,7 @@ def _record_failure(run: ResolvedRun, error: BaseException) -> None:
 def _begin_training(run: ResolvedRun, data: TrainingData) -> None:
     if run.options.overwrite and run.checkpoint is None:
         clear_run(run.output_dir)
-    reserve_room(run.output_dir, run.disk.final_bytes)
+    reserve_space(run.output_dir, run.disk.final_bytes)
     _begin(run, data=data.counts, held_out=data.held_out_counts)
 
 
@@ -324,7 +323,7 @@ def _begin(run: ResolvedRun, **sections: Any) -> None:
 
 def _write_results(run: ResolvedRun, trainer: PerplexityTrainer, *, results: dict[str, Any] | None = None, **sections):
     """Writes how the run ended to run.json; a full disk does not change that."""
-    give_room(run.output_dir)
+    release_reserved_space(run.output_dir)
     try:
         write_run(run.output_dir, results=(results or {}) | trainer.results(), **sections)
     except OSError as error:

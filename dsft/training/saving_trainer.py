@@ -14,20 +14,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
-from dsft.checkpoints.identity import TAKEN, optimizer_kind, run_identity
-from dsft.checkpoints.kept_weights import keep_left_out
+from dsft.checkpoints.kept_weights import LeftOut, keep_left_out
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, prune
-from dsft.checkpoints.readback import readback_errors, trained_shapes
-from dsft.checkpoints.reshard import restore, topology_change
-from dsft.checkpoints.room import give_room
+from dsft.checkpoints.readback import SafetensorsFiles, Verification, readback_errors, trained_shapes
+from dsft.checkpoints.resume import TAKEN, optimizer_kind, restore, run_identity, topology_change
 from dsft.checkpoints.run_folder import FINAL
-from dsft.checkpoints.save import Saves, StagedSave, missing_shards
-from dsft.checkpoints.tensor_sources import SafetensorsFiles
-from dsft.checkpoints.verification import Verification
+from dsft.checkpoints.save import Saves, StagedSave, missing_shards, release_reserved_space
 from dsft.config.deepspeed_json import offloads, stage
 from dsft.config.options import shuffle_seed
 from dsft.errors import TrainingStopped
-from dsft.models.package import LeftOut
 from dsft.models.zero_shards import mapped_resume
 from dsft.run_setup.checkpoint_size import CheckpointSize
 from dsft.runtime import distributed
@@ -126,7 +121,7 @@ class SavingTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[Any, Any]:
-        """Prepare as the Trainer, which ends with DeepSpeed reading a checkpoint; `reshard.py` reads what it cannot.
+        """Prepare as the Trainer, which ends with DeepSpeed reading a checkpoint; `resume.py` reads what it cannot.
 
         Collective.
         """
@@ -304,7 +299,7 @@ class SavingTrainer(Trainer):
         """
         save = self._staged_save = StagedSave(Path(self.args.output_dir) / FINAL)
         if self.is_world_process_zero():
-            give_room(self.args.output_dir)
+            release_reserved_space(self.args.output_dir)
         swap_in(self.model_wrapped, "eval")
         with watchdog.phase("saving"):
             is_saved = save.run(

@@ -17,13 +17,13 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
+from dsft.checkpoints.kept_weights import LeftOut
 from dsft.checkpoints.manifest import checkpoints
 from dsft.config.options import shuffle_seed
 from dsft.data.batches import EpochSampler, LengthGrouping, PaddedToFullSteps, Stream
 from dsft.data.sequences import Sequences
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
-from dsft.models.package import LeftOut
 from dsft.perplexity.intervals import result_intervals
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import windows_of_sequences

@@ -375,7 +375,7 @@ class Rows(Items):
 
 
 def test_the_run_identity_of_a_checkpoint_is_compared(tmp_path):
-    from dsft.checkpoints.identity import check_identity, run_identity
+    from dsft.checkpoints.resume import check_identity, run_identity
 
     shapes, rows = {"a": (4, 2), "b": (3,)}, Rows([[1, 2], [3]]).identity
     now = run_identity(shapes, data=rows, seed=42, sequences_per_step=8)

@@ -9,9 +9,8 @@ from tiny import write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.checkpoints.export import export, merge
-from dsft.checkpoints.readback import check_export, readback_errors, trained_shapes
+from dsft.checkpoints.readback import SafetensorsFiles, check_export, readback_errors, trained_shapes
 from dsft.checkpoints.run_folder import find_weights
-from dsft.checkpoints.tensor_sources import SafetensorsFiles
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.models.lora import add_lora

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from dsft.checkpoints.readback import readback_errors
-from dsft.checkpoints.tensor_sources import TensorsInMemory
+from dsft.checkpoints.readback import TensorsInMemory, readback_errors
 
 MEMORY = {f"layer.{number}.weight": torch.full((2, 3), float(number)) for number in range(10)}
 

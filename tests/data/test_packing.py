@@ -20,7 +20,7 @@ from dsft.data import packing
 from dsft.data.batches import Collator, EpochSampler, LengthGrouping, PackedCollator, PaddedToFullSteps, padding_share
 from dsft.data.packing import batches_by_token_budget, best_fit
 from dsft.data.sequences import Sequences, sequence
-from dsft.models.packing_probe import isolation_problem, try_packing
+from dsft.models.trials import isolation_problem, try_packing
 from dsft.units import IGNORED, padded_width
 
 

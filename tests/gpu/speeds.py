@@ -7,8 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from dsft.models.build import DTYPES, resolve_dtype
-from dsft.models.packing_probe import isolation_problem
-from dsft.models.padding_probe import ignores_padding
+from dsft.models.trials import ignores_padding, isolation_problem
 from dsft.planner.gpus import GPUS, gpu_name, named_gpus
 from dsft.planner.measured_speeds import calibrated, keep_outside, speeds_file, to_carry
 from dsft.planner.measuring import best_seconds, calibrate, matmul_flops, measure_outside

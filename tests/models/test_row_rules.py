@@ -17,8 +17,7 @@ from dsft.api import evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.data.sequences import sequence
 from dsft.errors import UserError
-from dsft.models.row_rules import RowRules, sees_later_tokens
-from dsft.models.small_model import small_model
+from dsft.models.trials import RowRules, sees_later_tokens, small_model
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import windows_of_sequences

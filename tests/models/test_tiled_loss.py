@@ -13,9 +13,10 @@ from tiny import ARCHITECTURES, COMMON, GATED
 from transformers import AutoModelForCausalLM
 
 from dsft.config.options import TrainConfig
-from dsft.models import tiled_loss
+from dsft.models import head
+from dsft.models.head import tile_loss
 from dsft.models.size import measure_model
-from dsft.models.tiled_loss import can_tile_loss, tile_loss
+from dsft.models.trials import can_tile_loss
 from dsft.run_setup.decisions import tiled_loss_decision
 from dsft.run_setup.plan import job_over_data
 from dsft.units import IGNORED
@@ -66,7 +67,7 @@ def test_a_large_vocabulary_takes_a_fraction_of_the_memory(monkeypatch):
     logits of all rows, against those of 64 rows.
     """
     model, ids_BT = model_of("llama", vocab_size=32768), torch.ones(1, 512, dtype=torch.long)
-    monkeypatch.setattr(tiled_loss, "TILE_LOGITS", 64 * 32768)
+    monkeypatch.setattr(head, "TILE_LOGITS", 64 * 32768)
 
     def step():
         model.zero_grad()
@@ -80,7 +81,7 @@ def test_a_large_vocabulary_takes_a_fraction_of_the_memory(monkeypatch):
 
 
 def test_in_bf16_many_tokens_round_the_head_s_gradient_little_more_than_all_logits_do(monkeypatch):
-    monkeypatch.setattr(tiled_loss, "TILE_LOGITS", 16 * 384)  # 256 tiles, but for MOST_TILES
+    monkeypatch.setattr(head, "TILE_LOGITS", 16 * 384)  # 256 tiles, but for MOST_TILES
     ids_BT = torch.randint(0, 384, (16, 256), generator=torch.Generator().manual_seed(0))
 
     def head_gradient(model) -> torch.Tensor:

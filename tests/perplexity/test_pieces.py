@@ -9,7 +9,7 @@ import pytest
 
 from dsft.data.store import StoreWriter
 from dsft.data.tokenization import Tokens
-from dsft.models.row_rules import RowRules
+from dsft.models.trials import RowRules
 from dsft.perplexity.scoring import form_batches
 from dsft.perplexity.sums import pieces_of
 from dsft.perplexity.windows import Windows, count_true, disjoint_spans, of_corpus

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from dsft.api import evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
-from dsft.models.row_rules import RowRules
+from dsft.models.trials import RowRules
 from dsft.perplexity import scoring
 from dsft.perplexity.evaluation import evaluate
 from dsft.watchdog import client as watchdog

@@ -11,7 +11,7 @@ from tiny import ARCHITECTURES
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from dsft.config.options import EvalConfig
-from dsft.models.chunked_head import VOCAB_TILE, ChunkedHead
+from dsft.models.head import VOCAB_TILE, ChunkedHead
 from dsft.perplexity import head
 from dsft.perplexity.evaluation import evaluate
 from dsft.units import IGNORED

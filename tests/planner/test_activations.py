@@ -14,8 +14,8 @@ from tiny import ARCHITECTURES
 
 from dsft.config.options import TrainConfig
 from dsft.data.batches import Collator
-from dsft.models import tiled_loss
-from dsft.models.chunked_head import VOCAB_TILE, ChunkedHead
+from dsft.models import head
+from dsft.models.head import VOCAB_TILE, ChunkedHead
 from dsft.models.lora import add_lora
 from dsft.models.size import empty_model, model_size
 from dsft.perplexity.scoring import score
@@ -349,11 +349,11 @@ def test_the_trainer_holds_no_more_than_the_trace_says(tmp_path):
 
 def test_a_loss_in_tiles_takes_what_is_planned(monkeypatch):
     """By torch's own record of a real step; the head's gradient is there too when its tiles are."""
-    monkeypatch.setattr(tiled_loss, "TILE_LOGITS", 128 * 3000)
+    monkeypatch.setattr(head, "TILE_LOGITS", 128 * 3000)
     options = {"dtype": "float32", "attention": "flash", "seq_len": 256}
     predicted = predict(transformers.LlamaConfig(**SMALL), loss="tiled", **options)
     model, ids_BT = real_model("sdpa"), torch.zeros(2, 256, dtype=torch.long)
-    assert tiled_loss.tile_loss(model)
+    assert head.tile_loss(model)
     measured = allocator_peak(lambda: model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward())
     assert predicted.terms(512, False)[-1].name == "logits and loss"
     assert predicted.peak_bytes(512, False) + 4 * 3000 * 64 == pytest.approx(measured, rel=0.01)

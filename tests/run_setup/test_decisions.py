@@ -8,7 +8,7 @@ import pytest
 from dsft.checkpoints.manifest import MANIFEST
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
-from dsft.models.packing_probe import Packing
+from dsft.models.trials import Packing
 from dsft.run_setup.decisions import (
     accelerate_decisions,
     batch_decisions,

@@ -10,7 +10,7 @@ import transformers
 from tiny import GATED
 
 from dsft.checkpoints.manifest import MANIFEST
-from dsft.checkpoints.reshard import NOT_TAKEN_OVER
+from dsft.checkpoints.resume import NOT_TAKEN_OVER
 from dsft.checkpoints.run_folder import write_run
 from dsft.config.deepspeed_json import read_zero_file
 from dsft.config.options import TrainConfig

@@ -12,9 +12,8 @@ from torch.nn import functional
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dsft.models.row_rules import sees_later_tokens
-from dsft.models.small_model import one_thread, small_model
-from dsft.models.tiled_loss import tile_loss
+from dsft.models.head import tile_loss
+from dsft.models.trials import one_thread, sees_later_tokens, small_model
 from dsft.training.loss import TokenLoss
 from dsft.units import IGNORED
 

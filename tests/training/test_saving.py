@@ -15,7 +15,7 @@ from ranks import on_ranks, train, train_all
 from tiny import write_model
 
 from dsft.checkpoints.manifest import checkpoints, files_of, integrity_errors
-from dsft.checkpoints.tensor_sources import SafetensorsFiles
+from dsft.checkpoints.readback import SafetensorsFiles
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import EXIT_CODES, Unsaved

@@ -17,8 +17,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from ranks import on_ranks, trained
 
 from dsft.checkpoints import manifest
-from dsft.checkpoints.manifest import HashedFile, checkpoint_folder, integrity_errors
-from dsft.checkpoints.removal import discard
+from dsft.checkpoints.manifest import HashedFile, checkpoint_folder, discard, integrity_errors
 from dsft.checkpoints.save import Saves, StagedSave
 from dsft.config.options import TrainConfig
 from dsft.runtime import distributed

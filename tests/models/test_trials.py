@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from dsft.config.options import TrainConfig
 from dsft.data.batches import Collator
-from dsft.models.padding_probe import needs_mask
 from dsft.models.size import measure_model
+from dsft.models.trials import needs_mask
 from dsft.run_setup.plan import job_over_data
 
 QUICK = ("llama", "gpt2", "mixtral")

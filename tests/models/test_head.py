@@ -6,8 +6,8 @@ from conftest import grid
 from ranks import on_ranks
 from transformers import AutoModelForCausalLM, BertConfig, FalconH1Config, Llama4TextConfig, OPTConfig, TrOCRConfig
 
-from dsft.models.chunked_head import ChunkedHead, are_same_logits
-from dsft.models.small_model import small_model
+from dsft.models.head import ChunkedHead, are_same_logits
+from dsft.models.trials import small_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

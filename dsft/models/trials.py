@@ -1,0 +1,501 @@
+"""Asks how an architecture computes, by running a small model of it with random weights; no weight is loaded.
+
+    architecture_problems  is it causal, and can it be computed from text alone?
+    row_rules              which rows may share a batch? (of the loaded model itself)
+    needs_mask             must padding on the right be masked?
+    try_packing            can samples that share a row be kept apart, and with which attention?
+    can_tile_loss          does the tiled loss (head.py) give the same loss and gradients?
+
+Where the architecture's own code fails on small sizes, each answer is the cautious one.
+"""
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
+
+from dsft.config.options import TrainConfig
+from dsft.errors import UserError, one_line
+from dsft.models.build import DTYPES
+from dsft.models.head import tile_loss
+from dsft.models.package import auto_class, from_config
+from dsft.models.size import ModelFacts, empty_model, max_positions, without_zero_init
+from dsft.runtime import distributed
+from dsft.runtime.console import say
+from dsft.runtime.hardware import has_gpu
+from dsft.units import IGNORED, padded_width
+
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_inner": None,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "ffn_dim": 64,
+    "word_embed_proj_dim": 64,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "rotary_dim": 16,
+    "vocab_size_per_layer_input": 128,
+}
+SMALL_TOWER = {
+    **dict.fromkeys(("hidden_size", "embed_dim", "intermediate_size"), 64),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "attention_heads", "num_key_value_heads"), 4),
+    **dict.fromkeys(("depth", "num_hidden_layers", "num_layers", "n_layers", "encoder_layers"), 2),
+    "head_dim": 16,
+    "num_global_layers": 1,
+    "conf_num_hidden_layers": 1,
+}
+"""Of the part for images or sound, which no trial runs."""
+ASKS_FOR_MORE = re.compile("required|pixel_values|image_embeds|input_features")
+"""Found in what a forward raises that is given no image or sound."""
+LARGEST_TRIED = 100_000_000
+"""Parameters; no architecture that SMALL knows comes near."""
+LAYER_NAMES = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
+
+class TooLarge(Exception):
+    """Says how many parameters the small model would have."""
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Computes on one thread: operators of a small model take less time than threads need to meet on busy cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def small_model(
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    heads: int = SMALL["num_attention_heads"],
+    **options,
+) -> PreTrainedModel:
+    """Builds the architecture of `config` with narrow layers, few of them but one of each kind.
+
+    Args:
+        heads: of attention; an even number.
+
+    Raises:
+        TooLarge: where it would have more than LARGEST_TRIED parameters.
+        Exception: whatever an architecture's own code makes of sizes that it was not made for.
+    """
+    small = _small_config(config, heads)
+    empty = empty_model(small, trust_remote_code=trust_remote_code)
+    num_params = sum(parameter.numel() for parameter in empty.parameters())
+    if num_params > LARGEST_TRIED:
+        raise TooLarge(f"{num_params:,} parameters")
+    with without_zero_init():
+        return from_config(small, trust_remote_code=trust_remote_code, dtype=dtype, **options)
+
+
+@one_thread()
+def text_problem(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> str | None:
+    """Says why a package that only a class for images or sound loads cannot be trained on text alone, tried out on a
+    small model; None where it can, where it is too large to be tried, and of all other packages.
+    """
+    if auto_class(config) is AutoModelForCausalLM:
+        return None
+    try:
+        model = small_model(config, trust_remote_code=trust_remote_code).train()
+        ids_BT = torch.arange(3, 19).view(2, 8)
+        model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward()
+    except Exception as error:  # also what an architecture's own code makes of sizes that it was not made for
+        if isinstance(error, (ImportError, UserError)) or ASKS_FOR_MORE.search(str(error)):
+            return (
+                f"its architecture {config.model_type} cannot be computed from text alone ({one_line(error)[:200]}),"
+                " and no class of transformers loads its language model"
+            )
+    return None
+
+
+def _small_config(config: PreTrainedConfig, small_heads: int) -> PreTrainedConfig:
+    """Makes the same package with narrow layers, few of them but one of each kind, and towers of two."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config(decoder=True)
+    for name in config.sub_configs:
+        part = getattr(small, name, None)
+        if part is text:
+            setattr(small, name, _small_text(text, small_heads))
+        elif isinstance(part, PreTrainedConfig) and (text is not small or name in ("vision_config", "audio_config")):
+            for size, value in SMALL_TOWER.items():
+                if type(vars(part).get(size)) is int:
+                    setattr(part, size, value)
+    return _small_text(small, small_heads) if text is small else small
+
+
+def _small_text(text: PreTrainedConfig, small_heads: int) -> PreTrainedConfig:
+    small = copy.deepcopy(text)
+    heads = getattr(small, "num_attention_heads", None)
+    key_heads = {1: 1, heads: small_heads}.get(getattr(small, "num_key_value_heads", None), small_heads // 2)
+    width = SMALL["head_dim"] * small_heads
+    sizes = dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), width)
+    sizes |= {"num_attention_heads": small_heads, "n_head": small_heads, "num_key_value_heads": key_heads}
+    kept = ["head_dim"] * hasattr(small, "qk_rope_head_dim")  # latent attention: it is derived
+    for name, value in (SMALL | sizes).items():
+        if isinstance(vars(small).get(name), int) and name not in kept:
+            setattr(small, name, value)
+    small.pad_token_id = 0
+    kinds = vars(small).get("layer_types")
+    layers = max(2, *(kinds.index(kind) + 1 for kind in set(kinds))) if kinds else 2
+    for name in LAYER_NAMES:
+        if isinstance(getattr(small, name, None), int):
+            setattr(small, name, min(layers, getattr(small, name)))
+    if kinds:
+        small.layer_types = kinds[:layers]
+    _shorten_rope_sections(small)
+    return small
+
+
+def _shorten_rope_sections(small: PreTrainedConfig) -> None:
+    """Divides the angles of a head between time, height and width as the model does (Qwen-VL's `mrope_section`)."""
+    rope = getattr(small, "rope_parameters", None) or {}
+    sections = rope.get("mrope_section")
+    if not sections:
+        return
+    head_dim = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
+    angles = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    fewer = [section * angles // sum(sections) for section in sections]
+    rope["mrope_section"] = [angles - sum(fewer[1:]), *fewer[1:]]
+
+
+LONGEST_TRIED = 16
+"""Tokens of a trial's rows; the logits of the first half are compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowRules:
+    """Says which rows may share a batch without changing each other's logits."""
+
+    limits: tuple[int, ...] = ()
+    """Lengths beyond which the model computes otherwise, or not at all, ascending. A batch lies on one side of each,
+    with its padding."""
+    alone: bool = False
+    """Every row is a batch of its own, without padding."""
+    multiple: int = 1
+    """Every batch is padded to a multiple of this length, also alone, and beyond a limit where there is no other."""
+
+    def joined(self, other: "RowRules") -> "RowRules":
+        """Return the rules of two models that see the same batches."""
+        return RowRules(limits=tuple(sorted({*self.limits, *other.limits})), alone=self.alone or other.alone)
+
+    def width(self, longest: int) -> int:
+        """Return the padded length of a batch, of at least one token: a document of one token feeds none."""
+        longest = max(1, int(longest))
+        shortest = -(-longest // self.multiple) * self.multiple
+        if self.alone:
+            return shortest
+        limits = [limit for limit in self.limits if limit >= longest]
+        width = min([padded_width(longest), *limits])
+        width = -(-width // self.multiple) * self.multiple
+        return shortest if any(limit < width for limit in limits) else width
+
+    def share(self, longest: int, length: int) -> bool:
+        """Tell whether a row of `length` may join a batch whose longest row has `longest`."""
+        return not self.alone and not any(length <= limit < longest for limit in self.limits)
+
+    def sides(self, lengths: np.ndarray) -> np.ndarray:
+        """Count the limits below each length: where the numbers are the same, rows may share a batch."""
+        return np.searchsorted(self.limits, lengths)
+
+
+NO_RULES = RowRules()
+
+
+def length_limits(config: PreTrainedConfig) -> tuple[int, ...]:
+    """Return the lengths beyond which a model of `config` computes otherwise, or not at all.
+
+    transformers takes the factors of a longrope by the longest row of a batch, and grows a dynamic RoPE with it
+    (modeling_rope_utils.py, dynamic_rope_update).
+    """
+    text = config.get_text_config()
+    limits = {max_positions(text)}
+    longrope = rope_types(text).get("longrope")
+    if longrope:
+        limits.add(longrope.get("original_max_position_embeddings"))
+    return tuple(sorted(limit for limit in limits if limit))
+
+
+def rope_types(text: PreTrainedConfig) -> dict[str, dict]:
+    """Return rope_type -> its parameters, of all kinds of layers."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    sections = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return {section["rope_type"]: section for section in sections if "rope_type" in section}
+
+
+@torch.no_grad()
+def row_rules(model: nn.Module) -> RowRules:
+    """Find the rules of a loaded model, from its config and by a trial. Collective.
+
+    Raises:
+        UserError: where its tokens see later ones.
+    """
+    later, neighbour = (distributed.max_over_ranks(value) for value in _differences(model))
+    # Quantised products may round the inputs too (LLM.int8() by the rows of a batch).
+    in_full = next(model.parameters()).dtype == torch.float32 and not getattr(model, "is_quantized", False)
+    if later > (1e-4 if in_full else 0.2):
+        raise UserError([not_causal(model.config.name_or_path or model.config.model_type)])
+    noise = 1e-5 if in_full else 5e-2  # rounding, where experts get other batches
+    alone = max(later, neighbour) > noise
+    if alone:
+        say("note: rows of a batch change each other's logits in this architecture; each is a batch of its own")
+    return RowRules(limits=length_limits(model.config), alone=alone)
+
+
+def not_causal(model: str) -> str:
+    return (
+        f"model={model}: its tokens see later ones, as an encoder's do, so it predicts nothing; a causal language model"
+        " is needed (some architectures become one with is_decoder: true in their config)"
+    )
+
+
+def architecture_problems(model: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> list[str]:
+    """Say why an architecture can be neither trained nor scored on text, by trials of a small model.
+
+    Args:
+        model: its name, for the message.
+    """
+    if why := text_problem(config, trust_remote_code=trust_remote_code):
+        return [f"model={model}: {why}"]
+    return [not_causal(model)] if sees_later_tokens(config, trust_remote_code=trust_remote_code) else []
+
+
+@one_thread()
+def sees_later_tokens(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> bool:
+    """Tell whether tokens see later ones in this architecture, tried out on a small model with random weights.
+
+    False where no small model can be built.
+    """
+    try:
+        model = small_model(config, trust_remote_code=trust_remote_code).eval()
+        later, _ = _differences(model)
+    except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
+        return False
+    return later > 1e-5
+
+
+@torch.no_grad()
+def _differences(model: nn.Module) -> tuple[float, float]:
+    """Return by how much later tokens, and other rows of a batch, move a row's logits, as parts of the largest."""
+    text = model.config.get_text_config()
+    length = min([LONGEST_TRIED, *length_limits(model.config)])
+    ids = torch.randint(text.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(next(model.parameters()).device)
+    later, neighbour = ids.clone(), ids.clone()
+    later[0, length // 2 :] = ids[1, length // 2 :]
+    neighbour[1] = ids[1].flip(0)
+    first, *others = (
+        model(input_ids=rows, use_cache=False).logits[0, : length // 2].double() for rows in (ids, later, neighbour)
+    )
+    return tuple(((first - other).abs().max() / first.abs().max().clamp(min=1e-12)).item() for other in others)
+
+
+LENGTHS = (16, 11, 5)
+"""Tokens of the rows of the trial, which are padded to the longest."""
+NOISE = 1e-5
+"""Of loss and gradients: with a mask gradients of grouped keys are added in another order, and with other padding those
+of experts."""
+
+
+def needs_mask(facts: ModelFacts, *, trust_remote_code: bool = False) -> bool:
+    """Tells whether a training of this model is given an attention mask with padded batches.
+
+    Flash attention is, since it leaves padding out. Other kinds than sdpa have nothing to gain.
+    """
+    if facts.attn_implementation != "sdpa":
+        return True
+    return not ignores_padding(facts.config, trust_remote_code=trust_remote_code)
+
+
+@one_thread()
+def ignores_padding(
+    config: PreTrainedConfig,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    noise: float = NOISE,
+    trust_remote_code: bool = False,
+) -> bool:
+    """Tells whether loss and all gradients are the same with a mask, and without one whatever stands in the padding."""
+    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "attn_implementation": "sdpa"}
+    try:
+        model = small_model(config, **options).to(device).eval()
+        lengths = torch.tensor(LENGTHS).clamp(max=min([max(LENGTHS), *length_limits(model.config)]))[:, None]
+        shape = (len(lengths), int(lengths.max()))
+        vocab_size = model.config.get_text_config().vocab_size
+        ids_BT = torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(model.device)
+        padding_BT = (torch.arange(shape[1]) >= lengths).to(model.device)
+        labels_BT = ids_BT.masked_fill(padding_BT, IGNORED)
+        masked, unmasked, other = (
+            _loss_and_gradients(model, input_ids=ids_BT.masked_fill(padding_BT, pad), labels=labels_BT, **mask)
+            for pad, mask in ((1, {"attention_mask": (~padding_BT).long()}), (1, {}), (2, {}))
+        )
+    except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
+        return False
+    return _all_close(unmasked, masked, noise=noise) and _all_close(other, masked, noise=noise)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Whether and how samples share rows."""
+
+    problem: str | None
+    """Why they cannot, in this architecture."""
+    attn_implementation: str | None
+    """That can keep them apart; None for what transformers picks."""
+
+    @property
+    def flash(self) -> bool:
+        return "flash" in (self.attn_implementation or "")
+
+
+def try_packing(config: TrainConfig, model_config: PreTrainedConfig) -> Packing:
+    """Picks flash attention where it is installed and keeps samples apart, else what options or transformers say."""
+    asked = config.attn_implementation
+    tries_flash = asked is None and has_gpu() and config.dtype != "float32" and is_flash_attn_2_available()
+    for implementation in ["flash_attention_2", asked] if tries_flash else [asked]:
+        on_gpu = "flash" in (implementation or "")
+        problem = isolation_problem(
+            model_config,
+            attn_implementation=implementation,
+            device=distributed.device() if on_gpu else torch.device("cpu"),
+            dtype=DTYPES[config.dtype] if on_gpu else torch.float32,
+            trust_remote_code=config.trust_remote_code,
+        )
+        if problem is None:
+            break
+    return Packing(problem=problem, attn_implementation=implementation)
+
+
+@one_thread()
+@torch.no_grad()
+def isolation_problem(
+    config: PreTrainedConfig,
+    *,
+    attn_implementation: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+) -> str | None:
+    """Says why samples in one row would see each other in a model of this architecture; None where they do not.
+
+    Tried out on a small model with random weights and as many layers as show every kind: changed tokens of a first
+    sample must not change the logits of a second one in the same row, and those must be what the second gives alone.
+    """
+    options = {"attn_implementation": attn_implementation} if attn_implementation else {}
+    try:
+        model = small_model(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
+        first, second, alone = _try_row(model.to(device).eval())
+    except TooLarge as error:
+        return f"it cannot be tried with a small model of this architecture, which would have {error}"
+    except Exception as error:  # whatever an architecture's own code makes of sizes or positions it was not made for
+        return (
+            f"it cannot be tried with a small model of this architecture ({type(error).__name__}:"
+            f" {one_line(error)[:200]})"
+        )
+    leaked, differs = (
+        (first - other).abs().max().item() / max(alone.abs().max().item(), 1e-12) for other in (second, alone)
+    )
+    # Experts get other batches with other tokens, which changes the last bits.
+    if not leaked <= (1e-5 if dtype == torch.float32 else 0):
+        return f"tokens of one sample change the logits of the next one in the row (by {leaked:.1e} of the largest)"
+    if not differs < (1e-4 if dtype == torch.float32 else 5e-2):
+        return f"a sample's logits in a row differ from those alone by {differs:.1e} of the largest"
+    return None
+
+
+def _try_row(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes logits of a second sample: after a first one, after the same with other tokens, and alone."""
+    vocab_size = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocab_size, (1, 48), generator=torch.Generator().manual_seed(0)).to(model.device)
+    other = torch.cat([ids[:, 1:20].flip(1), ids[:, :1], ids[:, 20:]], 1)
+    first, second = (_packed_logits(model, tokens, [20, 28])[20:] for tokens in (ids, other))
+    return first, second, _packed_logits(model, ids[:, 20:], [28])
+
+
+def _packed_logits(model: nn.Module, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Computes logits [T, V] float64 of one row."""
+    flash = "flash" in model.config._attn_implementation
+    return model(input_ids=ids, use_cache=False, **positions(lengths, ids.device, flash=flash)).logits[0].double()
+
+
+def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: bool = False) -> dict[str, Any]:
+    """Makes what tells a model where the sequences of one row are.
+
+    position_ids [1, T] restart at each; from them transformers makes its block mask
+    (masking_utils.find_packed_sequence_indices). Flash attention also gets the bounds, for its varlen form.
+    """
+    position_ids = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+    if not flash:
+        return {"position_ids": position_ids}
+    bounds, longest = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device), max(lengths)
+    return {
+        "position_ids": position_ids,
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+@one_thread()
+def can_tile_loss(
+    config: PreTrainedConfig, *, adapters: LoraConfig | None = None, trust_remote_code: bool = False
+) -> bool:
+    """Tells whether a small model of this architecture has the same loss and gradients with tiles as without."""
+    try:
+        model = small_model(config, trust_remote_code=trust_remote_code).eval()
+        if adapters:
+            model = get_peft_model(model, LoraConfig(**adapters.to_dict()))
+        vocab_size = model.config.get_text_config().vocab_size
+        ids_BT = torch.randint(3, vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+        labels_BT = ids_BT.clone()
+        labels_BT[0, :9] = IGNORED
+        plain = _loss_and_gradients(model, input_ids=ids_BT, labels=labels_BT)
+        if not tile_loss(model, rows=7):
+            return False
+        tiled = _loss_and_gradients(model, input_ids=ids_BT, labels=labels_BT)
+    except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
+        return False
+    return _all_close(tiled, plain)
+
+
+def _loss_and_gradients(model: nn.Module, **batch: torch.Tensor) -> list[torch.Tensor]:
+    """Computes the loss of a batch and the gradients of all parameters."""
+    model.zero_grad()
+    loss = model(use_cache=False, **batch).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def _all_close(tensors: list[torch.Tensor], references: list[torch.Tensor], *, noise: float = NOISE) -> bool:
+    """Tells whether no element differs by more than `noise` of its tensor's largest."""
+    return all(
+        bool((tensor - reference).abs().max() <= noise * reference.abs().max())
+        for tensor, reference in zip(tensors, references, strict=True)
+    )
