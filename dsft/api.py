@@ -19,9 +19,8 @@ from dsft.perplexity.compare import Comparisons, compare_results, read_evaluatio
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.of_training import evaluation_config
 from dsft.perplexity.results import Evaluation
-from dsft.planner.plan import Plan
-from dsft.run_setup.plan import plan_offline
-from dsft.run_setup.resolve import resolve_offline
+from dsft.planner.plans import Plan
+from dsft.run_setup.resolve import plan_offline, resolve_offline
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine, this_machine
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from checkpoint_tools import finished
 
-from dsft.planner.plan import Plan
+from dsft.planner.plans import Plan
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB
 

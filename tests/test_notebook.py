@@ -23,9 +23,8 @@ from dsft.cli.commands import PlanOptions
 from dsft.cli.plan_machine import read_machines
 from dsft.config.options import TrainConfig
 from dsft.perplexity.scoring import token_nats
-from dsft.planner.usual_models import usual_config
-from dsft.run_setup.plan import choose_plan
-from dsft.run_setup.resolve import resolve_offline
+from dsft.run_setup.alternatives import usual_config
+from dsft.run_setup.resolve import choose_plan, resolve_offline
 from dsft.units import GiB
 
 NOTEBOOK = ROOT / "notebooks" / "evaluate_checkpoints.ipynb"

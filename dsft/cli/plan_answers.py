@@ -26,6 +26,7 @@ from dsft.config.reader import split_flags
 from dsft.data.sequences import Sequences
 from dsft.data.training_data import is_prepared, load_training_data
 from dsft.errors import UserError, raise_if_any, shown_command
+from dsft.planner.calibration import calibrate
 from dsft.planner.candidates import SEQUENCES_PER_RANK
 from dsft.planner.evaluation_plan import (
     all_evaluation_plans,
@@ -34,12 +35,9 @@ from dsft.planner.evaluation_plan import (
     refused_heads,
     refused_number,
 )
-from dsft.planner.measuring import calibrate
-from dsft.planner.plan import Plan, RunCost, as_dict, run_cost, shortlist, write_plan
-from dsft.run_setup.alternatives import Alternative, longest_sequence, seconds_at, ways_to_fit
-from dsft.run_setup.largest import largest_models
-from dsft.run_setup.plan import Choice, plan_offline, speeds_for
-from dsft.run_setup.resolve import OfflineRun, auto_dtype, resolve_offline
+from dsft.planner.plans import Plan, RunCost, as_dict, run_cost, shortlist, write_plan
+from dsft.run_setup.alternatives import Alternative, largest_models, longest_sequence, seconds_at, ways_to_fit
+from dsft.run_setup.resolve import Choice, OfflineRun, auto_dtype, plan_offline, resolve_offline, speeds_for
 from dsft.runtime.console import show_text
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import GiB, in_gib, plural

@@ -10,7 +10,6 @@ from typing import Any
 from dsft.cli.commands import PlanOptions
 from dsft.errors import UserError
 from dsft.planner.gpus import GPUS, choose_gpu, named_gpus, same_memory
-from dsft.planner.measured_speeds import to_carry
 from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, require_seen_gpus, split_gpus, this_machine
 from dsft.runtime.hostfile import read_hosts
 from dsft.units import GB
@@ -95,6 +94,8 @@ def describe_machine(machine: Machine, *, dtype: str) -> dict[str, Any]:
     """Make what `--machine` reads: this machine and what was measured on it, without names of hosts and folders."""
     fields = dataclasses.asdict(machine)
     if machine.measured:
+        from dsft.planner.calibration import to_carry  # with torch, which `read_machines` on paper does without
+
         fields |= {"carried": to_carry(machine, dtype=dtype), "nvme_path": ""}
     return fields
 

@@ -5,10 +5,10 @@ from rich.table import Table
 
 from dsft.models.size import ModelSize
 from dsft.planner.evaluation_plan import EvaluationPlan
-from dsft.planner.plan import Plan, RunCost
+from dsft.planner.plans import Plan, RunCost
 from dsft.planner.step_time import TIME_RANGE
 from dsft.planner.terms import MEMORY_ERROR
-from dsft.run_setup.largest import Largest
+from dsft.run_setup.alternatives import Largest
 from dsft.runtime.console import show_table
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB

@@ -31,10 +31,10 @@ from dsft.models.tokenizer import check_tokenizer
 from dsft.models.trials import architecture_problems
 from dsft.models.weights import adapter_problems, weight_problems
 from dsft.perplexity.modes import protocol_configs
+from dsft.planner.calibration import calibrated
 from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation, evaluation_section, longest_window
 from dsft.planner.job import Job, attention_of
-from dsft.planner.measured_speeds import calibrated
-from dsft.planner.speeds import speeds_of
+from dsft.planner.step_time import speeds_of
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine, has_gpu
 

@@ -14,9 +14,8 @@ from dsft.errors import UserError
 from dsft.models.size import ModelSize
 from dsft.planner.host_memory import host_terms
 from dsft.planner.job import Job
-from dsft.planner.speeds import Speeds
 from dsft.planner.states import gathered, load_terms, shards
-from dsft.planner.step_time import GATHERS_PER_LAYER, collective_seconds, forward_seconds_per_token
+from dsft.planner.step_time import GATHERS_PER_LAYER, Speeds, collective_seconds, forward_seconds_per_token
 from dsft.planner.terms import Term, add_up, peak_bytes, with_room
 from dsft.planner.zero_layout import ZeroLayout, describe_layout, frozen_bytes
 from dsft.runtime.hardware import Machine

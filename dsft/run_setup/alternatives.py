@@ -1,19 +1,25 @@
-"""What else would work: changes with which a training fits that does not, and the longest sequence that fits."""
+"""What else would work: changes with which a training fits that does not, the longest sequence that fits, and which of
+the usual models fit a machine: the largest for full finetuning, for LoRA and for QLoRA.
+"""
 
 import dataclasses
 import math
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
 
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
+from dsft.planner.activations import Cost, TrainingActivations
 from dsft.planner.fake_model import Attention
 from dsft.planner.job import Job
-from dsft.planner.plan import Plan
+from dsft.planner.plans import Plan
 from dsft.planner.terms import HOST_SHARE
-from dsft.run_setup.plan import Choice, choose_plan
-from dsft.run_setup.resolve import resolve_offline
+from dsft.run_setup.resolve import Choice, choose_plan, resolve_offline
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -147,3 +153,88 @@ def longest_sequence(job: Job, machine: Machine) -> tuple[int, Plan] | None:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fitting(middle * LENGTH_STEP) else (low, middle - 1)
     return (low * LENGTH_STEP, fitting(low * LENGTH_STEP)) if low else None
+
+
+def _dense(model_type: str, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, **others: Any):
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+        **others,
+    }
+
+
+USUAL_MODELS: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-0.5B": _dense("qwen2", 896, 24, 14, 2, 4864, 151936, tie_word_embeddings=True),
+    "meta-llama/Llama-3.2-1B": _dense("llama", 2048, 16, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True),
+    "meta-llama/Llama-3.2-3B": _dense("llama", 3072, 28, 24, 8, 8192, 128256, head_dim=128, tie_word_embeddings=True),
+    "mistralai/Mistral-7B-v0.3": _dense("mistral", 4096, 32, 32, 8, 14336, 32768, sliding_window=None),
+    "meta-llama/Llama-3.1-8B": _dense("llama", 4096, 32, 32, 8, 14336, 128256),
+    "Qwen/Qwen2.5-14B": _dense("qwen2", 5120, 48, 40, 8, 13824, 152064),
+    "Qwen/Qwen2.5-32B": _dense("qwen2", 5120, 64, 40, 8, 27648, 152064),
+    "mistralai/Mixtral-8x7B-v0.1": _dense("mixtral", 4096, 32, 32, 8, 14336, 32000, sliding_window=None),
+    "meta-llama/Llama-3.1-70B": _dense("llama", 8192, 80, 64, 8, 28672, 128256),
+    "Qwen/Qwen2.5-72B": _dense("qwen2", 8192, 80, 64, 8, 29568, 152064),
+    "meta-llama/Llama-3.1-405B": _dense("llama", 16384, 126, 128, 8, 53248, 128256),
+}
+"""From the fewest parameters to the most."""
+
+
+def usual_config(name: str) -> PreTrainedConfig:
+    """Returns the config of a key of USUAL_MODELS."""
+    return AutoConfig.for_model(**USUAL_MODELS[name])
+
+
+METHODS = ("full", "lora", "qlora")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest:
+    """The answer for one method."""
+
+    method: str
+    fits: tuple[str, ...]
+    """Names of usual models, fewest parameters first."""
+    too_large: tuple[str, ...]
+    plan: Plan | None
+    """Of the last that fits; None where none does."""
+
+
+def largest_models(options: TrainConfig, machine: Machine, *, attention: Attention | None) -> list[Largest]:
+    """Finds for each method of this machine the largest usual model that fits; smaller ones are taken to fit too.
+
+    Args:
+        options: of a training; model and method are put in their place.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for name in USUAL_MODELS:
+            usual_config(name).save_pretrained(Path(folder, name))
+        methods = METHODS if machine.has_gpu else METHODS[:2]  # bitsandbytes needs one
+        return [_largest(method, Path(folder), options, machine, attention) for method in methods]
+
+
+def _largest(method: str, folder: Path, options: TrainConfig, machine: Machine, attention: Attention | None) -> Largest:
+    names, plan, number = list(USUAL_MODELS), None, len(USUAL_MODELS)
+    for number in range(len(names), 0, -1):
+        asked = dataclasses.replace(options, model=str(folder / names[number - 1]), method=method, data=[])
+        job = resolve_offline(asked, machine, attention=attention).job
+        if not choose_plan(_without_activations(job), machine).plan.fits:
+            continue  # and no trace is needed
+        plan = choose_plan(job, machine).plan
+        if plan.fits:
+            return Largest(method=method, fits=tuple(names[:number]), too_large=tuple(names[number:]), plan=plan)
+    return Largest(method=method, fits=(), too_large=tuple(names), plan=None)
+
+
+def _without_activations(job: Job) -> Job:
+    """The same job with no activations at all: what does not fit so does not fit with them."""
+    bare = dataclasses.replace(job)
+    costs = {field.name: Cost() for field in dataclasses.fields(TrainingActivations) if field.type in (Cost, "Cost")}
+    bare.__dict__["activations"] = TrainingActivations(num_layers=job.size.num_layers, source="none", **costs)
+    return bare

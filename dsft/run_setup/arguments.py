@@ -12,7 +12,7 @@ from dsft.config.options import IGNORED_ARGUMENTS, TRAINING_DEFAULTS, LoraFields
 from dsft.config.training_arguments import NEW_NAMES
 from dsft.models.size import ModelSize
 from dsft.planner.fake_model import LIGER_MODELS
-from dsft.planner.plan import Plan
+from dsft.planner.plans import Plan
 from dsft.planner.zero_layout import OPTIMIZERS, sums_in_fp32
 from dsft.runtime.hardware import has_gpu
 

@@ -16,7 +16,7 @@ from dsft.errors import raise_if_any
 from dsft.models.head import LEAST_VOCAB
 from dsft.models.size import ModelFacts
 from dsft.models.trials import Packing, can_tile_loss
-from dsft.planner.plan import Plan
+from dsft.planner.plans import Plan
 
 UNTILED = ("float16", "qlora")
 """float16's small gradients vanish before they are scaled; a head over a quantised base is not proven."""

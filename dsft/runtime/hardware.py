@@ -52,7 +52,7 @@ class Machine:
     measured: bool = False
     """Whether this is the machine dsft runs on, not one on paper."""
     carried: dict[str, Any] = field(default_factory=dict, hash=False)
-    """What was measured on it, where `--machine` describes it (planner/measured_speeds.py)."""
+    """What was measured on it, where `--machine` describes it (planner/calibration.py)."""
 
     @property
     def exists(self) -> bool:

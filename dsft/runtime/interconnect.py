@@ -1,5 +1,5 @@
 """How the GPUs of a node and its network are connected, as `--interconnect` takes it: read from nvidia-smi and the
-kernel. What cannot be read is left out, and then assumed by the planner (planner/speeds.py).
+kernel. What cannot be read is left out, and then assumed by the planner (planner/step_time.py).
 """
 
 import os

@@ -4,9 +4,8 @@ import contextlib
 from collections.abc import Iterator
 
 from dsft.errors import UserError, one_line
-from dsft.planner.plan import Plan
-from dsft.run_setup.plan import smaller_plan
-from dsft.run_setup.resolve import ResolvedRun
+from dsft.planner.plans import Plan
+from dsft.run_setup.resolve import ResolvedRun, smaller_plan
 from dsft.runtime.hardware import peak_memory_bytes
 from dsft.runtime.out_of_memory import Memory, which_memory
 from dsft.units import GiB

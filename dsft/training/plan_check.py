@@ -18,7 +18,7 @@ import psutil
 import torch
 from transformers import TrainerCallback
 
-from dsft.planner.plan import Plan
+from dsft.planner.plans import Plan
 from dsft.runtime.console import say
 from dsft.runtime.distributed import from_all
 from dsft.runtime.hardware import has_gpu, peak_resident_bytes, set_back_peaks

@@ -44,7 +44,7 @@ from dsft.models.pickles import safe_unpickling
 from dsft.models.tokenizer import stop_at
 from dsft.models.trials import length_limits
 from dsft.models.weights import weights_digest
-from dsft.planner.plan import as_dict as plan_as_dict
+from dsft.planner.plans import as_dict as plan_as_dict
 from dsft.run_setup.arguments import training_arguments
 from dsft.run_setup.resolve import ResolvedRun, resolve_run
 from dsft.runtime import distributed, preemption

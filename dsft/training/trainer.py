@@ -27,7 +27,7 @@ from dsft.errors import TrainingStopped
 from dsft.perplexity.intervals import result_intervals
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import windows_of_sequences
-from dsft.planner.plan import Plan
+from dsft.planner.plans import Plan
 from dsft.run_setup.checkpoint_size import CheckpointSize
 from dsft.runtime import distributed, preemption
 from dsft.training.callbacks import (

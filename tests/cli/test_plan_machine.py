@@ -8,8 +8,8 @@ import pytest
 from dsft.cli.commands import PlanOptions
 from dsft.cli.plan_machine import describe_machine, read_machine, read_machines
 from dsft.errors import UserError
-from dsft.planner.measured_speeds import calibrated, keep_outside, keep_ranks
-from dsft.planner.speeds import speeds_of
+from dsft.planner.calibration import calibrated, keep_outside, keep_ranks
+from dsft.planner.step_time import speeds_of
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB
 

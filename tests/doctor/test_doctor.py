@@ -58,8 +58,8 @@ from dsft.cluster.doctor.reach import config_values, file_content
 from dsft.cluster.doctor.smoke import tcp_segments
 from dsft.cluster.doctor.ssh import ssh_error
 from dsft.errors import UserError
-from dsft.planner.measured_speeds import keep_links, speeds_file, with_links
-from dsft.planner.speeds import speeds_of
+from dsft.planner.calibration import keep_links, speeds_file, with_links
+from dsft.planner.step_time import speeds_of
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine
 from dsft.runtime.hostfile import Node, read_hosts

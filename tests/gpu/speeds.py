@@ -8,10 +8,18 @@ from transformers import AutoConfig
 
 from dsft.models.build import DTYPES, resolve_dtype
 from dsft.models.trials import ignores_padding, isolation_problem
+from dsft.planner.calibration import (
+    best_seconds,
+    calibrate,
+    calibrated,
+    keep_outside,
+    matmul_flops,
+    measure_outside,
+    speeds_file,
+    to_carry,
+)
 from dsft.planner.gpus import GPUS, gpu_name, named_gpus
-from dsft.planner.measured_speeds import calibrated, keep_outside, speeds_file, to_carry
-from dsft.planner.measuring import best_seconds, calibrate, matmul_flops, measure_outside
-from dsft.planner.speeds import Speeds, speeds_of
+from dsft.planner.step_time import Speeds, speeds_of
 from dsft.planner.terms import ASSUMED
 from dsft.runtime.distributed import device
 from dsft.runtime.hardware import FREE_SHARE, Machine, ask_gpu, this_machine

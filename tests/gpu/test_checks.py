@@ -13,10 +13,10 @@ from transformers import LlamaConfig
 
 from dsft.config.options import TrainConfig
 from dsft.models.size import measure_model
-from dsft.planner import measuring
-from dsft.planner.measured_speeds import calibrated
-from dsft.planner.speeds import speeds_of
-from dsft.run_setup.plan import plan_run, training_job
+from dsft.planner import calibration
+from dsft.planner.calibration import calibrated
+from dsft.planner.step_time import speeds_of
+from dsft.run_setup.resolve import plan_run, training_job
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB
 from dsft.watchdog.processes import Process
@@ -143,8 +143,8 @@ def test_rates_below_the_plans_do_not_hold_and_rules_of_thumb_claim_nothing():
 
 def test_products_are_timed_on_numbers_that_differ(monkeypatch):
     products = []
-    monkeypatch.setattr(measuring, "best_seconds", lambda run, *_: products.append(run()) or 1.0)
-    measuring.matmul_flops(torch.device("cpu"))
+    monkeypatch.setattr(calibration, "best_seconds", lambda run, *_: products.append(run()) or 1.0)
+    calibration.matmul_flops(torch.device("cpu"))
     assert products[0].unique().numel() > 1000, "equal numbers take less power, and a GPU is faster with them"
 
 

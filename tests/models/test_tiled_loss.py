@@ -18,7 +18,7 @@ from dsft.models.head import tile_loss
 from dsft.models.size import measure_model
 from dsft.models.trials import can_tile_loss
 from dsft.run_setup.decisions import tiled_loss_decision
-from dsft.run_setup.plan import job_over_data
+from dsft.run_setup.resolve import job_over_data
 from dsft.units import IGNORED
 
 CHANGED_LOGITS = {

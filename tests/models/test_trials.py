@@ -12,7 +12,7 @@ from dsft.config.options import TrainConfig
 from dsft.data.batches import Collator
 from dsft.models.size import measure_model
 from dsft.models.trials import needs_mask
-from dsft.run_setup.plan import job_over_data
+from dsft.run_setup.resolve import job_over_data
 
 QUICK = ("llama", "gpt2", "mixtral")
 WITH_EXPERTS = ("mixtral", "qwen2_moe")

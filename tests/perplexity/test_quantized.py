@@ -23,7 +23,7 @@ from dsft.perplexity.evaluation import evaluate, model_identity
 from dsft.perplexity.loading import Candidate
 from dsft.planner.evaluation_plan import all_evaluation_plans
 from dsft.planner.job import Job, attention_of
-from dsft.planner.speeds import speeds_of
+from dsft.planner.step_time import speeds_of
 from dsft.runtime.hardware import this_machine
 
 ON_DISK = {

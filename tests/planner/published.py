@@ -14,8 +14,7 @@ from dsft.models.lora import adapters_of
 from dsft.models.size import ModelSize, empty_model, model_size
 from dsft.planner.activations import TrainingActivations, training_activations
 from dsft.planner.gpus import GPUS
-from dsft.planner.speeds import Speeds, speeds_of
-from dsft.planner.step_time import step_time
+from dsft.planner.step_time import Speeds, speeds_of, step_time
 from dsft.planner.zero_layout import describe_layout
 from dsft.runtime.hardware import Machine
 from dsft.units import GB

@@ -6,10 +6,10 @@ import torch
 from dsft.cli.commands import PlanOptions
 from dsft.cli.plan_machine import read_machines
 from dsft.errors import UserError
-from dsft.planner import measuring
+from dsft.planner import calibration
+from dsft.planner.calibration import calibrated, keep_ranks
 from dsft.planner.gpus import GPUS, OTHERS, gpu_name, named_gpus
-from dsft.planner.measured_speeds import calibrated, keep_ranks
-from dsft.planner.speeds import Speeds, speeds_of
+from dsft.planner.step_time import Speeds, speeds_of
 from dsft.runtime.hardware import Machine
 from dsft.units import GB, GiB
 
@@ -149,9 +149,9 @@ def unknown_gpu(driver_name: str, **changes) -> Machine:
 def test_a_product_is_timed_once_on_an_unknown_card_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runs = []
-    monkeypatch.setattr(measuring, "has_gpu", lambda: True)
-    monkeypatch.setattr(measuring, "device", lambda: "cuda:0")
-    monkeypatch.setattr(measuring, "matmul_flops", lambda place: runs.append(place) or 1.5e15)
+    monkeypatch.setattr(calibration, "has_gpu", lambda: True)
+    monkeypatch.setattr(calibration, "device", lambda: "cuda:0")
+    monkeypatch.setattr(calibration, "matmul_flops", lambda place: runs.append(place) or 1.5e15)
     machine = unknown_gpu("NVIDIA GB200")
 
     def speeds(machine: Machine, dtype: str = "bfloat16") -> Speeds:
@@ -174,12 +174,12 @@ def test_a_product_is_timed_once_on_an_unknown_card_of_this_machine(tmp_path, mo
 
 def test_where_an_unknown_card_has_no_room_for_a_product_no_time_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(measuring, "has_gpu", lambda: True)
+    monkeypatch.setattr(calibration, "has_gpu", lambda: True)
 
     def full() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(measuring, "device", full)
+    monkeypatch.setattr(calibration, "device", full)
     machine = unknown_gpu("NVIDIA GB200")
     speeds = calibrated(speeds_of(machine, dtype="bfloat16"), machine, dtype="bfloat16")
     assert not speeds.has_time_estimate and not (tmp_path / "dsft").exists()

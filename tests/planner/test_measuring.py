@@ -4,14 +4,14 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from dsft.planner import measuring
+from dsft.planner import calibration
 from dsft.runtime.distributed import start_ranks
 
 
 def rates(ranks: int) -> dict[str, float]:
     start_ranks()
-    measuring._collective_numbers = lambda place: 1000  # which 3 does not divide, as it does not divide 64 MiB
-    return measuring._collectives(torch.device("cpu"), ranks)
+    calibration._collective_numbers = lambda place: 1000  # which 3 does not divide, as it does not divide 64 MiB
+    return calibration._collectives(torch.device("cpu"), ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -8,8 +8,7 @@ from published import ROWS, STEPS, activations_of, predicted_tokens, speeds_for
 
 from dsft.planner import gpus
 from dsft.planner.gpus import GPUS
-from dsft.planner.speeds import MEMORY_SHARE
-from dsft.planner.step_time import TIME_RANGE
+from dsft.planner.step_time import MEMORY_SHARE, TIME_RANGE
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step["name"])

@@ -12,7 +12,7 @@ from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfi
 from dsft.config.training_arguments import NEW_NAMES
 from dsft.planner.zero_layout import OPTIMIZERS
 from dsft.run_setup.arguments import accelerator_config, ignored_options, training_arguments, with_defaults
-from dsft.run_setup.checks import check_training_arguments
+from dsft.run_setup.training_checks import check_training_arguments
 from dsft.runtime.hardware import has_gpu
 
 SIZE = SimpleNamespace(unadapted_expert_params=0)

@@ -10,8 +10,7 @@ from dsft.cli.main import main
 from dsft.config.options import TrainConfig
 from dsft.models.size import empty_model
 from dsft.planner.gpus import GPUS
-from dsft.planner.usual_models import USUAL_MODELS, usual_config
-from dsft.run_setup.largest import METHODS, largest_models
+from dsft.run_setup.alternatives import METHODS, USUAL_MODELS, largest_models, usual_config
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 

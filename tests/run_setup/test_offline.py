@@ -15,9 +15,8 @@ from dsft.data.batches import PaddedToFullSteps
 from dsft.data.training_data import load_training_data
 from dsft.errors import UserError
 from dsft.planner.gpus import GPUS
-from dsft.planner.plan import as_dict
-from dsft.run_setup.plan import choose_plan
-from dsft.run_setup.resolve import auto_dtype, resolve_offline, resolve_run
+from dsft.planner.plans import as_dict
+from dsft.run_setup.resolve import auto_dtype, choose_plan, resolve_offline, resolve_run
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 

@@ -11,10 +11,9 @@ from dsft.cluster.doctor.gather import node_facts
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
 from dsft.errors import UserError
-from dsft.planner.plan import as_dict
+from dsft.planner.plans import as_dict
 from dsft.run_setup.checkpoint_size import checkpoint_size
-from dsft.run_setup.plan import plan_offline
-from dsft.run_setup.resolve import resolve_offline, resolve_run
+from dsft.run_setup.resolve import plan_offline, resolve_offline, resolve_run
 from dsft.runtime.hardware import this_machine
 
 BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"

@@ -17,7 +17,7 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.planner.gpus import GPUS
-from dsft.planner.plan import as_dict
+from dsft.planner.plans import as_dict
 from dsft.run_setup import resolve
 from dsft.run_setup.decisions import Draft, keep_global_batch
 from dsft.run_setup.resolve import resolve_run, resume_decisions

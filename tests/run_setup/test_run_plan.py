@@ -20,7 +20,7 @@ from dsft.planner.candidates import SEQUENCES_PER_RANK
 from dsft.planner.job import Job
 from dsft.planner.terms import Term
 from dsft.run_setup.decisions import step_limit_decision
-from dsft.run_setup.plan import choose_plan, plan_run, smaller_plan, training_job
+from dsft.run_setup.resolve import choose_plan, plan_run, smaller_plan, training_job
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 

@@ -49,7 +49,7 @@ def start_imports() -> threading.Thread:
 
 def plan_on(argv: list[str], facts: dict[str, NodeFacts], slots: dict[str, int]) -> RunPlan:
     """Plan the training that `argv` describes (none: only the assumed speeds) for the nodes with these facts."""
-    from dsft.planner.speeds import speeds_of
+    from dsft.planner.step_time import speeds_of
 
     machine = _machine(facts, slots)
     plan = RunPlan(speeds=speeds_of(machine, dtype="bfloat16" if machine.has_gpu else "float32"))
@@ -102,8 +102,7 @@ def _plan(argv: list[str], machine: Machine, facts: dict[str, NodeFacts], plan: 
     from dsft.config.reader import read_config
     from dsft.run_setup.checkpoint_size import checkpoint_size
     from dsft.run_setup.decisions import Draft
-    from dsft.run_setup.plan import plan_run
-    from dsft.run_setup.resolve import check_run, decide_job
+    from dsft.run_setup.resolve import check_run, decide_job, plan_run
 
     problems: list[str] = []
     options = asked = read_config(TrainConfig, argv, problems)

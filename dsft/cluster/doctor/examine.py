@@ -29,7 +29,6 @@ from dsft.cluster.doctor.facts import NodeFacts, Reached
 from dsft.cluster.doctor.findings import Finding, Report, finding
 from dsft.cluster.doctor.links import combine, neighbours, node_of_ranks, ring_rounds, some_rounds
 from dsft.cluster.doctor.ssh import SshNodes
-from dsft.planner.measured_speeds import keep_links
 from dsft.runtime.hostfile import DEFAULT_PORT, Node
 
 GROUP_SECONDS = 15
@@ -305,6 +304,8 @@ def _keep(report: Report) -> None:
     """Measured rates for later plans, under the hosts' own names and under those of the host file."""
     if not report.links.pairs:
         return
+    from dsft.planner.calibration import keep_links  # with torch, which the doctor's quick part does without
+
     for names in {tuple(node.host for node in report.facts.values()), tuple(report.facts)}:
         keep_links(
             names,

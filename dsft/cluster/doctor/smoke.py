@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from dsft.cluster.doctor.links import SLOW, combine, node_of_ranks, pair_rates, partners, slow_keys
 from dsft.cluster.doctor.phase import MARK
-from dsft.planner.measuring import all_reduce_bytes, exchange_rate, matmul_flops, median_seconds
+from dsft.planner.calibration import all_reduce_bytes, exchange_rate, matmul_flops, median_seconds
 
 LIFE_SECONDS = 40
 """A rank that has not finished by then ends, wherever it waits; the head names it by the last it said."""

@@ -23,9 +23,8 @@ from dsft.errors import UserError
 from dsft.models.size import ModelSize
 from dsft.planner.candidates import batches, batches_of, candidate_names, gradient_types, leaner_settings, settings
 from dsft.planner.job import Job
-from dsft.planner.speeds import Speeds
 from dsft.planner.states import load_terms, state_terms
-from dsft.planner.step_time import TIME_RANGE, StepTime, step_time
+from dsft.planner.step_time import TIME_RANGE, Speeds, StepTime, step_time
 from dsft.planner.terms import FRAGMENTATION, HOST_SHARE, OVERHEAD, Needs, Term, add_up, peak_bytes, with_room
 from dsft.planner.zero_layout import describe_layout, resolve_auto
 from dsft.runtime.hardware import Machine

@@ -25,16 +25,15 @@ from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model
-from dsft.planner import measured_speeds
+from dsft.planner import calibration
+from dsft.planner.calibration import calibrate
 from dsft.planner.candidates import NAMES, candidate_names, sub_group_size
 from dsft.planner.gpus import GPUS
-from dsft.planner.measuring import calibrate
-from dsft.planner.plan import Plan, all_plans, choose, reason, shortlist
-from dsft.planner.speeds import parse_interconnect, speeds_of
-from dsft.planner.step_time import collective_seconds, flops_per_token
+from dsft.planner.plans import Plan, all_plans, choose, reason, shortlist
+from dsft.planner.step_time import collective_seconds, flops_per_token, parse_interconnect, speeds_of
 from dsft.planner.zero_layout import sums_in_fp32, unmodelled_settings
 from dsft.run_setup.alternatives import of_length, ways_to_fit
-from dsft.run_setup.plan import choose_plan, job_over_data, plan_run
+from dsft.run_setup.resolve import choose_plan, job_over_data, plan_run
 from dsft.runtime.hardware import Machine, parse_bytes, this_machine
 from dsft.units import GB
 
@@ -584,7 +583,7 @@ def test_this_machine_is_measured_by_its_ranks(tmp_path, monkeypatch, ranks):
     assumed = speeds_of(machine, dtype="float32")
     file, _ = calibrate(machine, dtype="float32")
     assert file.is_file()
-    measured = measured_speeds.calibrated(assumed, machine, dtype="float32")
+    measured = calibration.calibrated(assumed, machine, dtype="float32")
     assert (
         measured.flops > 1e9
         and measured.flops != assumed.flops
@@ -597,10 +596,10 @@ def test_measured_speeds_take_the_place_of_assumed_ones_and_tell_time(configs, t
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = dataclasses.replace(this_machine(ranks_per_node=1), has_gpu=False, gpu_type="")
     assumed = speeds_of(machine, dtype="float32")
-    assert measured_speeds.calibrated(assumed, machine, dtype="float32") == assumed and not assumed.has_time_estimate
+    assert calibration.calibrated(assumed, machine, dtype="float32") == assumed and not assumed.has_time_estimate
     job = paper_job(TrainConfig(model=configs["8b"]))
-    path = measured_speeds.keep_ranks(machine, {"flops": 3e10, "device_bytes": 4e9}, dtype="float32")
-    measured = measured_speeds.calibrated(assumed, machine, dtype="float32")
+    path = calibration.keep_ranks(machine, {"flops": 3e10, "device_bytes": 4e9}, dtype="float32")
+    measured = calibration.calibrated(assumed, machine, dtype="float32")
     assert "measured on this machine" in measured.source and measured.has_time_estimate
     assert measured.flops == 3e10 and measured.link_bytes == assumed.link_bytes
     larger = dataclasses.replace(machine, host_bytes=10**12, device_bytes=10**12)
@@ -615,26 +614,26 @@ def test_measured_speeds_take_the_place_of_assumed_ones_and_tell_time(configs, t
         (more_cores, "float32"),
         (machine, "bfloat16"),
     ):
-        assert measured_speeds.calibrated(assumed, other, dtype=dtype) == assumed
+        assert calibration.calibrated(assumed, other, dtype=dtype) == assumed
     monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
-    assert measured_speeds.calibrated(assumed, machine, dtype="float32") == assumed
+    assert calibration.calibrated(assumed, machine, dtype="float32") == assumed
     path.write_text("{")
-    assert "cannot be read" in measured_speeds.calibrated(assumed, machine, dtype="float32").source
+    assert "cannot be read" in calibration.calibrated(assumed, machine, dtype="float32").source
 
 
 def test_measured_memory_outside_of_torch_takes_the_place_of_the_assumed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = gpus(2, gpu_type="H100", measured=True)
     assumed = speeds_of(machine, dtype="bfloat16")
-    measured_speeds.keep_outside(machine, context_bytes=100, communicators_bytes=[10, 20, 30])
-    outside = measured_speeds.calibrated(assumed, machine, dtype="bfloat16").outside
+    calibration.keep_outside(machine, context_bytes=100, communicators_bytes=[10, 20, 30])
+    outside = calibration.calibrated(assumed, machine, dtype="bfloat16").outside
     assert outside.measured and outside.total_bytes(2) == 120 and outside.total_bytes(0) == 100
     for other in ({"measured": False}, {"nodes": 2}, {"ranks_per_node": 4}, {"gpu_type": "A100-80GB"}):
         elsewhere = dataclasses.replace(machine, **other)
-        assert measured_speeds.calibrated(assumed, elsewhere, dtype="bfloat16").outside == assumed.outside
+        assert calibration.calibrated(assumed, elsewhere, dtype="bfloat16").outside == assumed.outside
     alone = gpus(1, gpu_type="H100", measured=True)
-    measured_speeds.keep_outside(alone, context_bytes=100, communicators_bytes=[])
-    outside = measured_speeds.calibrated(assumed, alone, dtype="bfloat16").outside
+    calibration.keep_outside(alone, context_bytes=100, communicators_bytes=[])
+    outside = calibration.calibrated(assumed, alone, dtype="bfloat16").outside
     assert outside.context_bytes == 100 and outside.communicators_bytes == assumed.outside.communicators_bytes
 
 

@@ -21,8 +21,8 @@ from dsft.planner.activations import Cost, TrainingActivations
 from dsft.planner.candidates import candidate_names
 from dsft.planner.gpus import GPUS
 from dsft.planner.job import Job
-from dsft.planner.plan import ROOMY, WORTH_IT, all_plans, choose, reason, shortage
-from dsft.planner.speeds import speeds_of
+from dsft.planner.plans import ROOMY, WORTH_IT, all_plans, choose, reason, shortage
+from dsft.planner.step_time import speeds_of
 from dsft.runtime.hardware import Machine
 from dsft.units import GB, in_gib
 
