@@ -19,12 +19,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dsft.checkpoints.manifest import checkpoints, read_trainer_state
 from dsft.checkpoints.run_folder import FINAL, path_of, read_options_of_run, read_run
-from dsft.cluster.launch.run import launch
 from dsft.config.options import EvalConfig
 from dsft.config.reader import make_config
 from dsft.data.formats import Chat, Pair
 from dsft.data.training_data import check_sources
 from dsft.errors import raise_if_any
+from dsft.launch.run import launch
 from dsft.models.build import resolve_dtype
 from dsft.models.tokenizer import generate as generate
 from dsft.models.tokenizer import load_tokenizer

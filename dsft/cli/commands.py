@@ -3,9 +3,9 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from dsft.cluster.launch.commands import LaunchOptions
-from dsft.cluster.launch.hosts import HostFields
 from dsft.config.options import EvalConfig, TrainConfig
+from dsft.launch.commands import LaunchOptions
+from dsft.launch.hosts import HostFields
 
 
 @dataclass(kw_only=True)

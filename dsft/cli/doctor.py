@@ -7,10 +7,10 @@ import sys
 
 from dsft.cli.commands import DoctorOptions
 from dsft.cli.doctor_report import show
-from dsft.cluster.doctor.examine import examine
-from dsft.cluster.doctor.findings import Report
-from dsft.cluster.launch.hosts import hosts_of, number_problems
+from dsft.doctor.examine import examine
+from dsft.doctor.findings import Report
 from dsft.errors import EXIT_USER_ERROR, UserError, raise_if_any
+from dsft.launch.hosts import hosts_of, number_problems
 from dsft.runtime.hostfile import Node, local_node
 from dsft.runtime.launcher_env import map_launcher_variables
 
@@ -18,7 +18,7 @@ from dsft.runtime.launcher_env import map_launcher_variables
 def run(options: DoctorOptions, run_words: list[str]) -> None:
     """Examine and print. The process ends with exit code 2 where an error was found."""
     if not options.hostfile and _is_launched():
-        from dsft.cluster.doctor.launched import examine_launched  # imports torch
+        from dsft.doctor.launched import examine_launched  # imports torch
 
         # Does not come back.
         examine_launched(argv=run_words, quick=options.quick, deliver=lambda report: _print(report, options))

@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dsft.cluster.doctor.check_between import differences
-from dsft.cluster.doctor.check_links import in_rate
-from dsft.cluster.doctor.facts import NodeFacts
-from dsft.cluster.doctor.findings import Finding, Report
+from dsft.doctor.check_between import differences
+from dsft.doctor.check_links import in_rate
+from dsft.doctor.facts import NodeFacts
+from dsft.doctor.findings import Finding, Report
 from dsft.runtime.console import show_table
 from dsft.units import GiB, plural
 

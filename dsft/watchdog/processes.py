@@ -14,7 +14,7 @@ LAUNCHERS = {
         "deepspeed.pt",
         "ds",
         "deepspeed.launcher",
-        "dsft.cluster.launch.quoted_runner",
+        "dsft.launch.quoted_runner",
         "pdsh",
     ),
     "torchrun": ("torchrun", "torch.distributed"),
@@ -27,7 +27,7 @@ LAUNCHERS = {
 above each rank; known here because ranks are also started without `dsft launch`.
 """
 VARIABLE = "DSFT_LAUNCHER_PROCESSES"
-"""The same of the launcher that `dsft launch` has started (cluster/launch/commands.py), with commas between."""
+"""The same of the launcher that `dsft launch` has started (launch/commands.py), with commas between."""
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
 FLAGS_WITH_VALUES = ("-W", "-X", "--check-hash-based-pycs")
 """Of Python's interpreter."""

@@ -14,9 +14,9 @@ from dsft.checkpoints.run_folder import (
     start_from_weights,
     write_run,
 )
-from dsft.cluster.launch.run import asks_to_resume, resumed
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
+from dsft.launch.run import asks_to_resume, resumed
 from dsft.runtime.launcher_env import LAUNCH
 
 

@@ -347,7 +347,7 @@ def test_a_frozen_rank_is_named_and_not_waited_for(hosts, tmp_path):
     )
     deadline = time.monotonic() + 300
     while (
-        not (smoke := [pid for pid, command in hosts[1].processes() if "dsft.cluster.doctor.smoke" in command])
+        not (smoke := [pid for pid, command in hosts[1].processes() if "dsft.doctor.smoke" in command])
         and time.monotonic() < deadline
     ):
         time.sleep(0.02)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, read_json
-from launchers.words import WORDS
+from launch.words import WORDS
 
 from cluster.slurm import Slurm
 from dsft.checkpoints.manifest import integrity_errors
@@ -23,9 +23,9 @@ SECONDS = 600
 RUN_NAME = "R&D of $HOME on %h; 'one' \\ \"two\""
 START_WORDS = """
 import subprocess, sys
-from dsft.cluster.launch.commands import build_command
-from dsft.cluster.launch.options import read_launch
-from launchers.words import WORDS
+from dsft.launch.commands import build_command
+from dsft.launch.options import read_launch
+from launch.words import WORDS
 options, _, _ = read_launch([*sys.argv[1:], "train"])
 sys.exit(subprocess.call(build_command(options, "launchers.words", WORDS)))
 """
@@ -205,7 +205,7 @@ def test_a_folder_whose_name_a_shell_reads_otherwise_trains_in_it_and_keeps_the_
 
 
 def words_in(log: str) -> dict[int, list[str]]:
-    """Rank -> what its process was given, as `launchers/words.py` prints it."""
+    """Rank -> what its process was given, as `launch/words.py` prints it."""
     return {int(rank): json.loads(words) for rank, words in re.findall(r"words of rank (\d+): (\[.*\])", log)}
 
 
@@ -213,7 +213,7 @@ def words_in(log: str) -> dict[int, list[str]]:
 @pytest.mark.parametrize("way", ["ssh", "torchrun", "script of torchrun", "script of mpirun", "slurm"])
 def test_words_that_a_shell_understands_reach_every_rank(way, hosts, tmp_path, tmp_path_factory):
     hostfile = hosts.hostfile(tmp_path / "hostfile", [1, 1])
-    start, file = ["python", "-c", START_WORDS], str(ROOT / "tests/launchers/words.py")
+    start, file = ["python", "-c", START_WORDS], str(ROOT / "tests/launch/words.py")
     variables = {"PYTHONPATH": str(ROOT / "tests"), "SCRIPT": file, "NET": "10.77.0.0/24", "RANKS_PER_NODE": "1"}
     commands = {
         "ssh": [*start, "--hostfile", hostfile],

@@ -4,7 +4,6 @@ from typing import Literal
 import pytest
 from transformers import TrainingArguments
 
-from dsft.cluster.launch.commands import LaunchOptions
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import (
     check_values,
@@ -16,6 +15,7 @@ from dsft.config.reader import (
     split_flags,
 )
 from dsft.errors import UserError
+from dsft.launch.commands import LaunchOptions
 
 
 def test_every_training_argument_can_be_set_by_its_own_name_and_default():

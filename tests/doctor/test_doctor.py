@@ -17,8 +17,8 @@ import pytest
 from conftest import ROOT, flags
 from ranks import on_ranks
 
-from dsft.cluster.doctor import reach
-from dsft.cluster.doctor.check_between import (
+from dsft.doctor import reach
+from dsft.doctor.check_between import (
     check_clocks,
     check_interfaces,
     check_master,
@@ -27,7 +27,7 @@ from dsft.cluster.doctor.check_between import (
     check_versions,
     differences,
 )
-from dsft.cluster.doctor.check_files import (
+from dsft.doctor.check_files import (
     RunFiles,
     check_config,
     check_content,
@@ -37,14 +37,14 @@ from dsft.cluster.doctor.check_files import (
     check_output,
     read_run_files,
 )
-from dsft.cluster.doctor.check_links import RanksOfNodes, check_answers, check_assumed, check_measured
-from dsft.cluster.doctor.check_node import check_node
-from dsft.cluster.doctor.check_plan import _machine
-from dsft.cluster.doctor.examine import examine_through
-from dsft.cluster.doctor.facts import Connection, FileContent, NodeFacts, Reached
-from dsft.cluster.doctor.findings import MESSAGES, Finding, Report, finding
-from dsft.cluster.doctor.gather import node_facts, parse_gpus
-from dsft.cluster.doctor.links import (
+from dsft.doctor.check_links import RanksOfNodes, check_answers, check_assumed, check_measured
+from dsft.doctor.check_node import check_node
+from dsft.doctor.check_plan import _machine
+from dsft.doctor.examine import examine_through
+from dsft.doctor.facts import Connection, FileContent, NodeFacts, Reached
+from dsft.doctor.findings import MESSAGES, Finding, Report, finding
+from dsft.doctor.gather import node_facts, parse_gpus
+from dsft.doctor.links import (
     Measured,
     all_rounds,
     combine,
@@ -54,9 +54,9 @@ from dsft.cluster.doctor.links import (
     slow_nodes,
     some_rounds,
 )
-from dsft.cluster.doctor.reach import config_values, file_content
-from dsft.cluster.doctor.smoke import tcp_segments
-from dsft.cluster.doctor.ssh import ssh_error
+from dsft.doctor.reach import config_values, file_content
+from dsft.doctor.smoke import tcp_segments
+from dsft.doctor.ssh import ssh_error
 from dsft.errors import UserError
 from dsft.planner.calibration import keep_links, speeds_file, with_links
 from dsft.planner.step_time import speeds_of
@@ -210,7 +210,7 @@ CASES = {
     "no-dsft": lambda: [
         ssh_error(
             "n3",
-            f"{sys.executable}: Error while finding module specification for 'dsft.cluster.doctor.phase'"
+            f"{sys.executable}: Error while finding module specification for 'dsft.doctor.phase'"
             " (ModuleNotFoundError: No module named 'dsft')",
             1,
         )
@@ -601,7 +601,7 @@ def test_uneven_nodes_are_counted_by_host_on_every_rank():
 
 def test_the_head_and_the_phases_need_no_torch_and_facts_travel_as_json():
     code = (
-        "import dataclasses, json, sys; from dsft.cluster.doctor import examine, phase;"
+        "import dataclasses, json, sys; from dsft.doctor import examine, phase;"
         " print(json.dumps(dataclasses.asdict(phase.node_facts())));"
         " assert not {'torch', 'transformers', 'deepspeed'} & sys.modules.keys()"
     )
@@ -613,7 +613,7 @@ def test_the_head_and_the_phases_need_no_torch_and_facts_travel_as_json():
 
 
 def test_the_smoke_tests_ranks_import_torch_alone():
-    code = "import sys, dsft.cluster.doctor.smoke; assert not {'transformers', 'deepspeed'} & sys.modules.keys()"
+    code = "import sys, dsft.doctor.smoke; assert not {'transformers', 'deepspeed'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

@@ -6,10 +6,10 @@ import pytest
 from conftest import flags, grid
 from tiny import write_model
 
-from dsft.cluster.doctor.check_plan import plan_on
-from dsft.cluster.doctor.gather import node_facts
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
+from dsft.doctor.check_plan import plan_on
+from dsft.doctor.gather import node_facts
 from dsft.errors import UserError
 from dsft.planner.plans import as_dict
 from dsft.run_setup.checkpoint_size import checkpoint_size

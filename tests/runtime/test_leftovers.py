@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-from dsft.cluster.launch.environment import write_env_file
+from dsft.launch.environment import write_env_file
 from dsft.runtime.leftovers import BUFFER, VARIABLES, remove_leftovers
 
 HOLD = """

@@ -6,8 +6,8 @@ import pytest
 
 from dsft.cli.commands import PlanOptions
 from dsft.cli.plan_machine import read_machines
-from dsft.cluster.launch.environment import accelerator
 from dsft.errors import UserError
+from dsft.launch.environment import accelerator
 from dsft.runtime import hardware
 from dsft.runtime.hardware import require_seen_gpus
 

@@ -3,10 +3,10 @@
 import dataclasses
 import os
 
-from dsft.cluster.launch.commands import MODULES, LaunchOptions
-from dsft.cluster.launch.hosts import number_problems
 from dsft.config.reader import read_options
 from dsft.errors import raise_if_any
+from dsft.launch.commands import MODULES, LaunchOptions
+from dsft.launch.hosts import number_problems
 
 
 def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:

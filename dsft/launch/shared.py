@@ -6,13 +6,13 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsft.cluster.launch.hosts import hosts_through_ssh
 from dsft.config import sent_files
 from dsft.config.reader import read_file_and_flags, read_flags
+from dsft.launch.hosts import hosts_through_ssh
 from dsft.runtime import job_token
 
 if TYPE_CHECKING:
-    from dsft.cluster.launch.commands import LaunchOptions
+    from dsft.launch.commands import LaunchOptions
 
 
 IDENTIFYING = ("output_dir", "run", "model", "data", "adapter")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from dsft.cluster.doctor.ssh import ssh_command
-from dsft.cluster.launch import run
-from dsft.cluster.launch.commands import build_command
-from dsft.cluster.launch.environment import forwarded, launcher_environment, remote_environment
-from dsft.cluster.launch.options import read_launch
-from dsft.cluster.launch.run import LauncherProcess, launch
+from dsft.doctor.ssh import ssh_command
+from dsft.launch import run
+from dsft.launch.commands import build_command
+from dsft.launch.environment import forwarded, launcher_environment, remote_environment
+from dsft.launch.options import read_launch
+from dsft.launch.run import LauncherProcess, launch
 from dsft.watchdog.launcher_link import LauncherLink, connect_to_launcher
 
 PDSH = """#!/bin/bash

@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from dsft.cluster.doctor.examine import examine_through
-from dsft.cluster.doctor.findings import Finding, Report, finding
-from dsft.cluster.doctor.phase import facts, reach
-from dsft.cluster.doctor.smoke import take_part
+from dsft.doctor.examine import examine_through
+from dsft.doctor.findings import Finding, Report, finding
+from dsft.doctor.phase import facts, reach
+from dsft.doctor.smoke import take_part
 from dsft.errors import EXIT_USER_ERROR, one_line
 from dsft.runtime.hostfile import Node
 

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from dsft.cluster.launch.commands import LaunchOptions, told_to_watchdog
 from dsft.config import sent_files
+from dsft.launch.commands import LaunchOptions, told_to_watchdog
 from dsft.runtime import job_token
 from dsft.runtime.hardware import has_gpu, require_seen_gpus
 from dsft.runtime.hostfile import Node

@@ -6,8 +6,8 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-from dsft.cluster.doctor.facts import SLOWEST_LINK, NodeFacts, Reached
-from dsft.cluster.doctor.findings import Finding, finding, join
+from dsft.doctor.facts import SLOWEST_LINK, NodeFacts, Reached
+from dsft.doctor.findings import Finding, finding, join
 
 CLOCK_SECONDS = 2.0
 CODE_ROWS = ("dsft commit", "dsft code")

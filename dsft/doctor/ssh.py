@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from dsft.cluster.doctor.findings import Finding, finding
-from dsft.cluster.doctor.phase import MARK
-from dsft.cluster.launch.environment import remote_environment
+from dsft.doctor.findings import Finding, finding
+from dsft.doctor.phase import MARK
+from dsft.launch.environment import remote_environment
 from dsft.runtime.hostfile import Node
 from dsft.runtime.versions import code_folder
 
@@ -52,7 +52,7 @@ class PhaseCommand:
 
     def __init__(self, node: Node, phase: str, variables: dict[str, str] | None):
         self.phase, self.exit_code = phase, None
-        words = [sys.executable, "-m", "dsft.cluster.doctor.phase", phase]
+        words = [sys.executable, "-m", "dsft.doctor.phase", phase]
         if variables is not None:
             words = ssh_command(node.name, words, variables)
         self._process = subprocess.Popen(

@@ -1,6 +1,6 @@
 """DeepSpeed's launcher for folders that a shell would read as something else: their paths are quoted for the nodes.
 
-    python -m dsft.cluster.launch.quoted_runner --hostfile hosts --module dsft.train ...     as `deepspeed`
+    python -m dsft.launch.quoted_runner --hostfile hosts --module dsft.train ...     as `deepspeed`
 
 Words of the run are quoted by `dsft launch` (`commands.for_pdsh`), and variables in the file that it writes.
 """

@@ -1,4 +1,4 @@
-"""Prints the words that it was given, for tests of launchers: `LAUNCHER ... --module tests.launchers.words WORDS`."""
+"""Prints the words that it was given, for tests of launchers: `LAUNCHER ... --module tests.launch.words WORDS`."""
 
 import json
 import os

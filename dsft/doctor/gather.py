@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from dsft.cluster.doctor.facts import Gpu, Gpus, Interface, Network, NodeFacts
+from dsft.doctor.facts import Gpu, Gpus, Interface, Network, NodeFacts
 from dsft.errors import one_line
 from dsft.runtime.compiler import compile_error, compiler_words
 from dsft.runtime.disk import free_bytes

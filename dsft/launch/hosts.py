@@ -11,7 +11,7 @@ from dsft.errors import UserError, one_line
 from dsft.runtime.hostfile import Node, read_hosts
 
 if TYPE_CHECKING:
-    from dsft.cluster.launch.commands import LaunchOptions
+    from dsft.launch.commands import LaunchOptions
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,11 @@ from conftest import ROOT, flags, read_json
 from ranks import ranks_below, train_all
 
 from dsft.cli.main import main
-from dsft.cluster.launch.commands import (
+from dsft.config.deepspeed_json import read_zero_file
+from dsft.config.reader import read_file_and_flags
+from dsft.config.sent_files import sent_files
+from dsft.errors import UserError
+from dsft.launch.commands import (
     LAUNCHERS,
     RUNNERS,
     Launcher,
@@ -23,16 +27,12 @@ from dsft.cluster.launch.commands import (
     shown,
     told_to_watchdog,
 )
-from dsft.cluster.launch.environment import forwarded
-from dsft.cluster.launch.hosts import nodes_through_ssh
-from dsft.cluster.launch.options import read_launch
-from dsft.cluster.launch.preflight import check_first_host, preflight_command, without_lost
-from dsft.cluster.launch.run import resumed
-from dsft.cluster.launch.shared import shared_environment
-from dsft.config.deepspeed_json import read_zero_file
-from dsft.config.reader import read_file_and_flags
-from dsft.config.sent_files import sent_files
-from dsft.errors import UserError
+from dsft.launch.environment import forwarded
+from dsft.launch.hosts import nodes_through_ssh
+from dsft.launch.options import read_launch
+from dsft.launch.preflight import check_first_host, preflight_command, without_lost
+from dsft.launch.run import resumed
+from dsft.launch.shared import shared_environment
 from dsft.watchdog.processes import descendants, is_launcher, start_time
 
 
@@ -148,7 +148,7 @@ def test_without_options_the_command_takes_this_machine_and_a_free_port():
     ],
 )
 def test_gpus_that_the_user_made_visible_are_the_ones_that_are_taken(monkeypatch, number, begin):
-    monkeypatch.setattr("dsft.cluster.launch.commands.has_gpu", lambda: True)
+    monkeypatch.setattr("dsft.launch.commands.has_gpu", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     assert " ".join(command(f"{number} train")).startswith(begin)
 
@@ -157,7 +157,7 @@ def test_gpus_that_the_user_made_visible_are_the_ones_that_are_taken(monkeypatch
     ("visible", "way_out"), [("4,5", "names 2; lower it"), ("GPU-5a1b,GPU-77c3", "--nodes 1 --master_addr 127.0.0.1")]
 )
 def test_visible_gpus_that_the_launcher_cannot_take_are_refused(monkeypatch, visible, way_out):
-    monkeypatch.setattr("dsft.cluster.launch.commands.has_gpu", lambda: True)
+    monkeypatch.setattr("dsft.launch.commands.has_gpu", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(UserError, match=way_out):
         command("--num_gpus 3 train")
@@ -382,7 +382,7 @@ def test_a_restart_resumes_from_the_last_checkpoint_whatever_the_first_start_did
 )
 def test_only_launch_looks_first_unless_told_otherwise(words, launched, monkeypatch):
     calls = []
-    monkeypatch.setattr("dsft.cluster.launch.run.launch", lambda argv: calls.append(argv) or 0)
+    monkeypatch.setattr("dsft.launch.run.launch", lambda argv: calls.append(argv) or 0)
     with pytest.raises(SystemExit, match="0"):
         main(words.split())
     assert calls == [launched.split()]

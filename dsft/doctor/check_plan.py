@@ -13,8 +13,8 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsft.cluster.doctor.facts import NodeFacts
-from dsft.cluster.doctor.findings import Finding, finding, join
+from dsft.doctor.facts import NodeFacts
+from dsft.doctor.findings import Finding, finding, join
 from dsft.errors import UserError, one_line
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import GiB

@@ -10,19 +10,19 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from dsft.cluster.doctor.findings import Finding
-from dsft.cluster.doctor.ssh import SSH, ssh_banner, ssh_error
-from dsft.cluster.launch.commands import LaunchOptions, build_command, shown
-from dsft.cluster.launch.hosts import (
+from dsft.config.reader import read_file_and_flags
+from dsft.doctor.findings import Finding
+from dsft.doctor.ssh import SSH, ssh_banner, ssh_error
+from dsft.errors import UserError, raise_if_any, shown_command
+from dsft.launch.commands import LaunchOptions, build_command, shown
+from dsft.launch.hosts import (
     HostFields,
     hosts_of,
     hosts_through_ssh,
     nodes_through_ssh,
     read_accelerate_file,
 )
-from dsft.cluster.launch.shared import is_given_on_every_node, job_port
-from dsft.config.reader import read_file_and_flags
-from dsft.errors import UserError, raise_if_any, shown_command
+from dsft.launch.shared import is_given_on_every_node, job_port
 
 DOCTOR = "dsft.cli.doctor"
 QUICK = ["--quick", "--only_findings"]

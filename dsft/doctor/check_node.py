@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from dsft.cluster.doctor.facts import NodeFacts
-from dsft.cluster.doctor.findings import Finding, finding
+from dsft.doctor.facts import NodeFacts
+from dsft.doctor.findings import Finding, finding
 from dsft.runtime.versions import PACKAGES
 from dsft.units import GiB, MiB, plural
 

@@ -12,20 +12,20 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT
-from launchers.words import WORDS
+from launch.words import WORDS
 
-from dsft.cluster.launch.commands import build_command
-from dsft.cluster.launch.environment import for_env_file
-from dsft.cluster.launch.options import read_launch
 from dsft.errors import UserError
+from dsft.launch.commands import build_command
+from dsft.launch.environment import for_env_file
+from dsft.launch.options import read_launch
 from dsft.runtime.launcher_env import check_words, digest_of_words
 
 
 def given_to_launcher(way: list[str], monkeypatch) -> list[str]:
     """The words of a training in the launcher's command line, for WORDS after `dsft launch`."""
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr("dsft.cluster.launch.commands.sys.executable", "/usr/bin/python")
-    monkeypatch.setattr("dsft.cluster.launch.commands.os.getcwd", lambda: "/data")
+    monkeypatch.setattr("dsft.launch.commands.sys.executable", "/usr/bin/python")
+    monkeypatch.setattr("dsft.launch.commands.os.getcwd", lambda: "/data")
     options, _, _ = read_launch([*way, "train"])
     return build_command(options, "train", WORDS)[-len(WORDS) :]
 
@@ -67,7 +67,7 @@ def test_torchrun_fills_nothing_into_the_words(way, monkeypatch, tmp_path):
 
     monkeypatch.chdir(ROOT)
     nodes = subprocess.CompletedProcess([], 0, "node-0\nnode-1\n")
-    monkeypatch.setattr("dsft.cluster.launch.commands.subprocess.run", lambda *_, **__: nodes)
+    monkeypatch.setattr("dsft.launch.commands.subprocess.run", lambda *_, **__: nodes)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node-[0-1]")
     ways = {
@@ -98,7 +98,7 @@ def test_folders_that_a_shell_reads_otherwise_reach_the_nodes_through_deepspeeds
     """DeepSpeed writes `cd FOLDER;` into the command of a node: two words end in the home folder there."""
     from deepspeed.launcher.runner import parse_args
 
-    from dsft.cluster.launch.quoted_runner import QuotedRunner
+    from dsft.launch.quoted_runner import QuotedRunner
 
     (tmp_path / NASTY).mkdir()
     monkeypatch.chdir(tmp_path / NASTY)

@@ -6,10 +6,10 @@ import shlex
 import yaml
 from conftest import ROOT
 
-from dsft.cluster.launch.commands import build_command
-from dsft.cluster.launch.options import read_launch
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
+from dsft.launch.commands import build_command
+from dsft.launch.options import read_launch
 
 EXAMPLES = ROOT / "examples"
 INSTRUCTIONS = "ARG CMD COPY ENTRYPOINT ENV FROM RUN WORKDIR"

@@ -12,9 +12,9 @@ import pytest
 from conftest import ROOT
 from test_environment import SSH
 
-from dsft.cluster.launch.commands import LaunchOptions, build_command
-from dsft.cluster.launch.options import read_launch
-from dsft.cluster.launch.run import LauncherProcess
+from dsft.launch.commands import LaunchOptions, build_command
+from dsft.launch.options import read_launch
+from dsft.launch.run import LauncherProcess
 from dsft.watchdog.processes import descendants, start_time
 
 RANK = """
@@ -50,8 +50,8 @@ def say(word):
 """
 LAUNCH = """
 import sys
-from dsft.cluster.launch.commands import LaunchOptions
-from dsft.cluster.launch.run import LauncherProcess
+from dsft.launch.commands import LaunchOptions
+from dsft.launch.run import LauncherProcess
 sys.exit(LauncherProcess(LaunchOptions(), [sys.executable, "-c", sys.argv[1]], saves=True).run())
 """
 PDSH = """#!/bin/bash

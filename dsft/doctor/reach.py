@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
-from dsft.cluster.doctor.facts import SLOWEST_LINK, Connection, FileContent, Target
-from dsft.cluster.doctor.gather import cache_folders
+from dsft.doctor.facts import SLOWEST_LINK, Connection, FileContent, Target
+from dsft.doctor.gather import cache_folders
 from dsft.runtime.disk import existing_parent
 from dsft.runtime.ports import port_owner
 

@@ -1,6 +1,6 @@
 """The smoke test's ranks: a sum that must be right, then rates of links and ranks.
 
-    python -m dsft.cluster.doctor.smoke      the ranks of one node, started by the phase `measure`
+    python -m dsft.doctor.smoke      the ranks of one node, started by the phase `measure`
 
 imports torch, then waits for a line of JSON with the ranks, the master's address and the pairs; forks a process per
 slot (torch is imported once, CUDA not yet touched) and writes a line for each stage of each rank, so that whoever does
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dsft.cluster.doctor.links import SLOW, combine, node_of_ranks, pair_rates, partners, slow_keys
-from dsft.cluster.doctor.phase import MARK
+from dsft.doctor.links import SLOW, combine, node_of_ranks, pair_rates, partners, slow_keys
+from dsft.doctor.phase import MARK
 from dsft.planner.calibration import all_reduce_bytes, exchange_rate, matmul_flops, median_seconds
 
 LIFE_SECONDS = 40

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.cluster.doctor.facts import NodeFacts
-from dsft.cluster.doctor.findings import Finding, finding, join
-from dsft.cluster.doctor.links import Measured, pair_rates, slow_keys, slow_nodes
+from dsft.doctor.facts import NodeFacts
+from dsft.doctor.findings import Finding, finding, join
+from dsft.doctor.links import Measured, pair_rates, slow_keys, slow_nodes
 
 BELOW_ASSUMED = 0.5
 LOST = 0.02

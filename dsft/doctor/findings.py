@@ -7,8 +7,8 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dsft.cluster.doctor.facts import NodeFacts
-from dsft.cluster.doctor.links import Measured
+from dsft.doctor.facts import NodeFacts
+from dsft.doctor.links import Measured
 
 Severity = Literal["error", "warning", "note"]
 

@@ -13,7 +13,7 @@ the nodes.
 import time
 from typing import Any, Protocol
 
-from dsft.cluster.doctor.check_between import (
+from dsft.doctor.check_between import (
     check_clocks,
     check_interfaces,
     check_master,
@@ -21,14 +21,14 @@ from dsft.cluster.doctor.check_between import (
     check_network,
     check_versions,
 )
-from dsft.cluster.doctor.check_files import RunFiles, check_disk, check_files, read_run_files
-from dsft.cluster.doctor.check_links import RanksOfNodes, check_answers, check_assumed, check_measured
-from dsft.cluster.doctor.check_node import check_node
-from dsft.cluster.doctor.check_plan import RunPlan, plan_on, start_imports
-from dsft.cluster.doctor.facts import NodeFacts, Reached
-from dsft.cluster.doctor.findings import Finding, Report, finding
-from dsft.cluster.doctor.links import combine, neighbours, node_of_ranks, ring_rounds, some_rounds
-from dsft.cluster.doctor.ssh import SshNodes
+from dsft.doctor.check_files import RunFiles, check_disk, check_files, read_run_files
+from dsft.doctor.check_links import RanksOfNodes, check_answers, check_assumed, check_measured
+from dsft.doctor.check_node import check_node
+from dsft.doctor.check_plan import RunPlan, plan_on, start_imports
+from dsft.doctor.facts import NodeFacts, Reached
+from dsft.doctor.findings import Finding, Report, finding
+from dsft.doctor.links import combine, neighbours, node_of_ranks, ring_rounds, some_rounds
+from dsft.doctor.ssh import SshNodes
 from dsft.runtime.hostfile import DEFAULT_PORT, Node
 
 GROUP_SECONDS = 15

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsft.cluster.doctor.facts import FileContent, NodeFacts, Reached
-from dsft.cluster.doctor.findings import Finding, finding, join
 from dsft.config.reader import read_file_and_flags, read_flags
 from dsft.config.sent_files import sent_files
 from dsft.data.sources import is_path
+from dsft.doctor.facts import FileContent, NodeFacts, Reached
+from dsft.doctor.findings import Finding, finding, join
 from dsft.units import GiB, plural
 
 FEWEST_FREE_BYTES = GiB

@@ -1,4 +1,4 @@
-"""One phase of the examination on one node: `python -m dsft.cluster.doctor.phase facts|reach|measure`.
+"""One phase of the examination on one node: `python -m dsft.doctor.phase facts|reach|measure`.
 
 Reads a line of JSON, answers with a line of JSON that begins with MARK (login scripts may print too), and ends when
 its input does: the head closes it, or the connection is gone. Never imports torch; `measure` starts a process that
@@ -23,8 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from dsft.cluster.doctor.gather import addresses_of, node_facts
-from dsft.cluster.doctor.reach import (
+from dsft.doctor.gather import addresses_of, node_facts
+from dsft.doctor.reach import (
     Listener,
     config_values,
     connect_all,
@@ -116,7 +116,7 @@ def measure(held: ExitStack, read_input: Callable[[], dict[str, Any]]) -> dict[s
     """
     errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
     process = subprocess.Popen(
-        [sys.executable, "-m", "dsft.cluster.doctor.smoke"],
+        [sys.executable, "-m", "dsft.doctor.smoke"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,

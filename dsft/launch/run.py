@@ -11,13 +11,6 @@ import sys
 import time
 import uuid
 
-from dsft.cluster.launch.commands import MODULES, LaunchOptions, build_command, shown
-from dsft.cluster.launch.environment import launcher_environment
-from dsft.cluster.launch.hosts import nodes_through_ssh
-from dsft.cluster.launch.options import read_launch
-from dsft.cluster.launch.preflight import check_first_host, examine_first, wait_until_examined, without_lost
-from dsft.cluster.launch.shared import set_shared
-from dsft.cluster.launch.ssh_sessions import SshSessions
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config, read_file_and_flags, split_flags
 from dsft.errors import (
@@ -29,6 +22,13 @@ from dsft.errors import (
     shown_command,
     without_second_errors,
 )
+from dsft.launch.commands import MODULES, LaunchOptions, build_command, shown
+from dsft.launch.environment import launcher_environment
+from dsft.launch.hosts import nodes_through_ssh
+from dsft.launch.options import read_launch
+from dsft.launch.preflight import check_first_host, examine_first, wait_until_examined, without_lost
+from dsft.launch.shared import set_shared
+from dsft.launch.ssh_sessions import SshSessions
 from dsft.perplexity.of_training import read_evaluation
 from dsft.run_setup.named_files import check_named_files
 from dsft.runtime.distributed import free_port

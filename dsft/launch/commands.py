@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsft.cluster.launch.hosts import HostFields, accelerate_runner, hosts_of, nodes_through_ssh, read_accelerate_file
-from dsft.cluster.launch.shared import job_id, job_port
 from dsft.errors import UserError, raise_if_any
+from dsft.launch.hosts import HostFields, accelerate_runner, hosts_of, nodes_through_ssh, read_accelerate_file
+from dsft.launch.shared import job_id, job_port
 from dsft.runtime.distributed import free_port
 from dsft.runtime.hardware import default_ranks, has_gpu
 from dsft.watchdog import processes
@@ -28,7 +28,7 @@ RUNNERS = {
     "accelerate launch": "accelerate.commands.launch",
 }
 """A launcher as a user types it, and its module: that of this environment is started, whatever PATH says."""
-QUOTED_RUNNER = "dsft.cluster.launch.quoted_runner"
+QUOTED_RUNNER = "dsft.launch.quoted_runner"
 """In place of `deepspeed` where a shell would not leave the paths of the working folder and of Python as they are."""
 
 
@@ -251,7 +251,7 @@ def _accelerate(options: LaunchOptions, module: str, script: list[str]) -> list[
         "main_process_port": options.master_port,
     }
     # A file, because accelerate's pdsh form takes no module.
-    file = Path(__file__).resolve().parents[2] / f"{module.rpartition('.')[2]}.py"
+    file = Path(__file__).resolve().parents[1] / f"{module.rpartition('.')[2]}.py"
     runner = accelerate_runner(read_accelerate_file(options))
     if runner == "pdsh" and len(nodes_through_ssh(options)) > 1:
         paths = {"the working folder": os.getcwd(), "Python's path": sys.executable, "dsft's folder": str(file.parent)}

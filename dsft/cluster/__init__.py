@@ -1,1 +1,0 @@
-"""Many nodes: launching ranks and examining machines before a run."""
