@@ -15,7 +15,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from dsft.config.deepspeed_json import CONFIG_DIR, compose, known_names, read_zero_file
+from dsft.config.deepspeed import CONFIG_DIR, compose, known_names, read_zero_file
 
 PACKAGE = ROOT / "dsft"
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -25,10 +25,9 @@ from dsft.checkpoints.manifest import (
 from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
 from dsft.models.model_folder import FINAL, adapter_base, has_only_shards, is_step_folder
-from dsft.runtime.console import say
+from dsft.runtime.console import LOGS, say
 from dsft.runtime.disk import check_writable, write_json
 from dsft.runtime.launcher_env import LAUNCH
-from dsft.runtime.rank_logs import FOLDER as LOGS
 from dsft.runtime.run_lock import LOCK
 
 RUN = "run.json"

@@ -38,7 +38,7 @@ from dsft.errors import UserError, one_line
 from dsft.models.zero_shards import OPTIMIZER_FILES
 from dsft.runtime import distributed
 from dsft.runtime.disk import free_bytes
-from dsft.runtime.out_of_memory import which_memory
+from dsft.runtime.hardware import which_memory
 
 DISK_ERRORS = re.compile(
     r"os error \d+"  # safetensors, written in Rust

@@ -11,8 +11,7 @@ from dsft.doctor.examine import examine
 from dsft.doctor.findings import Report
 from dsft.errors import EXIT_USER_ERROR, UserError, raise_if_any
 from dsft.launch.hosts import hosts_of, number_problems
-from dsft.runtime.hostfile import Node, local_node
-from dsft.runtime.launcher_env import map_launcher_variables
+from dsft.runtime.launcher_env import Node, local_node, map_launcher_variables
 
 
 def run(options: DoctorOptions, run_words: list[str]) -> None:

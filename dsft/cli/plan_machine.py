@@ -11,7 +11,7 @@ from dsft.cli.commands import PlanOptions
 from dsft.errors import UserError
 from dsft.planner.gpus import GPUS, choose_gpu, named_gpus, same_memory
 from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, require_seen_gpus, split_gpus, this_machine
-from dsft.runtime.hostfile import read_hosts
+from dsft.runtime.launcher_env import read_hosts
 from dsft.units import GB
 
 ASSUMED_GPU = "A100-80GB"

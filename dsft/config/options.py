@@ -7,10 +7,17 @@ The text under each field is its help: `dsft train --help` and docs/reference.md
 each class, headed by its docstring.
 """
 
+import ast
+import builtins
 import dataclasses
+import enum
+import functools
+import importlib.util
 import os
+import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 HALF_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
@@ -392,3 +399,53 @@ def as_dict(options: TrainConfig | EvalConfig) -> dict[str, Any]:
 def shuffle_seed(data_seed: int | None, seed: int) -> int:
     """Returns the seed of all that is drawn of the data: `data_seed` where it is given, 0 too."""
     return seed if data_seed is None else data_seed
+
+
+NEW_NAMES = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+}
+"""Option -> what transformers called it before 5.23."""
+
+
+@functools.cache
+def argument_types() -> dict[str, Any]:
+    """Map each field of transformers.TrainingArguments to its type. A class that is neither built in nor an enumeration
+    of transformers is Any.
+
+    Read from the source: importing it takes seconds, and wrong options should be reported at once.
+    """
+    folder = Path(importlib.util.find_spec("transformers").submodule_search_locations[0])
+    files = [folder / "trainer_utils.py", folder / "training_args.py"]  # the enumerations, the fields
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+    names = _Names({name: _enumeration(node) for name, node in classes.items() if _is_enumeration(node)})
+    fields = [node for node in classes["TrainingArguments"].body if isinstance(node, ast.AnnAssign)]
+    types = {node.target.id: eval(ast.unparse(node.annotation), {}, names) for node in fields if _is_option(node)}
+    # transformers before 5.23 has the older names alone; an option of dsft has one name everywhere.
+    return {new: types[old] for new, old in NEW_NAMES.items()} | types
+
+
+class _Names(dict):
+    """What the annotations name."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(builtins, name, getattr(typing, name, Any))
+
+
+def _is_enumeration(node: ast.ClassDef) -> bool:
+    return any("Enum" in ast.unparse(base) for base in node.bases)
+
+
+def _enumeration(node: ast.ClassDef) -> type[enum.Enum]:
+    members = {
+        statement.targets[0].id: statement.value.value
+        for statement in node.body
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
+    }
+    return enum.Enum(node.name, members)
+
+
+def _is_option(node: ast.AnnAssign) -> bool:
+    keywords = node.value.keywords if isinstance(node.value, ast.Call) else []
+    return not any(word.arg == "init" and ast.unparse(word.value) == "False" for word in keywords)

@@ -3,21 +3,26 @@
 Every value is checked against its field's type annotation, and all problems are collected. A flag given twice is one
 longer list where its field is a list, and a problem elsewhere; a YAML key given twice always is one.
 Reading never touches a model, a GPU or the network: that is `run_setup`.
+
+Text files are read through `read_text`: one `dsft launch` may have sent them to this node along with its command.
 """
 
+import base64
 import dataclasses
+import functools
+import json
 import os
 import typing
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from dsft.config.checks import check_config
 from dsft.config.convert import BOOLEANS, convert, takes_list
-from dsft.config.options import TrainConfig
-from dsft.config.sent_files import read_text
-from dsft.config.training_arguments import argument_types
+from dsft.config.options import TrainConfig, argument_types
 from dsft.errors import nearest, one_line, raise_if_any, without_second_errors
 
 
@@ -232,3 +237,36 @@ def check_values(
         except ValueError as error:
             problems.append(f"{key}: {'needs a value: ' if value is True else ''}{error}")
     return checked
+
+
+SENT_FILES = "DSFT_FILES"
+"""Variable with the files that one `dsft launch` sends to its nodes. Every user of a node can read it there: a file
+with a token in it is not sent."""
+LONGEST_SENT = 60_000
+"""Characters of the variable. The kernel allows 131,072 for the whole command of a node (MAX_ARG_STRLEN)."""
+
+
+def pack_files(paths: Iterable[str]) -> str:
+    """The contents of text files by their paths as the options name them, for the variable."""
+    contents = {path: Path(path).expanduser().read_text(encoding="utf-8") for path in paths}
+    return base64.urlsafe_b64encode(zlib.compress(json.dumps(contents).encode())).decode()
+
+
+def read_text(path: str | Path) -> str:
+    """The file as the launch has sent it; else as it is on this node.
+
+    Raises:
+        OSError, UnicodeDecodeError: it cannot be read.
+    """
+    sent = sent_files().get(str(path))
+    return Path(path).expanduser().read_text(encoding="utf-8") if sent is None else sent
+
+
+def sent_files() -> dict[str, str]:
+    """What was sent to this process: path -> content."""
+    return _unpack(os.environ.get(SENT_FILES, ""))
+
+
+@functools.cache
+def _unpack(packed: str) -> dict[str, str]:
+    return json.loads(zlib.decompress(base64.urlsafe_b64decode(packed))) if packed else {}

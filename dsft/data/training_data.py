@@ -30,7 +30,7 @@ from dsft.errors import UserError
 from dsft.models.tokenizer import split_tokens
 from dsft.models.trials import NO_RULES, RowRules
 from dsft.runtime import distributed
-from dsft.runtime.agreement import SAME_FILES, require_agreement
+from dsft.runtime.distributed import SAME_FILES, require_agreement
 from dsft.units import plural
 
 GROUPINGS = {

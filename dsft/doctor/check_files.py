@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsft.config.reader import read_file_and_flags, read_flags
-from dsft.config.sent_files import sent_files
+from dsft.config.reader import read_file_and_flags, read_flags, sent_files
 from dsft.data.sources import is_path
 from dsft.doctor.facts import FileContent, NodeFacts, Reached
 from dsft.doctor.findings import Finding, finding, join

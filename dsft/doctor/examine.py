@@ -29,7 +29,7 @@ from dsft.doctor.facts import NodeFacts, Reached
 from dsft.doctor.findings import Finding, Report, finding
 from dsft.doctor.links import combine, neighbours, node_of_ranks, ring_rounds, some_rounds
 from dsft.doctor.ssh import SshNodes
-from dsft.runtime.hostfile import DEFAULT_PORT, Node
+from dsft.runtime.launcher_env import DEFAULT_PORT, Node
 
 GROUP_SECONDS = 15
 """A rank gives up waiting for another after so long."""

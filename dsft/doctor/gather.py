@@ -22,9 +22,9 @@ import psutil
 
 from dsft.doctor.facts import Gpu, Gpus, Interface, Network, NodeFacts
 from dsft.errors import one_line
-from dsft.runtime.compiler import compile_error, compiler_words
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import cpu_count, free_host_bytes, host_memory_bytes
+from dsft.runtime.operators import compile_error, compiler_words
 from dsft.runtime.versions import PACKAGES, code_folder, code_hash, git_commit
 from dsft.units import MiB
 

@@ -22,7 +22,7 @@ from dsft.doctor.findings import Finding, Report, finding
 from dsft.doctor.phase import facts, reach
 from dsft.doctor.smoke import take_part
 from dsft.errors import EXIT_USER_ERROR, one_line
-from dsft.runtime.hostfile import Node
+from dsft.runtime.launcher_env import Node
 
 JOIN_SECONDS = 20
 """For all ranks to come, after rank 0 has: srun and mpirun start them together."""

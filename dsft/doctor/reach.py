@@ -22,7 +22,7 @@ import yaml
 from dsft.doctor.facts import SLOWEST_LINK, Connection, FileContent, Target
 from dsft.doctor.gather import cache_folders
 from dsft.runtime.disk import existing_parent
-from dsft.runtime.ports import port_owner
+from dsft.runtime.launcher_env import port_owner
 
 CONNECT_SECONDS = 3.0
 """A connection in a cluster takes milliseconds; a firewall that drops packets answers never."""

@@ -19,7 +19,7 @@ from typing import Any
 from dsft.doctor.findings import Finding, finding
 from dsft.doctor.phase import MARK
 from dsft.launch.environment import remote_environment
-from dsft.runtime.hostfile import Node
+from dsft.runtime.launcher_env import Node
 from dsft.runtime.versions import code_folder
 
 OPTIONS = ("BatchMode=yes", "ConnectTimeout=5", "ServerAliveInterval=3", "ServerAliveCountMax=3")

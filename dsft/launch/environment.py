@@ -11,15 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from dsft.config import sent_files
+from dsft.config.reader import SENT_FILES
 from dsft.launch.commands import LaunchOptions, told_to_watchdog
-from dsft.runtime import job_token
+from dsft.runtime.disk import ENV_FILE
 from dsft.runtime.hardware import has_gpu, require_seen_gpus
-from dsft.runtime.hostfile import Node
-from dsft.runtime.launcher_env import LAUNCH, LOOPBACK, WORDS, first_host, own_addresses
-from dsft.runtime.leftovers import VARIABLES
+from dsft.runtime.launcher_env import JOB, LAUNCH, LOOPBACK, WORDS, Node, first_host, own_addresses
 from dsft.watchdog import processes
-from dsft.watchdog.launcher_link import TOKEN_FOLDER, VARIABLE, LauncherLink
+from dsft.watchdog.launch_link import TOKEN_FOLDER, VARIABLE, LauncherLink
 
 FORWARDED = re.compile(
     r"(HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|NCCL|GLOO|UCX|FI|TORCH|TORCHINDUCTOR|TRITON|PYTORCH|"
@@ -27,7 +25,7 @@ FORWARDED = re.compile(
 )
 OF_ONE_START = (VARIABLE, processes.VARIABLE)
 """Variables of a launcher's process and its own ranks."""
-OF_ONE_LAUNCH = (*OF_ONE_START, LAUNCH, WORDS, job_token.VARIABLE, sent_files.VARIABLE)
+OF_ONE_LAUNCH = (*OF_ONE_START, LAUNCH, WORDS, JOB, SENT_FILES)
 """Variables of a launch, which a file that accelerate has written may hold from an earlier one."""
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL")
 """In the name of a variable that is never forwarded: every user of a node can read another's command lines."""
@@ -166,7 +164,7 @@ def write_env_file(variables: dict[str, str]) -> Path:
     """A temporary file for DeepSpeed's DS_ENV_FILE. It stays open as long as this process lives, which tells later
     launches that it is needed.
     """
-    descriptor, path = tempfile.mkstemp(prefix=VARIABLES)
+    descriptor, path = tempfile.mkstemp(prefix=ENV_FILE)
     with open(descriptor, "w", closefd=False) as file:
         file.writelines(f"{name}={value}\n" for name, value in variables.items())
     return Path(path)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from dsft.errors import UserError, one_line
-from dsft.runtime.hostfile import Node, read_hosts
+from dsft.runtime.launcher_env import Node, read_hosts
 
 if TYPE_CHECKING:
     from dsft.launch.commands import LaunchOptions

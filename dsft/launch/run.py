@@ -1,7 +1,7 @@
 """Runs the launcher, stays with it until nothing of the job is left, and returns an exit code that tells the truth.
 
 The launchers' exit codes do not always: DeepSpeed's is 0 when its child is killed by a signal, torchrun's is 1 for
-every failure. The job itself says how it ended, over `dsft/watchdog/launcher_link.py`.
+every failure. The job itself says how it ended, over `dsft/watchdog/launch_link.py`.
 """
 
 import os
@@ -31,11 +31,10 @@ from dsft.launch.shared import set_shared
 from dsft.launch.ssh_sessions import SshSessions
 from dsft.perplexity.of_training import read_evaluation
 from dsft.run_setup.named_files import check_named_files
+from dsft.runtime.disk import remove_leftovers
 from dsft.runtime.distributed import free_port
 from dsft.runtime.launcher_env import LAUNCH, WORDS, digest_of_words, launcher_variables
-from dsft.runtime.leftovers import remove_leftovers
-from dsft.watchdog.launch_guard import LaunchGuard, signal_group
-from dsft.watchdog.launcher_link import LauncherLink
+from dsft.watchdog.launch_link import LauncherLink, LaunchGuard, signal_group
 
 END_SECONDS = 10
 """For the launcher to end by itself after a failure or a signal; then it is ended."""

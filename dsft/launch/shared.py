@@ -6,10 +6,9 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsft.config import sent_files
-from dsft.config.reader import read_file_and_flags, read_flags
+from dsft.config.reader import LONGEST_SENT, SENT_FILES, pack_files, read_file_and_flags, read_flags
 from dsft.launch.hosts import hosts_through_ssh
-from dsft.runtime import job_token
+from dsft.runtime.launcher_env import JOB
 
 if TYPE_CHECKING:
     from dsft.launch.commands import LaunchOptions
@@ -46,14 +45,14 @@ def is_given_on_every_node(options: "LaunchOptions") -> bool:
 
 def shared_environment(options: "LaunchOptions", script: list[str]) -> tuple[dict[str, str], list[str]]:
     """(variables for all ranks, what to tell the user)."""
-    variables = {job_token.VARIABLE: job_id(options, script)}
+    variables = {JOB: job_id(options, script)}
     if options.way == "local" or is_given_on_every_node(options):
         return variables, []
     paths, notes = _named_files(script)
-    packed = sent_files.pack(paths)
-    if len(packed) > sent_files.LONGEST:
+    packed = pack_files(paths)
+    if len(packed) > LONGEST_SENT:
         return variables, [f"{' and '.join(paths)}: too long to be sent; every node needs a copy of the same content"]
-    return variables | {sent_files.VARIABLE: packed}, notes
+    return variables | {SENT_FILES: packed}, notes
 
 
 def _named_files(script: list[str]) -> tuple[list[str], list[str]]:

@@ -9,7 +9,7 @@ from jinja2 import Environment, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
-from dsft.config.sent_files import read_text
+from dsft.config.reader import read_text
 
 PRESETS = {path.stem: path for path in (Path(__file__).parent / "templates").glob("*.jinja")}
 

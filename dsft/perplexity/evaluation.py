@@ -25,8 +25,7 @@ from torch import nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft.checkpoints.readback import verify_weights
-from dsft.config.deepspeed_json import check_nvme, read_zero_file, stage
-from dsft.config.deepspeed_rules import read_sound_file
+from dsft.config.deepspeed import check_nvme, read_sound_file, read_zero_file, stage
 from dsft.config.options import UNQUANTISED, EvalConfig, common_options
 from dsft.data.formats import FormattedSource
 from dsft.errors import UserError, one_line, raise_if_any
@@ -45,11 +44,10 @@ from dsft.perplexity.sums import Perplexity
 from dsft.perplexity.windows import Windows
 from dsft.planner.evaluation_plan import default_batch_tokens, refused_number
 from dsft.runtime import distributed
-from dsft.runtime.agreement import SAME_FILES, require_agreement, require_same_start
 from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable
-from dsft.runtime.hardware import Machine, has_gpu, peak_memory_bytes
-from dsft.runtime.out_of_memory import which_memory
+from dsft.runtime.distributed import SAME_FILES, require_agreement, require_same_start
+from dsft.runtime.hardware import Machine, has_gpu, peak_memory_bytes, which_memory
 from dsft.runtime.run_lock import only_run_in, wait_for_a_killed_run
 from dsft.runtime.versions import versions
 from dsft.units import IGNORED, GiB

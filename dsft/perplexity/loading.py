@@ -17,7 +17,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft.checkpoints.run_folder import FINAL, damage
-from dsft.config.deepspeed_json import read_zero_file
+from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import UNQUANTISED, EvalConfig, TrainConfig
 from dsft.data.formats import FormattedSource
 from dsft.data.sources import HeldOut

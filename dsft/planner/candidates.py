@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dsft.config.deepspeed_json import compose, get_value, read_zero_file, stage
+from dsft.config.deepspeed import compose, get_value, read_zero_file, stage
 from dsft.config.options import SCHEDULE_FREE
 from dsft.models.size import ModelSize
 from dsft.planner.job import Job

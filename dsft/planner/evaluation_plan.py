@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.config.deepspeed_json import read_zero_file
+from dsft.config.deepspeed import read_zero_file
 from dsft.errors import UserError
 from dsft.models.size import ModelSize
 from dsft.planner.host_memory import host_terms

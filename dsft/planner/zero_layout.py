@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.config.deepspeed_json import get_value, stage
+from dsft.config.deepspeed import get_value, stage
 from dsft.models.quantization import Quantization
 from dsft.models.size import ModelSize
 from dsft.units import DTYPE_BYTES

@@ -7,9 +7,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from dsft.config.deepspeed_json import stage
-from dsft.config.options import IGNORED_ARGUMENTS, TRAINING_DEFAULTS, LoraFields, TrainConfig
-from dsft.config.training_arguments import NEW_NAMES
+from dsft.config.deepspeed import stage
+from dsft.config.options import IGNORED_ARGUMENTS, NEW_NAMES, TRAINING_DEFAULTS, LoraFields, TrainConfig
 from dsft.models.size import ModelSize
 from dsft.planner.fake_model import LIGER_MODELS
 from dsft.planner.plans import Plan

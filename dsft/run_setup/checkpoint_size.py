@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsft.checkpoints.manifest import checkpoints, files_of
-from dsft.config.deepspeed_json import stage
+from dsft.config.deepspeed import stage
 from dsft.config.options import TrainConfig
 from dsft.models.size import ModelSize
 from dsft.planner.zero_layout import optimizer_memory

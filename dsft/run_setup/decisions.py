@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.checkpoints.manifest import read_manifest
-from dsft.config.deepspeed_json import adopt, read_zero_file
-from dsft.config.deepspeed_rules import read_sound_file
+from dsft.config.deepspeed import adopt, read_sound_file, read_zero_file
 from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
 from dsft.errors import raise_if_any
 from dsft.models.head import LEAST_VOCAB

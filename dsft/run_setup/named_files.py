@@ -4,7 +4,7 @@ A launch looks at them before its launcher and its ranks start, ranks of one mac
 model, and files of several machines, are looked at by all ranks together, later.
 """
 
-from dsft.config.deepspeed_json import read_zero_file
+from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.formats import format_rules
 from dsft.data.sources import find_sources

@@ -31,7 +31,7 @@ from dsft.checkpoints.run_folder import (
     read_run,
     start_from_weights,
 )
-from dsft.config.deepspeed_json import get_value, nvme_path, stage
+from dsft.config.deepspeed import get_value, nvme_path, stage
 from dsft.config.options import Decision, TrainConfig, common_options
 from dsft.data.formats import FormattedSource
 from dsft.data.training_data import check_sources
@@ -73,11 +73,10 @@ from dsft.run_setup.training_checks import (
     check_zero_file,
 )
 from dsft.runtime import distributed
-from dsft.runtime.agreement import SAME_FILES, SAME_OPTIONS, require_agreement
-from dsft.runtime.compiler import offload_problems
 from dsft.runtime.console import say
-from dsft.runtime.fused_adam import fused_optimizer, nvcc_problem, with_torch_adam
+from dsft.runtime.distributed import SAME_FILES, SAME_OPTIONS, require_agreement
 from dsft.runtime.hardware import Machine, has_gpu
+from dsft.runtime.operators import fused_optimizer, nvcc_problem, offload_problems, with_torch_adam
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from dsft.config.deepspeed_json import check_nvme, get_value, offloads, stage
+from dsft.config.deepspeed import check_nvme, get_value, offloads, stage
 from dsft.config.options import HALF_PRECISION, SCHEDULE_FREE, TrainConfig
 from dsft.errors import nearest, one_line
 from dsft.models.build import is_bare_config, resolve_dtype

@@ -1,15 +1,21 @@
-"""What the user sees: lines of rank 0 only, and libraries that are quiet on the other ranks."""
+"""What the user sees: lines of rank 0 only, libraries that are quiet on the other ranks, and one log file per rank."""
 
+import contextlib
 import logging
 import os
+import re
 import shutil
+import socket
 import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
-from dsft.runtime.distributed import rank
+from dsft.runtime.launcher_env import rank, world_size
+from dsft.watchdog import client as watchdog
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -130,3 +136,53 @@ def _rows_as_text(table: "Table") -> Iterator[str]:
             yield " ".join([*unnamed, ", ".join(named)])
         else:
             yield ": ".join(cells).replace("\n", "; ")
+
+
+LOGS = "logs"
+"""Folder in the run's, with a file per rank, on its node: `rank_3.log`."""
+COLOUR = re.compile(r"\033\[[\d;]*m")
+
+
+class _Both:
+    """A text stream that also writes to a file, without progress bars and colours; everything else is the screen's."""
+
+    def __init__(self, screen: TextIO, file: TextIO):
+        self.screen, self.file = screen, file
+
+    def write(self, text: str) -> int:
+        if "\r" not in text:  # a bar
+            with contextlib.suppress(OSError):  # a full disk must not end the run; the screen has it
+                self.file.write(COLOUR.sub("", text))
+        return self.screen.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.file.flush()
+        self.screen.flush()
+
+    def __getattr__(self, name: str):
+        return getattr(self.screen, name)
+
+
+def log_to_files(output_dir: str, *, append: bool) -> None:
+    """Give this rank its file from now on; rank 0 writes to the screen as well. A single rank has the screen alone."""
+    if world_size() == 1:
+        return
+    path = Path(output_dir) / LOGS / f"rank_{rank()}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a" if append else "w", encoding="utf-8", buffering=1)
+    file.write(
+        f"# rank {rank()} on {socket.gethostname()}, process {os.getpid()},"
+        f" {datetime.now(UTC).isoformat(timespec='seconds')}\n"
+    )
+    watchdog.set_log(path)
+    if rank() == 0:
+        # An earlier run in this process may have had another file.
+        sys.stdout, sys.stderr = (
+            _Both(stream.screen if isinstance(stream, _Both) else stream, file) for stream in (sys.stdout, sys.stderr)
+        )
+        return
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(file.fileno(), stream.fileno())
+        stream.reconfigure(line_buffering=True)

@@ -1,10 +1,13 @@
-"""Disks: whether a folder can be written and has room, where this user's cache lies, and JSON that is complete or not
-there.
+"""Disks: whether a folder can be written and has room, where this user's cache lies, JSON that is complete or not
+there, and the files that killed jobs leave behind.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
+import signal
 import socket
 import tempfile
 from pathlib import Path
@@ -54,3 +57,34 @@ def check_writable(output_dir: str, problems: list[str]) -> None:
             os.fsync(probe.fileno())
     except OSError as error:
         problems.append(f"output_dir={path}: cannot be written ({error.strerror})")
+
+
+CPU_BUFFER = "deepspeed_allreduce_buffer_"
+"""How DeepSpeed names its buffers in /dev/shm (deepspeed/ops/csrc/cpu/comm/shm.cpp), 66 MiB of memory for each rank."""
+ENV_FILE = "dsft-env-"
+"""How the names of files of variables in /tmp begin."""
+
+
+def remove_leftovers() -> None:
+    """Remove this user's files of dead jobs. Never raises: it is no part of the job that calls it.
+
+    A file goes only where the kernel proves that no process has it open or mapped: it grants a write lease on no other
+    (fcntl(2), F_SETLEASE). That holds across containers that share a folder, where process ids prove nothing.
+    """
+    for folder, begin in (("/dev/shm", CPU_BUFFER), (tempfile.gettempdir(), ENV_FILE)):
+        for file in Path(folder).glob(f"{begin}*"):
+            with contextlib.suppress(OSError):
+                if file.lstat().st_uid == os.geteuid():
+                    _remove_if_unused(file)
+
+
+def _remove_if_unused(file: Path) -> None:
+    """Raises OSError: a process has it, or the file system cannot tell."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        # Whoever opens the file from now on signals this process, by default with SIGIO, which would end it.
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        file.unlink()
+    finally:
+        os.close(descriptor)

@@ -8,49 +8,42 @@ torch, which takes seconds to import, is imported inside functions.
 import atexit
 import contextlib
 import dataclasses
+import hashlib
 import importlib
+import json
 import os
 import secrets
 import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsft.errors import NotStarted, UserError, on_exit, one_line, raise_if_any
-from dsft.runtime.gpu_kernels import require_kernels
-from dsft.runtime.hardware import Machine, has_gpu, require_seen_gpus, this_machine
-from dsft.runtime.job_token import job_name, meet_own_job
-from dsft.runtime.launcher_env import SINGLE_PROCESS_ENV, choose_interface, map_launcher_variables
-from dsft.runtime.leftovers import BUFFER, remove_leftovers
-from dsft.runtime.op_locks import name_owners_of_operator_locks
-from dsft.runtime.ports import port_owner
-from dsft.runtime.threads import own_cores, share_cores, use_bound_cores
+from dsft.runtime.console import say
+from dsft.runtime.disk import CPU_BUFFER, remove_leftovers
+from dsft.runtime.hardware import Machine, cpu_count, has_gpu, require_kernels, require_seen_gpus, this_machine
+from dsft.runtime.launcher_env import (
+    JOB,
+    SINGLE_PROCESS_ENV,
+    choose_interface,
+    map_launcher_variables,
+    port_owner,
+    rank,
+    ranks_per_node,
+    world_size,
+)
+from dsft.runtime.operators import name_owners_of_operator_locks
+from dsft.runtime.versions import code_hash, numeric_versions, untested_versions
 from dsft.watchdog import client as watchdog
 
 if TYPE_CHECKING:
     import torch
-
-
-def world_size() -> int:
-    """Number of ranks over all nodes, as the launcher said; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def rank() -> int:
-    """This process's number over all nodes, from 0."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def ranks_per_node() -> int:
-    """Ranks on this node. The deepspeed launcher sets LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE.
-
-    LOCAL_SIZE first: accelerate leaves a LOCAL_WORLD_SIZE of 1 in a notebook, which a launcher started there inherits.
-    """
-    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size())
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 def free_port() -> int:
@@ -201,7 +194,7 @@ def _shared_buffer() -> Path:
     rank.
     """
     group = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
-    return Path(f"/dev/shm/{BUFFER}{os.getuid()}_{group}_{rank()}")
+    return Path(f"/dev/shm/{CPU_BUFFER}{os.getuid()}_{group}_{rank()}")
 
 
 def _several_ranks() -> Any:
@@ -349,3 +342,171 @@ def add_over_ranks(values: "torch.Tensor") -> None:
 def max_over_ranks(value: float) -> float:
     """Return the largest of all ranks' values. Collective."""
     return max(from_all([value]))
+
+
+def job_name(output_dir: str | None) -> str:
+    """What a rank knows of its job before it meets others: its launcher's id, where there is one, else the folder."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    launch = os.environ.get(JOB) or (run_id if run_id != "none" else "")
+    return f"launch {launch}" if launch else f"output_dir={output_dir}"
+
+
+def meet_own_job(job: str, *, timeout: timedelta) -> "Store":
+    """Wait for rank 0 and make sure that it is of the same job. The store has to live until the process group is made,
+    which takes the same one.
+
+    Raises:
+        UserError: another job meets here.
+    """
+    import torch.distributed as dist
+
+    store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+    check_job(store, job, rank)
+    return store
+
+
+def check_job(store: "Store", job: str, rank: int) -> None:
+    """Compare this rank's job with that of the store, and take this rank's place in it.
+
+    Raises:
+        UserError: it is another job's, or another process has that place.
+    """
+    key = f"dsft/job/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # torchrun's store outlives a restart
+    mine = json.dumps({"job": job, "number": secrets.token_hex(8)})
+    there = (store.compare_set(key, "", mine) if rank == 0 else store.get(key)).decode()
+    other = json.loads(there)
+    where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
+    remedy = "start the second one with another --master_port (`dsft launch` takes a port of its own)"
+    if other["job"] != job:
+        raise UserError(
+            [
+                f"rank {rank} on {socket.gethostname()} has met another job at {where}: that is {other['job']}, this is"
+                f" {job}; {remedy}. Or the options of the nodes differ"
+            ]
+        )
+    if store.add(f"{key}/{other['number']}/{rank}", 1) > 1 or (rank == 0 and there != mine):
+        raise UserError(
+            [
+                f"rank {rank} on {socket.gethostname()}: another process is rank {rank} already at {where}, of the same"
+                f" {job}; was the command given twice? Else {remedy}"
+            ]
+        )
+
+
+ONE_THREAD_BY_DEFAULT = {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_DEEPSPEED"}
+"""Variables of launchers that set OMP_NUM_THREADS to 1 where nothing is asked for."""
+
+
+def share_cores(ranks: int) -> bool:
+    """Give this rank its part of the cores among the `ranks` of its node; False where the environment says how many.
+
+    Left alone each would take all of them. torchrun gives each a single one where OMP_NUM_THREADS is not set
+    (torch/distributed/run.py), and so does accelerate, over pdsh too (accelerate/utils/launch.py).
+    """
+    if os.environ.get("OMP_NUM_THREADS") == "1" and not ONE_THREAD_BY_DEFAULT.isdisjoint(os.environ):
+        del os.environ["OMP_NUM_THREADS"]
+    is_free = "OMP_NUM_THREADS" not in os.environ
+    _set_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, cpu_count() // ranks))))
+    return is_free
+
+
+def own_cores() -> tuple[str, frozenset[int]]:
+    """Return this machine's name, and the cores that this process may run on."""
+    return socket.gethostname(), frozenset(os.sched_getaffinity(0))
+
+
+def use_bound_cores(cores_of_ranks: list[tuple[str, Set[int]]], *, ranks: int) -> None:
+    """Give a rank that its launcher tied to some of the node's cores (mpirun, srun) as many threads as its part of all:
+    its own divided once more would lie idle.
+
+    Args:
+        cores_of_ranks: `own_cores` of every rank.
+        ranks: of this node.
+    """
+    host, mine = own_cores()
+    of_node = frozenset().union(*(cores for name, cores in cores_of_ranks if name == host))
+    if mine != of_node:
+        _set_threads(max(1, min(len(mine), len(of_node) // ranks)))
+
+
+def _set_threads(number: int) -> None:
+    import torch
+
+    os.environ["OMP_NUM_THREADS"] = str(number)
+    torch.set_num_threads(number)
+
+
+SAME_OPTIONS = (
+    "give every node the same options and files; `dsft launch --hostfile` sends those from where it is started"
+)
+SAME_FILES = "copy the same files to every node, or mount one folder"
+SAME_CODE = "copy one checkout to every node, or mount it there"
+SAME_LIBRARIES = "on every node: pip install -c constraints.txt -e ."
+LONGEST_VALUE = 80
+"""Characters of a value in a message; of a longer one its beginning and a hash."""
+NOT_SET = "not set"
+
+
+def require_same_start(options: Mapping[str, Any], problems: list[str]) -> None:
+    """Compare options, code and libraries, right after the ranks have met; name libraries that were never tested.
+    Collective.
+
+    Args:
+        options: by name, as this rank has read them.
+        problems: of reading them. Where any rank has some, nothing is compared: they are the cause, and are raised with
+            all others later.
+
+    Raises:
+        UserError: on every rank, as `require_agreement`.
+    """
+    if any(from_all([bool(problems)])):
+        return
+    libraries = {f"version of {name}": version for name, version in numeric_versions().items()}
+    if untested := untested_versions():
+        say(f"warning: never tested with {', '.join(untested)}; constraints.txt has versions that were")
+    require_agreement({SAME_OPTIONS: options, SAME_CODE: {"code of dsft": code_hash()}, SAME_LIBRARIES: libraries})
+
+
+def require_agreement(facts_by_remedy: Mapping[str, Mapping[str, Any]]) -> None:
+    """Compare facts over all ranks. Collective.
+
+    Args:
+        facts_by_remedy: what the user can do about a difference -> name -> value on this rank.
+
+    Raises:
+        UserError: on every rank, with a line for each fact that differs: its values, their hosts and ranks.
+    """
+    # Plain values only: a rank with other code reads them too.
+    mine = {name: (_shown(value), remedy) for remedy, facts in facts_by_remedy.items() for name, value in facts.items()}
+    if len(set(from_all([content_hash(repr(sorted(mine.items())))]))) == 1:
+        return
+    everywhere = from_all([(socket.gethostname(), rank(), mine)])
+    names = dict.fromkeys(name for _, _, facts in everywhere for name in facts)
+    raise_if_any([problem for name in names if (problem := _difference(name, everywhere))])
+
+
+def content_hash(content: str | bytes) -> str:
+    """Hash the content of a file for a comparison."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:12]
+
+
+def _shown(value: Any) -> str:
+    text = NOT_SET if value is None else str(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... (hash {content_hash(text)})"
+
+
+def _difference(name: str, everywhere: list[tuple[str, int, dict[str, tuple[str, str]]]]) -> str | None:
+    places: dict[str, list[tuple[str, int]]] = {}
+    for host, number, facts in everywhere:
+        places.setdefault(facts.get(name, (NOT_SET, ""))[0], []).append((host, number))
+    if len(places) == 1:
+        return None
+    remedy = next(facts[name][1] for _, _, facts in everywhere if name in facts)
+    values = ", ".join(f"{value} on {_where(ranks)}" for value, ranks in places.items())
+    return f"{name} differs between the ranks: {values}; {remedy}"
+
+
+def _where(ranks: list[tuple[str, int]]) -> str:
+    hosts = list(dict.fromkeys(host for host, _ in ranks))
+    named = ", ".join(hosts[:5]) + (f" and {len(hosts) - 5} more" if len(hosts) > 5 else "")
+    return f"{named} ({f'rank {ranks[0][1]}' if len(ranks) == 1 else f'{len(ranks)} ranks'})"

@@ -9,15 +9,16 @@ import glob
 import os
 import re
 import resource
+import subprocess
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
 from dsft.errors import UserError
-from dsft.runtime.interconnect import read_interconnect
 from dsft.units import BYTES, GiB, KiB, plural
 
 
@@ -331,3 +332,127 @@ def peak_memory_bytes() -> dict[str, int]:
 
         peak["gpu"] = torch.cuda.max_memory_allocated()
     return {name: max(value, _earlier_peaks.get(name, 0)) for name, value in peak.items()}
+
+
+SYSFS = Path("/sys/class")
+
+
+def read_interconnect() -> str:
+    """Return "nvlink+8xib400", "pcie+eth25", "nvlink" ...; empty where nothing can be read."""
+    return "+".join(filter(None, [_read_links(), read_network()]))
+
+
+def _read_links() -> str:
+    try:
+        links = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return links_between_all(links, os.environ.get("CUDA_VISIBLE_DEVICES", "")) if links else ""
+
+
+def links_between_all(matrix: str, visible: str = "") -> str:
+    """Return what joins every GPU of a node with every other, by the matrix of `nvidia-smi topo -m`.
+
+    Bridges that join pairs of more GPUs count as PCIe, over which a collective goes as well.
+
+    Args:
+        visible: numbers of the GPUs that count, as CUDA_VISIBLE_DEVICES has them; all where it has something else.
+    """
+    rows = [line.split() for line in matrix.splitlines() if re.match(r"GPU\d+\s", line)]
+    numbers = [int(number) for number in visible.split(",")] if re.fullmatch(r"\d+(,\d+)*", visible) else []
+    count = [number for number in numbers if number < len(rows)] or range(len(rows))
+    others = [rows[number][1 + other] for number in count for other in count if other != number]
+    return "nvlink" if others and all(re.fullmatch(r"NV\d+", cell) for cell in others) else "pcie"
+
+
+def read_network(sysfs: Path = SYSFS) -> str:
+    """Return the cards that carry a node's traffic to others, with their Gbit/s: the fastest InfiniBand or RoCE ports,
+    all of them; without any, the fastest network interface, one. Empty where no rate can be read: many virtual machines
+    tell none.
+
+    Args:
+        sysfs: where the kernel shows them (Documentation/ABI/stable/sysfs-class-infiniband, testing/sysfs-class-net).
+    """
+    ports = [
+        (_number(rate), "roce" if _read(rate.with_name("link_layer")) == "Ethernet" else "ib")
+        for rate in sysfs.glob("infiniband/*/ports/*/rate")
+        if "ACTIVE" in _read(rate.with_name("state"))
+    ]
+    if fastest := max(ports, default=(0, ""))[0]:
+        kinds = [kind for number, kind in ports if number == fastest]
+        return f"{len(kinds)}x{kinds[0]}{fastest}"
+    # lo, bridges, docker's and virtual pairs have no device; of a bond, its cards have
+    interfaces = [path for path in sysfs.glob("net/*") if (path / "device").exists()]
+    megabits = max((_number(path / "speed") for path in interfaces if _read(path / "operstate") == "up"), default=0)
+    return f"eth{max(1, megabits // 1000)}" if megabits else ""
+
+
+def _number(path: Path) -> int:
+    """Read the whole number that a file begins with ("400 Gb/sec (4X NDR)"); 0 where there is none."""
+    digits = re.match(r"\d+", _read(path))
+    return int(digits[0]) if digits else 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # of an interface without a link, the kernel refuses to tell the speed
+        return ""
+
+
+def require_kernels(gpu: int) -> None:
+    """Refuse a GPU for which this torch was not built: its first kernel would end with a traceback.
+
+    Raises:
+        UserError: with the card and what torch has.
+    """
+    import torch
+
+    names = torch.cuda.get_arch_list() if torch.version.cuda else []
+    major, minor = torch.cuda.get_device_capability(gpu)
+    if not names or any(_runs(name, 10 * major + minor) for name in names):
+        return
+    raise UserError(
+        [
+            f"{torch.cuda.get_device_name(gpu)} has compute capability {major}.{minor}, and torch {torch.__version__}"
+            f" is built for {', '.join(names)} alone. Install one that is built for it; cards before Turing need the"
+            " one for CUDA 12.6"
+        ]
+    )
+
+
+def _runs(name: str, capability: int) -> bool:
+    """Whether code for `name` (sm_80, compute_90) runs: binaries within a major version, PTX on any newer card."""
+    kind, _, version = name.partition("_")
+    least = int(re.match(r"\d+", version)[0])
+    return least <= capability and (kind == "compute" or least // 10 == capability // 10)
+
+
+Memory = Literal["GPU", "host", "pinned host"]
+
+SAID_OF_HOST = re.compile(r"can't allocate memory|not enough memory")
+"""What torch says of host memory (c10/core/CPUAllocator.cpp)."""
+SAID_OF_GPU = re.compile(
+    r"(CUDA|HIP)( driver)? error: out of memory"  # torch.AcceleratorError; the driver's with expandable segments
+    r"|CU\w+_STATUS_ALLOC_FAILED"  # workspace of cuBLAS, cuDNN ...
+    r"|(Cuda|HIP) failure (\d+ )?'out of memory'|Failed to CUDA \w+"  # NCCL's buffers (NCCL, src/include/alloc.h)
+)
+"""What libraries say of GPU memory that torch's own allocator did not ask for; no OutOfMemoryError comes of it."""
+
+
+def which_memory(error: BaseException) -> Memory | None:
+    """Tell which memory ran out; None for another error.
+
+    The driver pins host memory, and reports a lack of it as it does for a GPU's: where it was asked for tells.
+    """
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return "GPU"
+    if isinstance(error, MemoryError) or SAID_OF_HOST.search(str(error)):
+        return "host"
+    if not SAID_OF_GPU.search(str(error)):
+        return None
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    is_pinning = any("pin_memory" in frame.name or "pin_memory" in (frame.line or "") for frame in frames)
+    return "pinned host" if is_pinning or "pin memory thread" in str(error) else "GPU"

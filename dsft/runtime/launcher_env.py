@@ -1,7 +1,7 @@
-"""RANK, WORLD_SIZE and the others for processes that mpirun or srun started, and the network interface between nodes.
+"""What a launcher gives its ranks: RANK, WORLD_SIZE and the others, nodes, network interface, addresses and ports.
 
-torchrun, deepspeed and accelerate set these variables themselves, and then nothing is changed. Called before anything
-reads RANK, which decides which process prints. No process group is made here.
+torchrun, deepspeed and accelerate set these variables themselves, and then nothing is changed; for mpirun and srun they
+are derived before anything reads RANK, which decides which process prints. No process group is made here.
 """
 
 import contextlib
@@ -13,11 +13,16 @@ import re
 import socket
 import zlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
-from dsft.errors import UserError, raise_if_any, shown_command
+from dsft.errors import UserError, one_line, raise_if_any, shown_command
 
 LAUNCH = "DSFT_LAUNCH"
 """Variable with an id of a `dsft launch`: its restarts tell their own run from the one that `overwrite` replaces."""
+
+JOB = "DSFT_JOB"
+"""Variable with the job's id, the same on all nodes: no rank takes a place in another job that meets at its port."""
 
 WORDS = "DSFT_WORDS"
 """Variable with the digest of the words that a `dsft launch` has read, for its ranks to compare with theirs."""
@@ -57,6 +62,24 @@ LEAST = {
 """Variable that must be a whole number, where it is set -> the least it can be."""
 ACCELERATORS = ("cuda", "cpu")
 """What DS_ACCELERATOR may ask for."""
+
+
+def world_size() -> int:
+    """Number of ranks over all nodes, as the launcher said; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """This process's number over all nodes, from 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def ranks_per_node() -> int:
+    """Ranks on this node. The deepspeed launcher sets LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE.
+
+    LOCAL_SIZE first: accelerate leaves a LOCAL_WORLD_SIZE of 1 in a notebook, which a launcher started there inherits.
+    """
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size())
 
 
 def check_environment(given: Mapping[str, str]) -> None:
@@ -284,3 +307,76 @@ def own_addresses(names: Iterable[str]) -> list[str]:
         if reachable := [address for address in dict.fromkeys(addresses) if _is_reachable(address)]:
             return reachable
     return [LOOPBACK]
+
+
+DEFAULT_PORT = 29500
+"""Where ranks meet by default: DeepSpeed's (deepspeed/constants.py) and torchrun's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One machine of a launch."""
+
+    name: str
+    """As the host file writes it, and as ssh takes it; "localhost" for this machine without a host file."""
+    slots: int | None
+    """Ranks started there; None: one per GPU, else up to 2 CPU processes."""
+    devices: tuple[int, ...] = ()
+    """Numbers of the GPUs they use (`--include node:0,2`); empty: the first `slots`."""
+
+
+def local_node(*, slots: int | None = None) -> Node:
+    """This machine, not through ssh."""
+    return Node(name="localhost", slots=slots)
+
+
+def read_hosts(
+    hostfile: str, *, include: str = "", exclude: str = "", num_nodes: int = -1, num_gpus: int = -1
+) -> list[Node]:
+    """The nodes that `deepspeed --hostfile HOSTFILE` with these options starts ranks on, the first (rank 0's) first.
+
+    Raises:
+        UserError: for a missing or malformed file, a filter that names a host or slot that is not there, or options
+            that exclude each other.
+    """
+    if not Path(hostfile).is_file():
+        here = f"seen from {os.getcwd()}"
+        raise UserError([f"--hostfile {hostfile}: no such file ({here}); write one line per node, `worker-1 slots=8`"])
+    if (include or exclude) and (num_nodes >= 0 or num_gpus >= 0):
+        raise UserError(["--num_nodes and --num_gpus cannot be combined with --include or --exclude; keep one kind"])
+    from deepspeed.launcher import runner  # here: seconds
+
+    runner.logger.disabled = True  # it would print the file before the message below
+    try:
+        pool = runner.fetch_hostfile(hostfile)
+    except ValueError as error:
+        raise UserError([f"--hostfile {hostfile}: {one_line(error)}; a line reads `worker-1 slots=8`"]) from error
+    try:
+        active = runner.parse_inclusion_exclusion(pool, include, exclude)
+    except ValueError as error:
+        filters = {"--include": include, "--exclude": exclude}
+        given = " ".join(f"{flag} {value}" for flag, value in filters.items() if value)
+        hosts = ", ".join(f"{host} slots={slots}" for host, slots in pool.items())
+        raise UserError([f"{given}: {one_line(error)}; {hostfile} names {hosts}"]) from error
+    finally:
+        runner.logger.disabled = False
+    active = runner.apply_num_nodes_and_gpus(active, num_nodes, num_gpus)
+    nodes = [Node(name=host, slots=len(slots), devices=tuple(slots)) for host, slots in active.items() if slots]
+    if not nodes:
+        raise UserError([f"--hostfile {hostfile}: no host with at least one slot is left"])
+    return nodes
+
+
+def port_owner(port: int) -> str:
+    """The process of this machine that listens at a TCP port, as far as this user may know."""
+    import psutil
+
+    try:
+        connections = [entry for entry in psutil.net_connections("inet") if entry.status == psutil.CONN_LISTEN]
+        pid = next((entry.pid for entry in connections if entry.laddr.port == port), None)
+        if pid is None:
+            return "another user's process"
+        command = " ".join(shown_command(psutil.Process(pid).cmdline()).split())
+        return f"process {pid} ({command[:120]})"
+    except (psutil.Error, OSError):
+        return "another process"

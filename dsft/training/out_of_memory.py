@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dsft.errors import UserError, one_line
 from dsft.planner.plans import Plan
 from dsft.run_setup.resolve import ResolvedRun, smaller_plan
-from dsft.runtime.hardware import peak_memory_bytes
-from dsft.runtime.out_of_memory import Memory, which_memory
+from dsft.runtime.hardware import Memory, peak_memory_bytes, which_memory
 from dsft.units import GiB
 from dsft.watchdog import client as watchdog
 

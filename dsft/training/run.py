@@ -48,15 +48,14 @@ from dsft.planner.plans import as_dict as plan_as_dict
 from dsft.run_setup.arguments import training_arguments
 from dsft.run_setup.resolve import ResolvedRun, resolve_run
 from dsft.runtime import distributed, preemption
-from dsft.runtime.agreement import require_same_start
-from dsft.runtime.console import say
+from dsft.runtime.console import log_to_files, say
+from dsft.runtime.distributed import require_same_start
 from dsft.runtime.hardware import (
     free_host_bytes,
     give_back_freed_memory,
     keep_freed_memory,
     peak_resident_bytes,
 )
-from dsft.runtime.rank_logs import log_to_files
 from dsft.runtime.run_lock import only_run_in, wait_for_a_killed_run
 from dsft.runtime.versions import git_commit, versions
 from dsft.training.metrics import compute_of
@@ -64,7 +63,7 @@ from dsft.training.out_of_memory import out_of_memory_explained
 from dsft.training.trainer import PerplexityTrainer
 from dsft.units import GiB, plural
 from dsft.watchdog import client as watchdog
-from dsft.watchdog.run_file import record_failure
+from dsft.watchdog.coordinator import record_failure
 
 LITTLE_MEMORY = 0.25
 """Share of the host's memory from which a plan of CPU ranks must not be exceeded by what the C library keeps."""

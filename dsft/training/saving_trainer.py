@@ -20,7 +20,7 @@ from dsft.checkpoints.readback import SafetensorsFiles, Verification, readback_e
 from dsft.checkpoints.resume import TAKEN, optimizer_kind, restore, run_identity, topology_change
 from dsft.checkpoints.run_folder import FINAL
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards, release_reserved_space
-from dsft.config.deepspeed_json import offloads, stage
+from dsft.config.deepspeed import offloads, stage
 from dsft.config.options import shuffle_seed
 from dsft.errors import TrainingStopped
 from dsft.models.zero_shards import mapped_resume

@@ -7,7 +7,9 @@ its work grows with the nodes, and is done for those alone that have sent someth
 """
 
 import contextlib
+import json
 import math
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -28,7 +30,6 @@ from dsft.watchdog.deadlines import (
 )
 from dsft.watchdog.messages import Connection, Poller, Server, connect
 from dsft.watchdog.root_cause import Failure, Report, first_cause
-from dsft.watchdog.run_file import record_failure
 
 SHOWN_FRAMES = 5
 """Of a rank's main thread, on the screen."""
@@ -463,3 +464,22 @@ class Child:
     last_heard: float
     rank: int | None = None
     is_gone: bool = False
+
+
+def record_failure(file: Path, error: str, *, replaces: bool = False) -> None:
+    """Write into run.json that the run there has failed; one that has ended otherwise stays as it is, and so does one
+    that is not there, as on a node whose disk is not rank 0's.
+
+    Args:
+        replaces: also an earlier failure, of which this one is the cause.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content.get("status") in ("running", "failed")[: 1 + replaces]:
+            beside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+            try:
+                ended = content | {"status": "failed", "error": error}
+                beside.write_text(json.dumps(ended, indent=2) + "\n", encoding="utf-8")
+                beside.replace(file)
+            finally:
+                beside.unlink(missing_ok=True)

@@ -28,7 +28,7 @@ from dsft.watchdog.deadlines import (
     TERMINATE_SECONDS,
     heartbeat_seconds,
 )
-from dsft.watchdog.launcher_link import VARIABLE, connect_to_launcher
+from dsft.watchdog.launch_link import VARIABLE, connect_to_launcher
 from dsft.watchdog.messages import Connection, Poller, Server, connect, raise_file_limit
 from dsft.watchdog.processes import Process, descendants, end, name_of
 from dsft.watchdog.root_cause import Failure, Report

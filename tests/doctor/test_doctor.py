@@ -62,7 +62,7 @@ from dsft.planner.calibration import keep_links, speeds_file, with_links
 from dsft.planner.step_time import speeds_of
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine
-from dsft.runtime.hostfile import Node, read_hosts
+from dsft.runtime.launcher_env import Node, read_hosts
 from dsft.units import GiB
 
 SMI = "0, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, 0, 31\n1, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, [N/A], 30\n"

@@ -14,7 +14,7 @@ from dsft.launch.commands import build_command
 from dsft.launch.environment import forwarded, launcher_environment, remote_environment
 from dsft.launch.options import read_launch
 from dsft.launch.run import LauncherProcess, launch
-from dsft.watchdog.launcher_link import LauncherLink, connect_to_launcher
+from dsft.watchdog.launch_link import LauncherLink, connect_to_launcher
 
 PDSH = """#!/bin/bash
 while [ "$1" != -w ]; do shift; done

@@ -14,9 +14,8 @@ from conftest import ROOT, flags, read_json
 from ranks import ranks_below, train_all
 
 from dsft.cli.main import main
-from dsft.config.deepspeed_json import read_zero_file
-from dsft.config.reader import read_file_and_flags
-from dsft.config.sent_files import sent_files
+from dsft.config.deepspeed import read_zero_file
+from dsft.config.reader import read_file_and_flags, sent_files
 from dsft.errors import UserError
 from dsft.launch.commands import (
     LAUNCHERS,

@@ -7,13 +7,13 @@ from pathlib import Path
 from ranks import on_ranks, train
 
 from dsft.checkpoints.manifest import MANIFEST
-from dsft.config.deepspeed_json import CONFIG_DIR
+from dsft.config.deepspeed import CONFIG_DIR
 from dsft.config.options import EvalConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.perplexity.evaluation import evaluate
 from dsft.runtime import distributed
-from dsft.runtime.agreement import require_agreement
+from dsft.runtime.distributed import require_agreement
 from dsft.runtime.versions import numeric_versions
 
 

@@ -20,7 +20,7 @@ from conftest import grid
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from dsft.config.deepspeed_json import get_value
+from dsft.config.deepspeed import get_value
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
 from dsft.data.training_data import load_training_data

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from dsft.config.deepspeed_json import read_zero_file
+from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.models.lora import adapters_of
 from dsft.models.size import ModelSize, empty_model, model_size

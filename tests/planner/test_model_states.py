@@ -9,7 +9,7 @@ from fake_ranks import RANKS_PER_NODE, WORLD_SIZE, measure
 from transformers import LlamaConfig
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from dsft.config.deepspeed_json import compose, known_names, read_zero_file
+from dsft.config.deepspeed import compose, known_names, read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model

@@ -18,8 +18,7 @@ from transformers import AutoConfig, LlamaConfig, LlavaConfig, MixtralConfig
 
 import dsft
 from dsft.cli.main import main
-from dsft.config.deepspeed_json import read_zero_file
-from dsft.config.deepspeed_rules import check_deepspeed_json
+from dsft.config.deepspeed import check_deepspeed_json, read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError

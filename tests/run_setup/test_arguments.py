@@ -8,8 +8,7 @@ from ranks import on_ranks
 from transformers import TrainingArguments
 
 from dsft.config.checks import check_config
-from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig
-from dsft.config.training_arguments import NEW_NAMES
+from dsft.config.options import IGNORED_ARGUMENTS, NEW_NAMES, REFUSED_ARGUMENTS, TrainConfig
 from dsft.planner.zero_layout import OPTIMIZERS
 from dsft.run_setup.arguments import accelerator_config, ignored_options, training_arguments, with_defaults
 from dsft.run_setup.training_checks import check_training_arguments

@@ -12,7 +12,7 @@ from tiny import GATED
 from dsft.checkpoints.manifest import MANIFEST
 from dsft.checkpoints.resume import NOT_TAKEN_OVER
 from dsft.checkpoints.run_folder import write_run
-from dsft.config.deepspeed_json import read_zero_file
+from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.models.size import measure_model

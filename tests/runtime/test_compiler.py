@@ -2,8 +2,8 @@
 
 import pytest
 
-from dsft.runtime import compiler
-from dsft.runtime.compiler import offload_problems
+from dsft.runtime import operators
+from dsft.runtime.operators import offload_problems
 
 OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 PARAMETERS = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
@@ -40,4 +40,4 @@ def test_what_was_compiled_before_needs_no_compiler(monkeypatch, tmp_path):
 @pytest.mark.parametrize("words", ["", "c++ -O2", "env c++"])
 def test_this_machine_compiles(monkeypatch, words):
     monkeypatch.setenv("CXX", words)
-    assert offload_problems(OFFLOAD) == [] and compiler.compile_error() == ""
+    assert offload_problems(OFFLOAD) == [] and operators.compile_error() == ""

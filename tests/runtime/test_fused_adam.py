@@ -4,7 +4,7 @@ import pytest
 
 from dsft.errors import UserError
 from dsft.run_setup import resolve
-from dsft.runtime.fused_adam import nvcc_problem
+from dsft.runtime.operators import nvcc_problem
 
 ADAMW = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 CPU_ADAM = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "optimizer": {"type": "AdamW"}}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsft.errors import UserError
-from dsft.runtime.gpu_kernels import require_kernels
+from dsft.runtime.hardware import require_kernels
 
 OF_CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 

@@ -10,7 +10,6 @@ from ranks import run_entry
 
 from dsft.errors import EXIT_INTERRUPTED, EXIT_NOT_STARTED, EXIT_USER_ERROR, ends_with_clear_errors
 from dsft.runtime import distributed, preemption
-from dsft.runtime import threads as threads_of_ranks
 from dsft.runtime.distributed import free_port
 
 FIRST_OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -64,12 +63,12 @@ def test_a_busy_port_is_named_with_its_owner_and_the_way_out(tmp_path, monkeypat
 )
 def test_the_ranks_of_a_node_share_its_cores_under_every_launcher(monkeypatch, variables, threads):
     before = torch.get_num_threads()
-    for name in ("OMP_NUM_THREADS", "LOCAL_SIZE", *threads_of_ranks.ONE_THREAD_BY_DEFAULT):
+    for name in ("OMP_NUM_THREADS", "LOCAL_SIZE", *distributed.ONE_THREAD_BY_DEFAULT):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name, value in (FIRST_OF_TWO | {"LOCAL_WORLD_SIZE": "2"} | variables).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(threads_of_ranks, "cpu_count", lambda: 6)
+    monkeypatch.setattr(distributed, "cpu_count", lambda: 6)
     try:
         assert distributed._set_library_variables() == (variables.get("OMP_NUM_THREADS", "1") == "1" and threads == 3)
         assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"]) == threads
@@ -88,10 +87,10 @@ def test_the_ranks_of_a_node_share_its_cores_under_every_launcher(monkeypatch, v
 )
 def test_a_rank_that_its_launcher_binds_uses_all_of_its_cores(monkeypatch, bound, others, threads):
     taken = []
-    monkeypatch.setattr(threads_of_ranks, "_set_threads", taken.append)
-    monkeypatch.setattr(threads_of_ranks, "own_cores", lambda: ("here", frozenset(bound)))
+    monkeypatch.setattr(distributed, "_set_threads", taken.append)
+    monkeypatch.setattr(distributed, "own_cores", lambda: ("here", frozenset(bound)))
     of_ranks = [("here", frozenset(cores)) for cores in (bound, *others)] + [("elsewhere", frozenset(range(64)))]
-    threads_of_ranks.use_bound_cores(of_ranks, ranks=1 + len(others))
+    distributed.use_bound_cores(of_ranks, ranks=1 + len(others))
     assert taken == ([threads] if threads else [])
 
 

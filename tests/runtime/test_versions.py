@@ -5,7 +5,7 @@ import tomllib
 
 from conftest import ROOT
 
-from dsft.runtime import agreement
+from dsft.runtime import distributed
 from dsft.runtime.versions import TESTED_PACKAGES, untested_versions
 
 
@@ -39,7 +39,7 @@ def test_this_environment_is_tested():
 
 
 def test_a_run_says_at_its_start_what_was_never_tested(monkeypatch, capsys):
-    monkeypatch.setattr(agreement, "untested_versions", lambda: untested_versions(NEWEST | {"peft": "99.0"}))
-    agreement.require_same_start({}, [])
+    monkeypatch.setattr(distributed, "untested_versions", lambda: untested_versions(NEWEST | {"peft": "99.0"}))
+    distributed.require_same_start({}, [])
     expected = f"warning: never tested with peft 99.0 (tested: {OLDEST['peft']} to {NEWEST['peft']})"
     assert capsys.readouterr().out.count(expected) == 1

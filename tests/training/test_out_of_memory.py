@@ -10,7 +10,7 @@ from conftest import flags, grid, read_json
 from ranks import run_entry
 from tiny import write_texts
 
-from dsft.runtime.out_of_memory import which_memory
+from dsft.runtime.hardware import which_memory
 
 
 @pytest.mark.launch

@@ -20,7 +20,7 @@ from rich.table import Table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dsft.runtime import console
-from dsft.runtime.rank_logs import _Both
+from dsft.runtime.console import _Both
 from dsft.training import run as run_module
 from dsft.training.callbacks import ProgressLog
 from dsft.training.metrics import Compute, derived_metrics

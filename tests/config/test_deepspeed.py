@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from dsft.config.deepspeed_json import known_names, read_zero_file
-from dsft.config.deepspeed_rules import check_deepspeed_json
+from dsft.config.deepspeed import check_deepspeed_json, known_names, read_zero_file
 
 GOOD = {
     "train_micro_batch_size_per_gpu": "auto",

@@ -13,15 +13,15 @@ import pytest
 import torch.utils.cpp_extension as extension
 from ranks import on_ranks
 
-from dsft.runtime import op_locks
+from dsft.runtime import operators
 from dsft.runtime.lock_file import Owner
-from dsft.runtime.op_locks import OLD_SECONDS, SILENT_OWNER_SECONDS, OperatorLock, name_owners_of_operator_locks
+from dsft.runtime.operators import OLD_SECONDS, SILENT_OWNER_SECONDS, OperatorLock, name_owners_of_operator_locks
 
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch):
-    monkeypatch.setattr(op_locks, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(op_locks, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(operators, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(operators, "SILENT_SECONDS", 0.3)
 
 
 def gone() -> Owner:
@@ -74,27 +74,27 @@ def test_a_lock_that_is_held_is_waited_for_and_its_owner_named(tmp_path, capfd, 
 def test_a_lock_of_another_machine_is_respected_until_it_is_old(tmp_path):
     path = tmp_path / "lock"
     path.write_text(json.dumps(asdict(replace(Owner.this_process(), host="elsewhere"))))
-    assert op_locks._left_behind(path) is None and "on elsewhere" in op_locks._holder(path)
+    assert operators._left_behind(path) is None and "on elsewhere" in operators._holder(path)
     long_ago = time.time() - SILENT_OWNER_SECONDS - 60
     os.utime(path, (long_ago, long_ago))
-    assert "on elsewhere gave no heartbeat" in op_locks._left_behind(path)
+    assert "on elsewhere gave no heartbeat" in operators._left_behind(path)
 
 
 def test_an_owner_elsewhere_that_compiles_for_long_keeps_its_lock(tmp_path, monkeypatch):
     """As seen from another node, with a clock of its own that is ten minutes ahead."""
-    monkeypatch.setattr(op_locks, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(operators, "BEAT_SECONDS", 0.05)
     path = tmp_path / "lock"
     holder = OperatorLock(str(path))
     assert holder.try_acquire()
     monkeypatch.setattr(Owner, "is_here", lambda self: False)
-    monkeypatch.setattr(op_locks, "_process_with", lambda path: None)
+    monkeypatch.setattr(operators, "_process_with", lambda path: None)
     monkeypatch.setattr(time, "time", lambda: time.time_ns() / 1e9 + 600)
-    assert op_locks._left_behind(path) is None
+    assert operators._left_behind(path) is None
     os.utime(path, (0, 0))  # nothing heard for long: the next heartbeat brings it back
     until = time.monotonic() + 60
-    while op_locks._left_behind(path) and time.monotonic() < until:
+    while operators._left_behind(path) and time.monotonic() < until:
         time.sleep(0.02)
-    assert op_locks._left_behind(path) is None
+    assert operators._left_behind(path) is None
     holder.release()
     assert list(tmp_path.iterdir()) == []
 
@@ -102,7 +102,7 @@ def test_an_owner_elsewhere_that_compiles_for_long_keeps_its_lock(tmp_path, monk
 def test_an_owner_that_lost_its_lock_leaves_that_of_the_next(tmp_path):
     path = tmp_path / "lock"
     holder, successor = OperatorLock(str(path)), OperatorLock(str(path))
-    assert holder.try_acquire() and successor._take_over(op_locks._identity(path), "its owner was stopped for long")
+    assert holder.try_acquire() and successor._take_over(operators._identity(path), "its owner was stopped for long")
     holder.release()
     assert path.exists()
     successor.release()

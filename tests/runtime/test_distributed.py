@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import HashStore
 
 from dsft.errors import UserError
-from dsft.runtime.job_token import check_job, job_name
+from dsft.runtime.distributed import check_job, job_name
 
 
 def test_ranks_of_one_job_meet_in_any_order():

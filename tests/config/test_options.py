@@ -6,8 +6,8 @@ import typing
 from conftest import ROOT
 from transformers import TrainingArguments
 
+from dsft.config.options import NEW_NAMES, argument_types
 from dsft.config.reader import field_types
-from dsft.config.training_arguments import NEW_NAMES, argument_types
 
 
 def described(hint) -> object:

@@ -1,6 +1,6 @@
 import io
 
-from dsft.runtime.rank_logs import _Both
+from dsft.runtime.console import _Both
 
 
 def test_bars_and_colours_of_the_terminal_are_not_in_the_rank_log():

@@ -9,8 +9,7 @@ from dsft.cli.commands import PlanOptions
 from dsft.cli.plan_machine import read_machines
 from dsft.planner.gpus import GPUS
 from dsft.planner.step_time import parse_interconnect, speeds_of
-from dsft.runtime.hardware import Machine
-from dsft.runtime.interconnect import links_between_all, read_network
+from dsft.runtime.hardware import Machine, links_between_all, read_network
 from dsft.units import GB
 
 

@@ -8,7 +8,7 @@ import tempfile
 import pytest
 
 from dsft.launch.environment import write_env_file
-from dsft.runtime.leftovers import BUFFER, VARIABLES, remove_leftovers
+from dsft.runtime.disk import CPU_BUFFER, ENV_FILE, remove_leftovers
 
 HOLD = """
 import mmap, os, sys, time
@@ -30,7 +30,7 @@ def temporary(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("begin", "how"),
-    [(f"/dev/shm/{BUFFER}", "mapped"), (VARIABLES, "open")],
+    [(f"/dev/shm/{CPU_BUFFER}", "mapped"), (ENV_FILE, "open")],
     ids=["buffer", "env"],
 )
 def test_a_file_stays_while_its_process_lives_and_goes_when_it_was_killed(begin, how, temporary):
@@ -49,8 +49,8 @@ def test_a_file_stays_while_its_process_lives_and_goes_when_it_was_killed(begin,
 
 def test_other_files_and_links_stay(temporary):
     (temporary / "other").touch()
-    (temporary / f"{VARIABLES}link").symlink_to(temporary / "other")
-    (temporary / f"{VARIABLES}folder").mkdir()
+    (temporary / f"{ENV_FILE}link").symlink_to(temporary / "other")
+    (temporary / f"{ENV_FILE}folder").mkdir()
     remove_leftovers()
     assert len(list(temporary.iterdir())) == 3
 
