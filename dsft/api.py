@@ -74,7 +74,7 @@ def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:
     if len(config.quantization) > 1:
         problems.append("quantization of several formats gives several results; name one, or use dsft eval")
     if config.protocol == "all":
-        problems.append("protocol=all gives five results; name one protocol, or use dsft eval")
+        problems.append("protocol=all gives a result for each protocol; name one, or use dsft eval")
     if config.context_curve:
         problems.append("context_curve gives a result for each length; use dsft eval")
     distributed.start_ranks()

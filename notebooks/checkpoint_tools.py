@@ -29,8 +29,8 @@ from dsft.models.build import resolve_dtype
 from dsft.models.tokenizer import generate as generate
 from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity.compare import Comparisons, compare_results, read_evaluations
-from dsft.perplexity.documents import read_samples, read_texts
 from dsft.perplexity.loading import loaded_for_scoring
+from dsft.perplexity.modes import read_samples
 from dsft.perplexity.of_training import shared_options
 
 DARKEST_NATS = 8.0
@@ -162,7 +162,7 @@ def read_documents(data: str, tokenizer: PreTrainedTokenizerBase, **options: Any
     )
     raise_if_any(problems)
     if sources[0].rules.is_text:
-        texts = read_texts(sources[0], config, tokenizer)
+        texts = [sample.text for sample in read_samples(sources[0], config, tokenizer)]
         return texts, [re.match(r"(?:\s*\S+){0,8}", text)[0] for text in texts]
     pairs = [_text_and_prompt(sample, tokenizer) for sample in read_samples(sources[0], config, tokenizer)]
     return [text for text, _ in pairs], [prompt for _, prompt in pairs]

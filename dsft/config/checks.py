@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 
 from dsft.config.options import HALF_PRECISION, REFUSED_ARGUMENTS, EvalConfig, TimeoutFields, TrainConfig
-from dsft.units import token_counts
 
 AT_LEAST_1 = """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size
     lora_r lora_alpha shuffle_buffer max_documents sequence_parallel ddp_timeout"""
@@ -160,37 +159,6 @@ def _check_evaluation(options: EvalConfig) -> list[str]:
         )
     if options.save_tokens and not options.output_dir:
         problems.append("save_tokens needs output_dir: the folder to keep the tokens in")
-    if options.protocol:
-        defaults = {field.name: field.default for field in dataclasses.fields(options)}
-        problems += [
-            f"protocol={options.protocol} and {name}={getattr(options, name)} are both set; keep one"
-            for name in ("mode", "scope", "bos", "separator")
-            if getattr(options, name) != defaults[name]
-        ]
-    problems += _check_context_curve(options)
     if options.bad_rows != "error":
         problems.append(f"bad_rows={options.bad_rows}: an evaluation scores every row; fix or remove the bad ones")
-    return problems
-
-
-def _check_context_curve(options: EvalConfig) -> list[str]:
-    if options.context_curve is None:
-        return []
-    try:
-        lengths = token_counts(options.context_curve)
-    except ValueError as error:
-        return [f"context_curve={options.context_curve}: {error}; write for example 512,1k,2k"]
-    if len(lengths) < 2 or lengths[0] < 2:
-        return [
-            f"context_curve={options.context_curve}: name at least two lengths of 2 tokens or more, as in 512,1k,2k"
-        ]
-    problems = []
-    if options.batch_tokens is not None and options.batch_tokens < lengths[-1]:
-        problems.append(
-            f"batch_tokens={options.batch_tokens} is less than the longest context of context_curve; raise it"
-        )
-    set_too = [name for name in ("protocol", "stride") if getattr(options, name) is not None]
-    problems += [f"context_curve and {name} are both set; keep one: it has windows of its own" for name in set_too]
-    if options.mode != "auto":
-        problems.append(f"context_curve and mode={options.mode} are both set; keep one: it has windows of its own")
     return problems

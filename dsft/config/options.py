@@ -318,10 +318,11 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     data_seed: int = 42
     """Of the training, for eval_fraction."""
     mode: str = "auto"
-    """What is scored, see the README; auto is windows for text and answers for prompts with completions and chats."""
-    protocol: Literal["gptq", "llama.cpp", "lm-eval", "hf", "dsft", "all"] | None = None
-    """What a paper or tool reports, in place of mode, scope, bos and separator, see docs/perplexity.md; all gives the
-    five numbers of each model. seq_len is the tool's own where it is not given."""
+    """What is scored, see docs/perplexity.md; auto is windows for text and answers for prompts with completions and
+    chats."""
+    protocol: str | None = None
+    """What a paper or tool reports, such as gptq, lm-eval or hf, in place of mode, scope, bos and separator, see
+    docs/perplexity.md; all gives a result for each protocol. seq_len is the tool's own where it is not given."""
     has_seq_len: bool = field(default=True, metadata={"option": False})
     """Whether seq_len was named; else a protocol takes its own."""
     context_curve: str | None = None

@@ -36,7 +36,7 @@ from dsft.perplexity.breakdown import Breakdown, build_breakdown
 from dsft.perplexity.head import exact_products
 from dsft.perplexity.kl import ChangeHistogram, divergence_of, refusal_of_pair
 from dsft.perplexity.loading import Candidate, choose_zero, loaded_for_scoring, read_data, with_bases
-from dsft.perplexity.modes import WINDOW_OPTIONS, build_windows, check_mode
+from dsft.perplexity.modes import WINDOW_OPTIONS, build_windows, mode_problems
 from dsft.perplexity.results import HOW_OPTIONS, Evaluation, Recorder, Results, ResumeLog
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.sequence_parallel import refused_models, team_of
@@ -72,11 +72,11 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
     with only_run_in(config.output_dir) as left_lock:
         if left_lock:
             wait_for_a_killed_run()
+        problems += mode_problems(config)
         if config.run or config.context_curve:
             distributed.raise_together(problems)  # without the run, or the lengths, nothing else can be said
         require_same_start(common_options(config), problems)
         unset_hf_deepspeed_config()  # of a training earlier in this process: models are measured on the meta device
-        check_mode(config.mode, problems)
         if config.output_dir:
             check_writable(config.output_dir, problems)
         if refusal := refused_number(config.sequence_parallel, distributed.world_size()):

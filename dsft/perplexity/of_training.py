@@ -50,8 +50,12 @@ def read_evaluation(argv: Sequence[str], problems: list[str]) -> EvalConfig:
 
 def evaluation_config(values: Mapping[str, Any], problems: list[str]) -> EvalConfig:
     """Make the options of an evaluation from those that are given, with those of `run` below them."""
-    config = _evaluation_config(values, problems)
-    return replace(config, has_seq_len="seq_len" in values)
+    config = replace(_evaluation_config(values, problems), has_seq_len="seq_len" in values)
+    if config.mode != "auto" or config.protocol or config.context_curve:
+        from dsft.perplexity.modes import mode_problems  # loads transformers, which a launcher does not need
+
+        problems += mode_problems(config)
+    return config
 
 
 def _evaluation_config(values: Mapping[str, Any], problems: list[str]) -> EvalConfig:

@@ -179,9 +179,9 @@ class Evaluation:
     @property
     def _source(self) -> str:
         """Where the protocol comes from."""
-        from dsft.perplexity.modes import find_protocol  # loads transformers, which reading results does not need
+        from dsft.perplexity.modes import find_mode  # loads transformers, which reading results does not need
 
-        return find_protocol(self.protocol).source
+        return find_mode(self.protocol).source
 
     @property
     def key(self) -> tuple[str, str, str]:

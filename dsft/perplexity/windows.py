@@ -1,19 +1,22 @@
 """Makes what perplexity is computed over: a data set as one row of tokens, and the windows in which a model sees it.
 
-The tokens come from a store on disk (`documents.py`), which is prepared once and mapped by every rank. A rank itself
-holds 24 bytes for each window. Modes and protocols (`modes.py`) say which windows there are.
+The tokens come from a store on disk, which is prepared once and mapped by every rank. A rank itself holds 24 bytes for
+each window. The modes and protocols of `modes.py` say which windows there are.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dsft.data.sequences import Sequence
 from dsft.data.store import Store
 from dsft.units import IGNORED
+
+if TYPE_CHECKING:  # options are checked against the modes before torch loads
+    from dsft.data.sequences import Sequence
 
 WINDOWS_AT_ONCE = 1 << 12
 Spans = Iterable[tuple[int, int, int]]
@@ -168,6 +171,16 @@ def disjoint_spans(start: int, end: int, length: int) -> Spans:
         yield begin, min(begin + length, end), begin + 1
 
 
+def full_spans(start: int, end: int, length: int, scored_from: int) -> Spans:
+    """Yield windows over tokens[start:end] one after the other, without a last one that is not full.
+
+    Args:
+        scored_from: place within the window of the first scored token.
+    """
+    for begin in range(start, end - length + 1, length):
+        yield begin, begin + length, begin + scored_from
+
+
 def rolling_spans(start: int, end: int, length: int) -> Spans:
     """Yield windows over tokens[start:end], whose first token is the prefix."""
     predicted_to = start + 1
@@ -190,7 +203,7 @@ def sliding_spans(start: int, end: int, length: int, stride: int) -> Spans:
             return
 
 
-def windows_of_sequences(sequences: Iterable[Sequence]) -> Windows:
+def windows_of_sequences(sequences: "Iterable[Sequence]") -> Windows:
     """Make a document and a window of each sequence, as training has them."""
     sequences = list(sequences)
     tokens = np.concatenate([np.zeros(0, np.int32), *(item["input_ids"].astype(np.int32) for item in sequences)])

@@ -20,9 +20,8 @@ from dsft.data.sources import BATCH_ROWS, PIECE_BYTES
 from dsft.data.store import FACTS
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError
-from dsft.perplexity.documents import Answers, Texts, words_in
 from dsft.perplexity.evaluation import evaluate
-from dsft.perplexity.modes import build_windows
+from dsft.perplexity.modes import Answers, Texts, build_windows, words_in
 
 
 @pytest.fixture(scope="module")

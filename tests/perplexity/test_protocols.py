@@ -16,8 +16,9 @@ from dsft.api import evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.eval_ppl import show_protocols
 from dsft.perplexity.evaluation import evaluate
-from dsft.perplexity.modes import PROTOCOLS, full_spans, protocol_configs
+from dsft.perplexity.modes import MODES, NAMED_BY, protocol_configs
 from dsft.perplexity.of_training import evaluation_config
+from dsft.perplexity.windows import full_spans
 
 L, STRIDE = 32, 12
 TEXTS = [*sentences(9, seed=5), "", *sentences(3, seed=6)]
@@ -116,7 +117,7 @@ def test_a_protocol_gives_what_its_source_computes(measured, protocol):
     report = by_protocol[protocol].report()
     assert report["perplexity"] == pytest.approx(REFERENCES[protocol](model, tokenizer), rel=1e-5)
     others = [other.report()["perplexity"] for name, other in by_protocol.items() if name != protocol]
-    assert report["perplexity"] not in others and PROTOCOLS[protocol].source in report["definition"]
+    assert report["perplexity"] not in others and MODES[protocol].source in report["definition"]
 
 
 def test_the_table_of_all_protocols_has_a_line_for_each(measured, capsys):
@@ -124,7 +125,7 @@ def test_the_table_of_all_protocols_has_a_line_for_each(measured, capsys):
     show_protocols(evaluations)
     shown = capsys.readouterr().out
     assert all(f"{evaluation.report()['perplexity']:.4f}" in shown for evaluation in evaluations)
-    assert [evaluation.protocol for evaluation in evaluations] == list(PROTOCOLS) == list(REFERENCES)
+    assert [evaluation.protocol for evaluation in evaluations] == NAMED_BY["protocol"] == list(REFERENCES)
     assert "windows of 32" in shown and "IST-DASLab/gptq" in shown
 
 
@@ -143,7 +144,7 @@ def test_a_protocol_takes_its_own_length_unless_one_is_named():
     assert lengths(8192) == [2048, 512, 8192, 1024, 1024]
     assert lengths(1024) == [1024, 512, 1024, 1024, 1024]
     assert lengths(8192, seq_len=256) == [256] * 5
-    assert list(full_spans(10, 4, 3)) == [(0, 4, 3), (4, 8, 7)]
+    assert list(full_spans(0, 10, 4, 3)) == [(0, 4, 3), (4, 8, 7)]
 
 
 def test_what_a_protocol_cannot_be_given_is_refused(tiny, tmp_path):
@@ -154,7 +155,7 @@ def test_what_a_protocol_cannot_be_given_is_refused(tiny, tmp_path):
         ({"protocol": "gptq", "data": str(pairs)}, "protocol=gptq is of texts, .* leave it out"),
         ({"protocol": "gptq", "seq_len": 256, "max_documents": 1}, "drops what does not fill a window of seq_len=256"),
         ({"protocol": "gtpq", "seq_len": 32}, "did you mean 'gptq'"),
-        ({"protocol": "all"}, "protocol=all gives five results; name one"),
+        ({"protocol": "all"}, "protocol=all gives a result for each protocol; name one"),
     ):
         with pytest.raises(ValueError, match=part) as caught:
             evaluate_perplexity(**base | options)
