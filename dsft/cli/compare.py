@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 from dsft.cli.commands import CompareOptions
-from dsft.perplexity.compare import compare_results, comparison_rows, comparison_title, read_evaluations
+from dsft.perplexity.compare import compare_results, read_evaluations
 from dsft.runtime.console import print_table
 
 
@@ -19,4 +19,4 @@ def run_compare(options: CompareOptions) -> None:
         print(json.dumps({"comparisons": [dataclasses.asdict(comparison) for comparison in comparisons]}))
         return
     for comparison in comparisons:
-        print_table(comparison_title(comparison), comparison_rows(comparison))
+        print_table(comparison.title, comparison.summary())

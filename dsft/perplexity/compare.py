@@ -4,26 +4,29 @@ Both models scored the same documents, so the documents are drawn in pairs: what
 Results over other texts or windows are refused. Over other tokenizations, tokens are no common measure: only bits per
 byte and byte perplexity are compared.
 
-Of one model it shows how the loss of the same tokens falls as their context grows, in a table and a picture.
+`print_together` prints what the results of one launch say together: comparisons, and the tables of protocols, of
+context curves and of a reference.
 """
 
 import math
-from collections import defaultdict
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dsft.config.options import EvalConfig
 from dsft.errors import UserError, nearest, raise_if_any
 from dsft.perplexity.intervals import LEVEL, RESAMPLES, grouped, ratio_intervals, sign_test, units_of
-from dsft.perplexity.results import HOW_OPTIONS, Evaluation, Results, frame, html_table
+from dsft.perplexity.results import Evaluation, Results, frame, html_table
 from dsft.perplexity.sums import exp
+from dsft.runtime.console import print_table, say
 
 ESTIMATES = ("perplexity_ratio", "nats_per_token", "bits_per_byte", "byte_perplexity_ratio")
 """Fields of a Comparison."""
 MOVED = 5
 """Documents shown at each end."""
+PICTURE = "context_curve.png"
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,42 @@ class Comparison:
     """Those that gained most, then those that lost most; in the order of their change."""
     note: str = ""
 
+    @property
+    def title(self) -> str:
+        protocol = f" by {self.protocol}" if self.protocol else ""
+        return f"{self.model} against {self.base} on {self.data}{protocol}"
+
+    def summary(self) -> dict[str, str]:
+        """Return the rows of a table about the comparison, for the screen."""
+        rows = {
+            "perplexity, ratio": self.perplexity_ratio,
+            "nats per token, difference": self.nats_per_token,
+            "bits per byte, difference": self.bits_per_byte,
+            "byte perplexity, ratio": self.byte_perplexity_ratio,
+        }
+        rows = {name: str(estimate) for name, estimate in rows.items() if estimate is not None}
+        rows["documents"] = (
+            f"{self.better:,} better, {self.worse:,} worse, {self.same:,} the same (sign test: p = {self.p_value:.2g})"
+        )
+        rows["interval"] = f"{RESAMPLES:,} resamples of {self.resampled}, in pairs"
+        if self.note:
+            rows["note"] = self.note
+        for end, documents in (
+            ("gained most", [item for item in self.moved if item.nats < item.base_nats]),
+            ("lost most", [item for item in reversed(self.moved) if item.nats > item.base_nats]),
+        ):
+            lines = []
+            for item in documents:
+                if item.tokens is None:
+                    change = f"{item.base_nats:.1f} to {item.nats:.1f} nats"
+                else:
+                    before, after = item.base_nats / item.tokens, item.nats / item.tokens
+                    change = f"{before:.3f} to {after:.3f} nats per token ({item.tokens:,} tokens)"
+                lines.append(f"document {item.document}: {change}")
+            if lines:
+                rows[end] = "\n".join(lines)
+        return rows
+
 
 class Comparisons(tuple[Comparison, ...]):
     """Holds a comparison for each model and data set; a notebook shows them as tables."""
@@ -103,7 +142,7 @@ class Comparisons(tuple[Comparison, ...]):
         return frame(rows)
 
     def _repr_html_(self) -> str:
-        return "".join(html_table(comparison_title(item), comparison_rows(item)) for item in self)
+        return "".join(html_table(comparison.title, comparison.summary()) for comparison in self)
 
 
 def read_evaluations(folders: list[str]) -> list[Evaluation]:
@@ -137,19 +176,30 @@ def compare_results(evaluations: list[Evaluation], *, base: str | None = None) -
         UserError: where the base is not there, a model has no result on the base's texts, or results cannot be
             compared.
     """
-    base_model = _base_model(evaluations, base)
+    of_model: dict[str, list[Evaluation]] = {}
+    for evaluation in evaluations:
+        of_model.setdefault(evaluation.model, []).append(evaluation)
+    if base is None:
+        base = next(iter(of_model))
+    elif base not in of_model:
+        ending = [model for model in of_model if Path(model).parts[-len(Path(base).parts) :] == Path(base).parts]
+        known = ", ".join(of_model)
+        if not ending:
+            raise UserError(f"base={base}: is no model of these results, which are of {known}{nearest(base, of_model)}")
+        if len(ending) > 1:
+            raise UserError(f"base={base} is the end of {len(ending)} models; name more of the path: {known}")
+        base = ending[0]
+    references = of_model.pop(base)
+    if not of_model:
+        raise UserError(f"nothing to compare with {base}: name the results of another model too")
     problems, comparisons = [], []
-    others = dict.fromkeys(evaluation.model for evaluation in evaluations if evaluation.model != base_model)
-    if not others:
-        raise UserError([f"nothing to compare with {base_model}: name the results of another model too"])
-    for reference in _of_model(evaluations, base_model):
-        for model in others:
-            candidates = _of_model(evaluations, model)
+    for reference in references:
+        for model, candidates in of_model.items():
             fitting = [item for item in candidates if item.hashes["texts"] == reference.hashes["texts"]]
             if not fitting:
                 problems.append(
-                    f"{model} has no result on the texts of {reference.data} (as {base_model} has); evaluate both on"
-                    " the same data, with the same max_documents"
+                    f"{model} has no result on the texts of {reference.data} (as {base} has); evaluate both on the same"
+                    " data, with the same max_documents"
                 )
                 continue
             refusals = [refusal(reference, item) for item in fitting]
@@ -161,34 +211,17 @@ def compare_results(evaluations: list[Evaluation], *, base: str | None = None) -
     return Comparisons(comparisons)
 
 
-def _of_model(evaluations: list[Evaluation], model: str) -> list[Evaluation]:
-    return [evaluation for evaluation in evaluations if evaluation.model == model]
-
-
-def _base_model(evaluations: list[Evaluation], base: str | None) -> str:
-    models = list(dict.fromkeys(evaluation.model for evaluation in evaluations))
-    if base is None:
-        return models[0]
-    if base in models:
-        return base
-    ending = [model for model in models if Path(model).parts[-len(Path(base).parts) :] == Path(base).parts]
-    if len(ending) == 1:
-        return ending[0]
-    known = ", ".join(models)
-    if ending:
-        raise UserError([f"base={base} is the end of {len(ending)} models; name more of the path: {known}"])
-    raise UserError([f"base={base}: is no model of these results, which are of {known}{nearest(base, models)}"])
-
-
 def refusal(base: Evaluation, other: Evaluation) -> str:
     """Say why two results on the same texts cannot be compared; empty where they can."""
+    from dsft.perplexity.modes import find_mode  # loads transformers, which reading results does not need
+
     names = f"{other.model} and {base.model} on {base.data}"
-    decisive = [name for name in base.options | other.options if name not in HOW_OPTIONS]
-    differing = [name for name in decisive if base.options.get(name) != other.options.get(name)]
+    decisive = ["protocol", "seq_len", *find_mode(base.mode).options, *find_mode(other.mode).options, "mode"]
+    differing = [name for name in dict.fromkeys(decisive) if base.options.get(name) != other.options.get(name)]
     if differing:
         values = ", ".join(f"{name} {other.options.get(name)} and {base.options.get(name)}" for name in differing)
         return f"{names} were scored in other windows ({values}); evaluate both with the same options"
-    if has_same_tokens(base, other):
+    if base.hashes["tokens"] == other.hashes["tokens"]:
         if base.hashes["windows"] != other.hashes["windows"]:
             return f"{names} were scored in other windows; evaluate both with this dsft"
         return ""
@@ -199,16 +232,12 @@ def refusal(base: Evaluation, other: Evaluation) -> str:
     return ""
 
 
-def has_same_tokens(base: Evaluation, other: Evaluation) -> bool:
-    return base.hashes["tokens"] == other.hashes["tokens"]
-
-
 def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
     """Compare two results that `refusal` lets pass."""
     before, after = base.perplexity, other.perplexity
     change_D = after.document_nats - before.document_nats
     is_scored_D = (after.document_tokens > 0) & (before.document_tokens > 0)
-    same_tokens, note = has_same_tokens(base, other), ""
+    same_tokens, note = base.hashes["tokens"] == other.hashes["tokens"], ""
     if same_tokens:
         units = units_of(after, [change_D], [after.block_nats - before.block_nats])
         intervals = ratio_intervals(units, [(0, 1), (0, 2)])
@@ -226,6 +255,18 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
             note += "; fewer than 30 documents and other windows: no interval"
     per_byte = Estimate((after.nats - before.nats) / after.bytes, *intervals[1]) if after.bytes else None
     better, worse = (int((change_D[is_scored_D] * sign < 0).sum()) for sign in (1, -1))
+    order = np.argsort(change_D, kind="stable").tolist()  # the largest gain first, the largest loss last
+    ends = [number for number in order[:MOVED] if change_D[number] < 0]
+    ends += [number for number in order[-MOVED:] if change_D[number] > 0]
+    moved = [
+        MovedDocument(
+            document=number,
+            base_nats=float(before.document_nats[number]),
+            nats=float(after.document_nats[number]),
+            tokens=int(after.document_tokens[number]) if same_tokens else None,
+        )
+        for number in ends
+    ]
     return Comparison(
         model=other.model,
         base=base.model,
@@ -240,81 +281,54 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
         same=int(is_scored_D.sum()) - better - worse,
         p_value=sign_test(better, worse),
         resampled=resampled,
-        moved=_moved(before, after, same_tokens=same_tokens),
+        moved=tuple(moved),
         note=note,
     )
 
 
-def _moved(before, after, *, same_tokens: bool) -> tuple[MovedDocument, ...]:
-    """Return the documents with the largest changes of their nats, the largest gain first and the largest loss last."""
-    change_D = after.document_nats - before.document_nats
-    order = np.argsort(change_D, kind="stable").tolist()
-    ends = [*(number for number in order[:MOVED] if change_D[number] < 0)]
-    ends += [number for number in order[-MOVED:] if change_D[number] > 0]
-    return tuple(
-        MovedDocument(
-            document=number,
-            base_nats=float(before.document_nats[number]),
-            nats=float(after.document_nats[number]),
-            tokens=int(after.document_tokens[number]) if same_tokens else None,
-        )
-        for number in ends
-    )
-
-
-def comparison_title(comparison: Comparison) -> str:
-    """Return the title of a table about one comparison."""
-    protocol = f" by {comparison.protocol}" if comparison.protocol else ""
-    return f"{comparison.model} against {comparison.base} on {comparison.data}{protocol}"
-
-
-def comparison_rows(comparison: Comparison) -> dict[str, str]:
-    """Return the rows of a table about one comparison."""
-    rows = {
-        "perplexity, ratio": comparison.perplexity_ratio,
-        "nats per token, difference": comparison.nats_per_token,
-        "bits per byte, difference": comparison.bits_per_byte,
-        "byte perplexity, ratio": comparison.byte_perplexity_ratio,
-    }
-    rows = {name: str(estimate) for name, estimate in rows.items() if estimate is not None}
-    rows["documents"] = (
-        f"{comparison.better:,} better, {comparison.worse:,} worse, {comparison.same:,} the same"
-        f" (sign test: p = {comparison.p_value:.2g})"
-    )
-    rows["interval"] = f"{RESAMPLES:,} resamples of {comparison.resampled}, in pairs"
-    if comparison.note:
-        rows["note"] = comparison.note
-    for end, documents in (
-        ("gained most", [item for item in comparison.moved if item.nats < item.base_nats]),
-        ("lost most", [item for item in reversed(comparison.moved) if item.nats > item.base_nats]),
-    ):
-        lines = []
-        for item in documents:
-            if item.tokens is None:
-                change = f"{item.base_nats:.1f} to {item.nats:.1f} nats"
-            else:
-                before, after = item.base_nats / item.tokens, item.nats / item.tokens
-                change = f"{before:.3f} to {after:.3f} nats per token ({item.tokens:,} tokens)"
-            lines.append(f"document {item.document}: {change}")
-        if lines:
-            rows[end] = "\n".join(lines)
-    return rows
-
-
-PICTURE = "context_curve.png"
-Curves = dict[tuple[str, str], list[Evaluation]]
-"""Model and data -> the result of each length, shortest first."""
-
-
-def context_curves(evaluations: list[Evaluation]) -> Curves:
-    """Group the results of lengths of context."""
-    curves: Curves = defaultdict(list)
+def print_together(evaluations: list[Evaluation], config: EvalConfig) -> None:
+    """Print what the results of one launch say together: a table of protocols and one of the context curve for each
+    model and data set, every model against the first one, and all against the reference.
+    """
+    same_pair: dict[tuple[str, str], list[Evaluation]] = {}
+    against: dict[tuple[str, str], dict[str, str]] = {}
     for evaluation in evaluations:
-        curves[evaluation.model, evaluation.data].append(evaluation)
-    return {
-        names: sorted(results, key=lambda evaluation: evaluation.options["seq_len"])
-        for names, results in curves.items()
-    }
+        same_pair.setdefault((evaluation.model, evaluation.data), []).append(evaluation)
+        if divergence := evaluation.divergence:
+            rows = against.setdefault((evaluation.data, evaluation.protocol or ""), {})
+            rows.setdefault(f"{divergence.reference} (reference)", f"{divergence.reference_perplexity:.4f}")
+            rows[evaluation.model] = (
+                f"{evaluation.perplexity.perplexity:.4f}  (KL {divergence.kl:.6f} nats per token, same likeliest token"
+                f" {divergence.same_top:.2%})"
+            )
+    if config.protocol == "all":
+        for (model, data), results in same_pair.items():
+            rows = {each.protocol: each.protocol_row() for each in results}
+            print_table(f"{model} on {data}, as others report it", rows)
+    if config.context_curve:
+        curves = {
+            names: sorted(results, key=lambda each: each.options["seq_len"]) for names, results in same_pair.items()
+        }
+        for (model, data), results in curves.items():
+            print_table(f"Context curve of {model} on {data}", curve_rows(results))
+        if config.output_dir:
+            path = Path(config.output_dir) / PICTURE
+            is_drawn = draw_curves(curves, path)
+            say(
+                f"drawn: {path}"
+                if is_drawn
+                else "note: no picture of the curve, which needs matplotlib (pip install matplotlib)"
+            )
+    if len({evaluation.model for evaluation in evaluations}) > 1:
+        try:
+            for comparison in compare_results(evaluations):
+                print_table(comparison.title, comparison.summary())
+        except UserError as error:  # the results stand; only what joins them does not
+            for problem in error.problems:
+                say(f"note: not compared: {problem}")
+        for (data, protocol), rows in against.items():
+            by = f" by {protocol}" if protocol else ""
+            print_table(f"Perplexity on {data}{by}, against the reference", rows)
 
 
 def curve_rows(results: list[Evaluation]) -> dict[str, str]:
@@ -335,8 +349,10 @@ def curve_rows(results: list[Evaluation]) -> dict[str, str]:
     return rows
 
 
-def draw_curves(curves: Curves, path: Path) -> bool:
-    """Draw perplexity against length of context; False where matplotlib is not installed (`pip install dsft[demo]`)."""
+def draw_curves(curves: dict[tuple[str, str], list[Evaluation]], path: Path) -> bool:
+    """Draw perplexity against length of context, a line for each (model, data); False where matplotlib is not
+    installed (`pip install dsft[demo]`).
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

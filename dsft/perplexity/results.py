@@ -205,6 +205,12 @@ class Evaluation:
         """Compute the 95 % intervals."""
         return result_intervals(self.perplexity)
 
+    @property
+    def title(self) -> str:
+        by = f" by {self.protocol}" if self.protocol else ""
+        known = " (known from an earlier evaluation)" if self.is_known else ""
+        return f"Perplexity of {self.model} on {self.data}{by}{known}"
+
     def summary(self) -> dict[str, str]:
         """Return the rows of a table about the result, for the screen."""
         report = self.report()
@@ -251,7 +257,7 @@ class Evaluation:
         return frame(self.groups[group_by] if group_by else self.documents())
 
     def _repr_html_(self) -> str:
-        return html_table(f"Perplexity of {self.model} on {self.data}", self.summary())
+        return html_table(self.title, self.summary())
 
     @classmethod
     def known(cls, report: dict[str, Any], documents: dict[str, np.ndarray]) -> "Evaluation":

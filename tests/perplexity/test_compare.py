@@ -12,7 +12,7 @@ from scipy import stats
 from dsft.api import compare
 from dsft.cli.main import run_command
 from dsft.errors import UserError
-from dsft.perplexity.compare import compare_results, comparison_rows, read_evaluations
+from dsft.perplexity.compare import compare_results, read_evaluations
 from dsft.perplexity.results import Evaluation, Results
 from dsft.perplexity.sums import Perplexity
 
@@ -112,7 +112,7 @@ def test_few_documents_are_compared_by_blocks_of_windows_which_is_said():
 
 def test_of_a_single_block_no_interval_is_told():
     results = [evaluation(name, seed, documents=3, blocks=1) for seed, name in enumerate(("base", "other"))]
-    shown = comparison_rows(comparison_of(*results)) | results[0].summary()
+    shown = comparison_of(*results).summary() | results[0].summary()
     assert shown["perplexity, ratio"].endswith("95% unknown")
     assert shown["95% interval"] == "unknown (resampled: 1 block of 2 windows)"
 
@@ -123,7 +123,7 @@ def test_over_two_tokenizers_only_bytes_are_a_measure():
     assert comparison.perplexity_ratio is comparison.nats_per_token is None and "two tokenizers" in comparison.note
     same = comparison_of(base, evaluation("other", 1))
     assert comparison.bits_per_byte == same.bits_per_byte and comparison.byte_perplexity_ratio.value < 1
-    assert "perplexity, ratio" not in comparison_rows(comparison)
+    assert "perplexity, ratio" not in comparison.summary()
 
 
 def cut(original: Evaluation) -> Evaluation:

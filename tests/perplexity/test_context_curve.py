@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsft.api import evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
-from dsft.eval_ppl import show_context_curves
+from dsft.perplexity.compare import print_together
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.of_training import evaluation_config
 
@@ -33,7 +33,8 @@ def loss_of_last(model, tokenizer, *, length: int, longest: int, scored: int) ->
 def test_each_length_scores_the_same_last_tokens_and_is_kept_and_drawn(tiny, tmp_path, capsys):
     data = write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
     options = {"model": [str(tiny / "model")], "data": [str(data)], "zero": "0", "output_dir": str(tmp_path / "out")}
-    evaluations = list(evaluate(EvalConfig(**options, context_curve="16,8,32", batch_tokens=64)))
+    config = EvalConfig(**options, context_curve="16,8,32", batch_tokens=64)
+    evaluations = list(evaluate(config))
     model, tokenizer = (part.from_pretrained(tiny / "model") for part in (AutoModelForCausalLM, AutoTokenizer))
     assert [evaluation.protocol for evaluation in evaluations] == ["context-8", "context-16", "context-32"]
     for evaluation, length in zip(evaluations, (8, 16, 32), strict=True):
@@ -47,7 +48,7 @@ def test_each_length_scores_the_same_last_tokens_and_is_kept_and_drawn(tiny, tmp
         pytest.approx(evaluation.perplexity.loss) for evaluation in evaluations
     ]
     capsys.readouterr()
-    show_context_curves(evaluations, str(tmp_path / "out"))
+    print_together(evaluations, config)
     said = capsys.readouterr().out
     assert "Context curve of" in said and "32 tokens" in said and f"the last 4 tokens of {documents} documents" in said
     assert (tmp_path / "out" / "context_curve.png").read_bytes().startswith(b"\x89PNG")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.api import evaluate_perplexity
 from dsft.config.options import EvalConfig
-from dsft.eval_ppl import show_protocols
+from dsft.perplexity.compare import print_together
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.modes import MODES, NAMED_BY, protocol_configs
 from dsft.perplexity.of_training import evaluation_config
@@ -122,7 +122,7 @@ def test_a_protocol_gives_what_its_source_computes(measured, protocol):
 
 def test_the_table_of_all_protocols_has_a_line_for_each(measured, capsys):
     *_, evaluations = measured
-    show_protocols(evaluations)
+    print_together(evaluations, EvalConfig(protocol="all"))
     shown = capsys.readouterr().out
     assert all(f"{evaluation.report()['perplexity']:.4f}" in shown for evaluation in evaluations)
     assert [evaluation.protocol for evaluation in evaluations] == NAMED_BY["protocol"] == list(REFERENCES)
