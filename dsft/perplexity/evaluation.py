@@ -4,8 +4,7 @@ Candidate (known without weights) -> zero -> loaded_for_scoring -> Evaluation of
 
 A result has a fingerprint of all that it depends on, so that an evaluation that resumes or takes over results never
 mixes two models: the files of the model (of an adapter and of its base), the tokens with their windows, the options,
-the versions of the libraries, and the kind of device. Files of hundreds of gigabytes are sampled, and their times of
-change count.
+the versions of the libraries, and the kind of device.
 """
 
 import contextlib
@@ -14,13 +13,12 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -28,14 +26,15 @@ from dsft.checkpoints.readback import verify_weights
 from dsft.config.deepspeed import check_nvme, read_sound_file, read_zero_file, stage
 from dsft.config.options import UNQUANTISED, EvalConfig, common_options
 from dsft.data.formats import FormattedSource
-from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.build import described_in, is_bare_config, resolve_dtype
-from dsft.models.model_folder import has_only_shards, is_step_folder, located
+from dsft.data.sources import HeldOut
+from dsft.data.training_data import check_sources
+from dsft.errors import one_line, raise_if_any
+from dsft.models.build import resolve_dtype
 from dsft.models.size import check_sharding
 from dsft.perplexity.breakdown import Breakdown, build_breakdown
+from dsft.perplexity.candidates import Candidate, choose_zero, loaded_for_scoring, model_identity, with_bases
 from dsft.perplexity.head import exact_products
 from dsft.perplexity.kl import ChangeHistogram, divergence_of, refusal_of_pair
-from dsft.perplexity.loading import Candidate, choose_zero, loaded_for_scoring, read_data, with_bases
 from dsft.perplexity.modes import WINDOW_OPTIONS, build_windows, mode_problems
 from dsft.perplexity.results import HOW_OPTIONS, Evaluation, Recorder, Results, ResumeLog
 from dsft.perplexity.scoring import evaluate_windows
@@ -47,7 +46,7 @@ from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable
 from dsft.runtime.distributed import SAME_FILES, require_agreement, require_same_start
-from dsft.runtime.hardware import Machine, has_gpu, peak_memory_bytes, which_memory
+from dsft.runtime.hardware import Machine, Memory, has_gpu, memory_errors_explained, peak_memory_bytes
 from dsft.runtime.run_lock import only_run_in, wait_for_a_killed_run
 from dsft.runtime.versions import versions
 from dsft.units import IGNORED, GiB
@@ -68,89 +67,92 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
             loaded; or where another evaluation, or a training, writes into output_dir now.
         TrainingStopped: where a loss is NaN or infinite.
     """
-    problems = [] if problems is None else problems
     with only_run_in(config.output_dir) as left_lock:
         if left_lock:
             wait_for_a_killed_run()
-        problems += mode_problems(config)
-        if config.run or config.context_curve:
-            distributed.raise_together(problems)  # without the run, or the lengths, nothing else can be said
-        require_same_start(common_options(config), problems)
-        unset_hf_deepspeed_config()  # of a training earlier in this process: models are measured on the meta device
-        if config.output_dir:
-            check_writable(config.output_dir, problems)
-        if refusal := refused_number(config.sequence_parallel, distributed.world_size()):
-            problems.append(refusal)
-        if config.zero not in ("auto", "0"):
-            zero_file = read_sound_file(config.zero, problems)
-            problems += check_nvme(zero_file, config.zero)
-            if zero_file and stage(zero_file) != 3:
-                problems.append(
-                    f"zero={config.zero}: evaluation holds a full model per rank (0) or shards of stage 3, not of stage"
-                    f" {stage(zero_file)}"
-                )
-        named = [Candidate.of(config, name, problems) for name in config.model]
-        candidates = [each for model in named for each in model.in_formats(config.quantization, problems)]
-        reference = Candidate.of(config, config.reference, problems, key="reference") if config.reference else None
-        if reference:
-            reference.in_formats([], problems)
-        data_sets = {source: read_data(source, config, named, problems) for source in config.data}
-        distributed.raise_together([*dict.fromkeys(problems)])
-        if reference:
-            distributed.raise_together([line for each in named if (line := refusal_of_pair(each, reference))])
-        if {*config.quantization} - {UNQUANTISED}:
-            for model in named:
-                if on_disk := model.facts.size.quantization:
-                    say(f"note: {model.config.model} is quantised on disk ({on_disk.format}) and evaluated as it lies")
-        models = [*named, *([reference] if reference else [])]
-        distributed.raise_together(refused_models(models))
-        distributed.raise_together([problem for model in models for problem in model.check_weights(local=False)])
-        machine = distributed.smallest_machine()
+        named, reference, data_sets = _check(config, problems or [])
+        machine, dtype = distributed.smallest_machine(), resolve_dtype(config.dtype)
         results = Results(Path(config.output_dir)) if config.output_dir else None
         verify_once = functools.cache(verify_weights)  # once for all of a model's formats
-        for candidate in candidates:
-            yield from _evaluate_candidate(
-                candidate, reference, data_sets, machine, results, verify_once=verify_once, progress=progress
+        for candidate in named:
+            jobs = _jobs(candidate, reference, data_sets, dtype, progress=progress)
+            facts = {f"tokens of {job.name}": job.fingerprint for job in jobs}
+            facts |= {f"files of {job.config.model}": job.model_hash for job in jobs}
+            facts |= {f"content of {config.zero}": read_zero_file(config.zero, [])}
+            require_agreement({SAME_FILES: facts})
+            known = {job.name: results and results.known(job.fingerprint, verified=bool(config.verify)) for job in jobs}
+            loaded = [candidate, *([reference] if reference else [])]
+            with contextlib.ExitStack() as stack:
+                if not all(known.values()):
+                    for each in loaded:
+                        for model in with_bases(each.config.model):
+                            verify_once(model)
+                    with _out_of_memory_explained(candidate.config, "loading"):
+                        models, zero = _load(loaded, machine, dtype, stack)
+                for job in jobs:
+                    evaluation = known[job.name]
+                    log = None
+                    if evaluation is None:
+                        log = ResumeLog(Path(config.output_dir), job.fingerprint) if config.output_dir else None
+                        with _out_of_memory_explained(candidate.config, "scoring"):
+                            evaluation = _evaluate_job(models, zero, candidate, job, machine, log, progress=progress)
+                    if results:
+                        results.add(evaluation)
+                    if log:  # a result that is written needs its parts no longer
+                        log.remove()
+                    yield evaluation
+
+
+def _check(
+    config: EvalConfig, problems: list[str]
+) -> tuple[list[Candidate], Candidate | None, dict[str, FormattedSource]]:
+    """Return the models in each of their formats, the reference, and the data sets, before weights load. Collective.
+
+    Raises:
+        UserError: with all problems.
+    """
+    problems += mode_problems(config)
+    if config.run or config.context_curve:
+        distributed.raise_together(problems)  # without the run, or the lengths, nothing else can be said
+    require_same_start(common_options(config), problems)
+    unset_hf_deepspeed_config()  # of a training earlier in this process: models are measured on the meta device
+    if config.output_dir:
+        check_writable(config.output_dir, problems)
+    if refusal := refused_number(config.sequence_parallel, distributed.world_size()):
+        problems.append(refusal)
+    if config.zero not in ("auto", "0"):
+        zero_file = read_sound_file(config.zero, problems)
+        problems += check_nvme(zero_file, config.zero)
+        if zero_file and stage(zero_file) != 3:
+            problems.append(
+                f"zero={config.zero}: evaluation holds a full model per rank (0) or shards of stage 3, not of stage"
+                f" {stage(zero_file)}"
             )
-
-
-def _evaluate_candidate(
-    candidate: Candidate,
-    reference: Candidate | None,
-    data_sets: dict[str, FormattedSource],
-    machine: Machine,
-    results: Results | None,
-    *,
-    verify_once: Callable[[str], None],
-    progress: bool,
-) -> Iterator[Evaluation]:
-    config = candidate.config
-    dtype = resolve_dtype(config.dtype)
-    jobs = _jobs(candidate, reference, data_sets, dtype, progress=progress)
-    facts = {f"tokens of {job.name}": job.fingerprint for job in jobs}
-    facts |= {f"files of {job.config.model}": job.model_hash for job in jobs}
-    require_agreement({SAME_FILES: facts | {f"content of {config.zero}": read_zero_file(config.zero, [])}})
-    known = {job.name: results and results.known(job.fingerprint, verified=bool(config.verify)) for job in jobs}
-    candidates = [candidate, *([reference] if reference else [])]
-    with contextlib.ExitStack() as stack:
-        if not all(known.values()):
-            for each in candidates:
-                for model in with_bases(each.config.model):
-                    verify_once(model)
-            with out_of_memory_explained(config, "loading"):
-                models, zero = _load(candidates, machine, dtype, stack)
-        for job in jobs:
-            evaluation = known[job.name]
-            log = None
-            if evaluation is None:
-                log = ResumeLog(Path(config.output_dir), job.fingerprint) if config.output_dir else None
-                with out_of_memory_explained(config, "scoring"):
-                    evaluation = _evaluate_job(models, zero, candidate, job, machine, log, progress=progress)
-            if results:
-                results.add(evaluation)
-            if log:  # a result that is written needs its parts no longer
-                log.remove()
-            yield evaluation
+    models = [Candidate.of(config, name, problems) for name in config.model]
+    in_formats = [each for model in models for each in model.in_formats(config.quantization, problems)]
+    reference = Candidate.of(config, config.reference, problems, key="reference") if config.reference else None
+    if reference:
+        reference.in_formats([], problems)
+    data_sets = {}
+    for source in config.data:  # with the tokenizer of each model
+        how = {"key": "data", "split": config.data_split, "problems": problems, "keep_all": True}
+        checked = [check_sources([source], config, model.tokenizer, **how) for model in models]
+        data = next((sources[0] for sources in checked if sources), None)
+        if data and config.eval_fraction:
+            share = HeldOut(fraction=config.eval_fraction, seed=config.data_seed, wanted=True)
+            data = replace(data, held_out=share)
+        data_sets[source] = data
+    distributed.raise_together([*dict.fromkeys(problems)])
+    if reference:
+        distributed.raise_together([line for each in models if (line := refusal_of_pair(each, reference))])
+    if {*config.quantization} - {UNQUANTISED}:
+        for model in models:
+            if on_disk := model.facts.size.quantization:
+                say(f"note: {model.config.model} is quantised on disk ({on_disk.format}) and evaluated as it lies")
+    loaded = [*models, *([reference] if reference else [])]
+    distributed.raise_together(refused_models(loaded))
+    distributed.raise_together([problem for model in loaded for problem in model.check_weights(local=False)])
+    return in_formats, reference, data_sets
 
 
 def _load(
@@ -328,12 +330,6 @@ LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")
 """Whose versions can change nats."""
 QUANTIZERS = ("bitsandbytes", "torchao", "gguf", "compressed-tensors", "gptqmodel", "optimum")
 """Whose versions can change those of a quantised model."""
-READ_ENDINGS = (".safetensors", ".bin", ".pt", ".json", ".py")
-"""Of files that loading a model reads. The text of a tokenizer counts through the tokens that it makes."""
-RESULTS = ("perplexity.json",)
-"""Files that an evaluation may write into a model's folder."""
-EDGE_BYTES, BLOCK_BYTES, BLOCKS = 1 << 20, 1 << 14, 64
-"""Read of each file: both ends, the whole header, and blocks that are evenly spread."""
 
 
 def fingerprint(model: dict[str, str], windows: dict[str, str], options: dict[str, Any]) -> str:
@@ -351,81 +347,19 @@ def fingerprint(model: dict[str, str], windows: dict[str, str], options: dict[st
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def model_identity(model: str, *, revision: str | None, seed: int) -> dict[str, str]:
-    """Identify a model: `content` is the same for a copy, `changed` is not.
-
-    Args:
-        revision: of a model on the hub, whose commit is its identity.
-        seed: of the random weights where the model is a config.json alone.
+def _out_of_memory_explained(config: EvalConfig, doing: str) -> contextlib.AbstractContextManager[None]:
     """
-    content, changed = hashlib.sha256(), hashlib.sha256()
-    if is_bare_config(model):
-        content.update(f"seed {seed}".encode())
-    for name in with_bases(model):
-        if not Path(name).exists():
-            repository, gguf = located(name)
-            file = gguf.get("gguf_file", "config.json")  # in the cache: the model has been measured
-            path = try_to_load_from_cache(repository, file, revision=revision)
-            commit = Path(path.removesuffix(file)).name if isinstance(path, str) else revision
-            content.update(f"{name} {commit}".encode())
-            continue
-        for file in _files_read(Path(name)):
-            facts = file.stat()
-            content.update(f"{file.name} {facts.st_size}".encode())
-            changed.update(f"{file.name} {facts.st_mtime_ns}".encode())
-            for piece in _sample(file, facts.st_size):
-                content.update(piece)
-    return {"content": content.hexdigest(), "changed": changed.hexdigest()}
-
-
-def _files_read(path: Path) -> list[Path]:
-    """List the files that loading reads: of a folder, and of DeepSpeed's shards where they are its only weights."""
-    if path.is_file():
-        return [path]
-    folder = Path(described_in(str(path)))
-    files = [file for file in folder.iterdir() if file.suffix in READ_ENDINGS and file.name not in RESULTS]
-    if is_step_folder(str(path)):
-        files += path.rglob("*.pt")
-    elif has_only_shards(str(path)):
-        files += [*folder.glob("global_step*/*"), *folder.glob("latest")]
-    return sorted(file for file in files if file.is_file())
-
-
-def _sample(path: Path, size: int) -> Iterator[bytes]:
-    """Read the header, both ends and evenly spread blocks of a file."""
-    with path.open("rb") as file:
-        start = file.read(min(size, EDGE_BYTES))
-        yield start
-        if path.suffix == ".safetensors":  # its first 8 bytes are the length of its header
-            yield file.read(max(0, min(int.from_bytes(start[:8], "little"), size) - EDGE_BYTES))
-        for block in range(BLOCKS):
-            file.seek(size * block // BLOCKS)
-            yield file.read(BLOCK_BYTES)
-        file.seek(max(0, size - EDGE_BYTES))
-        yield file.read()
-
-
-@contextlib.contextmanager
-def out_of_memory_explained(config: EvalConfig, doing: str) -> Iterator[None]:
-    """Turn a failed allocation inside a `with` into one clear error on this rank.
-
     Args:
         doing: in one word, for the message.
-
-    Raises:
-        UserError: with what to ask for instead.
     """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if (memory := which_memory(error)) is None:
-            raise
+
+    def explanation(error: BaseException, memory: Memory) -> str:
         peaks = peak_memory_bytes()
         taken = peaks["gpu" if memory == "GPU" and "gpu" in peaks else "host"] / GiB
-        raise UserError(
-            [
-                f"out of memory in {doing} {config.model} ({one_line(error)}): {taken:.3g} GiB of {memory} memory were"
-                f" taken at most; use a smaller batch_tokens (here {config.batch_tokens or 'the default'}), more ranks"
-                " with zero 3, or zero 3-offload where a GPU ran out"
-            ]
-        ) from error
+        return (
+            f"in {doing} {config.model} ({one_line(error)}): {taken:.3g} GiB of {memory} memory were taken at most; use"
+            f" a smaller batch_tokens (here {config.batch_tokens or 'the default'}), more ranks with zero 3, or zero"
+            " 3-offload where a GPU ran out"
+        )
+
+    return memory_errors_explained(explanation)

@@ -35,7 +35,7 @@ from dsft.runtime import distributed
 from dsft.units import IGNORED
 
 if TYPE_CHECKING:
-    from dsft.perplexity.loading import Candidate
+    from dsft.perplexity.candidates import Candidate
 
 TIMEOUT = timedelta(minutes=30)
 """Of a collective within a team, whose ranks do the same work."""

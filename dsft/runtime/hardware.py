@@ -4,6 +4,7 @@ Reads only. To ask a GPU for its free memory makes a context on it. torch, which
 where a GPU is asked.
 """
 
+import contextlib
 import ctypes
 import glob
 import os
@@ -12,6 +13,7 @@ import resource
 import subprocess
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -456,3 +458,22 @@ def which_memory(error: BaseException) -> Memory | None:
     frames = traceback.extract_tb(error.__traceback__)[-1:]
     is_pinning = any("pin_memory" in frame.name or "pin_memory" in (frame.line or "") for frame in frames)
     return "pinned host" if is_pinning or "pin memory thread" in str(error) else "GPU"
+
+
+@contextlib.contextmanager
+def memory_errors_explained(explanation: Callable[[BaseException, Memory], str]) -> Iterator[None]:
+    """Turn a failed allocation inside a `with`, on a GPU or the host, into one clear error on this rank, without a
+    collective: the other ranks do not come.
+
+    Args:
+        explanation: what the message has behind "out of memory": where, and the way out.
+
+    Raises:
+        UserError: so that a restart, which would fail again, is not tried.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if (memory := which_memory(error)) is None:
+            raise
+        raise UserError(f"out of memory {explanation(error, memory)}") from error

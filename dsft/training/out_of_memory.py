@@ -1,12 +1,12 @@
 """What a user needs to know when memory runs out: the plan, what was measured, and the next smaller plan."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
 
-from dsft.errors import UserError, one_line
+from dsft.errors import one_line
 from dsft.planner.plans import Plan
 from dsft.run_setup.resolve import ResolvedRun, smaller_plan
-from dsft.runtime.hardware import Memory, peak_memory_bytes, which_memory
+from dsft.runtime.hardware import Memory, memory_errors_explained, peak_memory_bytes
 from dsft.units import GiB
 from dsft.watchdog import client as watchdog
 
@@ -14,26 +14,17 @@ PARTS = {"evaluating": "while evaluating", "saving": "while saving"}
 """Phases of the watchdog that are parts of a training, in words."""
 
 
-@contextlib.contextmanager
-def out_of_memory_explained(run: ResolvedRun, when: str) -> Iterator[None]:
-    """Turns a failed allocation inside a `with`, on a GPU or the host, into one clear error on this rank, without a
-    collective: the other ranks do not come.
+def out_of_memory_explained(run: ResolvedRun, when: str) -> contextlib.AbstractContextManager[None]:
+    """Turn a failed allocation inside a `with` into one clear error on this rank.
 
     Args:
         when: in words, for the message.
-
-    Raises:
-        UserError: so that a restart, which would fail again, is not tried.
     """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if (memory := which_memory(error)) is None:
-            raise
-        raise UserError([_explanation(run, PARTS.get(watchdog.current_phase(), when), error, memory)]) from error
+    return memory_errors_explained(functools.partial(_explanation, run, when))
 
 
 def _explanation(run: ResolvedRun, when: str, error: BaseException, memory: Memory) -> str:
+    when = PARTS.get(watchdog.current_phase(), when)
     plan, machine = run.plan, run.machine
     on_gpu = machine.has_gpu and memory == "GPU"
     measured = peak_memory_bytes()["gpu" if on_gpu else "host"]
@@ -54,7 +45,7 @@ def _explanation(run: ResolvedRun, when: str, error: BaseException, memory: Memo
         else "no smaller plan is known: use more GPUs or nodes, method lora, or a smaller seq_len"
     )
     return (
-        f"out of memory {when} ({one_line(error)}): the plan is {plan.label}, {predicted / GiB:.3g} GiB were"
+        f"{when} ({one_line(error)}): the plan is {plan.label}, {predicted / GiB:.3g} GiB were"
         f" predicted for this {where}, {measured / GiB:.3g} GiB were taken at most, {there / GiB:.3g} GiB are its"
         f" share; {way_out}"
     )

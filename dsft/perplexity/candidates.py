@@ -1,10 +1,14 @@
 """Finds what is known of models before their weights are loaded, and loads them for scoring: one copy on each rank, or
 shards of ZeRO-3 over all ranks; one model at a time.
+
+A model's identity is of its files (of an adapter and of its base). Those of hundreds of gigabytes are sampled, and
+their times of change count.
 """
 
 import contextlib
 import dataclasses
 import gc
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -19,12 +24,9 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from dsft.checkpoints.run_folder import FINAL, damage
 from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import UNQUANTISED, EvalConfig, TrainConfig
-from dsft.data.formats import FormattedSource
-from dsft.data.sources import HeldOut
-from dsft.data.training_data import check_sources
 from dsft.errors import UserError, raise_if_any
 from dsft.models.build import DTYPES, build_model, described_in, is_bare_config, resolve_dtype
-from dsft.models.model_folder import adapter_base, has_only_shards
+from dsft.models.model_folder import adapter_base, has_only_shards, is_step_folder, located
 from dsft.models.quantization import FORMATS, Quantization, fitted, format_problems, unknown_format
 from dsft.models.size import ModelFacts, check_positions, check_sharding, empty_model, measure_model
 from dsft.models.tokenizer import check_tokenizer
@@ -37,6 +39,13 @@ from dsft.planner.job import Job, attention_of
 from dsft.planner.step_time import speeds_of
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine, has_gpu
+
+READ_ENDINGS = (".safetensors", ".bin", ".pt", ".json", ".py")
+"""Of files that loading a model reads. The text of a tokenizer counts through the tokens that it makes."""
+RESULTS = ("perplexity.json",)
+"""Files that an evaluation may write into a model's folder."""
+EDGE_BYTES, BLOCK_BYTES, BLOCKS = 1 << 20, 1 << 14, 64
+"""Read of each file: both ends, the whole header, and blocks that are evenly spread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,32 +101,30 @@ class Candidate:
             return [self]
         candidates = []
         for name in formats:
-            quantization = self._quantization(name, problems)
+            quantization = None
+            if name != UNQUANTISED:
+                try:
+                    quantization = self._fitted(name)
+                except UserError as error:
+                    problems += error.problems
             facts = dataclasses.replace(self.facts, size=dataclasses.replace(size, quantization=quantization))
             candidates.append(dataclasses.replace(self, facts=facts))
             if quantization:
                 problems += candidates[-1]._format_problems(quantization)
         return candidates
 
-    def _quantization(self, name: str, problems: list[str]) -> Quantization | None:
-        model, facts = self.config.model, self.facts
-        if name == UNQUANTISED:
-            return None
+    def _fitted(self, name: str) -> Quantization:
+        """Fit a format to the layers of the model."""
+        model = self.config.model
         if name not in FORMATS:
-            problems.append(unknown_format(name, [UNQUANTISED, *FORMATS]))
-            return None
+            raise UserError(unknown_format(name, [UNQUANTISED, *FORMATS]))
         if is_bare_config(model) or has_only_shards(model):
-            problems.append(
+            raise UserError(
                 f"quantization={name}: weights are quantised while they load from the files of a model, and {model} has"
                 " none; name a folder or hub id (dsft export makes one of a checkpoint)"
             )
-            return None
-        try:
-            empty = empty_model(facts.config, trust_remote_code=self.config.trust_remote_code)
-            return fitted(FORMATS[name], empty, name=model)
-        except UserError as error:
-            problems += error.problems
-            return None
+        empty = empty_model(self.facts.config, trust_remote_code=self.config.trust_remote_code)
+        return fitted(FORMATS[name], empty, name=model)
 
     def _format_problems(self, quantization: Quantization) -> list[str]:
         config = self.config
@@ -173,21 +180,55 @@ def _measure(config: EvalConfig, problems: list[str]) -> ModelFacts | None:
     return facts
 
 
-def read_data(
-    source: str, config: EvalConfig, candidates: list[Candidate], problems: list[str]
-) -> FormattedSource | None:
-    """Read the first rows of a source with the tokenizer of each model."""
-    checked = [
-        check_sources(
-            [source], config, candidate.tokenizer, key="data", split=config.data_split, problems=problems, keep_all=True
-        )
-        for candidate in candidates
-    ]
-    source_with_format = next((sources[0] for sources in checked if sources), None)
-    if source_with_format and config.eval_fraction:
-        share = HeldOut(fraction=config.eval_fraction, seed=config.data_seed, wanted=True)
-        return dataclasses.replace(source_with_format, held_out=share)
-    return source_with_format
+def model_identity(model: str, *, revision: str | None, seed: int) -> dict[str, str]:
+    """Identify a model: `content` is the same for a copy, `changed` is not.
+
+    Args:
+        revision: of a model on the hub, whose commit is its identity.
+        seed: of the random weights where the model is a config.json alone.
+    """
+    content, changed = hashlib.sha256(), hashlib.sha256()
+    if is_bare_config(model):
+        content.update(f"seed {seed}".encode())
+    for name in with_bases(model):
+        path = Path(name)
+        if not path.exists():
+            repository, gguf = located(name)
+            file = gguf.get("gguf_file", "config.json")  # in the cache: the model has been measured
+            cached = try_to_load_from_cache(repository, file, revision=revision)
+            commit = Path(cached.removesuffix(file)).name if isinstance(cached, str) else revision
+            content.update(f"{name} {commit}".encode())
+            continue
+        if path.is_file():
+            files = [path]
+        else:
+            folder = Path(described_in(name))
+            files = [file for file in folder.iterdir() if file.suffix in READ_ENDINGS and file.name not in RESULTS]
+            if is_step_folder(name):
+                files += path.rglob("*.pt")
+            elif has_only_shards(name):
+                files += [*folder.glob("global_step*/*"), *folder.glob("latest")]
+        for file in sorted(file for file in files if file.is_file()):
+            facts = file.stat()
+            content.update(f"{file.name} {facts.st_size}".encode())
+            changed.update(f"{file.name} {facts.st_mtime_ns}".encode())
+            for piece in _sample(file, facts.st_size):
+                content.update(piece)
+    return {"content": content.hexdigest(), "changed": changed.hexdigest()}
+
+
+def _sample(path: Path, size: int) -> Iterator[bytes]:
+    """Read the header, both ends and evenly spread blocks of a file."""
+    with path.open("rb") as file:
+        start = file.read(min(size, EDGE_BYTES))
+        yield start
+        if path.suffix == ".safetensors":  # its first 8 bytes are the length of its header
+            yield file.read(max(0, min(int.from_bytes(start[:8], "little"), size) - EDGE_BYTES))
+        for block in range(BLOCKS):
+            file.seek(size * block // BLOCKS)
+            yield file.read(BLOCK_BYTES)
+        file.seek(max(0, size - EDGE_BYTES))
+        yield file.read()
 
 
 def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
