@@ -33,11 +33,10 @@ from dsft.models.build import resolve_dtype
 from dsft.models.size import check_sharding
 from dsft.perplexity.breakdown import Breakdown, build_breakdown
 from dsft.perplexity.candidates import Candidate, choose_zero, loaded_for_scoring, model_identity, with_bases
-from dsft.perplexity.head import exact_products
 from dsft.perplexity.kl import ChangeHistogram, divergence_of, refusal_of_pair
 from dsft.perplexity.modes import WINDOW_OPTIONS, build_windows, mode_problems
 from dsft.perplexity.results import HOW_OPTIONS, Evaluation, Recorder, Results, ResumeLog
-from dsft.perplexity.scoring import evaluate_windows
+from dsft.perplexity.scoring import evaluate_windows, exact_products
 from dsft.perplexity.sequence_parallel import refused_models, team_of
 from dsft.perplexity.sums import Perplexity
 from dsft.perplexity.windows import Windows

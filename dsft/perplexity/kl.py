@@ -21,24 +21,13 @@ import numpy as np
 import torch
 
 from dsft.models.head import exp_in_place
-from dsft.perplexity.head import Scorer, score_in_tiles
-from dsft.perplexity.results import COLUMNS, Divergence
+from dsft.perplexity.results import Divergence
 from dsft.perplexity.sums import Perplexity, exp
 from dsft.runtime.distributed import sum_over_ranks
 
 QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 BINS = 1 << 15
 """Of changes from -1 to 1: quantiles are exact to 3e-5."""
-
-
-def score_pair(model: Scorer, reference: Scorer, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return [K, N] of each scored token of a collated batch, row by row. Collective where either is sharded."""
-    return score_in_tiles(
-        [model, reference],
-        batch,
-        lambda tiles, targets_N: compare_logits(zip(*tiles, strict=True), targets_N),
-        columns=len(COLUMNS),
-    )
 
 
 class _Sums:
@@ -69,7 +58,7 @@ class _Sums:
 
 
 def compare_logits(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], targets_N: torch.Tensor) -> torch.Tensor:
-    """Return [K, N] float64.
+    """Return [K, N] float64: the COLUMNS of `results.py` of each token.
 
     Args:
         parts: logits [N, W] of the model and of the reference, of one tile of the vocabulary after the other.

@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # results are read without torch
 
 
 COLUMNS = ("nats", "reference_nats", "kl", "reverse_kl", "same_top")
-"""Rows of what `kl.score_pair` returns; the first is the model's own."""
+"""Rows of what `scoring.score_pair` returns; the first is the model's own."""
 
 SHOWN_GROUPS = 20
 HOW_OPTIONS = (

@@ -10,34 +10,65 @@ window) over all scored tokens, log-softmax in fp32 whatever the model's dtype, 
 A piece is what one window scores of one document (`sums.py`). Nats of a token are rounded to a multiple of 2^-28, so
 that float64 sums of them are exact in any order and grouping, up to 33 million nats.
 
-Shape suffixes: B batch, T time, H hidden, V vocabulary, W one tile of it, N scored tokens of a batch.
+The logits of all positions never exist: they come tile by tile. A head that can be computed in parts (`models/head.py`)
+is given some rows of hidden states at a time. A model whose head cannot runs several times, each time for some
+positions of the batch.
+
+Shape suffixes: B batch, T time, S some positions, V vocabulary, W one tile of it, N scored tokens, K columns, P pieces.
 """
 
+import contextlib
 import dataclasses
+import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from dsft.models.head import VOCAB_TILE, ChunkedHead, Reused, exp_in_place
+from dsft.models.head import ROW_TILE, VOCAB_TILE, ChunkedHead, Reused, exp_in_place
 from dsft.models.trials import RowRules, row_rules
-from dsft.perplexity.head import Scorer, exact_products, score_in_tiles
-from dsft.perplexity.kl import score_pair
+from dsft.perplexity.kl import compare_logits
 from dsft.perplexity.results import COLUMNS, Recorder
 from dsft.perplexity.sequence_parallel import ALONE, Team
 from dsft.perplexity.sums import Perplexity, add_up, exp, pieces_of
 from dsft.perplexity.windows import Windows
 from dsft.runtime.console import progress_bar, say
-from dsft.runtime.distributed import sum_over_ranks
+from dsft.runtime.distributed import max_over_ranks, sum_over_ranks
 from dsft.units import IGNORED
 from dsft.watchdog import client as watchdog
 
 STEPS = 2.0**28
 """Of a nat. fp32 logits above 1/32 have no finer ones."""
+SLICE_LOGITS = 2**28
+"""Logits that a model whose head is not computed in parts makes in one forward: 1 GiB in fp32."""
+
+Scorer = ChunkedHead | nn.Module
+Tiles = Iterable[torch.Tensor]
+"""Logits [N, W] of one tile of the vocabulary after the other."""
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Multiply float32 without TF32 inside a `with`, whatever the option `tf32` or the environment says.
+
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which images of NVIDIA set, speaks to cuBLAS's own setting.
+    """
+    settings = (torch.backends, torch.backends.cuda.matmul)
+    before = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision
 
 
 def form_batches(lengths: np.ndarray, batch_tokens: int, rules: RowRules) -> list[list[int]]:
@@ -84,7 +115,10 @@ def evaluate_windows(
     """
     was_training = model.training
     models = (model,) if reference is None else (model, reference)
-    rules = _rules_of(models, team)
+    rules, *others = (row_rules(each.eval()) for each in models)
+    for other in others:  # which rows may share a batch of all models, and how it is padded
+        rules = rules.joined(other)
+    rules = dataclasses.replace(rules, multiple=team.size)
     batches = form_batches(windows.lengths, batch_tokens, rules)
     pieces = pieces_of(windows, batches)
     places, counts = pieces.places(), pieces.tokens
@@ -113,14 +147,6 @@ _is_chunked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Whether the head of a model can be computed in parts, as all its ranks found."""
 
 
-def _rules_of(models: tuple[nn.Module, ...], team: Team) -> RowRules:
-    """Find which rows may share a batch of all models, and how it is padded. Collective."""
-    first, *others = (row_rules(each.eval()) for each in models)
-    for rules in others:
-        first = first.joined(rules)
-    return dataclasses.replace(first, multiple=team.size)
-
-
 def _scorer(
     model: nn.Module, reference: nn.Module | None, pad_token_id: int, device: torch.device
 ) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
@@ -139,7 +165,7 @@ def _scorer(
             heads.append(head if _is_chunked[each] else each)
     if reference is None:
         return lambda batch: score(heads[0], batch)[None]
-    return lambda batch: in_exact_steps(score_pair(*heads, batch))
+    return lambda batch: score_pair(*heads, batch)
 
 
 def _score_batches(
@@ -184,28 +210,26 @@ def _score_batches(
 def _collated_ahead(
     windows: Windows, batches: list[list[int]], rules: RowRules, pad_token_id: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Collate the batches, the next one in a second thread while the model runs on this one."""
+    """Yield input_ids and targets [B, T] of the batches, padded on the right: no token sees what comes after it, so no
+    attention mask is needed. A second thread makes the next one while the model runs on this one.
+    """
+
+    def collate(batch: list[int]) -> dict[str, torch.Tensor]:
+        shape = (len(batch), rules.width(windows.lengths[batch[0]]))
+        ids_BT, targets_BT = np.full(shape, pad_token_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+        for row, window in enumerate(batch):
+            ids, targets = windows.inputs_and_targets(window)
+            ids_BT[row, : len(ids)], targets_BT[row, : len(ids)] = ids, targets
+        return {"input_ids": torch.from_numpy(ids_BT), "targets": torch.from_numpy(targets_BT)}
+
     with ThreadPoolExecutor(max_workers=1) as thread:
         ahead = None
         for batch in batches:
-            ready, ahead = ahead, thread.submit(_collate, windows, batch, rules, pad_token_id)
+            ready, ahead = ahead, thread.submit(collate, batch)
             if ready is not None:
                 yield ready.result()
         if ahead is not None:
             yield ahead.result()
-
-
-def _collate(windows: Windows, batch: list[int], rules: RowRules, pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Return input_ids and targets [B, T], padded on the right.
-
-    No token sees what comes after it, so no attention mask is needed.
-    """
-    shape = (len(batch), rules.width(windows.lengths[batch[0]]))
-    ids_BT, targets_BT = np.full(shape, pad_token_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
-    for row, window in enumerate(batch):
-        ids, targets = windows.inputs_and_targets(window)
-        ids_BT[row, : len(ids)], targets_BT[row, : len(ids)] = ids, targets
-    return {"input_ids": torch.from_numpy(ids_BT), "targets": torch.from_numpy(targets_BT)}
 
 
 def score(head: Scorer, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -214,6 +238,100 @@ def score(head: Scorer, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         [head], batch, lambda tiles, targets_N: negative_log_likelihood(*tiles, targets_N)[None], columns=1
     )
     return in_exact_steps(nats_KN[0])
+
+
+def score_pair(model: Scorer, reference: Scorer, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return [K, N] float64 on the CPU: COLUMNS of each scored token of a collated batch, row by row. Collective where
+    either is sharded.
+    """
+    columns_KN = score_in_tiles(
+        [model, reference],
+        batch,
+        lambda tiles, targets_N: compare_logits(zip(*tiles, strict=True), targets_N),
+        columns=len(COLUMNS),
+    )
+    return in_exact_steps(columns_KN)
+
+
+def score_in_tiles(
+    scorers: list[Scorer],
+    batch: dict[str, torch.Tensor],
+    score_rows: Callable[[list[Tiles], torch.Tensor], torch.Tensor],
+    *,
+    columns: int,
+) -> torch.Tensor:
+    """Return [K, N] float64 on the CPU of each scored token of a collated batch, row by row.
+
+    Collective where a model is sharded.
+
+    Args:
+        score_rows: is given the tiles of each scorer's logits and the targets [N], and returns [K, N].
+        columns: K.
+    """
+    where_BT, rows = batch["targets"] != IGNORED, ROW_TILE[batch["targets"].device.type]
+    columns_KBT = torch.zeros(columns, *where_BT.shape, dtype=torch.float64)
+    for positions, outputs in _in_slices(scorers, batch):
+        where_BS = where_BT[:, positions]
+        parts = (each[where_BS].split(rows) for each in (batch["targets"][:, positions], *outputs))
+        scored = [
+            score_rows(
+                [
+                    scorer.logits(rows_of)
+                    if isinstance(scorer, ChunkedHead)
+                    else rows_of.split(VOCAB_TILE[rows_of.device.type], dim=1)
+                    for scorer, rows_of in zip(scorers, of_scorers, strict=True)
+                ],
+                wanted_N,
+            )
+            for wanted_N, *of_scorers in zip(*parts, strict=True)
+            if len(wanted_N)
+        ]
+        if scored:
+            columns_KBS = torch.zeros(columns, *where_BS.shape, dtype=torch.float64)
+            columns_KBS[:, where_BS.cpu()] = torch.cat(scored, dim=1).double().cpu()
+            columns_KBT[:, :, positions] = columns_KBS
+    return columns_KBT[:, where_BT.cpu()]
+
+
+def _in_slices(scorers: list[Scorer], batch: dict[str, torch.Tensor]) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+    """Yield some positions and, of each scorer, what its tiles are made of there: hidden states, or all logits."""
+    given = {name: tensor for name, tensor in batch.items() if name != "targets"}
+    rows, width = given["input_ids"].shape
+    hidden = {scorer: scorer.run_backbone(**given) for scorer in scorers if isinstance(scorer, ChunkedHead)}
+    plain = [scorer for scorer in scorers if scorer not in hidden]
+    length = width  # positions of each row whose logits are made in one forward
+    for scorer in filter(_leaves_positions_out, plain):
+        vocab_size = _inner(scorer).config.get_text_config().vocab_size
+        length = min(length, max(1, SLICE_LOGITS // (rows * vocab_size)))
+    number = most = math.ceil(width / length)
+    if plain and is_deepspeed_zero3_enabled():
+        most = int(max_over_ranks(number))
+    with contextlib.ExitStack() as gathered:
+        for scorer in hidden:
+            gathered.enter_context(scorer.weights())
+        for start in range(0, width, length):
+            here = slice(start, start + length)
+            logits = {scorer: _logits(scorer, given, here) for scorer in plain}
+            yield here, [logits[scorer] if scorer in logits else hidden[scorer][:, here] for scorer in scorers]
+        for _ in range(number, most):
+            # Every rank runs as many forwards. Its slices follow from its own batch alone, for the sake of the bits.
+            for scorer in plain:
+                _logits(scorer, given, slice(0, 1))
+
+
+def _logits(model: nn.Module, given: dict[str, torch.Tensor], positions: slice) -> torch.Tensor:
+    if not _leaves_positions_out(model):
+        return model(**given, use_cache=False).logits[:, positions]
+    kept = torch.arange(given["input_ids"].shape[1], device=given["input_ids"].device)[positions]
+    return model(**given, use_cache=False, logits_to_keep=kept).logits
+
+
+def _leaves_positions_out(model: nn.Module) -> bool:
+    return "logits_to_keep" in inspect.signature(type(_inner(model)).forward).parameters
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def in_exact_steps(values: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ class Perplexity:
     document_words: np.ndarray
     """[D] int64."""
     document_pairs: np.ndarray
-    """[K - 1, D] float64: with a reference, the sums of COLUMNS of `kl.py` after the first; else [0, D]."""
+    """[K - 1, D] float64: with a reference, the sums of COLUMNS of `results.py` after the first; else [0, D]."""
     block_nats: np.ndarray
     """[B] float64: of neighbouring windows, in the order of the text; empty where enough documents are scored."""
     block_tokens: np.ndarray

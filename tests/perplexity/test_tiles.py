@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from dsft.config.options import EvalConfig
 from dsft.models.head import VOCAB_TILE, ChunkedHead
-from dsft.perplexity import head
+from dsft.perplexity import scoring
 from dsft.perplexity.evaluation import evaluate
 from dsft.units import IGNORED
 
@@ -22,14 +22,14 @@ SLICE = 5000
 
 def scored(options: dict) -> dict:
     """Nats of documents, columns of pairs, and the most logits that a forward made, with a head that is not split."""
-    made, make_logits = [], head._logits
+    made, make_logits = [], scoring._logits
 
     def counted(*args) -> torch.Tensor:
         logits = make_logits(*args)
         made.append(logits.numel())
         return logits
 
-    head.SLICE_LOGITS, head._logits = SLICE, counted
+    scoring.SLICE_LOGITS, scoring._logits = SLICE, counted
     ChunkedHead.agrees = lambda self, ids_BT: False
     nats, pairs = _in_parts(options)
     return {"nats": nats, "pairs": pairs, "most": max(made)}
@@ -74,9 +74,9 @@ def test_a_head_in_parts_slices_of_positions_and_all_logits_are_compared_side_by
     models = [cls(config(**values)).eval() for cls in (LlamaForCausalLM, LlamaForCausalLM, MakesAllLogits)]
     batch = {"input_ids": torch.randint(1, 384, (3, 20)), "targets": torch.randint(1, 384, (3, 20))}
     batch["targets"][:, ::3] = batch["targets"][1, 4:] = IGNORED
-    monkeypatch.setattr(head, "SLICE_LOGITS", 7 * 3 * 384)  # 7, 7 and 6 of 20 positions
-    numbers, make_logits = [], head._logits
-    monkeypatch.setattr(head, "_logits", lambda *args: numbers.append(args[2]) or make_logits(*args))
+    monkeypatch.setattr(scoring, "SLICE_LOGITS", 7 * 3 * 384)  # 7, 7 and 6 of 20 positions
+    numbers, make_logits = [], scoring._logits
+    monkeypatch.setattr(scoring, "_logits", lambda *args: numbers.append(args[2]) or make_logits(*args))
 
     def nats(of_models, targets_N):
         logits = [torch.cat(list(of_model), dim=1) for of_model in of_models]
@@ -84,7 +84,7 @@ def test_a_head_in_parts_slices_of_positions_and_all_logits_are_compared_side_by
 
     with torch.no_grad():
         scorers = [ChunkedHead(models[0], VOCAB_TILE["cpu"]), *models[1:]]
-        scored_KN = head.score_in_tiles(scorers, batch, nats, columns=3)
+        scored_KN = scoring.score_in_tiles(scorers, batch, nats, columns=3)
         assert [positions.start for positions in numbers] == [0, 0, 7, 7, 14, 14]
         wanted = batch["targets"] != IGNORED
         for model, scored_N in zip(models, scored_KN, strict=True):
