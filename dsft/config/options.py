@@ -348,9 +348,9 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     """Ranks that share each window, so that long ones fit: it must divide the number of ranks and the model's heads.
     batch_tokens is then of all of these ranks together."""
     quantization: list[str] = field(default_factory=lambda: ["none"])
-    """Formats of the weights, each of which gives a result of each model: none (as they lie on disk), nf4, int8
-    (bitsandbytes), torchao-int8wo, torchao-int4wo. A model that is quantised on disk (GPTQ, AWQ, FP8, a GGUF file ...)
-    is evaluated once, as it lies; reference is never quantised."""
+    """Formats of the weights, each of which gives a result of each model: none (as they lie on disk), or one that is
+    made while they load, such as nf4, int8 or torchao-int8wo (dsft/models/quantization.py). A model that is quantised
+    on disk (GPTQ, AWQ, FP8, a GGUF file ...) is evaluated once, as it lies; reference is never quantised."""
     reference: str | None = None
     """A second model, beside which every model predicts: KL divergence both ways, share of the same likeliest tokens,
     change of the true tokens' probabilities. It must have the same tokenizer."""

@@ -30,13 +30,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import CausalLMOutput
 
+from dsft.models.lora import unwrapped
 from dsft.runtime import distributed
 from dsft.units import IGNORED
 
@@ -159,7 +159,7 @@ class ChunkedHead:
 
     def __init__(self, model: nn.Module, vocab_tile: int):
         self.model, self.vocab_tile = model, vocab_tile
-        self.inner = model.get_base_model() if isinstance(model, PeftModel) else model
+        self.inner = unwrapped(model)
         self.backbone = backbone_of(self.inner)
         self.fixed, self.linear = FixedHiddenStates(self.backbone), self.inner.get_output_embeddings()
         self.usable = type(self.linear) is nn.Linear
@@ -338,7 +338,7 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
     Returns:
         False, and leaves the model as it is, where it is not built of a backbone and a plain linear head.
     """
-    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    inner = unwrapped(model)
     backbone, head = backbone_of(inner), inner.get_output_embeddings()
     fixed = FixedHiddenStates(backbone)
     shell = make_shell(inner, fixed, nn.Identity())

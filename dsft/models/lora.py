@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig, PeftModel, PromptLearningConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
@@ -40,6 +41,11 @@ LORA_FIELDS = STREAMABLE_FIELDS | {"trainable_token_indices", "target_parameters
 STREAMABLE_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 LORA_STARTS = (*STREAMABLE_STARTS, "mica", "pissa", "olora")
 """Of `init_lora_weights`: the last two change the base, and peft does so again each time it loads the adapter."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the model of transformers, without the wrapper that peft puts around it."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def add_lora(model: PreTrainedModel, options: LoraFields, *, adapter: str | None = None) -> PeftModel:

@@ -1,13 +1,15 @@
 """Formats of quantised weights: of the frozen base under method qlora, and of models that are scored.
 
-A format is either made while weights load (bitsandbytes, torchao), or it lies on disk: a GGUF file, or what
-`quantization_config` in a model's config names (GPTQ, AWQ, FP8, compressed-tensors ...). transformers loads them all.
+A format is either made while weights load (FORMATS: bitsandbytes, torchao), or it lies on disk (ON_DISK: a GGUF file,
+or the `quant_method` in a model's config: GPTQ, AWQ, FP8, compressed-tensors ...). transformers loads them all. A new
+format is one value below.
 """
 
 import copy
 import dataclasses
 import importlib.util
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Literal
@@ -30,18 +32,24 @@ class Quantization:
 
     format: str
     """As the option `quantization` names it, or as the config or the file on disk does."""
-    bits: int
+    bits: int = 8
     """Of one weight in memory, without scales."""
     scale_bytes: float = 0.0
     """Of one weight, its part of the scales."""
     package: str = ""
-    """That makes the format while weights load; empty where it lies on disk."""
+    """That makes it while weights load; empty where it lies on disk."""
+    read_by: tuple[str, ...] = ()
+    """Packages that compute with it, where it lies on disk."""
+    trainable: bool = False
+    """Method qlora trains adapters over it."""
     group_size: int | None = None
     """Weights that share a scale, where the model decides it (torchao-int4wo)."""
-    disk_bytes: int | None = None
-    """Of all weights, where they lie on disk in this format and on this machine."""
     unpacked_on: tuple[Literal["cpu", "cuda"], ...] = ()
     """Devices for which transformers unpacks the weights to the model's dtype while it loads them."""
+    unpacked_in_training: bool = False
+    """Where adapters are trained or evaluated over it, it is unpacked on every device, while it loads."""
+    disk_bytes: int | None = None
+    """Of all weights, where they lie on disk in this format and on this machine."""
 
     @property
     def weight_bytes(self) -> float:
@@ -60,13 +68,23 @@ class Quantization:
         return f"{self.format} in groups of {self.group_size}" if self.group_size else self.format
 
     def load_config(self, compute_dtype: torch.dtype) -> Any:
-        """Say to transformers how weights are quantised while they are loaded; None where their own config says it."""
-        if self.format == "gguf":
-            return GgufConfig(dequantize=True)  # the same numbers with and without a kernel for packed weights
-        if self.lies_on_disk:
-            return None
-        if self.package == "torchao":
-            return TorchAoConfig(_torchao_config(self.group_size))
+        """Return the configuration with which transformers loads it; None where the model's own config says it.
+
+        Args:
+            compute_dtype: of products.
+        """
+
+    def fitted(self, linear_inputs: Collection[int], *, name: str) -> "Quantization":
+        """Return the format as it fits a model whose linear layers (without the head) have these inputs.
+
+        Raises:
+            UserError: where transformers would leave all layers, or some, as they are.
+        """
+        return self
+
+
+class _BitsAndBytes(Quantization):
+    def load_config(self, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
         if self.bits == 8:
             return BitsAndBytesConfig(load_in_8bit=True)
         return BitsAndBytesConfig(
@@ -78,35 +96,73 @@ class Quantization:
         )
 
 
-def _torchao_config(group_size: int | None) -> Any:
-    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
-    from torchao.quantization.quant_primitives import MappingType
+class _TorchAo(Quantization):
+    def load_config(self, compute_dtype: torch.dtype) -> TorchAoConfig:
+        from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
+        from torchao.quantization.quant_primitives import MappingType
 
-    if group_size is None:
-        return Int8WeightOnlyConfig()
-    # The grid of Int4WeightOnlyConfig, which has kernels on few GPUs and none on a CPU: the same numbers on any device.
-    return IntxWeightOnlyConfig(torch.int4, PerGroup(group_size), MappingType.ASYMMETRIC)
+        if not self.group_size:
+            return TorchAoConfig(Int8WeightOnlyConfig())
+        # The grid of Int4WeightOnlyConfig, whose kernels need particular GPUs: the same numbers on any device.
+        return TorchAoConfig(IntxWeightOnlyConfig(torch.int4, PerGroup(self.group_size), MappingType.ASYMMETRIC))
+
+    def fitted(self, linear_inputs: Collection[int], *, name: str) -> Quantization:
+        if not linear_inputs:
+            raise UserError(f"model={name}: has no linear layers, which {self.format} quantises; use nf4 or int8")
+        if not self.group_size:
+            return self
+        for size in GROUP_SIZES:
+            if not any(inputs % size for inputs in linear_inputs):
+                return dataclasses.replace(self, group_size=size)
+        inputs = min(inputs for inputs in linear_inputs if inputs % GROUP_SIZES[-1])
+        raise UserError(
+            f"model={name}: {self.format} quantises groups of {GROUP_SIZES[-1]} weights or more, which do not divide"
+            f" its layers' {inputs} inputs; use torchao-int8wo or nf4"
+        )
 
 
-_MADE_WHILE_LOADING = (
-    # Double quantisation: one 8-bit scale per 64 weights, one fp32 scale per 256 of those (QLoRA paper, section 3).
-    Quantization(format="nf4", bits=4, scale_bytes=1 / 64 + 4 / (64 * 256), package="bitsandbytes"),
-    Quantization(format="int8", bits=8, package="bitsandbytes"),
-    Quantization(format="torchao-int8wo", bits=8, package="torchao"),
-    # Four bits in a byte each; at most a scale of four bytes and a zero point of one for 32 weights.
-    Quantization(format="torchao-int4wo", bits=8, scale_bytes=5 / 32, package="torchao", group_size=GROUP_SIZES[0]),
+class _Gguf(Quantization):
+    def load_config(self, compute_dtype: torch.dtype) -> GgufConfig:
+        return GgufConfig(dequantize=True)  # the same numbers with and without a kernel for packed weights
+
+
+FORMATS = {
+    quantization.format: quantization
+    for quantization in (
+        # Double quantisation: one 8-bit scale per 64 weights, one fp32 scale per 256 of those (QLoRA paper, section 3).
+        _BitsAndBytes(
+            format="nf4", bits=4, scale_bytes=1 / 64 + 4 / (64 * 256), package="bitsandbytes", trainable=True
+        ),
+        _BitsAndBytes(format="int8", bits=8, package="bitsandbytes", trainable=True),
+        _TorchAo(format="torchao-int8wo", bits=8, package="torchao"),
+        # Four bits in a byte each; at most a scale of four bytes and a zero point of one for 32 weights.
+        _TorchAo(format="torchao-int4wo", bits=8, scale_bytes=5 / 32, package="torchao", group_size=GROUP_SIZES[0]),
+    )
+}
+"""By the option `quantization`: formats that are made while weights load."""
+TRAINING_FORMATS = [name for name, quantization in FORMATS.items() if quantization.trainable]
+GGUF = _Gguf(format="gguf", bits=16, read_by=("gguf",), unpacked_on=("cpu", "cuda"))
+ON_DISK = {
+    quantization.format: quantization
+    for quantization in (
+        GGUF,
+        Quantization(format="bitsandbytes", trainable=True),
+        # transformers unpacks it at the first forward.
+        Quantization(format="compressed-tensors", read_by=("compressed-tensors",), unpacked_in_training=True),
+        Quantization(format="gptq", read_by=("gptqmodel", "optimum")),
+        # On a CPU transformers has no products for these four. It trains fp8 packed on some GPUs alone, mxfp4 on none.
+        Quantization(format="fp8", unpacked_on=("cpu",), unpacked_in_training=True),
+        Quantization(format="mxfp8", unpacked_on=("cpu",), unpacked_in_training=True),
+        Quantization(format="mxfp4", unpacked_on=("cpu",), unpacked_in_training=True),
+        Quantization(format="fbgemm_fp8", unpacked_on=("cpu",)),
+    )
+}
+"""By `quant_method`: formats of which more is known than that transformers loads them."""
+PACKAGES = (
+    *dict.fromkeys(quantization.package for quantization in FORMATS.values()),
+    *(package for quantization in ON_DISK.values() for package in quantization.read_by),
 )
-FORMATS = {quantization.format: quantization for quantization in _MADE_WHILE_LOADING}
-"""By the option `quantization`. A new format is one value above."""
-TRAINING_FORMATS = [name for name, quantization in FORMATS.items() if quantization.package == "bitsandbytes"]
-GGUF = Quantization(format="gguf", bits=16, unpacked_on=("cpu", "cuda"))
-UNPACKED_ON_CPU = ("fp8", "mxfp8", "mxfp4", "fbgemm_fp8")
-"""Formats on disk that transformers has no products for on a CPU."""
-UNPACKED_IN_TRAINING = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
-"""Formats on disk that transformers cannot train packed (mxfp4), keeps packed on some GPUs alone (fp8), or unpacks at
-the first forward (compressed-tensors): where adapters are trained or evaluated over them, they are unpacked anywhere,
-while they load.
-"""
+"""Whose versions can change the numbers of a quantised model."""
 
 
 def quantization_of(options: TrainConfig) -> Quantization | None:
@@ -118,12 +174,12 @@ def quantization_of(options: TrainConfig) -> Quantization | None:
     if options.method != "qlora":
         return None
     if options.quantization not in TRAINING_FORMATS:
-        raise UserError([unknown_format(options.quantization, TRAINING_FORMATS)])
+        raise UserError(unknown_format(options.quantization, TRAINING_FORMATS))
     return FORMATS[options.quantization]
 
 
 def unknown_format(name: str, known: list[str]) -> str:
-    return f"quantization={name}: is none of {', '.join(known)}{nearest(name, known)}"
+    return f"quantization={name}: invalid choice (choose from {', '.join(known)}){nearest(name, known)}"
 
 
 def quantization_on_disk(
@@ -135,35 +191,34 @@ def quantization_on_disk(
         disk_bytes: of the files of its weights, where they are here.
         trained: adapters are, or were, trained over the weights: loaded as `unpacking_config` says.
     """
-    section = _section(config)
+    section, method = _section(config)
     if not section:
         return None
-    method, unpacked = _method(section), ()
-    if trained and method in UNPACKED_IN_TRAINING:
-        unpacked = ("cpu", "cuda")
-    elif method in UNPACKED_ON_CPU:
-        unpacked = ("cpu",)
-    return Quantization(format=method, bits=_bits_in(method, section), disk_bytes=disk_bytes, unpacked_on=unpacked)
+    known = ON_DISK.get(method, Quantization(format=method))
+    return dataclasses.replace(
+        known,
+        bits=_bits_in(method, section),
+        disk_bytes=disk_bytes,
+        unpacked_on=("cpu", "cuda") if trained and known.unpacked_in_training else known.unpacked_on,
+    )
 
 
 def unpacking_config(config: PreTrainedConfig) -> Any:
-    """Say to transformers to unpack the weights of a model while it loads them; None where adapters get them packed."""
-    section = _section(config)
-    if not section or _method(section) not in UNPACKED_IN_TRAINING:
+    """Return what lets transformers unpack weights while it loads them; None where adapters get them packed."""
+    section, method = _section(config)
+    if not section or method not in ON_DISK or not ON_DISK[method].unpacked_in_training:
         return None
     return AutoQuantizationConfig.from_dict(section | {"dequantize": True})
 
 
-def _section(config: PreTrainedConfig) -> dict[str, Any]:
+def _section(config: PreTrainedConfig) -> tuple[dict[str, Any] | None, str]:
+    """Return a config's section on quantisation, and the method that it names."""
     section = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(decoder=True), "quantization_config", None
     )
-    return section if isinstance(section, dict) or section is None else section.to_dict()
-
-
-def _method(section: dict[str, Any]) -> str:
-    method = section.get("quant_method")
-    return str(getattr(method, "value", method) or "bitsandbytes")
+    section = section if isinstance(section, dict) or section is None else section.to_dict()
+    method = (section or {}).get("quant_method")
+    return section, str(getattr(method, "value", method) or "bitsandbytes")
 
 
 def _bits_in(method: str, section: dict[str, Any]) -> int:
@@ -177,32 +232,6 @@ def _bits_in(method: str, section: dict[str, Any]) -> int:
     of_groups = [group["weights"]["num_bits"] for group in groups.values() if (group.get("weights") or {})]
     number = re.search(r"(?:int|fp)(\d+)", method)
     return max(of_groups, default=int(number[1]) if number else 8)
-
-
-def fitted(quantization: Quantization, model: nn.Module, *, name: str) -> Quantization:
-    """Return the format with a group size that fits the layers of a model.
-
-    Raises:
-        UserError: where transformers would leave all layers, or some, as they are.
-    """
-    if quantization.package != "torchao":
-        return quantization
-    head = model.get_output_embeddings()
-    widths = {layer.in_features for layer in model.modules() if type(layer) is nn.Linear and layer is not head}
-    if not widths:
-        raise UserError([f"model={name}: has no linear layers, which {quantization.format} quantises; use nf4 or int8"])
-    if not quantization.group_size:
-        return quantization
-    for size in GROUP_SIZES:
-        if not any(width % size for width in widths):
-            return dataclasses.replace(quantization, group_size=size)
-    raise UserError(
-        [
-            f"model={name}: {quantization.format} quantises groups of {GROUP_SIZES[-1]} weights or more, which do not"
-            f" divide its layers' {min(width for width in widths if width % GROUP_SIZES[-1])} inputs; use"
-            " torchao-int8wo or nf4"
-        ]
-    )
 
 
 def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -229,13 +258,6 @@ def compute_in_own_dtype(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def no_training(quantization: Quantization) -> str:
-    return (
-        f"its weights are quantised ({quantization.format}), over which transformers cannot train adapters; use the"
-        " model that it was made from"
-    )
-
-
 def format_problems(
     name: str, config: PreTrainedConfig, quantization: Quantization, *, dtype: torch.dtype, trained: bool = False
 ) -> list[str]:
@@ -254,7 +276,7 @@ def format_problems(
     if quantization.format == GGUF.format:
         return []  # its file has been read
     try:
-        if quantization.lies_on_disk and not AutoHfQuantizer.supports_quant_method(_section(config)):
+        if quantization.lies_on_disk and not AutoHfQuantizer.supports_quant_method(_section(config)[0]):
             return [
                 f"model={name}: is quantised as {quantization.format}, which this transformers does not know; update it"
             ]
@@ -262,7 +284,10 @@ def format_problems(
         load_config = unpacking or quantization.load_config(dtype)
         quantizer, *_ = get_hf_quantizer(copy.deepcopy(config), load_config, None, True, {})
         if trained and not unpacking and not quantizer.is_trainable:
-            return [f"model={name}: {no_training(quantization)}"]
+            return [
+                f"model={name}: its weights are quantised ({quantization.format}), over which transformers cannot train"
+                " adapters; use the model that it was made from"
+            ]
     except (ImportError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
         how = f"is quantised as {quantization.format}" if quantization.lies_on_disk else f"as {quantization.format}"
         return [f"model={name}: {how}, which cannot be computed here ({one_line(error)})"]

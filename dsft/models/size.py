@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from peft import PeftConfig, PeftModel, get_peft_model
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import deepspeed as transformers_deepspeed
 
@@ -145,6 +146,12 @@ class ModelFacts:
     """That transformers takes: the one asked for, else its own choice for this architecture."""
     adapters: PeftConfig | None
     """Of LoRA, new or saved; None in full finetuning."""
+    architecture: type[PreTrainedModel]
+    """Class that is loaded: of a package the language model's, where there is one."""
+    architecture_config: PreTrainedConfig
+    """That this class takes."""
+    linear_inputs: frozenset[int]
+    """Inputs of the linear layers without the head, which a format quantises in groups."""
 
 
 def measure_model(options: TrainConfig, *, scored: bool = False, with_adapter: bool = False) -> ModelFacts:
@@ -175,7 +182,8 @@ def measure_model(options: TrainConfig, *, scored: bool = False, with_adapter: b
         raise_if_any(check_lora_targets(model, options))
     attn_implementation = model.config.get_text_config()._attn_implementation
     try:
-        adapters = adapters_of(options, model)
+        adapters, head = adapters_of(options, model), model.get_output_embeddings()
+        linear = {layer.in_features for layer in model.modules() if type(layer) is nn.Linear and layer is not head}
         size = model_size(model, options, adapters=adapters)
         on_disk = _on_disk(options.model, config, trained=with_adapter or not scored)
         if scored or (on_disk and options.method != "qlora"):
@@ -192,7 +200,15 @@ def measure_model(options: TrainConfig, *, scored: bool = False, with_adapter: b
     ) as error:  # peft's: targets it cannot adapt, an adapter that is missing or of another model
         problem = no_adapter(options.adapter, error) if options.adapter else f"lora_target_modules: {one_line(error)}"
         raise UserError([problem]) from error
-    return ModelFacts(config=config, size=size, attn_implementation=attn_implementation, adapters=adapters)
+    return ModelFacts(
+        config=config,
+        size=size,
+        attn_implementation=attn_implementation,
+        adapters=adapters,
+        architecture=type(model),
+        architecture_config=model.config,
+        linear_inputs=frozenset(linear),
+    )
 
 
 def _on_disk(name: str, config: PreTrainedConfig, *, trained: bool) -> Quantization | None:
@@ -203,7 +219,7 @@ def _on_disk(name: str, config: PreTrainedConfig, *, trained: bool) -> Quantizat
 
 def method_problems(options: TrainConfig, on_disk: Quantization) -> list[str]:
     """Say why this method cannot train over weights that are quantised on disk; qlora can over its own package's."""
-    if options.method == "lora" or (options.method == "qlora" and on_disk.format == "bitsandbytes"):
+    if options.method == "lora" or (options.method == "qlora" and on_disk.trainable):
         return []
     which = "which method=full cannot train" if options.method == "full" else "and method=qlora would do so again"
     return [

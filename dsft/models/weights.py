@@ -28,7 +28,7 @@ from dsft.models.lora import saved_lora_config
 from dsft.models.model_folder import has_only_shards, located
 from dsft.models.package import save_as_on_disk, whole_class
 from dsft.models.pickles import load_pickle
-from dsft.models.size import empty_model, load_model_config
+from dsft.models.size import ModelFacts, empty_model, load_model_config
 from dsft.units import plural
 
 FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
@@ -39,25 +39,26 @@ SAMPLE_BYTES = 2**12
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
-def weight_problems(
-    model: str, config: PreTrainedConfig, *, revision: str | None = None, trust_remote_code: bool = False
-) -> list[str]:
+def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = None) -> list[str]:
     """Lists what is wrong with the weights of a folder or hub id, which are downloaded where they are not here yet.
 
     What only a load can tell is left to it: DeepSpeed's shards, and formats that are quantised on disk.
     """
-    if model.endswith((".json", ".gguf")) or has_only_shards(model) or getattr(config, "quantization_config", None):
+    if (
+        model.endswith((".json", ".gguf"))
+        or has_only_shards(model)
+        or getattr(facts.config, "quantization_config", None)
+    ):
         return []
     try:
         files = _files(model, MODEL_FILES, revision)
         if not files:
             return [f"model={model}: holds a config but no weights; for random weights name its config.json"]
         tensors = _empty_tensors(files)
-        empty = empty_model(config, trust_remote_code=trust_remote_code)
-        _, info = _load_empty(type(empty), empty.config, tensors)
-        if info["unexpected_keys"] and (whole := whole_class(config)) not in (None, type(empty)):
+        _, info = _load_empty(facts.architecture, facts.architecture_config, tensors)
+        if info["unexpected_keys"] and (whole := whole_class(facts.config)) not in (None, facts.architecture):
             # What the text model leaves out is known to the class that loads the towers too.
-            info["unexpected_keys"] &= _load_empty(whole, config, tensors)[1]["unexpected_keys"]
+            info["unexpected_keys"] &= _load_empty(whole, facts.config, tensors)[1]["unexpected_keys"]
     except UserError as error:
         return [f"model={model}: {problem}" for problem in error.problems]
     except RuntimeError as error:  # of a renaming, after transformers has shown its report

@@ -27,8 +27,8 @@ from dsft.config.options import UNQUANTISED, EvalConfig, TrainConfig
 from dsft.errors import UserError, raise_if_any
 from dsft.models.build import DTYPES, build_model, described_in, is_bare_config, resolve_dtype
 from dsft.models.model_folder import adapter_base, has_only_shards, is_step_folder, located
-from dsft.models.quantization import FORMATS, Quantization, fitted, format_problems, unknown_format
-from dsft.models.size import ModelFacts, check_positions, check_sharding, empty_model, measure_model
+from dsft.models.quantization import FORMATS, Quantization, format_problems, unknown_format
+from dsft.models.size import ModelFacts, check_positions, check_sharding, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.models.trials import architecture_problems
 from dsft.models.weights import adapter_problems, weight_problems
@@ -123,8 +123,7 @@ class Candidate:
                 f"quantization={name}: weights are quantised while they load from the files of a model, and {model} has"
                 " none; name a folder or hub id (dsft export makes one of a checkpoint)"
             )
-        empty = empty_model(self.facts.config, trust_remote_code=self.config.trust_remote_code)
-        return fitted(FORMATS[name], empty, name=model)
+        return FORMATS[name].fitted(self.facts.linear_inputs, name=model)
 
     def _format_problems(self, quantization: Quantization) -> list[str]:
         config = self.config
@@ -142,12 +141,12 @@ class Candidate:
         """Compare the weights that lie in a folder, or those of the hub, with the config."""
         config = self.config
         base = adapter_base(described_in(config.model))
-        known = {"trust_remote_code": config.trust_remote_code}
         problems = []
         if Path(base or config.model).exists() == local:
-            problems += weight_problems(base or config.model, self.facts.config, revision=config.revision, **known)
+            problems += weight_problems(base or config.model, self.facts, revision=config.revision)
         if base and local:
-            problems += adapter_problems(config.model, self.facts.config, key="model", **known)
+            trust = config.trust_remote_code
+            problems += adapter_problems(config.model, self.facts.config, key="model", trust_remote_code=trust)
         return problems
 
 

@@ -30,6 +30,7 @@ from dsft.data.sources import HeldOut
 from dsft.data.training_data import check_sources
 from dsft.errors import one_line, raise_if_any
 from dsft.models.build import resolve_dtype
+from dsft.models.quantization import PACKAGES
 from dsft.models.size import check_sharding
 from dsft.perplexity.breakdown import Breakdown, build_breakdown
 from dsft.perplexity.candidates import Candidate, choose_zero, loaded_for_scoring, model_identity, with_bases
@@ -288,7 +289,7 @@ def _evaluate_job(
         model_hash=job.model_hash,
         hashes=job.hashes,
         fingerprint=job.fingerprint,
-        versions=versions(*QUANTIZERS) if job.options["quantization"] != UNQUANTISED else versions(),
+        versions=versions(*PACKAGES) if job.options["quantization"] != UNQUANTISED else versions(),
         verified_difference=difference,
         peak_memory_bytes={name: int(distributed.max_over_ranks(value)) for name, value in peak_memory_bytes().items()},
     )
@@ -327,8 +328,6 @@ SCORING = 5
 """A change of code that changes nats, or what is kept of a result, raises it."""
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")
 """Whose versions can change nats."""
-QUANTIZERS = ("bitsandbytes", "torchao", "gguf", "compressed-tensors", "gptqmodel", "optimum")
-"""Whose versions can change those of a quantised model."""
 
 
 def fingerprint(model: dict[str, str], windows: dict[str, str], options: dict[str, Any]) -> str:
@@ -339,7 +338,7 @@ def fingerprint(model: dict[str, str], windows: dict[str, str], options: dict[st
         windows: their `hashes()`.
     """
     device = torch.cuda.get_device_name() if has_gpu() else f"cpu {torch.backends.cpu.get_cpu_capability()}"
-    quantizers = QUANTIZERS if options.get("quantization", UNQUANTISED) != UNQUANTISED else ()
+    quantizers = PACKAGES if options.get("quantization", UNQUANTISED) != UNQUANTISED else ()
     libraries = {name: version for name, version in versions(*quantizers).items() if name in (*LIBRARIES, *quantizers)}
     everywhere = sorted(set(distributed.from_all([json.dumps([model, device, libraries])])))
     content = json.dumps([SCORING, everywhere, options, windows], sort_keys=True, default=str)

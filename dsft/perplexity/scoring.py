@@ -27,12 +27,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.models.head import ROW_TILE, VOCAB_TILE, ChunkedHead, Reused, exp_in_place
+from dsft.models.lora import unwrapped
 from dsft.models.trials import RowRules, row_rules
 from dsft.perplexity.kl import compare_logits
 from dsft.perplexity.results import COLUMNS, Recorder
@@ -301,7 +301,7 @@ def _in_slices(scorers: list[Scorer], batch: dict[str, torch.Tensor]) -> Iterato
     plain = [scorer for scorer in scorers if scorer not in hidden]
     length = width  # positions of each row whose logits are made in one forward
     for scorer in filter(_leaves_positions_out, plain):
-        vocab_size = _inner(scorer).config.get_text_config().vocab_size
+        vocab_size = unwrapped(scorer).config.get_text_config().vocab_size
         length = min(length, max(1, SLICE_LOGITS // (rows * vocab_size)))
     number = most = math.ceil(width / length)
     if plain and is_deepspeed_zero3_enabled():
@@ -327,11 +327,7 @@ def _logits(model: nn.Module, given: dict[str, torch.Tensor], positions: slice) 
 
 
 def _leaves_positions_out(model: nn.Module) -> bool:
-    return "logits_to_keep" in inspect.signature(type(_inner(model)).forward).parameters
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    return "logits_to_keep" in inspect.signature(type(unwrapped(model)).forward).parameters
 
 
 def in_exact_steps(values: torch.Tensor) -> torch.Tensor:

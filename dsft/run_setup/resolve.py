@@ -179,7 +179,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     """
     checked = check_run(options, machine, problems)
     distributed.raise_together([*checked.problems])
-    distributed.raise_together(check_weights(checked.options, checked.model.config, local=False))
+    distributed.raise_together(check_weights(checked.options, checked.model, local=False))
     draft = Draft(checked.options, checked.decisions)
     # What depends on the disk or the clock is decided once, by rank 0.
     checkpoint, decisions, finished = distributed.on_rank_0(lambda: resume_decisions(draft.options, machine.world_size))
@@ -415,7 +415,7 @@ def _measured(
     if on_disk and on_disk.lies_on_disk and machine.measured and not scored:
         dtype = DTYPES[resolve_dtype(options.dtype)]
         problems += format_problems(options.model, model.config, on_disk, dtype=dtype, trained=True)
-    problems += check_weights(options, model.config, local=True) if starts else []
+    problems += check_weights(options, model, local=True) if starts else []
     problems += architecture_problems(options.model, model.config, trust_remote_code=options.trust_remote_code)
     problems += check_positions(model, seq_len=options.seq_len, model=options.model)
     # What a model of wrong sizes would take on disk is no news.

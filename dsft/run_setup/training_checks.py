@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, TrainingArguments
+from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dsft.config.deepspeed import check_nvme, get_value, offloads, stage
 from dsft.config.options import HALF_PRECISION, SCHEDULE_FREE, TrainConfig
 from dsft.errors import nearest, one_line
 from dsft.models.build import is_bare_config, resolve_dtype
+from dsft.models.quantization import FORMATS
+from dsft.models.size import ModelFacts
 from dsft.models.weights import adapter_problems, weight_problems
 from dsft.planner.zero_layout import sums_in_fp32
 from dsft.run_setup.arguments import with_defaults
@@ -101,11 +103,11 @@ def check_machine(options: TrainConfig, machine: Machine) -> list[str]:
         problems.append("method=qlora needs a GPU (bitsandbytes); on CPU use method: lora")
     if not machine.measured:
         return problems
-    for needed, package, name in (
-        (options.training.get("use_liger_kernel"), "liger_kernel", "use_liger_kernel"),
-        (options.method == "qlora" and machine.has_gpu, "bitsandbytes", "method=qlora"),
-    ):
-        if needed and importlib.util.find_spec(package) is None:
+    needed = {"liger_kernel": "use_liger_kernel"} if options.training.get("use_liger_kernel") else {}
+    if options.method == "qlora" and machine.has_gpu and options.quantization in FORMATS:
+        needed[FORMATS[options.quantization].package] = "method=qlora"
+    for package, name in needed.items():
+        if importlib.util.find_spec(package) is None:
             problems.append(f"{name}: the package {package} is not installed; pip install {package.replace('_', '-')}")
     return problems + _check_reporters(options)
 
@@ -170,7 +172,7 @@ def check_base(options: TrainConfig) -> list[str]:
     ]
 
 
-def check_weights(options: TrainConfig, config: PreTrainedConfig, *, local: bool) -> list[str]:
+def check_weights(options: TrainConfig, facts: ModelFacts, *, local: bool) -> list[str]:
     """Compares the weights of model and adapter with the model's config.
 
     Args:
@@ -178,11 +180,9 @@ def check_weights(options: TrainConfig, config: PreTrainedConfig, *, local: bool
     """
     problems = []
     if Path(options.model).exists() == local:
-        problems += weight_problems(
-            options.model, config, revision=options.revision, trust_remote_code=options.trust_remote_code
-        )
+        problems += weight_problems(options.model, facts, revision=options.revision)
     if options.adapter and Path(options.adapter).exists() == local:
-        problems += adapter_problems(options.adapter, config, trust_remote_code=options.trust_remote_code)
+        problems += adapter_problems(options.adapter, facts.config, trust_remote_code=options.trust_remote_code)
     return problems
 
 

@@ -18,13 +18,13 @@ Shape suffixes: B batch, T time, V vocab.
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from dsft.errors import UserError
 from dsft.models.head import nats_of, next_weights
+from dsft.models.lora import unwrapped
 from dsft.runtime.console import say
 from dsft.units import IGNORED
 
@@ -40,7 +40,7 @@ class TokenLoss:
     """
 
     def __init__(self, model: nn.Module, *, label_smoothing: float = 0.0):
-        inner = model.get_base_model() if isinstance(model, PeftModel) else model
+        inner = unwrapped(model)
         self.name, self.label_smoothing = type(inner).__name__, label_smoothing
         # Tiles and Liger compute the loss without logits, and divide by `num_items_in_batch`. Liger takes no weights.
         self.is_tiled = "accepts_loss_kwargs" in vars(inner)

@@ -38,6 +38,7 @@ from dsft.data.training_data import TrainingData, answer_ends, load_training_dat
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
 from dsft.models.build import build_model, described_in, is_bare_config
 from dsft.models.head import tile_loss
+from dsft.models.lora import unwrapped
 from dsft.models.model_folder import adapter_base
 from dsft.models.package import unreached
 from dsft.models.pickles import safe_unpickling
@@ -194,7 +195,7 @@ def frozen_weights(options: TrainConfig, model: PreTrainedModel | PeftModel, *, 
 def describe_package(run: ResolvedRun, model: PreTrainedModel | PeftModel) -> LeftOut | None:
     """Says what of the model's package is frozen and what is not loaded, and returns the latter."""
     options, frozen = run.options, run.model.size.other_params
-    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    inner = unwrapped(model)
     left_out = find_left_out(
         options.model, inner, revision=options.revision, trust_remote_code=options.trust_remote_code
     )

@@ -55,7 +55,7 @@ def test_a_package_is_counted_and_loaded_as_it_is_planned(kind, tmp_path):
     for method in ("full", "lora"):
         options = TrainConfig(model=str(folder), method=method, dtype="float32")
         facts = measure_model(options)
-        assert not weight_problems(str(folder), facts.config)
+        assert not weight_problems(str(folder), facts)
         model = build_model(options, dtype="float32")
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         assert sum(parameter.numel() for parameter in model.parameters()) == facts.size.num_params
@@ -67,7 +67,7 @@ def test_a_weight_of_another_model_is_no_tower(tmp_path):
     folder = write_package(tmp_path / "model", "mllama")
     file = next(folder.glob("model-00001*"))
     save_file(load_file(file) | {"tower.weight": torch.ones(2)}, file, {"format": "pt"})
-    (problem,) = weight_problems(str(folder), AutoConfig.from_pretrained(folder))
+    (problem,) = weight_problems(str(folder), measure_model(TrainConfig(model=str(folder))))
     assert "1 tensor of its weights have no place in the model, tower.weight" in problem
 
 

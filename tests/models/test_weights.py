@@ -16,7 +16,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from dsft.api import build_model, evaluate_perplexity
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
-from dsft.models.size import load_model_config
+from dsft.models.size import measure_model
 from dsft.models.weights import weight_problems, weights_digest
 from dsft.perplexity.evaluation import evaluate
 
@@ -83,7 +83,7 @@ def damaged(tiny: Path, folder: Path, kind: str) -> Path:
 
 
 def problems_in(folder: Path) -> list[str]:
-    return weight_problems(str(folder), load_model_config(str(folder)))
+    return weight_problems(str(folder), measure_model(TrainConfig(model=str(folder))))
 
 
 @pytest.mark.parametrize("kind", DAMAGES)

@@ -106,7 +106,7 @@ def test_what_needs_a_gpu_says_so(problems_of):
 
 def test_an_unknown_quantisation_lists_those_that_there_are(problems_of):
     problems = problems_of(method="qlora", quantization="nf8")
-    assert "quantization=nf8: is none of nf4, int8; did you mean 'nf4'?" in problems
+    assert "quantization=nf8: invalid choice (choose from nf4, int8); did you mean 'nf4'?" in problems
     assert not any("quantization=" in problem for problem in problems_of(method="qlora", quantization="int8"))
 
 
