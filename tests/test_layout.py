@@ -15,6 +15,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
+from dsft.checkpoints import manifest, run_folder, save
 from dsft.config.deepspeed import CONFIG_DIR, compose, known_names, read_zero_file
 
 PACKAGE = ROOT / "dsft"
@@ -145,6 +146,26 @@ def imported_modules(path: Path) -> set[Path]:
 def test_no_module_imports_itself_through_others():
     imports = {path: imported_modules(path) for path in SOURCES}
     graphlib.TopologicalSorter(imports).prepare()  # raises CycleError, which names the circle
+
+
+RUN_FILES = {
+    *(manifest.MANIFEST, manifest.TRAINER_STATE, manifest.STAGING, manifest.REPLACED, manifest.REMOVED),
+    *(run_folder.RUN, run_folder.METRICS, run_folder.FINAL, save.RESERVED),
+}
+
+
+def test_names_of_a_runs_files_stand_in_one_room():
+    """checkpoints/ owns them; model_folder.py, on a lower floor, those of folders that hold a model."""
+    literal = set()
+    for path in SOURCES:
+        name = str(path.relative_to(PACKAGE))
+        if name.startswith("checkpoints/") or name == "models/model_folder.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            value = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(value, str) and (value in RUN_FILES or value.startswith(f"{manifest.CHECKPOINT}-")):
+                literal.add(f"{name}:{node.lineno} {value}")
+    assert literal == set()
 
 
 VAGUE = {"found", "one", "own", "what", "psi", "w", "wt"}

@@ -29,7 +29,14 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from dsft.checkpoints.kept_weights import copy_processor, find_left_out, keep_left_out
 from dsft.checkpoints.manifest import TRAINER_STATE, share_files
 from dsft.checkpoints.readback import SafetensorsFiles, TensorSource, check_export, check_written, verify_weights
-from dsft.checkpoints.run_folder import RUN, check_new_folder, find_adapter, find_weights, path_of, read_options_of_run
+from dsft.checkpoints.run_folder import (
+    check_new_folder,
+    find_adapter,
+    find_weights,
+    is_run,
+    path_of,
+    read_options_of_run,
+)
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.build import DTYPES, described_in, is_bare_config, load_weights
 from dsft.models.lora import merge_problems, not_streamable
@@ -346,7 +353,7 @@ def _keep_left_out_of_run(checkpoint: Path, out: Path, *, is_as_on_disk: bool, t
         is_as_on_disk: whether `out` has the names of the package, as what a training saves, and its shards have not.
     """
     run, known = checkpoint.parent, {"trust_remote_code": trust_remote_code}
-    is_of_run = (checkpoint / TRAINER_STATE).is_file() and (run / RUN).is_file()
+    is_of_run = (checkpoint / TRAINER_STATE).is_file() and is_run(run)
     if not is_of_run or adapter_base(str(checkpoint)) is not None:
         return
     options = read_options_of_run(str(run))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from dsft.errors import UserError, one_line
+from dsft.models.model_folder import CHECKPOINT
 from dsft.watchdog import client as watchdog
 
 REMOVED = ".removed"
@@ -60,8 +61,6 @@ def discard_if_possible(folder: Path) -> list[str]:
         return [f"{folder}: {one_line(error)}"]
 
 
-PREFIX = "checkpoint"
-"""Of a checkpoint's name (PREFIX_CHECKPOINT_DIR of transformers.trainer_utils, whose import takes seconds)."""
 STAGING = ".saving"
 REPLACED = ".replaced"
 MANIFEST = "manifest.json"
@@ -78,12 +77,12 @@ _OF_RANK = re.compile(r"(?:pp_rank|rng_state)_(\d+)")
 
 def staging_folder(output_dir: str | Path, step: int) -> Path:
     """Name the folder in which the checkpoint of `step` is written."""
-    return Path(output_dir) / STAGING / f"{PREFIX}-{step}"
+    return Path(output_dir) / STAGING / f"{CHECKPOINT}-{step}"
 
 
 def checkpoint_folder(output_dir: str | Path, step: int) -> Path:
     """Name the folder at which it stands once it is complete."""
-    return Path(output_dir) / f"{PREFIX}-{step}"
+    return Path(output_dir) / f"{CHECKPOINT}-{step}"
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -255,7 +254,7 @@ def checkpoints(output_dir: str | Path) -> list[Path]:
     """
     folders = [
         path
-        for path in Path(output_dir).glob(f"{PREFIX}-*")
+        for path in Path(output_dir).glob(f"{CHECKPOINT}-*")
         if any((path / name).is_file() for name in (TRAINER_STATE, MANIFEST)) and path.name.rpartition("-")[2].isdigit()
     ]
     return sorted(folders, key=lambda path: int(path.name.rpartition("-")[2]))

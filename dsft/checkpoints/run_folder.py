@@ -13,7 +13,6 @@ from typing import Any
 
 from dsft.checkpoints.manifest import (
     MANIFEST,
-    PREFIX,
     TRAINER_STATE,
     checkpoints,
     discard,
@@ -24,7 +23,7 @@ from dsft.checkpoints.manifest import (
 )
 from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
-from dsft.models.model_folder import FINAL, adapter_base, has_only_shards, is_step_folder
+from dsft.models.model_folder import CHECKPOINT, FINAL, adapter_base, has_only_shards, is_step_folder
 from dsft.runtime.console import LOGS, say
 from dsft.runtime.disk import check_writable, write_json
 from dsft.runtime.launcher_env import LAUNCH
@@ -42,9 +41,9 @@ def check_output_dir(config, problems: list[str]) -> None:
     path = Path(config.training["output_dir"])
     resume = config.training.get("resume_from_checkpoint")
     check_writable(str(path), problems)
-    if resume and resume != "auto" and not (Path(resume) / "trainer_state.json").is_file():
+    if resume and resume != "auto" and not (Path(resume) / TRAINER_STATE).is_file():
         problems.append(
-            f"resume_from_checkpoint={resume}: holds no trainer_state.json, so it is no complete checkpoint; use auto"
+            f"resume_from_checkpoint={resume}: holds no {TRAINER_STATE}, so it is no complete checkpoint; use auto"
             " or a checkpoint-N folder"
         )
     if not path.is_dir():
@@ -65,7 +64,7 @@ def check_output_dir(config, problems: list[str]) -> None:
             " replace the run with --overwrite"
         )
     if _holds_files(path) and not config.overwrite and not resume:
-        content = "another run" if (path / RUN).is_file() else "other files"
+        content = "another run" if is_run(path) else "other files"
         problems.append(
             f"output_dir={path}: holds {content}; choose a new folder, continue it with --resume_from_checkpoint auto,"
             " or replace it with --overwrite"
@@ -90,7 +89,7 @@ def clear_run(output_dir: str) -> None:
         UserError: where a checkpoint resists: a later resume would take it for one of the new run.
     """
     path = Path(output_dir)
-    for folder in (*path.glob(f"{PREFIX}-*"), path / FINAL):
+    for folder in (*path.glob(f"{CHECKPOINT}-*"), path / FINAL):
         try:
             for error in discard(folder) if folder.is_dir() else ():
                 say(f"warning: {error}: is left of the run that was replaced; a later save tries again")
@@ -144,7 +143,7 @@ def _other_tools(config: TrainConfig, folder: Path) -> list[str] | None:
 
 
 def _known_run(folder: str | Path) -> dict[str, Any] | None:
-    return read_run(str(folder)) if (Path(folder) / RUN).is_file() else None
+    return read_run(str(folder)) if is_run(folder) else None
 
 
 def replaces_run(config: TrainConfig, checkpoint: str | None) -> bool:
@@ -187,6 +186,11 @@ def is_finished(checkpoint: str, training: dict[str, Any]) -> bool:
     return (state.get("epoch") or 0) >= training.get("num_train_epochs", 3.0)
 
 
+def is_run(folder: str | Path) -> bool:
+    """Tell whether `folder` is the folder of a run."""
+    return (Path(folder) / RUN).is_file()
+
+
 def write_run(output_dir: str, **sections: Any) -> None:
     """Add or replace sections of run.json."""
     path = Path(output_dir) / RUN
@@ -207,9 +211,9 @@ def read_run(output_dir: str) -> dict[str, Any]:
     Raises:
         UserError: where the folder is no run, or run.json no JSON.
     """
+    if not is_run(output_dir):
+        raise UserError(f"{output_dir}: is no run folder, it has no {RUN}")
     path = Path(output_dir) / RUN
-    if not path.is_file():
-        raise UserError([f"{output_dir}: is no run folder, it has no run.json"])
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -266,7 +270,7 @@ def find_weights(source: str) -> Path:
     folder = Path(source)
     if not folder.is_dir():
         raise UserError([f"{source}: is no folder"])
-    if (folder / "run.json").is_file():
+    if is_run(folder):
         others = read_run(source).get("other_tools_checkpoints", [])
         newest, skipped = (folder / FINAL, []) if (folder / FINAL).is_dir() else last_good(source, other_tools=others)
         for path, errors in skipped:

@@ -21,6 +21,7 @@ import yaml
 
 from dsft.doctor.facts import SLOWEST_LINK, Connection, FileContent, Target
 from dsft.doctor.gather import cache_folders
+from dsft.models.model_folder import CHECKPOINT
 from dsft.runtime.disk import existing_parent
 from dsft.runtime.launcher_env import port_owner
 
@@ -180,7 +181,7 @@ def file_content(source: str) -> FileContent | None:
 
 
 def _is_ignored(path: Path) -> bool:
-    return any(part.startswith((".", "checkpoint-")) for part in path.parts)
+    return any(part.startswith((".", f"{CHECKPOINT}-")) for part in path.parts)
 
 
 def config_values(path: str) -> dict[str, str] | None:

@@ -12,8 +12,9 @@ from dsft.errors import UserError, one_line
 
 NO_GGUF = "GGUF is a format for inference; take the model that it was made from"
 ADAPTER_CONFIG, BASE = "adapter_config.json", "base_model_name_or_path"
-FINAL = "final"
-"""Folder of the final model inside a run's."""
+FINAL, CHECKPOINT = "final", "checkpoint"
+"""Folders of models inside a run's: the final one, and the beginning of checkpoint-N's name (PREFIX_CHECKPOINT_DIR of
+transformers.trainer_utils, whose import takes seconds)."""
 
 
 def is_step_folder(model: str) -> bool:
@@ -101,9 +102,9 @@ def missing(key: str, name: str) -> str | None:
 def model_inside(name: str) -> Path | None:
     """The model that a run's folder holds and is not itself: the final one, else the newest checkpoint."""
     folder = Path(name)
-    if not folder.is_dir() or any((folder / file).exists() for file in ("config.json", "adapter_config.json")):
+    if not folder.is_dir() or any((folder / file).exists() for file in ("config.json", ADAPTER_CONFIG)):
         return None
-    newest_first = sorted(folder.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name), reverse=True)
+    newest_first = sorted(folder.glob(f"{CHECKPOINT}-*"), key=lambda path: (len(path.name), path.name), reverse=True)
     return next((path for path in (folder / FINAL, *newest_first) if path.is_dir()), None)
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from dsft.checkpoints.run_folder import FINAL, damage
+from dsft.checkpoints.run_folder import FINAL, damage, is_run
 from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import UNQUANTISED, EvalConfig, TrainConfig
 from dsft.errors import UserError, raise_if_any
@@ -66,8 +66,7 @@ class Candidate:
             key: the option that names it, for the messages.
         """
         faults: list[str] = []
-        is_run = (Path(model) / "run.json").is_file()
-        config = dataclasses.replace(config, model=str(Path(model) / FINAL) if is_run else model)
+        config = dataclasses.replace(config, model=str(Path(model) / FINAL) if is_run(model) else model)
         facts = _measure(config, faults)
         candidate = cls(
             config=config,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsft.checkpoints.run_folder import FINAL, path_of, read_options_of_run
+from dsft.checkpoints.run_folder import FINAL, is_run, path_of, read_options_of_run
 from dsft.config.options import HALF_PRECISION, EvalConfig, TrainConfig, shuffle_seed
 from dsft.config.reader import check_values, field_types, make_config, read_flags, read_named_file, training_types
 from dsft.errors import UserError
@@ -91,10 +91,10 @@ def _of_training(
     options: Mapping[str, Any], output_dir: str | None, problems: list[str], *, overridden: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the options of an evaluation that a training's options imply."""
-    is_run = bool(output_dir) and (Path(output_dir) / "run.json").is_file()
-    values = shared_options(options, output_dir if is_run else None)
+    of_run = bool(output_dir) and is_run(output_dir)
+    values = shared_options(options, output_dir if of_run else None)
     values |= {name: options[name] for name in ("seq_len", "data_name") if options.get(name) is not None}
-    has_model = is_run and (Path(output_dir) / FINAL).is_dir()
+    has_model = of_run and (Path(output_dir) / FINAL).is_dir()
     if has_model or options.get("model"):
         values["model"] = output_dir if has_model else options["model"]
     if "data" in overridden:

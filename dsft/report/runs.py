@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoints, read_trainer_state
-from dsft.checkpoints.run_folder import FINAL, METRICS, RUN, path_of, read_run
+from dsft.checkpoints.run_folder import FINAL, METRICS, RUN, is_run, path_of, read_run
 from dsft.errors import UserError, raise_if_any
 from dsft.perplexity.results import Results
 from dsft.runtime.run_lock import is_held
@@ -104,12 +104,12 @@ def read_report(folders: list[str]) -> Report:
         UserError: with every folder that holds neither, or where there is no run at all.
     """
     paths = list(dict.fromkeys(Path(folder).expanduser() for folder in folders))
-    named = [path for path in paths if not (path / RUN).is_file() and (path / EVALUATION).is_file()]
+    named = [path for path in paths if not is_run(path) and (path / EVALUATION).is_file()]
     run_folders = [path for path in paths if path not in named]
     problems = [
         f"{path}: holds neither {RUN} nor {EVALUATION}; name the output_dir of a training"
         for path in run_folders
-        if not (path / RUN).is_file()
+        if not is_run(path)
     ]
     if not run_folders:
         problems.append(f"{', '.join(folders)}: holds an evaluation, and no run is named")

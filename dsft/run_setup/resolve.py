@@ -27,6 +27,7 @@ from dsft.checkpoints.run_folder import (
     check_output_dir,
     damage,
     is_finished,
+    is_run,
     last_checkpoint,
     read_run,
     start_from_weights,
@@ -676,7 +677,7 @@ def with_nvme(machine: Machine, zero_file: dict[str, Any] | None) -> Machine:
 def _as_before(options: TrainConfig, job: Job, machine: Machine, checkpoint: str) -> tuple[Job, str]:
     """(job, zero) as the earlier run had them, where there are as many ranks; what was not sharded stays so."""
     zero, output_dir = "auto", options.training["output_dir"]
-    if (Path(output_dir) / "run.json").is_file():
+    if is_run(output_dir):
         earlier = read_run(output_dir)
         if earlier["world_size"] == machine.world_size:
             plan = earlier["plan"]

@@ -198,12 +198,12 @@ class SavingTrainer(Trainer):
         self._staged_save, self._saved_at = None, time.monotonic()
         if not is_saved and save.will_fail_again and not self.saves.number:
             raise TrainingStopped(
-                f"checkpoint-{step}, the first of this run, could not be saved, nor could a later one: the disk is not"
+                f"{save.folder.name}, the first of this run, could not be saved, nor could a later one: the disk is not"
                 f" the cause ({self.saves.failed[-1]}). Training stops instead of going on towards nothing"
             )
         if not is_saved:
             say(
-                f"error: checkpoint-{step} could not be saved ({self.saves.failed[-1]}); training continues, earlier"
+                f"error: {save.folder.name} could not be saved ({self.saves.failed[-1]}); training continues, earlier"
                 " checkpoints stay"
             )
 
