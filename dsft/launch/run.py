@@ -35,6 +35,7 @@ from dsft.runtime.disk import remove_leftovers
 from dsft.runtime.distributed import free_port
 from dsft.runtime.launcher_env import LAUNCH, WORDS, digest_of_words, launcher_variables
 from dsft.watchdog.launch_link import LauncherLink, LaunchGuard, signal_group
+from dsft.watchdog.messages import say
 
 END_SECONDS = 10
 """For the launcher to end by itself after a failure or a signal; then it is ended."""
@@ -182,11 +183,6 @@ def end_launcher(process: subprocess.Popen, first_signal: int) -> None:
             pass
     signal_group(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def say(line: str) -> None:
-    """Also inside a signal's handler, where `print` may not be called."""
-    os.write(2, f"dsft: {line}\n".encode())
 
 
 def resumed(script: list[str]) -> list[str]:

@@ -12,7 +12,6 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 import sysconfig
 import threading
 import time
@@ -24,6 +23,7 @@ import psutil
 
 from dsft.errors import one_line
 from dsft.runtime.lock_file import Owner, create, file_system_time, owner_of
+from dsft.watchdog.messages import say
 
 SILENT_SECONDS = 10.0
 """Of waiting or compiling before a line says so."""
@@ -66,7 +66,9 @@ class OperatorLock:
             suspect = lock if reason else None
             if not is_said and time.monotonic() - start > SILENT_SECONDS:
                 is_said = True
-                _say(f"waiting for {self.path}, held by {_holder(self.path)}; if that is wrong, remove the file")
+                say(
+                    f"{socket.gethostname()}: waiting for {self.path}, held by {_holder(self.path)}; if that is wrong, remove the file"
+                )
             time.sleep(LOOK_SECONDS)
             if _identity(self.path) is None:
                 return False
@@ -96,9 +98,10 @@ class OperatorLock:
         if self._descriptor is None:
             return False
         text = (
-            f"compiling DeepSpeed's operator {self.path.parent.name}, once for this machine; it takes a minute or two"
+            f"{socket.gethostname()}: compiling DeepSpeed's operator {self.path.parent.name}, once for this machine; it"
+            " takes a minute or two"
         )
-        self._timer = threading.Timer(SILENT_SECONDS, _say, [text])
+        self._timer = threading.Timer(SILENT_SECONDS, say, [text])
         self._timer.daemon = True
         self._timer.start()
         self._is_released.clear()
@@ -115,7 +118,7 @@ class OperatorLock:
             if _identity(self.path) != lock or not self._make(mine):
                 return False
             os.replace(mine, self.path)
-        _say(f"took over {self.path}, left behind: {reason}")
+        say(f"{socket.gethostname()}: took over {self.path}, left behind: {reason}")
         return True
 
 
@@ -195,10 +198,6 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _say(line: str) -> None:
-    print(f"dsft: {socket.gethostname()}: {line}", file=sys.stderr, flush=True)
 
 
 PROGRAM = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_max_threads() == 0; }\n"

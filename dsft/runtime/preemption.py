@@ -6,9 +6,10 @@ only while training runs; before, they end the process as usual. In a notebook C
 """
 
 import contextlib
-import os
 import signal
 from collections.abc import Iterator
+
+from dsft.watchdog.messages import say
 
 _asked = False
 _is_listening = False
@@ -49,5 +50,5 @@ def _note(number: int, frame: object) -> None:
     if number == signal.SIGINT:
         if _asked:
             raise KeyboardInterrupt
-        os.write(2, b"dsft: Ctrl-C: saves and ends after the next step; a second one ends at once\n")
+        say("Ctrl-C: saves and exits after the next step; a second one exits at once")
     _asked = True

@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from dsft.watchdog.deadlines import PHASE_LIMITS, POLL_SECONDS, VERDICT_SECONDS
 from dsft.watchdog.messages import Connection, listen, listen_on_node
 from dsft.watchdog.processes import StartedBy
@@ -33,7 +35,8 @@ from dsft.watchdog.root_cause import Failure
 ROOT = Path(__file__).resolve().parent.parent.parent
 SIDECAR = (
     "import os, sys; os.fork() and os._exit(0); "
-    f"sys.path.insert(0, {str(ROOT)!r}); from dsft.watchdog.sidecar import main; main()"
+    f"sys.path[:0] = {[str(ROOT)]}; sys.path += {[str(Path(psutil.__file__).parent.parent)]}; "
+    "from dsft.watchdog.sidecar import main; main()"
 )
 """Leaves the process tree of the rank: DeepSpeed's launcher, which ends that tree, would wait 30 s for the sidecar."""
 STARTED_BY = StartedBy.now()

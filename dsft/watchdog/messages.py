@@ -11,9 +11,11 @@ line's number and its text, so that nobody without the token can add, repeat, re
                                                    HMAC {"type": "heartbeat"}\\n
 """
 
+import contextlib
 import errno
 import hmac
 import json
+import os
 import re
 import resource
 import secrets
@@ -304,6 +306,14 @@ def connect(address: str | tuple[str, int], token: str, *, seconds: float = CONN
         connection = socket.create_connection(address, timeout=seconds)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(connection, token, secrets.token_hex(16))
+
+
+def say(line: str) -> None:
+    """Write a line to standard error, from any process and inside a signal's handler, where `print` may not be called.
+    A launcher that is gone, and shows it nowhere, is no reason to fail.
+    """
+    with contextlib.suppress(OSError):
+        os.write(2, f"dsft: {line}\n".encode(errors="replace"))
 
 
 def raise_file_limit() -> None:

@@ -1,5 +1,6 @@
-"""Processes as Linux' /proc shows them (man 5 proc), without a library."""
+"""Processes of this machine: who started a rank, whether it lives, and their end."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -7,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 LAUNCHERS = {
     "deepspeed": (
@@ -34,26 +37,20 @@ FLAGS_WITH_VALUES = ("-W", "-X", "--check-hash-based-pycs")
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the third (state) on; None where there is no such process, or only its remains (a
-    zombie).
-    """
+    """Fields of /proc/PID/stat from the third (state) on; None where there is no such process."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in ("Z", "X") else fields
 
 
 def start_time(pid: int) -> str | None:
-    """When the process started, in clock ticks; None when it has ended."""
+    """When the process started, in clock ticks; None when it has ended, though its parent may not have taken its
+    remains (a zombie) yet.
+    """
     fields = _stat(pid)
-    return fields and fields[19]
-
-
-def parent(pid: int) -> int:
-    """Process id of the parent; 0 where there is none."""
-    fields = _stat(pid)
-    return int(fields[1]) if fields else 0
+    # psutil's create_time moves with the system's clock, and would not identify a process to another one.
+    return fields[19] if fields and fields[0] not in ("Z", "X") else None
 
 
 @dataclass(frozen=True)
@@ -74,26 +71,23 @@ class Process:
         """Its exit code, or minus the signal that killed it, as its remains show it until its parent takes them; None
         before and after.
         """
-        try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            return None
-        is_left = fields[0] == "Z" and fields[19] == self.started
+        fields = _stat(self.pid)
+        is_left = fields is not None and fields[0] == "Z" and fields[19] == self.started
         return os.waitstatus_to_exitcode(int(fields[49])) if is_left else None
 
     def is_stopped(self) -> bool:
         """Whether SIGSTOP holds it."""
         fields = _stat(self.pid)
-        return bool(fields) and fields[0] == "T"
+        return fields is not None and fields[0] == "T"
 
     def moved_bytes(self) -> int:
         """Bytes that it has read and written so far, mapped files included; 0 where the system does not tell."""
         try:
-            counts = dict(line.split(": ") for line in Path(f"/proc/{self.pid}/io").read_text().splitlines())
-        except OSError:
+            counts = psutil.Process(self.pid).io_counters()
+        except (psutil.Error, OSError):
             return 0
-        # rchar and wchar count calls, the others pages that came from a disk and that were made to go there.
-        return sum(int(counts[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
+        # The first two count calls, the others pages that came from a disk and that were made to go there.
+        return counts.read_chars + counts.write_chars + counts.read_bytes + counts.write_bytes
 
     def signal(self, number: int) -> None:
         """Send it a signal, where it still lives."""
@@ -152,31 +146,23 @@ def is_launcher(words: Sequence[str]) -> bool:
     return any(program == name or (program.startswith(f"{name}.") and "." in name) for name in names)
 
 
-def command_of(pid: int) -> list[str]:
-    """The words of a process' command line; none where it has ended, or belongs to the kernel."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []
-    return words[:-1]
-
-
-def launchers_of(pid: int) -> list[Process]:
-    """The unbroken line of launchers above a rank, nearest first; a shell or session above them may end without
-    harm, and one between them runs no more than the command that it was given.
-    """
-    launchers = []
-    while (pid := parent(pid)) > 1:
-        words = command_of(pid)
-        if is_launcher(words):
-            launchers.append(Process.of(pid))
-        elif not _runs_one_command(words):
-            break
-    return launchers
-
-
 def _runs_one_command(words: Sequence[str]) -> bool:
     return len(words) > 2 and program_of(words) in SHELLS and words[1].startswith("-") and words[1].endswith("c")
+
+
+def launchers_of(pid: int) -> tuple[list[Process], psutil.Process | None]:
+    """The unbroken line of launchers above a process, nearest first, and the process above them: a shell or session,
+    which may end without harm. A shell between them runs no more than the command that it was given.
+    """
+    launchers = []
+    with contextlib.suppress(psutil.Error, OSError):  # one of them has ended just now
+        for process in psutil.Process(pid).parents():
+            words = process.cmdline()
+            if process.pid > 1 and is_launcher(words):
+                launchers.append(Process.of(process.pid))
+            elif process.pid == 1 or not _runs_one_command(words):
+                return launchers, process
+    return launchers, None
 
 
 @dataclass(frozen=True)
@@ -195,55 +181,34 @@ class StartedBy:
 
     @classmethod
     def now(cls) -> "StartedBy":
-        launchers = launchers_of(os.getpid())
-        above = parent(launchers[-1].pid) if launchers else 0
-        while _runs_one_command(command_of(above)):
-            above = parent(above)
-        if not name_of(above).startswith("sshd"):
+        launchers, above = launchers_of(os.getpid())
+        if not launchers or above is None or not name_of(above.pid).startswith("sshd"):
             return cls(os.getpid(), launchers, None, [])
         client = ssh_client()
-        return cls(os.getpid(), launchers, Process.of(above), launchers_of(client) if client else [])
+        return cls(os.getpid(), launchers, Process.of(above.pid), launchers_of(client)[0] if client else [])
 
 
 def name_of(pid: int) -> str:
     """Name of the program; empty where there is no such process."""
     try:
-        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
-    except OSError:
+        return psutil.Process(pid).name()
+    except (psutil.Error, OSError):
         return ""
 
 
 def ssh_client() -> int | None:
     """Process id of the ssh in whose session this process is; None where that is another machine's."""
-    client, client_port, server, server_port, *_ = [*os.environ.get("SSH_CONNECTION", "").split(), *[""] * 4]
-    if not client or client != server:
-        return None
-    ports = [int(client_port), int(server_port)]
-    for table in map(Path, ("/proc/net/tcp", "/proc/net/tcp6")):
-        for line in table.read_text().splitlines()[1:] if table.is_file() else ():
-            fields = line.split()
-            if [int(address.rpartition(":")[2], 16) for address in fields[1:3]] == ports:
-                return _owner_of_socket(fields[9])
-    return None
-
-
-def _owner_of_socket(inode: str) -> int | None:
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if any(os.readlink(file.path) == f"socket:[{inode}]" for file in os.scandir(f"/proc/{pid}/fd")):
-                return int(pid)
-        except OSError:
-            pass  # it has ended, or is another user's
+    match os.environ.get("SSH_CONNECTION", "").split():
+        case [client, client_port, server, server_port] if client == server:
+            ports = (int(client_port), int(server_port))
+            ends = [end for end in psutil.net_connections("tcp") if end.raddr]
+            return next((end.pid for end in ends if (end.laddr.port, end.raddr.port) == ports), None)
     return None
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process and theirs, deepest first."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            children.setdefault(parent(int(name)), []).append(int(name))
-    family = [pid]
-    for member in family:
-        family += children.get(member, [])
-    return family[:0:-1]
+    """Children of a process and theirs, each before its parent."""
+    try:
+        return [process.pid for process in reversed(psutil.Process(pid).children(recursive=True))]
+    except psutil.Error:  # it has ended
+        return []

@@ -1,7 +1,7 @@
 """The process beside one rank: sees it die, freeze or stall, tells the coordinator, and ends it when the job ends.
 
-Started by `client.py`; standard library only, so that 128 of them cost little. It reads its rank's messages from
-standard input, whose end means that the rank is gone, however it died.
+Started by `client.py`; standard library and psutil only, so that 128 of them cost little. It reads its rank's messages
+from standard input, whose end means that the rank is gone, however it died.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from dsft.watchdog.deadlines import (
     heartbeat_seconds,
 )
 from dsft.watchdog.launch_link import VARIABLE, connect_to_launcher
-from dsft.watchdog.messages import Connection, Poller, Server, connect, raise_file_limit
+from dsft.watchdog.messages import Connection, Poller, Server, connect, raise_file_limit, say
 from dsft.watchdog.processes import Process, descendants, end, name_of
 from dsft.watchdog.root_cause import Failure, Report
 
@@ -372,14 +372,6 @@ class Sidecar:
 
     def _where(self) -> str:
         return f"{self.phase}, step {self.step}" if self.step >= 0 else self.phase
-
-
-def say(line: str) -> None:
-    """Write to the screen as the launcher shows it; a launcher that is gone is no reason to fail."""
-    try:
-        os.write(2, f"dsft: {line}\n".encode(errors="replace"))
-    except OSError:
-        pass
 
 
 def main() -> None:
