@@ -16,7 +16,7 @@ from typing import Any
 from dsft.doctor.facts import NodeFacts
 from dsft.doctor.findings import Finding, finding, join
 from dsft.errors import UserError, one_line
-from dsft.runtime.hardware import Machine, has_gpu
+from dsft.runtime.hardware import Machine, cpu_rank_bytes, has_gpu, job_machine
 from dsft.units import GiB
 
 
@@ -78,22 +78,25 @@ def plan_on(argv: list[str], facts: dict[str, NodeFacts], slots: dict[str, int])
 def _machine(facts: dict[str, NodeFacts], slots: dict[str, int]) -> Machine:
     """The smallest of the nodes, as the planner takes it."""
     gpus = [gpu for node in facts.values() for gpu in node.usable_gpus]
-    ranks, host_bytes = max(slots.values()), min(node.host_bytes for node in facts.values())
-    free = min((gpu.memory_bytes - gpu.used_bytes for gpu in gpus), default=int(0.85 * host_bytes / ranks))
-    return Machine(
-        nodes=len(facts),
-        ranks_per_node=ranks,
-        num_ranks=0 if len(set(slots.values())) == 1 else sum(slots.values()),
-        device_bytes=free,
-        host_bytes=host_bytes,
-        has_gpu=bool(gpus),
-        gpu_type=gpus[0].name if gpus else "",
-        cores=min(node.cores for node in facts.values()),
-        measured=True,
-        memlock_bytes=min(
-            (node.locked_bytes for node in facts.values() if node.locked_bytes is not None), default=None
-        ),
-        host_names=tuple(sorted({node.host for node in facts.values()})),
+    return job_machine(
+        [
+            Machine(
+                nodes=1,
+                ranks_per_node=slots[name],
+                device_bytes=min(
+                    (gpu.memory_bytes - gpu.used_bytes for gpu in node.usable_gpus),
+                    default=cpu_rank_bytes(node.host_bytes, slots[name]),
+                ),
+                host_bytes=node.host_bytes,
+                has_gpu=bool(gpus),
+                gpu_type=gpus[0].name if gpus else "",
+                cores=node.cores,
+                measured=True,
+                memlock_bytes=node.locked_bytes,
+                host_names=(node.host,),
+            )
+            for name, node in facts.items()
+        ]
     )
 
 

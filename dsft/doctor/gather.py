@@ -23,7 +23,7 @@ import psutil
 from dsft.doctor.facts import Gpu, Gpus, Interface, Network, NodeFacts
 from dsft.errors import one_line
 from dsft.runtime.disk import free_bytes
-from dsft.runtime.hardware import cpu_count, free_host_bytes, host_memory_bytes
+from dsft.runtime.hardware import active_ports, cpu_count, free_host_bytes, host_memory_bytes
 from dsft.runtime.operators import compile_error, compiler_words
 from dsft.runtime.versions import PACKAGES, code_folder, code_hash, git_commit
 from dsft.units import MiB
@@ -106,12 +106,11 @@ def network_facts() -> Network:
     except (OSError, subprocess.TimeoutExpired):
         words = []
     known = [address for card in interfaces.values() for address in card.addresses if not address.startswith("127.")]
-    ports = Path("/sys/class/infiniband").glob("*/ports/1/state")
     return Network(
         addresses=words or known,
         interfaces=interfaces,
         own_name=addresses_of(socket.gethostname()),
-        infiniband=sorted(str(path.parents[2].name) for path in ports if "ACTIVE" in path.read_text()),
+        infiniband=sorted({card for card, _, _ in active_ports()}),
         variables={name: os.environ[name] for name in SOCKET_VARIABLES if name in os.environ},
     )
 

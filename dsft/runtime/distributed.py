@@ -16,7 +16,6 @@ import secrets
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +24,15 @@ from typing import TYPE_CHECKING, Any
 from dsft.errors import NotStarted, UserError, on_exit, one_line, raise_if_any
 from dsft.runtime.console import say
 from dsft.runtime.disk import CPU_BUFFER, remove_leftovers
-from dsft.runtime.hardware import Machine, cpu_count, has_gpu, require_kernels, require_seen_gpus, this_machine
+from dsft.runtime.hardware import (
+    Machine,
+    cpu_count,
+    has_gpu,
+    job_machine,
+    require_kernels,
+    require_seen_gpus,
+    this_machine,
+)
 from dsft.runtime.launcher_env import (
     JOB,
     SINGLE_PROCESS_ENV,
@@ -300,21 +307,22 @@ def first_on_rank_0(function: Callable[[], None]) -> None:
 
 
 def smallest_machine() -> Machine:
-    """Return the machine of this job: its hosts and their ranks, with the least memory that any rank sees. Uneven nodes
-    count as the one with most ranks. Collective.
-    """
-    # a launcher's variables tell of this node alone
-    machines = from_all([(socket.gethostname(), this_machine(nodes=1, ranks_per_node=ranks_per_node()))])
-    hosts = Counter(host for host, _ in machines)
-    is_even = len(set(hosts.values())) == 1
-    return dataclasses.replace(
-        machines[0][1],
-        nodes=len(hosts),
-        ranks_per_node=max(hosts.values()),
-        num_ranks=0 if is_even else len(machines),
-        host_names=tuple(sorted(hosts)),
-        device_bytes=min(machine.device_bytes for _, machine in machines),
-        host_bytes=min(machine.host_bytes for _, machine in machines),
+    """Return the machine of this job, with the least memory that any rank sees. Collective."""
+    # A launcher's variables describe this node alone.
+    machines: dict[str, list[Machine]] = {}
+    for host, machine in from_all([(socket.gethostname(), this_machine(nodes=1, ranks_per_node=ranks_per_node()))]):
+        machines.setdefault(host, []).append(machine)
+    return job_machine(
+        [
+            dataclasses.replace(
+                of_host[0],
+                ranks_per_node=len(of_host),
+                host_names=(host,),
+                device_bytes=min(machine.device_bytes for machine in of_host),
+                host_bytes=min(machine.host_bytes for machine in of_host),
+            )
+            for host, of_host in machines.items()
+        ]
     )
 
 

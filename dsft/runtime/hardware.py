@@ -13,8 +13,8 @@ import resource
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,6 +77,25 @@ class Machine:
         )
 
 
+def job_machine(nodes: Sequence[Machine]) -> Machine:
+    """The machine of a job on these nodes: uneven ones count as the one with most ranks, all with the least that any
+    has.
+    """
+    ranks = [node.ranks_per_node for node in nodes]
+    locked = [node.memlock_bytes for node in nodes if node.memlock_bytes is not None]
+    return replace(
+        nodes[0],
+        nodes=len(nodes),
+        ranks_per_node=max(ranks),
+        num_ranks=0 if len(set(ranks)) == 1 else sum(ranks),
+        host_names=tuple(sorted({name for node in nodes for name in node.host_names})),
+        device_bytes=min(node.device_bytes for node in nodes),
+        host_bytes=min(node.host_bytes for node in nodes),
+        cores=min(node.cores for node in nodes),
+        memlock_bytes=min(locked, default=None),
+    )
+
+
 def parse_bytes(text: str) -> int:
     """Bytes in "80GB", "80GiB", "1.5TB".
 
@@ -135,14 +154,6 @@ AMD_BYTES = 8 * GiB
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
-def _gpus_of_drivers() -> str:
-    """The files by which a driver shows GPUs; empty where there are none."""
-    if glob.glob(GPU_FILES):
-        return GPU_FILES
-    has_card = any(int(Path(path).read_text()) >= AMD_BYTES for path in glob.glob(AMD_MEMORY))
-    return AMD_FILE if has_card and Path(AMD_FILE).exists() else ""
-
-
 def require_seen_gpus() -> None:
     """Refuse to run on CPUs in silence beside GPUs that torch does not see, unless CPU ranks are asked for.
 
@@ -150,7 +161,9 @@ def require_seen_gpus() -> None:
         UserError: where this machine has such GPUs.
     """
     are_hidden = any(os.environ.get(name) in ("", "-1") for name in HIDING) or os.environ.get("DS_ACCELERATOR") == "cpu"
-    if are_hidden or not (files := _gpus_of_drivers()) or has_gpu():
+    has_amd_card = any(int(Path(path).read_text()) >= AMD_BYTES for path in glob.glob(AMD_MEMORY))
+    files = next(filter(glob.glob, (GPU_FILES, *([AMD_FILE] if has_amd_card else []))), None)
+    if are_hidden or files is None or has_gpu():
         return
     import torch
 
@@ -187,12 +200,22 @@ def default_ranks() -> int:
     return torch.cuda.device_count()
 
 
+def cpu_rank_bytes(host_bytes: int, ranks: int) -> int:
+    """The device memory of one of a node's CPU ranks: its share of the host's, but 15 % for system and launcher."""
+    return int(0.85 * host_bytes / ranks)
+
+
 def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None) -> Machine:
-    """Measure this machine, without a disk for offload. Without GPUs each rank's device memory is its share of 85 % of
-    the host's.
-    """
+    """Measure this machine, without a disk for offload."""
     ranks, host = ranks_per_node or default_ranks(), host_memory_bytes()
-    gpu_type, device = _ask_gpus() if has_gpu() else ("", int(0.85 * host / ranks))  # 15 %: system and launcher
+    gpu_type, device = "", cpu_rank_bytes(host, ranks)
+    if has_gpu():
+        import torch
+
+        # A rank of a launch asks only its GPU: each context takes memory there.
+        rank_gpu = os.environ.get("LOCAL_RANK")
+        gpus = [int(rank_gpu)] if rank_gpu else range(torch.cuda.device_count())
+        gpu_type, device = torch.cuda.get_device_name(0), min(ask_gpu(gpu)[0] for gpu in gpus)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Machine(
         nodes=nodes,
@@ -240,16 +263,6 @@ def _set_malloc(*, mmap_threshold: int, trim_threshold: int) -> None:
         ):
             if variable not in os.environ:
                 mallopt(option, num_bytes)
-
-
-def _ask_gpus() -> tuple[str, int]:
-    """(name of the GPUs, memory of the fullest that other programs leave)."""
-    import torch
-
-    # A rank of a launch asks only its GPU: each context takes memory there.
-    rank_gpu = os.environ.get("LOCAL_RANK")
-    gpus = [int(rank_gpu)] if rank_gpu else range(torch.cuda.device_count())
-    return torch.cuda.get_device_name(0), min(ask_gpu(gpu)[0] for gpu in gpus)
 
 
 CONTEXT_BYTES = 2**29
@@ -340,16 +353,15 @@ SYSFS = Path("/sys/class")
 
 
 def read_interconnect() -> str:
-    """Return "nvlink+8xib400", "pcie+eth25", "nvlink" ...; empty where nothing can be read."""
-    return "+".join(filter(None, [_read_links(), read_network()]))
-
-
-def _read_links() -> str:
+    """How the GPUs of a node and its network are connected, as `--interconnect` takes it: "nvlink+8xib400",
+    "pcie+eth25", "nvlink" ... What cannot be read is left out, and then assumed by the planner (planner/step_time.py).
+    """
     try:
         links = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return links_between_all(links, os.environ.get("CUDA_VISIBLE_DEVICES", "")) if links else ""
+        links = ""
+    between = links_between_all(links, os.environ.get("CUDA_VISIBLE_DEVICES", "")) if links else ""
+    return "+".join(filter(None, [between, read_network()]))
 
 
 def links_between_all(matrix: str, visible: str = "") -> str:
@@ -375,18 +387,22 @@ def read_network(sysfs: Path = SYSFS) -> str:
     Args:
         sysfs: where the kernel shows them (Documentation/ABI/stable/sysfs-class-infiniband, testing/sysfs-class-net).
     """
-    ports = [
-        (_number(rate), "roce" if _read(rate.with_name("link_layer")) == "Ethernet" else "ib")
-        for rate in sysfs.glob("infiniband/*/ports/*/rate")
-        if "ACTIVE" in _read(rate.with_name("state"))
-    ]
+    ports = [(rate, kind) for _, kind, rate in active_ports(sysfs)]
     if fastest := max(ports, default=(0, ""))[0]:
-        kinds = [kind for number, kind in ports if number == fastest]
+        kinds = [kind for rate, kind in ports if rate == fastest]
         return f"{len(kinds)}x{kinds[0]}{fastest}"
     # lo, bridges, docker's and virtual pairs have no device; of a bond, its cards have
     interfaces = [path for path in sysfs.glob("net/*") if (path / "device").exists()]
     megabits = max((_number(path / "speed") for path in interfaces if _read(path / "operstate") == "up"), default=0)
     return f"eth{max(1, megabits // 1000)}" if megabits else ""
+
+
+def active_ports(sysfs: Path = SYSFS) -> Iterator[tuple[str, Literal["ib", "roce"], int]]:
+    """Yield (card, what it speaks, Gbit/s) of each InfiniBand or RoCE port that is up; 0 where no rate can be read."""
+    for port in sysfs.glob("infiniband/*/ports/*"):
+        if "ACTIVE" in _read(port / "state"):
+            kind = "roce" if _read(port / "link_layer") == "Ethernet" else "ib"
+            yield port.parent.parent.name, kind, _number(port / "rate")
 
 
 def _number(path: Path) -> int:
@@ -412,7 +428,13 @@ def require_kernels(gpu: int) -> None:
 
     names = torch.cuda.get_arch_list() if torch.version.cuda else []
     major, minor = torch.cuda.get_device_capability(gpu)
-    if not names or any(_runs(name, 10 * major + minor) for name in names):
+    for name in names:  # sm_80, compute_90
+        kind, _, version = name.partition("_")
+        least = int(re.match(r"\d+", version)[0])
+        # Binaries run within a major version, PTX on any newer card.
+        if least <= 10 * major + minor and (kind == "compute" or least // 10 == major):
+            return
+    if not names:
         return
     raise UserError(
         [
@@ -421,13 +443,6 @@ def require_kernels(gpu: int) -> None:
             " one for CUDA 12.6"
         ]
     )
-
-
-def _runs(name: str, capability: int) -> bool:
-    """Whether code for `name` (sm_80, compute_90) runs: binaries within a major version, PTX on any newer card."""
-    kind, _, version = name.partition("_")
-    least = int(re.match(r"\d+", version)[0])
-    return least <= capability and (kind == "compute" or least // 10 == capability // 10)
 
 
 Memory = Literal["GPU", "host", "pinned host"]

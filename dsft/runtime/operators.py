@@ -66,9 +66,8 @@ class OperatorLock:
             suspect = lock if reason else None
             if not is_said and time.monotonic() - start > SILENT_SECONDS:
                 is_said = True
-                say(
-                    f"{socket.gethostname()}: waiting for {self.path}, held by {_holder(self.path)}; if that is wrong, remove the file"
-                )
+                holder = f"held by {_holder(self.path)}; if that is wrong, remove the file"
+                say(f"{socket.gethostname()}: waiting for {self.path}, {holder}")
             time.sleep(LOOK_SECONDS)
             if _identity(self.path) is None:
                 return False
