@@ -22,7 +22,6 @@ from dsft.perplexity.sums import exp
 from dsft.perplexity.windows import Windows
 from dsft.runtime.distributed import sum_over_ranks
 
-BUILT_IN = ("source", "position", "frequency", "role", "turn")
 MOST_GROUPS = 1_000
 LAST_TURN = 9
 """Later turns are counted with this one."""
@@ -90,8 +89,8 @@ def build_breakdown(
         UserError: where the data has no such column or no turns, or a column has too many values.
     """
     groupings = []
+    columns = dict.fromkeys(name for row in data.source.first_batch().rows for name in row.values)
     for name in config.group_by:
-        columns = _columns(data)
         if name in columns or name == "source":
             groupings.append(_by_document(name, data, config, windows, is_column=name in columns))
         elif name in ("position", "frequency"):
@@ -99,13 +98,9 @@ def build_breakdown(
         elif name in ("role", "turn"):
             groupings.append(_by_turn(name, data, config, tokenizer, windows))
         else:
-            known = [*BUILT_IN, *columns]
-            raise UserError([f"group_by={name}: invalid choice (choose from {', '.join(known)}){nearest(name, known)}"])
+            known = ["source", "position", "frequency", "role", "turn", *columns]
+            raise UserError(f"group_by={name}: invalid choice (choose from {', '.join(known)}){nearest(name, known)}")
     return Breakdown(windows, groupings) if groupings else None
-
-
-def _columns(data: FormattedSource) -> list[str]:
-    return list(dict.fromkeys(name for row in data.source.first_batch().rows for name in row.values))
 
 
 def _by_document(
@@ -118,10 +113,10 @@ def _by_document(
             label = str(row.values.get(name, "(none)")) if is_column else batch.place
             of_document.append(numbers.setdefault(label, len(numbers)))
             if len(numbers) > MOST_GROUPS:
-                raise UserError([f"group_by={name}: the column has more than {MOST_GROUPS:,} values; name another"])
+                raise UserError(f"group_by={name}: the column has more than {MOST_GROUPS:,} values; name another")
     if len(of_document) != len(windows.document_ends):
         raise UserError(
-            [f"group_by={name}: protocol={config.protocol} joins all documents; use protocol lm-eval or dsft"]
+            f"group_by={name}: protocol={config.protocol} joins all documents; use protocol lm-eval or dsft"
         )
     group_D = np.array(of_document, dtype=np.int64)
     return Grouping(
@@ -166,7 +161,7 @@ def _by_turn(
 ) -> Grouping:
     """Group by answer and prompt, or by number of the answer (a prompt counts with the answer after it)."""
     if data.rules.is_text:
-        raise UserError([f"group_by={name}: texts have no turns; it is for prompts with completions and chats"])
+        raise UserError(f"group_by={name}: texts have no turns; it is for prompts with completions and chats")
     rules = dataclasses.replace(data.rules, train_on="answers")  # whose mask says what the answers are
     how = {"held_out": data.held_out, "preparation": Answers(max_documents=config.max_documents)}
     is_answer = prepare(data.source, rules, tokenizer, cache_folder(config), **how, show_progress=False).trained

@@ -251,10 +251,8 @@ def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
         longest = longest_window(job, machine, speeds, **ranks)
         fits = f" The longest window that fits has {longest:,} tokens." if longest else ""
         raise UserError(
-            [
-                f"zero=auto for {candidate.name}: {why}{fits} Use more GPUs or nodes, a smaller batch_tokens or"
-                " seq_len, sequence_parallel, or set zero yourself"
-            ]
+            f"zero=auto for {candidate.name}: {why}{fits} Use more GPUs or nodes, a smaller batch_tokens or"
+            " seq_len, sequence_parallel, or set zero yourself"
         )
     return chosen.zero
 

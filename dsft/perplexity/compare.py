@@ -303,7 +303,11 @@ def print_together(evaluations: list[Evaluation], config: EvalConfig) -> None:
             )
     if config.protocol == "all":
         for (model, data), results in same_pair.items():
-            rows = {each.protocol: each.protocol_row() for each in results}
+            rows = {
+                each.protocol: f"{each.report()['perplexity']:.4f}  (windows of {each.options['seq_len']:,},"
+                f" {each.perplexity.tokens:,} tokens scored; {each.source})"
+                for each in results
+            }
             print_table(f"{model} on {data}, as others report it", rows)
     if config.context_curve:
         curves = {

@@ -36,9 +36,9 @@ from dsft.perplexity.breakdown import Breakdown, build_breakdown
 from dsft.perplexity.candidates import Candidate, choose_zero, loaded_for_scoring, model_identity, with_bases
 from dsft.perplexity.kl import ChangeHistogram, divergence_of, refusal_of_pair
 from dsft.perplexity.modes import WINDOW_OPTIONS, build_windows, mode_problems
-from dsft.perplexity.results import HOW_OPTIONS, Evaluation, Recorder, Results, ResumeLog
+from dsft.perplexity.results import Evaluation, Recorder, Results, ResumeLog
 from dsft.perplexity.scoring import evaluate_windows, exact_products
-from dsft.perplexity.sequence_parallel import refused_models, team_of
+from dsft.perplexity.sequence_parallel import refused_model, team_of
 from dsft.perplexity.sums import Perplexity
 from dsft.perplexity.windows import Windows
 from dsft.planner.evaluation_plan import default_batch_tokens, refused_number
@@ -54,6 +54,11 @@ from dsft.watchdog import client as watchdog
 
 TOKENS = "tokens.parquet"
 """Folder in output_dir."""
+HOW_OPTIONS = (
+    *("dtype", "quantization", "batch_tokens", "attn_implementation", "sequence_parallel"),
+    *("max_documents", "group_by", "save_tokens"),
+)
+"""Options that say how a result was computed and what is kept of it."""
 
 
 def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress: bool = False) -> Iterator[Evaluation]:
@@ -70,11 +75,11 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
     with only_run_in(config.output_dir) as left_lock:
         if left_lock:
             wait_for_a_killed_run()
-        named, reference, data_sets = _check(config, problems or [])
+        candidates, reference, data_sets = _check(config, problems or [])
         machine, dtype = distributed.smallest_machine(), resolve_dtype(config.dtype)
         results = Results(Path(config.output_dir)) if config.output_dir else None
         verify_once = functools.cache(verify_weights)  # once for all of a model's formats
-        for candidate in named:
+        for candidate in candidates:
             jobs = _jobs(candidate, reference, data_sets, dtype, progress=progress)
             facts = {f"tokens of {job.name}": job.fingerprint for job in jobs}
             facts |= {f"files of {job.config.model}": job.model_hash for job in jobs}
@@ -150,7 +155,18 @@ def _check(
             if on_disk := model.facts.size.quantization:
                 say(f"note: {model.config.model} is quantised on disk ({on_disk.format}) and evaluated as it lies")
     loaded = [*models, *([reference] if reference else [])]
-    distributed.raise_together(refused_models(loaded))
+    if config.sequence_parallel > 1:
+        refusals = [
+            refused_model(
+                each.facts,
+                size=config.sequence_parallel,
+                seq_len=max(options.seq_len for options in each.configs()),
+                model=each.config.model,
+                trust_remote_code=config.trust_remote_code,
+            )
+            for each in loaded
+        ]
+        distributed.raise_together([reason for reason in refusals if reason])
     distributed.raise_together([problem for model in loaded for problem in model.check_weights(local=False)])
     return in_formats, reference, data_sets
 

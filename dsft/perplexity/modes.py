@@ -208,7 +208,7 @@ def samples_in(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerB
         except EmptyAnswer:
             samples.append(None)
         except ValueError as error:
-            raise UserError([f"data: {batch.where(row)}: {error}"]) from None
+            raise UserError(f"data: {batch.where(row)}: {error}") from None
     return samples
 
 
@@ -273,10 +273,8 @@ def _gptq(config: EvalConfig, prepared: Prepared, _tokenizer: PreTrainedTokenize
     store = prepared(JoinedTexts(max_documents=config.max_documents))
     if len(store.tokens) < config.seq_len:
         raise UserError(
-            [
-                f"protocol={config.protocol} drops what does not fill a window of seq_len={config.seq_len} tokens, and"
-                f" the data has {len(store.tokens):,}; use more data, a smaller seq_len or protocol dsft"
-            ]
+            f"protocol={config.protocol} drops what does not fill a window of seq_len={config.seq_len} tokens, and"
+            f" the data has {len(store.tokens):,}; use more data, a smaller seq_len or protocol dsft"
         )
     return _without_sizes(of_corpus(store, partial(full_spans, length=config.seq_len, scored_from=scored_from)))
 
@@ -317,10 +315,8 @@ def _context(config: EvalConfig, prepared: Prepared, _tokenizer: PreTrainedToken
     longest_document = np.diff(store.ends, prepend=0).max(initial=0)
     if longest_document < lengths[-1]:
         raise UserError(
-            [
-                f"context_curve={config.context_curve}: needs documents of {lengths[-1]:,} tokens or more, and the"
-                f" longest here has {longest_document:,}; use shorter contexts, or longer documents"
-            ]
+            f"context_curve={config.context_curve}: needs documents of {lengths[-1]:,} tokens or more, and the"
+            f" longest here has {longest_document:,}; use shorter contexts, or longer documents"
         )
     scored = lengths[0] // 2
     return _without_sizes(
@@ -481,14 +477,14 @@ def build_windows(
     if name not in fitting:
         *first, last = fitting
         names = f"{', '.join(first)} or {last}" if first else last
-        raise UserError([f"mode={name} does not fit the data, which holds {data.rules.format}; use {names}"])
+        raise UserError(f"mode={name} does not fit the data, which holds {data.rules.format}; use {names}")
     if is_text and config.bos == "on" and tokenizer.bos_token_id is None:
-        raise UserError([f"bos=on: the tokenizer {tokenizer.name_or_path} has no BOS token; use auto or off"])
+        raise UserError(f"bos=on: the tokenizer {tokenizer.name_or_path} has no BOS token; use auto or off")
     if config.protocol and find_mode(config.protocol).windows:
         name = config.protocol
         if not is_text:
             key = "context_curve" if config.context_curve else f"protocol={config.protocol}"
-            raise UserError([f"{key} is of texts, and the data holds {data.rules.format}; leave it out"])
+            raise UserError(f"{key} is of texts, and the data holds {data.rules.format}; leave it out")
 
     def prepared(preparation: Preparation) -> Store:
         how = {"held_out": data.held_out, "preparation": preparation, "show_progress": show_progress}
@@ -498,6 +494,6 @@ def build_windows(
     windows.mode = name
     if not windows.has_scored_tokens:
         raise UserError(
-            [f"data: {len(windows.document_ends)} documents give no token to score: a first token is context only"]
+            f"data: {len(windows.document_ends)} documents give no token to score: a first token is context only"
         )
     return windows

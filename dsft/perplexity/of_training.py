@@ -18,17 +18,8 @@ from dsft.errors import UserError
 
 SHARED = (
     *("dtype", "tokenizer", "revision", "trust_remote_code", "attn_implementation", "seed", "data_cache"),
-    *(
-        "data_format",
-        "text_column",
-        "prompt_template",
-        "completion_template",
-        "chat_template",
-        "train_on",
-        "train_thinking",
-        "drop_unrendered",
-        "too_long",
-    ),
+    *("data_format", "text_column", "prompt_template", "completion_template", "chat_template"),
+    *("train_on", "train_thinking", "drop_unrendered", "too_long"),
 )
 """Options that mean the same in training and evaluation, beside seq_len and the data."""
 PATHS = ("tokenizer", "chat_template", "data_cache")
@@ -50,26 +41,23 @@ def read_evaluation(argv: Sequence[str], problems: list[str]) -> EvalConfig:
 
 def evaluation_config(values: Mapping[str, Any], problems: list[str]) -> EvalConfig:
     """Make the options of an evaluation from those that are given, with those of `run` below them."""
-    config = replace(_evaluation_config(values, problems), has_seq_len="seq_len" in values)
-    if config.mode != "auto" or config.protocol or config.context_curve:
-        from dsft.perplexity.modes import mode_problems  # loads transformers, which a launcher does not need
-
-        problems += mode_problems(config)
-    return config
-
-
-def _evaluation_config(values: Mapping[str, Any], problems: list[str]) -> EvalConfig:
-    run = values.get("run")
+    run, has_seq_len = values.get("run"), "seq_len" in values
     if isinstance(run, str):
         try:
             options = read_options_of_run(run)
         except UserError as error:
             problems += [f"run: {problem}" for problem in error.problems]
-            return make_config(EvalConfig, {"model": run, "data": run} | values, problems)
-        if "model" not in values and not (Path(run) / FINAL).is_dir():
-            problems.append(f"run={run}: holds no final model yet; name a checkpoint with model")
-        values = _of_training(options, run, problems, overridden=values) | values
-    return make_config(EvalConfig, dict(values), problems)
+            values = {"model": run, "data": run} | values
+        else:
+            if "model" not in values and not (Path(run) / FINAL).is_dir():
+                problems.append(f"run={run}: holds no final model yet; name a checkpoint with model")
+            values = _of_training(options, run, problems, overridden=values) | values
+    config = replace(make_config(EvalConfig, dict(values), problems), has_seq_len=has_seq_len)
+    if config.mode != "auto" or config.protocol or config.context_curve:
+        from dsft.perplexity.modes import mode_problems  # loads transformers, which a launcher does not need
+
+        problems += mode_problems(config)
+    return config
 
 
 def shared_options(options: Mapping[str, Any], run_folder: str | None = None) -> dict[str, Any]:

@@ -11,12 +11,13 @@ part with its tokens is on disk, and parts that no note names are removed at the
 twice. Results are read without torch.
 """
 
+import contextlib
 import functools
 import html
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,21 +45,10 @@ COLUMNS = ("nats", "reference_nats", "kl", "reverse_kl", "same_top")
 """Rows of what `scoring.score_pair` returns; the first is the model's own."""
 
 SHOWN_GROUPS = 20
-HOW_OPTIONS = (
-    *("dtype", "quantization", "batch_tokens", "attn_implementation", "sequence_parallel"),
-    *("max_documents", "group_by", "save_tokens"),
-)
-"""Options of a result that say how it was computed and what is kept of it. All others decide what is scored with which
-context.
-"""
 DOCUMENT_COLUMNS = ("nats", "tokens", "bytes", "words")
 """Columns of documents.parquet that hold the `document_` arrays of a Perplexity."""
-
-
 PART_TOKENS = 1 << 20
 """Tokens in memory before a part is written: 24 MiB."""
-
-
 STYLE = "text-align:left;vertical-align:top;white-space:pre-wrap;max-width:60em;overflow-wrap:anywhere"
 
 
@@ -150,7 +140,7 @@ class Evaluation:
         del of_evaluation["perplexity"], of_evaluation["is_known"]
         of_evaluation["divergence"] = asdict(self.divergence) if self.divergence else None
         named = f"protocol {self.protocol}" if self.protocol else f"mode {self.mode}"
-        source = f" ({self._source})" if self.protocol else ""
+        source = f" ({self.source})" if self.protocol else ""
         return of_evaluation | {
             "perplexity": exp(result.reported_loss) if self.protocol else result.perplexity,
             "nats": result.nats,
@@ -177,8 +167,8 @@ class Evaluation:
         }
 
     @property
-    def _source(self) -> str:
-        """Where the protocol comes from."""
+    def source(self) -> str:
+        """Where the protocol is defined."""
         from dsft.perplexity.modes import find_mode  # loads transformers, which reading results does not need
 
         return find_mode(self.protocol).source
@@ -227,7 +217,11 @@ class Evaluation:
                 f"word perplexity {report['word_perplexity']:,.4f}, byte perplexity {report['byte_perplexity']:.4f}\n"
                 f"{report['bits_per_byte']:.4f} bits per byte"
             )
-        rows |= {f"by {name}": _group_rows(groups) for name, groups in self.groups.items()}
+        for name, groups in self.groups.items():
+            lines = [f"{each['perplexity']:.4f}  {each['group']} ({each['tokens']:,} tokens)" for each in groups]
+            hidden = len(lines) - SHOWN_GROUPS
+            more = [f"and {hidden:,} more in perplexity.json"] if hidden > 0 else []
+            rows[f"by {name}"] = "\n".join([*lines[:SHOWN_GROUPS], *more])
         if self.divergence:
             rows[f"against {self.divergence.reference}"] = self.divergence.row()
         left_out = {
@@ -246,45 +240,12 @@ class Evaluation:
             "peak memory per rank": ", ".join(f"{name} {value / GiB:.2f} GiB" for name, value in peaks.items()),
         }
 
-    def protocol_row(self) -> str:
-        """Return one line of the table of all protocols."""
-        seq_len, tokens = self.options["seq_len"], self.perplexity.tokens
-        perplexity = exp(self.perplexity.reported_loss)
-        return f"{perplexity:.4f}  (windows of {seq_len:,}, {tokens:,} tokens scored; {self._source})"
-
     def to_pandas(self, group_by: str | None = None) -> Any:
         """Return a pandas.DataFrame with a row for each document, or for each group of one grouping."""
         return frame(self.groups[group_by] if group_by else self.documents())
 
     def _repr_html_(self) -> str:
         return html_table(self.title, self.summary())
-
-    @classmethod
-    def known(cls, report: dict[str, Any], documents: dict[str, np.ndarray]) -> "Evaluation":
-        """Make the evaluation again that gave a report and the columns of its documents."""
-        perplexity = Perplexity(
-            nats=report["nats"],
-            tokens=report["tokens"],
-            fed_tokens=report["fed_tokens"],
-            reported_loss=report["reported_loss"],
-            rows_alone=report["rows_alone"],
-            windows_per_block=report["blocks"]["windows"],
-            block_nats=np.array(report["blocks"]["nats"], np.float64),
-            block_tokens=np.array(report["blocks"]["tokens"], np.int64),
-            document_pairs=np.array([documents[name] for name in COLUMNS[1:] if name in documents]).reshape(
-                -1, len(documents["nats"])
-            ),
-            **{f"document_{name}": documents[name] for name in DOCUMENT_COLUMNS},
-        )
-        of_evaluation = {field.name: report[field.name] for field in fields(cls) if field.name in report}
-        divergence = report["divergence"] and Divergence(**report["divergence"])
-        return cls(**of_evaluation | {"perplexity": perplexity, "divergence": divergence, "is_known": True})
-
-
-def _group_rows(groups: list[dict[str, Any]]) -> str:
-    lines = [f"{row['perplexity']:.4f}  {row['group']} ({row['tokens']:,} tokens)" for row in groups[:SHOWN_GROUPS]]
-    more = [f"and {len(groups) - SHOWN_GROUPS:,} more in perplexity.json"] if len(groups) > SHOWN_GROUPS else []
-    return "\n".join([*lines, *more])
 
 
 Key = tuple[str, str, str]
@@ -314,20 +275,35 @@ class Results:
         Args:
             verified: only one of which documents were scored again.
         """
-        return distributed.on_rank_0(lambda: self._known(fingerprint, verified))
+
+        def find() -> Evaluation | None:
+            for key, report in self.reports.items():
+                is_same = report.get("fingerprint") == fingerprint
+                is_verified = report["verified_difference"] is not None or not verified
+                # The two files are written one after the other; a kill between them leaves other documents.
+                if is_same and is_verified and self.is_whole(key):
+                    return self.evaluation(key)
+            return None
+
+        return distributed.on_rank_0(find)
 
     def add(self, evaluation: Evaluation) -> None:
         """Put a result, new or known, behind all others; a new one is on the disk from then on. Collective."""
-        distributed.on_rank_0(lambda: self._add(evaluation))
 
-    def _known(self, fingerprint: str, verified: bool) -> Evaluation | None:
-        for key, report in self.reports.items():
-            if report.get("fingerprint") != fingerprint or (verified and report["verified_difference"] is None):
-                continue
-            # The two files are written one after the other; a kill between them leaves other documents.
-            if self.is_whole(key):
-                return self.evaluation(key)
-        return None
+        def write() -> None:
+            key = evaluation.key
+            self.reports.pop(key, None)
+            self.documents.pop(key, None)
+            self.reports[key] = evaluation.report()
+            self.documents[key] = pyarrow.table(evaluation.documents())
+            self.folder.mkdir(parents=True, exist_ok=True)
+            beside = self.folder / "documents.tmp"
+            tables = pyarrow.concat_tables(self.documents.values(), promote_options="default")
+            pyarrow.parquet.write_table(tables, beside)
+            beside.replace(self.folder / "documents.parquet")
+            write_json(self.folder / "perplexity.json", {"results": list(self.reports.values())})
+
+        distributed.on_rank_0(write)
 
     def is_whole(self, key: Key) -> bool:
         """Tell whether the documents of a result are those that its report counts. On rank 0."""
@@ -337,20 +313,22 @@ class Results:
     def evaluation(self, key: Key) -> Evaluation:
         """Make the evaluation again whose report and documents are those of `key`. On rank 0."""
         report, table = self.reports[key], self.documents[key]
-        names = DOCUMENT_COLUMNS + (COLUMNS[1:] if report["divergence"] else ())
-        return Evaluation.known(report, {name: table[name].to_numpy() for name in names})
-
-    def _add(self, evaluation: Evaluation) -> None:
-        key = evaluation.key
-        self.reports.pop(key, None)
-        self.documents.pop(key, None)
-        self.reports[key] = evaluation.report()
-        self.documents[key] = pyarrow.table(evaluation.documents())
-        self.folder.mkdir(parents=True, exist_ok=True)
-        beside = self.folder / "documents.tmp"
-        pyarrow.parquet.write_table(pyarrow.concat_tables(self.documents.values(), promote_options="default"), beside)
-        beside.replace(self.folder / "documents.parquet")
-        write_json(self.folder / "perplexity.json", {"results": list(self.reports.values())})
+        pairs = [table[name].to_numpy() for name in (COLUMNS[1:] if report["divergence"] else ())]
+        perplexity = Perplexity(
+            nats=report["nats"],
+            tokens=report["tokens"],
+            fed_tokens=report["fed_tokens"],
+            reported_loss=report["reported_loss"],
+            rows_alone=report["rows_alone"],
+            windows_per_block=report["blocks"]["windows"],
+            block_nats=np.array(report["blocks"]["nats"], np.float64),
+            block_tokens=np.array(report["blocks"]["tokens"], np.int64),
+            document_pairs=np.array(pairs).reshape(-1, len(table)),
+            **{f"document_{name}": table[name].to_numpy() for name in DOCUMENT_COLUMNS},
+        )
+        of_evaluation = {field.name: report[field.name] for field in fields(Evaluation) if field.name in report}
+        divergence = report["divergence"] and Divergence(**report["divergence"])
+        return Evaluation(**of_evaluation | {"perplexity": perplexity, "divergence": divergence, "is_known": True})
 
     def _read(self) -> None:
         path = self.folder / "perplexity.json"
@@ -369,10 +347,8 @@ class Results:
                 self.documents[key] = rows.replace_schema_metadata(None)
         except (OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
             raise UserError(
-                [
-                    f"output_dir: {self.folder} holds a perplexity.json with documents.parquet beside it that cannot be"
-                    f" read ({type(error).__name__}: {error}); remove both, or name another folder"
-                ]
+                f"output_dir: {self.folder} holds a perplexity.json with documents.parquet beside it that cannot be"
+                f" read ({type(error).__name__}: {error}); remove both, or name another folder"
             ) from None
 
 
@@ -386,12 +362,14 @@ class ResumeLog:
         self.folder = folder / "partial" / key[:32]
         self.folder.mkdir(parents=True, exist_ok=True)
         # Nodes may not share the folder, so what is known is the union over all ranks, before anyone appends.
-        self._known = {batch: line for batch, *line in distributed.from_all(list(self._lines()))}
+        lines = []
+        for path in sorted(self.folder.glob("rank-*.jsonl")):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(ValueError):  # of the line that was being written when the rank was killed
+                    lines.append(json.loads(line))
+        self.known = {batch: line for batch, *line in distributed.from_all(lines)}
+        """Index of a batch -> what else its line holds, the same on every rank: the sums of its pieces first."""
         self._file = (self.folder / f"rank-{distributed.rank()}.jsonl").open("a", encoding="utf-8")
-
-    def known(self) -> dict[int, list]:
-        """Return index of a batch -> what else its line holds, the same on every rank: the sums of its pieces first."""
-        return self._known
 
     def record(self, line: list) -> None:
         """Append the line of a batch: its index, the sums of its pieces, and what the recorder adds to these.
@@ -406,14 +384,6 @@ class ResumeLog:
         self._file.close()
         distributed.wait_for_all()
         shutil.rmtree(self.folder, ignore_errors=True)  # on every rank, since nodes may not share the folder
-
-    def _lines(self) -> Iterator[list]:
-        for path in sorted(self.folder.glob("rank-*.jsonl")):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    continue  # the line that was being written when the rank was killed
 
 
 class TokenParts:
@@ -485,19 +455,16 @@ class Recorder:
             tokens: folder of the scored tokens. With it the recorder is collective.
         """
         self.log, self.observers = log, observers
-        lines = log.known() if log else {}
+        lines = log.known if log else {}
         parts = {line[2] for line in lines.values() if len(line) > 2}
         self.tokens = TokenParts(tokens, windows, parts) if tokens else None
-        self._known = {batch: line[0] for batch, line in lines.items()}
+        self.known = {batch: line[0] for batch, line in lines.items()}
+        """Index of a batch -> sums of its pieces, [K][pieces], the same on every rank."""
         if distributed.rank() == 0:  # the sums of all ranks are added up: each batch counts once
             for line in lines.values():
                 for observer, recorded in zip(observers, line[1] if observers else [], strict=True):
                     observer.restore(recorded)
         self._pending: list[list] = []
-
-    def known(self) -> dict[int, list[list[float]]]:
-        """Return index of a batch -> sums of its pieces, [K][pieces], the same on every rank."""
-        return self._known
 
     def record(self, batch: int, windows: list[int], columns_KN: "torch.Tensor", piece_sums: list[list[float]]) -> None:
         """Take a scored batch.

@@ -122,7 +122,7 @@ def evaluate_windows(
     batches = form_batches(windows.lengths, batch_tokens, rules)
     pieces = pieces_of(windows, batches)
     places, counts = pieces.places(), pieces.tokens
-    known = recorder.known() if recorder else {}
+    known = recorder.known if recorder else {}
     left = {index: batch for index, batch in enumerate(batches) if index not in known}
     # Every piece is filled in on one rank and 0 on all others, so summing over ranks adds only zeros: no rounding.
     sums_KP = torch.zeros(len(COLUMNS) if reference is not None else 1, pieces.ends[-1], dtype=torch.float64)

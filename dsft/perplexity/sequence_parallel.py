@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,9 +33,6 @@ from dsft.planner.evaluation_plan import refused_heads
 from dsft.planner.job import attention_of
 from dsft.runtime import distributed
 from dsft.units import IGNORED
-
-if TYPE_CHECKING:
-    from dsft.perplexity.candidates import Candidate
 
 TIMEOUT = timedelta(minutes=30)
 """Of a collective within a team, whose ranks do the same work."""
@@ -89,7 +86,10 @@ class Team:
     @contextlib.contextmanager
     def attention(self, *models: nn.Module) -> Iterator[None]:
         """Exchange positions for heads in every attention of `models`, which are called with `share(batch)`."""
-        functions = {name: ALL_ATTENTION_FUNCTIONS[name] for name in map(attention_name, models)}
+        names = {
+            model.config.get_text_config()._attn_implementation for model in models
+        }  # as transformers registers them
+        functions = {name: ALL_ATTENTION_FUNCTIONS[name] for name in names}
         for name, function in functions.items():
             ALL_ATTENTION_FUNCTIONS[name] = _exchanging(function, self.group)
         try:
@@ -122,11 +122,6 @@ def team_of(size: int) -> Team:
     rank, world = _rank_and_world()
     groups = [dist.new_group([*range(first, first + size)], timeout=TIMEOUT) for first in range(0, world, size)]
     return Team(size=size, group=groups[rank // size])
-
-
-def attention_name(model: nn.Module) -> str:
-    """Name the attention function of a loaded model, as transformers registers it."""
-    return model.config.get_text_config()._attn_implementation
 
 
 def _rank_and_world() -> tuple[int, int]:
@@ -172,26 +167,17 @@ MOVING_ROPES = ("longrope", "dynamic")
 """transformers chooses their angles by the largest position of a rank, which each rank has another of."""
 
 
-def refused_models(candidates: list["Candidate"]) -> list[str]:
-    """List why windows of models cannot be spread over ranks, as the options ask. Collective."""
-    reasons = [
-        refused_model(
-            candidate.facts,
-            size=candidate.config.sequence_parallel,
-            seq_len=max(config.seq_len for config in candidate.configs()),
-            model=candidate.config.model,
-            trust_remote_code=candidate.config.trust_remote_code,
-        )
-        for candidate in candidates
-        if candidate.config.sequence_parallel > 1
-    ]
-    return [reason for reason in reasons if reason]
-
-
 def refused_model(facts: ModelFacts, *, size: int, seq_len: int, model: str, trust_remote_code: bool = False) -> str:
     """Say why windows of `model` cannot be spread over `size` ranks; empty where they can. Collective."""
     text, where = facts.config.get_text_config(), f"sequence_parallel={size} for {model}"
-    reason = _other_layers(text) or _tried(facts.config, size, trust_remote_code=trust_remote_code)
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - set(WHOLE_ATTENTION))
+    moving = [kind for kind in MOVING_ROPES if kind in rope_types(text)]
+    if others:
+        reason = f"its layers of kind {', '.join(others)} pass tokens on outside of attention, or need a mask"
+    elif moving:
+        reason = f"its rotary angles ({moving[0]}) depend on the longest position that a rank sees"
+    else:
+        reason = _tried(facts.config, size, trust_remote_code=trust_remote_code)
     if reason:
         return f"{where}: {reason}; leave sequence_parallel out, the model works with one rank for each window"
     implementation = facts.attn_implementation
@@ -212,14 +198,6 @@ def refused_model(facts: ModelFacts, *, size: int, seq_len: int, model: str, tru
             f" seq_len {positions // size * size:,} or less"
         )
     return ""
-
-
-def _other_layers(text: PreTrainedConfig) -> str:
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - set(WHOLE_ATTENTION))
-    if others:
-        return f"its layers of kind {', '.join(others)} pass tokens on outside of attention, or need a mask"
-    moving = [kind for kind in MOVING_ROPES if kind in rope_types(text)]
-    return f"its rotary angles ({moving[0]}) depend on the longest position that a rank sees" if moving else ""
 
 
 @torch.no_grad()

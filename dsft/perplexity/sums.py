@@ -152,6 +152,7 @@ def add_up(windows: "Windows", pieces: Pieces, sums_KP: np.ndarray, *, fed_token
     blocks = pieces.windows // max(per_block, 1)
     num_blocks = -(-len(windows.spans) // per_block) if per_block else 0
     block_tokens = np.bincount(blocks, weights=pieces.tokens, minlength=num_blocks)[:num_blocks].astype(np.int64)
+    weights = np.ones(len(nats)) if windows.weights is None else windows.weights[pieces.windows]
     return Perplexity(
         nats=math.fsum(nats),
         tokens=int(tokens.sum()),
@@ -166,14 +167,9 @@ def add_up(windows: "Windows", pieces: Pieces, sums_KP: np.ndarray, *, fed_token
         block_tokens=block_tokens,
         windows_per_block=per_block,
         fed_tokens=fed_tokens,
-        reported_loss=_reported_loss(windows, pieces, nats),
+        reported_loss=math.fsum(nats * weights) / math.fsum(pieces.tokens * weights),
         rows_alone=rows_alone,
     )
-
-
-def _reported_loss(windows: "Windows", pieces: Pieces, nats: np.ndarray) -> float:
-    weights = np.ones(len(nats)) if windows.weights is None else windows.weights[pieces.windows]
-    return math.fsum(nats * weights) / math.fsum(pieces.tokens * weights)
 
 
 def block_length(windows: int) -> int:

@@ -25,7 +25,7 @@ def write_report(report: Report, out: Path) -> list[Path]:
         import vl_convert
     except ImportError as error:
         raise UserError(
-            [f"dsft report: the package {error.name} is not installed; pip install vl-convert-python, or dsft[report]"]
+            f"dsft report: the package {error.name} is not installed; pip install vl-convert-python, or dsft[report]"
         ) from None
     html = page_html(report, bundle=vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed"))
     folder = out.with_suffix("")
@@ -39,7 +39,7 @@ def write_report(report: Report, out: Path) -> list[Path]:
             pictures.append(folder / f"{chart.name}.png")
             pictures[-1].write_bytes(vl_convert.vegalite_to_png(spec, scale=PNG_SIZE["scale"]))
     except OSError as error:
-        raise UserError([f"--out {out}: cannot be written ({error.strerror})"]) from None
+        raise UserError(f"--out {out}: cannot be written ({error.strerror})") from None
     return [out, *pictures]
 
 

@@ -158,7 +158,7 @@ def _read_run(folder: Path, name: str) -> Run:
             evaluation = evaluations.get(step, {})
             saved.append(Checkpoint(name=path.name, step=step, tokens_seen=tokens_seen, evaluation=evaluation))
     except ValueError as error:
-        raise UserError([f"{folder}: {RUN}, {METRICS} or a {TRAINER_STATE} cannot be read ({error})"]) from None
+        raise UserError(f"{folder}: {RUN}, {METRICS} or a {TRAINER_STATE} cannot be read ({error})") from None
     return Run(name=name, folder=folder, facts=facts, log=log, checkpoints=saved)
 
 

@@ -242,16 +242,16 @@ def test_an_interrupted_evaluation_resumes_with_the_same_bits(tiny, tmp_path):
         return evaluate_windows(model, windows, **how, recorder=Recorder(windows, log=log))
 
     expected = score()
-    assert score(log := ResumeLog(tmp_path, "a" * 64)).nats == expected.nats and len(log.known()) == 0
+    assert score(log := ResumeLog(tmp_path, "a" * 64)).nats == expected.nats and len(log.known) == 0
     (file,) = tmp_path.glob("partial/*/rank-0.jsonl")
     lines = file.read_text().splitlines()
     file.write_text("\n".join(lines[: len(lines) // 2]) + "\n[7, [1.2, 3")  # killed while it wrote
     log = ResumeLog(tmp_path, "a" * 64)
     resumed = score(log)
-    assert len(log.known()) == len(lines) // 2 - 1 > 1  # before each batch stands a line end
+    assert len(log.known) == len(lines) // 2 - 1 > 1  # before each batch stands a line end
     assert (resumed.nats, resumed.document_nats.tolist()) == (expected.nats, expected.document_nats.tolist())
     assert 0 < resumed.fed_tokens < expected.fed_tokens == windows.lengths.sum()
-    assert ResumeLog(tmp_path, "b" * 64).known() == {}
+    assert ResumeLog(tmp_path, "b" * 64).known == {}
     log.remove()
     assert not file.exists()
 
