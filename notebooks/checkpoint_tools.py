@@ -28,8 +28,8 @@ from dsft.launch.run import launch
 from dsft.models.build import resolve_dtype
 from dsft.models.tokenizer import generate as generate
 from dsft.models.tokenizer import load_tokenizer
-from dsft.perplexity.candidates import loaded_for_scoring
 from dsft.perplexity.compare import Comparisons, compare_results, read_evaluations
+from dsft.perplexity.loading import loaded_for_scoring
 from dsft.perplexity.modes import read_samples
 from dsft.perplexity.of_training import shared_options
 

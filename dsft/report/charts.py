@@ -58,13 +58,17 @@ class Chart:
 
 def charts(report: Report, palette: Palette) -> list[Chart]:
     """Draw every chart that the runs have data for."""
+    is_gpu = any(run.values("peak_gpu_gib") for run in report.runs)
+    metric, place = ("peak_gpu_gib", "GPU") if is_gpu else ("peak_host_gib", "host")
+    if peaks := _line(report, palette, metric, f"Peak {place} memory so far", "GiB, fullest rank"):
+        peaks.spec["encoding"]["y"]["scale"] = {"zero": True}
     made = (
         _loss(report, palette),
         _perplexity(report, palette),
         _line(report, palette, "learning_rate", "Learning rate", "learning rate", number=".1e"),
         _line(report, palette, "grad_norm", "Gradient norm", "norm, before clipping"),
         _line(report, palette, "train_tokens_per_second", "Throughput", "tokens/s, all ranks", number="~s"),
-        _peaks(report, palette),
+        peaks,
         _bars(report, palette, memory_parts, "memory", "Memory, planned against measured", "GiB"),
         _bars(report, palette, time_parts, "time", "Where the time went", "minutes"),
     )
@@ -135,16 +139,6 @@ def _line(report: Report, palette: Palette, metric: str, title: str, y: str, num
     return Chart(name=metric, title=title, caption="", spec=spec)
 
 
-def _peaks(report: Report, palette: Palette) -> Chart | None:
-    """Peak memory so far of the rank that needed most; of the GPU where there is one."""
-    is_gpu = any(run.values("peak_gpu_gib") for run in report.runs)
-    metric, place = ("peak_gpu_gib", "GPU") if is_gpu else ("peak_host_gib", "host")
-    chart = _line(report, palette, metric, f"Peak {place} memory so far", "GiB, fullest rank")
-    if chart:
-        chart.spec["encoding"]["y"]["scale"] = {"zero": True}
-    return chart
-
-
 Parts = Callable[[Run], list[dict[str, Any]]]
 
 
@@ -201,7 +195,7 @@ def _bars(report: Report, palette: Palette, parts_of: Parts, name: str, title: s
 
 
 def memory_parts(run: Run) -> list[dict[str, Any]]:
-    """Return segments of bars, in GiB: the planned components, and what was measured.
+    """Return segments of bars, in GiB: the planned components that are alive at the peak, and what was measured.
 
     On GPUs that is what torch allocates on the fullest, split into what is held between steps and what a step adds; on
     CPU ranks the host memory of a node.
@@ -211,35 +205,29 @@ def memory_parts(run: Run) -> list[dict[str, Any]]:
         return []
     checks = run.results.get("plan_check", {})
     checked = checks.get(FULL_TRAINING) or next(iter(checks.values()), {})
-    bars = {"planned": _planned_bytes(plan), "measured": _measured_bytes(checked, has_gpu=plan["has_gpu"])}
+    if plan["has_gpu"]:
+        planned = {term["name"]: (term["num_bytes"], term["formula"]) for term in _peak_terms(plan, "device")}
+        planned.pop(OVERHEAD, None)  # which torch does not allocate
+    else:
+        ranks = plan["ranks_per_node"]
+        planned = {
+            term["name"]: (ranks * term["num_bytes"], f"{ranks} ranks x ({term['formula']})")
+            for term in _peak_terms(plan, "device")
+        }
+        planned |= {term["name"]: (term["num_bytes"], term["formula"]) for term in _peak_terms(plan, "host")}
+    measured: dict[str, tuple[float, str]] = {}
+    name, held_name = "GPU memory allocated" if plan["has_gpu"] else "host memory of a node", "GPU memory between steps"
+    if name in checked:
+        peak = checked[name]["measured"]
+        measured = {"measured": (peak, name)}
+        if held_name in checked:
+            held = checked[held_name]["measured"]
+            measured = {"held between steps": (held, held_name), "added by a step": (peak - held, f"{name}, less that")}
     return [
         {"bar": bar, "part": part, "value": num_bytes / GiB, "detail": detail}
-        for bar, parts in bars.items()
+        for bar, parts in (("planned", planned), ("measured", measured))
         for part, (num_bytes, detail) in parts.items()
     ]
-
-
-def _measured_bytes(checked: dict[str, dict[str, float]], *, has_gpu: bool) -> dict[str, tuple[float, str]]:
-    """Return (bytes, what they are) of each part that could be measured."""
-    name, held_name = "GPU memory allocated" if has_gpu else "host memory of a node", "GPU memory between steps"
-    if name not in checked:
-        return {}
-    peak = checked[name]["measured"]
-    if held_name not in checked:
-        return {"measured": (peak, name)}
-    held = checked[held_name]["measured"]
-    return {"held between steps": (held, held_name), "added by a step": (peak - held, f"{name}, less that")}
-
-
-def _planned_bytes(plan: dict[str, Any]) -> dict[str, tuple[int, str]]:
-    """Return (bytes, formula) of each component that is alive at the peak of training."""
-    sizes = _peak_terms(plan, "device")
-    if plan["has_gpu"]:
-        return {term["name"]: (term["num_bytes"], term["formula"]) for term in sizes if term["name"] != OVERHEAD}
-    ranks = plan["ranks_per_node"]
-    of_ranks = {term["name"]: (ranks * term["num_bytes"], f"{ranks} ranks x ({term['formula']})") for term in sizes}
-    of_node = {term["name"]: (term["num_bytes"], term["formula"]) for term in _peak_terms(plan, "host")}
-    return of_ranks | of_node
 
 
 def _peak_terms(plan: dict[str, Any], place: str) -> list[dict[str, Any]]:

@@ -46,6 +46,10 @@ class Measured:
     documents: list[dict[str, Any]]
     """Rows of documents.parquet that have scored tokens, from the fewest nats per token to the most."""
 
+    @property
+    def title(self) -> str:
+        return f"{self.run}/{self.model}" if self.run else self.model
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -114,7 +118,9 @@ def read_report(folders: list[str]) -> Report:
     if not run_folders:
         problems.append(f"{', '.join(folders)}: holds an evaluation, and no run is named")
     raise_if_any(problems)
-    names = _short_names(run_folders)
+    parts = [folder.resolve().parts for folder in run_folders]
+    shortened = (["/".join(part[-length:]) for part in parts] for length in range(1, max(map(len, parts))))
+    names = next((names for names in shortened if len(set(names)) == len(names)), [str(path) for path in run_folders])
     runs = [_read_run(folder, name) for folder, name in zip(run_folders, names, strict=True)]
     places = [
         path
@@ -128,15 +134,6 @@ def read_report(folders: list[str]) -> Report:
         if any(item.run for item in measured) or folder in [path.resolve() for path in named]:
             evaluations += measured
     return Report(runs=runs, evaluations=evaluations)
-
-
-def _short_names(folders: list[Path]) -> list[str]:
-    parts = [folder.resolve().parts for folder in folders]
-    for length in range(1, max(map(len, parts))):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [str(folder) for folder in folders]
 
 
 def _read_run(folder: Path, name: str) -> Run:
@@ -165,29 +162,22 @@ def _read_run(folder: Path, name: str) -> Run:
 def _read_evaluations(folder: Path, runs: list[Run]) -> list[Measured]:
     results, measured = Results(folder), []
     for key, report in results.reports.items():
-        places = ((run, _place_in(report["model"], run.folder)) for run in runs)
-        run, model = next(((run, place) for run, place in places if place), (None, report["model"]))
+        name, model, tokens_seen = "", report["model"], None
+        for run in runs:
+            path, root = Path(path_of(report["model"], str(run.folder))).resolve(), run.folder.resolve()
+            if not path.is_relative_to(root):
+                continue
+            name, model = run.name, FINAL if path == root else str(path.relative_to(root))
+            tokens = {checkpoint.name: checkpoint.tokens_seen for checkpoint in run.checkpoints}
+            best = run.results.get("best_checkpoint")
+            if model != FINAL:
+                tokens_seen = tokens.get(model)
+            elif best and run.facts["config"].get("load_best_model_at_end"):
+                tokens_seen = tokens.get(Path(best).name)
+            else:
+                tokens_seen = run.results.get("tokens_seen")
+            break
         rows = [row for row in results.documents[key].to_pylist() if row["tokens"]]
         rows.sort(key=lambda row: row["nats"] / row["tokens"])
-        tokens_seen = _tokens_seen(run, model) if run else None
-        name = run.name if run else ""
         measured.append(Measured(run=name, model=model, tokens_seen=tokens_seen, report=report, documents=rows))
     return measured
-
-
-def _place_in(model: str, run_folder: Path) -> str | None:
-    """Name a model by its place in the run's folder; None where it lies elsewhere."""
-    path, root = Path(path_of(model, str(run_folder))).resolve(), run_folder.resolve()
-    if path == root:
-        return FINAL
-    return str(path.relative_to(root)) if path.is_relative_to(root) else None
-
-
-def _tokens_seen(run: Run, model: str) -> int | None:
-    """Return the tokens that a model of a run had seen; the final one is the best checkpoint where that was loaded."""
-    tokens = {checkpoint.name: checkpoint.tokens_seen for checkpoint in run.checkpoints}
-    best = run.results.get("best_checkpoint")
-    if model != FINAL:
-        return tokens.get(model)
-    is_best = best and run.facts["config"].get("load_best_model_at_end")
-    return tokens.get(Path(best).name) if is_best else run.results.get("tokens_seen")

@@ -63,23 +63,43 @@ class Folded:
 
 def headline(report: Report) -> Table:
     """Make the table at the top: a column for each run."""
-    rows = {
-        "status": _status,
-        "model": lambda run: f"{run.facts['config']['model']}, {run.facts['config']['method']}",
-        "held-out perplexity": _change_of_perplexity,
-        "training loss": _change_of_loss,
-        "optimizer steps": lambda run: _count(run.log[-1]["step"] if run.log else None),
-        "tokens seen": lambda run: _count(max(run.values("num_input_tokens_seen"), default=None)),
-        "throughput": lambda run: _last(run, "train_tokens_per_second", "tokens/s"),
-        "peak GPU memory of a rank": lambda run: _last(run, "peak_gpu_gib", "GiB"),
-        "peak host memory of a rank": lambda run: _last(run, "peak_host_gib", "GiB"),
-        "time": _time,
-        "machine": lambda run: run.facts.get("machine", ""),
-        "started": lambda run: run.facts.get("created", "").replace("T", " ").replace("+00:00", " UTC"),
-        "final model": lambda run: run.results.get("final_model", ""),
-        "warnings": lambda run: "\n".join(run.results.get("warnings", [])),
-    }
-    return _table("", report.runs, {name: [cell(run) for run in report.runs] for name, cell in rows.items()})
+    columns = []
+    for run in report.runs:
+        facts, results, losses = run.facts, run.results, run.values("loss")
+        status = STATUS.get(run.status, run.status)
+        evaluated = [entry for entry in run.log if "eval_perplexity" in entry]
+        perplexity = _with_interval(evaluated[-1]) if evaluated else "not measured"
+        if len(evaluated) > 1:
+            perplexity = f"{evaluated[0]['eval_perplexity']:,.4g} → {perplexity}"
+        seconds = results.get("seconds") or max(run.values("train_runtime"), default=None)
+        hours, rest = divmod(round(seconds or 0), 3600)
+        time = f"{hours}:{rest // 60:02}:{rest % 60:02} h" if hours else f"{rest // 60}:{rest % 60:02} min"
+        column = {
+            "status": f"{status}\n{facts['error']}" if facts.get("error") else status,
+            "model": f"{facts['config']['model']}, {facts['config']['method']}",
+            "held-out perplexity": perplexity,
+            "training loss": f"{losses[0]:.4g} → {losses[-1]:.4g}" if losses else "",
+            "optimizer steps": _count(run.log[-1]["step"] if run.log else None),
+            "tokens seen": _count(max(run.values("num_input_tokens_seen"), default=None)),
+        }
+        for name, metric, unit in (
+            ("throughput", "train_tokens_per_second", "tokens/s"),
+            ("peak GPU memory of a rank", "peak_gpu_gib", "GiB"),
+            ("peak host memory of a rank", "peak_host_gib", "GiB"),
+        ):
+            values = run.values(metric)
+            column[name] = f"{values[-1]:,.4g} {unit}" if values else ""
+        columns.append(
+            column
+            | {
+                "time": "" if seconds is None else time,
+                "machine": facts.get("machine", ""),
+                "started": facts.get("created", "").replace("T", " ").replace("+00:00", " UTC"),
+                "final model": results.get("final_model", ""),
+                "warnings": "\n".join(results.get("warnings", [])),
+            }
+        )
+    return _table("", report.runs, {name: [column[name] for column in columns] for name in columns[0]})
 
 
 def tables(report: Report) -> list[Table]:
@@ -117,44 +137,13 @@ def _table(title: str, runs: list[Run], rows: dict[str, list[str]], note: str = 
     return Table(title=title, header=header, rows=kept, note=note)
 
 
-def _status(run: Run) -> str:
-    text = STATUS.get(run.status, run.status)
-    return f"{text}\n{run.facts['error']}" if run.facts.get("error") else text
-
-
-def _change_of_perplexity(run: Run) -> str:
-    entries = [entry for entry in run.log if "eval_perplexity" in entry]
-    if not entries:
-        return "not measured"
-    last = _with_interval(entries[-1])
-    return last if len(entries) == 1 else f"{entries[0]['eval_perplexity']:,.4g} → {last}"
-
-
 def _with_interval(entry: dict[str, float]) -> str:
     low, high = entry.get("eval_perplexity_low"), entry.get("eval_perplexity_high")
     return f"{entry['eval_perplexity']:,.4g}" + (f" ({low:,.4g} to {high:,.4g})" if low else "")
 
 
-def _change_of_loss(run: Run) -> str:
-    losses = run.values("loss")
-    return f"{losses[0]:.4g} → {losses[-1]:.4g}" if losses else ""
-
-
 def _count(value: int | None) -> str:
     return "" if value is None else f"{value:,}"
-
-
-def _last(run: Run, metric: str, unit: str) -> str:
-    values = run.values(metric)
-    return f"{values[-1]:,.4g} {unit}" if values else ""
-
-
-def _time(run: Run) -> str:
-    seconds = run.results.get("seconds") or max(run.values("train_runtime"), default=None)
-    if seconds is None:
-        return ""
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02} h" if hours else f"{rest // 60}:{rest % 60:02} min"
 
 
 def _differences(runs: list[Run]) -> Table:
@@ -182,7 +171,7 @@ def _evaluations(evaluations: list[Measured]) -> Table:
         report, interval = item.report, item.report.get("interval", {})
         rows.append(
             [
-                f"{item.run}/{item.model}" if item.run else item.model,
+                item.title,
                 report["data"],
                 report.get("protocol") or report["mode"],
                 f"{report['perplexity']:,.4f}" + _interval(interval.get("perplexity")),
@@ -203,17 +192,14 @@ def _interval(bounds: list[float] | None) -> str:
 def _documents(item: Measured) -> Table:
     """The documents with the most and the fewest nats per token."""
     count = min(SHOWN_DOCUMENTS, len(item.documents) // 2)
-    worst = [["worst", *_document(row)] for row in item.documents[::-1][:count]]
-    best = [["best", *_document(row)] for row in item.documents[:count]]
-    model = f"{item.run}/{item.model}" if item.run else item.model
+    rows = []
+    for end, documents in (("worst", item.documents[::-1][:count]), ("best", item.documents[:count])):
+        for row in documents:
+            loss = row["nats"] / row["tokens"]
+            rows.append([end, f"{row['document']:,}", f"{row['tokens']:,}", f"{loss:.4f}", f"{exp(loss):,.4g}"])
     header = ["", "document", "tokens", "nats per token", "perplexity"]
-    note = f"{item.report['data']}, {model}. Documents are counted from 0, as in documents.parquet."
-    return Table(title="Worst and best documents", header=header, rows=worst + best, note=note)
-
-
-def _document(row: dict[str, Any]) -> list[str]:
-    loss = row["nats"] / row["tokens"]
-    return [f"{row['document']:,}", f"{row['tokens']:,}", f"{loss:.4f}", f"{exp(loss):,.4g}"]
+    note = f"{item.report['data']}, {item.title}. Documents are counted from 0, as in documents.parquet."
+    return Table(title="Worst and best documents", header=header, rows=rows, note=note)
 
 
 def _data(runs: list[Run], key: str, title: str) -> Table:
@@ -232,21 +218,16 @@ def _plan(runs: list[Run]) -> Table:
         (when, name) for run in runs for when, checks in run.results.get("plan_check", {}).items() for name in checks
     )
     for when, name in names:
+        scale, unit = (1, "s") if name.startswith("time") else (GiB, "GiB")
+        checks = [run.results.get("plan_check", {}).get(when, {}).get(name) for run in runs]
         rows[f"{name}, {when}"] = [
-            _checked(run.results.get("plan_check", {}).get(when, {}).get(name), is_time=name.startswith("time"))
-            for run in runs
+            f"predicted {check['predicted'] / scale:.3g} {unit}, measured {check['measured'] / scale:.3g} {unit}"
+            f" ({check['error']:+.0%})"
+            if check
+            else ""
+            for check in checks
         ]
     return _table("The plan", runs, rows)
-
-
-def _checked(check: dict[str, float] | None, *, is_time: bool) -> str:
-    if check is None:
-        return ""
-    scale, unit = (1, "s") if is_time else (GiB, "GiB")
-    return (
-        f"predicted {check['predicted'] / scale:.3g} {unit}, measured {check['measured'] / scale:.3g} {unit}"
-        f" ({check['error']:+.0%})"
-    )
 
 
 def _versions(runs: list[Run]) -> Table:
@@ -261,7 +242,10 @@ def _reproduction(run: Run) -> str:
     """The options that are not the defaults, as a file, and the command that takes it."""
     config, plan = run.facts["config"], run.facts.get("plan") or {}
     decided = {item["name"] for item in run.facts.get("decisions", [])}
-    defaults = {field.name: _default(field) for field in dataclasses.fields(TrainConfig)}
+    defaults = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(TrainConfig)
+    }
     given = {
         name: value
         for name, value in config.items()
@@ -273,10 +257,6 @@ def _reproduction(run: Run) -> str:
     )
     words = f"{start} --num_gpus {per_node} --output_dir NEW"
     return f"# run.yaml; relative paths start where the training was started\n{_yaml(given)}\n# {world} ranks\n{words}"
-
-
-def _default(field: dataclasses.Field) -> Any:
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
 def _yaml(values: dict[str, Any]) -> str:

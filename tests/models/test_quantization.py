@@ -19,8 +19,8 @@ from dsft.errors import UserError
 from dsft.models import build
 from dsft.models.quantization import format_problems, quantization_on_disk, unpacking_config
 from dsft.models.size import measure_model
-from dsft.perplexity.candidates import Candidate
 from dsft.perplexity.evaluation import evaluate
+from dsft.perplexity.loading import Candidate
 from dsft.planner.states import load_terms
 from dsft.planner.zero_layout import describe_layout, frozen_bytes
 

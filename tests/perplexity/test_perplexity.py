@@ -27,8 +27,8 @@ from dsft.models.head import ChunkedHead
 from dsft.models.tokenizer import load_tokenizer
 from dsft.models.trials import RowRules
 from dsft.perplexity import scoring
-from dsft.perplexity.candidates import model_identity
 from dsft.perplexity.evaluation import evaluate, fingerprint
+from dsft.perplexity.loading import model_identity
 from dsft.perplexity.modes import build_windows, words_in
 from dsft.perplexity.of_training import read_evaluation
 from dsft.perplexity.results import Recorder, ResumeLog

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsft import eval_ppl
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
-from dsft.perplexity.candidates import Candidate, model_identity
 from dsft.perplexity.evaluation import evaluate
+from dsft.perplexity.loading import Candidate, model_identity
 from dsft.planner.evaluation_plan import all_evaluation_plans
 from dsft.planner.job import Job, attention_of
 from dsft.planner.step_time import speeds_of
