@@ -5,6 +5,7 @@ import json
 
 from dsft.cli.commands import CompareOptions
 from dsft.perplexity.compare import compare_results, read_evaluations
+from dsft.perplexity.results import finite
 from dsft.runtime.console import print_table
 
 
@@ -16,7 +17,7 @@ def run_compare(options: CompareOptions) -> None:
     """
     comparisons = compare_results(read_evaluations(options.results), base=options.base)
     if options.json:
-        print(json.dumps({"comparisons": [dataclasses.asdict(comparison) for comparison in comparisons]}))
+        print(json.dumps({"comparisons": finite([dataclasses.asdict(comparison) for comparison in comparisons])}))
         return
     for comparison in comparisons:
         print_table(comparison.title, comparison.summary())

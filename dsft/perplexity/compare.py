@@ -237,22 +237,25 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
     before, after = base.perplexity, other.perplexity
     change_D = after.document_nats - before.document_nats
     is_scored_D = (after.document_tokens > 0) & (before.document_tokens > 0)
-    same_tokens, note = base.hashes["tokens"] == other.hashes["tokens"], ""
+    same_tokens, notes = base.hashes["tokens"] == other.hashes["tokens"], []
+    for name in ("dtype", "attn_implementation"):
+        if base.options.get(name) != other.options.get(name):
+            notes.append(f"{name} differs: {other.options.get(name)}, the base {base.options.get(name)}")
     if same_tokens:
         units = units_of(after, [change_D], [after.block_nats - before.block_nats])
         intervals = ratio_intervals(units, [(0, 1), (0, 2)])
-        nats_per_token = Estimate(after.loss - before.loss, *intervals[0])
+        nats_per_token = Estimate(after.reported_loss - before.reported_loss, *intervals[0])
         resampled = units.kind
         if after.windows_per_block:
-            note = f"fewer than 30 documents: {units.kind} are drawn instead"
+            notes.append(f"fewer than 30 documents: {units.kind} are drawn instead")
     else:
         units = grouped(np.stack([change_D, after.document_bytes])[:, is_scored_D])
         nats_per_token, intervals = None, [None, *ratio_intervals(units, [(0, 1)])]
         resampled = units.kind
-        note = "two tokenizers: only bits per byte and byte perplexity can be compared"
+        notes.append("two tokenizers: only bits per byte and byte perplexity can be compared")
         if after.windows_per_block or before.windows_per_block:
             intervals[1], resampled = (math.nan, math.nan), "nothing"
-            note += "; fewer than 30 documents and other windows: no interval"
+            notes.append("fewer than 30 documents and other windows: no interval")
     per_byte = Estimate((after.nats - before.nats) / after.bytes, *intervals[1]) if after.bytes else None
     better, worse = (int((change_D[is_scored_D] * sign < 0).sum()) for sign in (1, -1))
     order = np.argsort(change_D, kind="stable").tolist()  # the largest gain first, the largest loss last
@@ -282,7 +285,7 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
         p_value=sign_test(better, worse),
         resampled=resampled,
         moved=tuple(moved),
-        note=note,
+        note="; ".join(notes),
     )
 
 
@@ -304,7 +307,7 @@ def print_together(evaluations: list[Evaluation], config: EvalConfig) -> None:
     if config.protocol == "all":
         for (model, data), results in same_pair.items():
             rows = {
-                each.protocol: f"{each.report()['perplexity']:.4f}  (windows of {each.options['seq_len']:,},"
+                each.protocol: f"{each.perplexity.perplexity:.4f}  (windows of {each.options['seq_len']:,},"
                 f" {each.perplexity.tokens:,} tokens scored; {each.source})"
                 for each in results
             }

@@ -30,7 +30,7 @@ import pyarrow.parquet
 from dsft.config.options import UNQUANTISED
 from dsft.errors import UserError
 from dsft.perplexity.intervals import LEVEL, ResultIntervals, result_intervals
-from dsft.perplexity.sums import Perplexity, exp
+from dsft.perplexity.sums import Perplexity
 from dsft.runtime import distributed
 from dsft.runtime.disk import write_json
 from dsft.units import GiB
@@ -50,6 +50,15 @@ DOCUMENT_COLUMNS = ("nats", "tokens", "bytes", "words")
 PART_TOKENS = 1 << 20
 """Tokens in memory before a part is written: 24 MiB."""
 STYLE = "text-align:left;vertical-align:top;white-space:pre-wrap;max-width:60em;overflow-wrap:anywhere"
+
+
+def finite(value: Any) -> Any:
+    """Replace NaN and infinite numbers, also inside of lists and dictionaries, by None: JSON has neither."""
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def html_table(title: str, rows: Mapping[str, str]) -> str:
@@ -141,8 +150,8 @@ class Evaluation:
         of_evaluation["divergence"] = asdict(self.divergence) if self.divergence else None
         named = f"protocol {self.protocol}" if self.protocol else f"mode {self.mode}"
         source = f" ({self.source})" if self.protocol else ""
-        return of_evaluation | {
-            "perplexity": exp(result.reported_loss) if self.protocol else result.perplexity,
+        report = of_evaluation | {
+            "perplexity": result.perplexity,
             "nats": result.nats,
             "tokens": result.tokens,
             "nats_per_token": result.loss,
@@ -165,6 +174,7 @@ class Evaluation:
             "tokens_per_second": result.fed_tokens / self.seconds,
             "definition": f"perplexity = exp(nats / tokens), {named} of dsft/perplexity/modes.py{source}",
         }
+        return finite(report)
 
     @property
     def source(self) -> str:
@@ -201,21 +211,26 @@ class Evaluation:
         known = " (known from an earlier evaluation)" if self.is_known else ""
         return f"Perplexity of {self.model} on {self.data}{by}{known}"
 
+    def __repr__(self) -> str:
+        """The result in a line; `summary()` has the table."""
+        names = ("model", "data", "protocol", "mode")
+        return f"Evaluation({', '.join(f'{name}={getattr(self, name)!r}' for name in names)}, {self.perplexity!r})"
+
     def summary(self) -> dict[str, str]:
         """Return the rows of a table about the result, for the screen."""
-        report = self.report()
+        result = self.perplexity
         low, high = self.intervals.perplexity
         bounds = "unknown" if math.isnan(low) else f"{low:.4f} to {high:.4f}"
         rows = {
-            "perplexity": f"{report['perplexity']:.4f}",
+            "perplexity": f"{result.perplexity:.4f}",
             f"{LEVEL:.0%} interval": f"{bounds} (resampled: {self.intervals.resampled})",
-            "scored": f"{report['tokens']:,} tokens of {report['documents']:,} documents ({report['mode']})",
-            "nats per token": f"{report['nats_per_token']:.6f}",
+            "scored": f"{result.tokens:,} tokens of {result.documents:,} documents ({self.mode})",
+            "nats per token": f"{result.loss:.6f}",
         }
-        if report["bytes"]:
+        if result.bytes:
             rows["per text"] = (
-                f"word perplexity {report['word_perplexity']:,.4f}, byte perplexity {report['byte_perplexity']:.4f}\n"
-                f"{report['bits_per_byte']:.4f} bits per byte"
+                f"word perplexity {result.word_perplexity:,.4f}, byte perplexity {result.byte_perplexity:.4f}\n"
+                f"{result.bits_per_byte:.4f} bits per byte"
             )
         for name, groups in self.groups.items():
             lines = [f"{each['perplexity']:.4f}  {each['group']} ({each['tokens']:,} tokens)" for each in groups]
@@ -224,20 +239,19 @@ class Evaluation:
             rows[f"by {name}"] = "\n".join([*lines[:SHOWN_GROUPS], *more])
         if self.divergence:
             rows[f"against {self.divergence.reference}"] = self.divergence.row()
-        left_out = {
-            "without a token to score": report["unscored_documents"],
-            "truncated": report["truncated_documents"],
-        }
+        left_out = {"without a token to score": result.unscored_documents, "truncated": self.truncated_documents}
         if any(left_out.values()):
             rows["documents"] = ", ".join(f"{number:,} {reason}" for reason, number in left_out.items() if number)
-        if report["verified_difference"] is not None:
-            rows["verified"] = f"largest relative difference to the plain way {report['verified_difference']:.1e}"
-        quantization, peaks = report["options"].get("quantization", UNQUANTISED), report["peak_memory_bytes"]
+        if self.verified_difference is not None:
+            rows["verified"] = f"largest relative difference to the plain way {self.verified_difference:.1e}"
+        quantization = self.options.get("quantization", UNQUANTISED)
         quantised = f", quantised as {quantization}" if quantization != UNQUANTISED else ""
         return rows | {
-            "computed as": f"{report['options']['dtype']}{quantised}, ZeRO {report['zero']}, {report['ranks']} ranks",
-            "speed": f"{report['tokens_per_second']:,.0f} tokens/s, {report['seconds']:.1f} s",
-            "peak memory per rank": ", ".join(f"{name} {value / GiB:.2f} GiB" for name, value in peaks.items()),
+            "computed as": f"{self.options['dtype']}{quantised}, ZeRO {self.zero}, {self.ranks} ranks",
+            "speed": f"{result.fed_tokens / self.seconds:,.0f} tokens/s, {self.seconds:.1f} s",
+            "peak memory per rank": ", ".join(
+                f"{name} {value / GiB:.2f} GiB" for name, value in self.peak_memory_bytes.items()
+            ),
         }
 
     def to_pandas(self, group_by: str | None = None) -> Any:

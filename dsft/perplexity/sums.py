@@ -51,6 +51,11 @@ class Perplexity:
     rows_alone: bool = False
     """Whether each window was a batch of its own, since rows change each other's logits in this architecture."""
 
+    def __repr__(self) -> str:
+        """Without the arrays of documents and blocks."""
+        numbers = {name: getattr(self, name) for name in ("perplexity", "nats", "tokens", "documents")}
+        return f"Perplexity({', '.join(f'{name}={value!r}' for name, value in numbers.items())})"
+
     @property
     def documents(self) -> int:
         return len(self.document_nats)
@@ -75,7 +80,8 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        return exp(self.loss)
+        """Return what is reported: exp of `reported_loss`."""
+        return exp(self.reported_loss)
 
     @property
     def word_perplexity(self) -> float:

@@ -4,7 +4,6 @@ A chart's colour is the run, everywhere. Colours are names of the palette: CSS v
 dark and print need no second drawing, and plain colours in PNGs.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,14 +96,12 @@ def _perplexity(report: Report, palette: Palette) -> Chart | None:
     measured = [
         {"run": item.run, "tokens": item.tokens_seen, "model": item.model, "data": item.report["data"]}
         | {"value": item.report["perplexity"]}
-        # The ends of a single document's interval are NaN.
-        | dict(
-            zip(
-                ("low", "high"),
-                filter(math.isfinite, item.report.get("interval", {}).get("perplexity", ())),
-                strict=False,
-            )
-        )
+        # A single document has no interval.
+        | {
+            name: bound
+            for name, bound in zip(("low", "high"), item.report.get("interval", {}).get("perplexity", ()), strict=False)
+            if bound is not None
+        }
         for item in report.evaluations
         if item.tokens_seen is not None
     ]

@@ -186,7 +186,7 @@ def _evaluations(evaluations: list[Measured]) -> Table:
 
 
 def _interval(bounds: list[float] | None) -> str:
-    return f" ({bounds[0]:,.4g} to {bounds[1]:,.4g})" if bounds and bounds[0] == bounds[0] else ""  # NaN is unequal
+    return f" ({bounds[0]:,.4g} to {bounds[1]:,.4g})" if bounds and None not in bounds else ""
 
 
 def _documents(item: Measured) -> Table:

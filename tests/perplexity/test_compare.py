@@ -117,6 +117,28 @@ def test_of_a_single_block_no_interval_is_told():
     assert shown["95% interval"] == "unknown (resampled: 1 block of 2 windows)"
 
 
+def test_a_comparison_without_an_interval_is_valid_json(tmp_path, capsys):
+    results = Results(tmp_path)
+    for seed, name in enumerate(("base", "other")):
+        results.add(evaluation(name, seed, documents=3, blocks=1))
+    for text in ((tmp_path / "perplexity.json").read_text(), printed_json(tmp_path, capsys)):
+        json.loads(text, parse_constant=pytest.fail)  # NaN is no JSON
+    (comparison,) = json.loads(text)["comparisons"]
+    assert comparison["perplexity_ratio"]["low"] is None
+
+
+def printed_json(folder: Path, capsys) -> str:
+    capsys.readouterr()
+    run_command("compare", [str(folder), "--json"])
+    return capsys.readouterr().out
+
+
+def test_a_comparison_of_two_dtypes_names_them():
+    other = evaluation("other", 1, options=OPTIONS | {"dtype": "bfloat16"})
+    comparison = comparison_of(evaluation("base", 0), other)
+    assert comparison.summary()["note"] == "dtype differs: bfloat16, the base float32"
+
+
 def test_over_two_tokenizers_only_bytes_are_a_measure():
     base, other = evaluation("base", 0), evaluation("other", 1, hashes=HASHES | {"tokens": "x", "windows": "y"})
     comparison = comparison_of(base, other)

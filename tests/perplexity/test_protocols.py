@@ -1,5 +1,6 @@
 """Each named protocol gives what its source computes: the references here know nothing of dsft."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -12,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsft.api import evaluate_perplexity
+from dsft.api import compare, evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.perplexity.compare import print_together
 from dsft.perplexity.evaluation import evaluate
@@ -127,6 +128,31 @@ def test_the_table_of_all_protocols_has_a_line_for_each(measured, capsys):
     assert all(f"{evaluation.report()['perplexity']:.4f}" in shown for evaluation in evaluations)
     assert [evaluation.protocol for evaluation in evaluations] == NAMED_BY["protocol"] == list(REFERENCES)
     assert "windows of 32" in shown and "IST-DASLab/gptq" in shown
+
+
+def test_a_result_has_one_perplexity(measured):
+    """Also by hf, whose windows have weights of their own."""
+    model, tokenizer, evaluations = measured
+    for evaluation in evaluations:
+        number = evaluation.perplexity.perplexity
+        assert number == evaluation.report()["perplexity"]
+        assert evaluation.summary()["perplexity"] == f"{number:.4f}"
+    (by_hf,) = [evaluation for evaluation in evaluations if evaluation.protocol == "hf"]
+    assert by_hf.perplexity.loss != by_hf.perplexity.reported_loss == pytest.approx(math.log(hf(model, tokenizer)))
+    better = dataclasses.replace(by_hf.perplexity, reported_loss=by_hf.perplexity.reported_loss - 0.1)
+    (comparison,) = compare(by_hf, dataclasses.replace(by_hf, model="better", perplexity=better))
+    ratio = better.perplexity / by_hf.perplexity.perplexity
+    assert comparison.perplexity_ratio.value == pytest.approx(ratio, rel=1e-12)
+
+
+def test_a_result_is_valid_json_where_bytes_and_interval_are_unknown(measured):
+    *_, evaluations = measured
+    for evaluation in evaluations:
+        json.dumps(evaluation.report(), allow_nan=False)
+    (by_gptq,) = [evaluation for evaluation in evaluations if evaluation.protocol == "gptq"]
+    assert by_gptq.report()["bits_per_byte"] is None
+    assert "perplexity=" in repr(by_gptq)
+    assert len(repr(by_gptq)) < 500
 
 
 def test_bytes_are_counted_only_where_the_whole_text_is_scored(measured):

@@ -1,7 +1,6 @@
 """`dsft report`: the page holds what is known of runs, however they ended, and loads nothing."""
 
 import json
-import math
 import re
 import shutil
 import subprocess
@@ -81,7 +80,7 @@ def write_evaluation(folder, model):
     pyarrow.parquet.write_table(pyarrow.table(names | columns), folder / "documents.parquet")
     report = {"model": model, "data": "held.jsonl", "mode": "windows", "perplexity": 45.5, "tokens": 11, "documents": 3}
     report |= {"nats": sum(nats), "bits_per_byte": 1.377, "interval": {"perplexity": [40.25, 50.5]}, "divergence": None}
-    of_one_document = {"data": "one.jsonl", "interval": {"perplexity": [math.nan, math.nan]}}
+    of_one_document = {"data": "one.jsonl", "interval": {"perplexity": [None, None]}}
     (folder / "perplexity.json").write_text(json.dumps({"results": [report, report | of_one_document]}))
     return folder
 
