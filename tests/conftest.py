@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.utils import cpp_extension
 from dsft.runtime.distributed import free_port
 
 BIN = Path(sys.executable).parent
+KERNEL = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
 
 
 class ByFile(LoadScopeScheduling):

@@ -1,9 +1,11 @@
 """Processes of this machine: who started a rank, whether it lives, and their end."""
 
 import contextlib
+import fcntl
 import itertools
 import os
 import re
+import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +36,9 @@ VARIABLE = "DSFT_LAUNCHER_PROCESSES"
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
 FLAGS_WITH_VALUES = ("-W", "-X", "--check-hash-based-pycs")
 """Of Python's interpreter."""
+PIDFD_GET_INFO, PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
+"""Of include/uapi/linux/pidfd.h, which Python does not name: _IOWR(0xFF, 11, the 64 bytes of struct pidfd_info), whose
+first field is a mask and whose last is the exit status."""
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -67,13 +72,25 @@ class Process:
     def is_alive(self) -> bool:
         return self.started is not None and start_time(self.pid) == self.started
 
-    def exit_code(self) -> int | None:
-        """Its exit code, or minus the signal that killed it, as its remains show it until its parent takes them; None
-        before and after.
+    def exit_code(self, pidfd: int | None = None) -> int | None:
+        """Its exit code, or minus the signal that killed it; None before its end, and where nobody knows it any more.
+
+        Args:
+            pidfd: opened while it lived. Since Linux 6.15 it keeps the code after the parent has reaped the process;
+                an older kernel shows the code in /proc alone, until then.
         """
         fields = _stat(self.pid)
-        is_left = fields is not None and fields[0] == "Z" and fields[19] == self.started
-        return os.waitstatus_to_exitcode(int(fields[49])) if is_left else None
+        if fields and fields[0] == "Z" and fields[19] == self.started:
+            return os.waitstatus_to_exitcode(int(fields[49]))
+        if pidfd is None:
+            return None
+        info = bytearray(struct.pack("Q56x", PIDFD_INFO_EXIT))
+        try:
+            fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
+        except OSError:
+            return None  # an older kernel: before 6.15 a reaped process has no information, before 6.13 none has
+        answered, status = struct.unpack("Q52xi", info)
+        return os.waitstatus_to_exitcode(status) if answered & PIDFD_INFO_EXIT else None
 
     def is_stopped(self) -> bool:
         """Whether SIGSTOP holds it."""

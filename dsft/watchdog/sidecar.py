@@ -144,7 +144,7 @@ class Sidecar:
     def _read_rank(self) -> None:
         is_gone = not self.process.is_alive()  # asked before its last words are read; children may keep the socket open
         if is_gone and self.exit_code is None:
-            self.exit_code = self.process.exit_code()
+            self.exit_code = self.process.exit_code(self.exit_notice)
         for message in self.from_rank.read():
             self.last_progress = time.monotonic()
             match message:

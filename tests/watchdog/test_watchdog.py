@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import ROOT
+from conftest import KERNEL, ROOT
 
 from dsft.config.options import TrainConfig
 from dsft.runtime import distributed
@@ -349,6 +349,20 @@ def test_processes_are_read_from_proc():
             os.kill(pid, 9)
         child.wait()
     assert start_time(child.pid) is None
+
+
+@pytest.mark.parametrize(("end", "code"), [("exit 3", 3), ("kill -9 $$", -9), ("exit 0", 0)])
+def test_the_exit_code_of_a_process_is_known_before_its_parent_reaps_it_and_with_its_pidfd_after(end, code):
+    child = subprocess.Popen(["sh", "-c", f"read line; {end}"], stdin=subprocess.PIPE)
+    process, pidfd = Process.of(child.pid), os.pidfd_open(child.pid)
+    assert process.exit_code(pidfd) is None
+    child.stdin.close()
+    wait_until(lambda: not process.is_alive())
+    assert process.exit_code() == code
+    child.wait()
+    assert process.exit_code() is None
+    assert process.exit_code(pidfd) == (code if KERNEL >= (6, 15) else None)
+    os.close(pidfd)
 
 
 def test_a_process_of_another_user_is_waited_for_without_an_error(monkeypatch):
