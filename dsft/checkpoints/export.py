@@ -201,7 +201,7 @@ def export(
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        raise UserError([f"{source}: cannot be exported ({one_line(error)})"]) from None
+        raise UserError(f"{source}: cannot be exported ({one_line(error)})") from None
     if target.is_dir():
         target.rmdir()  # it is empty
     share_files(beside)
@@ -247,7 +247,7 @@ def _checked_adapter(
         UserError: where the adapter cannot be merged, or not all of its tensors have a place.
     """
     if adapter_base(base) is not None:
-        raise UserError([f"{folder}: its base {base} is an adapter itself; merge that first, and name the result"])
+        raise UserError(f"{folder}: its base {base} is an adapter itself; merge that first, and name the result")
     check_weight_files(folder)
     config = load_model_config(base, trust_remote_code=trust_remote_code)
     try:
@@ -265,7 +265,7 @@ def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, t
     needed, free = weight_bytes_in(str(local_folder(base) if base else folder)) or 0, free_host_bytes()
     if needed > free:
         raise UserError(
-            [f"{folder}: the full model takes {needed / GB:.3g} GB of memory, and {free / GB:.3g} GB are free here"]
+            f"{folder}: the full model takes {needed / GB:.3g} GB of memory, and {free / GB:.3g} GB are free here"
         )
     unpacking = base and unpacking_config(load_model_config(base, trust_remote_code=trust_remote_code))
     if unpacking:

@@ -294,7 +294,7 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
         if not isinstance(state, dict) or not isinstance(state.get("global_step"), int):
             raise ValueError("it names no global_step")
     except (OSError, ValueError) as error:
-        raise UserError([f"{path} cannot be read as a Trainer's state ({error}); use another checkpoint"]) from None
+        raise UserError(f"{path} cannot be read as a Trainer's state ({error}); use another checkpoint") from None
     return state
 
 

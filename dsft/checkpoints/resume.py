@@ -84,17 +84,15 @@ def check_identity(checkpoint: str, now: dict[str, Any]) -> None:
     manifest = read_manifest(Path(checkpoint))
     weights_alone = "start from its weights alone with --resume_weights_only and a new output_dir"
     if manifest and "run_identity" not in manifest:
-        raise UserError([f"resume_from_checkpoint: {checkpoint} is of an earlier dsft; {weights_alone}"])
+        raise UserError(f"resume_from_checkpoint: {checkpoint} is of an earlier dsft; {weights_alone}")
     then = manifest["run_identity"] if manifest else {}
     changed = [
         f"{name}: {then[name]} then, {value} now" for name, value in now.items() if name in then and then[name] != value
     ]
     if changed:
         raise UserError(
-            [
-                f"resume_from_checkpoint: {checkpoint} is of another run ({'; '.join(changed)}); give the options of"
-                f" that run, or {weights_alone}"
-            ]
+            f"resume_from_checkpoint: {checkpoint} is of another run ({'; '.join(changed)}); give the options of"
+            f" that run, or {weights_alone}"
         )
 
 
@@ -145,11 +143,9 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
     optimizer = engine.optimizer
     if not hasattr(optimizer, "_optimizer_step") or getattr(optimizer, "swap_optimizer", False):
         raise UserError(
-            [
-                f"{checkpoint}: was saved in another ZeRO stage, on other ranks or by another tool, and is resumed only"
-                " in ZeRO stage 1, 2 or 3 without NVMe; choose such a zero, or start from its weights with"
-                " --resume_weights_only"
-            ]
+            f"{checkpoint}: was saved in another ZeRO stage, on other ranks or by another tool, and is resumed only"
+            " in ZeRO stage 1, 2 or 3 without NVMe; choose such a zero, or start from its weights with"
+            " --resume_weights_only"
         )
     shards = ZeroShards(checkpoint)
     _check_same_parameters(shards, engine.module, checkpoint)
@@ -186,11 +182,9 @@ def _fill(
     names = {name for state in states for name, value in state.items() if torch.is_tensor(value) and value.dim() > 0}
     if names != shards.states:
         raise UserError(
-            [
-                f"{checkpoint}: its optimizer keeps {', '.join(sorted(shards.states)) or 'nothing'}, this one"
-                f" {', '.join(sorted(names)) or 'nothing'}; give the optim it was trained with, or start from its"
-                " weights with --resume_weights_only"
-            ]
+            f"{checkpoint}: its optimizer keeps {', '.join(sorted(shards.states)) or 'nothing'}, this one"
+            f" {', '.join(sorted(names)) or 'nothing'}; give the optim it was trained with, or start from its"
+            " weights with --resume_weights_only"
         )
     for slot in slots:
         targets = {FP32: flats[slot.group].data} | {name: states[slot.group][name] for name in names}
@@ -207,10 +201,8 @@ def _check_same_parameters(shards: ZeroShards, module: torch.nn.Module, checkpoi
         if then != now:
             differs = f"{name} is {list(then) if then else 'not'} there, {list(now) if now else 'not'} here"
             raise UserError(
-                [
-                    f"{checkpoint}: is of another model or adapter ({differs}); give the model and adapter options of"
-                    " its run"
-                ]
+                f"{checkpoint}: is of another model or adapter ({differs}); give the model and adapter options of"
+                " its run"
             )
 
 
@@ -272,10 +264,8 @@ def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint
         then = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
     if then.keys() != now.keys():
         raise UserError(
-            [
-                f"{checkpoint}: has another kind of learning-rate schedule; give the lr_scheduler_type, or the"
-                " scheduler in the DeepSpeed JSON, of its run"
-            ]
+            f"{checkpoint}: has another kind of learning-rate schedule; give the lr_scheduler_type, or the"
+            " scheduler in the DeepSpeed JSON, of its run"
         )
     if "_last_lr" not in then:  # DeepSpeed's, which computes rates, and betas, from its step
         scheduler.load_state_dict(then)

@@ -94,7 +94,7 @@ def clear_run(output_dir: str) -> None:
             for error in discard(folder) if folder.is_dir() else ():
                 say(f"warning: {error}: is left of the run that was replaced; a later save tries again")
         except OSError as error:
-            raise UserError([f"overwrite: {folder} cannot be removed ({error}); choose another output_dir"]) from None
+            raise UserError(f"overwrite: {folder} cannot be removed ({error}); choose another output_dir") from None
     (path / RUN).unlink(missing_ok=True)
 
 
@@ -123,10 +123,8 @@ def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | 
         say(f"{path} is incomplete and is skipped: {'; '.join(errors[:3])}")
     if good is None and (skipped or before) and not config.overwrite:
         raise UserError(
-            [
-                f"resume_from_checkpoint=auto: no checkpoint in {output_dir} can be used; start anew with --overwrite"
-                " true, or take one as it is with --verify_resume false and its folder"
-            ]
+            f"resume_from_checkpoint=auto: no checkpoint in {output_dir} can be used; start anew with --overwrite"
+            " true, or take one as it is with --verify_resume false and its folder"
         )
     return str(good) if good else None
 
@@ -163,10 +161,8 @@ def start_from_weights(config: TrainConfig, checkpoint: str) -> list[Decision]:
     output_dir = Path(config.training["output_dir"]).resolve()
     if output_dir in Path(checkpoint).resolve().parents:
         raise UserError(
-            [
-                f"resume_weights_only: {checkpoint} lies in output_dir={output_dir}, whose steps would mix with new"
-                " ones; name another output_dir and the checkpoint with resume_from_checkpoint"
-            ]
+            f"resume_weights_only: {checkpoint} lies in output_dir={output_dir}, whose steps would mix with new"
+            " ones; name another output_dir and the checkpoint with resume_from_checkpoint"
         )
     return [
         Decision("model" if config.method == "full" else "adapter", checkpoint, WEIGHTS_ONLY),
@@ -217,7 +213,7 @@ def read_run(output_dir: str) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError([f"{path}: is no JSON ({error}); was it written by dsft?"]) from None
+        raise UserError(f"{path}: is no JSON ({error}); was it written by dsft?") from None
 
 
 def read_options_of_run(output_dir: str) -> dict[str, Any]:
@@ -228,7 +224,7 @@ def read_options_of_run(output_dir: str) -> dict[str, Any]:
     """
     options = read_run(output_dir).get("config")
     if options is None:
-        raise UserError([f"{output_dir}: its run.json holds no options of a training; name model and data instead"])
+        raise UserError(f"{output_dir}: its run.json holds no options of a training; name model and data instead")
     return options
 
 
@@ -269,14 +265,14 @@ def find_weights(source: str) -> Path:
     """
     folder = Path(source)
     if not folder.is_dir():
-        raise UserError([f"{source}: is no folder"])
+        raise UserError(f"{source}: is no folder")
     if is_run(folder):
         others = read_run(source).get("other_tools_checkpoints", [])
         newest, skipped = (folder / FINAL, []) if (folder / FINAL).is_dir() else last_good(source, other_tools=others)
         for path, errors in skipped:
             say(f"{path} is incomplete and is skipped: {'; '.join(errors[:3])}")
         if newest is None:
-            raise UserError([f"{source}: the run has neither a final model nor a complete checkpoint yet"])
+            raise UserError(f"{source}: the run has neither a final model nor a complete checkpoint yet")
         folder = newest
     raise_if_any([f"{folder}: {error}; it is damaged, use another" for error in damage(str(folder))])
     if (
@@ -284,7 +280,7 @@ def find_weights(source: str) -> Path:
         and not any(folder.glob("*.safetensors"))
         and not any(folder.glob("global_step*"))
     ):
-        raise UserError([f"{source}: holds neither safetensors nor a DeepSpeed global_step folder"])
+        raise UserError(f"{source}: holds neither safetensors nor a DeepSpeed global_step folder")
     return folder
 
 
@@ -296,7 +292,7 @@ def find_adapter(source: str) -> Path:
     """
     folder = find_weights(source)
     if adapter_base(str(folder)) is None:
-        raise UserError([f"{folder}: is no adapter, it has no adapter_config.json; use dsft export"])
+        raise UserError(f"{folder}: is no adapter, it has no adapter_config.json; use dsft export")
     return folder
 
 
@@ -308,4 +304,4 @@ def check_new_folder(out: str) -> None:
     """
     path = Path(out)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError([f"{out}: exists and is not empty; choose a new folder"])
+        raise UserError(f"{out}: exists and is not empty; choose a new folder")

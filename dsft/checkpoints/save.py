@@ -314,10 +314,7 @@ def reserve_space(output_dir: str, num_bytes: int) -> None:
     if failed and ctypes.get_errno() in (errno.ENOSPC, errno.EDQUOT):
         release_reserved_space(output_dir)
         raise UserError(
-            [
-                f"output_dir={output_dir}: has no room for the final model ({num_bytes / 1e9:.3g} GB); choose another"
-                " disk"
-            ]
+            f"output_dir={output_dir}: has no room for the final model ({num_bytes / 1e9:.3g} GB); choose another disk"
         )
 
 

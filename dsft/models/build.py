@@ -210,7 +210,7 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
         wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     missing = sorted(wanted.keys() - state.keys())
     if missing:
-        raise UserError([f"model={folder}: lacks {len(missing)} weights of the model, the first is {missing[0]}"])
+        raise UserError(f"model={folder}: lacks {len(missing)} weights of the model, the first is {missing[0]}")
     with torch.no_grad():
         for name, tensor in wanted.items():
             with gathered([tensor]):

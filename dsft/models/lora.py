@@ -72,32 +72,30 @@ def saved_lora_config(adapter: str) -> PeftConfig:
         raise ValueError(f"it has no {ADAPTER_CONFIG}")
     file, kind = f"{adapter}/{ADAPTER_CONFIG}", content["peft_type"]
     if kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
-        raise UserError([f"{file}: peft_type {kind!r} is unknown to the installed peft; a newer one may know it"])
+        raise UserError(f"{file}: peft_type {kind!r} is unknown to the installed peft; a newer one may know it")
     kind_class = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
     if kind not in SCORABLE:
         adds_tokens = issubclass(kind_class, PromptLearningConfig)
         why = " adds tokens to the model's input" if adds_tokens else ", which dsft cannot compare with its base"
-        raise UserError([f"{file}: an adapter of type {kind}{why}; it is not supported, use peft itself"])
+        raise UserError(f"{file}: an adapter of type {kind}{why}; it is not supported, use peft itself")
     known = {field.name for field in dataclasses.fields(kind_class)}
     # peft drops what it does not know; a number or a word may be a new default, a switch or a list is in use.
     if unknown := sorted(k for k, v in content.items() if k not in known and v and isinstance(v, bool | list | dict)):
-        raise UserError([f"{file}: sets {', '.join(unknown)}, unknown to the installed peft; install a newer one"])
+        raise UserError(f"{file}: sets {', '.join(unknown)}, unknown to the installed peft; install a newer one")
     if content.get("task_type") not in (None, "CAUSAL_LM"):
-        raise UserError([f"{file}: task_type {content['task_type']} is of no causal language model"])
+        raise UserError(f"{file}: task_type {content['task_type']} is of no causal language model")
     start = content.get("init_lora_weights", True)
     if kind == "LORA" and start not in LORA_STARTS:
         raise UserError(
-            [
-                f"{file}: init_lora_weights {start!r} changed the base at its start, which cannot be repeated from what"
-                " was saved; save it with peft's path_initial_model_for_weight_conversion"
-            ]
+            f"{file}: init_lora_weights {start!r} changed the base at its start, which cannot be repeated from what"
+            " was saved; save it with peft's path_initial_model_for_weight_conversion"
         )
     try:
         config = PeftConfig.from_pretrained(folder)
     except (TypeError, ValueError, AttributeError, ImportError) as error:
-        raise UserError([f"{file}: cannot be read by peft ({one_line(error)})"]) from None
+        raise UserError(f"{file}: cannot be read by peft ({one_line(error)})") from None
     if kind == "LORA" and (foreign := sorted(_set_fields(config) - LORA_FIELDS)):
-        raise UserError([f"{file}: LoRA with {', '.join(foreign)} is not supported; load it with peft"])
+        raise UserError(f"{file}: LoRA with {', '.join(foreign)} is not supported; load it with peft")
     config.inference_mode = False  # as saved, it would freeze the adapter
     return config
 

@@ -42,11 +42,11 @@ def adapter_description(folder: str) -> dict[str, Any] | None:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError([f"{file}: cannot be read as JSON ({one_line(error)}); copy or download it again"]) from None
+        raise UserError(f"{file}: cannot be read as JSON ({one_line(error)}); copy or download it again") from None
     if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
-        raise UserError([f"{file}: describes no adapter of peft, it has no peft_type; copy or download it again"])
+        raise UserError(f"{file}: describes no adapter of peft, it has no peft_type; copy or download it again")
     if not isinstance(content.get(BASE), str) or not content[BASE]:
-        raise UserError([f"{file}: names no base model; set {BASE} in it to the hub id or folder of the base"])
+        raise UserError(f"{file}: names no base model; set {BASE} in it to the hub id or folder of the base")
     return content
 
 

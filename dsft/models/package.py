@@ -62,12 +62,10 @@ def auto_class(config: PreTrainedConfig) -> type:
             if auto is AutoModelForCausalLM or not _reads_first(config):
                 return auto
             raise UserError(
-                [
-                    f"its architecture {config.model_type} is an encoder with a decoder, no causal language model,"
-                    " which dsft trains"
-                ]
+                f"its architecture {config.model_type} is an encoder with a decoder, no causal language model,"
+                " which dsft trains"
             )
-    raise UserError([f"its architecture {config.model_type} is no causal language model, which dsft trains"])
+    raise UserError(f"its architecture {config.model_type} is no causal language model, which dsft trains")
 
 
 def _reads_first(config: PreTrainedConfig) -> bool:
@@ -118,7 +116,7 @@ def unreached(model: PreTrainedModel) -> tuple[str, ...]:
         return crossing
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     if head is None or decoder is model:
-        raise UserError([f"its architecture {config.model_type} has no language model with a head, which dsft trains"])
+        raise UserError(f"its architecture {config.model_type} has no language model with a head, which dsft trains")
     reached = {id(p) for part in (decoder, model.get_input_embeddings(), head) for p in part.parameters()}
     return crossing + tuple(_outermost(model, reached))
 

@@ -44,7 +44,7 @@ def safe_unpickling(*, trust: bool) -> Iterator[None]:
         with contextlib.nullcontext() if trust else _weights_only_forced():
             yield
     except pickle.UnpicklingError as error:
-        raise UserError([_explained("a file of the checkpoint", error)]) from None
+        raise UserError(_explained("a file of the checkpoint", error)) from None
     finally:
         _trusted.reset(token)
 
@@ -62,7 +62,7 @@ def load_pickle(file: Path) -> Any:
         # DeepSpeed writes the format before zip where its JSON says so.
         return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=not _trusted.get())
     except Exception as error:  # a broken pickle leads the unpickler into any error
-        raise UserError([_explained(str(file), error)]) from None
+        raise UserError(_explained(str(file), error)) from None
 
 
 def is_read_pickle(file: Path) -> bool:

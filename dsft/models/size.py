@@ -166,7 +166,7 @@ def measure_model(options: TrainConfig, *, scored: bool = False, with_adapter: b
     """
     config = None
     if is_gguf(options.model) and not scored:
-        raise UserError([f"model={options.model}: {NO_GGUF}"])
+        raise UserError(f"model={options.model}: {NO_GGUF}")
     try:
         config = load_model_config(
             options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
@@ -177,7 +177,7 @@ def measure_model(options: TrainConfig, *, scored: bool = False, with_adapter: b
     except UserError as error:
         raise UserError([f"model={options.model}: {problem}" for problem in error.problems]) from error
     except CONFIG_ERRORS as error:
-        raise UserError([no_model(options.model, error)]) from error
+        raise UserError(no_model(options.model, error)) from error
     if options.method != "full" and not options.adapter:
         raise_if_any(check_lora_targets(model, options))
     attn_implementation = model.config.get_text_config()._attn_implementation
@@ -193,7 +193,7 @@ def measure_model(options: TrainConfig, *, scored: bool = False, with_adapter: b
     except UserError:
         raise  # it names its option
     except AttributeError as error:
-        raise UserError([f"model={options.model}: its architecture cannot be measured ({one_line(error)})"]) from error
+        raise UserError(f"model={options.model}: its architecture cannot be measured ({one_line(error)})") from error
     except (
         ValueError,
         OSError,

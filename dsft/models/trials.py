@@ -259,7 +259,7 @@ def row_rules(model: nn.Module) -> RowRules:
     # Quantised products may round the inputs too (LLM.int8() by the rows of a batch).
     in_full = next(model.parameters()).dtype == torch.float32 and not getattr(model, "is_quantized", False)
     if later > (1e-4 if in_full else 0.2):
-        raise UserError([not_causal(model.config.name_or_path or model.config.model_type)])
+        raise UserError(not_causal(model.config.name_or_path or model.config.model_type))
     noise = 1e-5 if in_full else 5e-2  # rounding, where experts get other batches
     alone = max(later, neighbour) > noise
     if alone:

@@ -157,9 +157,9 @@ def placed_adapter(
             set_peft_model_state_dict(model, tensors)
             del model.load_state_dict
     except KeyError as error:  # of peft: a module that was saved as a whole
-        raise UserError([f"1 tensor of the adapter missing from its weights, {error}"]) from None
+        raise UserError(f"1 tensor of the adapter missing from its weights, {error}") from None
     except (RuntimeError, ValueError) as error:  # target modules
-        raise UserError([f"does not fit its base ({one_line(error)})"]) from None
+        raise UserError(f"does not fit its base ({one_line(error)})") from None
     state, problems = model.state_dict(keep_vars=True), []
     shared = {id(state[name]) for name in placed if name in state}  # one vector bank in all layers is saved once
     saved = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False).values()
@@ -204,7 +204,7 @@ def _files(name: str, candidates: tuple[str, ...], revision: str | None = None) 
     with _named(path):
         files, _ = get_checkpoint_shard_files(name, path, revision=revision)
     if lost := [Path(file).name for file in files if not Path(file).is_file()]:
-        raise UserError([f"{lost[0]} is not there, which {Path(path).name} names; copy or download it again"])
+        raise UserError(f"{lost[0]} is not there, which {Path(path).name} names; copy or download it again")
     return files
 
 
@@ -278,9 +278,7 @@ def _named(file: str) -> Iterator[None]:
     except UserError:
         raise
     except FILE_ERRORS as error:
-        raise UserError(
-            [f"{Path(file).name}: cannot be read ({one_line(error)}); copy or download it again"]
-        ) from error
+        raise UserError(f"{Path(file).name}: cannot be read ({one_line(error)}); copy or download it again") from error
 
 
 @contextlib.contextmanager

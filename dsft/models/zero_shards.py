@@ -105,14 +105,12 @@ class ZeroShards:
         files = sorted(self.folder.glob(OPTIMIZER_FILES), key=_number)
         if not files:
             raise UserError(
-                [
-                    f"{checkpoint}: holds no optimizer states of ZeRO ({OPTIMIZER_FILES}), as checkpoints of stage 0 or"
-                    " saved with save_only_model do not"
-                ]
+                f"{checkpoint}: holds no optimizer states of ZeRO ({OPTIMIZER_FILES}), as checkpoints of stage 0 or"
+                " saved with save_only_model do not"
             )
         if len({_mp_rank(file) for file in files}) > 1:
             raise UserError(
-                [f"{self.folder}: was saved with tensor parallelism; convert it with DeepSpeed's ds_to_universal.py"]
+                f"{self.folder}: was saved with tensor parallelism; convert it with DeepSpeed's ds_to_universal.py"
             )
         self.world_size = len(files)
         self.model_state = self._read_model_state()
@@ -138,10 +136,8 @@ class ZeroShards:
         ]
         if absent:
             raise UserError(
-                [
-                    f"{self.folder}: {len(absent)} parameters are incomplete, the first is {absent[0]}; are the files"
-                    " of all ranks there?"
-                ]
+                f"{self.folder}: {len(absent)} parameters are incomplete, the first is {absent[0]}; are the files"
+                " of all ranks there?"
             )
 
     @property
@@ -166,10 +162,8 @@ class ZeroShards:
         state = load_pickle(file) if file else {}
         if not state.get("param_shapes"):
             raise UserError(
-                [
-                    f"{file or self.folder / MODEL_FILES}: {'has no param_shapes' if file else 'is missing'}, which say"
-                    " how the shards are cut; take a checkpoint that was written in full"
-                ]
+                f"{file or self.folder / MODEL_FILES}: {'has no param_shapes' if file else 'is missing'}, which say"
+                " how the shards are cut; take a checkpoint that was written in full"
             )
         return state
 
