@@ -149,19 +149,17 @@ class HashedFile:
         content = memoryview(content).cast("B")
         try:
             for start in range(0, 0 if self.error else len(content), PART_BYTES):
-                self._write_part(content[start : start + PART_BYTES])
+                part = content[start : start + PART_BYTES]
+                self.file.write(part)
+                self.digest.update(part)
+                self.unsynced_bytes += len(part)
+                if self.unsynced_bytes >= PART_BYTES:
+                    self.file.flush()
+                    os.fdatasync(self.file.fileno())
+                    self.unsynced_bytes = 0
         except OSError as error:
             self.error = error
         return len(content)
-
-    def _write_part(self, part: memoryview) -> None:
-        self.file.write(part)
-        self.digest.update(part)
-        self.unsynced_bytes += len(part)
-        if self.unsynced_bytes >= PART_BYTES:
-            self.file.flush()
-            os.fdatasync(self.file.fileno())
-            self.unsynced_bytes = 0
 
     def flush(self) -> None:
         """Leave it to the end, as a save to a path does."""
@@ -332,18 +330,13 @@ def integrity_errors(folder: Path, *, hashes: Literal["none", "small", "all"] = 
 
 def content_errors(folder: Path, files: list[Path]) -> list[str]:
     """Read those `files` of a checkpoint that its manifest lists, and name each whose content is another."""
-    listed = (read_manifest(folder) or {"files": {}})["files"]
-    names = [str(file.relative_to(folder)) for file in files]
-    return [
-        f"the content of {name} has changed"
-        for name in names
-        if name in listed and _sha256(folder / name) != listed[name]["sha256"]
-    ]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    listed, errors = (read_manifest(folder) or {"files": {}})["files"], []
+    for path in files:
+        if (name := str(path.relative_to(folder))) in listed:
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != listed[name]["sha256"]:
+                    errors.append(f"the content of {name} has changed")
+    return errors
 
 
 def resume_errors(folder: Path, *, other_tools: Container[str] | None = None) -> list[str]:

@@ -148,9 +148,25 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
             " --resume_weights_only"
         )
     shards = ZeroShards(checkpoint)
-    _check_same_parameters(shards, engine.module, checkpoint)
-    restore_states = _restore_stage_3 if hasattr(optimizer, "fp32_partitioned_groups_flat") else _restore_stages_1_and_2
-    restore_states(optimizer, engine.module, shards, checkpoint)
+    trained = trained_shapes(engine.module)
+    for name in sorted(trained.keys() | shards.shapes.keys()):
+        then, now = shards.shapes.get(name), trained.get(name)
+        if then != now:
+            raise UserError(
+                f"{checkpoint}: is of another model or adapter ({name} is {list(then) if then else 'not'} there,"
+                f" {list(now) if now else 'not'} here); give the model and adapter options of its run"
+            )
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
+        flats = optimizer.fp32_partitioned_groups_flat
+        optimizer.checkpoint_event_prologue()  # every parameter in its partition
+        _fill(optimizer, flats, _slots_of_stage_3(optimizer, engine.module), shards, checkpoint)
+        for group in range(len(flats)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        optimizer.checkpoint_event_epilogue()
+    else:
+        flats = optimizer.single_partition_of_fp32_groups
+        _fill(optimizer, flats, _slots_of_stages_1_and_2(engine.module), shards, checkpoint)
+        optimizer.update_lp_params()
     for name in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, name, shards.model_state.get(name, getattr(engine, name)))
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
@@ -159,26 +175,19 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
     _set_schedule(scheduler, optimizer, shards, checkpoint)
 
 
-def _restore_stage_3(optimizer: Any, module: torch.nn.Module, shards: ZeroShards, checkpoint: str) -> None:
-    flats = optimizer.fp32_partitioned_groups_flat
-    optimizer.checkpoint_event_prologue()  # every parameter in its partition
-    _fill(optimizer, flats, _slots_of_stage_3(optimizer, module), shards, checkpoint)
-    for group in range(len(flats)):
-        optimizer._reassign_or_swap_out_partitioned_parameters(group)
-    optimizer.checkpoint_event_epilogue()
-
-
-def _restore_stages_1_and_2(optimizer: Any, module: torch.nn.Module, shards: ZeroShards, checkpoint: str) -> None:
-    flats = optimizer.single_partition_of_fp32_groups
-    _fill(optimizer, flats, _slots_of_stages_1_and_2(module), shards, checkpoint)
-    optimizer.update_lp_params()
-
-
 def _fill(
     optimizer: Any, flats: list[torch.Tensor], slots: Iterator[_Slot], shards: ZeroShards, checkpoint: str
 ) -> None:
     """Copy this rank's pieces of the fp32 weights and of the optimizer's states into its flat partitions."""
-    states = _make_states(optimizer, flats)
+    states = []
+    for group, flat in enumerate(flats):  # a step with zero gradients makes the states, which are overwritten
+        gradient = flat.grad
+        flat.grad = torch.zeros_like(flat) if gradient is None else gradient.zero_()
+        optimizer._optimizer_step(group)
+        flat.grad = gradient
+        # The backup optimizer steps on the GPU, beside offloaded ones.
+        bases = (optimizer.optimizer, getattr(optimizer, "backup_optimizer", None))
+        states.append(next(base.state[flat] for base in bases if base is not None and flat in base.state))
     names = {name for state in states for name, value in state.items() if torch.is_tensor(value) and value.dim() > 0}
     if names != shards.states:
         raise UserError(
@@ -191,33 +200,13 @@ def _fill(
         for name, flat in targets.items():
             piece = shards.read(slot.name, name, slot.start, slot.start + slot.numel)
             flat.narrow(0, slot.offset, slot.numel).copy_(piece)
-    _set_step(optimizer, states, shards.step, shards.counters)
-
-
-def _check_same_parameters(shards: ZeroShards, module: torch.nn.Module, checkpoint: str) -> None:
-    trained = trained_shapes(module)
-    for name in sorted(trained.keys() | shards.shapes.keys()):
-        then, now = shards.shapes.get(name), trained.get(name)
-        if then != now:
-            differs = f"{name} is {list(then) if then else 'not'} there, {list(now) if now else 'not'} here"
-            raise UserError(
-                f"{checkpoint}: is of another model or adapter ({differs}); give the model and adapter options of"
-                " its run"
-            )
-
-
-def _make_states(optimizer: Any, flats: list[torch.Tensor]) -> list[dict[str, Any]]:
-    """Make the base optimizer's states of each flat partition by a step with zero gradients, which is overwritten."""
-    states = []
-    for group, flat in enumerate(flats):
-        gradient = flat.grad
-        flat.grad = torch.zeros_like(flat) if gradient is None else gradient.zero_()
-        optimizer._optimizer_step(group)
-        flat.grad = gradient
-        # The backup optimizer steps on the GPU, beside offloaded ones.
-        bases = (optimizer.optimizer, getattr(optimizer, "backup_optimizer", None))
-        states.append(next(base.state[flat] for base in bases if base is not None and flat in base.state))
-    return states
+    # Adam's bias correction continues. Optimizers count by state or by parameter group, in a tensor or a number.
+    for counter in (*states, *optimizer.param_groups):
+        if "step" in counter and shards.step is not None:
+            step = counter["step"]
+            counter["step"] = step.fill_(shards.step) if torch.is_tensor(step) else shards.step
+    for group in optimizer.param_groups:
+        group.update(shards.counters)
 
 
 def _slots_of_stage_3(optimizer: Any, module: torch.nn.Module) -> Iterator[_Slot]:
@@ -241,15 +230,6 @@ def _slots_of_stages_1_and_2(module: torch.nn.Module) -> Iterator[_Slot]:
                 mapping.param_group_index,
                 mapping.hp_fragment_address.start,
             )
-
-
-def _set_step(optimizer: Any, states: list[dict[str, Any]], step: int | None, counters: dict[str, Any]) -> None:
-    """Continue Adam's bias correction. Optimizers count by state or by parameter group, in a tensor or a number."""
-    for counter in (*states, *optimizer.param_groups):
-        if "step" in counter and step is not None:
-            counter["step"] = counter["step"].fill_(step) if torch.is_tensor(counter["step"]) else step
-    for group in optimizer.param_groups:
-        group.update(counters)
 
 
 def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint: str) -> None:

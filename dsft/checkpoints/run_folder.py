@@ -108,7 +108,10 @@ def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | 
         UserError: where the one that was named is incomplete, or none can be used.
     """
     output_dir, resume = config.training["output_dir"], config.training.get("resume_from_checkpoint")
-    if not resume or (config.overwrite and _is_of_another_job(output_dir)):
+    job = os.environ.get(LAUNCH)
+    # `overwrite` replaces the run that lay there before this job of `dsft launch`, not what this job itself has saved.
+    of_another_job = job is not None and (_known_run(output_dir) or {}).get("job") != job
+    if not resume or (config.overwrite and of_another_job):
         return None
     if resume != "auto":
         errors = resume_errors(Path(resume), other_tools=_other_tools(config, Path(resume).parent))
@@ -127,12 +130,6 @@ def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | 
             " true, or take one as it is with --verify_resume false and its folder"
         )
     return str(good) if good else None
-
-
-def _is_of_another_job(output_dir: str) -> bool:
-    """Whether the folder still holds the run that this job of `dsft launch` was told to replace."""
-    job = os.environ.get(LAUNCH)
-    return job is not None and (_known_run(output_dir) or {}).get("job") != job
 
 
 def _other_tools(config: TrainConfig, folder: Path) -> list[str] | None:

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from dsft.models.zero_shards import OPTIMIZER_FILES
 from dsft.runtime import distributed
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import which_memory
+from dsft.units import GB
 
 DISK_ERRORS = re.compile(
     r"os error \d+"  # safetensors, written in Rust
@@ -92,7 +93,11 @@ class StagedSave:
         if which_memory(error):
             raise error
         if not self.errors:  # what follows from the first error says nothing new
-            self.will_fail_again = not _is_of_disk(error)
+            # The disk may have room, or be well, at the next save.
+            is_of_disk = (
+                error.errno not in UNSUPPORTED if isinstance(error, OSError) else DISK_ERRORS.search(str(error))
+            )
+            self.will_fail_again = not is_of_disk
             if self.will_fail_again:
                 traceback.print_exception(error, file=sys.stderr)
         self.errors.append(one_line(error) or type(error).__name__)
@@ -183,7 +188,16 @@ class StagedSave:
         # What a killed save left goes first, on nodes with their own disks too: it would be published with the rest.
         distributed.first_on_rank_0(self._clear_staging)
         # Room first: safetensors maps the file it writes, and a full disk then ends the process by a signal (SIGBUS).
-        lacks = self._leftovers() or self._lack_of_room(max(needed_bytes, saves.largest_bytes))
+        # Of rank 0's disk: the only one, or the one that the model lies on.
+        needed, free = max(needed_bytes, saves.largest_bytes), None
+        if distributed.rank() == 0:
+            free = free_bytes(self.folder.parent)
+        lacks = []
+        if self.staged.exists():
+            lacks = [f"{self.staged} is left of an earlier save and cannot be moved"]
+        elif free is not None and free < needed:
+            host, takes = socket.gethostname(), f"{self.folder.name} takes {needed / GB:.3g} GB"
+            lacks = [f"{free / GB:.3g} GB are free on {host}, and {takes}"]
         problems, num_bytes = distributed.from_all(lacks)[:1], 0
         if not problems:
             try:
@@ -211,17 +225,6 @@ class StagedSave:
     def _clear_staging(self) -> None:
         discard_if_possible(self.staged.parent)
 
-    def _leftovers(self) -> list[str]:
-        return [f"{self.staged} is left of an earlier save and cannot be moved"] if self.staged.exists() else []
-
-    def _lack_of_room(self, needed_bytes: int) -> list[str]:
-        """Looks at rank 0's disk: the only one, or the one that the model lies on."""
-        free = free_bytes(self.folder.parent) if distributed.rank() == 0 else None
-        if free is None or free >= needed_bytes:
-            return []
-        free, needed = f"{free / 1e9:.3g} GB", f"{needed_bytes / 1e9:.3g} GB"
-        return [f"{free} are free on {socket.gethostname()}, and {self.folder.name} takes {needed}"]
-
     def _publish(self, check: Callable[[Path], list[str]], facts: dict[str, Any]) -> tuple[int, list[str]]:
         """Hash the files that were not while they were written, each rank its own and a share of the rest, and move the
         checkpoint to its name.
@@ -231,11 +234,18 @@ class StagedSave:
         hashed, errors = [], []
         written = dict(distributed.from_all(list(self.hashed.items())))
         # Nodes need not share the folder: what rank 0 sees is read where the system says it is the same one.
-        folders = distributed.from_all([self._identity_of_folder()])
+        status = None
+        with contextlib.suppress(OSError):
+            status = os.stat(self.staged)
+        folders = distributed.from_all([status and (socket.gethostname(), status.st_dev, status.st_ino)])
         readers = [rank for rank, folder in enumerate(folders) if folder == folders[0]]
         # By rank 0's view: another node of a network file system may know a file's size later.
         shares = distributed.on_rank_0(
-            lambda: shares_of_ranks(self._unhashed(written), distributed.world_size(), readers=readers)
+            lambda: shares_of_ranks(
+                [path for path in files_of(self.staged) if str(path.relative_to(self.staged)) not in written],
+                distributed.world_size(),
+                readers=readers,
+            )
         )
         try:
             hashed = [(str(path.relative_to(self.staged)), hash_and_sync(path)) for path in shares[distributed.rank()]]
@@ -257,23 +267,6 @@ class StagedSave:
         distributed.wait_long("checkpoint is published")
         self.will_fail_again = any(distributed.from_all([self.will_fail_again]))
         return num_bytes, distributed.from_all(errors)
-
-    def _identity_of_folder(self) -> tuple[str, int, int] | None:
-        try:
-            status = os.stat(self.staged)
-        except OSError:
-            return None
-        return socket.gethostname(), status.st_dev, status.st_ino
-
-    def _unhashed(self, written: Container[str]) -> list[Path]:
-        return [path for path in files_of(self.staged) if str(path.relative_to(self.staged)) not in written]
-
-
-def _is_of_disk(error: Exception) -> bool:
-    """Tell whether the disk is the cause, which may have room and be well at the next save."""
-    if isinstance(error, OSError):
-        return error.errno not in UNSUPPORTED
-    return bool(DISK_ERRORS.search(str(error)))
 
 
 def missing_shards(folder: Path, world_size: int, *, sharded: bool) -> list[str]:
@@ -314,7 +307,7 @@ def reserve_space(output_dir: str, num_bytes: int) -> None:
     if failed and ctypes.get_errno() in (errno.ENOSPC, errno.EDQUOT):
         release_reserved_space(output_dir)
         raise UserError(
-            f"output_dir={output_dir}: has no room for the final model ({num_bytes / 1e9:.3g} GB); choose another disk"
+            f"output_dir={output_dir}: has no room for the final model ({num_bytes / GB:.3g} GB); choose another disk"
         )
 
 

@@ -8,7 +8,6 @@ import contextlib
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
@@ -59,34 +58,39 @@ def build_model(config, *, dtype: str, seed: int = 42, quantization: Quantizatio
         quantization: of a model that is scored; it is put together on this rank's device.
     """
     with safe_unpickling(trust=config.trust_checkpoint):
-        return _build(config, dtype=resolve_dtype(dtype), seed=seed, quantization=quantization)
+        return _build(config, DTYPES[resolve_dtype(dtype)], seed=seed, quantization=quantization)
 
 
-def _build(config, *, dtype: str, seed: int, quantization: Quantization | None) -> PreTrainedModel:
-    options = {"dtype": DTYPES[dtype], "trust_remote_code": config.trust_remote_code}
+def _build(config, dtype: torch.dtype, *, seed: int, quantization: Quantization | None) -> PreTrainedModel:
+    options = {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
     method = getattr(config, "method", "full")
     set_seed(seed)
-    place = _loading_device()
+    # Straight to the GPU, without a copy in host memory; under ZeRO-3 weights are sharded on the way.
+    place = distributed.device() if has_gpu() and not is_deepspeed_zero3_enabled() else None
     if is_bare_config(config.model):
         with place or contextlib.nullcontext():
             model = from_config(load_model_config(config.model, trust_remote_code=config.trust_remote_code), **options)
     else:
         if place:
             options["device_map"] = {"": place}
-        unpacking = _unpacking(config) if method == "lora" or (quantization and quantization.is_unpacked) else None
+        unpacking = None
+        if method == "lora" or (quantization and quantization.is_unpacked):
+            known = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+            base = adapter_base(described_in(config.model)) or config.model
+            unpacking = unpacking_config(load_model_config(base, **known))
         if method == "qlora":
-            options["quantization_config"] = quantization_of(config).load_config(DTYPES[dtype])
+            options["quantization_config"] = quantization_of(config).load_config(dtype)
         elif quantization:
             options["device_map"] = {"": distributed.device()}
-            if load_config := unpacking or quantization.load_config(DTYPES[dtype]):
+            if load_config := unpacking or quantization.load_config(dtype):
                 options["quantization_config"] = load_config
         elif unpacking:
             options["quantization_config"] = unpacking
         model = load_weights(config.model, revision=config.revision, **options)
         if (unpacking or quantization) and not getattr(model, "is_quantized", False):
-            cast_weights(model, DTYPES[dtype])
+            cast_weights(model, dtype)
         compute_in_own_dtype(model)
     if method == "qlora":
         from peft import prepare_model_for_kbit_training
@@ -98,19 +102,6 @@ def _build(config, *, dtype: str, seed: int, quantization: Quantization | None) 
             check_weight_files(Path(config.adapter))
         model = add_lora(model, config, adapter=config.adapter)
     return model
-
-
-def _unpacking(config) -> Any:
-    """Return what unpacks the base of adapters while it loads; None where it stays as it lies on disk."""
-    known = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    return unpacking_config(load_model_config(adapter_base(described_in(config.model)) or config.model, **known))
-
-
-def _loading_device() -> torch.device | None:
-    """Return the GPU that weights are read to, without a copy in host memory; None where ZeRO-3 shards them on the way,
-    and without a GPU.
-    """
-    return distributed.device() if has_gpu() and not is_deepspeed_zero3_enabled() else None
 
 
 def load_weights(name: str, **options) -> PreTrainedModel:
@@ -180,20 +171,16 @@ def _fans_of_sharded_weights() -> Iterator[None]:
         torch.nn.init._calculate_fan_in_and_fan_out = fans
 
 
-def _trained_state(folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Reads the weights that DeepSpeed saved: whole under ZeRO 0, else gathered from its shards."""
+def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
+    """Loads the weights that DeepSpeed saved: whole under ZeRO 0, else gathered from its shards."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    saved = step_folder(folder)
-    if not any(saved.glob(OPTIMIZER_FILES)):
-        return load_pickle(next(saved.glob(MODEL_FILES)))["module"]
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints a dozen lines on every rank
-        return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=saved.name)
-
-
-def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
-    checkpoint = folder.parent if is_step_folder(str(folder)) else folder
-    state = _trained_state(folder, checkpoint)
+    checkpoint, saved = folder.parent if is_step_folder(str(folder)) else folder, step_folder(folder)
+    if any(saved.glob(OPTIMIZER_FILES)):
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints a dozen lines on every rank
+            state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=saved.name)
+    else:  # ZeRO 0 keeps the weights whole
+        state = load_pickle(next(saved.glob(MODEL_FILES)))["module"]
     base = adapter_base(str(checkpoint))
     if base is None:
         config = load_model_config(str(checkpoint), trust_remote_code=options.get("trust_remote_code", False))

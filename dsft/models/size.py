@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import deepspeed as transformers_deepspeed
@@ -121,20 +121,6 @@ def load_model_config(name: str, *, revision: str | None = None, trust_remote_co
     return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **gguf)
 
 
-def _unadapted_expert_params(adapted: PeftModel) -> int:
-    """transformers holds a layer's experts in three-dimensional parameters of one module, which peft may or may not
-    adapt.
-    """
-    names = dict(adapted.named_parameters())
-    with_adapter = {name.partition(".lora_")[0].replace(".base_layer", "") for name in names if ".lora_" in name}
-    experts = {name: p for name, p in names.items() if p.dim() == 3 and not p.requires_grad}
-    return sum(
-        p.numel()
-        for name, p in experts.items()
-        if name.rpartition(".")[0].replace(".base_layer", "") not in with_adapter
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """What is known of a model before its weights are loaded: measured once, and passed on to all who ask."""
@@ -185,19 +171,26 @@ def measure_model(options: TrainConfig, *, scored: bool = False, with_adapter: b
         adapters, head = adapters_of(options, model), model.get_output_embeddings()
         linear = {layer.in_features for layer in model.modules() if type(layer) is nn.Linear and layer is not head}
         size = model_size(model, options, adapters=adapters)
-        on_disk = _on_disk(options.model, config, trained=with_adapter or not scored)
+        on_disk = GGUF if is_gguf(options.model) else None
+        if not on_disk and not options.model.endswith(".json"):  # a config alone has random weights
+            num_bytes, trained = weight_bytes_in(options.model), with_adapter or not scored
+            on_disk = quantization_on_disk(config, disk_bytes=num_bytes, trained=trained)
         if scored or (on_disk and options.method != "qlora"):
             size = dataclasses.replace(size, quantization=on_disk)
-        if on_disk and not scored:
-            raise_if_any(method_problems(options, on_disk))
+        # QLoRA trains over what its own package has quantised.
+        may_train = options.method == "lora" or (options.method == "qlora" and on_disk and on_disk.trainable)
+        if on_disk and not scored and not may_train:
+            full = options.method == "full"
+            which = "which method=full cannot train" if full else "and method=qlora would do so again"
+            raise UserError(
+                f"model={options.model}: its weights are quantised ({on_disk.format}), {which}; use method lora, or the"
+                " model that it was made from"
+            )
     except UserError:
         raise  # it names its option
     except AttributeError as error:
         raise UserError(f"model={options.model}: its architecture cannot be measured ({one_line(error)})") from error
-    except (
-        ValueError,
-        OSError,
-    ) as error:  # peft's: targets it cannot adapt, an adapter that is missing or of another model
+    except (ValueError, OSError) as error:  # of peft: targets it cannot adapt, an adapter that is missing or foreign
         problem = no_adapter(options.adapter, error) if options.adapter else f"lora_target_modules: {one_line(error)}"
         raise UserError([problem]) from error
     return ModelFacts(
@@ -209,23 +202,6 @@ def measure_model(options: TrainConfig, *, scored: bool = False, with_adapter: b
         architecture_config=model.config,
         linear_inputs=frozenset(linear),
     )
-
-
-def _on_disk(name: str, config: PreTrainedConfig, *, trained: bool) -> Quantization | None:
-    if name.endswith(".json"):  # random weights
-        return None
-    return GGUF if is_gguf(name) else quantization_on_disk(config, disk_bytes=weight_bytes_in(name), trained=trained)
-
-
-def method_problems(options: TrainConfig, on_disk: Quantization) -> list[str]:
-    """Say why this method cannot train over weights that are quantised on disk; qlora can over its own package's."""
-    if options.method == "lora" or (options.method == "qlora" and on_disk.trainable):
-        return []
-    which = "which method=full cannot train" if options.method == "full" else "and method=qlora would do so again"
-    return [
-        f"model={options.model}: its weights are quantised ({on_disk.format}), {which}; use method lora, or the model"
-        " that it was made from"
-    ]
 
 
 def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
@@ -266,7 +242,11 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     text = model.config.get_text_config()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
-    expert_params = _expert_params(model)
+    # In three-dimensional parameters of one module called `experts`, or in one module each of a list with that name.
+    expert_params = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name and p.requires_grad)
+    num_experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
+    chosen = _first(text, "num_experts_per_tok", "moe_topk", "top_k_experts") or num_experts
+    active_share = chosen / num_experts if isinstance(chosen, int) and isinstance(num_experts, int) else 1.0
     other_params = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     base_params = sum(p.numel() for p in model.parameters()) - other_params
     largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
@@ -274,8 +254,17 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     if adapters is not None:
         with torch.device("meta"):
             model = get_peft_model(model, copy.deepcopy(adapters))  # peft writes the targets it found into it
-        unadapted = _unadapted_expert_params(model)
+        # transformers holds a layer's experts in 3-dimensional parameters of one module, which peft may not adapt.
+        names = {name.replace(".base_layer", ""): p for name, p in model.named_parameters()}
+        with_adapter = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
+        experts = {name: p for name, p in names.items() if p.dim() == 3 and not p.requires_grad}
+        unadapted = sum(p.numel() for name, p in experts.items() if name.rpartition(".")[0] not in with_adapter)
     trained = [p for p in model.parameters() if p.requires_grad]
+    heads = _first(text, "num_attention_heads", "num_heads") or 1  # state-space models have none
+    head_dim = _first(text, "head_dim") or text.hidden_size // heads
+    ffn = _first(text, "moe_intermediate_size", "intermediate_size", "n_inner") or 4 * text.hidden_size
+    if isinstance(ffn, (list, tuple)):  # one width for each layer
+        ffn = max(ffn)
     return ModelSize(
         model_type=text.model_type,
         num_params=sum(p.numel() for p in model.parameters()),
@@ -284,7 +273,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         embedding_params=embedding.numel(),
         head_params=0 if tied or head is None else head.weight.numel(),
         expert_params=expert_params,
-        active_params=base_params - (0 if tied else embedding.numel()) - int(expert_params * (1 - _active_share(text))),
+        active_params=base_params - (0 if tied else embedding.numel()) - int(expert_params * (1 - active_share)),
         unadapted_expert_params=unadapted,
         largest_module_params=largest,
         numels=_numels(model.parameters()),
@@ -293,51 +282,30 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         max_positions=max_positions(text),
         lora_r=options.lora_r if adapters else 0,
         quantization=quantization_of(options),
-        **_widths(text),
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        ffn_size=ffn * (_first(text, "num_experts_per_tok") or 1),
+        kv_size=(_first(text, "num_key_value_heads") or heads) * head_dim,
+        num_heads=heads,
+        head_dim=head_dim,
     )
 
 
-def _widths(text: PreTrainedConfig) -> dict[str, int]:
-    heads = _first(text, "num_attention_heads", "num_heads") or 1  # state-space models have none
-    head_dim = _first(text, "head_dim") or text.hidden_size // heads
-    ffn = _first(text, "moe_intermediate_size", "intermediate_size", "n_inner") or 4 * text.hidden_size
-    if isinstance(ffn, (list, tuple)):  # one width for each layer
-        ffn = max(ffn)
-    return {
-        "num_layers": text.num_hidden_layers,
-        "hidden_size": text.hidden_size,
-        "ffn_size": ffn * (_first(text, "num_experts_per_tok") or 1),
-        "kv_size": (_first(text, "num_key_value_heads") or heads) * head_dim,
-        "num_heads": heads,
-        "head_dim": head_dim,
-    }
-
-
 def _first(text: PreTrainedConfig, *names: str) -> Any:
-    """The first of the names that this architecture's config has and sets: each family has words of its own."""
-    return next((value for name in names if (value := _largest(text, name))), None)
+    """The first of the names that this architecture's config has and sets: each family has words of its own.
 
-
-def _largest(text: PreTrainedConfig, name: str) -> Any:
-    """What a config says of all layers; the largest of their values where they differ (Gemma 4's head_dim)."""
-    if text.is_heterogeneous and name in text.per_layer_attributes:
-        return max((value for layer in text.per_layer_config if (value := getattr(layer, name, None))), default=None)
-    return getattr(text, name, None)
+    The largest of the layers' values where they differ (Gemma 4's head_dim).
+    """
+    for name in names:
+        if text.is_heterogeneous and name in text.per_layer_attributes:
+            values = [getattr(layer, name, None) for layer in text.per_layer_config]
+            value = max(filter(None, values), default=None)
+        else:
+            value = getattr(text, name, None)
+        if value:
+            return value
+    return None
 
 
 def _numels(parameters: Iterable[torch.nn.Parameter]) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(Counter(p.numel() for p in parameters).items()))
-
-
-def _expert_params(model: PreTrainedModel) -> int:
-    """Routed experts: transformers holds a layer's in three-dimensional parameters of one module called `experts`, or
-    in one module each of a list with that name.
-    """
-    return sum(p.numel() for name, p in model.named_parameters() if ".experts." in name and p.requires_grad)
-
-
-def _active_share(text: PreTrainedConfig) -> float:
-    """Share of the routed experts that one token passes through."""
-    number = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
-    chosen = _first(text, "num_experts_per_tok", "moe_topk", "top_k_experts") or number
-    return chosen / number if isinstance(chosen, int) and isinstance(number, int) else 1.0
