@@ -40,13 +40,13 @@ from dsft.checkpoints.run_folder import (
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.build import DTYPES, described_in, is_bare_config, load_weights
 from dsft.models.lora import merge_problems, not_streamable
-from dsft.models.model_folder import adapter_base, has_only_shards, weight_bytes_in
+from dsft.models.model_folder import OPTIMIZER_FILES, adapter_base, has_only_shards, step_folder, weight_bytes_in
 from dsft.models.pickles import check_weight_files, safe_unpickling
 from dsft.models.quantization import cast_weights, unpacking_config
 from dsft.models.size import empty_model, load_model_config
 from dsft.models.tokenizer import tokenizer_folder
 from dsft.models.weights import load_empty, placed_adapter
-from dsft.models.zero_shards import OPTIMIZER_FILES, ZeroShards, step_folder
+from dsft.models.zero_shards import ZeroShards
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.hardware import free_host_bytes
 from dsft.units import GB
@@ -220,10 +220,12 @@ def merge(source: str, out: str, **options: Any) -> Path:
 
 def _write(folder: Path, out: Path, dtype: str, *, max_shard_size: str, trust_remote_code: bool) -> None:
     """Write weights, config and tokenizer, weight by weight where that can be."""
-    options = {"max_shard_size": max_shard_size, "trust_remote_code": trust_remote_code}
     known = {"trust_remote_code": trust_remote_code}
+    options = {"max_shard_size": max_shard_size, **known}
+    base = adapter_base(str(folder))
     try:
-        if (base := adapter_base(str(folder))) is not None and not has_only_shards(str(folder)):
+        weights: WeightsSource
+        if base is not None and not has_only_shards(str(folder)):
             weights = MergedSource(folder, *_checked_adapter(folder, base, **known))
         elif base is None and any(folder.glob("*.safetensors")):
             weights = SafetensorsSource(folder)
@@ -232,10 +234,9 @@ def _write(folder: Path, out: Path, dtype: str, *, max_shard_size: str, trust_re
             weights = ShardsSource(step_folder(folder) or folder, config, **known)
         _write_streamed(folder, out, weights, dtype, **options)
     except NotStreamable as why:
-        say(f"the full model is taken into memory: {why}")
+        say(f"the full model is loaded into memory: {why}")
         _write_loaded(folder, out, dtype, **options)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(str(folder)), **known)
-    tokenizer.save_pretrained(out)
+    AutoTokenizer.from_pretrained(tokenizer_folder(str(folder)), **known).save_pretrained(out)
 
 
 def _checked_adapter(
@@ -341,7 +342,16 @@ def _write_streamed(
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (out / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-    _write_config(folder, out, written_dtype, **known)
+    base = adapter_base(str(folder))
+    described = local_folder(base) if base else Path(described_in(str(folder)))
+    config = load_model_config(str(described), **known)
+    config.dtype = written_dtype
+    config.save_pretrained(out)
+    code = described.glob("*.py") if getattr(config, "auto_map", None) else ()
+    for file in (described / GENERATION, folder / GENERATION, *code):  # an adapter's own goes before its base's
+        if file.is_file():
+            shutil.copy(file, out)
+    copy_processor(str(described), out)
     _keep_left_out_of_run(folder, out, is_as_on_disk=isinstance(weights, SafetensorsSource), **known)
     check_export(out, **known)
 
@@ -377,16 +387,3 @@ def _keep_left_out_of_run(checkpoint: Path, out: Path, *, is_as_on_disk: bool, t
         say(f"{out} is the language model alone, without {left_out.parts}: {left_out.text_only}")
     model.config = load_model_config(str(out), **known)
     keep_left_out(out, model, left_out)
-
-
-def _write_config(folder: Path, out: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> None:
-    base = adapter_base(str(folder))
-    described = local_folder(base) if base else Path(described_in(str(folder)))
-    config = load_model_config(str(described), trust_remote_code=trust_remote_code)
-    config.dtype = dtype
-    config.save_pretrained(out)
-    code = described.glob("*.py") if getattr(config, "auto_map", None) else ()
-    for file in (described / GENERATION, folder / GENERATION, *code):  # an adapter's own goes before its base's
-        if file.is_file():
-            shutil.copy(file, out)
-    copy_processor(str(described), out)

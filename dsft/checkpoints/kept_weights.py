@@ -102,7 +102,10 @@ def find_left_out(
     # Scales of quantised weights and old buffers belong to the language model; nothing is made of them again.
     left = {name for name in left if name.rpartition(".")[0] not in loaded_modules and not name.endswith(OLD_BUFFERS)}
     if text is config:
-        left = {name for name in left if _is_of_several_tokens(name, text)}
+        # Of layers that predict several tokens: `mtp.*`, or after the last (DeepSeek-V3).
+        num_layers = getattr(text, "num_hidden_layers", None) or math.inf
+        layers = {name: re.search(r"\blayers\.(\d+)\.", name) for name in left}
+        left = {name for name, layer in layers.items() if "mtp" in name or (layer and int(layer[1]) >= num_layers)}
     if not left and text is config:
         return None
     is_text_class, why = type(config) is not type(model.config), None
@@ -123,12 +126,6 @@ def find_left_out(
         num_bytes=num_bytes,
         text_only=why,
     )
-
-
-def _is_of_several_tokens(name: str, text: PreTrainedConfig) -> bool:
-    """Tells whether a tensor is of layers that predict several tokens: `mtp.*`, or after the last (DeepSeek-V3)."""
-    layer, number = re.search(r"\blayers\.(\d+)\.", name), getattr(text, "num_hidden_layers", None)
-    return "mtp" in name or bool(layer and number and int(layer[1]) >= number)
 
 
 def _num_bytes(tensor: Any) -> int:

@@ -40,7 +40,7 @@ def discard(folder: Path) -> list[str]:
 
 
 def empty_trash(output_dir: Path) -> list[str]:
-    """Remove what earlier removals left. Returns what still resists, with the reason."""
+    """Remove what earlier removals left. Returns what could not be deleted, with the reason."""
     errors: list[str] = []
     trash = output_dir / REMOVED
     if trash.exists():
@@ -81,7 +81,7 @@ def staging_folder(output_dir: str | Path, step: int) -> Path:
 
 
 def checkpoint_folder(output_dir: str | Path, step: int) -> Path:
-    """Name the folder at which it stands once it is complete."""
+    """Name the folder that it has once it is complete."""
     return Path(output_dir) / f"{CHECKPOINT}-{step}"
 
 
@@ -246,7 +246,7 @@ def clean_up(output_dir: str | Path) -> list[Path]:
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
-    """List checkpoints at their names, oldest step first, complete or not: `integrity_errors` tells.
+    """List checkpoints at their names, oldest step first, complete or not (see `integrity_errors`).
 
     A folder with neither a Trainer's state nor a manifest is none.
     """
@@ -274,7 +274,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Add a hash of all that a manifest says, which decides how a run resumes."""
+    """Add a hash of a manifest's content, which decides how a run resumes."""
     content = {name: value for name, value in manifest.items() if name != SEAL}
     return content | {SEAL: hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
@@ -343,7 +343,7 @@ def resume_errors(folder: Path, *, other_tools: Container[str] | None = None) ->
     """List why a run cannot resume from a checkpoint, by its files, their sizes and the hashes of small ones.
 
     Args:
-        other_tools: names of the checkpoints that need no manifest, since another tool wrote them; None stands for all,
+        other_tools: names of the checkpoints that need no manifest, since another tool wrote them; None means all,
             and leaves out the hashes.
     """
     needs_manifest = other_tools is not None and folder.name not in other_tools

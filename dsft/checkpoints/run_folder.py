@@ -86,7 +86,7 @@ def clear_run(output_dir: str) -> None:
     """Remove what an earlier run left: checkpoints, the final model, run.json. Other files stay.
 
     Raises:
-        UserError: where a checkpoint resists: a later resume would take it for one of the new run.
+        UserError: where a checkpoint cannot be removed: a later resume would take it for one of the new run.
     """
     path = Path(output_dir)
     for folder in (*path.glob(f"{CHECKPOINT}-*"), path / FINAL):
@@ -126,8 +126,8 @@ def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | 
         say(f"{path} is incomplete and is skipped: {'; '.join(errors[:3])}")
     if good is None and (skipped or before) and not config.overwrite:
         raise UserError(
-            f"resume_from_checkpoint=auto: no checkpoint in {output_dir} can be used; start anew with --overwrite"
-            " true, or take one as it is with --verify_resume false and its folder"
+            f"resume_from_checkpoint=auto: no checkpoint in {output_dir} can be used; start from scratch with"
+            " --overwrite true, or take one as it is with --verify_resume false and its folder"
         )
     return str(good) if good else None
 

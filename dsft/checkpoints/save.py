@@ -35,7 +35,7 @@ from dsft.checkpoints.manifest import (
     write_hashed,
 )
 from dsft.errors import UserError, one_line
-from dsft.models.zero_shards import OPTIMIZER_FILES
+from dsft.models.model_folder import OPTIMIZER_FILES
 from dsft.runtime import distributed
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import which_memory
@@ -92,7 +92,7 @@ class StagedSave:
     def _note(self, error: Exception) -> None:
         if which_memory(error):
             raise error
-        if not self.errors:  # what follows from the first error says nothing new
+        if not self.errors:  # later errors follow from the first
             # The disk may have room, or be well, at the next save.
             is_of_disk = (
                 error.errno not in UNSUPPORTED if isinstance(error, OSError) else DISK_ERRORS.search(str(error))
@@ -174,10 +174,10 @@ class StagedSave:
         facts: dict[str, Any],
         saves: Saves,
     ) -> bool:
-        """Let every rank `write`, then publish. Returns whether the checkpoint stands; `saves` counts. Collective.
+        """Let every rank `write`, then publish. Returns whether it was published; `saves` counts. Collective.
 
         Args:
-            check: on rank 0: what the staged folder lacks.
+            check: on rank 0: lists what is missing in the staged folder.
             needed_bytes: what a checkpoint takes at least, where none was saved before.
             facts: for the manifest, beside the files.
 
@@ -187,7 +187,7 @@ class StagedSave:
         start = time.monotonic()
         # What a killed save left goes first, on nodes with their own disks too: it would be published with the rest.
         distributed.first_on_rank_0(self._clear_staging)
-        # Room first: safetensors maps the file it writes, and a full disk then ends the process by a signal (SIGBUS).
+        # Room first: safetensors maps the file it writes, and a full disk then kills the process (SIGBUS).
         # Of rank 0's disk: the only one, or the one that the model lies on.
         needed, free = max(needed_bytes, saves.largest_bytes), None
         if distributed.rank() == 0:
@@ -270,7 +270,7 @@ class StagedSave:
 
 
 def missing_shards(folder: Path, world_size: int, *, sharded: bool) -> list[str]:
-    """List what a checkpoint to resume from lacks of the ranks' parts: optimizer shards under ZeRO, random states."""
+    """List the ranks' parts that a checkpoint has not: optimizer shards under ZeRO, random states."""
     errors = []
     if not (folder / TRAINER_STATE).is_file():
         errors.append(f"{TRAINER_STATE} is missing")

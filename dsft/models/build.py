@@ -16,15 +16,23 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.lora import add_lora, saved_lora_config
-from dsft.models.model_folder import adapter_base, has_only_shards, is_step_folder, located
+from dsft.models.model_folder import (
+    MODEL_FILES,
+    OPTIMIZER_FILES,
+    adapter_base,
+    has_only_shards,
+    is_step_folder,
+    located,
+    step_folder,
+)
 from dsft.models.package import auto_class, freeze_unreached, from_config, save_as_on_disk
 from dsft.models.pickles import check_weight_files, load_pickle, pickle_errors, safe_unpickling
 from dsft.models.quantization import Quantization, cast_weights, compute_in_own_dtype, quantization_of, unpacking_config
 from dsft.models.size import load_model_config
 from dsft.models.weights import files_of_tensors, loading_problems, quiet_report
-from dsft.models.zero_shards import MODEL_FILES, OPTIMIZER_FILES, step_folder
 from dsft.runtime import distributed
 from dsft.runtime.hardware import has_gpu
+from dsft.units import plural
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -197,7 +205,9 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
         wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     missing = sorted(wanted.keys() - state.keys())
     if missing:
-        raise UserError(f"model={folder}: lacks {len(missing)} weights of the model, the first is {missing[0]}")
+        raise UserError(
+            f"model={folder}: {plural(len(missing), 'weight')} of the model missing, the first is {missing[0]}"
+        )
     with torch.no_grad():
         for name, tensor in wanted.items():
             with gathered([tensor]):

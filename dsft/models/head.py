@@ -56,7 +56,7 @@ class BackboneOutput(tuple):
 
 
 class FixedHiddenStates(nn.Module):
-    """Stands for the backbone and returns the hidden states it was given, whatever it is called with."""
+    """Replaces the backbone and returns the hidden states it was given, whatever it is called with."""
 
     def __init__(self, backbone: nn.Module):
         super().__init__()
@@ -114,7 +114,7 @@ class BareLinear(nn.Module):
 
 
 def backbone_of(inner: nn.Module) -> nn.Module:
-    """Return what computes the hidden states: the base model, or, where that is said to be the model itself (Llama 4),
+    """Return what computes the hidden states: the base model, or, where that is the model itself (Llama 4),
     its part beside the head.
     """
     parts = [part for part in inner.children() if part is not inner.get_output_embeddings()]
@@ -141,7 +141,7 @@ def make_shell(inner: nn.Module, backbone: nn.Module, head: nn.Module) -> nn.Mod
 
 
 class HeadAlone:
-    """Stands for a model whose logits are what its output layer makes."""
+    """Replaces a model whose logits are what its output layer makes."""
 
     def __init__(self, head: nn.Module):
         self.head = head
@@ -249,15 +249,13 @@ def are_same_logits(plain_NV: torch.Tensor, other_NV: torch.Tensor) -> bool:
 
 
 LEAST_VOCAB = 32_000
-"""Entries of the vocabulary from which the loss is tiled where nothing is said."""
+"""Entries of the vocabulary from which the loss is tiled by default."""
 TILE_LOGITS = 2**25
 """Logits of one tile at least: 128 MiB in fp32."""
 MOST_TILES = 16
 """Of one micro batch. In bf16 each tile rounds the sum of the head's gradient: for 8,192 tokens it was 0.58 % off that
 of fp32 in 16 tiles, 1.7 % in 128 and 0.35 % plainly (a Llama of width 64 with 4,000 entries, CPU).
 """
-NOISE = 1e-5
-"""Of loss and gradients: tiles are added up in another order."""
 
 
 def tile_rows(vocab_size: int, positions: int) -> int:

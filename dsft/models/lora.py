@@ -133,26 +133,23 @@ def _set_fields(config: LoraConfig) -> set[str]:
 def lora_config(options: LoraFields, model: PreTrainedModel) -> LoraConfig:
     """Composes peft's configuration from the lora_* options for a model; the meta device is enough."""
     targets = options.lora_target_modules
+    # Left out: linear layers that are none, and towers that no text token passes through.
+    names, towers = _not_linear(model), unreached(model)
+    excluded: list[str] | str | None = names or None
+    if towers:
+        parts = [rf"(.*\.)?({'|'.join(map(re.escape, names))})"] if names else []
+        excluded = "|".join(parts + [rf"{re.escape(beginning.removesuffix('.'))}(\..*)?" for beginning in towers])
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=options.lora_r,
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
         target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
-        exclude_modules=_excluded(model),
+        exclude_modules=excluded,
         modules_to_save=options.lora_modules_to_save or None,
         use_dora=options.use_dora,
         use_rslora=options.use_rslora,
     )
-
-
-def _excluded(model: PreTrainedModel) -> str | list[str] | None:
-    """Returns what peft leaves out: linear layers that are none, and towers that no text token passes through."""
-    names, towers = _not_linear(model), unreached(model)
-    if not towers:
-        return names or None
-    parts = [rf"(.*\.)?({'|'.join(map(re.escape, names))})"] if names else []
-    return "|".join(parts + [rf"{re.escape(beginning.removesuffix('.'))}(\..*)?" for beginning in towers])
 
 
 def _not_linear(model: PreTrainedModel) -> list[str]:

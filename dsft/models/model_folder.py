@@ -1,6 +1,6 @@
-"""Looks at what the folder that a model's name gives holds, and says what is wrong where that is no model.
+"""Finds what a model's name points to: a folder, a hub id, a config, an adapter, DeepSpeed's shards, a GGUF file.
 
-Whether a path is there is told without torch: `transformers` loads where more is asked.
+Imports no torch, so that a wrong path is an error at once.
 """
 
 import json
@@ -11,6 +11,8 @@ from typing import Any
 from dsft.errors import UserError, one_line
 
 NO_GGUF = "GGUF is a format for inference; take the model that it was made from"
+OPTIMIZER_FILES, MODEL_FILES = "*_optim_states.pt", "*_model_states.pt"
+"""What DeepSpeed writes into a `global_step` folder."""
 ADAPTER_CONFIG, BASE = "adapter_config.json", "base_model_name_or_path"
 FINAL, CHECKPOINT = "final", "checkpoint"
 """Folders of models inside a run's: the final one, and the beginning of checkpoint-N's name (PREFIX_CHECKPOINT_DIR of
@@ -28,6 +30,24 @@ def has_only_shards(model: str) -> bool:
     return is_step_folder(model) or (
         folder.is_dir() and not any(folder.glob("*.safetensors*")) and any(folder.glob("global_step*"))
     )
+
+
+def step_folder(checkpoint: str | Path) -> Path | None:
+    """Find the folder of DeepSpeed's files; None without any.
+
+    It is `checkpoint` itself, or the `global_step*` in it that `latest` names, else the newest.
+    """
+    folder = Path(checkpoint)
+    if any(folder.glob(OPTIMIZER_FILES)) or any(folder.glob(MODEL_FILES)):
+        return folder
+    if (folder / "latest").is_file() and (named := folder / (folder / "latest").read_text().strip()).is_dir():
+        return named
+    return max((path for path in folder.glob("global_step*") if path.is_dir()), key=number_in, default=None)
+
+
+def number_in(path: Path) -> list[int]:
+    """Return the numbers in a file's name, by which files of ranks and steps are sorted."""
+    return [int(digits) for digits in re.findall(r"\d+", path.name)]
 
 
 def adapter_description(folder: str) -> dict[str, Any] | None:
@@ -66,7 +86,7 @@ def is_gguf(model: str) -> bool:
 
 
 def located(model: str) -> tuple[str, dict[str, str]]:
-    """Return a folder or hub id, and what from_pretrained is told beside it: the name of the GGUF file in it."""
+    """Return a folder or hub id, and what from_pretrained gets beside it: the name of the GGUF file in it."""
     if not is_gguf(model):
         return model, {}
     if Path(model).is_file():
@@ -84,17 +104,14 @@ def weight_bytes_in(model: str) -> int | None:
     return sum(file.stat().st_size for file in files) or None
 
 
-def is_missing_path(name: str) -> bool:
-    """Whether `name` can only be a path, and nothing is there: no hub id looks so, or the folder above it exists."""
-    hub_id = r"[\w-][\w.-]*/[\w.-]+/.+" if is_gguf(name) else r"[\w-][\w.-]*(/[\w.-]+)?"
-    is_hub_id = re.fullmatch(hub_id, name)
-    in_a_folder = "/" in name and Path(name).parent.is_dir()
-    return not Path(name).exists() and (in_a_folder or not is_hub_id)
-
-
 def missing(key: str, name: str) -> str | None:
-    """What to say of the option `key` where its value can only be a path and nothing is there; else None."""
-    if not is_missing_path(name):
+    """What to say of the option `key` where its value can only be a path and nothing is there; else None.
+
+    It can only be one where no hub id looks so, or the folder above it exists.
+    """
+    hub_id = r"[\w-][\w.-]*/[\w.-]+/.+" if is_gguf(name) else r"[\w-][\w.-]*(/[\w.-]+)?"
+    in_a_folder = "/" in name and Path(name).parent.is_dir()
+    if Path(name).exists() or not (in_a_folder or not re.fullmatch(hub_id, name)):
         return None
     return f"{key}={name}: there is no such folder{' or file' if key in ('model', 'reference') else ''}"
 
@@ -117,8 +134,6 @@ def no_model(model: str, error: BaseException) -> str:
         return f"model={model}: is no GGUF file that transformers can read ({one_line(error)})"
     if folder.is_file() and folder.suffix != ".json":
         return f"model={model}: is a file; name the folder of a model, a config.json or a GGUF file"
-    from dsft.models.zero_shards import step_folder
-
     why = one_line(error)
     if inside := model_inside(model):
         return f"model={model}: holds no model of its own; name the one inside it, {inside}"

@@ -59,22 +59,18 @@ def auto_class(config: PreTrainedConfig) -> type:
         if auto is AutoModelForCausalLM and config.model_type in NOT_LOADED_BY_TEXT_CLASS:
             continue
         if auto.__name__ in remote or type(config) in mapping:
-            if auto is AutoModelForCausalLM or not _reads_first(config):
+            encodes_first = (  # an encoder reads the input, and a decoder writes something else
+                getattr(config, "is_encoder_decoder", False)
+                or getattr(config.get_text_config(), "is_encoder_decoder", False)
+                or {"encoder", "decoder"} <= config.sub_configs.keys()
+            )
+            if auto is AutoModelForCausalLM or not encodes_first:
                 return auto
             raise UserError(
                 f"its architecture {config.model_type} is an encoder with a decoder, no causal language model,"
                 " which dsft trains"
             )
     raise UserError(f"its architecture {config.model_type} is no causal language model, which dsft trains")
-
-
-def _reads_first(config: PreTrainedConfig) -> bool:
-    """Tells whether an encoder reads the input, and a decoder writes something else."""
-    return bool(
-        getattr(config, "is_encoder_decoder", False)
-        or getattr(config.get_text_config(), "is_encoder_decoder", False)
-        or {"encoder", "decoder"} <= config.sub_configs.keys()
-    )
 
 
 def from_config(config: PreTrainedConfig, **options) -> PreTrainedModel:

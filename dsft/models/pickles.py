@@ -1,7 +1,7 @@
 """Reads pickles (`*.pt`, `*.pth`, `*.bin`) without running what a stranger put into them.
 
 A pickle is a program: whoever wrote it decides what reading it runs. torch's weights-only unpickler makes tensors,
-plain containers and the classes it is told of, and nothing else. It is told of those that DeepSpeed 0.19.8 and
+plain containers and the classes it allows, and nothing else. Allowed are those that DeepSpeed 0.19.8 and
 transformers' Trainer store. Safetensors are no pickles.
 """
 

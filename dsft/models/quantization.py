@@ -28,7 +28,7 @@ GROUP_SIZES = (128, 64, 32)
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """How a model's linear layers are stored; embedding and head stay as they are, unless the disk says otherwise."""
+    """How a model's linear layers are stored; embedding and head stay as they are on disk."""
 
     format: str
     """As the option `quantization` names it, or as the config or the file on disk does."""
@@ -249,7 +249,7 @@ def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def compute_in_own_dtype(model: nn.Module) -> None:
     """Let bitsandbytes unpack its 4-bit weights for each product, as on any other device.
 
-    On CPUs with AVX512-BF16 its layers are packed anew at the first product in evaluation. That computes in bf16
+    On CPUs with AVX512-BF16 its layers are packed again at the first product in evaluation. That computes in bf16
     whatever the dtype, fails where 64 does not divide a layer's inputs or 32 its outputs, and has no gradients for the
     training that goes on (bitsandbytes 0.50, nn/modules.py, Linear4bit.forward).
     """

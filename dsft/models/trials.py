@@ -35,27 +35,14 @@ from dsft.runtime.hardware import has_gpu
 from dsft.units import IGNORED, padded_width
 
 SMALL = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "n_embd": 64,
-    "n_head": 4,
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 128),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "n_embd", "ffn_dim", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("head_dim", "rotary_dim"), 16),
+    **dict.fromkeys(("n_group", "topk_group"), 1),
     "n_inner": None,
-    "head_dim": 16,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "ffn_dim": 64,
-    "word_embed_proj_dim": 64,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "rotary_dim": 16,
-    "vocab_size_per_layer_input": 128,
 }
 SMALL_TOWER = {
     **dict.fromkeys(("hidden_size", "embed_dim", "intermediate_size"), 64),
@@ -79,7 +66,7 @@ class TooLarge(Exception):
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Computes on one thread: operators of a small model take less time than threads need to meet on busy cores."""
+    """Computes on one thread: operators of a small model take less time than busy cores to synchronise."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -105,7 +92,17 @@ def small_model(
         TooLarge: where it would have more than LARGEST_TRIED parameters.
         Exception: whatever an architecture's own code makes of sizes that it was not made for.
     """
-    small = _small_config(config, heads)
+    small = copy.deepcopy(config)
+    text = small.get_text_config(decoder=True)
+    for name in config.sub_configs:
+        part = getattr(small, name, None)
+        if part is text:
+            setattr(small, name, _small_text(text, heads))
+        elif isinstance(part, PreTrainedConfig) and (text is not small or name in ("vision_config", "audio_config")):
+            for size, value in SMALL_TOWER.items():
+                if type(vars(part).get(size)) is int:
+                    setattr(part, size, value)
+    small = _small_text(small, heads) if text is small else small
     empty = empty_model(small, trust_remote_code=trust_remote_code)
     num_params = sum(parameter.numel() for parameter in empty.parameters())
     if num_params > LARGEST_TRIED:
@@ -134,21 +131,6 @@ def text_problem(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
     return None
 
 
-def _small_config(config: PreTrainedConfig, small_heads: int) -> PreTrainedConfig:
-    """Makes the same package with narrow layers, few of them but one of each kind, and towers of two."""
-    small = copy.deepcopy(config)
-    text = small.get_text_config(decoder=True)
-    for name in config.sub_configs:
-        part = getattr(small, name, None)
-        if part is text:
-            setattr(small, name, _small_text(text, small_heads))
-        elif isinstance(part, PreTrainedConfig) and (text is not small or name in ("vision_config", "audio_config")):
-            for size, value in SMALL_TOWER.items():
-                if type(vars(part).get(size)) is int:
-                    setattr(part, size, value)
-    return _small_text(small, small_heads) if text is small else small
-
-
 def _small_text(text: PreTrainedConfig, small_heads: int) -> PreTrainedConfig:
     small = copy.deepcopy(text)
     heads = getattr(small, "num_attention_heads", None)
@@ -168,20 +150,14 @@ def _small_text(text: PreTrainedConfig, small_heads: int) -> PreTrainedConfig:
             setattr(small, name, min(layers, getattr(small, name)))
     if kinds:
         small.layer_types = kinds[:layers]
-    _shorten_rope_sections(small)
-    return small
-
-
-def _shorten_rope_sections(small: PreTrainedConfig) -> None:
-    """Divides the angles of a head between time, height and width as the model does (Qwen-VL's `mrope_section`)."""
     rope = getattr(small, "rope_parameters", None) or {}
-    sections = rope.get("mrope_section")
-    if not sections:
-        return
-    head_dim = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
-    angles = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
-    fewer = [section * angles // sum(sections) for section in sections]
-    rope["mrope_section"] = [angles - sum(fewer[1:]), *fewer[1:]]
+    if sections := rope.get("mrope_section"):
+        # Angles of a head are divided between time, height and width as the model does (Qwen-VL).
+        head_dim = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
+        angles = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+        fewer = [section * angles // sum(sections) for section in sections]
+        rope["mrope_section"] = [angles - sum(fewer[1:]), *fewer[1:]]
+    return small
 
 
 LONGEST_TRIED = 16
@@ -341,7 +317,7 @@ def ignores_padding(
     noise: float = NOISE,
     trust_remote_code: bool = False,
 ) -> bool:
-    """Tells whether loss and all gradients are the same with a mask, and without one whatever stands in the padding."""
+    """Tells whether loss and all gradients are the same with a mask, and without one, whatever the padding contains."""
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "attn_implementation": "sdpa"}
     try:
         model = small_model(config, **options).to(device).eval()
@@ -410,7 +386,13 @@ def isolation_problem(
     options = {"attn_implementation": attn_implementation} if attn_implementation else {}
     try:
         model = small_model(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
-        first, second, alone = _try_row(model.to(device).eval())
+        model = model.to(device).eval()
+        vocab_size = model.config.get_text_config().vocab_size
+        ids = torch.randint(vocab_size, (1, 48), generator=torch.Generator().manual_seed(0)).to(model.device)
+        changed = torch.cat([ids[:, 1:20].flip(1), ids[:, :1], ids[:, 20:]], 1)
+        # The second sample's logits: after a first one, after the same with other tokens, and alone.
+        first, second = (_packed_logits(model, tokens, [20, 28])[20:] for tokens in (ids, changed))
+        alone = _packed_logits(model, ids[:, 20:], [28])
     except TooLarge as error:
         return f"it cannot be tried with a small model of this architecture, which would have {error}"
     except Exception as error:  # whatever an architecture's own code makes of sizes or positions it was not made for
@@ -427,15 +409,6 @@ def isolation_problem(
     if not differs < (1e-4 if dtype == torch.float32 else 5e-2):
         return f"a sample's logits in a row differ from those alone by {differs:.1e} of the largest"
     return None
-
-
-def _try_row(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes logits of a second sample: after a first one, after the same with other tokens, and alone."""
-    vocab_size = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocab_size, (1, 48), generator=torch.Generator().manual_seed(0)).to(model.device)
-    other = torch.cat([ids[:, 1:20].flip(1), ids[:, :1], ids[:, 20:]], 1)
-    first, second = (_packed_logits(model, tokens, [20, 28])[20:] for tokens in (ids, other))
-    return first, second, _packed_logits(model, ids[:, 20:], [28])
 
 
 def _packed_logits(model: nn.Module, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:

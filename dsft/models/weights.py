@@ -67,7 +67,7 @@ def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = Non
 
 
 def load_empty(package: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Returns the model of a package on the meta device, with what loading it tells of its names on disk."""
+    """Returns the model of a package on the meta device, with the names on disk that its loading reports."""
     config = load_model_config(package, revision=revision, trust_remote_code=trust_remote_code)
     empty = empty_model(config, trust_remote_code=trust_remote_code)
     tensors = _empty_tensors(_files(package, MODEL_FILES, revision))

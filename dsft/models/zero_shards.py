@@ -22,13 +22,13 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from dsft.errors import UserError
+from dsft.models.model_folder import MODEL_FILES, OPTIMIZER_FILES, number_in, step_folder
 from dsft.models.pickles import load_pickle
 
 FP32 = "fp32"
 """Name of the trained weights themselves among the states."""
 AVERAGING = ("train_mode", "k", "weight_sum", "lr_max")
 """Keys of a schedule-free optimizer's groups, of which its average is made."""
-OPTIMIZER_FILES, MODEL_FILES = "*_optim_states.pt", "*_model_states.pt"
 
 SMALL_ELEMENTS = 2**16
 """Tensors of fewer are loaded, not mapped: one that stays in host memory (a step count) would keep a file that is
@@ -51,7 +51,10 @@ def mapped_resume(*, on_gpu: bool) -> Iterator[None]:
     take_states = torch.optim.Optimizer.load_state_dict
 
     def load(engine: TorchCheckpointEngine, path: str, map_location: Any = None) -> Any:
-        return tree_map_only(torch.Tensor, _loaded_if_small, load_pickle(Path(path)))
+        state = load_pickle(Path(path))
+        return tree_map_only(
+            torch.Tensor, lambda tensor: tensor.clone() if tensor.numel() < SMALL_ELEMENTS else tensor, state
+        )
 
     def take_own_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         take_states(optimizer, state_dict)
@@ -67,10 +70,6 @@ def mapped_resume(*, on_gpu: bool) -> Iterator[None]:
         yield
 
 
-def _loaded_if_small(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if tensor.numel() < SMALL_ELEMENTS else tensor
-
-
 @dataclass(frozen=True)
 class _Piece:
     """Holds `numel` elements of a parameter, from `start` in each of the flat tensors of one file, by state."""
@@ -78,19 +77,6 @@ class _Piece:
     flats: dict[str, torch.Tensor]
     start: int
     numel: int
-
-
-def step_folder(checkpoint: str | Path) -> Path | None:
-    """Find the folder of DeepSpeed's files; None without any.
-
-    It is `checkpoint` itself, or the `global_step*` in it that `latest` names, else the newest.
-    """
-    folder = Path(checkpoint)
-    if any(folder.glob(OPTIMIZER_FILES)) or any(folder.glob(MODEL_FILES)):
-        return folder
-    if (folder / "latest").is_file() and (named := folder / (folder / "latest").read_text().strip()).is_dir():
-        return named
-    return max((path for path in folder.glob("global_step*") if path.is_dir()), key=_number, default=None)
 
 
 class ZeroShards:
@@ -102,13 +88,13 @@ class ZeroShards:
 
     def __init__(self, checkpoint: str | Path):
         self.folder = step_folder(checkpoint) or Path(checkpoint)
-        files = sorted(self.folder.glob(OPTIMIZER_FILES), key=_number)
+        files = sorted(self.folder.glob(OPTIMIZER_FILES), key=number_in)
         if not files:
             raise UserError(
                 f"{checkpoint}: holds no optimizer states of ZeRO ({OPTIMIZER_FILES}), as checkpoints of stage 0 or"
                 " saved with save_only_model do not"
             )
-        if len({_mp_rank(file) for file in files}) > 1:
+        if len({re.search(r"mp_rank_(\d+)", file.name)[1] for file in files}) > 1:
             raise UserError(
                 f"{self.folder}: was saved with tensor parallelism; convert it with DeepSpeed's ds_to_universal.py"
             )
@@ -158,7 +144,7 @@ class ZeroShards:
         return out
 
     def _read_model_state(self) -> dict[str, Any]:
-        file = min(self.folder.glob(MODEL_FILES), key=_number, default=None)
+        file = min(self.folder.glob(MODEL_FILES), key=number_in, default=None)
         state = load_pickle(file) if file else {}
         if not state.get("param_shapes"):
             raise UserError(
@@ -194,11 +180,3 @@ class ZeroShards:
         return {FP32: weights} | {
             key: value for key, value in state.items() if torch.is_tensor(value) and value.dim() == weights.dim()
         }
-
-
-def _number(path: Path) -> list[int]:
-    return [int(digits) for digits in re.findall(r"\d+", path.name)]
-
-
-def _mp_rank(file: Path) -> str:
-    return re.search(r"mp_rank_(\d+)", file.name)[1]
