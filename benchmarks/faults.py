@@ -275,7 +275,9 @@ def left_on(hosts: TestHosts, before: set[int]) -> list[str]:
 def decisive(screen: str) -> list[str]:
     """The lines that say what happened."""
     lines = [re.sub(r"^node-\d: ", "", line) for line in screen.splitlines()]
-    told = [line for line in lines if re.match(r"dsft: (error|done|.*being ended|.*restart)|error: ", line)]
+    told = [
+        line for line in lines if re.match(r"dsft: (error|done|.*(being ended|terminating)|.*restart)|error: ", line)
+    ]
     return list(dict.fromkeys(told))
 
 

@@ -4,8 +4,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from dsft.config.options import EvalConfig, TrainConfig
-from dsft.launch.commands import LaunchOptions
 from dsft.launch.hosts import HostFields
+from dsft.launch.launchers import LaunchOptions
 
 
 @dataclass(kw_only=True)

@@ -10,6 +10,7 @@ from dsft.cli.doctor_report import show
 from dsft.doctor.examine import examine
 from dsft.doctor.findings import Report
 from dsft.errors import EXIT_USER_ERROR, UserError, raise_if_any
+from dsft.launch.environment import remote_environment
 from dsft.launch.hosts import hosts_of, number_problems
 from dsft.runtime.launcher_env import Node, local_node, map_launcher_variables
 
@@ -28,7 +29,7 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
             quick=options.quick,
             master_port=options.master_port,
             master_addr=options.master_addr or "",
-            ssh=bool(options.hostfile),
+            variables=remote_environment(os.environ) if options.hostfile else None,
         )
     _print(report, options)
     if report.has_errors:
@@ -51,7 +52,7 @@ def _print(report: Report, options: DoctorOptions) -> None:
 def _nodes(options: DoctorOptions) -> list[Node]:
     raise_if_any(number_problems(options))
     if options.hostfile:
-        return hosts_of(options, options.hostfile)
+        return hosts_of(options)
     if options.include or options.exclude or (options.num_nodes or 1) > 1:
         raise UserError(["--include, --exclude and --num_nodes choose among the hosts of --hostfile; name one"])
     return [local_node(slots=options.num_gpus)]

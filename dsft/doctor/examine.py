@@ -58,7 +58,7 @@ def examine(
     quick: bool = False,
     master_port: int | None = None,
     master_addr: str = "",
-    ssh: bool = True,
+    variables: dict[str, str] | None = None,
 ) -> Report:
     """Examine `nodes` and measure the links between them.
 
@@ -68,10 +68,10 @@ def examine(
         quick: for every launch: without plan, compiling and the links of every pair (a ring of neighbours instead).
         master_port: the port rank 0 will listen on; None: DeepSpeed's default, and that it is busy is only a warning.
         master_addr: as `--master_addr` of DeepSpeed; empty: the first address of the first node.
-        ssh: False for this machine alone.
+        variables: those that a launch sets on the other nodes; None: this machine alone, without ssh.
     """
     report = Report(nodes=[node.name for node in nodes], quick=quick)
-    with SshNodes(nodes, ssh=ssh) as connected:
+    with SshNodes(nodes, variables) as connected:
         examine_through(
             connected,
             report,
@@ -79,7 +79,7 @@ def examine(
             argv=list(argv),
             port=master_port or DEFAULT_PORT,
             port_asked=master_port is not None,
-            master=master_addr if ssh else "127.0.0.1",
+            master="127.0.0.1" if variables is None else master_addr,
         )
     return report
 

@@ -1,4 +1,6 @@
-"""The environment of a launch: what of this shell's reaches the other nodes, and where the ranks find the launch."""
+"""The environment of a launch: what of this shell's reaches the other nodes, where the ranks find the launch, and what
+all of them are given alike: the job's id, and the configuration of where it was started.
+"""
 
 import os
 import re
@@ -11,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from dsft.config.reader import SENT_FILES
-from dsft.launch.commands import LaunchOptions, told_to_watchdog
+from dsft.config.reader import LONGEST_SENT, SENT_FILES, pack_files, read_file_and_flags, read_flags
+from dsft.launch.launchers import Launcher
 from dsft.runtime.disk import ENV_FILE
 from dsft.runtime.hardware import has_gpu, require_seen_gpus
-from dsft.runtime.launcher_env import JOB, LAUNCH, LOOPBACK, WORDS, Node, first_host, own_addresses
+from dsft.runtime.launcher_env import JOB, LAUNCH, LOOPBACK, WORDS, Node, own_addresses
 from dsft.watchdog import processes
 from dsft.watchdog.launch_link import TOKEN_FOLDER, VARIABLE, LauncherLink
 
@@ -88,8 +90,30 @@ def accelerator() -> dict[str, str]:
     return {} if has_gpu() else {"DS_ACCELERATOR": "cpu"}
 
 
+def shared_environment(launcher: Launcher, script: list[str]) -> tuple[dict[str, str], list[str]]:
+    """(variables for all ranks and the preflight before them, notes for the user)."""
+    variables = {JOB: launcher.job_id(script)}
+    if launcher.is_local or launcher.is_given_on_every_node:
+        return variables, []
+    values, flags = read_file_and_flags(script, []) or {}, read_flags(script, [])  # problems are reported by the ranks
+    named = [flags.get("config"), values.get("zero"), values.get("chat_template")]
+    paths = [path for path in named if isinstance(path, str) and Path(path).expanduser().is_file()]
+    notes = []
+    secret = [key for key in values if key.endswith("_token") and values[key] and key not in flags]
+    if secret and flags.get("config") in paths:
+        paths.remove(flags["config"])
+        notes.append(
+            f"{flags['config']} holds {', '.join(secret)} and is not sent to the nodes, where every user could read it:"
+            " every node needs a copy. `hf auth login` on each node keeps a token out of it"
+        )
+    packed = pack_files(paths)
+    if len(packed) > LONGEST_SENT:
+        return variables, [f"{' and '.join(paths)}: too long to be sent; every node needs a copy of the same content"]
+    return variables | {SENT_FILES: packed}, notes
+
+
 def launcher_environment(
-    options: LaunchOptions, nodes: list[Node], link: LauncherLink
+    launcher: Launcher, nodes: list[Node], link: LauncherLink
 ) -> tuple[dict[str, str], Path | None]:
     """The environment of a launcher, and the file of variables that it takes to the other nodes, if any.
 
@@ -97,22 +121,19 @@ def launcher_environment(
         nodes: those that it reaches through ssh.
         link: waits for the ranks.
     """
-    names = [node.name for node in nodes]
-    if options.way == "slurm":
-        names = [first_host(os.environ["SLURM_JOB_NODELIST"])]
-    elif options.way == "accelerate" and not nodes:
-        names = [options.master_addr or os.environ.get("MASTER_ADDR") or LOOPBACK]
-    addresses = own_addresses(names) if names else [LOOPBACK]
+    peers = launcher.peers()
+    addresses = own_addresses(peers) if peers else [LOOPBACK]
     token_file = send_token(nodes, link.server.token) if nodes else None
-    added = link.variable(addresses, token_file=token_file) | told_to_watchdog(options) | accelerator()
+    added = link.variable(addresses, token_file=token_file) | accelerator()
+    added[processes.VARIABLE] = ",".join(launcher.processes)
     environment = os.environ | added
-    if not nodes and options.way != "accelerate":
+    if not (nodes or launcher.exports_everything):
         return environment, None
     if nodes:  # DeepSpeed writes MLFLOW_TRACKING_PASSWORD, accelerate every variable into the command lines of pdsh
         environment = {name: value for name, value in environment.items() if not is_secret(name, value)}
-    # accelerate appends all variables, secrets too, to this file, which would stay in the working folder.
-    given = {} if options.accelerate else _exported(os.environ) | forwarded(os.environ) | added
-    # The user's own lines stay as they are: $HOME in one means that of each node.
+    given = {} if launcher.exports_everything else _exported(os.environ) | forwarded(os.environ) | added
+    # A temporary file, for what a launcher appends to it would stay in the working folder. The user's own lines stay as
+    # they are: $HOME in one means that of each node.
     env_file = write_env_file({name: for_env_file(value) for name, value in given.items()} | _own_lines())
     ssh = f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS}".strip()
     return environment | {"DS_ENV_FILE": str(env_file), "PDSH_SSH_ARGS_APPEND": ssh}, env_file

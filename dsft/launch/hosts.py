@@ -1,17 +1,14 @@
-"""The hosts of a launch: the options that name them, and which of them are reached through ssh from here."""
+"""The hosts of a launch: the options that name them, DeepSpeed's host file, and the file of `accelerate launch`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from dsft.errors import UserError, one_line
 from dsft.runtime.launcher_env import Node, read_hosts
-
-if TYPE_CHECKING:
-    from dsft.launch.commands import LaunchOptions
 
 
 @dataclass(kw_only=True)
@@ -25,7 +22,7 @@ class HostFields:
     exclude: str | None = None
     """Hosts and GPUs of the host file to leave out, in the same form."""
     num_nodes: int | None = None
-    """Only the first so many hosts of the host file."""
+    """Number of hosts of the host file to use, the first ones."""
     num_gpus: int | None = None
     """Ranks on each node; by default its GPUs, without GPUs 2."""
     master_addr: str | None = None
@@ -35,14 +32,14 @@ class HostFields:
     folder, --config and output_dir where the command is given on every node."""
 
 
-def hosts_of(options: HostFields, hostfile: str) -> list[Node]:
-    """The nodes of `hostfile` that take part, the first (rank 0's) first.
+def hosts_of(options: HostFields) -> list[Node]:
+    """The nodes of the host file that take part, the first (rank 0's) first.
 
     Raises:
         UserError: as `read_hosts`.
     """
     return read_hosts(
-        hostfile,
+        options.hostfile,
         include=options.include or "",
         exclude=options.exclude or "",
         num_nodes=-1 if options.num_nodes is None else options.num_nodes,
@@ -51,7 +48,7 @@ def hosts_of(options: HostFields, hostfile: str) -> list[Node]:
 
 
 def number_problems(options: HostFields) -> list[str]:
-    """List the numbers of nodes and ranks that are none: 0 does not mean all."""
+    """List the numbers of nodes and ranks below 1: 0 does not mean all."""
     given = {name: getattr(options, name) for name in ("num_nodes", "num_gpus")}
     return [
         f"--{name} {number}: must be 1 or more; leave it out for all"
@@ -60,40 +57,18 @@ def number_problems(options: HostFields) -> list[str]:
     ]
 
 
-def nodes_through_ssh(options: "LaunchOptions") -> list[Node]:
-    """The nodes that the launcher of this machine starts ranks on through ssh.
-
-    Raises:
-        UserError: as `read_hosts`.
-    """
-    hosts = hosts_through_ssh(options)
-    return hosts_of(hosts, hosts.hostfile) if hosts else []
-
-
-def hosts_through_ssh(options: "LaunchOptions") -> HostFields | None:
-    """What says which these nodes are: the options, or accelerate's file; None where the launcher of this machine
-    starts no others.
-
-    Raises:
-        UserError: where accelerate's file cannot be read.
-    """
-    if options.accelerate:
-        return read_accelerate_hosts(options)
-    return options if options.hostfile and not options.no_ssh else None
-
-
-def read_accelerate_file(options: "LaunchOptions") -> dict[str, Any]:
+def read_accelerate_file(path: str) -> dict[str, Any]:
     """The settings of accelerate's file.
 
     Raises:
-        UserError: the file cannot be read, or holds none.
+        UserError: the file cannot be read, or has none.
     """
     try:
-        content = yaml.safe_load(Path(options.accelerate).read_text(encoding="utf-8"))
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError([f"--accelerate {options.accelerate}: cannot be read: {one_line(error)}"]) from error
+        raise UserError(f"--accelerate {path}: cannot be read: {one_line(error)}") from error
     if not isinstance(content, dict):
-        raise UserError([f"--accelerate {options.accelerate}: holds no `key: value` lines"])
+        raise UserError(f"--accelerate {path}: expected `key: value` lines")
     return content
 
 
@@ -110,29 +85,26 @@ def accelerate_runner(content: Mapping[str, Any]) -> str:
     return "" if is_alone else "torchrun"
 
 
-def read_accelerate_hosts(options: "LaunchOptions") -> HostFields | None:
+def accelerate_hosts(path: str, content: Mapping[str, Any]) -> HostFields | None:
     """The hosts that accelerate reaches through pdsh and ssh; None where each machine starts its own ranks.
 
     Source: `prepare_deepspeed_cmd_env` in accelerate/utils/launch.py.
 
     Raises:
-        UserError: the file cannot be read, or names no hosts.
+        UserError: the file names no hosts.
     """
-    content = read_accelerate_file(options)
     engine, nodes = content.get("deepspeed_config") or {}, content.get("num_machines") or 1
     if nodes == 1 or accelerate_runner(content) in ("torchrun", "nossh"):
         return None
     if not engine.get("deepspeed_hostfile"):
         remedy = "add it, or deepspeed_multinode_launcher: standard, and give the command on every machine"
-        raise UserError(
-            [f"--accelerate {options.accelerate}: names no deepspeed_hostfile for {nodes} machines; {remedy}"]
-        )
+        raise UserError(f"--accelerate {path}: names no deepspeed_hostfile for {nodes} machines; {remedy}")
     include, exclude = (engine.get(f"deepspeed_{kind}_filter") for kind in ("inclusion", "exclusion"))
     return HostFields(
         hostfile=engine["deepspeed_hostfile"],
         include=include,
         exclude=exclude,
         num_gpus=None if include or exclude else (content.get("num_processes") or 1) // nodes,
-        master_addr=options.master_addr or content.get("main_process_ip"),
-        master_port=options.master_port or content.get("main_process_port"),
+        master_addr=content.get("main_process_ip"),
+        master_port=content.get("main_process_port"),
     )

@@ -5,9 +5,11 @@ every failure. The job itself says how it ended, over `dsft/watchdog/launch_link
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 
@@ -19,16 +21,11 @@ from dsft.errors import (
     EXIT_UNSAVED,
     EXIT_USER_ERROR,
     raise_if_any,
-    shown_command,
     without_second_errors,
 )
-from dsft.launch.commands import MODULES, LaunchOptions, build_command, shown
-from dsft.launch.environment import launcher_environment
-from dsft.launch.hosts import nodes_through_ssh
-from dsft.launch.options import read_launch
+from dsft.launch.environment import launcher_environment, shared_environment
+from dsft.launch.launchers import MODULES, LaunchOptions, build_command, read_launch, shown
 from dsft.launch.preflight import check_first_host, examine_first, wait_until_examined, without_lost
-from dsft.launch.shared import set_shared
-from dsft.launch.ssh_sessions import SshSessions
 from dsft.perplexity.of_training import read_evaluation
 from dsft.run_setup.named_files import check_named_files
 from dsft.runtime.disk import remove_leftovers
@@ -42,13 +39,38 @@ END_SECONDS = 10
 KILL_SECONDS = 5
 
 
+ENDED = re.compile(rb"pdsh@[^:]*: (\S+): ssh exited with exit code (\d+)")
+
+
+class SshSessions:
+    """Shows what a launcher writes to standard error, and notes which hosts' sessions have ended."""
+
+    def __init__(self, process: subprocess.Popen):
+        self.ended: dict[str, int] = {}
+        """Host -> exit code, where that is not 0."""
+        self._stream = process.stderr
+        self._thread = threading.Thread(target=self._copy, daemon=True)
+        self._thread.start()
+
+    def _copy(self) -> None:
+        for line in self._stream:
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+            if match := ENDED.match(line):
+                self.ended[match[1].decode()] = int(match[2])
+
+    def close(self) -> None:
+        """Wait for the last words."""
+        self._thread.join(timeout=2)
+
+
 class LauncherProcess:
     """One start of the job. After `run`, `interrupted` tells which signal ended it (0: none)."""
 
     def __init__(self, options: LaunchOptions, command: list[str], *, saves: bool):
         """Args: `saves`: the ranks save and end where they are asked to."""
-        self.options, self.command, self.saves = options, command, saves
-        self.nodes = nodes_through_ssh(options)
+        self.launcher, self.command, self.saves = options.launcher, command, saves
+        self.nodes = self.launcher.ssh_nodes()
         # On SIGTERM, deepspeed's launcher ends through pdsh whatever it has started on these nodes: other jobs too.
         # The ranks end by themselves.
         self.first_signal = signal.SIGKILL if self.nodes else signal.SIGTERM
@@ -62,7 +84,7 @@ class LauncherProcess:
         """Returns the exit code. SIGUSR1, a first SIGTERM and a first Ctrl-C ask the ranks to save and end; SIGHUP and
         a second one of them end the ranks on all nodes.
         """
-        environment, env_file = launcher_environment(self.options, self.nodes, self.link)
+        environment, env_file = launcher_environment(self.launcher, self.nodes, self.link)
         stderr = subprocess.PIPE if self.nodes else None
         process = subprocess.Popen(
             self.command, env=environment, stdin=subprocess.DEVNULL, stderr=stderr, start_new_session=True
@@ -80,11 +102,11 @@ class LauncherProcess:
                 self._listen()
                 if sessions:
                     self._look_at(sessions)
-                self._see_to_the_end(process)
-            self._hear_why()
+                self._enforce_deadline(process)
+            self._wait_for_outcome()
             if not self._is_explained():
                 if process.returncode and self.link.speaks:
-                    say(f"the launcher has ended with exit code {process.returncode}: all ranks are being ended")
+                    say(f"the launcher exited with code {process.returncode}: terminating all ranks")
                 self.link.end_ranks()
         finally:
             end_launcher(process, self.first_signal)
@@ -102,12 +124,12 @@ class LauncherProcess:
         self.link.read(wait_seconds=0.2)
         if self.link.has_lost_coordinator and not self.interrupted:
             self._fail(
-                "the watchdog beside rank 0 is gone: its node went down, or it was killed; all ranks are being ended"
+                "the watchdog beside rank 0 is gone: its node went down, or it was killed; terminating all ranks"
             )
         while self._for_ranks and self.link.sidecars:
             self.link.signal_ranks(self._for_ranks.pop())
 
-    def _hear_why(self) -> None:
+    def _wait_for_outcome(self) -> None:
         """Once the launcher has ended: let the ranks say how the job ended, which may take them longer."""
         until = time.monotonic() + END_SECONDS
         self._listen()
@@ -127,7 +149,7 @@ class LauncherProcess:
                 if code == EXIT_USER_ERROR:  # it has said what is wrong
                     self.link.exit_code = code
                 else:
-                    self._fail(f"{node.name}: ssh has ended with exit code {code} before its ranks came; see above")
+                    self._fail(f"{node.name}: ssh exited with code {code} before its ranks connected; see above")
             first_rank += node.slots or 0
 
     def _fail(self, cause: str) -> None:
@@ -140,14 +162,14 @@ class LauncherProcess:
         if number != signal.SIGHUP and self.saves and self.link.sidecars and not self._is_asked:
             self._is_asked = True
             self._for_ranks.append(signal.SIGUSR1)
-            say(f"{name}: the ranks are asked to save and end; a second one ends them at once")
+            say(f"{name}: asked the ranks to save and exit; a second one terminates them at once")
             return
         if not self.interrupted:
-            say(f"{name}: all ranks are being ended")
+            say(f"{name}: terminating all ranks")
         self.interrupted = number
         self._end(process)
 
-    def _see_to_the_end(self, process: subprocess.Popen) -> None:
+    def _enforce_deadline(self, process: subprocess.Popen) -> None:
         if (self.link.failure or self.link.exit_code) and self._end_at is None:
             self._end(process)
         if self._end_at is not None and time.monotonic() > self._end_at:
@@ -164,7 +186,7 @@ class LauncherProcess:
         if self.interrupted:
             return 128 + self.interrupted
         # On one machine the launcher has seen each rank exit; elsewhere 0 counts also where an ssh session died.
-        launcher_knows = self.options.way == "local" and returncode != 0 and not self.link.exit_code
+        launcher_knows = self.launcher.is_local and returncode != 0 and not self.link.exit_code
         if self.link.exit_code is not None and not launcher_knows:
             return self.link.exit_code
         if self.link.failure and not 0 < returncode < 128:
@@ -225,17 +247,21 @@ def launch(argv: list[str]) -> int:
         UserError: where an option is wrong, or the nodes cannot be found out.
     """
     options, name, script = read_launch(argv)
-    if options.way == "local" and launcher_variables(os.environ):
+    launcher = options.launcher
+    if launcher.is_local and launcher_variables(os.environ):
         # One of several tasks of srun or mpirun: this process becomes that rank.
         os.execv(sys.executable, [sys.executable, "-m", MODULES[name], *script])
-    check_script(name, script, files=options.way == "local" and not options.dry_run)
+    check_script(name, script, files=launcher.is_local and not options.dry_run)
     if options.hostfile and options.master_port is None and not options.no_ssh:
         options.master_port = free_port()  # chosen here, so that the preflight looks at the one that is used
     if not options.dry_run:
-        set_shared(options, script)
+        variables, notes = shared_environment(launcher, script)
+        for note in notes:
+            print(f"dsft: {note}", flush=True)
+        os.environ.update(variables)  # from here they reach the preflight and the ranks
         remove_leftovers()
     if not (options.no_preflight or options.dry_run):
-        examine_first(options, script)
+        examine_first(launcher, script)
     os.environ.pop(LAUNCH, None)
     if name == "train" and not asks_to_resume(script):
         os.environ[LAUNCH] = uuid.uuid4().hex  # a restart resumes this job's run alone
@@ -247,32 +273,31 @@ def launch(argv: list[str]) -> int:
 
 
 def _run_with_restarts(options: LaunchOptions, name: str, script: list[str]) -> int:
-    lost: list[str] = []
+    launcher, lost = options.launcher, []
     for attempt in range(options.max_restarts + 1):
         if attempt and name == "train":  # an evaluation resumes by itself
             script = resumed(script)
-        if attempt and nodes_through_ssh(options) and not options.no_preflight:
-            wait_until_examined(options, name, script)
+        if attempt and launcher.ssh_nodes() and not options.no_preflight:
+            wait_until_examined(launcher, name, script)
         command = build_command(options, name, script)
-        print("dsft: " + shown_command(shown(command)), flush=True)
+        print("dsft: " + shown(command), flush=True)
         if options.dry_run:
             return 0
         if options.no_preflight:
-            check_first_host(options)
+            check_first_host(launcher)
         os.environ[WORDS] = digest_of_words(script)
         process = LauncherProcess(options, command, saves=name == "train")
         code = process.run()
         lost = process.link.lost or lost  # a restart that waits for a node in vain loses none
         if code in (0, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_REQUEUE) or process.interrupted:
             return code
-        if attempt == options.max_restarts:
-            goes_on = lost and without_lost(options, name, resumed(script) if name == "train" else script, lost)
-            if goes_on:
-                say(f"complete checkpoints stay; what goes on {goes_on}")
-            return code
-        print(
-            f"dsft: exit code {code}: restart {attempt + 1} of {options.max_restarts}, from the last checkpoint",
-            file=sys.stderr,
-            flush=True,
-        )
-    raise AssertionError("the loop returns")
+        if attempt < options.max_restarts:
+            print(
+                f"dsft: exit code {code}: restart {attempt + 1} of {options.max_restarts}, from the last checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+    command = lost and without_lost(launcher, name, resumed(script) if name == "train" else script, lost)
+    if command:
+        say(f"complete checkpoints are kept; to continue {command}")
+    return code

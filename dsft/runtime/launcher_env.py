@@ -177,12 +177,19 @@ def launcher_variables(given: Mapping[str, str]) -> dict[str, str]:
     return _slurm_variables(given) if _is_slurm_task(given) else {}
 
 
+def port_of_job(number: int) -> int:
+    """A port that jobs with neighbouring numbers, or two of ten thousand hashes, do not have in common: where the ranks
+    of a job meet that cannot ask each other for a free one.
+    """
+    return 20000 + number % 10000
+
+
 def _mpi_variables(given: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> dict[str, str]:
     variables = _ranks(rank, size, local_rank, local_size)
     if size == local_size:
         variables["MASTER_ADDR"] = LOOPBACK
     job = given.get("PMIX_NAMESPACE") or given.get("OMPI_MCA_ess_base_jobid") or given.get("SLURM_JOB_ID", "")
-    return variables | {"MASTER_PORT": str(20000 + zlib.crc32(job.encode()) % 10000)}
+    return variables | {"MASTER_PORT": str(port_of_job(zlib.crc32(job.encode())))}
 
 
 def _slurm_variables(given: Mapping[str, str]) -> dict[str, str]:
@@ -192,7 +199,7 @@ def _slurm_variables(given: Mapping[str, str]) -> dict[str, str]:
     local_rank = int(given["SLURM_LOCALID"]) % visible
     return _ranks(given["SLURM_PROCID"], given["SLURM_STEP_NUM_TASKS"], str(local_rank), str(local_size)) | {
         "MASTER_ADDR": first_host(given.get("SLURM_STEP_NODELIST") or given["SLURM_JOB_NODELIST"]),
-        "MASTER_PORT": str(20000 + int(given["SLURM_JOB_ID"]) % 10000),
+        "MASTER_PORT": str(port_of_job(int(given["SLURM_JOB_ID"]))),
     }
 
 

@@ -32,7 +32,7 @@ LAUNCHERS = {
 above each rank; known here because ranks are also started without `dsft launch`.
 """
 VARIABLE = "DSFT_LAUNCHER_PROCESSES"
-"""The same of the launcher that `dsft launch` has started (launch/commands.py), with commas between."""
+"""The same of the launcher that `dsft launch` has started (launch/launchers.py), with commas between."""
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
 FLAGS_WITH_VALUES = ("-W", "-X", "--check-hash-based-pycs")
 """Of Python's interpreter."""

@@ -201,7 +201,7 @@ def test_a_second_ctrl_c_ends_all_hosts(hosts, folder):
     job = Job(hosts, folder, "interrupted", LAUNCH)
     hosts[1].kill(job.rank(1), signal.SIGSTOP)  # so that the first one cannot be followed
     job.process.send_signal(signal.SIGINT)
-    wait_until(lambda: "a second one ends them at once" in job.screen(), job.screen)
+    wait_until(lambda: "a second one terminates them at once" in job.screen(), job.screen)
     job.process.send_signal(signal.SIGINT)
     code, _ = job.ended()
     assert code == 130
@@ -284,7 +284,7 @@ def test_a_host_whose_ssh_fails_ends_the_start_at_once_and_is_named(hosts, folde
         result = hosts[0].run([*words, "--config", folder / "run.yaml", "--output_dir", folder / "never"])
     finally:
         keys.write_text(trusted)
-    assert result.returncode == 1 and "node-1: ssh has ended with exit code 255" in result.stderr, result.stderr
+    assert result.returncode == 1 and "node-1: ssh exited with code 255" in result.stderr, result.stderr
     assert hosts[0].is_idle() and "start_timeout" not in result.stderr
 
 

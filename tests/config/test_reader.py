@@ -15,7 +15,7 @@ from dsft.config.reader import (
     split_flags,
 )
 from dsft.errors import UserError
-from dsft.launch.commands import LaunchOptions
+from dsft.launch.launchers import LaunchOptions
 
 
 def test_every_training_argument_can_be_set_by_its_own_name_and_default():

@@ -56,13 +56,13 @@ from dsft.doctor.links import (
 )
 from dsft.doctor.reach import config_values, file_content
 from dsft.doctor.smoke import tcp_segments
-from dsft.doctor.ssh import ssh_error
 from dsft.errors import UserError
 from dsft.planner.calibration import keep_links, speeds_file, with_links
 from dsft.planner.step_time import speeds_of
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine
 from dsft.runtime.launcher_env import Node, read_hosts
+from dsft.runtime.ssh import ssh_problem
 from dsft.units import GiB
 
 SMI = "0, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, 0, 31\n1, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, [N/A], 30\n"
@@ -193,22 +193,28 @@ def links(values: Measured) -> list[Finding]:
     return list(check_measured(values, WHERE, nodes(), USED))
 
 
+def broken_off(*args, **options) -> Finding:
+    """Why a command over ssh broke off, as the doctor reports it."""
+    why = ssh_problem(*args, **options)
+    return finding(why.code, why.node, why.message, why.fix)
+
+
 CASES = {
-    "unknown-host": lambda: [ssh_error("n3", "ssh: Could not resolve hostname n3: Name or service not known", 255)],
-    "host-unreachable": lambda: [ssh_error("n3", "ssh: connect to host n3 port 22: No route to host", 255)],
+    "unknown-host": lambda: [broken_off("n3", "ssh: Could not resolve hostname n3: Name or service not known", 255)],
+    "host-unreachable": lambda: [broken_off("n3", "ssh: connect to host n3 port 22: No route to host", 255)],
     "mtu-path": lambda: [
-        ssh_error("n3", "Connection to 10.0.0.4 port 22 timed out", 255, banner="SSH-2.0-OpenSSH_9.2")
+        broken_off("n3", "Connection to 10.0.0.4 port 22 timed out", 255, banner="SSH-2.0-OpenSSH_9.2")
     ],
-    "ssh-refused": lambda: [ssh_error("n3", "ssh: connect to host n3 port 22: Connection refused", 255)],
-    "ssh-password": lambda: [ssh_error("n3", "root@n3: Permission denied (publickey,password).", 255)],
+    "ssh-refused": lambda: [broken_off("n3", "ssh: connect to host n3 port 22: Connection refused", 255)],
+    "ssh-password": lambda: [broken_off("n3", "root@n3: Permission denied (publickey,password).", 255)],
     "ssh-host-key": lambda: [
-        ssh_error("n3", "No ED25519 host key is known for n3\nHost key verification failed.", 255)
+        broken_off("n3", "No ED25519 host key is known for n3\nHost key verification failed.", 255)
     ],
-    "ssh-failed": lambda: [ssh_error("n3", "kex_exchange_identification: read: Connection reset by peer", 255)],
-    "no-folder": lambda: [ssh_error("n3", "bash: line 1: cd: /work: No such file or directory", 1)],
-    "no-python": lambda: [ssh_error("n3", f"bash: line 1: {sys.executable}: No such file or directory", 127)],
+    "ssh-failed": lambda: [broken_off("n3", "kex_exchange_identification: read: Connection reset by peer", 255)],
+    "no-folder": lambda: [broken_off("n3", "bash: line 1: cd: /work: No such file or directory", 1)],
+    "no-python": lambda: [broken_off("n3", f"bash: line 1: {sys.executable}: No such file or directory", 127)],
     "no-dsft": lambda: [
-        ssh_error(
+        broken_off(
             "n3",
             f"{sys.executable}: Error while finding module specification for 'dsft.doctor.phase'"
             " (ModuleNotFoundError: No module named 'dsft')",
@@ -216,10 +222,10 @@ CASES = {
         )
     ],
     "package-missing": lambda: [
-        ssh_error("n3", "ModuleNotFoundError: No module named 'psutil'", 1),
+        broken_off("n3", "ModuleNotFoundError: No module named 'psutil'", 1),
         *look(node("n3", versions__peft="missing")),
     ],
-    "node-silent": lambda: [ssh_error("n3", "no answer to 'facts' in time", None)],
+    "node-silent": lambda: [broken_off("n3", "no answer to 'facts' in time", None)],
     "gpu-driver": lambda: look(
         node(
             "n3", gpus={"error": "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch", "cards": []}
@@ -316,7 +322,7 @@ PLACES = {"master-port-busy": "n1", "default-port-busy": "n1", "slow-link": "n2"
 def test_the_command_that_copies_the_code_names_its_checkout_wherever_the_doctor_is_started(tmp_path, monkeypatch):
     """With --delete, another folder would be emptied."""
     monkeypatch.chdir(tmp_path)
-    assert f"rsync -a {ROOT}/ n3:{ROOT}/" in ssh_error("n3", "No module named 'dsft'", 1).fix
+    assert f"rsync -a {ROOT}/ n3:{ROOT}/" in broken_off("n3", "No module named 'dsft'", 1).fix
     facts = nodes(**{"versions__dsft code": "999"})
     [code] = check_versions(facts | {"n1": dataclasses.replace(facts["n1"], code_folder=node_facts().code_folder)})
     assert f"rsync -a --delete {ROOT}/ n3:{ROOT}/" in code.fix
@@ -712,7 +718,7 @@ def test_what_a_finding_tells_to_run_is_one_word_for_the_shell_where_paths_have_
     monkeypatch.chdir(folder)
     assert (
         str(folder)
-        in shlex.split(ssh_error("n3", "cd: x: No such file or directory", 1).fix.partition("copy it: ")[2])[2]
+        in shlex.split(broken_off("n3", "cd: x: No such file or directory", 1).fix.partition("copy it: ")[2])[2]
     )
     facts = nodes(**{"versions__dsft code": "999"})
     facts = {name: dataclasses.replace(node, code_folder=str(folder)) for name, node in facts.items()}

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from dsft.doctor.ssh import ssh_command
 from dsft.launch import run
-from dsft.launch.commands import build_command
 from dsft.launch.environment import forwarded, launcher_environment, remote_environment
-from dsft.launch.options import read_launch
+from dsft.launch.launchers import build_command, read_launch
 from dsft.launch.run import LauncherProcess, launch
+from dsft.runtime.ssh import ssh_command
 from dsft.watchdog.launch_link import LauncherLink, connect_to_launcher
 
 PDSH = """#!/bin/bash
@@ -135,7 +134,7 @@ def test_accelerate_leaves_no_file_of_variables_in_the_working_folder(tmp_path, 
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").touch()
     options, _, _ = read_launch(["--accelerate", "config.yaml", "train"])
-    environment, path = launcher_environment(options, [], link := LauncherLink())
+    environment, path = launcher_environment(options.launcher, [], link := LauncherLink())
     assert environment["DS_ENV_FILE"] == str(path) and path.parent != tmp_path
     assert not environment["DSFT_LAUNCHER"].startswith("127.")  # its pdsh form starts ranks elsewhere
     path.unlink()

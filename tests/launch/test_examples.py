@@ -8,8 +8,7 @@ from conftest import ROOT
 
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
-from dsft.launch.commands import build_command
-from dsft.launch.options import read_launch
+from dsft.launch.launchers import build_command, read_launch
 
 EXAMPLES = ROOT / "examples"
 INSTRUCTIONS = "ARG CMD COPY ENTRYPOINT ENV FROM RUN WORKDIR"

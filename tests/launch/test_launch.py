@@ -17,27 +17,25 @@ from dsft.cli.main import main
 from dsft.config.deepspeed import read_zero_file
 from dsft.config.reader import read_file_and_flags, sent_files
 from dsft.errors import UserError
-from dsft.launch.commands import (
+from dsft.launch.environment import forwarded, launcher_environment, shared_environment
+from dsft.launch.launchers import (
     LAUNCHERS,
     RUNNERS,
     Launcher,
     LaunchOptions,
     build_command,
+    read_launch,
     shown,
-    told_to_watchdog,
 )
-from dsft.launch.environment import forwarded
-from dsft.launch.hosts import nodes_through_ssh
-from dsft.launch.options import read_launch
 from dsft.launch.preflight import check_first_host, preflight_command, without_lost
 from dsft.launch.run import resumed
-from dsft.launch.shared import shared_environment
-from dsft.watchdog.processes import descendants, is_launcher, start_time
+from dsft.watchdog.launch_link import LauncherLink
+from dsft.watchdog.processes import VARIABLE, descendants, is_launcher, start_time
 
 
 def command(words: str) -> list[str]:
     """The command as it is shown, for these words after `dsft launch`."""
-    return shown(build_command(*read_launch(words.split())))
+    return shlex.split(shown(build_command(*read_launch(words.split()))))
 
 
 def test_a_first_host_that_ssh_does_not_reach_is_one_line_without_a_preflight(tmp_path, monkeypatch):
@@ -48,8 +46,8 @@ def test_a_first_host_that_ssh_does_not_reach_is_one_line_without_a_preflight(tm
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     options, _, _ = read_launch(["--hostfile", str(tmp_path / "hosts"), "--no_preflight", "train"])
     with pytest.raises(UserError, match="^a: the host does not answer .*No route to host"):
-        check_first_host(options)
-    assert without_lost(options, "train", []) == ""  # no node is left
+        check_first_host(options.launcher)
+    assert without_lost(options.launcher, "train", []) == ""  # no node is left
 
 
 def test_a_restart_that_nodes_do_not_come_back_for_names_the_command_without_them(tmp_path, monkeypatch):
@@ -63,14 +61,14 @@ case "$*" in *" b true") echo '{words}' >&2; exit 255;; esac
     hosts = tmp_path / "hosts"
     hosts.write_text("a slots=1\nb slots=1\nc slots=1\n")
     options, name, script = read_launch(["--hostfile", str(hosts), "--exclude", "c", "train", "--seed", "1"])
-    assert without_lost(options, name, script) == (
+    assert without_lost(options.launcher, name, script) == (
         f"without b: dsft launch --hostfile {hosts} --exclude c@b train --seed 1"
     )
     options, name, script = read_launch(["--hostfile", str(hosts), "--num_gpus", "1", "train", "--seed", "1"])
-    assert without_lost(options, name, script) == (
+    assert without_lost(options.launcher, name, script) == (
         f"without b: dsft launch --hostfile {hosts} --include a:0@c:0 train --seed 1"
     )
-    assert build_command(*read_launch(shlex.split(without_lost(options, name, script))[4:]))
+    assert build_command(*read_launch(shlex.split(without_lost(options.launcher, name, script))[4:]))
 
 
 @pytest.mark.parametrize(
@@ -115,11 +113,11 @@ def test_a_lost_node_is_followed_by_the_command_that_goes_on_without_it(way, goe
     }
     options, name, script = read_launch([*(places.get(word, word) for word in way), "train", "--seed", "1"])
     expected = goes_on.replace("HOSTS", places["HOSTS"])
-    assert without_lost(options, name, script, ["node-1"]) == f"without node-1: {expected}"
+    assert without_lost(options.launcher, name, script, ["node-1"]) == f"without node-1: {expected}"
     # What is named is a command: it is read without an error.
     read_launch(shlex.split(expected.partition("dsft launch ")[2].partition(" (on")[0]))
     if "accelerate" not in way[0] or "pdsh" not in way[1]:
-        assert without_lost(options, name, script, []) == ""
+        assert without_lost(options.launcher, name, script, []) == ""
 
 
 def test_a_host_file_goes_to_deepspeed_with_its_filters_and_everything_else_to_the_script(monkeypatch):
@@ -147,7 +145,7 @@ def test_without_options_the_command_takes_this_machine_and_a_free_port():
     ],
 )
 def test_gpus_that_the_user_made_visible_are_the_ones_that_are_taken(monkeypatch, number, begin):
-    monkeypatch.setattr("dsft.launch.commands.has_gpu", lambda: True)
+    monkeypatch.setattr("dsft.launch.launchers.has_gpu", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     assert " ".join(command(f"{number} train")).startswith(begin)
 
@@ -156,7 +154,7 @@ def test_gpus_that_the_user_made_visible_are_the_ones_that_are_taken(monkeypatch
     ("visible", "way_out"), [("4,5", "names 2; lower it"), ("GPU-5a1b,GPU-77c3", "--nodes 1 --master_addr 127.0.0.1")]
 )
 def test_visible_gpus_that_the_launcher_cannot_take_are_refused(monkeypatch, visible, way_out):
-    monkeypatch.setattr("dsft.launch.commands.has_gpu", lambda: True)
+    monkeypatch.setattr("dsft.launch.launchers.has_gpu", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(UserError, match=way_out):
         command("--num_gpus 3 train")
@@ -232,7 +230,7 @@ def test_one_launch_for_all_nodes_sends_the_configuration_and_what_it_names(tmp_
     (tmp_path / "run.yaml").write_text("zero: zero.json\nchat_template: chatml\nlearning_rate: 0.1\n")
     (tmp_path / "zero.json").write_text("{}")
     options = read_launch(["--hostfile", str(ROOT / "hostfiles/2x8"), "train"])[0]
-    variables, notes = shared_environment(options, ["--config", "run.yaml"])
+    variables, notes = shared_environment(options.launcher, ["--config", "run.yaml"])
     assert notes == [] and forwarded(variables) == variables
     monkeypatch.setenv("DSFT_FILES", variables["DSFT_FILES"])
     assert set(sent_files()) == {"run.yaml", "zero.json"}
@@ -253,11 +251,11 @@ def test_accelerates_pdsh_form_sends_and_is_examined_like_a_host_file(tmp_path, 
     script, files, hosts = ["--config", str(tmp_path / "run.yaml")], {}, {}
     for form in ("_pdsh", "", "_nossh"):
         options = read_launch(["--accelerate", f"ds_configs/accelerate/zero3_2x8{form}.yaml", "train"])[0]
-        variables, notes = shared_environment(options, script)
+        variables, notes = shared_environment(options.launcher, script)
         assert notes == [] and variables["DSFT_JOB"]
         monkeypatch.setenv("DSFT_FILES", variables.get("DSFT_FILES", ""))
-        files[form], hosts[form] = set(sent_files()), [(node.name, node.slots) for node in nodes_through_ssh(options)]
-        words = preflight_command(options, script)
+        files[form], hosts[form] = set(sent_files()), [(node.name, node.slots) for node in options.launcher.ssh_nodes()]
+        words = preflight_command(options.launcher, script)
         assert ("--hostfile" in words) == (form == "_pdsh") and words[-2:] == script
     assert files == {"_pdsh": {str(tmp_path / "run.yaml")}, "": set(), "_nossh": set()}
     assert hosts == {"_pdsh": [("node-0", 8), ("node-1", 8)], "": [], "_nossh": []}
@@ -268,7 +266,7 @@ def test_a_file_of_accelerate_that_names_no_hosts_ends_with_its_name(content, tm
     (tmp_path / "accelerate.yaml").write_text(content)
     options = read_launch(["--accelerate", str(tmp_path / "accelerate.yaml"), "train"])[0]
     with pytest.raises(UserError, match="accelerate.yaml: "):
-        nodes_through_ssh(options)
+        options.launcher.ssh_nodes()
 
 
 @pytest.mark.parametrize(
@@ -277,21 +275,31 @@ def test_a_file_of_accelerate_that_names_no_hosts_ends_with_its_name(content, tm
 def test_a_configuration_with_a_token_is_not_sent(content, told, tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(content)
     options = read_launch(["--hostfile", str(ROOT / "hostfiles/2x8"), "train"])[0]
-    variables, notes = shared_environment(options, ["--config", str(tmp_path / "run.yaml")])
+    variables, notes = shared_environment(options.launcher, ["--config", str(tmp_path / "run.yaml")])
     monkeypatch.setenv("DSFT_FILES", variables["DSFT_FILES"])
     assert (told in " ".join(notes)) and (str(tmp_path / "run.yaml") in sent_files()) == (not told)
 
 
-def test_a_launcher_is_one_entry_that_the_watchdog_of_its_ranks_is_told(monkeypatch):
-    monkeypatch.setitem(LAUNCHERS, "no_ssh", Launcher(lambda options, module, script: ["raylet", module], ("raylet",)))
+class Ray(Launcher):
+    processes = ("raylet",)
+
+    def command(self, module: str, script: list[str]) -> list[str]:
+        return ["raylet", module]
+
+
+def test_a_launcher_is_one_value_that_the_watchdog_of_its_ranks_is_told(monkeypatch):
+    monkeypatch.setitem(LAUNCHERS, "no_ssh", Ray)
     options = LaunchOptions(no_ssh=True)
-    assert options.way == "no_ssh" and LaunchOptions(no_ssh=True, nodes=2).ways == ["nodes", "no_ssh"]
+    assert LaunchOptions(no_ssh=True, nodes=2).ways == ["nodes", "no_ssh"]
     assert build_command(options, "train", []) == ["raylet", "dsft.train"]
     words = ["/usr/bin/raylet", "--x", "1"]
     assert not is_launcher(words)
-    for variable, value in told_to_watchdog(options).items():
-        monkeypatch.setenv(variable, value)
-    assert is_launcher(words) and is_launcher(["/env/bin/torchrun"]) and not is_launcher(["-bash"])
+    environment, _ = launcher_environment(options.launcher, [], link := LauncherLink())
+    link.close()
+    monkeypatch.setenv(VARIABLE, environment[VARIABLE])
+    assert is_launcher(words)
+    assert is_launcher(["/env/bin/torchrun"])
+    assert not is_launcher(["-bash"])
 
 
 def test_the_watchdog_knows_the_processes_of_launchers_that_were_started_by_hand():
@@ -334,12 +342,12 @@ def test_accelerate_gets_the_script_and_this_nodes_number():
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("--hostfiles x train", "'--hostfiles' stands where train or eval is expected"),
-        ("--hostfile hostfiles/2x8", "'nothing' stands where train or eval is expected"),
+        ("--hostfiles x train", "expected train or eval, got '--hostfiles'"),
+        ("--hostfile hostfiles/2x8", "expected train or eval, got nothing"),
         ("--hostfile ./nowhere train", "--hostfile ./nowhere: there is no such file"),
-        ("--hostfile hostfiles/2x8 --nodes 2 train", "--hostfile and --nodes: one way"),
+        ("--hostfile hostfiles/2x8 --nodes 2 train", "--hostfile and --nodes: choose one way"),
         ("--nodes two train", "nodes: 'two' is not a whole number"),
-        ("--nodes=-1 train", "nodes=-1: needs a number of 0 or more"),
+        ("--nodes=-1 train", "nodes=-1: must be 0 or more"),
         ("--num_gpus 0 train", "--num_gpus 0: must be 1 or more; leave it out for all"),
         ("--hostfile hosts --num_nodes 0 train", "--num_nodes 0: must be 1 or more; leave it out for all"),
         ("--nodes 0 train", "--nodes 0: must be 1 or more"),
@@ -352,7 +360,7 @@ def test_accelerate_gets_the_script_and_this_nodes_number():
         ("--slurm train", "this is no SLURM job"),
         ("--no_ssh train", "--no_ssh: name the nodes"),
         ("--nodes 2 --include a train", "--include chooses from a host file"),
-        ("--hostfile hostfiles/2x8 --no_ssh train", "say which of them this node is"),
+        ("--hostfile hostfiles/2x8 --no_ssh train", "name this node's number"),
     ],
 )
 def test_a_wrong_option_is_named(words, named, monkeypatch):
@@ -451,12 +459,12 @@ def test_a_second_ctrl_c_ends_every_process_and_says_so_without_a_traceback(job)
     os.kill(ranks_below(process.pid)[1], signal.SIGSTOP)  # so that the first one cannot be followed
     process.send_signal(signal.SIGINT)
     until = time.monotonic() + 60
-    while "a second one ends them at once" not in log.read_text() and time.monotonic() < until:
+    while "a second one terminates them at once" not in log.read_text() and time.monotonic() < until:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert process.wait(300) == 128 + signal.SIGINT
     assert all_end(family), log.read_text()
-    assert "dsft: Ctrl-C: all ranks are being ended" in log.read_text() and "Traceback" not in log.read_text()
+    assert "dsft: Ctrl-C: terminating all ranks" in log.read_text() and "Traceback" not in log.read_text()
 
 
 @pytest.mark.exhaustive

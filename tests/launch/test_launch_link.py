@@ -12,8 +12,7 @@ import pytest
 from conftest import KERNEL, ROOT
 from test_environment import SSH
 
-from dsft.launch.commands import LaunchOptions, build_command
-from dsft.launch.options import read_launch
+from dsft.launch.launchers import LaunchOptions, build_command, read_launch
 from dsft.launch.run import LauncherProcess
 from dsft.watchdog.processes import descendants, start_time
 
@@ -50,7 +49,7 @@ def say(word):
 """
 LAUNCH = """
 import sys
-from dsft.launch.commands import LaunchOptions
+from dsft.launch.launchers import LaunchOptions
 from dsft.launch.run import LauncherProcess
 sys.exit(LauncherProcess(LaunchOptions(), [sys.executable, "-c", sys.argv[1]], saves=True).run())
 """
@@ -251,9 +250,8 @@ def test_ctrl_c_asks_the_ranks_to_save_and_a_second_one_ends_them_at_once(launch
     process = launch(WAITS)
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 75
-    assert (
-        process.stderr.read() == "dsft: Ctrl-C: the ranks are asked to save and end; a second one ends them at once\n"
-    )
+    asked = "dsft: Ctrl-C: asked the ranks to save and exit; a second one terminates them at once\n"
+    assert process.stderr.read() == asked
 
 
 def test_a_second_ctrl_c_ends_the_ranks_at_once(launch):
@@ -265,4 +263,4 @@ def test_a_second_ctrl_c_ends_the_ranks_at_once(launch):
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 130
     wait_until(lambda: not any(start_time(pid) for pid in family))
-    assert process.stderr.read().splitlines()[1:] == ["dsft: Ctrl-C: all ranks are being ended"]
+    assert process.stderr.read().splitlines()[1:] == ["dsft: Ctrl-C: terminating all ranks"]

@@ -15,17 +15,16 @@ from conftest import ROOT
 from launch.words import WORDS
 
 from dsft.errors import UserError
-from dsft.launch.commands import build_command
 from dsft.launch.environment import for_env_file
-from dsft.launch.options import read_launch
+from dsft.launch.launchers import build_command, read_launch
 from dsft.runtime.launcher_env import check_words, digest_of_words
 
 
 def given_to_launcher(way: list[str], monkeypatch) -> list[str]:
     """The words of a training in the launcher's command line, for WORDS after `dsft launch`."""
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr("dsft.launch.commands.sys.executable", "/usr/bin/python")
-    monkeypatch.setattr("dsft.launch.commands.os.getcwd", lambda: "/data")
+    monkeypatch.setattr("dsft.launch.launchers.sys.executable", "/usr/bin/python")
+    monkeypatch.setattr("dsft.launch.launchers.os.getcwd", lambda: "/data")
     options, _, _ = read_launch([*way, "train"])
     return build_command(options, "train", WORDS)[-len(WORDS) :]
 
@@ -67,7 +66,7 @@ def test_torchrun_fills_nothing_into_the_words(way, monkeypatch, tmp_path):
 
     monkeypatch.chdir(ROOT)
     nodes = subprocess.CompletedProcess([], 0, "node-0\nnode-1\n")
-    monkeypatch.setattr("dsft.launch.commands.subprocess.run", lambda *_, **__: nodes)
+    monkeypatch.setattr("dsft.launch.launchers.subprocess.run", lambda *_, **__: nodes)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node-[0-1]")
     ways = {

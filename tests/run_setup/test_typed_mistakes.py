@@ -36,7 +36,7 @@ CASES = {
     "launch --nodes two train": "nodes: 'two' is not a whole number",
     "launch --hostfile nowhere train": "there is no such file",
     "launch --hostfile TEXTS --slurm train": "one way to start",
-    "launch tain": "'tain' stands where train or eval is expected",
+    "launch tain": "expected train or eval, got 'tain'",
     # names of options
     f"{TRAIN} --learning_rat 1": "learning_rat: unknown key; did you mean 'learning_rate'",
     f"{TRAIN} --lr 1e-3": "lr: unknown key",

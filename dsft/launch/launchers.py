@@ -1,0 +1,551 @@
+"""The launchers below `dsft launch`: one value for each, which answers whatever differs between them.
+
+A new launcher is a class here with its entry in LAUNCHERS, and the option in `LaunchOptions` that chooses it.
+"""
+
+import dataclasses
+import os
+import re
+import secrets
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dsft.config.reader import read_file_and_flags, read_flags, read_options
+from dsft.errors import UserError, raise_if_any, shown_command
+from dsft.launch.hosts import (
+    HostFields,
+    accelerate_hosts,
+    accelerate_runner,
+    hosts_of,
+    number_problems,
+    read_accelerate_file,
+)
+from dsft.runtime.distributed import free_port
+from dsft.runtime.hardware import default_ranks, has_gpu
+from dsft.runtime.launcher_env import LOOPBACK, Node, first_host, port_of_job
+from dsft.watchdog import processes
+
+MODULES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
+RUNNERS = {
+    "deepspeed": "deepspeed.launcher.runner",
+    "torchrun": "torch.distributed.run",
+    "accelerate launch": "accelerate.commands.launch",
+}
+"""A launcher as a user types it, and its module: that of this environment is started, whatever PATH says."""
+QUOTED_RUNNER = "dsft.launch.quoted_runner"
+"""In place of `deepspeed` where a shell would not leave the paths of the working folder and of Python as they are."""
+IDENTIFYING = ("output_dir", "run", "model", "data", "adapter")
+"""Options that tell jobs of one working folder and one name of a file apart."""
+EVERY_NODE = " (on each node that is left, numbered from 0)"
+
+
+@dataclass(kw_only=True)
+class LaunchOptions(HostFields):
+    """Launch: how the ranks are started; without hostfile, nodes, slurm or accelerate on all GPUs of this machine."""
+
+    no_ssh: bool = False
+    """With a host file: the same command is given on every node, and nothing goes through ssh."""
+    nodes: int | None = None
+    """Number of nodes, without a host file: the same command is given on every node, `torchrun` starts the ranks
+    (Kubernetes)."""
+    node_rank: int | None = None
+    """Number of this node, from 0; by default from NODE_RANK or RANK, else by its place in the host file, else as
+    torchrun decides."""
+    slurm: bool = False
+    """Inside sbatch or salloc: one srun task on each node of the allocation, `torchrun` in each."""
+    accelerate: str | None = None
+    """A config file of `accelerate launch`."""
+    dry_run: bool = False
+    """Print the command and stop."""
+    no_preflight: bool = False
+    """Start without examining the nodes first (see `dsft doctor`)."""
+    max_restarts: int = 0
+    """Number of times that a failed training is restarted from its last checkpoint; not after an error of the options,
+    nor after Ctrl-C."""
+    wait_for_nodes: float = 900
+    """With a host file: seconds that a restart waits until the preflight finds no error any more."""
+
+    @property
+    def ways(self) -> list[str]:
+        """The given options that choose a launcher, of which one may be given."""
+        return [name for name in LAUNCHERS if name != "local" and getattr(self, name)]
+
+    @property
+    def launcher(self) -> "Launcher":
+        """How the ranks are started."""
+        return LAUNCHERS[next(iter(self.ways), "local")](self)
+
+
+class Launcher:
+    """A way to start the ranks, for the options of one launch. What a subclass does not answer itself holds for one
+    that is called on every node.
+    """
+
+    processes: tuple[str, ...] = ()
+    """Programs and modules of its processes above a rank, as `processes.LAUNCHERS` has them."""
+    is_local = False
+    """All ranks run on this machine: it has the run's files, and its launcher sees each rank exit."""
+    has_host_filters = False
+    """--include, --exclude and --num_nodes choose among its hosts."""
+    exports_everything = False
+    """It writes all variables of this shell, secrets too, to the file that DS_ENV_FILE names."""
+    is_examined_by_ranks = True
+    """The preflight is started through it, one rank a node; else `dsft doctor` examines its hosts through ssh, or this
+    machine."""
+
+    def __init__(self, options: LaunchOptions):
+        self.options = options
+
+    @property
+    def is_given_on_every_node(self) -> bool:
+        """Several launches, one a node, are one job."""
+        return True
+
+    def command(self, module: str, script: list[str]) -> list[str]:
+        """The command line that starts `module` with these words on all ranks.
+
+        Raises:
+            UserError: where the nodes cannot be found out, or a program is missing.
+        """
+        raise NotImplementedError
+
+    def ssh_hosts(self) -> HostFields | None:
+        """What names the hosts that it reaches from this machine through ssh; None where there are none.
+
+        Raises:
+            UserError: where a file that names them cannot be read.
+        """
+        return None
+
+    def ssh_nodes(self) -> list[Node]:
+        """These hosts, the first (rank 0's) first.
+
+        Raises:
+            UserError: as `ssh_hosts` and `read_hosts`.
+        """
+        hosts = self.ssh_hosts()
+        return hosts_of(hosts) if hosts else []
+
+    def peers(self) -> list[str]:
+        """Hosts from which ranks connect to this process; none where all of its ranks run here."""
+        return [node.name for node in self.ssh_nodes()]
+
+    def without(self, lost: Sequence[str], words: list[str]) -> str:
+        """The command that continues without the nodes `lost`, with `words` from train or eval on; empty where no node
+        is left, or none can be named.
+        """
+        return ""
+
+    def job_id(self, script: list[str]) -> str:
+        """An id that another job does not have. The same on all nodes where the command is given on each of them: from
+        the working folder, and from what the job reads and writes.
+        """
+        if not self.is_given_on_every_node:
+            return secrets.token_hex(4)
+        values = read_file_and_flags(script, []) or read_flags(script, [])  # problems are reported by the ranks
+        # Not the whole file: nodes whose copies differ otherwise should meet, and report in what.
+        named = {key: str(values.get(key)) for key in ("config", *IDENTIFYING)}
+        job = (os.getcwd(), self.options.nodes, self.options.hostfile, named)
+        return f"{zlib.crc32(repr(job).encode()):08x}"
+
+    def port(self, script: list[str]) -> int:
+        """Where nodes meet that cannot ask each other for a free port: the user's, else one derived from the job."""
+        given = self.options.master_port or os.environ.get("MASTER_PORT")
+        return int(given or port_of_job(int(self.job_id(script), 16)))
+
+    def preflight_port(self, script: list[str]) -> int | None:
+        """Beside the launch's own, which the launch must find free."""
+        return self.port(script) + 1
+
+    def node_rank(self) -> int | None:
+        """This node's number, as the user or the cluster sets it; None where neither does."""
+        if self.options.node_rank is not None:
+            return self.options.node_rank
+        # Kubernetes' training operator sets RANK (of the pod) and PET_NODE_RANK.
+        names = ("NODE_RANK", "PET_NODE_RANK") + (("RANK",) if "LOCAL_RANK" not in os.environ else ())
+        return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), None)
+
+
+class DeepSpeed(Launcher):
+    """`deepspeed`, on this machine or on the hosts of a file."""
+
+    processes = processes.LAUNCHERS["deepspeed"]
+    has_host_filters = True
+
+    def start(self, module: str, script: list[str], runner: str = RUNNERS["deepspeed"], **flags: Any) -> list[str]:
+        keys = ("hostfile", "include", "exclude", "num_nodes", "num_gpus")
+        flags = {key: getattr(self.options, key) for key in keys} | flags
+        # As critical, DeepSpeed does not repeat the command of each rank that failed; the ranks report their errors.
+        return [*with_flags(runner, flags | {"log_level": "critical"}), "--module", module, *script]
+
+
+class Local(DeepSpeed):
+    is_local = True
+    is_given_on_every_node = False
+    is_examined_by_ranks = False
+
+    def command(self, module: str, script: list[str]) -> list[str]:
+        options = self.options
+        gpus = {} if options.include or options.exclude else local_gpus(options.num_gpus)
+        # DeepSpeed's default port fails when two jobs share a machine.
+        port = options.master_port or free_port()
+        return self.start(module, script, **gpus, master_addr=options.master_addr, master_port=port)
+
+
+class HostFile(DeepSpeed):
+    @property
+    def is_given_on_every_node(self) -> bool:
+        return self.options.no_ssh
+
+    @property
+    def is_examined_by_ranks(self) -> bool:
+        return self.options.no_ssh
+
+    def ssh_hosts(self) -> HostFields | None:
+        return None if self.options.no_ssh else self.options
+
+    def command(self, module: str, script: list[str]) -> list[str]:
+        options, address = self.options, self.options.master_addr
+        if options.no_ssh:
+            hosts = [node.name for node in hosts_of(options)]
+            address = address or os.environ.get("MASTER_ADDR", hosts[0])
+            place = {"no_ssh": True, "node_rank": self._place_among(hosts)}
+            return self.start(module, script, **place, master_addr=address, master_port=self.port(script))
+        if not shutil.which("pdsh"):
+            raise UserError(
+                "--hostfile: DeepSpeed starts other nodes through pdsh, which is not here; apt-get install pdsh, or"
+                " give the command on every node with --no_ssh"
+            )
+        runner = RUNNERS["deepspeed"]
+        if len(self.ssh_nodes()) > 1:  # for one node alone DeepSpeed takes neither pdsh nor ssh
+            script = [for_pdsh(word) for word in script]
+            if read_by_shell(os.getcwd()) or read_by_shell(sys.executable):
+                runner = QUOTED_RUNNER
+        port = options.master_port or free_port()
+        return self.start(module, script, runner, master_addr=address, master_port=port)
+
+    def _place_among(self, hosts: list[str]) -> int:
+        rank, name = self.node_rank(), socket.gethostname()
+        names = {name, socket.getfqdn(), name.split(".")[0]}
+        places = [place for place, host in enumerate(hosts) if host in names]
+        if rank is None and not places:
+            raise UserError(
+                f"--no_ssh: {name} is not in {self.options.hostfile} ({', '.join(hosts)}); name this node's number with"
+                " --node_rank or NODE_RANK"
+            )
+        return places[0] if rank is None else rank
+
+    def without(self, lost: Sequence[str], words: list[str]) -> str:
+        flags = filters_without(self.options, lost)
+        if flags and self.options.no_ssh:
+            return shown_launch([*flags, "--no_ssh"], words) + EVERY_NODE
+        return shown_launch(flags, words) if flags else ""
+
+
+class Torchrun(Launcher):
+    """`torchrun` on every node, as Kubernetes starts them."""
+
+    processes = processes.LAUNCHERS["torchrun"]
+
+    def command(self, module: str, script: list[str]) -> list[str]:
+        options, rank = self.options, self.node_rank()
+        address = options.master_addr or os.environ.get("MASTER_ADDR")
+        if not address:
+            raise UserError(
+                f"--nodes {options.nodes}: the first node's address is not known; set --master_addr or MASTER_ADDR, the"
+                " same on every node"
+            )
+        if rank is not None and rank >= options.nodes:
+            raise UserError(
+                f"node rank {rank}: nodes are numbered from 0 to {options.nodes - 1} (--nodes {options.nodes})"
+            )
+        flags = {
+            "nnodes": options.nodes,
+            "nproc_per_node": options.num_gpus or default_ranks(),
+            "rdzv_id": self.job_id(script),  # agents of two jobs at one address and port do not meet
+        }
+        port = self.port(script)
+        if rank is None:
+            flags |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{address}:{port}"}
+        else:
+            flags |= {"node_rank": rank, "master_addr": address, "master_port": port}
+        return torchrun(flags, module, script)
+
+    def without(self, lost: Sequence[str], words: list[str]) -> str:
+        options = self.options
+        return fewer_nodes(options.nodes, lost, options.num_gpus, options.master_addr, words)
+
+
+class Slurm(Launcher):
+    """One srun task on each node of the job, with torchrun in each."""
+
+    processes = processes.LAUNCHERS["srun"] + processes.LAUNCHERS["torchrun"]
+    is_given_on_every_node = False
+
+    def command(self, module: str, script: list[str]) -> list[str]:
+        options, job, node_list = self.options, os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_JOB_NODELIST")
+        if not job or not node_list:
+            raise UserError(
+                "--slurm: this is no SLURM job; call it inside sbatch or salloc, or submit"
+                " scripts/slurm/torchrun.sbatch"
+            )
+        show = ["scontrol", "show", "hostnames", node_list]
+        hosts = subprocess.run(show, capture_output=True, text=True, check=True).stdout.split()
+        port = options.master_port or port_of_job(int(job))  # jobs that share a node must not meet
+        flags = {
+            "nnodes": len(hosts),
+            "nproc_per_node": options.num_gpus or os.environ.get("SLURM_GPUS_ON_NODE") or default_ranks(),
+            "rdzv_backend": "c10d",
+            "rdzv_endpoint": f"{options.master_addr or hosts[0]}:{port}",
+            "rdzv_id": job,
+        }
+        nodes = ["--nodes", str(len(hosts)), "--ntasks", str(len(hosts)), "--ntasks-per-node", "1"]
+        return ["srun", *nodes, "--kill-on-bad-exit=1", *torchrun(flags, module, script)]
+
+    def preflight_port(self, script: list[str]) -> int | None:
+        return None  # the launch's own: the one beside it is the next job's
+
+    def peers(self) -> list[str]:
+        return [first_host(os.environ["SLURM_JOB_NODELIST"])]
+
+    def without(self, lost: Sequence[str], words: list[str]) -> str:
+        left = int(os.environ.get("SLURM_JOB_NUM_NODES", "0")) - len(lost)
+        flags = ["--slurm"] + (["--num_gpus", str(self.options.num_gpus)] if self.options.num_gpus else [])
+        before = f"sbatch or salloc with --exclude {','.join(lost)} --nodes {left}, and there "
+        return before + shown_launch(flags, words) if lost and left > 0 else ""
+
+
+class Accelerate(Launcher):
+    """`accelerate launch` with a file of the user's."""
+
+    processes = processes.LAUNCHERS["accelerate"] + processes.LAUNCHERS["deepspeed"]
+    exports_everything = True
+    is_examined_by_ranks = False  # where its file is given on each machine, each examines itself
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        return read_accelerate_file(self.options.accelerate)
+
+    @property
+    def is_given_on_every_node(self) -> bool:
+        return self.ssh_hosts() is None
+
+    def ssh_hosts(self) -> HostFields | None:
+        hosts = accelerate_hosts(self.options.accelerate, self.settings)
+        return hosts and dataclasses.replace(
+            hosts,
+            master_addr=self.options.master_addr or hosts.master_addr,
+            master_port=self.options.master_port or hosts.master_port,
+        )
+
+    def command(self, module: str, script: list[str]) -> list[str]:
+        flags = {
+            "config_file": self.options.accelerate,
+            "machine_rank": self.node_rank(),
+            "main_process_ip": self.options.master_addr,
+            "main_process_port": self.options.master_port,
+        }
+        # A file, because accelerate's pdsh form takes no module.
+        file = Path(__file__).resolve().parents[1] / f"{module.rpartition('.')[2]}.py"
+        runner = accelerate_runner(self.settings)
+        if runner == "pdsh" and len(self.ssh_nodes()) > 1:
+            paths = {
+                "the working folder": os.getcwd(),
+                "Python's path": sys.executable,
+                "dsft's folder": str(file.parent),
+            }
+            raise_if_any(
+                [
+                    f"{place} {path!r}: accelerate starts DeepSpeed's own runner, which hands paths to each node's"
+                    " shell unquoted; give the hosts to dsft launch --hostfile, which quotes them, or move it to a path"
+                    " of letters, digits and _ + = : , . / - alone"
+                    for place, path in paths.items()
+                    if read_by_shell(path)
+                ]
+            )
+            script = [for_pdsh(word) for word in script]
+        elif runner == "torchrun":
+            script = [for_torchrun(word) for word in script]
+        return [*with_flags(RUNNERS["accelerate launch"], flags), str(file), *script]
+
+    def peers(self) -> list[str]:
+        return super().peers() or [self.options.master_addr or os.environ.get("MASTER_ADDR") or LOOPBACK]
+
+    def without(self, lost: Sequence[str], words: list[str]) -> str:
+        """Not through accelerate, whose file names the nodes: the same run by the host file or by torchrun."""
+        if "zero" not in (read_file_and_flags(words[1:], []) or {}):
+            engine_file = (self.settings.get("deepspeed_config") or {}).get("deepspeed_config_file")
+            if not engine_file:
+                return ""
+            words = [*words, "--zero", engine_file]
+        if hosts := self.ssh_hosts():
+            flags = filters_without(hosts, lost)
+            return shown_launch(flags, words) if flags else ""
+        number = int(self.settings.get("num_machines") or 1)
+        ranks = int(self.settings.get("num_processes") or 0) // number or self.options.num_gpus
+        address = self.options.master_addr or self.settings.get("main_process_ip")
+        return fewer_nodes(number, lost, ranks, address, words)
+
+
+LAUNCHERS: dict[str, type[Launcher]] = {
+    "local": Local,
+    "hostfile": HostFile,
+    "nodes": Torchrun,
+    "slurm": Slurm,
+    "accelerate": Accelerate,
+}
+"""The option that chooses it, or "local" without one -> the launcher."""
+
+
+def build_command(options: LaunchOptions, name: str, script: list[str]) -> list[str]:
+    """The words of the command that starts `name` ("train", "eval" or a module) on all ranks.
+
+    Raises:
+        UserError: as `Launcher.command`.
+    """
+    return options.launcher.command(MODULES.get(name, name), script)
+
+
+def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
+    """(options, "train" or "eval", words of the script) from `[options] train|eval [words]`; options may also stand
+    among the words. The first words of an evaluation are its models.
+
+    Raises:
+        UserError: for an unexpected word before train or eval, an invalid value, or two launchers at once.
+    """
+    problems: list[str] = []
+    values, words = read_options(LaunchOptions, argv, problems)
+    options = LaunchOptions(**values)
+    if not words or words[0] not in MODULES:
+        known = ", ".join(f"--{field.name}" for field in dataclasses.fields(LaunchOptions))
+        got = repr(words[0]) if words else "nothing"
+        problems.append(f"dsft launch: expected train or eval, got {got}; the options before them are {known}")
+    if len(options.ways) > 1:
+        problems.append(f"--{' and --'.join(options.ways)}: choose one way to start the nodes")
+    for name in ("include", "exclude", "num_nodes"):
+        if getattr(options, name) is not None and not options.launcher.has_host_filters:
+            problems.append(f"--{name} chooses from a host file; --{options.ways[0]} takes its nodes from elsewhere")
+    if options.no_ssh and not (options.hostfile or options.nodes):
+        problems.append("--no_ssh: name the nodes, with --hostfile, or --nodes N and MASTER_ADDR")
+    problems += number_problems(options)
+    if options.nodes == 0:
+        problems.append("--nodes 0: must be 1 or more")
+    for name in ("nodes", "node_rank", "master_port", "max_restarts", "wait_for_nodes"):
+        if (getattr(options, name) or 0) < 0:
+            problems.append(f"{name}={getattr(options, name)}: must be 0 or more")
+    for name in ("hostfile", "include", "exclude", "accelerate", "master_addr"):
+        if getattr(options, name) == "":  # "$HOSTS" of a variable that is not set: not this machine instead
+            problems.append(f"--{name}: needs a value")
+    for key in ("hostfile", "accelerate"):
+        path = getattr(options, key)
+        if path and not os.path.isfile(path):
+            problems.append(f"--{key} {path}: there is no such file")
+    raise_if_any(problems)
+    name, *script = words
+    if name == "eval" and script and not script[0].startswith("--"):
+        script = ["--model", *script]
+    return options, name, script
+
+
+def for_pdsh(word: str) -> str:
+    """A word that DeepSpeed's pdsh runner and the shell of each node turn into `word`.
+
+    Source: `PDSHRunner.parse_user_args` in deepspeed/launcher/multinode_runner.py, which puts a word with a space, and
+    no other, between double quotes and escapes none but those.
+    """
+    quoted = re.sub(r"([\\$`])", r"\\\1", word) if " " in word else shlex.quote(word)
+    return quoted.replace("%", "%%")  # pdsh writes host, rank and user for %h, %n and %u
+
+
+def for_torchrun(word: str) -> str:
+    """A word that torchrun turns into `word`: it fills in ${local_rank}, and makes one dollar of two.
+
+    Source: `macros` in torch/distributed/elastic/utils/api.py.
+    """
+    return word.replace("$", "$$")
+
+
+def read_by_shell(path: str) -> bool:
+    """Whether a shell would make something else of a path without quotes."""
+    return not re.fullmatch(r"[\w@+=:,./-]+", path)
+
+
+def with_flags(module: str, flags: Mapping[str, object]) -> list[str]:
+    """A launcher with its flags; True is a flag without a value, None one that is not given."""
+    words = [sys.executable, "-m", module]
+    for flag, value in flags.items():
+        if value is not None:
+            words += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
+    return words
+
+
+def torchrun(flags: Mapping[str, object], module: str, script: list[str]) -> list[str]:
+    return [*with_flags(RUNNERS["torchrun"], flags), "--module", module, *map(for_torchrun, script)]
+
+
+def shown(command: list[str]) -> str:
+    """The command as a user would type it: `deepspeed ...` for `python -m deepspeed.launcher.runner ...`."""
+    for short, module in RUNNERS.items():
+        if module in command:
+            at = command.index(module)
+            return shown_command([*command[: at - 2], *short.split(), *command[at + 1 :]])
+    return shown_command(command)
+
+
+def shown_launch(flags: list[str], words: list[str]) -> str:
+    return shown_command(["dsft", "launch", *flags, *words])
+
+
+def local_gpus(number: int | None) -> dict[str, object]:
+    """The flags that choose a number of GPUs of this machine, or all; of CUDA_VISIBLE_DEVICES where that is set.
+
+    DeepSpeed turns all of that variable into --include by itself, but takes the first GPUs of the machine beside
+    --num_gpus (`main` in deepspeed/launcher/runner.py).
+
+    Raises:
+        UserError: where the variable names fewer, or names them otherwise than by numbers.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if has_gpu() else None
+    if not visible:
+        return {"num_gpus": default_ranks() if number is None else number}
+    gpus = [word.strip() for word in visible.split(",")]
+    if not all(gpu.isdigit() for gpu in gpus):
+        way_out = "give numbers (nvidia-smi -L), or start with torchrun: --nodes 1 --master_addr 127.0.0.1"
+        raise UserError(f"CUDA_VISIBLE_DEVICES={visible}: DeepSpeed's launcher knows GPUs by number alone; {way_out}")
+    if number is not None and number > len(gpus):
+        raise UserError(f"--num_gpus {number}: CUDA_VISIBLE_DEVICES={visible} names {len(gpus)}; lower it, or add more")
+    chosen = gpus[:number]
+    return {"num_gpus": None, "include": None if chosen == gpus else f"localhost:{','.join(chosen)}"}
+
+
+def filters_without(hosts: HostFields, lost: Sequence[str]) -> list[str]:
+    """The options of `dsft launch` for these hosts but those `lost`; none where no host is lost or left, or a lost one
+    is not among them.
+    """
+    nodes = hosts_of(hosts)
+    left = [node for node in nodes if node.name not in lost]
+    if not lost or not left or len(left) != len(nodes) - len(lost):
+        return []
+    if hosts.include or hosts.num_nodes or hosts.num_gpus:  # DeepSpeed takes no --exclude beside them
+        slots = {node.name: node.devices or range(node.slots or 1) for node in left}
+        filters = ["--include", "@".join(f"{host}:{','.join(map(str, of))}" for host, of in slots.items())]
+    else:
+        filters = ["--exclude", "@".join(filter(None, [hosts.exclude, *lost]))]
+    return ["--hostfile", hosts.hostfile, *filters]
+
+
+def fewer_nodes(number: int, lost: Sequence[str], ranks: int | None, address: str | None, words: list[str]) -> str:
+    """The launch on `number` nodes but the lost ones, each of which is given the command; empty where none is left."""
+    if not 0 < len(lost) < number:
+        return ""
+    flags = {"--nodes": number - len(lost), "--num_gpus": ranks, "--master_addr": address}
+    return shown_launch([str(word) for item in flags.items() if item[1] for word in item], words) + EVERY_NODE
