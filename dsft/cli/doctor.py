@@ -7,8 +7,7 @@ import sys
 
 from dsft.cli.commands import DoctorOptions
 from dsft.cli.doctor_report import show
-from dsft.doctor.examine import examine
-from dsft.doctor.findings import Report
+from dsft.doctor.examine import Report, examine
 from dsft.errors import EXIT_USER_ERROR, UserError, raise_if_any
 from dsft.launch.environment import remote_environment
 from dsft.launch.hosts import hosts_of, number_problems

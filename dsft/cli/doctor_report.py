@@ -6,10 +6,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dsft.doctor.check_between import differences
-from dsft.doctor.check_links import in_rate
+from dsft.doctor.examine import Report
 from dsft.doctor.facts import NodeFacts
-from dsft.doctor.findings import Finding, Report
+from dsft.doctor.findings import Finding
+from dsft.doctor.links import in_rate
+from dsft.doctor.node_checks import differences
 from dsft.runtime.console import show_table
 from dsft.units import GiB, plural
 

@@ -2,33 +2,54 @@
 
     report = examine(read_hosts("hostfile"), argv=["--config", "run.yaml"], quick=True)
 
-    facts    what each node is, by itself                      -> check_node, check_between
-    reach    who reaches whom, and the run's files             -> check_between, check_files
-    measure  the smoke test: sums and rates between all ranks  -> check_links
+    facts    what each node is, by itself                      -> node_checks
+    reach    who reaches whom, and the run's files             -> node_checks, run_checks
+    measure  the smoke test: sums and rates between all ranks  -> links
 
-This is the head's side; each node's is `phase.py`. Nothing is started that outlives this call, and nothing is left on
+This is the head's side; each node's is `phases.py`. Nothing is started that outlives this call, and nothing is left on
 the nodes.
 """
 
+import dataclasses
+import itertools
 import time
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from dsft.doctor.check_between import (
+from dsft.doctor.facts import NodeFacts
+from dsft.doctor.findings import Finding, finding
+from dsft.doctor.links import (
+    Measured,
+    RanksOfNodes,
+    check_answers,
+    check_assumed,
+    check_measured,
+    combine,
+    neighbours,
+    node_of_ranks,
+    ring_rounds,
+    some_rounds,
+)
+from dsft.doctor.node_checks import (
     check_clocks,
     check_interfaces,
     check_master,
     check_names,
     check_network,
+    check_node,
     check_versions,
 )
-from dsft.doctor.check_files import RunFiles, check_disk, check_files, read_run_files
-from dsft.doctor.check_links import RanksOfNodes, check_answers, check_assumed, check_measured
-from dsft.doctor.check_node import check_node
-from dsft.doctor.check_plan import RunPlan, plan_on, start_imports
-from dsft.doctor.facts import NodeFacts, Reached
-from dsft.doctor.findings import Finding, Report, finding
-from dsft.doctor.links import combine, neighbours, node_of_ranks, ring_rounds, some_rounds
-from dsft.doctor.ssh import SshNodes
+from dsft.doctor.phases import Reached
+from dsft.doctor.run_checks import (
+    RunFiles,
+    RunPlan,
+    check_disk,
+    check_files,
+    plan_on,
+    read_run_files,
+    start_imports,
+)
+from dsft.doctor.ssh_nodes import SshNodes
 from dsft.runtime.launcher_env import DEFAULT_PORT, Node
 
 GROUP_SECONDS = 15
@@ -41,8 +62,73 @@ GRACE_SECONDS = 15.0
 """A node may take so much longer than the first one for either."""
 
 
+@dataclass(kw_only=True)
+class Report:
+    """Everything about one examination."""
+
+    nodes: list[str]
+    findings: list[Finding] = field(default_factory=list)
+    facts: dict[str, NodeFacts] = field(default_factory=dict)
+    """By node, of those that answered, in the order of `nodes`."""
+    links: Measured | None = None
+    """None where the smoke test did not run to its end."""
+    quick: bool = False
+    plan: str = ""
+    """The plan that disk and memory were compared with, and why; empty without a configuration."""
+    seconds: float = 0.0
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """Ranks by node, of the nodes that answered; `links` counts these."""
+        return {node: facts.slots for node, facts in self.facts.items()}
+
+    @property
+    def ranks(self) -> list[list[int]]:
+        """Numbers of the ranks of each of these nodes. A launcher may have dealt them to the nodes in turn; the
+        doctor's own go node by node.
+        """
+        ends = itertools.accumulate(self.slots.values())
+        nodes = zip(self.facts.values(), ends, strict=True)
+        return [facts.ranks or list(range(end - facts.slots, end)) for facts, end in nodes]
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether ranks of these nodes would use GPUs."""
+        return any(facts.usable_gpus for facts in self.facts.values())
+
+    @property
+    def has_errors(self) -> bool:
+        return any(finding.severity == "error" for finding in self.findings)
+
+    def sorted_findings(self) -> list[Finding]:
+        """Errors first, else in the order they were noticed."""
+        return sorted(self.findings, key=lambda finding: ("error", "warning", "note").index(finding.severity))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json: nodes and ranks by name."""
+        links, names = None, list(self.facts)
+        if self.links:
+            links = {
+                "pairs": [{"nodes": [names[a], names[b]]} | pair for (a, b), pair in sorted(self.links.pairs.items())],
+                "inside_bytes_per_second": {names[node]: rate for node, rate in self.links.inside.items()},
+                "flops_of_ranks": list(self.links.flops.values()),
+                "collective_seconds": self.links.collective_seconds,
+            }
+        return {
+            "ok": not self.has_errors,
+            "nodes": self.nodes,
+            "slots": self.slots,
+            "findings": [dataclasses.asdict(finding) for finding in self.sorted_findings()],
+            "facts": {node: dataclasses.asdict(facts) for node, facts in self.facts.items()},
+            "links": links,
+            "quick": self.quick,
+            "plan": self.plan,
+            "seconds": round(self.seconds, 2),
+        }
+
+
 class Nodes(Protocol):
-    """Whoever runs the phases: `ssh.SshNodes` or `launched.LaunchedNodes`. Documented there."""
+    """Whoever runs the phases: `ssh_nodes.SshNodes` or `launched.LaunchedNodes`. Documented there."""
 
     def start(self, phase: str) -> None: ...
     def ready(self, names: list[str], *, timeout_seconds: float, grace_seconds: float) -> dict[str, str]: ...

@@ -1,14 +1,45 @@
-"""What the nodes answer to the doctor, as typed values. They travel as JSON: `dataclasses.asdict` there, `from_json`
+"""What a node is: typed facts, and how it gathers them about itself in about a tenth of a second, without torch,
+transformers or deepspeed, and without a context on a GPU. They travel as JSON: `dataclasses.asdict` there, `from_json`
 here.
 """
 
+import ctypes
+import ctypes.util
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import psutil
+
+from dsft.errors import one_line
+from dsft.runtime.disk import free_bytes
+from dsft.runtime.hardware import active_ports, cpu_count, free_host_bytes, host_memory_bytes
+from dsft.runtime.operators import compile_error, compiler_words
+from dsft.runtime.versions import PACKAGES, code_folder, code_hash, git_commit
+from dsft.units import MiB
+
+NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+GPU_QUERY = "index,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total,temperature.gpu"
+TIME_ERROR = 5
+"""adjtimex: the clock is not synchronized."""
+SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU as nvidia-smi tells it."""
+    """One GPU as nvidia-smi prints it."""
 
     index: int
     name: str
@@ -140,73 +171,168 @@ class NodeFacts:
         return cls(**values | typed)
 
 
-SLOWEST_LINK = 0.5e6
-"""Bytes per second (4 Mbit/s) below which a link is broken for any training."""
+def node_facts(
+    *, slots: int | None = None, ranks: list[int] = (), folders: list[str] = (), compiles: bool = False
+) -> NodeFacts:
+    """Everything about this machine that a launch depends on.
+
+    Args:
+        slots: ranks that start here; None: one per GPU, else up to 2 CPU processes (as `hardware.default_ranks`).
+        ranks: their numbers, where a launcher has started them.
+        folders: more folders whose free space is asked, such as the run's.
+        compiles: whether to try the compiler, which takes a second.
+    """
+    gpus, cuda = gpu_facts(), _torch_cuda()
+    files, locked = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    facts = NodeFacts(
+        host=socket.gethostname(),
+        python_path=sys.executable,
+        code_folder=str(code_folder()),
+        slots=slots or 0,
+        ranks=list(ranks),
+        versions=_versions(gpus, cuda),
+        gpus=gpus,
+        torch_cuda=cuda,
+        cpu_only=os.environ.get("DS_ACCELERATOR") == "cpu",
+        visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        cores=cpu_count(),
+        host_bytes=host_memory_bytes(),
+        available_bytes=free_host_bytes(),
+        shm_bytes=free_bytes("/dev/shm"),
+        open_files=None if files == resource.RLIM_INFINITY else files,
+        locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
+        tools=_tools(),
+        compile_error=compile_error() if compiles else "",
+        disks={folder: free_bytes(folder) for folder in {*folders, *cache_folders().values()}},
+        caches=cache_folders(),
+        hub_offline=os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
+        # adjtimex(2), as timedatectl asks it; a buffer of zeros changes nothing.
+        clock_synchronized=ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512)) not in (-1, TIME_ERROR),
+        network=network_facts(),
+    )
+    return facts if slots else dataclasses.replace(facts, slots=len(facts.usable_gpus) or min(2, facts.cores))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """An address that a node is to connect to."""
-
-    kind: str
-    """"master": rank 0's port; "open": another node's open port, by its address; "name": the same by its name."""
-    name: str
-    """Of the node that should answer."""
-    address: str
-    port: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Connection(Target):
-    """What came of it."""
-
-    host: str = ""
-    """The host name that answered there; empty where none did."""
-    error: str = ""
-    """Why none did: timeout, refused, unresolved, closed, or the system's words."""
-    seconds: float = 0.0
-    """Of a small message one way."""
-    clock_ahead: float = 0.0
-    """Seconds by which the other node's clock is ahead."""
-    bytes_per_second: float = 0.0
-    """Of a block from there, of kind "open"; 0 where none was sent."""
+def cache_folders() -> dict[str, str]:
+    """Where models and data sets of the hub, and compiled operators, are kept."""
+    home = os.path.expanduser(
+        os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    )
+    return {
+        "hub": os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")),
+        "data sets": os.path.expanduser(os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets")),
+        "operators": os.path.expanduser(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"),
+    }
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileContent:
-    """A file, folder or glob as one node sees it."""
+def network_facts() -> Network:
+    """Addresses, interfaces, and what the host's own name resolves to."""
+    interfaces, stats = {}, psutil.net_if_stats()
+    for name, addresses in psutil.net_if_addrs().items():
+        ipv4 = [entry.address for entry in addresses if entry.family == socket.AF_INET]
+        if ipv4 and name in stats:
+            interfaces[name] = Interface(addresses=ipv4, mtu=stats[name].mtu, mbit=stats[name].speed)
+    try:
+        words = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=5).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        words = []
+    known = [address for card in interfaces.values() for address in card.addresses if not address.startswith("127.")]
+    return Network(
+        addresses=words or known,
+        interfaces=interfaces,
+        own_name=addresses_of(socket.gethostname()),
+        infiniband=sorted({card for card, _, _ in active_ports()}),
+        variables={name: os.environ[name] for name in SOCKET_VARIABLES if name in os.environ},
+    )
 
-    files: int
-    bytes: int
-    hash: str
-    """Over names, sizes and the ends of each file."""
+
+def addresses_of(name: str) -> list[str]:
+    """Addresses that a host name resolves to here; none where it does not."""
+    try:
+        return sorted({info[4][0] for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
+    except OSError:
+        return []
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reached:
-    """What one node reaches: other nodes, and the files of the run."""
+def _versions(gpus: Gpus, cuda: str) -> dict[str, str]:
+    """Of Python, packages, dsft's own code, and what the GPUs run with."""
 
-    connections: list[Connection]
-    names: dict[str, list[str]]
-    """Addresses of the other nodes' names as this node resolves them; none where it does not."""
-    outgoing: str
-    """This node's address on the way to the master; empty without a way."""
-    contents: dict[str, FileContent | None]
-    """The run's data and models; None where nothing is there."""
-    cached: dict[str, bool]
-    """Whether each name on the hub is in this node's cache."""
-    config: dict[str, str] | None
-    """The keys of the run's configuration file with their values; None where there is no such file, or none was asked
-    for."""
-    sees_probe: bool | None
-    """Whether the file that the first node has made shows here; None where it was not asked."""
+    def version(package: str) -> str:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return ""
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Reached":
-        """Raises: KeyError, TypeError: of another version of dsft."""
-        contents = values["contents"].items()
-        typed = {
-            "connections": [Connection(**connection) for connection in values["connections"]],
-            "contents": {source: content and FileContent(**content) for source, content in contents},
-        }
-        return cls(**values | typed)
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) or "missing" for name in PACKAGES},
+        "dsft commit": git_commit() or "no checkout",
+        "dsft code": code_hash(),
+        "NCCL": next(filter(None, map(version, NCCL_WHEELS)), "none"),
+        "torch's CUDA": cuda or "none",
+        "GPU driver": gpus.driver or "none",
+        "GPU type": ", ".join(sorted({gpu.name for gpu in gpus.cards})) or "none",
+    }
+
+
+def _torch_cuda() -> str:
+    """CUDA of the installed torch, read from its version.py; empty for a CPU build or without torch."""
+    spec = importlib.util.find_spec("torch")
+    path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    if not path or not path.is_file():
+        return ""
+    match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return match[1] if match else ""
+
+
+def _tools() -> dict[str, str]:
+    """What DeepSpeed compiles its operators with at first use; empty where it is missing."""
+
+    def first(*paths: str) -> str:
+        return next((path for path in paths if os.path.isfile(path)), "")
+
+    cuda = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return {
+        "c++": shutil.which(compiler_words()[0]) or "",
+        "ninja": shutil.which("ninja") or (importlib.util.find_spec("ninja") and "package") or "",
+        "Python.h": first(f"{sysconfig.get_paths()['include']}/Python.h"),
+        "libaio": ctypes.util.find_library("aio") or "",
+        "libaio.h": first("/usr/include/libaio.h", "/usr/local/include/libaio.h"),
+        "nvcc": first(f"{cuda}/bin/nvcc" if cuda else "", shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc"),
+    }
+
+
+def gpu_facts() -> Gpus:
+    """GPUs and their driver as nvidia-smi prints them."""
+    if not shutil.which("nvidia-smi"):
+        return Gpus()
+    command = ["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=15)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Gpus(error=f"nvidia-smi: {one_line(error)[:200]}")
+    if result.returncode:
+        text = " ".join((result.stdout + result.stderr).split())[:200]
+        return Gpus(error="" if "No devices were found" in text else f"nvidia-smi: {text}")
+    return parse_gpus(result.stdout)
+
+
+def parse_gpus(text: str) -> Gpus:
+    """The answer to `GPU_QUERY`. Numbers that a GPU does not have ("[N/A]") are 0."""
+    cards, driver = [], ""
+    for line in filter(None, text.splitlines()):
+        index, name, total, used, driver, errors, celsius = (part.strip() for part in line.split(","))
+        card = Gpu(
+            index=_number(index),
+            name=name,
+            memory_bytes=_number(total) * MiB,
+            used_bytes=_number(used) * MiB,
+            ecc_errors=_number(errors),
+            celsius=_number(celsius),
+        )
+        cards.append(card)
+    return Gpus(driver=driver, cards=cards)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else 0

@@ -2,13 +2,8 @@
 docs/doctor.md lists the same.
 """
 
-import dataclasses
-import itertools
-from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from dsft.doctor.facts import NodeFacts
-from dsft.doctor.links import Measured
+from dataclasses import dataclass
+from typing import Literal
 
 Severity = Literal["error", "warning", "note"]
 
@@ -145,71 +140,6 @@ def finding(code: str, where: str, message: str, fix: str, *, severity: Severity
     """A finding with its kind's reason, and severity where no other is given."""
     usual, why = MESSAGES[code]
     return Finding(code=code, severity=severity or usual, message=message, where=where, why=why, fix=fix)
-
-
-@dataclass(kw_only=True)
-class Report:
-    """Everything about one examination."""
-
-    nodes: list[str]
-    findings: list[Finding] = field(default_factory=list)
-    facts: dict[str, NodeFacts] = field(default_factory=dict)
-    """By node, of those that answered, in the order of `nodes`."""
-    links: Measured | None = None
-    """None where the smoke test did not run to its end."""
-    quick: bool = False
-    plan: str = ""
-    """The plan that disk and memory were compared with, and why; empty without a configuration."""
-    seconds: float = 0.0
-
-    @property
-    def slots(self) -> dict[str, int]:
-        """Ranks by node, of the nodes that answered; `links` counts these."""
-        return {node: facts.slots for node, facts in self.facts.items()}
-
-    @property
-    def ranks(self) -> list[list[int]]:
-        """Numbers of the ranks of each of these nodes. A launcher may have dealt them to the nodes in turn; the
-        doctor's own go node by node.
-        """
-        ends = itertools.accumulate(self.slots.values())
-        nodes = zip(self.facts.values(), ends, strict=True)
-        return [facts.ranks or list(range(end - facts.slots, end)) for facts, end in nodes]
-
-    @property
-    def has_gpus(self) -> bool:
-        """Whether ranks of these nodes would use GPUs."""
-        return any(facts.usable_gpus for facts in self.facts.values())
-
-    @property
-    def has_errors(self) -> bool:
-        return any(finding.severity == "error" for finding in self.findings)
-
-    def sorted_findings(self) -> list[Finding]:
-        """Errors first, else in the order they were noticed."""
-        return sorted(self.findings, key=lambda finding: ("error", "warning", "note").index(finding.severity))
-
-    def as_dict(self) -> dict[str, Any]:
-        """For --json: nodes and ranks by name."""
-        links, names = None, list(self.facts)
-        if self.links:
-            links = {
-                "pairs": [{"nodes": [names[a], names[b]]} | pair for (a, b), pair in sorted(self.links.pairs.items())],
-                "inside_bytes_per_second": {names[node]: rate for node, rate in self.links.inside.items()},
-                "flops_of_ranks": list(self.links.flops.values()),
-                "collective_seconds": self.links.collective_seconds,
-            }
-        return {
-            "ok": not self.has_errors,
-            "nodes": self.nodes,
-            "slots": self.slots,
-            "findings": [dataclasses.asdict(finding) for finding in self.sorted_findings()],
-            "facts": {node: dataclasses.asdict(facts) for node, facts in self.facts.items()},
-            "links": links,
-            "quick": self.quick,
-            "plan": self.plan,
-            "seconds": round(self.seconds, 2),
-        }
 
 
 def join(names: list[str]) -> str:

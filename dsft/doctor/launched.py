@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from dsft.doctor.examine import examine_through
-from dsft.doctor.findings import Finding, Report, finding
-from dsft.doctor.phase import facts, reach
+from dsft.doctor.examine import Report, examine_through
+from dsft.doctor.findings import Finding, finding
+from dsft.doctor.phases import answer
 from dsft.doctor.smoke import take_part
 from dsft.errors import EXIT_USER_ERROR, one_line
 from dsft.runtime.launcher_env import Node
@@ -31,7 +31,7 @@ IDLE_SECONDS = 120
 
 
 class LaunchedNodes:
-    """As `ssh.SshNodes`, by way of the store: rank 0 calls `run`, all others `take_part` until it says False."""
+    """As `ssh_nodes.SshNodes`, by way of the store: rank 0 calls `run`, all others `take_part` until it says False."""
 
     def __init__(self, store: dist.Store, ranks: dict[str, list[int]]):
         """Args: `ranks`: by host."""
@@ -73,18 +73,18 @@ class LaunchedNodes:
         self._store.set(f"question {number}", json.dumps({"phase": phase, "inputs": inputs}))
         self.take_part()
         for host in inputs:
-            answer = self._wait(f"answer {number} {host}", deadline)
-            if answer is None and phase != "measure":  # the smoke test names its ranks itself
+            said = self._wait(f"answer {number} {host}", deadline)
+            if said is None and phase != "measure":  # the smoke test names its ranks itself
                 look = f"look for its rank {self._ranks[host][0]} there: ps aux"
                 self._silent[host] = finding("node-silent", host, f"no answer to {phase!r}", look)
-            elif answer and "failed" in answer:
-                words = f"{phase}: {answer['failed']}"[:300]
+            elif said and "failed" in said:
+                words = f"{phase}: {said['failed']}"[:300]
                 self._failures.append(finding("node-failed", host, words, "try it by hand there"))
-            elif answer:
-                answers[host] = answer["answer"]
+            elif said:
+                answers[host] = said["answer"]
         for rank in [rank for host in inputs for rank in self._ranks[host]] if on_event else []:
             for event in self._wait(f"events {number} {rank}", deadline) or []:
-                on_event(event | {"rank": rank})
+                on_event(event)
         return answers
 
     def _wait(self, key: str, deadline: float) -> Any:
@@ -103,38 +103,28 @@ class LaunchedNodes:
             self._held.close()
             return False
         if self._host in question["inputs"]:
-            values = question["inputs"][self._host]
-            if question["phase"] == "measure":
+            phase, values, said = question["phase"], question["inputs"][self._host], {"answer": {}}
+            if phase == "measure":
                 self._measure(values)
+                said = {"answer": {"code": 0, "last_words": ""}}
             if self._rank == self._ranks[self._host][0]:
-                answer = self._answer(question["phase"], values)
-                self._store.set(f"answer {self._number} {self._host}", json.dumps(answer))
+                if phase == "end":
+                    self._held.close()
+                elif phase != "measure":
+                    said = answer(phase, self._held, values)
+                self._store.set(f"answer {self._number} {self._host}", json.dumps(said))
         self._number += 1
         return True
-
-    def _answer(self, phase: str, values: dict[str, Any]) -> dict[str, Any]:
-        try:
-            if phase == "measure":
-                return {"answer": {"code": 0, "last_words": ""}}
-            if phase == "end":
-                return {"answer": self._held.close()}
-            return {"answer": {"facts": facts, "reach": reach}[phase](self._held, **values)}
-        except Exception as error:  # becomes a finding
-            return {"failed": f"{type(error).__name__}: {error}"}
 
     def _measure(self, values: dict[str, Any]) -> None:
         """This rank's part in the smoke test; its stages go to the store as they begin, each time as a full list."""
         events: list[dict[str, Any]] = []
 
-        def tell(**content: Any) -> None:
-            events.append(content)
+        def tell(**event: Any) -> None:
+            events.append(event)
             self._store.set(f"events {self._number} {self._rank}", json.dumps(events))
 
-        local, store = int(os.environ["LOCAL_RANK"]), dist.PrefixStore("smoke", self._store)
-        try:
-            take_part(local, self._rank, values, tell, store=store)
-        except (RuntimeError, ValueError, OSError) as error:
-            tell(failed=" ".join(f"{type(error).__name__}: {error}".split())[:600])
+        take_part(int(os.environ["LOCAL_RANK"]), self._rank, values, tell, store=dist.PrefixStore("smoke", self._store))
 
     def broken(self) -> list[Finding]:
         """Hosts that did not answer, or could not do what they were asked."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from dsft.doctor.links import SLOW, combine, node_of_ranks, pair_rates, partners, slow_keys
-from dsft.doctor.phase import MARK
+from dsft.doctor.phases import say
 from dsft.planner.calibration import all_reduce_bytes, exchange_rate, matmul_flops, median_seconds
 
 LIFE_SECONDS = 40
@@ -37,78 +37,68 @@ AGAIN = 5
 
 
 def main() -> None:
-    _write(ready=True)
+    say(event={"ready": True})
     line = sys.stdin.readline()
     if not line:
         return  # the test is not wanted
     options = json.loads(line)
     if options["devices"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, options["devices"]))
-    ranks = options["nodes"][options["node"]]
-    children = [pid for local, rank in enumerate(ranks) if (pid := _fork(local, rank, options))]
+    children = []
+    for local, rank in enumerate(options["nodes"][options["node"]]):
+        if pid := os.fork():
+            children.append(pid)
+            continue
+        signal.alarm(LIFE_SECONDS)
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(sum(map(len, options["nodes"]))),
+            "LOCAL_RANK": str(local),
+            "MASTER_ADDR": options["master"],
+            "MASTER_PORT": str(options["port"]),
+        }
+        is_done = take_part(local, rank, options, lambda **event: say(event=event))
+        os._exit(0 if is_done else 1)  # no shutdown of the interpreter: other ranks may be gone already
     sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in children))
-
-
-def _fork(local: int, rank: int, options: dict[str, Any]) -> int:
-    if pid := os.fork():
-        return pid
-    try:
-        _run(local, rank, options)
-    except (RuntimeError, ValueError, OSError) as error:  # torch's errors of the network and of CUDA are RuntimeErrors
-        _write(rank=rank, failed=" ".join(f"{type(error).__name__}: {error}".split())[:600])
-        os._exit(1)
-    os._exit(0)  # no shutdown of the interpreter: other ranks may be gone already
-
-
-def _run(local: int, rank: int, options: dict[str, Any]) -> None:
-    signal.alarm(LIFE_SECONDS)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(sum(map(len, options["nodes"]))),
-        "LOCAL_RANK": str(local),
-        "MASTER_ADDR": options["master"],
-        "MASTER_PORT": str(options["port"]),
-    }
-    take_part(local, rank, options, lambda **content: _write(rank=rank, **content))
-
-
-def _write(**content: Any) -> None:
-    """One write, so that lines of several ranks do not mix."""
-    os.write(1, (MARK + json.dumps(content) + "\n").encode())
 
 
 def take_part(
     local: int, rank: int, options: dict[str, Any], tell: Callable[..., None], *, store: dist.Store | None = None
-) -> None:
-    """Join the process group as one rank and measure with the others.
+) -> bool:
+    """Join the process group as one rank and measure with the others. Returns whether it came to the end.
 
     Args:
         local: number of the GPU, and place among the node's ranks.
-        tell: takes each stage as it begins, and with the last one what was measured.
+        tell: gets each stage as it begins, with the last one what was measured, or why it failed.
         store: where the ranks meet; by default at MASTER_ADDR and MASTER_PORT.
     """
-    if options["interface"]:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", options["interface"])
-    tell(stage="starting")
-    if options["gpu"]:
-        torch.cuda.set_device(local)
-    torch.set_num_threads(1)  # cores are compared, not how many of them the slots leave to each rank
-    tell(stage="joining the others")
-    world = sum(map(len, options["nodes"]))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if options["gpu"] else "gloo",
-        timeout=timedelta(seconds=options["group_seconds"]),
-        **({"store": store, "rank": rank, "world_size": world} if store else {}),
-    )
-    place = Place(
-        rank=rank,
-        nodes=options["nodes"],
-        rounds=[[tuple(pair) for pair in pairs] for pairs in options["rounds"]],
-        device=torch.device("cuda", local) if options["gpu"] else torch.device("cpu"),
-    )
-    everyone = measure_all(place, lambda stage: tell(stage=stage))
-    tell(stage="done", measured=everyone[rank])
-    dist.barrier()
+    try:
+        if options["interface"]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", options["interface"])
+        tell(rank=rank, stage="starting")
+        if options["gpu"]:
+            torch.cuda.set_device(local)
+        torch.set_num_threads(1)  # cores are compared, not how many of them the slots leave to each rank
+        tell(rank=rank, stage="joining the others")
+        world = sum(map(len, options["nodes"]))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if options["gpu"] else "gloo",
+            timeout=timedelta(seconds=options["group_seconds"]),
+            **({"store": store, "rank": rank, "world_size": world} if store else {}),
+        )
+        place = Place(
+            rank=rank,
+            nodes=options["nodes"],
+            rounds=[[tuple(pair) for pair in pairs] for pairs in options["rounds"]],
+            device=torch.device("cuda", local) if options["gpu"] else torch.device("cpu"),
+        )
+        everyone = measure_all(place, lambda stage: tell(rank=rank, stage=stage))
+        tell(rank=rank, stage="done", measured=everyone[rank])
+        dist.barrier()
+    except (RuntimeError, ValueError, OSError) as error:  # torch's errors of the network and of CUDA are RuntimeErrors
+        tell(rank=rank, failed=" ".join(f"{type(error).__name__}: {error}".split())[:600])
+        return False
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,18 +17,38 @@ import pytest
 from conftest import ROOT, flags
 from ranks import on_ranks
 
-from dsft.doctor import reach
-from dsft.doctor.check_between import (
+from dsft.doctor import phases
+from dsft.doctor.examine import Report, examine_through
+from dsft.doctor.facts import NodeFacts, node_facts, parse_gpus
+from dsft.doctor.findings import MESSAGES, Finding, finding
+from dsft.doctor.links import (
+    Measured,
+    RanksOfNodes,
+    all_rounds,
+    check_answers,
+    check_assumed,
+    check_measured,
+    combine,
+    neighbours,
+    ring_rounds,
+    slow_keys,
+    slow_nodes,
+    some_rounds,
+)
+from dsft.doctor.node_checks import (
     check_clocks,
     check_interfaces,
     check_master,
     check_names,
     check_network,
+    check_node,
     check_versions,
     differences,
 )
-from dsft.doctor.check_files import (
+from dsft.doctor.phases import Connection, FileContent, Reached, config_values, file_content
+from dsft.doctor.run_checks import (
     RunFiles,
+    _machine,
     check_config,
     check_content,
     check_disk,
@@ -37,24 +57,6 @@ from dsft.doctor.check_files import (
     check_output,
     read_run_files,
 )
-from dsft.doctor.check_links import RanksOfNodes, check_answers, check_assumed, check_measured
-from dsft.doctor.check_node import check_node
-from dsft.doctor.check_plan import _machine
-from dsft.doctor.examine import examine_through
-from dsft.doctor.facts import Connection, FileContent, NodeFacts, Reached
-from dsft.doctor.findings import MESSAGES, Finding, Report, finding
-from dsft.doctor.gather import node_facts, parse_gpus
-from dsft.doctor.links import (
-    Measured,
-    all_rounds,
-    combine,
-    neighbours,
-    ring_rounds,
-    slow_keys,
-    slow_nodes,
-    some_rounds,
-)
-from dsft.doctor.reach import config_values, file_content
 from dsft.doctor.smoke import tcp_segments
 from dsft.errors import UserError
 from dsft.planner.calibration import keep_links, speeds_file, with_links
@@ -216,7 +218,7 @@ CASES = {
     "no-dsft": lambda: [
         broken_off(
             "n3",
-            f"{sys.executable}: Error while finding module specification for 'dsft.doctor.phase'"
+            f"{sys.executable}: Error while finding module specification for 'dsft.doctor.phases'"
             " (ModuleNotFoundError: No module named 'dsft')",
             1,
         )
@@ -506,15 +508,15 @@ def test_a_link_or_node_is_named_only_where_it_stayed_slow_beside_the_fastest_pa
 def test_file_contents_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
     (tmp_path / "a").mkdir()
     large = tmp_path / "a/large.bin"
-    large.write_bytes(b"0" * (3 * reach.END_BYTES))
+    large.write_bytes(b"0" * (3 * phases.END_BYTES))
     (tmp_path / "a/checkpoint-1").mkdir()
     (tmp_path / "a/checkpoint-1/w").write_text("not compared")
     assert file_content(str(tmp_path / "nothing")) is None
     first = file_content(str(tmp_path / "a"))
-    assert first.files == 1 and file_content(str(tmp_path / "a/*.bin")).bytes == 3 * reach.END_BYTES
+    assert first.files == 1 and file_content(str(tmp_path / "a/*.bin")).bytes == 3 * phases.END_BYTES
     for change in (
-        lambda: large.write_bytes(b"1" + b"0" * (3 * reach.END_BYTES - 1)),
-        lambda: large.write_bytes(b"0" * (3 * reach.END_BYTES - 1) + b"1"),
+        lambda: large.write_bytes(b"1" + b"0" * (3 * phases.END_BYTES - 1)),
+        lambda: large.write_bytes(b"0" * (3 * phases.END_BYTES - 1) + b"1"),
         lambda: large.write_bytes(b"0"),
         lambda: large.rename(tmp_path / "a/other.bin"),
     ):
@@ -607,8 +609,8 @@ def test_uneven_nodes_are_counted_by_host_on_every_rank():
 
 def test_the_head_and_the_phases_need_no_torch_and_facts_travel_as_json():
     code = (
-        "import dataclasses, json, sys; from dsft.doctor import examine, phase;"
-        " print(json.dumps(dataclasses.asdict(phase.node_facts())));"
+        "import dataclasses, json, sys; from dsft.doctor import examine, phases;"
+        " print(json.dumps(dataclasses.asdict(phases.node_facts())));"
         " assert not {'torch', 'transformers', 'deepspeed'} & sys.modules.keys()"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -8,8 +8,8 @@ from tiny import write_model
 
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
-from dsft.doctor.check_plan import plan_on
-from dsft.doctor.gather import node_facts
+from dsft.doctor.facts import node_facts
+from dsft.doctor.run_checks import plan_on
 from dsft.errors import UserError
 from dsft.planner.plans import as_dict
 from dsft.run_setup.checkpoint_size import checkpoint_size

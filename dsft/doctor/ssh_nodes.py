@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from dsft.doctor.findings import Finding, finding
-from dsft.doctor.phase import MARK
+from dsft.doctor.phases import MARK
 from dsft.runtime.launcher_env import Node
 from dsft.runtime.ssh import ssh_banner, ssh_command, ssh_problem
 
@@ -40,7 +40,7 @@ class PhaseCommand:
 
     def __init__(self, node: Node, phase: str, variables: dict[str, str] | None):
         self.phase, self.exit_code = phase, None
-        words = [sys.executable, "-m", "dsft.doctor.phase", phase]
+        words = [sys.executable, "-m", "dsft.doctor.phases", phase]
         if variables is not None:
             words = ssh_command(node.name, words, variables)
         self._process = subprocess.Popen(
