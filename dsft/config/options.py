@@ -138,8 +138,8 @@ class DataFields:
     data: list[str] = field(default_factory=list)
     """Sources, each a file (txt, json, jsonl, csv, parquet, arrow, also .gz, .bz2, .xz, .zst), a glob, a folder of
     files, or a hub data set as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."""
-    data_format: Literal["auto", "text", "prompt_completion", "messages", "sharegpt", "alpaca", "template"] = "auto"
-    """auto goes by the columns of each source, see docs/data.md."""
+    data_format: str = "auto"
+    """Format of the rows, such as messages or text (docs/data.md); auto goes by the columns of each source."""
     text_column: str = "text"
     """Column that holds the text, for data_format text."""
     prompt_template: str | None = None
@@ -170,8 +170,8 @@ class DataFields:
     """What happens to a prompt and completion, or a chat, longer than seq_len; it is counted in run.json. A truncated
     answer teaches a model not to stop."""
     bad_rows: Literal["error", "drop"] = "error"
-    """What happens to a row that cannot be used (no text, roles out of order ...); dropped ones are counted in
-    run.json."""
+    """What happens to a row that cannot be used (no text, two messages of one role in a row ...); dropped ones are
+    counted in run.json."""
     data_cache: str | None = None
     """Folder for prepared tokens; by default dsft/data in the user's cache. Ranks that share it prepare once."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from enum import Enum
 from itertools import pairwise
+from os.path import getsize
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from dsft.data.formats import FormatRules, FormattedSource
 from dsft.data.packing import PackedRows, best_fit
 from dsft.data.sequences import Items, Sequence, cut, describe_counts, sequence, sequences_in
-from dsft.data.sources import Source, raw_size
+from dsft.data.sources import Source
 from dsft.data.tokenization import tokenise
 from dsft.errors import UserError
 from dsft.models.trials import NO_RULES, RowRules, positions
@@ -95,31 +96,28 @@ class EpochSampler(torch.utils.data.Sampler):
         """Lists the items of an epoch in their order."""
         generator = torch.Generator().manual_seed(self.seed + epoch)
         real = torch.randperm(len(self.data.items), generator=generator).numpy()
+        lengths, per_step = self.data.items.lengths, self.data.per_step
+
+        def longest_first(size: int) -> np.ndarray:
+            """Orders each `size` items that follow each other."""
+            groups = [real[start : start + size] for start in range(0, len(real), size)]
+            return np.concatenate([group[np.argsort(-lengths[group], kind="stable")] for group in groups or [real]])
+
         if self.grouping is LengthGrouping.IN_ORDER:
             real = np.arange(len(real))
-        elif self.grouping is LengthGrouping.ACROSS_STEPS:
-            real = self._by_length(real, generator)
         elif self.grouping is LengthGrouping.WITHIN_STEP:
-            lengths, per_step = self.data.items.lengths, self.data.per_step
-            steps = [real[start : start + per_step] for start in range(0, len(real), per_step)]
-            real = np.concatenate([step[np.argsort(-lengths[step], kind="stable")] for step in steps])
+            real = longest_first(per_step)
+        elif self.grouping is LengthGrouping.ACROSS_STEPS:
+            by_length = longest_first(GROUPED_STEPS * per_step)
+            num_full = len(by_length) // per_step
+            rest = by_length[num_full * per_step :]
+            steps = by_length[: num_full * per_step].reshape(num_full, per_step)
+            steps = steps[torch.randperm(num_full, generator=generator).numpy()]
+            if len(steps):  # what does not fit into memory should fail at once
+                longest = int(lengths[steps].max(1).argmax())
+                steps[[0, longest]] = steps[[longest, 0]]
+            real = np.concatenate([steps.reshape(-1), rest])
         return [*real.tolist(), *range(len(real), len(self.data))][: self.number]
-
-    def _by_length(self, order: np.ndarray, generator: torch.Generator) -> np.ndarray:
-        lengths, per_step = self.data.items.lengths, self.data.per_step
-        chunks = [
-            order[start : start + GROUPED_STEPS * per_step] for start in range(0, len(order), GROUPED_STEPS * per_step)
-        ]
-        chunks = [chunk[np.argsort(-lengths[chunk], kind="stable")] for chunk in chunks]
-        by_length = np.concatenate(chunks) if chunks else order
-        num_full = len(by_length) // per_step
-        rest = by_length[num_full * per_step :]
-        steps = by_length[: num_full * per_step].reshape(num_full, per_step)
-        steps = steps[torch.randperm(num_full, generator=generator).numpy()]
-        if len(steps):  # what does not fit into memory should fail at once
-            longest = int(lengths[steps].max(1).argmax())
-            steps[[0, longest]] = steps[[longest, 0]]
-        return np.concatenate([steps.reshape(-1), rest])
 
 
 PACKED_AT_ONCE = 1000
@@ -127,7 +125,15 @@ PACKED_AT_ONCE = 1000
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Sources drawn from by weight (by default as often as each other), each begun again at its end."""
+    """Sequences, or packed rows of them, of sources that are tokenised while training; nothing is kept.
+
+    The sources are drawn from by weight (by default as often as each other), each begun again at its end. Every rank
+    reads the full stream and takes its part (accelerate's IterableDatasetShard), so that the order is the same on any
+    number of ranks. The Trainer of a resumed run reads from the beginning up to its place.
+    """
+
+    # Mixing and shuffling are done here: `datasets.interleave_datasets` reads the first five rows of each source once
+    # more to infer columns, so that the counts of what was read would be wrong, and it turns arrays into lists.
 
     def __init__(
         self,
@@ -150,7 +156,7 @@ class Stream(torch.utils.data.IterableDataset):
         """A digest of what the order depends on, for resuming."""
         order = json.dumps(
             [
-                [formatted.source.name, [*map(raw_size, formatted.source.files)], asdict(formatted.rules)]
+                [formatted.source.name, [*map(getsize, formatted.source.files)], asdict(formatted.rules)]
                 for formatted in self.sources
             ]
             + [self.weights, self.pack, self.shuffle_buffer],
@@ -159,20 +165,38 @@ class Stream(torch.utils.data.IterableDataset):
         return {"stream": hashlib.sha256(order.encode()).hexdigest()[:16]}
 
     def __iter__(self) -> Iterator[Sequence | list[Sequence]]:
-        sequences = _shuffled(self._mixed(), self.shuffle_buffer, np.random.default_rng(self.seed))
-        return _packed(sequences, self.seq_len) if self.pack else sequences
+        sequences = self._shuffled()
+        if not self.pack:
+            yield from sequences  # without end
+        waiting: list[Sequence] = []
+        while True:  # best fit among the sequences at hand; those of the emptiest row wait for more
+            waiting += [next(sequences) for _ in range(PACKED_AT_ONCE)]
+            lengths = np.array([len(each["input_ids"]) for each in waiting])
+            *full, emptiest = sorted(best_fit(lengths, self.seq_len), key=lambda row: -lengths[row].sum())
+            yield from ([waiting[index] for index in row] for row in full)
+            waiting = [waiting[index] for index in emptiest]
 
     def may_mix(self, batch: int) -> bool:
         """Tell whether batches of `batch` items may hold sequences of several lengths."""
         return self.pack or (batch > 1 and not all(formatted.rules.is_text for formatted in self.sources))
 
-    def _mixed(self) -> Iterator[Sequence]:
+    def _shuffled(self) -> Iterator[Sequence]:
+        """Draws each time one of the next `shuffle_buffer` sequences, each of a source drawn by weight."""
         parts = [self._sequences(formatted.source, formatted.rules) for formatted in self.sources]
-        generator, share = np.random.default_rng(self.seed), np.array(self.weights or [1.0] * len(parts))
+        share = np.array(self.weights or [1.0] * len(parts))
+        of_sources, of_buffer = np.random.default_rng(self.seed), np.random.default_rng(self.seed)
+
+        def draw() -> Sequence:
+            return next(parts[of_sources.choice(len(parts), p=share / share.sum())])
+
+        buffer = [draw() for _ in range(self.shuffle_buffer)]
         while True:
-            yield next(parts[generator.choice(len(parts), p=share / share.sum())])
+            index = int(of_buffer.integers(self.shuffle_buffer))
+            yield buffer[index]
+            buffer[index] = draw()
 
     def _sequences(self, source: Source, rules: FormatRules) -> Iterator[Sequence]:
+        """Yields the sequences of a source, again from its beginning at its end."""
         rest = np.zeros(0, np.int32)
         while True:
             before = self.counts["tokens"]
@@ -182,7 +206,11 @@ class Stream(torch.utils.data.IterableDataset):
                 self.counts += Counter(tokens=len(tokens.ids), trained_tokens=int(tokens.trained.sum()))
                 if rules.is_text:
                     ids, trained = np.concatenate([rest, tokens.ids]), np.ones(len(rest) + len(tokens.ids), bool)
-                    spans = self._spans_of_text(len(ids), tokens.ends + len(rest))
+                    # With packing it is cut into its documents, which may share a row; else it is laid end to end.
+                    complete = tokens.ends + len(rest) if self.pack else np.zeros(0, np.int64)
+                    spans = list(zip(*(bounds.tolist() for bounds in cut(complete, self.seq_len)), strict=True))
+                    starts = range(spans[-1][1] if spans else 0, len(ids) - self.seq_len + 1, self.seq_len)
+                    spans += [(start, start + self.seq_len) for start in starts]
                     rest = ids[spans[-1][1] if spans else 0 :]
                 else:
                     ids, trained, spans = tokens.ids, tokens.trained, pairwise([0, *tokens.ends])
@@ -193,34 +221,7 @@ class Stream(torch.utils.data.IterableDataset):
                 )
             if self.counts["tokens"] == before:
                 counts = describe_counts(self.counts)
-                raise UserError([f"{source.key}: {source.name} gives no token to train on ({counts})"])
-
-    def _spans_of_text(self, num_tokens: int, document_ends: np.ndarray) -> list[tuple[int, int]]:
-        """Cuts text: with packing into its documents, which may share a row; else it is laid end to end."""
-        complete = document_ends if self.pack else np.zeros(0, np.int64)
-        spans = list(zip(*(bounds.tolist() for bounds in cut(complete, self.seq_len)), strict=True))
-        starts = range(spans[-1][1] if spans else 0, num_tokens - self.seq_len + 1, self.seq_len)
-        return spans + [(start, start + self.seq_len) for start in starts]
-
-
-def _shuffled(sequences: Iterator[Sequence], buffer_size: int, generator: np.random.Generator) -> Iterator[Sequence]:
-    """Yields each time one of the next `buffer_size` sequences, drawn at random."""
-    buffer = [next(sequences) for _ in range(buffer_size)]
-    while True:
-        index = int(generator.integers(buffer_size))
-        yield buffer[index]
-        buffer[index] = next(sequences)
-
-
-def _packed(sequences: Iterator[Sequence], room: int) -> Iterator[list[Sequence]]:
-    """Packs by best fit among the sequences at hand; those of the emptiest row wait for more."""
-    waiting: list[Sequence] = []
-    while True:
-        waiting += [next(sequences) for _ in range(PACKED_AT_ONCE)]
-        lengths = np.array([len(sequence["input_ids"]) for sequence in waiting])
-        *full, emptiest = sorted(best_fit(lengths, room), key=lambda row: -lengths[row].sum())
-        yield from ([waiting[index] for index in row] for row in full)
-        waiting = [waiting[index] for index in emptiest]
+                raise UserError(f"{source.key}: {source.name} gives no token to train on ({counts})")
 
 
 def num_mixed(order: list[int], items: Items, batch: int, rules: RowRules) -> int:

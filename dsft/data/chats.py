@@ -1,21 +1,23 @@
-"""Renders chats in their template, and finds which of the tokens are an assistant's.
+"""Renders chats in their template, and finds which stretches of the text are an assistant's.
 
-Where a message stands in the rendered text is found by rendering the chat a second time, with the letters of each of
+The rule: answers are found in the rendered text. A chat is rendered twice, the second time with the letters of each of
 its texts replaced by a private character of its own. White space, quotes and tags such as <think> stay, so templates
-trim, split and escape both alike, and the two texts differ in those letters alone. No prefix of a rendering must match,
-and a text that the template leaves out is seen.
+trim, split and escape both alike, and the two texts differ in those letters alone: they show where each text of each
+message stands. No prefix of a rendering must match, and a text that the template leaves out is seen.
 
-An answer begins where the generation prompt before it ends, or where {% generation %} says, and ends with the special
-token that ends its turn. It is trained in the rendering of the whole chat where it stands there as the model would
-generate it, else in a rendering that ends with it: where the template drops reasoning from earlier turns, say, or ends
-the last turn with another token.
+An answer begins where the generation prompt before it ends, and ends with the special token that ends its turn. It is
+trained in the rendering of the whole chat where it stands there as the model would generate it: as in the rendering
+that ends with it. Else it is trained in that one.
+
+The exceptions follow the rule, each with its reason: templates that shorten earlier turns, mark answers themselves
+({% generation %}), leave reasoning out or parse the words of a message.
 """
 
 import re
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,11 +26,11 @@ from jinja2 import Environment, TemplateError, nodes
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from dsft.data.encoding import encode, encode_continued
-from dsft.data.formats import Chat, Message, dump_arguments
+from dsft.data.formats import Chat, FormatRules, Message, dump_arguments
 from dsft.models.chat_template import EXTENSIONS
 
-Spans = list[tuple[int, int]]
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+"""What templates raise at what they cannot render."""
 
 _MARK = 0xF0000
 """The first of the private characters (planes 15 and 16 of Unicode), each of which stands for one text of a chat."""
@@ -43,45 +45,33 @@ _EMPTY_THINKING = re.compile(
 )
 _BORDER = re.compile(r"[\s>\]]")
 _OPEN_THINKING = re.compile(r"<think>\s*$")
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
-"""What templates raise at what they cannot render."""
+_WAY_OUT = (
+    "name a template that does with chat_template, take it out of the data, or set drop_unrendered: true, which leaves"
+    " it out and counts such rows"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatRules:
-    """What is trained of a chat; the fields are those of `DataFields`."""
+class Rendered:
+    """The text of a sequence."""
 
-    train_on: str = "answers"
-    """answers (all turns of assistants), last (the last of them) or all (tokens)."""
-    train_thinking: str = "auto"
-    drop_unrendered: bool = False
-    one_sequence: bool = False
-    """Only the rendering of the whole chat, with the answers that stand in it (evaluation)."""
+    text: str
+    spans: list[tuple[int, int]]
+    """Characters that are trained, as (start, end)."""
+    weights: list[float]
+    """Of each span; where spans overlap, that of the later one holds."""
+    ends_open: bool
+    """Nothing in the text stops the model after the last span: the tokenizer's end token belongs there."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Samples:
-    """The sequences that a chat becomes."""
+class RenderedChat:
+    """What a chat becomes."""
 
-    sequences: list[tuple[list[int], Spans, list[float]]]
-    """Ids, which of them are trained, and the weight of each span (it holds over earlier spans): of beginnings of the
-    chat that end with an answer, and of the whole chat.
-    """
+    sequences: list[Rendered]
+    """Of beginnings of the chat that end with an answer, and of the whole chat."""
     notes: dict[str, str]
     """rendered_apart, unrendered, empty_thinking -> what became of the chat."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Forms:
-    """How a template takes messages, and the tokens it can end them with."""
-
-    parts: bool
-    """Content as a list of parts; else as text."""
-    json_arguments: bool
-    """Arguments of a call as JSON text; else as an object."""
-    special: re.Pattern
-    added: re.Pattern
-    """Special tokens of the tokenizer as they stand in a text, and all that were added to its vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,43 +105,19 @@ class _Place:
     as_generated: bool = True
 
 
-_forms_of: WeakKeyDictionary = WeakKeyDictionary()
-"""Tokenizer -> (template, number of tokens) -> _Forms."""
+def render_chat(
+    chat: Chat, tokenizer: PreTrainedTokenizerBase, rules: FormatRules, *, template: str | None = None
+) -> RenderedChat:
+    """Renders a chat, and finds which of its characters are trained.
 
-
-def chat_samples(chat: Chat, tokenizer: PreTrainedTokenizerBase, rules: ChatRules) -> Samples:
-    """Renders a chat, and says which tokens are trained.
+    Args:
+        template: in place of the tokenizer's own.
 
     Raises:
         ValueError: where the template leaves out a part of the chat, or leaves open which text is an answer.
         jinja2.TemplateError: where it raises.
     """
-    return _Chat(chat, tokenizer, rules).samples()
-
-
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> list[int]:
-    """Lists the ids of the tokens that trained answers end with, that of a plain answer first.
-
-    Small chats are rendered: an answer at the end, one that another message follows, and a tool call. A server must
-    stop at each, so they belong into `eos_token_id` of the generation configuration.
-
-    Args:
-        template: in place of the tokenizer's own.
-    """
-    if not (template or tokenizer.chat_template):
-        return []
-    ask, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
-    call = {"type": "function", "id": "call00001", "function": {"name": "look_up", "arguments": {"word": "it"}}}
-    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-    result = {"role": "tool", "content": "found", "name": "look_up", "tool_call_id": "call00001"}
-    stops: list[int] = []
-    for messages in ([ask, answer], [ask, answer, ask, answer], [ask, calling], [ask, calling, result, answer]):
-        try:
-            samples = _Chat(Chat(messages=messages), tokenizer, ChatRules(), template=template).samples()
-        except TEMPLATE_ERRORS:
-            continue  # a template without tools has no such end
-        stops += [ids[end - 1] for ids, spans, _ in samples.sequences for _, end in spans]
-    return list(dict.fromkeys(stops))
+    return _Chat(chat, tokenizer, rules, template).rendered()
 
 
 class _Rendering:
@@ -166,7 +132,7 @@ class _Rendering:
         self.marked, self.text, self.fields = marked, text or marked, fields
         codes = _codes(marked)
         is_mark = codes >= _MARK
-        if text:
+        if text:  # a private character of the user's own stands in both
             is_mark &= codes != _codes(text)
         self.marks = np.flatnonzero(is_mark)
         self.owners = codes[self.marks] - _MARK
@@ -190,20 +156,18 @@ class _Rendering:
 class _Chat:
     """A chat and all renderings of it that are looked at."""
 
-    def __init__(
-        self, chat: Chat, tokenizer: PreTrainedTokenizerBase, rules: ChatRules, *, template: str | None = None
-    ):
+    def __init__(self, chat: Chat, tokenizer: PreTrainedTokenizerBase, rules: FormatRules, template: str | None = None):
         self.tokenizer, self.rules, self.tools, self.answers_from = tokenizer, rules, chat.tools, chat.answers_from
         self.template = template or tokenizer.get_chat_template(tools=chat.tools or None)
         self.forms = _find_forms(tokenizer, self.template)
         self.source = chat.messages
         self.notes: dict[str, str] = {}
-        self.fields, self.marked = _mark(chat.messages, kept=())
+        self.fields, self.marked = _mark(chat.messages)
+        # Turn -> the marked rendering that ends with it, and the end of the generation prompt before it.
         self.alone: dict[int, _Rendering] = {}
         self.prompts: dict[int, str] = {}
-        """Turn -> the marked rendering that ends with it, and the end of the generation prompt before it."""
 
-    def samples(self) -> Samples:
+    def rendered(self) -> RenderedChat:
         answers = [
             turn
             for turn, message in enumerate(self.source)
@@ -216,59 +180,49 @@ class _Chat:
         rendering = self._rendering(length)
         self._check_rendered(rendering, wanted)
         if self.rules.train_on == "all":
-            return Samples(
-                sequences=[self._tokens(rendering, self._places_in_all(length, rendering), length)], notes=self.notes
-            )
+            return RenderedChat(sequences=[self._all_trained(rendering)], notes=self.notes)
         sequences = []
         while wanted:
             places = {turn: self._place(turn, length, rendering) for turn in wanted}
             here = {
                 turn: place
                 for turn, place in places.items()
-                if place and (place.as_generated or (self.rules.one_sequence and "content" not in place.missing))
+                # An evaluation scores the one rendering that there is (keep_all).
+                if place and (place.as_generated or (self.rules.keep_all and "content" not in place.missing))
             }
-            if self.rules.one_sequence or here:
-                sequences.append(self._tokens(rendering, here, length))
+            if self.rules.keep_all or here:
+                sequences.append(self._sequence(rendering, here, length))
             elif length == wanted[-1] + 1:
-                sequences.append(self._with_reasoning(wanted[-1], rendering, places[wanted[-1]]))
+                sequences.append(self._not_whole(wanted[-1], rendering, places[wanted[-1]]))
                 here = {wanted[-1]: places[wanted[-1]]}
             if self.rules.train_thinking != "all" and any(place.empty_thinking for place in here.values()):
                 self.notes["empty_thinking"] = "an empty think block is rendered and not trained"
-            wanted = [] if self.rules.one_sequence else [turn for turn in wanted if turn not in here]
-            if wanted:
+            wanted = [] if self.rules.keep_all else [turn for turn in wanted if turn not in here]
+            if wanted:  # the template renders them otherwise once the chat goes on
                 length = wanted[-1] + 1
                 rendering = self._rendering(length)
-        sequences = sequences or [self._tokens(rendering, {}, length)]
+        sequences = sequences or [self._sequence(rendering, {}, length)]
         if len(sequences) > 1:
             self.notes["rendered_apart"] = (
                 f"{len(sequences)} sequences: the chat template renders answers otherwise once the chat goes on"
             )
-        return Samples(sequences=sequences[::-1], notes=self.notes)
+        return RenderedChat(sequences=sequences[::-1], notes=self.notes)
 
     def _weight(self, turn: int) -> float:
         return self.source[turn].get("weight", 1)
 
-    def _places_in_all(self, length: int, rendering: _Rendering) -> dict[int, _Place]:
-        """Finds the answers that must be told from the rest where all tokens are trained: the last message, which may
-        end open, and those of another weight.
-
-        Raises:
-            ValueError: where a message that is no answer has another weight, or the answer is not there.
-        """
-        places = {}
-        for turn in range(length):
-            role, weight = self.source[turn]["role"], self._weight(turn)
-            if role == "assistant" and (weight != 1 or turn == length - 1):
-                place = self._place(turn, length, rendering)
-                if place is None and weight != 1:
-                    raise ValueError(f"{self._not_rendered(turn, 'content')}, which has the weight {weight:g}")
-                places |= {turn: place} if place else {}
-            elif role != "assistant" and weight != 1:
-                raise ValueError(
-                    f"message {turn + 1} ({role}) has the weight {weight:g}, and train_on: all trains it; only turns of"
-                    " an assistant can have a weight"
-                )
-        return places
+    def _sequence(self, rendering: _Rendering, places: dict[int, _Place], length: int) -> Rendered:
+        """The rendering of the first `length` messages, with the answers at `places` trained."""
+        text, spans, weights, ends_open = rendering.text, [], [], False
+        spans_of = {turn: [(place.start, place.end)] for turn, place in places.items()}
+        if places and self.rules.train_on != "all" and _GENERATION.search(self.template):
+            spans_of = self._marked_as_generated(places, length)
+        for turn, place in places.items():
+            spans += spans_of[turn]
+            weights += [self._weight(turn)] * len(spans_of[turn])
+            if place.ends_open and turn == length - 1:  # what follows is no answer's: white space, say
+                text, ends_open = text[: place.end], True
+        return Rendered(text=text, spans=spans, weights=weights, ends_open=ends_open)
 
     # Rendering
 
@@ -290,21 +244,22 @@ class _Chat:
             ValueError: where the template looks into the words.
         """
         text = self._render(self.source[:length])
+        # A template that compares words of a message with its own renders it otherwise without them: these stay then.
         for kept in ((), _constants(self.template)):
-            fields, marked = (self.fields, self.marked) if not kept else _mark(self.source, kept=kept)
-            rendering = None
+            fields, marked = _mark(self.source, kept=kept) if kept else (self.fields, self.marked)
             try:
-                rendering = _Rendering(self._render(marked[:length]), fields, text)
+                again = self._render(marked[:length])
             except TEMPLATE_ERRORS:
                 continue  # a template that parses the words
-            codes, of_text = _codes(rendering.marked), _codes(text)
-            if len(codes) == len(of_text):
-                same = codes == of_text
-                same[rendering.marks] = True
-                if same.all():
-                    if kept:
-                        self.fields, self.marked, self.alone, self.prompts = fields, marked, {}, {}
-                    return rendering
+            if len(again) != len(text):
+                continue
+            rendering = _Rendering(again, fields, text)
+            same = _codes(again) == _codes(text)
+            same[rendering.marks] = True
+            if same.all():
+                if kept:
+                    self.fields, self.marked, self.alone, self.prompts = fields, marked, {}, {}
+                return rendering
         raise ValueError(
             "the chat template renders a message by what it says, so the answers cannot be told from the rest; name"
             " another one with chat_template, or use prompt and completion columns"
@@ -316,66 +271,35 @@ class _Chat:
             self.alone[turn] = _Rendering(self._render(self.marked[: turn + 1]), self.fields)
         return self.alone[turn]
 
-    def _check_rendered(self, rendering: _Rendering, wanted: list[int]) -> None:
-        """Raises, or counts, where the template leaves out a part of the chat.
-
-        An assistant's turn that is not trained must stand in a rendering that ends with it: from there on, it is the
-        template's to shorten, as it does for a server. One that is trained is looked for where it is trained.
-        """
-        problems = []
-        if self.tools:
-            try:
-                if self._render(self.source, tools=False) == rendering.text:
-                    problems.append("the chat template does not render tools")
-            except TEMPLATE_ERRORS:
-                pass  # it needs them: they are rendered
-        all_there = self.rules.train_on == "all"
-        for index, item in enumerate(self.fields):
-            is_looked_for_later = item.message in wanted and not all_there and not self.rules.one_sequence
-            if is_looked_for_later or (item.kind == "reasoning" and not all_there):
-                continue
-            is_there = len(rendering.of(index)) >= item.size
-            if not is_there and self.source[item.message]["role"] == "assistant" and not all_there:
-                is_there = len(self._alone(item.message).of(index)) >= item.size
-            if not is_there:
-                problems.append(self._not_rendered(item.message, item.kind))
-        if problems and not self.rules.drop_unrendered:
-            raise ValueError(f"{problems[0]}; {_WAY_OUT}")
-        if problems:
-            self.notes["unrendered"] = problems[0]
-
-    def _not_rendered(self, turn: int, *kinds: str) -> str:
-        return (
-            f"message {turn + 1} ({self.source[turn]['role']}): the chat template does not render its"
-            f" {' and '.join(kinds)}"
-        )
-
-    # Finding answers
+    # The rule: where an answer begins and ends
 
     def _place(self, turn: int, length: int, rendering: _Rendering) -> _Place | None:
         """Finds an answer in the rendering of the first `length` messages; None where nothing of it is there."""
         place = self._begin(turn, rendering)
         if place is None:
             return None
-        alone = rendering if length == turn + 1 else self._alone(turn)
-        in_alone = place if alone is rendering else self._begin(turn, alone)
+        is_last = length == turn + 1
+        alone = rendering if is_last else self._alone(turn)
+        in_alone = place if is_last else self._begin(turn, alone)
+        # What follows the last letter where the chat ends with the answer, and where it goes on; both end the turn.
         tail = alone.marked[in_alone.last + 1 :] if in_alone else ""
-        is_own = length == turn + 1
-        follows = self._followed(turn) if is_own else rendering.marked[place.last + 1 : rendering.next_mark(place.last)]
+        follows = (
+            self._followed(turn) if is_last else rendering.marked[place.last + 1 : rendering.next_mark(place.last)]
+        )
         same = _common(tail, follows)
         special, added = self.forms.special, self.forms.added
         ends_open = False
         if match := _last(special, tail[:same]):
             end, ends_alike = match.end(), True
         elif match := _last(special, tail):  # only the last turn ends with it, as gpt-oss' <|return|>
-            match = match if is_own else special.search(follows)
-            end, ends_alike = match.end() if match else same, is_own
-        elif not is_own and (match := special.match(follows, _skip_space(follows, same))):
-            end, ends_alike = match.end(), True  # that of the next turn, as GLM's <|user|>
-        elif (match := _last(added, tail)) and not tail[match.end() :].strip():
-            end, ends_alike = min(match.end(), len(tail) if is_own else same), is_own or match.end() <= same
-        else:
-            end, ends_alike, ends_open = len(tail[: None if is_own else same].rstrip()), is_own, True
+            match = match if is_last else special.search(follows)
+            end, ends_alike = match.end() if match else same, is_last
+        elif not is_last and (match := special.match(follows, len(follows) - len(follows[same:].lstrip()))):
+            end, ends_alike = match.end(), True  # the next turn begins with what ends this one, as GLM's <|user|>
+        elif (match := _last(added, tail)) and not tail[match.end() :].strip():  # a token that is not called special
+            end, ends_alike = min(match.end(), len(tail) if is_last else same), is_last or match.end() <= same
+        else:  # a preset on a tokenizer without its tokens: only in a sequence that ends with it can a token be added
+            end, ends_alike, ends_open = len(tail[: None if is_last else same].rstrip()), is_last, True
         is_alike = in_alone is not None and place.shape == in_alone.shape and ends_alike
         return replace(
             place,
@@ -386,29 +310,28 @@ class _Chat:
 
     def _begin(self, turn: int, rendering: _Rendering) -> _Place | None:
         """Finds where an answer begins, and its last letter."""
-        trains_thinking = self._trains_thinking(turn)
-        indices = [index for index, item in enumerate(self.fields) if item.message == turn]
-        at = {index: rendering.of(index) for index in indices}
+        how = self.rules.train_thinking
+        trains_thinking = how in ("auto", "all") or (how == "last" and turn == self.last_wanted)
+        kinds = {index: field.kind for index, field in enumerate(self.fields) if field.message == turn}
+        at = {index: rendering.of(index) for index in kinds}
         missing = tuple(
             dict.fromkeys(
-                self.fields[index].kind
-                for index in indices
-                if len(at[index]) < self.fields[index].size
-                and (trains_thinking or self.fields[index].kind != "reasoning")
+                kind
+                for index, kind in kinds.items()
+                if len(at[index]) < self.fields[index].size and (trains_thinking or kind != "reasoning")
             )
         )
-        answer = [index for index in indices if len(at[index]) and self.fields[index].kind != "reasoning"]
-        thought = [index for index in indices if len(at[index]) and self.fields[index].kind == "reasoning"]
+        answer = [index for index, kind in kinds.items() if len(at[index]) and kind != "reasoning"]
+        thought = [index for index, kind in kinds.items() if len(at[index]) and kind == "reasoning"]
         if not answer and not (thought and not missing):
             return None
         places = np.concatenate([at[index] for index in answer + thought])
         first, last = int(places.min()), int(places.max())
         before = rendering.marks[: np.searchsorted(rendering.marks, first)]
         begins = int(before[-1]) + 1 if len(before) else 0
-        between = rendering.text[begins:first]
         start = begins + self._prompt_end(turn, rendering.marked[begins:first])
-        empty = None if thought else _last(_EMPTY_THINKING, between)
-        if empty and self.rules.train_thinking != "all":
+        empty = None if thought else _last(_EMPTY_THINKING, rendering.text[begins:first])
+        if empty and self.rules.train_thinking != "all":  # a model taught to write it would think of nothing
             start = max(start, begins + empty.end())
         if answer and not (thought and trains_thinking):
             content = self._content_start(turn, rendering, int(min(at[index].min() for index in answer)))
@@ -424,26 +347,21 @@ class _Chat:
             as_generated=all(self.fields[index].message == turn for index in np.unique(inside)),
         )
 
-    def _trains_thinking(self, turn: int) -> bool:
-        how = self.rules.train_thinking
-        return how in ("auto", "all") or (how == "last" and turn == self.last_wanted)
-
     def _prompt_end(self, turn: int, between: str) -> int:
         """Returns how much of the text before an answer is the generation prompt's."""
         try:
             if turn not in self.prompts:
                 self.prompts[turn] = _Rendering(self._render(self.marked[:turn], prompt=True), self.fields).tail
             tail = self.prompts[turn]
-        except TEMPLATE_ERRORS:  # there is no message before, or none that a prompt may follow
-            _, marked = _mark([{"role": "user", "content": "question"}], kept=())
+            same = _common(tail, between)
+        except TEMPLATE_ERRORS:  # there is no message before, or none that a prompt may follow: that of a question
+            fields, marked = _mark([{"role": "user", "content": "question"}])
             try:
-                tail = _Rendering(self._render(marked, prompt=True), self.fields).tail
+                tail = _Rendering(self._render(marked, prompt=True), fields).tail
             except TEMPLATE_ERRORS:
                 return len(between)
             match = SequenceMatcher(None, tail, between, autojunk=False).find_longest_match()
             tail, same = tail[match.a :], match.b + match.size
-        else:
-            same = _common(tail, between)
         if between[:same].endswith(tail):
             return same
         # The prompt goes on otherwise, with <think> say: the "<t" of a <tool_call> is not the prompt's.
@@ -463,22 +381,53 @@ class _Chat:
             result |= {"name": calls[0]["function"]["name"], "tool_call_id": calls[0].get("id", "")}
         # The first that the template renders.
         for following in [result] * bool(calls) + [{"role": "user", "content": "question"}]:
-            fields, marked = _mark([*self.source[: turn + 1], following], kept=())
+            fields, marked = _mark([*self.source[: turn + 1], following])
             try:
                 rendering = _Rendering(self._render(marked), fields)
             except TEMPLATE_ERRORS:
                 continue
-            if place := self._last_letter(turn, rendering):
-                return rendering.marked[place + 1 : rendering.next_mark(place)]
+            of_turn = [rendering.of(index) for index, field in enumerate(fields) if field.message == turn]
+            if last := max((int(letters.max()) for letters in of_turn if len(letters)), default=0):
+                return rendering.marked[last + 1 : rendering.next_mark(last)]
         return self._alone(turn).tail
 
-    def _last_letter(self, turn: int, rendering: _Rendering) -> int:
-        places = [rendering.of(index) for index, item in enumerate(rendering.fields) if item.message == turn]
-        return max((int(place.max()) for place in places if len(place)), default=0)
+    # The exceptions
 
-    def _with_reasoning(
-        self, turn: int, rendering: _Rendering, place: _Place | None
-    ) -> tuple[list[int], Spans, list[float]]:
+    def _check_rendered(self, rendering: _Rendering, wanted: list[int]) -> None:
+        """Raises, or counts, where the template leaves out a part of the chat.
+
+        An assistant's turn that is not trained must stand in a rendering that ends with it: from there on, it is the
+        template's to shorten, as it does for a server. One that is trained is looked for where it is trained.
+        """
+        problems = []
+        if self.tools:
+            try:
+                if self._render(self.source, tools=False) == rendering.text:
+                    problems.append("the chat template does not render tools")
+            except TEMPLATE_ERRORS:
+                pass  # it needs them: they are rendered
+        all_there = self.rules.train_on == "all"
+        for index, field in enumerate(self.fields):
+            is_looked_for_later = field.message in wanted and not all_there and not self.rules.keep_all
+            if is_looked_for_later or (field.kind == "reasoning" and not all_there):
+                continue
+            is_there = len(rendering.of(index)) >= field.size
+            if not is_there and self.source[field.message]["role"] == "assistant" and not all_there:
+                is_there = len(self._alone(field.message).of(index)) >= field.size
+            if not is_there:
+                problems.append(self._not_rendered(field.message, field.kind))
+        if problems and not self.rules.drop_unrendered:
+            raise ValueError(f"{problems[0]}; {_WAY_OUT}")
+        if problems:
+            self.notes["unrendered"] = problems[0]
+
+    def _not_rendered(self, turn: int, *kinds: str) -> str:
+        return (
+            f"message {turn + 1} ({self.source[turn]['role']}): the chat template does not render its"
+            f" {' and '.join(kinds)}"
+        )
+
+    def _not_whole(self, turn: int, rendering: _Rendering, place: _Place | None) -> Rendered:
         """Makes the sequence of an answer that the template does not render whole where it is the last message.
 
         Where only reasoning is missing and the generation prompt opens it with <think>, the answer is what the model
@@ -487,22 +436,31 @@ class _Chat:
         Raises:
             ValueError: naming what is missing.
         """
-        kinds = dict.fromkeys(item.kind for item in self.fields if item.message == turn)
+        kinds = dict.fromkeys(field.kind for field in self.fields if field.message == turn)
         missing = place.missing if place else tuple(kinds)
-        message = self.source[turn]
-        if missing == ("reasoning",):
-            prompt = self._render(self.source[:turn], prompt=True)
-            if _OPEN_THINKING.search(prompt):
-                thought = _thinking(message)
-                start = self._content_start(turn, rendering, int(rendering.of(self._index(turn, "content")).min()))
-                answer = f"{thought.strip()}\n</think>\n\n{rendering.text[start:]}"
-                end = len(prompt) + len(answer) - (len(rendering.text) - place.end)
-                whole = replace(place, start=len(prompt), end=end)
-                spans, weights = [(whole.start, whole.end)], [self._weight(turn)]
-                return self._encode(prompt + answer, spans, weights, ends_open=place.ends_open)
+        prompt = self._render(self.source[:turn], prompt=True) if place and missing == ("reasoning",) else ""
+        if _OPEN_THINKING.search(prompt):
+            message = self.source[turn]
+            # Reasoning may stand at the beginning of the content.
+            thought = message.get("reasoning_content") or (
+                message["content"].split("</think>", 1)[0].replace("<think>", "", 1)
+            )
+            content = next(
+                index
+                for index, field in enumerate(self.fields)
+                if field.message == turn and field.kind == "content" and field.size
+            )
+            start = self._content_start(turn, rendering, int(rendering.of(content).min()))
+            text = f"{prompt}{thought.strip()}\n</think>\n\n{rendering.text[start : place.end]}"
+            return Rendered(
+                text=text if place.ends_open else text + rendering.text[place.end :],
+                spans=[(len(prompt), len(text))],
+                weights=[self._weight(turn)],
+                ends_open=place.ends_open,
+            )
         if place and missing and self.rules.drop_unrendered and "content" not in missing:
             self.notes["unrendered"] = self._not_rendered(turn, *missing)
-            return self._tokens(rendering, {turn: place}, turn + 1)
+            return self._sequence(rendering, {turn: place}, turn + 1)
         if missing:
             raise ValueError(f"{self._not_rendered(turn, *missing)}; {_WAY_OUT}")
         raise ValueError(
@@ -511,103 +469,64 @@ class _Chat:
             " completion columns"
         )
 
-    def _index(self, turn: int, kind: str) -> int:
-        return next(
-            index for index, item in enumerate(self.fields) if item.message == turn and item.kind == kind and item.size
+    def _all_trained(self, rendering: _Rendering) -> Rendered:
+        """Makes the sequence of which all tokens are trained (train_on: all).
+
+        The last message is still looked for, since it may end open, and so are answers of another weight.
+
+        Raises:
+            ValueError: where a message that is no answer has another weight, or the answer is not there.
+        """
+        places, length = {}, len(self.source)
+        for turn, message in enumerate(self.source):
+            role, weight = message["role"], self._weight(turn)
+            if role == "assistant" and (weight != 1 or turn == length - 1):
+                place = self._place(turn, length, rendering)
+                if place is None and weight != 1:
+                    raise ValueError(f"{self._not_rendered(turn, 'content')}, which has the weight {weight:g}")
+                places |= {turn: place} if place else {}
+            elif role != "assistant" and weight != 1:
+                raise ValueError(
+                    f"message {turn + 1} ({role}) has the weight {weight:g}, and train_on: all trains it; only turns of"
+                    " an assistant can have a weight"
+                )
+        answers = self._sequence(rendering, places, length)
+        all_of_it, is_weighted = (0, len(answers.text)), any(weight != 1 for weight in answers.weights)
+        return replace(
+            answers,
+            spans=[all_of_it, *(answers.spans if is_weighted else [])],
+            weights=[1, *(answers.weights if is_weighted else [])],
         )
 
-    # Tokens
+    def _marked_as_generated(self, places: dict[int, _Place], length: int) -> dict[int, list[tuple[int, int]]]:
+        """Returns what {% generation %} marks of each answer, the last stretch up to what ends it.
 
-    def _tokens(
-        self, rendering: _Rendering, places: dict[int, _Place], length: int
-    ) -> tuple[list[int], Spans, list[float]]:
-        text, spans, weights, ends_open = rendering.text, [], [], False
-        marked_stretches = self._stretches(length) if places and self.rules.train_on != "all" else None
-        for turn, place in places.items():
-            all_of_it = [(place.start, place.end)]
-            spans += all_of_it if marked_stretches is None else self._within(turn, place, marked_stretches)
-            weights += [self._weight(turn)] * (len(spans) - len(weights))
-            if place.ends_open and turn == length - 1:
-                text, ends_open = text[: place.end], True
-        if self.rules.train_on == "all":
-            others = [] if all(weight == 1 for weight in weights) else spans
-            spans, weights = [(0, len(text)), *others], [1, *weights[: len(others)]]
-        return self._encode(text, spans, weights, ends_open=ends_open)
+        Only the stretches are taken from transformers: its mask of tokens loses turns where a tokenizer trims offsets.
 
-    def _stretches(self, length: int) -> Spans | None:
-        """Returns what {% generation %} marks in the rendering of the first messages; None where nothing does."""
-        if not _GENERATION.search(self.template):
-            return None
-        messages = [_in_form(message, self.forms) for message in self.source[:length]]
+        Raises:
+            ValueError: where other text is marked.
+        """
         _, stretches = render_jinja_template(
-            [messages],
+            [[_in_form(message, self.forms) for message in self.source[:length]]],
             tools=self.tools or None,
             chat_template=self.template,
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
         )
-        return stretches[0]
-
-    def _within(self, turn: int, place: _Place, stretches: Spans) -> Spans:
-        """Returns the marked stretches of an answer, the last of them up to what ends it."""
-        inside = [(start, end) for start, end in stretches if start <= place.last and end > place.begins]
-        inside = [(start, end) for start, end in inside if end > start]
-        if not inside:
-            raise ValueError(
-                f"message {turn + 1}: the chat template marks other text as generated, and nothing of this answer"
-            )
-        inside = [(max(start, place.start), end) for start, end in inside if end > place.start]  # no prompt
-        return [*inside[:-1], (inside[-1][0], max(place.end, place.last + 1))]
-
-    def _encode(
-        self, text: str, spans: Spans, weights: list[float], *, ends_open: bool
-    ) -> tuple[list[int], Spans, list[float]]:
-        """Encodes a text, and turns spans of its characters into spans of tokens.
-
-        Args:
-            weights: of the spans, which are returned.
-            ends_open: the last span ends with the tokenizer's end token, which is added.
-        """
-        end_token = self.tokenizer.eos_token_id
-        if ends_open and end_token is None:
-            raise ValueError(
-                "nothing in the chat template ends an answer, and the tokenizer has no end token, so the model would"
-                " never stop; name another template with chat_template"
-            )
-        of_tokens = None
-        if self.tokenizer.is_fast:  # others do not say which characters a token stands for
-            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            ids, of_tokens = encoded["input_ids"], _token_spans(encoded["offset_mapping"], spans)
-        if of_tokens is None:  # cut at the borders: a server encodes the prompt alone, too
-            borders = sorted({0, len(text), *(border for span in spans for border in span)})
-            pieces = [text[start:end] for start, end in pairwise(borders)]
-            encoded = [next(encode(self.tokenizer, pieces[:1], special=False))] if pieces else []
-            encoded += encode_continued(self.tokenizer, pieces[1:])
-            ids = [token for piece in encoded for token in piece]
-            starts = dict(zip(borders, np.cumsum([0, *map(len, encoded)]).tolist(), strict=True))
-            of_tokens = [(starts[start], starts[end]) for start, end in spans]
-        if ends_open:
-            of_tokens[-1] = (of_tokens[-1][0], len(ids) + 1)
-            ids = [*ids, end_token]
-        return ids, of_tokens, weights
-
-
-_WAY_OUT = (
-    "name a template that does with chat_template, take it out of the data, or set drop_unrendered: true, which leaves"
-    " it out and counts such rows"
-)
-
-
-def _token_spans(offsets: list[tuple[int, int]], spans: Spans) -> Spans | None:
-    """Turns spans of characters into spans of tokens; None where a token reaches across a border."""
-    firsts, lasts = np.array(offsets, np.int64).reshape(-1, 2).T
-    tokens = []
-    for begin, end in spans:
-        inside = np.flatnonzero((firsts < end) & (lasts > begin) & (firsts < lasts))
-        if not len(inside) or firsts[inside[0]] < begin or lasts[inside[-1]] > end:
-            return None
-        tokens.append((int(inside[0]), int(inside[-1]) + 1))
-    return tokens
+        spans = {}
+        for turn, place in places.items():
+            inside = [
+                (start, end)
+                for start, end in stretches[0]
+                if start <= place.last and end > place.begins and end > start
+            ]
+            if not inside:
+                raise ValueError(
+                    f"message {turn + 1}: the chat template marks other text as generated, and nothing of this answer"
+                )
+            inside = [(max(start, place.start), end) for start, end in inside if end > place.start]  # no prompt
+            spans[turn] = [*inside[:-1], (inside[-1][0], max(place.end, place.last + 1))]
+        return spans
 
 
 def _codes(text: str) -> np.ndarray:
@@ -619,10 +538,6 @@ def _common(first: str, second: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def _skip_space(text: str, start: int) -> int:
-    return start + len(text[start:]) - len(text[start:].lstrip())
-
-
 def _last(pattern: re.Pattern, text: str) -> re.Match | None:
     match = None
     for match in pattern.finditer(text):  # noqa: B007
@@ -630,15 +545,7 @@ def _last(pattern: re.Pattern, text: str) -> re.Match | None:
     return match
 
 
-def _thinking(message: Message) -> str:
-    """Returns the reasoning of an answer, also where it stands at the beginning of the content."""
-    content = message.get("content") or ""
-    if message.get("reasoning_content") or "</think>" not in content:
-        return message.get("reasoning_content") or ""
-    return content.split("</think>", 1)[0].replace("<think>", "", 1)
-
-
-def _mark(messages: list[Message], *, kept: tuple[str, ...]) -> tuple[list[_Field], list[Message]]:
+def _mark(messages: list[Message], *, kept: tuple[str, ...] = ()) -> tuple[list[_Field], list[Message]]:
     """Replaces the letters of each text of the messages by a character of its own.
 
     Args:
@@ -682,13 +589,31 @@ def _mark(messages: list[Message], *, kept: tuple[str, ...]) -> tuple[list[_Fiel
         if message.get("name") and message["role"] != "tool":  # a tool's is that of the call
             message["name"] = marked(message["name"], turn, "name")
         if message.get("tool_calls"):
-            calls = []
-            for call in message["tool_calls"]:
-                function = {key: marked(value, turn, "tool call") for key, value in call["function"].items()}
-                calls.append(call | {"function": function})
-            message["tool_calls"] = calls
+            message["tool_calls"] = [
+                call | {"function": marked(call["function"], turn, "tool call")} for call in message["tool_calls"]
+            ]
         result.append(message)
     return fields, result
+
+
+# What a template takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Forms:
+    """How a template takes messages, and the tokens it can end them with."""
+
+    parts: bool
+    """Content as a list of parts; else as text."""
+    json_arguments: bool
+    """Arguments of a call as JSON text; else as an object."""
+    special: re.Pattern
+    added: re.Pattern
+    """Special tokens of the tokenizer as they stand in a text, and all that were added to its vocabulary."""
+
+
+_forms_of: WeakKeyDictionary = WeakKeyDictionary()
+"""Tokenizer -> (template, number of tokens) -> _Forms."""
 
 
 def _in_form(message: Message, forms: _Forms) -> Message:
@@ -723,6 +648,10 @@ def _find_forms(tokenizer: PreTrainedTokenizerBase, template: str) -> _Forms:
         call = {"type": "function", "id": "call00001", "function": function}
         return [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
+    def any_of(texts: set[str]) -> re.Pattern:
+        longest_first = sorted(filter(None, texts), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
     parts = [{"type": "text", "text": "question"}]
     text = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "question"}]
     listed = [message | {"content": parts} for message in text]
@@ -732,14 +661,10 @@ def _find_forms(tokenizer: PreTrainedTokenizerBase, template: str) -> _Forms:
         parts=not renders("question", *text) and renders("question", *listed),
         json_arguments=not renders("lookup", *calling({"key": "value"}))
         and renders("lookup", *calling('{"key": "value"}')),
-        special=_any_of(special),
-        added=_any_of({token.content for token in added} | special),
+        special=any_of(special),
+        added=any_of({token.content for token in added} | special),
     )
     return known[key]
-
-
-def _any_of(texts: set[str]) -> re.Pattern:
-    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if text) or r"(?!)")
 
 
 @lru_cache

@@ -1,33 +1,18 @@
 """Finds the format of rows, by their columns or as the user says, and brings each row into one form for tokenising.
 
-The forms are text, prompt with completion, and chat. The formats:
-
-- text: the text column.
-- prompt_completion: `prompt` and `completion`; both texts, or both lists of messages.
-- messages: `messages`, a list of {role, content} (system, user, assistant, tool), with `tools` beside it where there
-  are any.
-- sharegpt: `conversations`, a list of {from, value}.
-- alpaca: `instruction`, `output`, and `input` and `system` where there are any. A chat where the tokenizer has a
-  template, else headed paragraphs.
-- template: the user's own `prompt_template` and `completion_template`.
+The forms are text, prompt with completion, and chat. A format is one value of FORMATS, at the end of this file.
 """
 
 import json
 import string
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dsft.config.options import DataFields
 from dsft.data.sources import Batch, HeldOut, Row, Source, batches_of
+from dsft.errors import nearest
 
-FORMATS = {
-    "messages": {"messages"},
-    "sharegpt": {"conversations"},
-    "alpaca": {"instruction", "output"},
-    "prompt_completion": {"prompt", "completion"},
-}
-"""Format -> the columns that show it, in the order of trying; the text column comes last."""
 SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -93,7 +78,7 @@ class EmptyAnswer(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class FormatRules:
-    """What decides the tokens of a row, beside the tokenizer; the fields are those of `DataFields`."""
+    """What decides the tokens of a row, beside the tokenizer; most fields are those of `DataFields`."""
 
     format: str
     text_column: str
@@ -113,12 +98,35 @@ class FormatRules:
     @property
     def is_text(self) -> bool:
         """Documents of any length, all trained, to be laid end to end."""
-        return self.format == "text" or (self.format == "template" and not self.prompt_template)
+        return FORMATS[self.format].forms(self) == {Text}
 
     @property
     def is_chat(self) -> bool:
         """Rows that only a tokenizer with a chat template can take."""
-        return self.format in ("messages", "sharegpt") or self.has_chat_pairs
+        return FORMATS[self.format].forms(self) == {Chat}
+
+    @property
+    def may_be_chat(self) -> bool:
+        """Rows that are chats at least where the tokenizer has a chat template."""
+        return Chat in FORMATS[self.format].forms(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A form of rows: what shows it, which columns it reads, and what becomes of a row."""
+
+    columns: Callable[[DataFields | FormatRules], set[str]]
+    """Those that show it: a source of this format has them all. Empty where no columns do."""
+    sample: Callable[[Row, FormatRules, bool], Text | Pair | Chat]
+    """(row, rules, whether the tokenizer can render chats) -> the row in its one form.
+
+    Raises:
+        EmptyAnswer, ValueError: what is wrong with the row.
+    """
+    forms: Callable[[FormatRules], set[type]]
+    """Text, Pair or Chat, that rows become."""
+    more_columns: tuple[str, ...] = ()
+    """Read where they are there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,14 +153,15 @@ def format_rules(rows: list[Row], config: DataFields, *, keep_all: bool = False)
         ValueError: listing the columns there are.
     """
     columns = dict.fromkeys(name for row in rows for name in row.values)
-    names = ("text_column", "prompt_template", "completion_template", "train_on", "seq_len", "too_long", "bad_rows")
-    names += ("train_thinking", "drop_unrendered")
-    return FormatRules(
-        format=find_format(list(columns), config),
-        has_chat_pairs=isinstance(rows[0].values.get("completion"), list),
-        keep_all=keep_all,
-        **{name: getattr(config, name) for name in names},
-    )
+    has_chat_pairs = isinstance(rows[0].values.get("completion"), list)
+    return rules_of(find_format(list(columns), config), config, has_chat_pairs=has_chat_pairs, keep_all=keep_all)
+
+
+def rules_of(name: str, config: DataFields, *, has_chat_pairs: bool = False, keep_all: bool = False) -> FormatRules:
+    """Takes the rules of a format from the options."""
+    shared = {option.name for option in fields(FormatRules)} & {option.name for option in fields(DataFields)}
+    options = {option: getattr(config, option) for option in shared}
+    return FormatRules(format=name, has_chat_pairs=has_chat_pairs, keep_all=keep_all, **options)
 
 
 def find_format(columns: list[str], config: DataFields) -> str:
@@ -161,34 +170,103 @@ def find_format(columns: list[str], config: DataFields) -> str:
     Raises:
         ValueError: listing the columns there are.
     """
-    if config.data_format != "auto":
-        needed = (
-            template_columns(config)
-            if config.data_format == "template"
-            else {config.text_column}
-            if config.data_format == "text"
-            else FORMATS[config.data_format]
+    name = config.data_format
+    if name == "auto" and config.completion_template:  # it says what the rows are, whatever else they hold
+        name = "template"
+    if name == "auto":
+        for known, each in FORMATS.items():
+            if (shown_by := each.columns(config)) and shown_by <= set(columns):
+                return known
+        known = "; ".join(", ".join(sorted(each.columns(config))) for each in FORMATS.values() if each.columns(config))
+        raise ValueError(
+            f"columns of no known format ({known}); there are {', '.join(columns)}. Name the text with text_column, or"
+            " write a completion_template"
         )
-        if missing := needed - set(columns):
-            raise ValueError(
-                f"data_format={config.data_format} needs the column {', '.join(sorted(missing))}; there are"
-                f" {', '.join(columns)}"
-            )
-        return config.data_format
-    if config.completion_template:
-        if missing := template_columns(config) - set(columns):
-            raise ValueError(
-                f"the template names the column {', '.join(sorted(missing))}; there are {', '.join(columns)}"
-            )
-        return "template"
-    for name, wanted in [*FORMATS.items(), ("text", {config.text_column})]:
-        if wanted <= set(columns):
-            return name
-    known = "; ".join(", ".join(sorted(wanted)) for wanted in FORMATS.values())
-    raise ValueError(
-        f"columns of no known format ({known}; {config.text_column}); there are {', '.join(columns)}. Name the text"
-        " with text_column, or write a completion_template"
+    if problem := problem_of_name(name):
+        raise ValueError(problem)
+    if missing := FORMATS[name].columns(config) - set(columns):
+        needs = "the template names" if config.data_format == "auto" else f"data_format={name} needs"
+        raise ValueError(f"{needs} the column {', '.join(sorted(missing))}; there are {', '.join(columns)}")
+    return name
+
+
+def problem_of_name(name: str) -> str | None:
+    """Says what is wrong with a `data_format`."""
+    choices = ["auto", *FORMATS]
+    if name in choices:
+        return None
+    return f"data_format: invalid choice {name!r} (choose from {', '.join(choices)}){nearest(name, choices)}"
+
+
+def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pair | Chat:
+    """Brings a row into its one form.
+
+    Args:
+        has_template: whether the tokenizer can render chats.
+
+    Raises:
+        EmptyAnswer, ValueError: what is wrong with the row.
+    """
+    sample = FORMATS[rules.format].sample(row, rules, has_template)
+    if isinstance(sample, Chat):
+        texts = [message.get(key) or "" for message in sample.messages for key in ("content", "reasoning_content")]
+    else:
+        texts = [sample.text] if isinstance(sample, Text) else [sample.prompt, sample.completion]
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"unpaired surrogate at character {error.start + 1}, which UTF-8 cannot hold") from None
+    return sample
+
+
+def text_of(sample: Text | Pair | Chat) -> str:
+    """Returns the text of a sample that can be scored: for bytes and words."""
+    if isinstance(sample, Text):
+        return sample.text
+    if isinstance(sample, Pair):
+        return sample.completion
+    return "".join(
+        message["content"] or "" for message in sample.messages[sample.answers_from :] if message["role"] == "assistant"
     )
+
+
+# Texts and pairs
+
+
+def _column(row: dict[str, Any], name: str, *, empty: bool = False) -> str:
+    """Reads a column that must hold text, and some of it unless it may be `empty`."""
+    value = row.get(name)
+    if not isinstance(value, str):
+        if value is None:
+            raise ValueError(f"column {name!r} is {'null' if name in row else 'missing'}")
+        raise ValueError(f"column {name!r} must hold text; it holds {type(value).__name__}")
+    if not value and not empty:
+        raise ValueError(f"column {name!r} is empty")
+    return value
+
+
+def _pair(prompt: str, completion: str) -> Pair:
+    if not completion.strip():
+        raise EmptyAnswer("the completion is empty")
+    return Pair(prompt=prompt, completion=completion)
+
+
+def _from_text(row: Row, rules: FormatRules, has_template: bool) -> Text:
+    return Text(
+        text=_column(row.values, rules.text_column, empty=True),
+        starts_document=row.starts_document,
+        ends_document=row.ends_document,
+    )
+
+
+def _from_template(row: Row, rules: FormatRules, has_template: bool) -> Text | Pair:
+    values = {
+        name: row.values[name] if isinstance(row.values.get(name), (str, int, float)) else _column(row.values, name)
+        for name in template_columns(rules)
+    }
+    completion = rules.completion_template.format(**values)
+    return _pair(rules.prompt_template.format(**values), completion) if rules.prompt_template else Text(text=completion)
 
 
 def template_columns(config: DataFields | FormatRules) -> set[str]:
@@ -213,87 +291,24 @@ def template_columns(config: DataFields | FormatRules) -> set[str]:
     return names
 
 
-def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pair | Chat:
-    """Brings a row into its one form.
-
-    Args:
-        has_template: whether the tokenizer can render chats.
-
-    Raises:
-        EmptyAnswer, ValueError: what is wrong with the row.
-    """
-    sample = _canonical(row, rules, has_template)
-    if isinstance(sample, Chat):
-        texts = [message.get(key) or "" for message in sample.messages for key in ("content", "reasoning_content")]
-    else:
-        texts = [sample.text] if isinstance(sample, Text) else [sample.prompt, sample.completion]
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"holds half of a surrogate pair at character {error.start + 1}, which is no text in UTF-8"
-            ) from None
-    return sample
+def _from_prompt_completion(row: Row, rules: FormatRules, has_template: bool) -> Pair | Chat:
+    if not rules.has_chat_pairs:
+        return _pair(*(_column(row.values, name, empty=True) for name in ("prompt", "completion")))
+    prompt, completion = row.values.get("prompt"), row.values.get("completion")
+    if not (isinstance(prompt, list) and isinstance(completion, list)):
+        raise ValueError("prompt and completion must be lists of messages, as in the rows before")
+    return _chat(prompt + completion, row.values, answers_from=len(prompt))
 
 
-def _canonical(row: Row, rules: FormatRules, has_template: bool) -> Text | Pair | Chat:
+def _from_alpaca(row: Row, rules: FormatRules, has_template: bool) -> Pair | Chat:
     values = row.values
-    if rules.format == "text":
-        return Text(
-            text=_text(values, rules.text_column, empty=True),
-            starts_document=row.starts_document,
-            ends_document=row.ends_document,
-        )
-    if rules.format == "template":
-        return _from_template(values, rules)
-    if rules.format == "prompt_completion":
-        if rules.has_chat_pairs:
-            if not (isinstance(values.get("prompt"), list) and isinstance(values.get("completion"), list)):
-                raise ValueError("prompt and completion must be lists of messages, as in the rows before")
-            return _chat(values["prompt"] + values["completion"], values, answers_from=len(values["prompt"]))
-        return _pair(_text(values, "prompt", empty=True), _text(values, "completion", empty=True))
-    if rules.format == "alpaca":
-        return _from_alpaca(values, has_template)
-    if rules.format == "sharegpt":
-        return _from_sharegpt(values)
-    return _chat(values.get("messages"), values)
-
-
-def _text(row: dict[str, Any], column: str, *, empty: bool = False) -> str:
-    value = row.get(column)
-    if not isinstance(value, str):
-        if value is None:
-            raise ValueError(f"column {column!r} is {'null' if column in row else 'missing'}")
-        raise ValueError(f"column {column!r} must hold text; it holds {type(value).__name__}")
-    if not value and not empty:
-        raise ValueError(f"column {column!r} is empty")
-    return value
-
-
-def _pair(prompt: str, completion: str) -> Pair:
-    if not completion.strip():
-        raise EmptyAnswer("the completion is empty")
-    return Pair(prompt=prompt, completion=completion)
-
-
-def _from_template(row: dict[str, Any], rules: FormatRules) -> Text | Pair:
-    values = {
-        name: row[name] if isinstance(row.get(name), (str, int, float)) else _text(row, name)
-        for name in template_columns(rules)
-    }
-    completion = rules.completion_template.format(**values)
-    return _pair(rules.prompt_template.format(**values), completion) if rules.prompt_template else Text(text=completion)
-
-
-def _from_alpaca(row: dict[str, Any], has_template: bool) -> Pair | Chat:
-    instruction, output = _text(row, "instruction"), _text(row, "output", empty=True)
-    given, history = row.get("input") or "", row.get("history") or []
+    instruction, output = _column(values, "instruction"), _column(values, "output", empty=True)
+    given, history = values.get("input") or "", values.get("history") or []
     if not isinstance(given, str):
         raise ValueError(f"column 'input' must hold text; it holds {type(given).__name__}")
     if not isinstance(history, list) or not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in history):
         raise ValueError("column 'history' must be a list of [instruction, output]")
-    system = [{"role": "system", "content": _text(row, "system")}] if row.get("system") else []
+    system = [{"role": "system", "content": _column(values, "system")}] if values.get("system") else []
     if has_template:
         question = f"{instruction}\n{given}" if given else instruction
         turns = [
@@ -312,14 +327,17 @@ def _from_alpaca(row: dict[str, Any], has_template: bool) -> Pair | Chat:
     return _pair("\n\n".join(parts), output)
 
 
-def _from_sharegpt(row: dict[str, Any]) -> Chat:
-    turns = row.get("conversations")
+# Chats
+
+
+def _from_sharegpt(row: Row, rules: FormatRules, has_template: bool) -> Chat:
+    turns = row.values.get("conversations")
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError("conversations must be a list of {from, value}")
-    if turns and all("role" in turn for turn in turns):
-        return _chat(turns, row)
+    if turns and all("role" in turn for turn in turns):  # messages under ShareGPT's name of the column
+        return _chat(turns, row.values)
     known = ROLES | SHAREGPT_ROLES
-    messages = [{"role": "system", "content": _text(row, "system")}] if row.get("system") else []
+    messages = [{"role": "system", "content": _column(row.values, "system")}] if row.values.get("system") else []
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn.get("from"), str) or turn["from"] not in known:
             raise ValueError(
@@ -327,7 +345,18 @@ def _from_sharegpt(row: dict[str, Any]) -> Chat:
             )
         rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
         messages.append(rest | {"role": known[turn["from"]], "content": turn.get("value")})
-    return _chat(messages, row)
+    return _chat(messages, row.values)
+
+
+FOLLOWS = {
+    "system": ({None, "system", "developer"}, "it must come first"),
+    "developer": ({None, "system", "developer"}, "it must come first"),
+    "user": ({None, "system", "developer", "assistant", "tool"}, "two messages of one role in a row; join them"),
+    "tool": ({"assistant", "tool"}, "it must follow a turn of the assistant"),
+}
+"""Role -> (the roles that it may follow, None at the beginning; what is wrong after another). Templates raise at
+others, or render what no server renders. Two turns of an assistant in a row are two answers.
+"""
 
 
 def _chat(messages: Any, row: dict[str, Any], *, answers_from: int = 0) -> Chat:
@@ -343,17 +372,10 @@ def _chat(messages: Any, row: dict[str, Any], *, answers_from: int = 0) -> Chat:
     for number, given in enumerate(messages, start=1):
         message, is_call = _message(given, number)
         role = message["role"]
-        if role in ("system", "developer") and before not in (None, "system", "developer"):
-            raise ValueError(f"message {number} is of the {role}, after a {before}: roles are out of order")
-        if role == before == "user":
-            raise ValueError(
-                f"messages {number - 1} and {number} are both of the {role}: roles are out of order; join them"
-            )
-        if role == "tool" and before not in ("assistant", "tool"):
-            raise ValueError(
-                f"message {number} is of a tool, after {'nothing' if before is None else f'a {before}'}: roles are out"
-                " of order"
-            )
+        allowed, problem = FOLLOWS.get(role, ({before}, ""))
+        if before not in allowed:
+            follows = f"a message of the {before}" if before else "nothing"
+            raise ValueError(f"message {number} ({role}) follows {follows}: {problem}")
         if (
             role == "assistant"
             and number > answers_from
@@ -375,7 +397,12 @@ def _chat(messages: Any, row: dict[str, Any], *, answers_from: int = 0) -> Chat:
         raise EmptyAnswer("no turn of an assistant")
     if not any(message.get("weight", 1) for message in answers):
         raise EmptyAnswer("every turn of an assistant has weight 0")
-    return Chat(messages=chat, tools=_tools(row.get("tools")), answers_from=first_answer)
+    tools = row.get("tools") or []
+    if isinstance(tools, str) and tools.strip():  # columns of Parquet hold them as JSON, since their schemas differ
+        tools = _json(tools, "tools is no JSON") or []
+    if not isinstance(tools, list):
+        raise ValueError(f"tools must be a list; it is a {type(tools).__name__}")
+    return Chat(messages=chat, tools=tools, answers_from=first_answer)
 
 
 def _message(given: dict[str, Any], number: int) -> tuple[Message, bool]:
@@ -383,44 +410,41 @@ def _message(given: dict[str, Any], number: int) -> tuple[Message, bool]:
     role = given.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"message {number} has the role {role!r}; there are {', '.join(ROLES)}")
+    where = f"message {number} ({role})"
     content, calls = given.get("content"), given.get("tool_calls") or []
     if isinstance(content, list):
-        content = "".join(_part(part, f"message {number} ({role})") for part in content)
+        content = "".join(_text_part(part, where) for part in content)
     is_call = ROLES[role] == "tool_call"
     if is_call:
-        calls, content = _json(content, f"message {number} ({role}) must hold the call as JSON"), ""
+        calls, content = _json(content, f"{where} must hold the call as JSON"), ""
         calls = calls if isinstance(calls, list) else [calls]
     elif given.get("function_call"):  # OpenAI's form before tool_calls
         calls = [{"function": given["function_call"]}]
     if not isinstance(calls, list):
-        raise ValueError(f"message {number} ({role}): tool_calls must be a list; it is a {type(calls).__name__}")
+        raise ValueError(f"{where}: tool_calls must be a list; it is a {type(calls).__name__}")
     if not isinstance(content, str) and not (content is None and calls):
-        raise ValueError(
-            f"message {number} ({role}) must hold text; it holds"
-            f" {'nothing' if content is None else type(content).__name__}"
-        )
+        raise ValueError(f"{where} must hold text; it holds {'nothing' if content is None else type(content).__name__}")
     message: Message = {"role": "assistant" if is_call else ROLES[role], "content": content or ""}
     if reasoning := next((given[key] for key in REASONING if given.get(key)), None):
         if not isinstance(reasoning, str):
-            raise ValueError(f"message {number} ({role}): reasoning must be text; it is a {type(reasoning).__name__}")
+            raise ValueError(f"{where}: reasoning must be text; it is a {type(reasoning).__name__}")
         message["reasoning_content"] = reasoning
     message |= {key: given[key] for key in ("name", "tool_call_id") if given.get(key) is not None}
     if calls:
-        message["tool_calls"] = [_call(call, f"message {number} ({role})") for call in calls]
+        message["tool_calls"] = [_call(call, where) for call in calls]
     weight = 1 if given.get("weight") is None else given["weight"]
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MOST_WEIGHT:  # NaN is not
         raise ValueError(
-            f"message {number} ({role}) has the weight {weight!r:.40}; it must be a number from 0 (not trained) to"
-            f" {MOST_WEIGHT:,}"
+            f"{where} has the weight {weight!r:.40}; it must be a number from 0 (not trained) to {MOST_WEIGHT:,}"
         )
     for key in ("train", "loss"):
         if not isinstance(given.get(key), bool | None):
-            raise ValueError(f"message {number} ({role}): {key} is {given[key]!r:.40}; use true, false, or weight")
+            raise ValueError(f"{where}: {key} is {given[key]!r:.40}; use true, false, or weight")
         weight = 0 if given.get(key) is False else weight
     return (message if weight == 1 else message | {"weight": weight}), is_call
 
 
-def _part(part: Any, where: str) -> str:
+def _text_part(part: Any, where: str) -> str:
     if isinstance(part, dict) and part.get("type", "text") in ("text", "input_text", "output_text"):
         part = part.get("text")
     if isinstance(part, dict):
@@ -444,11 +468,6 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     return known | ({"id": call["id"]} if call.get("id") else {})
 
 
-def dump_arguments(arguments: dict[str, Any]) -> str:
-    """Writes a call's arguments as JSON text, as a server gives them."""
-    return json.dumps(arguments, ensure_ascii=False)
-
-
 def _json(text: Any, problem: str) -> Any:
     try:
         return json.loads(text)
@@ -456,23 +475,47 @@ def _json(text: Any, problem: str) -> Any:
         raise ValueError(f"{problem} ({error})") from None
 
 
-def _tools(value: Any) -> list[Any]:
-    """Reads a list, or the same as JSON text."""
-    if isinstance(value, str) and value.strip():
-        value = _json(value, "tools is no JSON")
-    if not value:
-        return []
-    if not isinstance(value, list):
-        raise ValueError(f"tools must be a list; it is a {type(value).__name__}")
-    return value
+def dump_arguments(arguments: dict[str, Any]) -> str:
+    """Writes a call's arguments as JSON text, as a server gives them."""
+    return json.dumps(arguments, ensure_ascii=False)
 
 
-def text_of(sample: Text | Pair | Chat) -> str:
-    """Returns the text of a sample that can be scored: for bytes and words."""
-    if isinstance(sample, Text):
-        return sample.text
-    if isinstance(sample, Pair):
-        return sample.completion
-    return "".join(
-        message["content"] or "" for message in sample.messages[sample.answers_from :] if message["role"] == "assistant"
-    )
+FORMATS = {
+    "messages": Format(
+        columns=lambda _: {"messages"},
+        more_columns=("tools",),
+        sample=lambda row, rules, has_template: _chat(row.values.get("messages"), row.values),
+        forms=lambda _: {Chat},
+    ),
+    "sharegpt": Format(
+        columns=lambda _: {"conversations"},
+        more_columns=("system", "tools"),
+        sample=_from_sharegpt,
+        forms=lambda _: {Chat},
+    ),
+    "alpaca": Format(
+        columns=lambda _: {"instruction", "output"},
+        more_columns=("input", "system", "history"),
+        sample=_from_alpaca,
+        forms=lambda _: {Chat, Pair},  # a pair where the tokenizer has no chat template
+    ),
+    "prompt_completion": Format(
+        columns=lambda _: {"prompt", "completion"},
+        more_columns=("tools",),
+        sample=_from_prompt_completion,
+        forms=lambda rules: {Chat} if rules.has_chat_pairs else {Pair},
+    ),
+    "text": Format(
+        columns=lambda config: {config.text_column},
+        sample=_from_text,
+        forms=lambda _: {Text},
+    ),
+    "template": Format(
+        columns=template_columns,
+        sample=_from_template,
+        forms=lambda rules: {Pair} if rules.prompt_template else {Text},
+    ),
+}
+"""`data_format` -> what it is; tried by their columns in this order. Another one is a value here, with its function
+above, and a line of the table in docs/data.md.
+"""

@@ -124,7 +124,7 @@ def prepare(
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError([f"data_cache: {cache} cannot be made ({error.strerror}); name another folder"]) from None
+        raise UserError(f"data_cache: {cache} cannot be made ({error.strerror}); name another folder") from None
     came, failed = time.time(), place.with_name(f"{place.name}.failed")
     with _lock(place.with_name(f"{place.name}.lock")):
         if (place / FACTS).is_file():
@@ -138,14 +138,10 @@ def prepare(
                 failed.write_text(json.dumps(error.problems), encoding="utf-8")
             raise
         failed.unlink(missing_ok=True)
-    _give_back_memory()
-    return Store(place)
-
-
-def _give_back_memory() -> None:
-    """Hands what is freed to the system: glibc keeps most of it, gigabytes after a document of 50 MB."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc alone
+    # glibc keeps most of what is freed, gigabytes after a document of 50 MB; other C libraries have no such function.
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
+    return Store(place)
 
 
 @contextmanager
@@ -160,7 +156,7 @@ def _lock(path: Path) -> Iterator[None]:
             watchdog.heartbeat()
         except (OSError, NotImplementedError) as error:
             raise UserError(
-                [f"data_cache: {path.parent}: no file can be locked there ({one_line(error)}); name another folder"]
+                f"data_cache: {path.parent}: no file can be locked there ({one_line(error)}); name another folder"
             ) from None
     try:
         yield
@@ -186,50 +182,32 @@ def _write(
         with bar, StoreWriter(place, largest_id=max(tokenizer.get_vocab().values())) as writer:
             batches = preparation.batches(batches_of(source, held_out), rules)
             tokenised = partial(preparation.tokens, rules=rules, tokenizer=tokenizer)
-            for batch, tokens in _tokenised(batches, tokenised, workers=_workers(source, rules)):
+            smallest = WORKERS_FROM_BYTES_OF_CHATS if rules.may_be_chat else WORKERS_FROM_BYTES
+            is_small = source.total_bytes is not None and source.total_bytes < smallest
+            most = min(cpu_count(), psutil.virtual_memory().available // 4 // WORKER_BYTES)
+            for batch, tokens in _tokenised(batches, tokenised, workers=1 if is_small else max(1, most)):
                 writer.append(tokens)
                 watchdog.heartbeat()
                 bar.update(batch.position - bar.n if batch.position else 0)
                 bar.set_postfix_str(f"{writer.size / 1e6:.1f}M tokens", refresh=False)
             has_rows = writer.counts["rows"] or held_out is None
             if not writer.counts["trained_tokens"] and has_rows and not rules.keep_all:
-                raise UserError([_nothing_to_train_on(source, writer)])
+                dropped = {
+                    name: number
+                    for name, number in writer.counts.items()
+                    if number and name not in ("rows", "trained_tokens")
+                }
+                raise UserError(
+                    f"{source.key}: {source.name}: {writer.counts['rows']} rows give no token to train on (of"
+                    f" {writer.size} tokens; {dropped or 'nothing left out'})"
+                    + ("; raise seq_len, or set too_long to truncate or split" if dropped.get("dropped_long") else "")
+                )
             seconds = time.perf_counter() - start
             writer.finish(format=rules.format, is_text=rules.is_text, source=source.name, seconds=seconds)
     except OSError as error:
         raise UserError(
-            [f"data_cache: {place.parent}: {one_line(error)}; free some space or name another folder"]
+            f"data_cache: {place.parent}: {one_line(error)}; free some space or name another folder"
         ) from None
-
-
-def _nothing_to_train_on(source: Source, writer: StoreWriter) -> str:
-    dropped = {
-        name: number for name, number in writer.counts.items() if number and name not in ("rows", "trained_tokens")
-    }
-    return (
-        f"{source.key}: {source.name}: {writer.counts['rows']} rows give no token to train on (of {writer.size} tokens;"
-        f" {dropped or 'nothing left out'})"
-        + ("; raise seq_len, or set too_long to truncate or split" if dropped.get("dropped_long") else "")
-    )
-
-
-def _workers(source: Source, rules: FormatRules) -> int:
-    is_batched = rules.format in ("text", "template", "prompt_completion")
-    smallest = WORKERS_FROM_BYTES if is_batched else WORKERS_FROM_BYTES_OF_CHATS
-    if source.total_bytes is not None and source.total_bytes < smallest:
-        return 1
-    return max(1, min(cpu_count(), psutil.virtual_memory().available // 4 // WORKER_BYTES))
-
-
-@contextmanager
-def _threads_of_tokenizers() -> Iterator[None]:
-    """Turns them on; else they are off, for the processes that torch's loader forks (runtime/console.py)."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    try:
-        yield
-    finally:
-        os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def _tokenised(
@@ -237,8 +215,13 @@ def _tokenised(
 ) -> Iterator[tuple[Batch, Tokens]]:
     """Tokenises in the order of the batches, with at most a few of them in memory."""
     if workers == 1:
-        with _threads_of_tokenizers():
+        # The tokenizer's threads are off elsewhere, for the processes that torch's loader forks (runtime/console.py).
+        before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
+        os.environ["TOKENIZERS_PARALLELISM"] = "true"
+        try:
             yield from ((batch, tokenised(batch)) for batch in batches)
+        finally:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
         return
     # "spawn": this process has threads (of the process group, of tokenizers), which a fork would copy half.
     with ProcessPoolExecutor(
@@ -258,7 +241,7 @@ def _tokenised(
                 yield waiting[0][0], waiting.pop(0)[1].result()
         except BrokenProcessPool:
             raise UserError(
-                ["a process that tokenised was killed (out of memory?); what was prepared so far is removed"]
+                "a process that tokenised was killed (out of memory?); what was prepared so far is removed"
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -271,15 +254,14 @@ def _start_worker(tokenised: Callable[[Batch], Tokens]) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker for each core
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the workers
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def exit_with_parent() -> None:  # a worker of a killed process would wait for work for ever
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     _worker = tokenised
 
 
 def _work(batch: Batch) -> Tokens:
     return _worker(batch)
-
-
-def _end_with_parent() -> None:
-    """Ends this worker with its parent: it would wait for work for ever."""
-    multiprocessing.parent_process().join()
-    os._exit(1)

@@ -117,18 +117,18 @@ def mix(sequences: Sequences, weights: list[float], *, seed: int) -> tuple[Seque
     Each source is drawn without repetition until it is used up, then from its beginning again.
 
     Returns:
-        (sequences, how often each source is gone through in them).
+        (sequences, epochs per source).
     """
     total, share = len(sequences), np.array(weights) / sum(weights)
     generator = np.random.default_rng(seed)
-    drawn, passes = [], []
+    drawn, epochs = [], []
     for place, part in enumerate(share):
         indices = np.flatnonzero(sequences.places == place)
         wanted = round(total * part)
         rounds = [generator.permutation(indices) for _ in range(-(-wanted // len(indices)))]
         drawn.append(np.sort(np.concatenate([indices[:0], *rounds])[:wanted], kind="stable"))
-        passes.append(wanted / len(indices))
-    return sequences.select(np.concatenate(drawn)), passes
+        epochs.append(wanted / len(indices))
+    return sequences.select(np.concatenate(drawn)), epochs
 
 
 def describe_counts(counts: dict[str, Any]) -> str:
@@ -145,21 +145,21 @@ def describe_counts(counts: dict[str, Any]) -> str:
 
 
 def describe_value(value: int | float | list[float]) -> str:
-    """Writes a count, a share or the passes over each source."""
+    """Writes a count, a share or the epochs per source."""
     if isinstance(value, list):
         return ", ".join(f"{number:.3g}" for number in value)
     return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
 
 
-def count(sequences: Sequences, stores: list[Store], *, passes: list[float] | None = None) -> dict[str, Any]:
-    """Counts all sources together for run.json, and how often each is gone through where they are mixed."""
+def count(sequences: Sequences, stores: list[Store], *, epochs: list[float] | None = None) -> dict[str, Any]:
+    """Counts all sources together for run.json, and the epochs per source where they are mixed."""
     names = stores[0].counts.keys()
     counts: dict[str, Any] = {name: sum(store.counts[name] for store in stores) for name in names}
     counts["sequences"] = len(sequences)
-    if passes is None:  # the first token of each window of text is context only
+    if epochs is None:  # the first token of each window of text is context only
         counts["trained_tokens"] -= sum(
             int((sequences.places == place).sum()) for place, store in enumerate(stores) if store.is_text
         )
-    if passes is not None:
-        counts["passes"] = [round(number, 4) for number in passes]
+    else:
+        counts["passes"] = [round(number, 4) for number in epochs]
     return counts

@@ -1,11 +1,10 @@
 """Reads the entries of `data`, row by row: local files, or a hub data set.
 
-A row has its number in its file, and an error names file and line. Only a .json file that is one list is held in memory
-at once. `datasets` reads hub data sets alone: of files it guesses column types over all rows, fills the keys that other
-rows have with None, and loses line numbers.
+A hub data set is written as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, with a split that may be a slice (train[:5%]).
 
-A hub data set is written as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, with a split that may be a slice
-(train[:5%]).
+Of files each row has its number, and an error names file and line. Only a .json file that is one list is held in memory
+at once. `datasets` reads hub data sets alone: in files it guesses the types of columns over all rows, fills the keys
+that other rows have with None, loses line numbers, and takes a cut Arrow stream for a whole one.
 """
 
 import bz2
@@ -23,6 +22,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from os.path import getsize
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -49,6 +49,9 @@ ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")
 """What `datasets.save_to_disk` writes beside the rows."""
 PIECE_BYTES = 1 << 14
 """A text file is one document; a longer one is read, and tokenised, in pieces of about this size."""
+ARROW_ROWS = 256
+"""Rows of a columnar file that are held as Python objects at once."""
+BATCH_ROWS, BATCH_CHARACTERS = 1000, 1 << 20
 
 
 class Row(NamedTuple):
@@ -65,326 +68,6 @@ class Row(NamedTuple):
 
 Rows = Iterator[tuple[Row, int]]
 """(row, bytes of the file read so far)."""
-
-
-def ending(path: str | Path) -> str:
-    """Returns .jsonl for a.jsonl and for a.jsonl.gz; "" for what is none of ENDINGS."""
-    path = Path(path)
-    inner = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
-    return inner if inner in ENDINGS else ""
-
-
-def find_files(entry: str, key: str) -> list[str]:
-    """Lists the files of a path, folder or glob by name; none where `entry` must be the name of a hub data set.
-
-    Raises:
-        UserError: naming `key`, the option.
-    """
-    path = Path(entry).expanduser()
-    kinds = f"{', '.join(ENDINGS)} (also with {', '.join(COMPRESSED)})"
-    if path.is_file():
-        files = [str(path)]
-    elif path.is_dir():
-        files = sorted(
-            str(file)
-            for file in path.iterdir()
-            if file.is_file() and ending(file) and not file.name.startswith(".") and file.name not in ABOUT_DATA
-        )
-        if not files:
-            raise UserError([f"{key}: the folder {entry} holds no {kinds} file"])
-    else:
-        files = sorted(file for file in glob.glob(str(path), recursive=True) if Path(file).is_file())
-    if others := [file for file in files if not ending(file)]:
-        raise UserError([f"{key}: {others[0]} has none of the endings {kinds}"])
-    if not files and is_path(entry):
-        raise UserError([f"{key}: {entry} does not exist (seen from {Path.cwd()})"])
-    return files
-
-
-def is_path(entry: str) -> bool:
-    """Tells whether `entry`, where no file is, must be a path, not a name on the hub."""
-    return (
-        bool(ending(entry))
-        or entry.startswith((".", "~", "/"))
-        or entry.partition(":")[0].count("/") > 1
-        or "*" in entry
-    )
-
-
-def read_file(path: str) -> Rows:
-    """Reads the rows of one file.
-
-    Raises:
-        UserError: naming file and line.
-    """
-    if raw_size(path) == 0:
-        raise UserError([f"{path} is empty"])
-    try:
-        yield from READERS[ending(path)](path)
-    except PermissionError as error:
-        raise UserError([f"{path} cannot be read ({error.strerror})"]) from None
-    except (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pyarrow.ArrowException) as error:
-        raise UserError(
-            [f"{path} cannot be read as {ending(path)[1:]}: {' '.join(str(error).split())[:300]}"]
-        ) from None
-
-
-def _open(path: str) -> tuple[BinaryIO, BinaryIO]:
-    """Opens (content, the file itself, whose position says how much is read)."""
-    raw = open(path, "rb")  # noqa: SIM115 - closed with the content, or by the garbage collector
-    new_stream = COMPRESSED.get(Path(path).suffix)
-    return (io.BufferedReader(_Decompressed(raw, new_stream), 1 << 20) if new_stream else raw), raw
-
-
-class _Decompressed(io.RawIOBase):
-    """The content of a compressed file, which is one stream after the other.
-
-    Libraries' own readers take a zstd file that ends within a stream, and bytes after one that begin no other, for
-    the end of the file.
-    """
-
-    def __init__(self, raw: BinaryIO, new_stream: Callable[[], Any]):
-        self.raw, self.new_stream, self.stream = raw, new_stream, new_stream()
-        self.content = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a part of `buffer`.
-
-        Raises:
-            EOFError: where the file ends within a stream.
-        """
-        while not self.content:
-            data = b""
-            if self.stream.eof:
-                data = self.stream.unused_data.lstrip(b"\0")  # tapes and xz fill up with zeros
-                while not data:
-                    if not (data := self.raw.read(COMPRESSED_BYTES)):
-                        return 0
-                    data = data.lstrip(b"\0")
-                self.stream = self.new_stream()
-            elif not (data := self.raw.read(COMPRESSED_BYTES)):
-                raise EOFError(CUT_OFF)
-            self.content = memoryview(self.stream.decompress(data))
-        size = min(len(buffer), len(self.content))
-        buffer[:size], self.content = self.content[:size], self.content[size:]
-        return size
-
-
-def _lines(path: str) -> Iterator[tuple[int, str, int]]:
-    content, raw = _open(path)
-    with content, raw:
-        for number, line in enumerate(content, start=1):
-            try:
-                yield number, line.decode(), raw.tell()
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    [f"{path}, line {number}: not valid UTF-8 ({error.reason} at byte {error.start} of the line)"]
-                ) from None
-
-
-def _read_jsonl(path: str) -> Rows:
-    for number, line, position in _lines(path):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.removeprefix("\ufeff"), object_pairs_hook=unique_keys)
-        except DuplicateKey as error:
-            raise UserError([f"{path}, line {number}: the column {error} is there twice"]) from None
-        except (json.JSONDecodeError, RecursionError) as error:
-            reason = (
-                f"{error.msg} at column {error.colno}"
-                if isinstance(error, json.JSONDecodeError)
-                else "nested too deeply"
-            )
-            raise UserError([f"{path}, line {number}: not valid JSON ({reason}): {line.strip()[:80]}"]) from None
-        yield Row(_mapping(row, f"{path}, line {number}"), number), position
-
-
-def _read_json(path: str) -> Rows:
-    """Reads one list of objects, or one object per line."""
-    content, raw = _open(path)
-    with content, raw:
-        start = content.read(1 << 16).lstrip(b"\xef\xbb\xbf \t\r\n")
-    if not start.startswith(b"["):
-        yield from _read_jsonl(path)
-        return
-    content, raw = _open(path)
-    with content, raw:
-        try:
-            rows = json.loads(content.read().decode("utf-8-sig"), object_pairs_hook=unique_keys)
-        except DuplicateKey as error:
-            raise UserError([f"{path}: the column {error} is there twice in a row"]) from None
-        except UnicodeDecodeError as error:
-            raise UserError([f"{path}: not valid UTF-8 ({error.reason} at byte {error.start})"]) from None
-        except json.JSONDecodeError as error:
-            raise UserError(
-                [f"{path}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno})"]
-            ) from None
-        except RecursionError:
-            raise UserError([f"{path}: not valid JSON (nested too deeply)"]) from None
-    size = raw_size(path)
-    for number, row in enumerate(rows, start=1):
-        yield Row(_mapping(row, f"{path}, row {number}"), number), size * number // len(rows)
-
-
-def _mapping(row: Any, place: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise UserError([f"{place}: a JSON object is needed, found {type(row).__name__}"])
-    return row
-
-
-def _read_csv(path: str) -> Rows:
-    position = 0
-
-    def lines() -> Iterator[str]:
-        nonlocal position
-        for number, line, position in _lines(path):  # noqa: B007
-            yield line.removeprefix("\ufeff") if number == 1 else line
-
-    limit = csv.field_size_limit(1 << 30)
-    reader = csv.reader(lines(), strict=True)
-    try:
-        header = next(reader, [])
-        if twice := [name for name in header if header.count(name) > 1]:
-            raise UserError([f"{path}, line 1: the column {twice[0]!r} is there twice"])
-        line = reader.line_num + 1
-        for values in reader:
-            if values and len(values) != len(header):
-                raise UserError(
-                    [f"{path}, line {line}: {len(values)} values for {len(header)} columns ({', '.join(header)})"]
-                )
-            if values:
-                yield Row(dict(zip(header, values, strict=True)), line), position
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise UserError([f"{path}, line {reader.line_num}: not valid CSV ({error})"]) from None
-    finally:
-        csv.field_size_limit(limit)
-
-
-def _read_parquet(path: str) -> Rows:
-    with open(path, "rb") as raw:
-        file = pyarrow.parquet.ParquetFile(raw)
-        yield from _arrow_rows(path, file.schema_arrow, file.iter_batches(batch_size=256), file.metadata.num_rows)
-
-
-def _read_arrow(path: str) -> Rows:
-    """Reads both forms of Arrow's own format; `datasets` writes the stream."""
-    with pyarrow.memory_map(path) as file:
-        try:
-            reader = pyarrow.ipc.open_stream(file)
-            batches = _batches_of_stream(reader, file)
-        except pyarrow.ArrowInvalid:
-            reader = pyarrow.ipc.open_file(file)
-            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-        yield from _arrow_rows(path, reader.schema, (piece for batch in batches for piece in _slices(batch)), None)
-
-
-def _batches_of_stream(reader: Any, file: pyarrow.NativeFile) -> Iterator[pyarrow.RecordBatch]:
-    """Reads a stream up to the mark at its end, which pyarrow does without."""
-    position = file.tell()
-    for batch in reader:
-        position = file.tell()
-        yield batch
-    if file.tell() == position:
-        raise EOFError(CUT_OFF)
-
-
-def _slices(batch: pyarrow.RecordBatch) -> Iterator[pyarrow.RecordBatch]:
-    for start in range(0, len(batch), 256):
-        yield batch.slice(start, 256)
-
-
-def _arrow_rows(
-    path: str, schema: pyarrow.Schema, batches: Iterator[pyarrow.RecordBatch], number_of_rows: int | None
-) -> Rows:
-    if twice := [name for name in schema.names if schema.names.count(name) > 1]:
-        raise UserError([f"{path}: the column {twice[0]!r} is there twice"])
-    size, number = raw_size(path), 0
-    for batch in batches:
-        for index in range(len(batch)):
-            number += 1
-            try:
-                row = {name: batch.column(name)[index].as_py() for name in schema.names}
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    [f"{path}, row {number}: not valid UTF-8 ({error.reason} at byte {error.start})"]
-                ) from None
-            yield Row(without_filler(row), number), size * number // number_of_rows if number_of_rows else 0
-
-
-def without_filler(value: Any) -> Any:
-    """Drops keys that are None: Arrow gives every struct of a column the keys of all."""
-    if isinstance(value, dict):
-        return {key: without_filler(item) for key, item in value.items() if item is not None}
-    return [without_filler(item) for item in value] if isinstance(value, list) else value
-
-
-def _read_text(path: str) -> Rows:
-    """Reads the file as one document, in pieces that end with a line.
-
-    The line after it does not begin with white space: there tokenizers begin a new word anyhow.
-    """
-    pieces = _pieces(path)
-    piece, is_first = next(pieces, None), True
-    while piece is not None:
-        following = next(pieces, None)
-        number, text, position = piece
-        yield Row({"text": text}, number, starts_document=is_first, ends_document=following is None), position
-        piece, is_first = following, False
-
-
-def _pieces(path: str) -> Iterator[tuple[int, str, int]]:
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    held, first = "", 1
-    content, raw = _open(path)
-    with content, raw:
-        while data := content.read(PIECE_BYTES):
-            try:
-                held += decoder.decode(data)
-            except UnicodeDecodeError as error:
-                line = first + held.count("\n") + error.object[: error.start].count(b"\n")
-                raise UserError([f"{path}, line {line}: not valid UTF-8 ({error.reason})"]) from None
-            cut = _cut_of(held)
-            if cut:
-                yield first, held[:cut], raw.tell()
-                first += held.count("\n", 0, cut)
-                held = held[cut:]
-        if decoder.getstate()[0]:
-            raise UserError([f"{path}: not valid UTF-8: its last character is cut off"])
-    if held:
-        yield first, held, raw_size(path)
-
-
-def _cut_of(text: str) -> int:
-    """Finds where `text` can be cut: after its last line that no white space follows.
-
-    0 where there is no such line and the text is not yet long.
-    """
-    cut = text.rfind("\n", 0, len(text) - 1) + 1
-    while cut and text[cut].isspace():
-        cut = text.rfind("\n", 0, cut - 1) + 1
-    return cut or (len(text) if len(text) >= 4 * PIECE_BYTES else 0)
-
-
-def raw_size(path: str) -> int:
-    return Path(path).stat().st_size
-
-
-READERS = {
-    ".txt": _read_text,
-    ".json": _read_json,
-    ".jsonl": _read_jsonl,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
-}
-
-
-BATCH_ROWS, BATCH_CHARACTERS = 1000, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,7 +104,7 @@ class Source:
     @property
     def total_bytes(self) -> int | None:
         """Of all files as they lie; None where it is not known."""
-        return sum(map(raw_size, self.files)) if self.files else None
+        return sum(map(getsize, self.files)) if self.files else None
 
     @property
     def identity(self) -> list[Any]:
@@ -430,8 +113,8 @@ class Source:
         Path, size and time of change of each file; on the hub name and split, and the revision that is cached.
         """
         if self.files:
-            return [[str(Path(file).resolve()), raw_size(file), Path(file).stat().st_mtime_ns] for file in self.files]
-        return [*self.hub, getattr(self._load(), "_fingerprint", "")]
+            return [[str(Path(file).resolve()), getsize(file), Path(file).stat().st_mtime_ns] for file in self.files]
+        return [*self.hub, getattr(_load_from_hub(*self.hub, streaming=self.streaming), "_fingerprint", "")]
 
     def batches(self) -> Iterator[Batch]:
         """Reads all rows in order.
@@ -439,11 +122,13 @@ class Source:
         Raises:
             UserError: naming the file and line, or the data set, that cannot be read.
         """
+        loaded = () if self.files else _load_from_hub(*self.hub, streaming=self.streaming)
+        hub_rows = ((Row(without_filler(values), number), 0) for number, values in enumerate(loaded, start=1))
         before = 0
-        for place, rows in self._parts():
+        for place in self.files or self.hub[:1]:
             batch: list[Row] = []
             size = position = 0
-            for row, position in rows:
+            for row, position in read_file(place) if self.files else hub_rows:
                 batch.append(row)
                 size += _characters(row.values)
                 if len(batch) == BATCH_ROWS or size >= BATCH_CHARACTERS:
@@ -451,7 +136,7 @@ class Source:
                     batch, size = [], 0
             if batch:
                 yield Batch(rows=batch, place=place, position=before + position)
-            before += raw_size(place) if self.files else 0
+            before += getsize(place) if self.files else 0
 
     def first_batch(self) -> Batch:
         """Reads the first rows.
@@ -461,17 +146,7 @@ class Source:
         """
         for batch in self.batches():
             return batch
-        raise UserError([f"{self.name} holds no rows"])
-
-    def _parts(self) -> Iterator[tuple[str, Rows]]:
-        if self.files:
-            yield from ((file, read_file(file)) for file in self.files)
-        else:
-            rows = enumerate(self._load(), start=1)
-            yield self.hub[0], ((Row(without_filler(values), number), 0) for number, values in rows)
-
-    def _load(self) -> Any:
-        return _load_from_hub(*self.hub, streaming=self.streaming)
+        raise UserError(f"{self.name} holds no rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -514,31 +189,6 @@ def batches_of(source: Source, held_out: HeldOut | None) -> Iterator[Batch]:
         )
 
 
-@functools.cache
-def _load_from_hub(name: str, config: str | None, split: str, *, streaming: bool) -> Any:
-    """Loads a data set once for everyone in this process who reads it."""
-    import datasets
-
-    try:
-        return datasets.load_dataset(name, config, split=split, streaming=streaming)
-    except Exception as error:  # the hub client raises dozens of kinds; each is the user's to see in one line
-        raise UserError(
-            [
-                f"{name} is neither a file here (seen from {Path.cwd()}) nor a hub data set that can be read:"
-                f" {type(error).__name__}: {one_line(error)[:300]}"
-            ]
-        ) from None
-
-
-def _characters(value: Any) -> int:
-    """Counts the characters of all texts within a row."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        value = value.values()
-    return sum(map(_characters, value)) if isinstance(value, Iterable) and not isinstance(value, bytes) else 0
-
-
 def find_sources(entries: list[str], config: DataFields, *, key: str, split: str, problems: list[str]) -> list[Source]:
     """Finds the source of each entry; what is wrong goes to `problems`.
 
@@ -559,3 +209,324 @@ def find_sources(entries: list[str], config: DataFields, *, key: str, split: str
             Source(name=entry, key=key, files=tuple(files), hub=hub, streaming=getattr(config, "streaming", False))
         )
     return sources
+
+
+def find_files(entry: str, key: str) -> list[str]:
+    """Lists the files of a path, folder or glob by name; none where `entry` must be the name of a hub data set.
+
+    Raises:
+        UserError: naming `key`, the option.
+    """
+    path = Path(entry).expanduser()
+    kinds = f"{', '.join(ENDINGS)} (also with {', '.join(COMPRESSED)})"
+    if path.is_file():
+        files = [str(path)]
+    elif path.is_dir():
+        files = sorted(
+            str(file)
+            for file in path.iterdir()
+            if file.is_file() and ending(file) and not file.name.startswith(".") and file.name not in ABOUT_DATA
+        )
+        if not files:
+            raise UserError(f"{key}: the folder {entry} holds no {kinds} file")
+    else:
+        files = sorted(file for file in glob.glob(str(path), recursive=True) if Path(file).is_file())
+    if others := [file for file in files if not ending(file)]:
+        raise UserError(f"{key}: {others[0]} has none of the endings {kinds}")
+    if not files and is_path(entry):
+        raise UserError(f"{key}: {entry} does not exist (seen from {Path.cwd()})")
+    return files
+
+
+def ending(path: str | Path) -> str:
+    """Returns .jsonl for a.jsonl and for a.jsonl.gz; "" for what is none of ENDINGS."""
+    path = Path(path)
+    inner = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+    return inner if inner in ENDINGS else ""
+
+
+def is_path(entry: str) -> bool:
+    """Tells whether `entry`, where no file is, must be a path, not a name on the hub."""
+    return (
+        bool(ending(entry))
+        or entry.startswith((".", "~", "/"))
+        or entry.partition(":")[0].count("/") > 1
+        or "*" in entry
+    )
+
+
+@functools.cache
+def _load_from_hub(name: str, config: str | None, split: str, *, streaming: bool) -> Any:
+    """Loads a data set once for everyone in this process who reads it."""
+    import datasets  # takes a second, which files do not need
+
+    try:
+        return datasets.load_dataset(name, config, split=split, streaming=streaming)
+    except Exception as error:  # the hub client raises dozens of kinds; each is the user's to see in one line
+        raise UserError(
+            f"{name} is neither a file here (seen from {Path.cwd()}) nor a hub data set that can be read:"
+            f" {type(error).__name__}: {one_line(error)}"
+        ) from None
+
+
+def without_filler(value: Any) -> Any:
+    """Drops keys that are None: Arrow gives every struct of a column the keys of all."""
+    if isinstance(value, dict):
+        return {key: without_filler(item) for key, item in value.items() if item is not None}
+    return [without_filler(item) for item in value] if isinstance(value, list) else value
+
+
+def _characters(value: Any) -> int:
+    """Counts the characters of all texts within a row."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        value = value.values()
+    return sum(map(_characters, value)) if isinstance(value, Iterable) and not isinstance(value, bytes) else 0
+
+
+# Files
+
+
+def read_file(path: str) -> Rows:
+    """Reads the rows of one file.
+
+    Raises:
+        UserError: naming file and line.
+    """
+    if getsize(path) == 0:
+        raise UserError(f"{path} is empty")
+    try:
+        yield from READERS[ending(path)](path)
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+    except (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path} cannot be read as {ending(path)[1:]}: {one_line(error)}") from None
+
+
+class _Decompressed(io.RawIOBase):
+    """The content of a compressed file, which is one stream after the other.
+
+    Libraries' own readers take a zstd file that ends within a stream, and bytes after one that begin no other, for
+    the end of the file.
+    """
+
+    def __init__(self, raw: BinaryIO, new_stream: Callable[[], Any]):
+        self.raw, self.new_stream, self.stream = raw, new_stream, new_stream()
+        self.content = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills a part of `buffer`.
+
+        Raises:
+            EOFError: where the file ends within a stream.
+        """
+        while not self.content:
+            data = b""
+            if self.stream.eof:
+                data = self.stream.unused_data.lstrip(b"\0")  # tapes and xz fill up with zeros
+                while not data:
+                    if not (data := self.raw.read(COMPRESSED_BYTES)):
+                        return 0
+                    data = data.lstrip(b"\0")
+                self.stream = self.new_stream()
+            elif not (data := self.raw.read(COMPRESSED_BYTES)):
+                raise EOFError(CUT_OFF)
+            self.content = memoryview(self.stream.decompress(data))
+        size = min(len(buffer), len(self.content))
+        buffer[:size], self.content = self.content[:size], self.content[size:]
+        return size
+
+
+def _open(path: str) -> tuple[io.BufferedReader, BinaryIO]:
+    """Opens (content, the file itself, whose position says how much is read)."""
+    raw = open(path, "rb")  # noqa: SIM115 - closed with the content, or by the garbage collector
+    new_stream = COMPRESSED.get(Path(path).suffix)
+    return (io.BufferedReader(_Decompressed(raw, new_stream), 1 << 20) if new_stream else raw), raw
+
+
+def _lines(path: str) -> Iterator[tuple[int, str, int]]:
+    content, raw = _open(path)
+    with content, raw:
+        for number, line in enumerate(content, start=1):
+            try:
+                yield number, line.decode(), raw.tell()
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{path}, line {number}: not valid UTF-8 ({error.reason} at byte {error.start} of the line)"
+                ) from None
+
+
+def _read_jsonl(path: str) -> Rows:
+    for number, line, position in _lines(path):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.removeprefix("\ufeff"), object_pairs_hook=unique_keys)
+        except DuplicateKey as error:
+            raise UserError(f"{path}, line {number}: duplicate column {error}") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            is_syntax = isinstance(error, json.JSONDecodeError)
+            reason = f"{error.msg} at column {error.colno}" if is_syntax else "nested too deeply"
+            raise UserError(f"{path}, line {number}: not valid JSON ({reason}): {line.strip()[:80]}") from None
+        yield Row(_mapping(row, f"{path}, line {number}"), number), position
+
+
+def _read_json(path: str) -> Rows:
+    """Reads one list of objects, or one object per line."""
+    content, raw = _open(path)
+    with content, raw:
+        is_list = content.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        text = content.read() if is_list else b""
+    if not is_list:
+        yield from _read_jsonl(path)
+        return
+    try:
+        rows = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique_keys)
+    except DuplicateKey as error:
+        raise UserError(f"{path}: duplicate column {error} in a row") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not valid UTF-8 ({error.reason} at byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno})") from None
+    except RecursionError:
+        raise UserError(f"{path}: not valid JSON (nested too deeply)") from None
+    size = getsize(path)
+    for number, row in enumerate(rows, start=1):
+        yield Row(_mapping(row, f"{path}, row {number}"), number), size * number // len(rows)
+
+
+def _mapping(row: Any, place: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: expected a JSON object, got {type(row).__name__}")
+    return row
+
+
+def _read_csv(path: str) -> Rows:
+    position = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal position
+        for number, line, position in _lines(path):  # noqa: B007
+            yield line.removeprefix("\ufeff") if number == 1 else line
+
+    limit = csv.field_size_limit(1 << 30)  # by default 128 KiB, which a text column exceeds
+    reader = csv.reader(lines(), strict=True)
+    try:
+        header = next(reader, [])
+        _check_columns(header, f"{path}, line 1")
+        line = reader.line_num + 1
+        for values in reader:
+            if values and len(values) != len(header):
+                raise UserError(
+                    f"{path}, line {line}: {len(values)} values for {len(header)} columns ({', '.join(header)})"
+                )
+            if values:
+                yield Row(dict(zip(header, values, strict=True)), line), position
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num}: not valid CSV ({error})") from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _check_columns(names: list[str], place: str) -> None:
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{place}: duplicate column {twice[0]!r}")
+
+
+def _read_parquet(path: str) -> Rows:
+    with open(path, "rb") as raw:
+        file = pyarrow.parquet.ParquetFile(raw)
+        batches = file.iter_batches(batch_size=ARROW_ROWS)
+        yield from _arrow_rows(path, file.schema_arrow.names, batches, file.metadata.num_rows)
+
+
+def _read_arrow(path: str) -> Rows:
+    """Reads both forms of Arrow's own format; `datasets` writes the stream."""
+    with pyarrow.memory_map(path) as file:
+        try:
+            reader, is_stream = pyarrow.ipc.open_stream(file), True
+        except pyarrow.ArrowInvalid:
+            reader, is_stream = pyarrow.ipc.open_file(file), False
+
+        def batches() -> Iterator[pyarrow.RecordBatch]:
+            position = file.tell()
+            for batch in reader if is_stream else map(reader.get_batch, range(reader.num_record_batches)):
+                position = file.tell()
+                yield from (batch.slice(start, ARROW_ROWS) for start in range(0, len(batch), ARROW_ROWS))
+            if is_stream and file.tell() == position:  # pyarrow does without the mark at a stream's end
+                raise EOFError(CUT_OFF)
+
+        yield from _arrow_rows(path, reader.schema.names, batches(), None)
+
+
+def _arrow_rows(
+    path: str, names: list[str], batches: Iterator[pyarrow.RecordBatch], number_of_rows: int | None
+) -> Rows:
+    _check_columns(names, path)
+    size, number = getsize(path), 0
+    for batch in batches:
+        for index in range(len(batch)):
+            number += 1
+            try:
+                row = {name: batch.column(name)[index].as_py() for name in names}
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{path}, row {number}: not valid UTF-8 ({error.reason} at byte {error.start})"
+                ) from None
+            yield Row(without_filler(row), number), size * number // number_of_rows if number_of_rows else 0
+
+
+def _read_text(path: str) -> Rows:
+    """Reads the file as one document, in pieces that end with a line.
+
+    The line after a piece does not begin with white space: there tokenizers begin a new word anyhow.
+    """
+    pieces = _pieces(path)
+    piece, is_first = next(pieces, None), True
+    while piece is not None:
+        following = next(pieces, None)
+        number, text, position = piece
+        yield Row({"text": text}, number, starts_document=is_first, ends_document=following is None), position
+        piece, is_first = following, False
+
+
+def _pieces(path: str) -> Iterator[tuple[int, str, int]]:
+    """Yields (number of the first line, text, bytes of the file read so far)."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    held, first = "", 1
+    content, raw = _open(path)
+    with content, raw:
+        while data := content.read(PIECE_BYTES):
+            try:
+                held += decoder.decode(data)
+            except UnicodeDecodeError as error:
+                line = first + held.count("\n") + error.object[: error.start].count(b"\n")
+                raise UserError(f"{path}, line {line}: not valid UTF-8 ({error.reason})") from None
+            cut = held.rfind("\n", 0, len(held) - 1) + 1  # after the last line that no white space follows
+            while cut and held[cut].isspace():
+                cut = held.rfind("\n", 0, cut - 1) + 1
+            if not cut and len(held) >= 4 * PIECE_BYTES:  # a long text without such a line
+                cut = len(held)
+            if cut:
+                yield first, held[:cut], raw.tell()
+                first += held.count("\n", 0, cut)
+                held = held[cut:]
+        if decoder.getstate()[0]:
+            raise UserError(f"{path}: not valid UTF-8: its last character is cut off")
+    if held:
+        yield first, held, getsize(path)
+
+
+READERS = {
+    ".txt": _read_text,
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}

@@ -17,13 +17,31 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from dsft.data.tokenization import Tokens
 
 FACTS = "facts.json"
+COUNTS = (
+    "rows",
+    "truncated",
+    "split",
+    "dropped_long",
+    "dropped_untrained",
+    "dropped_empty",
+    "dropped_bad",
+    "rendered_apart",
+    "unrendered",
+    "empty_thinking",
+    "trained_tokens",
+    "weighted_tokens",
+)
+"""What is counted of every source, in the order of the data line; `tokens` and `duplicates` follow. Of chats:
+rendered_apart (sequences for answers that the template renders otherwise in a longer chat), unrendered, empty_thinking;
+weighted_tokens are trained ones of a weight other than 1.
+"""
 
 
 @dataclass(frozen=True)
@@ -84,21 +102,6 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
 
 
-def _duplicates(hashes: np.ndarray) -> int:
-    """Counts hashes that are there already; a sixteenth at a time, so that memory stays small."""
-    return len(hashes) - sum(len(np.unique(hashes[hashes >> np.uint64(60) == part])) for part in range(16))
-
-
-def _hash_of(files: list[Path]) -> str:
-    """Hash files one after the other, as if they were one."""
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            while piece := file.read(1 << 20):
-                digest.update(piece)
-    return digest.hexdigest()
-
-
 class StoreWriter:
     """Writes a folder beside its place and puts it there when all is on disk.
 
@@ -122,7 +125,12 @@ class StoreWriter:
         tokens.ids.astype(self.dtype).tofile(self.files["tokens"])
         tokens.trained.tofile(self.files["trained"])
         if tokens.weights is not None and "weights" not in self.files:
-            self.files["weights"] = self._weights_so_far()
+            # The column begins with the tokens that are there already: their weight is 1 where they are trained.
+            self.files["trained"].flush()
+            self.files["weights"] = open(self.partial / "weights.bin", "wb")  # noqa: SIM115
+            trained = _mapped(self.partial / "trained.bin", "bool")
+            for start in range(0, self.size, 1 << 20):
+                trained[start : min(start + (1 << 20), self.size)].astype(np.float32).tofile(self.files["weights"])
         if "weights" in self.files:
             weights = tokens.trained if tokens.weights is None else tokens.weights
             weights.astype(np.float32, copy=False).tofile(self.files["weights"])
@@ -135,41 +143,23 @@ class StoreWriter:
         self.counts["trained_tokens"] += int(tokens.trained.sum())
         self.first = tokens.first | self.first
 
-    def _weights_so_far(self) -> BinaryIO:
-        """Begins the column of weights with those of the tokens that are there already: 1 where they are trained."""
-        self.files["trained"].flush()
-        file = open(self.partial / "weights.bin", "wb")  # noqa: SIM115
-        with open(self.partial / "trained.bin", "rb") as trained:
-            for start in range(0, self.size, 1 << 20):
-                np.fromfile(trained, bool, min(1 << 20, self.size - start)).astype(np.float32).tofile(file)
-        return file
-
     def finish(self, **facts: Any) -> Store:
         for file in self.files.values():
             file.flush()
             os.fsync(file.fileno())
             file.close()
-        counts = {
-            name: int(self.counts[name])
-            for name in (
-                "rows",
-                "truncated",
-                "split",
-                "dropped_long",
-                "dropped_untrained",
-                "dropped_empty",
-                "dropped_bad",
-                "rendered_apart",
-                "unrendered",
-                "empty_thinking",
-                "trained_tokens",
-                "weighted_tokens",
-            )
-        }
-        tokens_hash = _hash_of([self.partial / f"{name}.bin" for name in ("tokens", "trained", "ends")])
-        counts |= {"tokens": self.size, "duplicates": _duplicates(_mapped(self.partial / "hashes.bin", "uint64"))}
+        counts = {name: int(self.counts[name]) for name in COUNTS}
+        hashes = _mapped(self.partial / "hashes.bin", "uint64")
+        # A sixteenth of the hashes at a time, so that memory stays small.
+        distinct = sum(len(np.unique(hashes[hashes >> np.uint64(60) == part])) for part in range(16))
+        counts |= {"tokens": self.size, "duplicates": len(hashes) - distinct}
+        content = hashlib.sha256()
+        for name in ("tokens", "trained", "ends"):
+            with open(self.partial / f"{name}.bin", "rb") as file:
+                while piece := file.read(1 << 20):
+                    content.update(piece)
         with open(self.partial / FACTS, "w", encoding="utf-8") as file:
-            facts |= {"dtype": self.dtype, "counts": counts, "first": self.first, "tokens_hash": tokens_hash}
+            facts |= {"dtype": self.dtype, "counts": counts, "first": self.first, "tokens_hash": content.hexdigest()}
             json.dump(facts, file, indent=1)
             file.flush()
             os.fsync(file.fileno())

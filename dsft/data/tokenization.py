@@ -1,23 +1,42 @@
 """Turns rows into token sequences: what is trained of each, and what happens to those that are too long.
 
 Everything cut or dropped is counted.
+
+Texts get the tokens that their tokenizer gives them, long ones too. A tokenizer takes about 150 bytes of memory for
+each byte of a text, so a document of 50 MB would take 7 GB. It is cut between words or lines, only where the tokens
+around a place are the same with the cut and without. A tokenizer that has no such place (SentencePiece's Llama 2, which
+puts a blank before each text) gets the text whole.
 """
 
 import hashlib
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice, pairwise
 
 import numpy as np
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
-from dsft.data.chats import TEMPLATE_ERRORS, ChatRules, Spans, chat_samples
-from dsft.data.encoding import encode, encode_continued
-from dsft.data.formats import Chat, EmptyAnswer, FormatRules, Pair, Text, canonical
+from dsft.config.options import DataFields
+from dsft.data.chats import TEMPLATE_ERRORS, Rendered, render_chat
+from dsft.data.formats import Chat, EmptyAnswer, FormatRules, Pair, Text, canonical, rules_of
 from dsft.data.sources import Batch, Row
 from dsft.errors import UserError, one_line
+
+LONG_TEXT = 1 << 20
+"""Characters. Longer texts are cut."""
+PIECE = 1 << 18
+"""Characters between places where a cut is tried."""
+PIECES_AT_ONCE = 8
+TRIED, AROUND = 4, 1 << 10
+"""Cuts tried at each place, and characters on either side whose tokens are compared."""
+_CUTS = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=\S\n)(?=[^\W\d_])")
+"""Between a word and the blank before the next, or behind a line."""
+
+Spans = list[tuple[int, int]]
 
 
 @dataclass(kw_only=True)
@@ -33,10 +52,7 @@ class Tokens:
     hashes: np.ndarray
     """[S] uint64, of the ids: the same for duplicates. In an evaluation, of the texts."""
     counts: Counter
-    """rows, truncated, split, dropped_long, dropped_untrained, dropped_empty, dropped_bad; of chats also rendered_apart
-    (sequences for answers that the template renders otherwise in a longer chat), unrendered, empty_thinking and
-    weighted_tokens (trained ones of a weight other than 1).
-    """
+    """Of rows and sequences; the keys are COUNTS of the store."""
     first: dict[str, str] = field(default_factory=dict)
     """Key of `counts` -> where the first such row is, and why it is counted."""
     document_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -86,9 +102,9 @@ def _add_texts(builder: "_TokensBuilder", texts: list[Text], tokenizer: PreTrain
         if closes and text.starts_document:
             ids = ids[:-1]  # the end is added where the document ends
         if not text.ends_document:
-            builder.text(ids, ends=False)
+            builder.put_text(ids, ends=False)
         elif text.text or not text.starts_document:
-            builder.text(ids + end)
+            builder.put_text(ids + end)
         else:
             builder.counts["dropped_empty"] += 1
 
@@ -105,7 +121,7 @@ def _add_pairs(
     closes, end = closes_texts(tokenizer), _end_tokens(tokenizer)
     for row, pair in samples:
         if pair is None:
-            builder.blank()
+            builder.put_blank()
             continue
         prompt, completion = next(prompts), next(completions)
         if closes:
@@ -121,26 +137,21 @@ def _add_chats(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Adds chats in the tokenizer's template."""
-    rules = ChatRules(
-        train_on="answers" if builder.rules.train_on == "auto" else builder.rules.train_on,
-        train_thinking=builder.rules.train_thinking,
-        drop_unrendered=builder.rules.drop_unrendered,
-        one_sequence=builder.rules.keep_all,
-    )
     for row, chat in samples:
         if chat is None:
-            builder.blank()
+            builder.put_blank()
             continue
         try:
-            samples = chat_samples(chat, tokenizer, rules)
+            rendered = render_chat(chat, tokenizer, builder.rules)
+            sequences = [(*_encode_rendered(each, tokenizer), each.weights) for each in rendered.sequences]
         except TEMPLATE_ERRORS as error:
             kind = "the chat template raised: " if isinstance(error, TemplateError) else ""
-            builder.drop_bad(f"{where(row)}: {kind}{one_line(error)[:500]}")
+            builder.drop_bad(f"{where(row)}: {kind}{one_line(error)}")
             continue
-        for name, why in samples.notes.items():
-            number = len(samples.sequences) - 1 if name == "rendered_apart" else 1
+        for name, why in rendered.notes.items():
+            number = len(sequences) - 1 if name == "rendered_apart" else 1
             builder.note(name, f"{where(row)}: {why}", number)
-        for ids, spans, weights in samples.sequences:
+        for ids, spans, weights in sequences:
             builder.add(ids, spans, partial(where, row), weights)
 
 
@@ -177,50 +188,50 @@ class _TokensBuilder:
             UserError: unless bad rows are dropped.
         """
         if self.rules.keep_all:
-            raise UserError([problem])
+            raise UserError(problem)
         if self.rules.bad_rows == "error":
-            raise UserError([f"{problem}; bad_rows: drop leaves such rows out, and counts them"])
+            raise UserError(f"{problem}; bad_rows: drop leaves such rows out, and counts them")
         self.note("dropped_bad", problem)
 
-    def blank(self) -> None:
+    def put_blank(self) -> None:
         """Fills the place of a row that has nothing to train on, where each must have one."""
         self._put(np.zeros(1, np.int32), np.zeros(1, bool))
 
-    def text(self, ids: list[int], *, ends: bool = True) -> None:
+    def put_text(self, ids: list[int], *, ends: bool = True) -> None:
         """Adds a document, or a piece of one, of any length: it is cut where its tokens are used."""
         self._put(np.asarray(ids, np.int32), np.ones(len(ids), bool), ends=ends)
 
     def add(
         self, ids: list[int], spans: Spans, where: Callable[[], str], weights: Sequence[float] | None = None
     ) -> None:
-        """Adds a sample with the tokens of `spans` trained; where these overlap, the weight of the later one holds."""
+        """Adds a sample with the tokens of `spans` trained; where these overlap, the weight of the later one holds.
+
+        A sample longer than seq_len follows the policy `too_long`.
+        """
         weights = [1] * len(spans) if weights is None else weights
         array, trained = np.asarray(ids, np.int32), np.zeros(len(ids), bool if {*weights} <= {0, 1} else np.float32)
         for (start, end), weight in zip(spans, weights, strict=True):
             trained[start:end] = weight
         trained[:1] = 0  # nothing stands before it
-        if len(array) <= self.rules.seq_len:
-            self._put_if_trained(array, trained, where)
-        else:
-            self._too_long(array, trained, where)
-
-    def _too_long(self, ids: np.ndarray, trained: np.ndarray, where: Callable[[], str]) -> None:
         length, policy = self.rules.seq_len, self.rules.too_long
-        why = f"{where()}: {len(ids)} tokens are longer than seq_len={length}"
+        if len(array) <= length:
+            self._put_if_trained(array, trained, where)
+            return
+        why = f"{where()}: {len(array)} tokens are longer than seq_len={length}"
         if policy == "error":
-            raise UserError([f"{why}; raise it, or set too_long to drop, truncate or split"])
+            raise UserError(f"{why}; raise it, or set too_long to drop, truncate or split")
         if policy == "drop":
             self.note("dropped_long", why)
             if self.rules.keep_all:
-                self._put(ids[:length], np.zeros(length, bool))
+                self._put(array[:length], np.zeros(length, bool))
         elif policy == "split" and not self.rules.keep_all:
             self.note("split", why)
-            for start in range(0, len(ids), length):
+            for start in range(0, len(array), length):
                 trained[start] = False
-                self._put_if_trained(ids[start : start + length], trained[start : start + length], where)
+                self._put_if_trained(array[start : start + length], trained[start : start + length], where)
         else:
             self.note("truncated", why)
-            self._put_if_trained(ids[:length], trained[:length], where)
+            self._put_if_trained(array[:length], trained[:length], where)
 
     def _put_if_trained(self, ids: np.ndarray, trained: np.ndarray, where: Callable[[], str]) -> None:
         """Adds a sequence, but for one without a trained token (its answer was cut off)."""
@@ -250,3 +261,137 @@ class _TokensBuilder:
             counts=self.counts,
             first=self.first,
         )
+
+
+def _encode_rendered(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], Spans]:
+    """Encodes the text of a chat; returns its ids, and which of them are trained."""
+    text, spans = rendered.text, rendered.spans
+    if rendered.ends_open and tokenizer.eos_token_id is None:
+        raise ValueError(
+            "nothing in the chat template ends an answer, and the tokenizer has no end token, so the model would"
+            " never stop; name another template with chat_template"
+        )
+    of_tokens = None
+    if tokenizer.is_fast:  # others do not say which characters a token stands for
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids, of_tokens = encoded["input_ids"], _token_spans(encoded["offset_mapping"], spans)
+    if of_tokens is None:  # cut at the boundaries, as a server does: it encodes the prompt alone
+        bounds = sorted({0, len(text), *(bound for span in spans for bound in span)})
+        pieces = [text[start:end] for start, end in pairwise(bounds)]
+        encoded = [next(encode(tokenizer, pieces[:1], special=False))] if pieces else []
+        encoded += encode_continued(tokenizer, pieces[1:])
+        ids = [token for piece in encoded for token in piece]
+        starts = dict(zip(bounds, np.cumsum([0, *map(len, encoded)]).tolist(), strict=True))
+        of_tokens = [(starts[start], starts[end]) for start, end in spans]
+    if rendered.ends_open:
+        of_tokens[-1] = (of_tokens[-1][0], len(ids) + 1)
+        ids = [*ids, tokenizer.eos_token_id]
+    return ids, of_tokens
+
+
+def _token_spans(offsets: list[tuple[int, int]], spans: Spans) -> Spans | None:
+    """Turns spans of characters into spans of tokens; None where a token spans the boundary of one."""
+    firsts, lasts = np.array(offsets, np.int64).reshape(-1, 2).T
+    tokens = []
+    for begin, end in spans:
+        inside = np.flatnonzero((firsts < end) & (lasts > begin) & (firsts < lasts))
+        if not len(inside) or firsts[inside[0]] < begin or lasts[inside[-1]] > end:
+            return None
+        tokens.append((int(inside[0]), int(inside[-1]) + 1))
+    return tokens
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> list[int]:
+    """Lists the ids of the tokens that trained answers end with, that of a plain answer first.
+
+    Small chats are rendered: an answer at the end, one that another message follows, and a tool call. A server must
+    stop at each, so they belong into `eos_token_id` of the generation configuration.
+
+    Args:
+        template: in place of the tokenizer's own.
+    """
+    if not (template or tokenizer.chat_template):
+        return []
+    ask, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+    call = {"type": "function", "id": "call00001", "function": {"name": "look_up", "arguments": {"word": "it"}}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "content": "found", "name": "look_up", "tool_call_id": "call00001"}
+    rules, stops = rules_of("messages", DataFields()), []
+    for messages in ([ask, answer], [ask, answer, ask, answer], [ask, calling], [ask, calling, result, answer]):
+        try:
+            rendered = render_chat(Chat(messages=messages), tokenizer, rules, template=template)
+            sequences = [_encode_rendered(each, tokenizer) for each in rendered.sequences]
+        except TEMPLATE_ERRORS:
+            continue  # a template without tools has no such end
+        stops += [ids[end - 1] for ids, spans in sequences for _, end in spans]
+    return list(dict.fromkeys(stops))
+
+
+# Texts with the tokens of their tokenizer
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool = True) -> Iterator[list[int]]:
+    """Encodes as `tokenizer(texts)` does.
+
+    Args:
+        special: with the tokens that the tokenizer puts around a text.
+    """
+    short = _encode_whole(tokenizer, [text for text in texts if len(text) <= LONG_TEXT], special=special)
+    return (next(short) if len(text) <= LONG_TEXT else _encode_long(tokenizer, text, special=special) for text in texts)
+
+
+def encode_continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:
+    """Encodes texts that continue another one.
+
+    That is without the blank that some tokenizers put before each text (SentencePiece's dummy prefix).
+    """
+    before = next(encode(tokenizer, ["\n"], special=False))
+    probe = next(encode(tokenizer, ["\na"], special=False))
+    if probe[: len(before)] != before or probe[len(before) :] == next(encode(tokenizer, ["a"], special=False)):
+        return encode(tokenizer, texts, special=False)
+    joined = encode(tokenizer, [f"\n{text}" for text in texts], special=False)
+    return (
+        ids[len(before) :] if ids[: len(before)] == before else next(encode(tokenizer, [text], special=False))
+        for ids, text in zip(joined, texts, strict=True)
+    )
+
+
+def _encode_whole(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> Iterator[list[int]]:
+    if not isinstance(tokenizer, TokenizersBackend):
+        return iter(tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else [])
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    # Without the offsets, which take a fifth of the time.
+    return (encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special))
+
+
+def _encode_long(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
+    bounds = [0, *safe_cuts(tokenizer, text), len(text)]
+    if len(bounds) == 2:
+        return next(_encode_whole(tokenizer, [text], special=special))
+    pieces = [text[start:end] for start, end in pairwise(bounds)]
+    ids, after = [], []
+    if special:  # what the tokenizer puts before and after a text
+        inner, whole = (next(_encode_whole(tokenizer, ["a"], special=around)) for around in (False, True))
+        start = next(at for at in range(len(whole)) if whole[at : at + len(inner)] == inner)
+        ids, after = whole[:start], whole[start + len(inner) :]
+    for start in range(0, len(pieces), PIECES_AT_ONCE):
+        for part in _encode_whole(tokenizer, pieces[start : start + PIECES_AT_ONCE], special=False):
+            ids += part
+    return ids + after
+
+
+def safe_cuts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Returns places, about a piece apart, where cutting a text leaves the tokens around as they are."""
+    cuts = []
+    for start in range(PIECE, len(text), PIECE):
+        tried = [match.start() for match in islice(_CUTS.finditer(text, start, start + PIECE // 2), TRIED)]
+        parts = [(text[max(0, cut - AROUND) : cut], text[cut : cut + AROUND]) for cut in tried]
+        around, before, after = (
+            _encode_whole(tokenizer, texts, special=False)
+            for texts in ([a + b for a, b in parts], [a for a, _ in parts], [b for _, b in parts])
+        )
+        cuts += [cut for cut in tried if next(around) == next(before) + next(after)][:1]
+    return cuts

@@ -18,14 +18,13 @@ from dsft.data.batches import (
     num_mixed,
     padding_share,
 )
-from dsft.data.chats import stop_tokens
-from dsft.data.formats import FormatRules, FormattedSource, format_rules
+from dsft.data.formats import FormattedSource, format_rules
 from dsft.data.packing import PackedRows, batches_by_token_budget, best_fit
 from dsft.data.prepare import cache_folder, fingerprint, prepare
 from dsft.data.sequences import Sequences, count, mix, sequences_of
 from dsft.data.sources import HeldOut, find_sources
 from dsft.data.store import FACTS, Store
-from dsft.data.tokenization import tokenise
+from dsft.data.tokenization import stop_tokens, tokenise
 from dsft.errors import UserError
 from dsft.models.tokenizer import split_tokens
 from dsft.models.trials import NO_RULES, RowRules
@@ -65,7 +64,11 @@ def check_sources(
             batch = replace(batch, rows=batch.rows[:CHECKED_ROWS])
             rules = format_rules(batch.rows, config, keep_all=keep_all)
             if tokenizer is not None:
-                _check_template(rules, tokenizer)
+                if rules.is_chat and not tokenizer.chat_template:
+                    raise ValueError(
+                        f"the rows are chats, but the tokenizer {tokenizer.name_or_path} has no chat template; name"
+                        " one with chat_template, use a tokenizer of a chat model, or prompt and completion columns"
+                    )
                 tokenise(batch, rules, tokenizer)
             sources.append(FormattedSource(source=source, rules=rules))
         except UserError as error:
@@ -77,16 +80,8 @@ def check_sources(
 
 def answer_ends(data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Lists the tokens with which trained answers of chats end; other data ends with the tokenizer's own end token."""
-    has_chats = any(each.rules.is_chat or each.rules.format == "alpaca" for each in data)
+    has_chats = any(each.rules.may_be_chat for each in data)
     return stop_tokens(tokenizer) if has_chats else []
-
-
-def _check_template(rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> None:
-    if rules.is_chat and not tokenizer.chat_template:
-        raise ValueError(
-            f"the rows are chats, but the tokenizer {tokenizer.name_or_path} has no chat template; name one with"
-            " chat_template, use a tokenizer of a chat model, or prompt and completion columns"
-        )
 
 
 @dataclass(kw_only=True)
@@ -151,47 +146,61 @@ def load_training_data(
     Raises:
         UserError: naming file and line of what cannot be used.
     """
-    held_out_sequences, held_out_counts = _held_out(config, data, held_out, tokenizer)
+    share, held_out_share = _shares(config)
+    held_out_stores = _stores(data if held_out_share else held_out, config, tokenizer, held_out_share)
+    if held_out_share and not any(store.counts["rows"] for store in held_out_stores):
+        names = ", ".join(formatted.source.name for formatted in data)
+        raise UserError(f"eval_fraction={config.eval_fraction} of {names} is no row; raise it or give eval_data")
+    held_out_sequences = held_out_counts = None
+    if held_out_stores:
+        held_out_sequences = sequences_of(held_out_stores, seq_len=config.seq_len, keep_documents=False)
+        held_out_counts = count(held_out_sequences, held_out_stores)
+
     rules = RowRules(limits=(*(limit for limit in limits if limit < config.seq_len), config.seq_len))
     notes, grouping = notes_on_escapes(config) + _notes_on_template(config, data, tokenizer), LengthGrouping.NONE
     if config.streaming:
         distributed.wait_long("prepared")
-        items = _stream(config, data, tokenizer, pack=pack)
+        items = Stream(
+            data,
+            tokenizer,
+            seq_len=config.seq_len,
+            pack=pack,
+            weights=config.data_weights,
+            seed=_seed(config),
+            shuffle_buffer=config.shuffle_buffer,
+        )
         counts = items.counts
     else:
-        stores = _training_stores(config, data, tokenizer)
-        sequences, passes = sequences_of(stores, seq_len=config.seq_len, keep_documents=pack), None
+        stores = _stores(data, config, tokenizer, share)
+        if share and (empty := [store.facts["source"] for store in stores if not len(store.ends)]):
+            raise UserError(
+                f"eval_fraction={config.eval_fraction} leaves no row of {', '.join(empty)} to train on; lower it or"
+                " give eval_data"
+            )
+        sequences, epochs = sequences_of(stores, seq_len=config.seq_len, keep_documents=pack), None
         if config.data_weights:
-            sequences, passes = mix(sequences, config.data_weights, seed=_seed(config))
-        _check_same_on_all_hosts([sequences, *([held_out_sequences] if held_out_sequences else [])])
+            sequences, epochs = mix(sequences, config.data_weights, seed=_seed(config))
+        # Nodes without a common cache have each prepared for themselves; a node's files may be others. Collective.
+        distributed.wait_long("prepared")
+        parts = [sequences, *([held_out_sequences] if held_out_sequences else [])]
+        content = " ".join(part.identity["content of data"] for part in parts)
+        require_agreement({SAME_FILES: {"content of data": content}})
         items, grouping, counts_of_items = _grouped(sequences, config, rules, pack=pack)
-        counts = count(sequences, stores, passes=passes) | counts_of_items
+        counts = count(sequences, stores, epochs=epochs) | counts_of_items
         notes += _notes_on_rows(stores)
+    if pack:
+        collator = PackedCollator(tokenizer.pad_token_id, flash=flash)
+    else:
+        collator = Collator(tokenizer.pad_token_id, rules, masked=masked)
     return TrainingData(
         items=items,
-        collator=PackedCollator(tokenizer.pad_token_id, flash=flash)
-        if pack
-        else Collator(tokenizer.pad_token_id, rules, masked=masked),
+        collator=collator,
         held_out=held_out_sequences,
         counts=counts,
         held_out_counts=held_out_counts,
         grouping=grouping,
         rules=rules,
         notes=notes,
-    )
-
-
-def _stream(
-    config: TrainConfig, data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase, *, pack: bool
-) -> Stream:
-    return Stream(
-        data,
-        tokenizer,
-        seq_len=config.seq_len,
-        pack=pack,
-        weights=config.data_weights,
-        seed=_seed(config),
-        shuffle_buffer=config.shuffle_buffer,
     )
 
 
@@ -219,50 +228,6 @@ def _grouped(
     return sequences, GROUPINGS.get(strategy, LengthGrouping.NONE), {}
 
 
-def _held_out(
-    config: TrainConfig,
-    data: list[FormattedSource],
-    held_out: list[FormattedSource],
-    tokenizer: PreTrainedTokenizerBase,
-) -> tuple[Sequences | None, dict[str, Any] | None]:
-    """Makes (sequences, their counts) of what is held out."""
-    stores = _held_out_stores(config, data, held_out, tokenizer)
-    if not stores:
-        return None, None
-    sequences = sequences_of(stores, seq_len=config.seq_len, keep_documents=False)
-    return sequences, count(sequences, stores)
-
-
-def _held_out_stores(
-    config: TrainConfig,
-    data: list[FormattedSource],
-    held_out: list[FormattedSource],
-    tokenizer: PreTrainedTokenizerBase,
-) -> list[Store]:
-    if held_out or not config.eval_fraction:
-        return _stores(held_out, config, tokenizer, None)
-    stores = _stores(data, config, tokenizer, _share(config, wanted=True))
-    if not any(store.counts["rows"] for store in stores):
-        names = ", ".join(formatted.source.name for formatted in data)
-        raise UserError([f"eval_fraction={config.eval_fraction} of {names} is no row; raise it or give eval_data"])
-    return stores
-
-
-def _training_stores(
-    config: TrainConfig, data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase
-) -> list[Store]:
-    has_share = config.eval_fraction and not config.eval_data
-    stores = _stores(data, config, tokenizer, _share(config, wanted=False) if has_share else None)
-    if empty := [store.facts["source"] for store in stores if not len(store.ends)]:
-        raise UserError(
-            [
-                f"eval_fraction={config.eval_fraction} leaves no row of {', '.join(empty)} to train on; lower it or"
-                " give eval_data"
-            ]
-        )
-    return stores
-
-
 def _stores(
     data: list[FormattedSource], config: TrainConfig, tokenizer: PreTrainedTokenizerBase, held_out: HeldOut | None
 ) -> list[Store]:
@@ -282,11 +247,10 @@ def _stores(
 
 def is_prepared(config: TrainConfig, data: Sequence[FormattedSource], tokenizer: PreTrainedTokenizerBase) -> bool:
     """Tells whether the tokens of the training data, and of what is held out of it, lie in the cache."""
-    shares = [_share(config, wanted=wanted) for wanted in (False, True)] if config.eval_fraction else [None]
     return all(
         (cache_folder(config) / fingerprint(formatted.source, formatted.rules, share, tokenizer) / FACTS).is_file()
         for formatted in data
-        for share in shares
+        for share in _shares(config)
     )
 
 
@@ -294,8 +258,14 @@ def _seed(config: TrainConfig) -> int:
     return shuffle_seed(config.training.get("data_seed"), config.training.get("seed", 42))
 
 
-def _share(config: TrainConfig, *, wanted: bool) -> HeldOut:
-    return HeldOut(fraction=config.eval_fraction, seed=_seed(config), wanted=wanted)
+def _shares(config: TrainConfig) -> tuple[HeldOut | None, HeldOut | None]:
+    """Returns the rows of `data` that are trained and those held out of it; (None, None) where it is not divided."""
+    if not config.eval_fraction or config.eval_data:
+        return None, None
+    train, held_out = (
+        HeldOut(fraction=config.eval_fraction, seed=_seed(config), wanted=wanted) for wanted in (False, True)
+    )
+    return train, held_out
 
 
 def notes_on_escapes(config: DataFields) -> list[str]:
@@ -325,8 +295,7 @@ def _notes_on_template(
             f" {', '.join(split)} and cuts {'it' if len(split) == 1 else 'them'} into several; a template that fits it,"
             " or plain, is learnt faster"
         )
-    has_chats = any(formatted.rules.is_chat or formatted.rules.format == "alpaca" for formatted in data)
-    stops = stop_tokens(tokenizer) if has_chats else []
+    stops = answer_ends(data, tokenizer)
     if stops and stops != [tokenizer.eos_token_id]:
         names = ", ".join(tokenizer.convert_ids_to_tokens(stops))
         notes.append(
@@ -372,14 +341,3 @@ def _notes_on_rows(stores: list[Store]) -> list[str]:
                 " template renders an empty think block; it is not trained (train_thinking: all does)"
             )
     return notes
-
-
-def _check_same_on_all_hosts(parts: list[Sequences]) -> None:
-    """Compares what each node prepared for itself. Collective.
-
-    Raises:
-        UserError: naming the hosts.
-    """
-    distributed.wait_long("prepared")
-    content = " ".join(part.identity["content of data"] for part in parts)
-    require_agreement({SAME_FILES: {"content of data": content}})

@@ -25,12 +25,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dsft.config.options import EvalConfig
-from dsft.data.encoding import encode
 from dsft.data.formats import Chat, EmptyAnswer, FormatRules, FormattedSource, Pair, Text, canonical, text_of
 from dsft.data.prepare import Preparation, cache_folder, prepare
 from dsft.data.sources import Batch, Row
 from dsft.data.store import Store
-from dsft.data.tokenization import Tokens, closes_texts, tokenise
+from dsft.data.tokenization import Tokens, closes_texts, encode, tokenise
 from dsft.errors import UserError, nearest
 from dsft.perplexity.windows import (
     Windows,

@@ -2,16 +2,21 @@
 
 import copy
 import json
+import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from tiny import sentences
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from dsft.config.checks import check_config
 from dsft.config.options import TrainConfig
-from dsft.data.encoding import encode
+from dsft.data import tokenization
 from dsft.data.formats import find_format, format_rules
 from dsft.data.sources import Batch, Row
-from dsft.data.tokenization import Tokens, tokenise
+from dsft.data.tokenization import Tokens, encode, safe_cuts, tokenise
 from dsft.errors import UserError
 from dsft.models.chat_template import PRESETS, load_template
 from dsft.models.tokenizer import check_tokenizer, load_tokenizer
@@ -347,8 +352,8 @@ def test_tokenizers_that_close_or_begin_each_text_do_so_once(tokenizer, tiny):
         {"messages": [CHAT[1], {"role": "assistant", "content": "x \ud83d"}]},
     ],
 )
-def test_half_a_surrogate_pair_names_its_row(tokenizer, row):
-    with pytest.raises(UserError, match="rows.jsonl, line 1: holds half of a surrogate pair at character 3"):
+def test_an_unpaired_surrogate_names_its_row(tokenizer, row):
+    with pytest.raises(UserError, match="rows.jsonl, line 1: unpaired surrogate at character 3"):
         made([row], tokenizer)
 
 
@@ -400,13 +405,13 @@ GOOD = {"messages": CHAT}
         ([GOOD, {"messages": [{"role": "robot", "content": "a"}]}], "message 1 has the role 'robot'; there are system"),
         (
             [GOOD, {"messages": [CHAT[1], CHAT[1], CHAT[2]]}],
-            "messages 1 and 2 are both of the user: roles are out of order",
+            r"message 2 \(user\) follows a message of the user: two messages of one role in a row; join them",
         ),
         (
             [GOOD, {"messages": [CHAT[1], CHAT[0], CHAT[2]]}],
-            "message 2 is of the system, after a user: roles are out of order",
+            r"message 2 \(system\) follows a message of the user: it must come first",
         ),
-        ([GOOD, {"messages": [{"role": "tool", "content": "1"}, CHAT[2]]}], "message 1 is of a tool, after nothing"),
+        ([GOOD, {"messages": [{"role": "tool", "content": "1"}, CHAT[2]]}], r"message 1 \(tool\) follows nothing"),
         (
             [FORMATS["sharegpt"], {"conversations": [{"from": "someone", "value": "a"}]}],
             "turn 1 is from 'someone'; known are human",
@@ -466,14 +471,6 @@ def test_an_unknown_chat_template_lists_the_presets(tiny):
     assert problem.endswith(f"presets {', '.join(sorted(PRESETS))}") and "chatml" in PRESETS
 
 
-def test_missing_columns_list_those_present():
-    with pytest.raises(ValueError, match="there are body, title"):
-        find_format(["body", "title"], TrainConfig())
-    with pytest.raises(ValueError, match="completion, prompt; there are body, title"):
-        find_format(["body", "title"], TrainConfig(data_format="prompt_completion"))
-    assert find_format(["body", "title"], TrainConfig(text_column="body")) == "text"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -491,3 +488,92 @@ def test_contradictions_of_the_options(options, message):
     import re
 
     assert any(re.search(message, problem) for problem in problems), problems
+
+
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+SPLITS = {  # pre-tokenizer, normalizer
+    "gpt2": (BYTES, None),
+    "prefix_space": (pre_tokenizers.ByteLevel(add_prefix_space=True), None),
+    "llama_3": (
+        pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(LLAMA_3), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        ),
+        normalizers.NFC(),
+    ),
+    "words": (pre_tokenizers.Whitespace(), None),
+    "llama_2": (None, normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])),
+}
+SEPARATORS = [
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    " \n ",
+    ".\n",
+    "...",
+    "\t",
+    " 1234567 ",
+    "<|end|>",
+    " <|end|> ",
+    "é\u0301 ",
+    "。\n",
+]
+
+
+def long_text(words: int) -> str:
+    rng = random.Random(3)
+    return "".join(sentence + rng.choice(SEPARATORS) for sentence in sentences(words, longest=6))
+
+
+def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    splits, normalizer = SPLITS[name]
+    inner = Tokenizer(models.BPE(unk_token="<unk>"))
+    if splits:
+        inner.pre_tokenizer = splits
+    if normalizer:
+        inner.normalizer = normalizer
+    inner.decoder = decoders.ByteLevel()
+    special = ["<unk>", "<|end|>", "<s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=special, initial_alphabet=BYTES.alphabet(), show_progress=False
+    )
+    texts = [long_text(300)] if splits else long_text(300).split()  # a text without splits is one word to the trainer
+    inner.train_from_iterator(texts, trainer)
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A <|end|>", special_tokens=[("<s>", 2), ("<|end|>", 1)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="<|end|>")
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_long_text_has_the_tokens_of_the_whole_in_pieces(name, monkeypatch):
+    tokenizer, text = tokenizer_of(name), long_text(1500)
+    for constant, value in (("LONG_TEXT", 2000), ("PIECE", 300), ("AROUND", 60)):
+        monkeypatch.setattr(tokenization, constant, value)
+    texts = ["short one", text, "", text[1000:]]
+    for special in (True, False):
+        assert (
+            list(encode(tokenizer, texts, special=special)) == tokenizer(texts, add_special_tokens=special)["input_ids"]
+        )
+    cuts = safe_cuts(tokenizer, text)
+    if name == "llama_2":
+        assert not cuts
+    else:
+        bounds = [0, *cuts, len(text)]
+        assert max(end - start for start, end in pairwise(bounds)) < 3 * 300
+
+
+def test_a_text_without_a_safe_place_stays_whole(monkeypatch):
+    monkeypatch.setattr(tokenization, "LONG_TEXT", 2000)
+    monkeypatch.setattr(tokenization, "PIECE", 300)
+    tokenizer = tokenizer_of("gpt2")
+    for text in ("a" * 5000, " \n" * 3000, "1 " * 2000):
+        assert safe_cuts(tokenizer, text) == []
+        assert list(encode(tokenizer, [text])) == tokenizer([text])["input_ids"]

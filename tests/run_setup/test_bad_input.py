@@ -131,7 +131,7 @@ def test_all_problems_come_at_once(problems_of):
     ("name", "content", "expected"),
     [
         ("bad.jsonl", '{"text": "a"}\n{"text": "b"\n', ["bad.jsonl, line 2", "not valid JSON"]),
-        ("list.jsonl", '{"text": "a"}\n[1, 2]\n', ["list.jsonl, line 2", "a JSON object is needed"]),
+        ("list.jsonl", '{"text": "a"}\n[1, 2]\n', ["list.jsonl, line 2", "expected a JSON object"]),
         ("types.jsonl", '{"text": "a"}\n{"text": {"x": 1}}\n', ["column 'text' must hold text"]),
         (
             "gap.jsonl",

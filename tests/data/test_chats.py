@@ -1,7 +1,7 @@
 """The table of truth: what is trained of nine chats under every chat template that trl ships.
 
 The expected texts stand in chat_table.json and were read by eye; docs/data.md shows them in short. After a change that
-is meant, `python tests/data/test_chat_templates.py` writes both anew.
+is meant, `python tests/data/test_chats.py` writes both anew.
 """
 
 import json
@@ -18,10 +18,9 @@ if __name__ == "__main__":
 from chat_corpus import CHATS, TEMPLATES, TRL, tokenizer_for
 
 from dsft.config.options import TrainConfig
-from dsft.data.chats import stop_tokens
 from dsft.data.formats import format_rules
 from dsft.data.sources import Batch, Row
-from dsft.data.tokenization import Tokens, tokenise
+from dsft.data.tokenization import Tokens, stop_tokens, tokenise
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError
 
