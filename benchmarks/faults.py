@@ -193,7 +193,7 @@ FAULTS = {
     ),
     "kill_ssh": Fault("ssh sessions with node-1 killed", [(0, kill_ssh_sessions)], options=SIXTY_STEPS),
     "kill_launcher_early": Fault(
-        "launcher killed before the ranks have met", [(0, lambda job: job.commands[0].kill())], early=True
+        "launcher killed before the rendezvous", [(0, lambda job: job.commands[0].kill())], early=True
     ),
     "kill_launcher": Fault("launcher killed", [(0, lambda job: job.commands[0].kill())]),
     "two_jobs": Fault("two jobs at once", options={"max_steps": 20, "save_strategy": "no"}, jobs=2),

@@ -21,7 +21,7 @@ EXIT_STOPPED = 3
 EXIT_UNSAVED = 4
 """Training went to its end, but the final model or a checkpoint on the way could not be saved."""
 EXIT_NOT_STARTED = 5
-"""The ranks did not meet within `start_timeout`; nothing was begun."""
+"""The rendezvous of the ranks timed out (`start_timeout`); nothing was begun."""
 EXIT_REQUEUE = 75
 """Training saved and ended since it was asked to (SIGUSR1); the same command resumes it (EX_TEMPFAIL of sysexits.h)."""
 EXIT_INTERRUPTED = 130
@@ -56,7 +56,7 @@ class Unsaved(TrainingStopped):
 
 
 class NotStarted(RuntimeError):
-    """The ranks did not meet; the message says which came, and what to look at."""
+    """The rendezvous timed out; the message names the rank, and what to look at."""
 
 
 class Interrupted(RuntimeError):

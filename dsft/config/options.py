@@ -245,7 +245,7 @@ class TimeoutFields:
     stacks of all ranks."""
 
     start_timeout: float = 300.0
-    """Until all ranks have met."""
+    """For the rendezvous of all ranks."""
     load_timeout: float = 1800.0
     """Reading and tokenising data, loading weights, the first step. A file that is read or written is progress."""
     step_timeout: float = 300.0
@@ -254,7 +254,7 @@ class TimeoutFields:
     save_timeout: float = 1800.0
     """Writing a checkpoint or the final model: without a MiB read or written, however long it takes in all."""
     lost_timeout: float = 60.0
-    """Without a sign of life of a node (its power, its link) or of a frozen process."""
+    """Without a heartbeat of a node (its power, its link) or of a frozen process."""
 
 
 @dataclass(frozen=True, kw_only=True)

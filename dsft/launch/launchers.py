@@ -29,9 +29,8 @@ from dsft.launch.hosts import (
     number_problems,
     read_accelerate_file,
 )
-from dsft.runtime.distributed import free_port
 from dsft.runtime.hardware import default_ranks, has_gpu
-from dsft.runtime.launcher_env import LOOPBACK, Node, first_host, port_of_job
+from dsft.runtime.launcher_env import LOOPBACK, Node, first_host, free_port, port_of_job
 from dsft.watchdog import processes
 
 MODULES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}

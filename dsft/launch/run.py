@@ -29,8 +29,7 @@ from dsft.launch.preflight import check_first_host, examine_first, wait_until_ex
 from dsft.perplexity.of_training import read_evaluation
 from dsft.run_setup.named_files import check_named_files
 from dsft.runtime.disk import remove_leftovers
-from dsft.runtime.distributed import free_port
-from dsft.runtime.launcher_env import LAUNCH, WORDS, digest_of_words, launcher_variables
+from dsft.runtime.launcher_env import LAUNCH, WORDS, digest_of_words, free_port, launcher_variables
 from dsft.watchdog.launch_link import LauncherLink, LaunchGuard, signal_group
 from dsft.watchdog.messages import say
 

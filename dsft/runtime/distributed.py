@@ -6,7 +6,6 @@ torch, which takes seconds to import, is imported inside functions.
 """
 
 import atexit
-import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -37,6 +36,7 @@ from dsft.runtime.launcher_env import (
     JOB,
     SINGLE_PROCESS_ENV,
     choose_interface,
+    free_port,
     map_launcher_variables,
     port_owner,
     rank,
@@ -49,18 +49,9 @@ from dsft.watchdog import client as watchdog
 
 if TYPE_CHECKING:
     import torch
-if TYPE_CHECKING:
     from torch.distributed import Store
 
-
-def free_port() -> int:
-    """A TCP port that nothing on this machine uses now; not one of those that the system gives to connections (ip(7),
-    ip_local_port_range: 32768 and above), of which one may begin before the ranks listen.
-    """
-    while True:
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("", 20_000 + secrets.randbelow(12_768)))
-            return listener.getsockname()[1]
+_timeout_seconds = 1800.0
 
 
 def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_dir: str | None = None) -> None:
@@ -76,6 +67,7 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
             the port is busy, or another job meets there.
         NotStarted: where other ranks do not come.
     """
+    global _timeout_seconds
     import torch
     import torch.distributed as dist
 
@@ -98,31 +90,28 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     meet_seconds = timeouts.start_timeout if timeouts else 300
     timeout = timedelta(seconds=meet_seconds)
     try:
-        store = meet_own_job(job_name(output_dir), timeout=timeout)
-        importlib.import_module("deepspeed.comm.torch").print = _print_nothing
+        store, number, _ = next(dist.rendezvous("env://", timeout=timeout))
+        check_job(store, job_name(output_dir), number)
+        # The only `print` of deepspeed/comm/torch.py says on every rank that an operator was built.
+        importlib.import_module("deepspeed.comm.torch").print = lambda *_: None
         deepspeed.init_distributed(verbose=False, timeout=timeout)
-        del store
+        del store  # it has to live until the process group is made, which takes the same one
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise _not_met(error, meet_seconds) from error
-    # The ranks have met; the watchdog's limits are shorter, so that it is the watchdog that says what happened.
-    _set_timeout_of_groups(timeout_seconds)
+    # From here on the watchdog's limits are shorter, so that it is the watchdog that reports what happened.
+    _timeout_seconds = timeout_seconds
+    extend_timeouts()
     cores_of_ranks = from_all([own_cores()])
     if chooses_threads:
         use_bound_cores(cores_of_ranks, ranks=ranks_per_node())
     if not has_gpu() and world_size() > 1:
+        # Once every rank has mapped the buffer of DeepSpeed's collectives nobody needs its name, but DeepSpeed never
+        # removes it: each launch would leave 66 MiB of memory per rank.
         dist.barrier()
-        _shared_buffer().unlink(missing_ok=True)
+        group = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
+        Path(f"/dev/shm/{CPU_BUFFER}{os.getuid()}_{group}_{rank()}").unlink(missing_ok=True)
     if timeouts:
         watchdog.connect(from_all([watchdog.endpoint()]))
-
-
-_timeout_seconds = 1800.0
-
-
-def _set_timeout_of_groups(seconds: float) -> None:
-    global _timeout_seconds
-    _timeout_seconds = seconds
-    extend_timeouts()
 
 
 def extend_timeouts() -> None:
@@ -149,9 +138,9 @@ def _not_met(error: RuntimeError, seconds: float) -> UserError | NotStarted:
             ]
         )
     return NotStarted(
-        f"rank {rank()} of {world_size()} on {socket.gethostname()} has not met the others at {address} port {port}"
+        f"rank {rank()} of {world_size()} on {socket.gethostname()}: the rendezvous at {address} port {port} timed out"
         f" (start_timeout={seconds:g} s): {one_line(error).partition('. ')[0]}. Did all nodes start, and do they reach"
-        f" that address? dsft doctor, started like this run, says what is in the way"
+        f" that address? dsft doctor, started like this run, names what is in the way"
     )
 
 
@@ -167,10 +156,6 @@ def _complete_launcher_variables() -> None:
     if world_size() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         os.environ["MASTER_PORT"] = str(free_port())  # torchrun's agent holds its port itself, and waits there
     choose_interface()
-
-
-def _print_nothing(*_: Any) -> None:
-    """Stands for `print` in deepspeed/comm/torch.py, whose only use says on every rank that an operator was built."""
 
 
 def _set_library_variables() -> bool:
@@ -191,17 +176,6 @@ def _set_library_variables() -> bool:
     if programs not in path.split(os.pathsep):
         os.environ["PATH"] = f"{programs}{os.pathsep}{path}"
     return is_free
-
-
-def _shared_buffer() -> Path:
-    """Path of this rank's buffer of DeepSpeed's collectives on CPU (deepspeed/ops/csrc/cpu/comm/shm.cpp): 66 MiB of
-    memory.
-
-    Once every rank has mapped it nobody needs its name, but DeepSpeed never removes it: each launch would leave one per
-    rank.
-    """
-    group = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
-    return Path(f"/dev/shm/{CPU_BUFFER}{os.getuid()}_{group}_{rank()}")
 
 
 def _several_ranks() -> Any:
@@ -359,20 +333,6 @@ def job_name(output_dir: str | None) -> str:
     return f"launch {launch}" if launch else f"output_dir={output_dir}"
 
 
-def meet_own_job(job: str, *, timeout: timedelta) -> "Store":
-    """Wait for rank 0 and make sure that it is of the same job. The store has to live until the process group is made,
-    which takes the same one.
-
-    Raises:
-        UserError: another job meets here.
-    """
-    import torch.distributed as dist
-
-    store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
-    check_job(store, job, rank)
-    return store
-
-
 def check_job(store: "Store", job: str, rank: int) -> None:
     """Compare this rank's job with that of the store, and take this rank's place in it.
 
@@ -388,7 +348,7 @@ def check_job(store: "Store", job: str, rank: int) -> None:
     if other["job"] != job:
         raise UserError(
             [
-                f"rank {rank} on {socket.gethostname()} has met another job at {where}: that is {other['job']}, this is"
+                f"rank {rank} on {socket.gethostname()} found another job at {where}: that is {other['job']}, this is"
                 f" {job}; {remedy}. Or the options of the nodes differ"
             ]
         )
@@ -484,34 +444,30 @@ def require_agreement(facts_by_remedy: Mapping[str, Mapping[str, Any]]) -> None:
     Raises:
         UserError: on every rank, with a line for each fact that differs: its values, their hosts and ranks.
     """
-    # Plain values only: a rank with other code reads them too.
-    mine = {name: (_shown(value), remedy) for remedy, facts in facts_by_remedy.items() for name, value in facts.items()}
+    mine = {}
+    for remedy, facts in facts_by_remedy.items():
+        for name, value in facts.items():
+            text = NOT_SET if value is None else str(value)  # plain values only: a rank with other code reads them too
+            long = f"{text[:LONGEST_VALUE]}... (hash {content_hash(text)})"
+            mine[name] = (text if len(text) <= LONGEST_VALUE else long, remedy)
     if len(set(from_all([content_hash(repr(sorted(mine.items())))]))) == 1:
         return
     everywhere = from_all([(socket.gethostname(), rank(), mine)])
-    names = dict.fromkeys(name for _, _, facts in everywhere for name in facts)
-    raise_if_any([problem for name in names if (problem := _difference(name, everywhere))])
+    problems = []
+    for name in dict.fromkeys(name for _, _, facts in everywhere for name in facts):
+        places: dict[str, list[tuple[str, int]]] = {}
+        for host, number, facts in everywhere:
+            places.setdefault(facts.get(name, (NOT_SET, ""))[0], []).append((host, number))
+        if len(places) > 1:
+            remedy = next(facts[name][1] for _, _, facts in everywhere if name in facts)
+            values = ", ".join(f"{value} on {_where(ranks)}" for value, ranks in places.items())
+            problems.append(f"{name} differs between the ranks: {values}; {remedy}")
+    raise_if_any(problems)
 
 
 def content_hash(content: str | bytes) -> str:
     """Hash the content of a file for a comparison."""
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:12]
-
-
-def _shown(value: Any) -> str:
-    text = NOT_SET if value is None else str(value)
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... (hash {content_hash(text)})"
-
-
-def _difference(name: str, everywhere: list[tuple[str, int, dict[str, tuple[str, str]]]]) -> str | None:
-    places: dict[str, list[tuple[str, int]]] = {}
-    for host, number, facts in everywhere:
-        places.setdefault(facts.get(name, (NOT_SET, ""))[0], []).append((host, number))
-    if len(places) == 1:
-        return None
-    remedy = next(facts[name][1] for _, _, facts in everywhere if name in facts)
-    values = ", ".join(f"{value} on {_where(ranks)}" for value, ranks in places.items())
-    return f"{name} differs between the ranks: {values}; {remedy}"
 
 
 def _where(ranks: list[tuple[str, int]]) -> str:

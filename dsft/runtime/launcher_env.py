@@ -10,6 +10,7 @@ import ipaddress
 import json
 import os
 import re
+import secrets
 import socket
 import zlib
 from collections.abc import Iterable, Mapping
@@ -165,59 +166,56 @@ def map_launcher_variables() -> None:
 def launcher_variables(given: Mapping[str, str]) -> dict[str, str]:
     """Derive the variables of this process from those in `given`; empty where RANK is there already or the process is
     the only one.
-
-    MPI goes before SLURM: mpirun inside a SLURM allocation starts its processes through srun, whose variables are those
-    of its helpers.
     """
     if "RANK" in given:
         return {}
+    # MPI goes before SLURM: mpirun inside a SLURM allocation starts its processes through srun, whose variables are
+    # those of its helpers.
     for names in MPI_NAMES.values():
         if all(name in given for name in names) and int(given[names[1]]) > 1:
-            return _mpi_variables(given, *(given[name] for name in names))
-    return _slurm_variables(given) if _is_slurm_task(given) else {}
-
-
-def port_of_job(number: int) -> int:
-    """A port that jobs with neighbouring numbers, or two of ten thousand hashes, do not have in common: where the ranks
-    of a job meet that cannot ask each other for a free one.
-    """
-    return 20000 + number % 10000
-
-
-def _mpi_variables(given: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> dict[str, str]:
-    variables = _ranks(rank, size, local_rank, local_size)
-    if size == local_size:
-        variables["MASTER_ADDR"] = LOOPBACK
-    job = given.get("PMIX_NAMESPACE") or given.get("OMPI_MCA_ess_base_jobid") or given.get("SLURM_JOB_ID", "")
-    return variables | {"MASTER_PORT": str(port_of_job(zlib.crc32(job.encode())))}
-
-
-def _slurm_variables(given: Mapping[str, str]) -> dict[str, str]:
-    local_size = _tasks_of_node(given["SLURM_STEP_TASKS_PER_NODE"], int(given["SLURM_NODEID"]))
-    # With --gpus-per-task each task sees its own GPU alone, as number 0.
-    visible = len(given["CUDA_VISIBLE_DEVICES"].split(",")) if given.get("CUDA_VISIBLE_DEVICES") else local_size
-    local_rank = int(given["SLURM_LOCALID"]) % visible
-    return _ranks(given["SLURM_PROCID"], given["SLURM_STEP_NUM_TASKS"], str(local_rank), str(local_size)) | {
-        "MASTER_ADDR": first_host(given.get("SLURM_STEP_NODELIST") or given["SLURM_JOB_NODELIST"]),
-        "MASTER_PORT": str(port_of_job(int(given["SLURM_JOB_ID"]))),
-    }
-
-
-def _ranks(rank: str, size: str, local_rank: str, local_size: str) -> dict[str, str]:
-    return {
+            rank, size, local_rank, local_size = (given[name] for name in names)
+            job = given.get("PMIX_NAMESPACE") or given.get("OMPI_MCA_ess_base_jobid") or given.get("SLURM_JOB_ID", "")
+            address, number = LOOPBACK if size == local_size else None, zlib.crc32(job.encode())
+            break
+    else:
+        # One of several tasks of an srun. A batch script has SLURM_NTASKS and SLURM_PROCID as well, but no step; an
+        # interactive shell is a step of one task.
+        rank, size = given.get("SLURM_PROCID"), given.get("SLURM_STEP_NUM_TASKS", "1")
+        if rank is None or int(size) < 2 or "SLURM_STEP_ID" not in given:
+            return {}
+        counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", given["SLURM_STEP_TASKS_PER_NODE"])  # 2(x3),1
+        local_size = [count for count, times in counts for _ in range(int(times or 1))][int(given["SLURM_NODEID"])]
+        # With --gpus-per-task each task sees its own GPU alone, as number 0.
+        gpus = given["CUDA_VISIBLE_DEVICES"].split(",") if given.get("CUDA_VISIBLE_DEVICES") else range(int(local_size))
+        local_rank = str(int(given["SLURM_LOCALID"]) % len(gpus))
+        address = first_host(given.get("SLURM_STEP_NODELIST") or given["SLURM_JOB_NODELIST"])
+        number = int(given["SLURM_JOB_ID"])
+    variables = {
         "RANK": rank,
         "WORLD_SIZE": size,
         "LOCAL_RANK": local_rank,
         "LOCAL_SIZE": local_size,
         "LOCAL_WORLD_SIZE": local_size,
+        "MASTER_PORT": str(port_of_job(number)),
     }
+    return variables | ({"MASTER_ADDR": address} if address else {})
 
 
-def _is_slurm_task(given: Mapping[str, str]) -> bool:
-    """One of several tasks of an srun. A batch script has SLURM_NTASKS and SLURM_PROCID as well, but no step; an
-    interactive shell is a step of one task.
+def port_of_job(number: int) -> int:
+    """A port for the rendezvous of nodes that cannot ask each other for a free one: by the job's number, so that two
+    jobs seldom have one in common.
     """
-    return int(given.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_STEP_ID" in given and "SLURM_PROCID" in given
+    return 20_000 + number % 10_000
+
+
+def free_port() -> int:
+    """A TCP port that nothing on this machine uses now; not one of those that the system gives to connections (ip(7),
+    ip_local_port_range: 32768 and above), of which one may begin before the ranks listen.
+    """
+    while True:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", 20_000 + secrets.randbelow(12_768)))
+            return listener.getsockname()[1]
 
 
 def first_host(nodes: str) -> str:
@@ -227,14 +225,6 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^],-]+)[^]]*]", r"\1", nodes).split(",")[0]
 
 
-def _tasks_of_node(counts: str, node: int) -> int:
-    """Tasks of node number `node` in SLURM's `2(x3),1`."""
-    each = [
-        int(number) for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))
-    ]
-    return each[node]
-
-
 def choose_interface() -> None:
     """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to MASTER_ADDR, where ranks run on
     several nodes and the user has not set them.
@@ -242,9 +232,7 @@ def choose_interface() -> None:
     gloo would take the address of the host's own name, which Debian's installer writes as 127.0.1.1 into /etc/hosts:
     other nodes cannot connect to that.
     """
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    local_size = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size
-    if int(world_size) > int(local_size) and not all(name in os.environ for name in INTERFACE_VARIABLES):
+    if world_size() > ranks_per_node() and not all(name in os.environ for name in INTERFACE_VARIABLES):
         interface = interface_towards(os.environ["MASTER_ADDR"])
         for name, form in INTERFACE_VARIABLES.items() if interface else ():
             os.environ.setdefault(name, form.format(interface))
@@ -254,15 +242,7 @@ def interface_towards(address: str) -> str | None:
     """Name of this machine's interface for connections to `address`; None where it cannot be told. Never the loopback
     one, also where `address` is this machine.
     """
-    import psutil
-
-    states = psutil.net_if_stats()
-    interface_of = {
-        entry.address.partition("%")[0]: name
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if name in states and states[name].isup and _is_reachable(entry.address.partition("%")[0])
-    }
+    interface_of = _reachable_addresses()
     # The address itself; where that is this machine's name on 127.0.1.1, the way to anywhere else (192.0.2.1 belongs to
     # nobody).
     for destination in (address, "192.0.2.1"):
@@ -272,12 +252,14 @@ def interface_towards(address: str) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def _addresses_of_interfaces() -> list[str]:
+def _reachable_addresses() -> dict[str, str]:
+    """Addresses of this machine that others could connect to -> the interface, which is up."""
     import psutil
 
     up = [name for name, card in psutil.net_if_stats().items() if card.isup]
     entries = psutil.net_if_addrs()
-    return [entry.address.partition("%")[0] for name in up for entry in entries.get(name, [])]
+    addresses = {entry.address.partition("%")[0]: name for name in up for entry in entries.get(name, [])}
+    return {address: name for address, name in addresses.items() if _is_reachable(address)}
 
 
 def _is_reachable(text: str) -> bool:
@@ -308,12 +290,10 @@ def own_addresses(names: Iterable[str]) -> list[str]:
     """The addresses of this machine at which the machines `names` reach it, also where its own name is 127.0.1.1; the
     loopback address where there is no network.
     """
-    towards = [address for name in names if (address := outgoing_address(name))]
+    towards = dict.fromkeys(address for name in names if (address := outgoing_address(name)))
+    reachable = [address for address in towards if _is_reachable(address)]
     # ssh may know names that do not resolve here.
-    for addresses in (towards, _addresses_of_interfaces()):
-        if reachable := [address for address in dict.fromkeys(addresses) if _is_reachable(address)]:
-            return reachable
-    return [LOOPBACK]
+    return reachable or [*_reachable_addresses()] or [LOOPBACK]
 
 
 DEFAULT_PORT = 29500

@@ -120,7 +120,7 @@ class RunLock:
         if owner and owner.is_here():
             return False
         beat, until = _modified(self.file), time.monotonic() + STALE_SECONDS
-        say(f"{self.file} is of a run on another machine; waiting up to {STALE_SECONDS:.0f} s for its sign of life")
+        say(f"{self.file} is of a run on another machine; waiting up to {STALE_SECONDS:.0f} s for its heartbeat")
         while time.monotonic() < until:
             time.sleep(0.2)
             if _modified(self.file) != beat:

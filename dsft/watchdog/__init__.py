@@ -9,7 +9,7 @@ and `deadlines.py` holds every limit.
                             coordinator (in sidecar 0) --- dsft launch --- its guard
     rank 0 --- sidecar 0 --/
 
-Before the ranks have met, the first sidecar of each node is connected to `dsft launch` itself.
+Before the rendezvous, the first sidecar of each node is connected to `dsft launch` itself.
 
 Nothing here computes or moves training data.
 """

@@ -44,7 +44,7 @@ class JobState(Enum):
     LEAVING = auto()
     """A rank has ended by itself with an error, which it printed: the others do the same, or wait for it in vain."""
     ENDING = auto()
-    """All ranks are being ended."""
+    """All ranks are being terminated."""
 
 
 @dataclass(eq=False)
@@ -196,7 +196,7 @@ class Coordinator:
         for node in self.nodes.values():
             if not node.connection.closed and now - node.last_heard > self.lost_timeout:
                 causes = f"the node is down, frozen or cut off from {socket.gethostname()}"
-                self._lose(node, f"gave no sign of life for {self.lost_timeout:.0f} s: {causes}", now)
+                self._lose(node, f"gave no heartbeat for {self.lost_timeout:.0f} s: {causes}", now)
 
     def _lose(self, node: Node, text: str, now: float) -> None:
         node.connection.close()
@@ -256,7 +256,7 @@ class Coordinator:
         others = {report.rank for report in self.reports} - {cause.rank}
         log = self.members[cause.rank].log
         self.say(
-            f"all {self.world_size} ranks are being ended"
+            f"terminating all {self.world_size} ranks"
             + (f"; {len(others)} more failed after it" if others else "")
             + (f"; its log: {log} on {cause.host}" if log else "")
         )
@@ -300,7 +300,7 @@ class Coordinator:
                     reason = "ended by dsft launch"
         if self.launcher.closed and not reason:
             reason = "dsft launch is gone"
-            self.say(f"{reason}: all {self.world_size} ranks are being ended")
+            self.say(f"{reason}: terminating all {self.world_size} ranks")
         if reason:
             if self.run_file:
                 record_failure(self.run_file, self.first_error or reason)
@@ -379,7 +379,7 @@ class Relay:
             self.last_look = now
             for connection, child in self.children.items():
                 if not connection.closed and now - child.last_heard > self.lost_timeout:
-                    self._lose(connection, child, f"gave no sign of life for {self.lost_timeout:.0f} s: its watchdog")
+                    self._lose(connection, child, f"gave no heartbeat for {self.lost_timeout:.0f} s: its watchdog")
         if self.coordinator and now - self.last_sent > heartbeat_seconds(self.lost_timeout):
             self.last_sent = now
             self.coordinator.send("heartbeat")

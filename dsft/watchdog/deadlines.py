@@ -60,5 +60,5 @@ END_LAUNCHER_SECONDS = 10.0
 
 
 def heartbeat_seconds(lost_timeout: float) -> float:
-    """Return the time between two signs of life of a sidecar or the coordinator."""
+    """Return the time between two heartbeats of a sidecar or the coordinator."""
     return min(2.0, lost_timeout / 4)

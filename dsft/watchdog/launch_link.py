@@ -1,6 +1,6 @@
 """The connections between `dsft launch` and the sidecars of its job, one from each node, made before the ranks meet.
 
-The death of either end ends the job, and the launch learns how the job went. Once the ranks have met, the coordinator
+The death of either end ends the job, and the launch learns how the job went. After the rendezvous, the coordinator
 speaks for all of them through rank 0's connection.
 
 A process beside the launch, its guard, ends the launcher where the launch is killed: the ranks end by themselves, but a
@@ -77,12 +77,12 @@ class LauncherLink:
         self.sidecars: dict[int, Connection] = {}
         """By rank: the first one of each node."""
         self.coordinator: Connection | None = None
-        """Rank 0's connection, once the ranks have met."""
+        """Rank 0's connection, after the rendezvous."""
         self.is_ending = False
         self.failure: str | None = None
         """What failed first, once that is known."""
         self.lost: list[str] = []
-        """Host names of the nodes that gave no sign of life then."""
+        """Host names of the nodes that gave no heartbeat then."""
         self.exit_code: int | None = None
         """The largest of the ranks' own exit codes, once all have ended by themselves, or one before they met."""
 

@@ -24,7 +24,7 @@ class Failure(StrEnum):
     """Held by SIGSTOP."""
     LAUNCHER_GONE = "launcher gone"
     LOST = "lost"
-    """No sign of life of its node or sidecar."""
+    """No heartbeat of its node or sidecar."""
 
 
 @dataclass(frozen=True)

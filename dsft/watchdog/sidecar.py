@@ -268,7 +268,7 @@ class Sidecar:
             if not launcher.is_alive():
                 self._report(Failure.LAUNCHER_GONE, f"lost its launcher: process {launcher.pid} is gone")
         if self.ssh_session and self.to_coordinator is None and not self.ssh_session.is_alive():
-            self._report(Failure.LAUNCHER_GONE, "lost the ssh session that started it, before the ranks have met")
+            self._report(Failure.LAUNCHER_GONE, "lost the ssh session that started it, before the rendezvous")
         if self.phase in MOVES_FILES and self._moves_files():
             self.last_progress = now
         if now - self.last_progress > self.limit and not is_stopped:
@@ -282,7 +282,7 @@ class Sidecar:
         return True
 
     def _keep_in_touch(self, now: float) -> None:
-        """Send the coordinator a sign of life, and end the rank where it gives none."""
+        """Send the coordinator a heartbeat, and end the rank where it gives none."""
         if self.to_coordinator is None or not self._is_watching():
             return
         if now - self.last_sent > heartbeat_seconds(self.lost_timeout):
@@ -305,7 +305,7 @@ class Sidecar:
             self.to_coordinator.send("failed", failure=failure, text=text, log=self.log)
             self.last_heard = time.monotonic()  # the coordinator collects for some seconds, then says: end
             return
-        # Before the ranks have met, a launcher kills those that did nothing wrong.
+        # Before the rendezvous, a launcher kills those that did nothing wrong.
         if failure is not Failure.DIED or self.is_first_of_node:
             report = Report(self.rank, self.host, failure, text)
             has_traceback = failure is Failure.ERROR and not report.is_consequence

@@ -123,7 +123,7 @@ def test_a_cut_link_ends_both_sides(hosts, folder):
     job = Job(hosts, folder, "cut", LAUNCH)
     hosts[1].cut()
     code, _ = job.ended()
-    assert code == 1 and "rank 1 on node-1 gave no sign of life for 10 s" in job.only_error()
+    assert code == 1 and "rank 1 on node-1 gave no heartbeat for 10 s" in job.only_error()
     assert re.search(r"without node-1: dsft launch --hostfile \S+ --exclude node-1 train ", job.screen())
     assert (
         "has lost rank 0's node" not in job.screen()
@@ -151,7 +151,7 @@ def test_a_cut_link_ends_torchrun_on_both_sides_as_well(hosts, folder):
     job.before = before
     hosts[1].cut()
     code, _ = job.ended()
-    assert code != 0 and other.wait(60) != 0 and "rank 1 on node-1 gave no sign of life" in job.only_error()
+    assert code != 0 and other.wait(60) != 0 and "rank 1 on node-1 gave no heartbeat" in job.only_error()
 
 
 @pytest.mark.exhaustive
@@ -175,7 +175,7 @@ def test_a_frozen_node_does_not_hold_the_others_and_ends_its_ranks_when_it_thaws
     job = Job(hosts, folder, "frozen", LAUNCH)
     hosts[1].freeze()
     code, _ = job.ended([hosts[0]])
-    assert code == 1 and "node-1 gave no sign of life" in job.only_error()
+    assert code == 1 and "node-1 gave no heartbeat" in job.only_error()
     hosts[1].thaw()
     job.ended()
 

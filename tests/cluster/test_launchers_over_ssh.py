@@ -41,7 +41,7 @@ time.sleep(1000)
     ],
 )
 def test_a_launcher_and_its_ranks_that_ssh_joins_on_one_host_end_together(hosts, tmp_path, killed, told, code):
-    """Before the ranks have met. From a lost node nothing comes, and its session stays."""
+    """Before the rendezvous. From a lost node nothing comes, and its session stays."""
     (tmp_path / "deepspeed").write_text(RUNNER)
     (tmp_path / "ds").write_text(RANK)
     rank = f"node-0 PYTHONPATH={ROOT} python {tmp_path}/ds"

@@ -78,7 +78,7 @@ def test_a_rank_that_meets_another_job_ends_and_takes_nobodys_place(hosts, folde
     other, first = start(1, "other"), start(0, "first")
     assert other.wait(SECONDS) == 2, (tmp_path / "other-1.log").read_text()[-4000:]
     told = (tmp_path / "other-1.log").read_text()
-    assert f"has met another job at {hosts[0].address} port 29500: that is output_dir={tmp_path / 'first'}" in told
+    assert f"found another job at {hosts[0].address} port 29500: that is output_dir={tmp_path / 'first'}" in told
     assert start(1, "first").wait(SECONDS) == first.wait(SECONDS) == 0, (tmp_path / "first-0.log").read_text()[-4000:]
     assert read_json(tmp_path / "first" / "run.json")["status"] == "done"
     assert all(host.is_idle() for host in hosts)

@@ -86,7 +86,7 @@ def test_a_silent_sidecar_is_lost_after_the_users_limit(job):
     job.after(2)
     assert job.coordinator.state is JobState.COLLECTING
     job.after(COLLECT_SECONDS)
-    assert "rank 1 on node-1 gave no sign of life for 60 s" in job.screen[0]
+    assert "rank 1 on node-1 gave no heartbeat for 60 s" in job.screen[0]
 
 
 def test_a_stall_asks_for_stacks_and_waits_for_them(job):
@@ -106,7 +106,7 @@ def test_the_cause_is_named_though_its_consequence_was_reported_first(job):
     job.after(COLLECT_SECONDS)
     assert job.screen == [
         "error: rank 1 on node-1 was killed",
-        "all 2 ranks are being ended; 1 more failed after it; its log: /logs/rank_1.log on node-1",
+        "terminating all 2 ranks; 1 more failed after it; its log: /logs/rank_1.log on node-1",
     ]
 
 

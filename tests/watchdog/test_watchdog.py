@@ -167,7 +167,7 @@ def test_a_stall_shows_the_stacks_of_all_ranks(ended):
 def test_a_sidecar_that_cannot_write_stacks_ends_the_job_all_the_same(ended):
     """/dev/full fails with ENOSPC; what comes after the failed write shows that the coordinator lives."""
     _, screen, stacks, _ = ended["stalled beside a full disk"]
-    assert "in wait_for_nothing" in screen and "all 2 ranks are being ended" in screen
+    assert "in wait_for_nothing" in screen and "terminating all 2 ranks" in screen
     assert "all stacks: " not in screen and not stacks
     _, screen, stacks, _ = ended["stalled before a full screen"]
     assert "in wait_for_nothing" in stacks and "all 2 ranks" not in screen
