@@ -24,7 +24,7 @@ from dsft.config.reader import make_config
 from dsft.data.formats import Chat, Pair
 from dsft.data.training_data import check_sources
 from dsft.errors import raise_if_any
-from dsft.launch.run import launch
+from dsft.launch.supervise import launch
 from dsft.models.build import resolve_dtype
 from dsft.models.tokenizer import generate as generate
 from dsft.models.tokenizer import load_tokenizer

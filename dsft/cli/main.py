@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
         print(command_help(launched if name == "launch" else name, everything="all" in words))
         return
     if name in ("train", "eval", "launch"):
-        from dsft.launch.run import launch
+        from dsft.launch.supervise import launch
 
         is_said, _ = split_flags(words, {"no_preflight": bool})
         sys.exit(launch(words if name == "launch" else argv if is_said else ["--no_preflight", *argv]))

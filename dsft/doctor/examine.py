@@ -92,11 +92,6 @@ class Report:
         return [facts.ranks or list(range(end - facts.slots, end)) for facts, end in nodes]
 
     @property
-    def has_gpus(self) -> bool:
-        """Whether ranks of these nodes would use GPUs."""
-        return any(facts.usable_gpus for facts in self.facts.values())
-
-    @property
     def has_errors(self) -> bool:
         return any(finding.severity == "error" for finding in self.findings)
 
@@ -188,33 +183,66 @@ def examine_through(
     """
     start = time.monotonic()
     files, imports = read_run_files(argv), None if report.quick else start_imports()
-    nodes.start("measure")
+    nodes.start("measure")  # ahead of its input: what it imports takes seconds
     inputs = {"master_port": port, "output_dir": files.output_dir, "compiles": not report.quick}
     answers = nodes.run("facts", {node.name: inputs | {"slots": node.slots} for node in listed})
-    report.facts = _typed(NodeFacts, answers, report)
-    if report.facts:
-        first = next(iter(report.facts))
-        master = master or report.facts[first].address or "127.0.0.1"
-        taken = report.facts[first].master_port_taken
+    report.facts = facts = _typed(NodeFacts, answers, report)
+    if facts:
+        first = next(iter(facts))
+        master = master or facts[first].address or "127.0.0.1"
+        taken = facts[first].master_port_taken
         reached = _reach(nodes, report, files, master, None if taken else port)
         nodes.end("facts")
-        used = _interfaces(report, reached, master)
-        report.findings += _check_nodes(report, reached, used, files)
+
+        # The interface that leads to the others, by node.
+        ways = {name: master if name == first else answer.outgoing for name, answer in reached.items()}
+        used = {name: facts[name].interface_of(address) for name, address in ways.items()}
+        # The first node connects to all others: it compares their clocks.
+        seen = reached[first].connections if first in reached else []
+        clocks = {first: 0.0} | {other.name: other.clock_ahead for other in seen if other.kind == "open" and other.host}
+        unkept = [name for name, node in facts.items() if not node.clock_synchronized]
         network = [
             *(check_master(first, master, port, taken, reached, port_asked=port_asked) if port else []),
-            *check_network(report.facts, reached),
+            *check_network(facts, reached),
         ]
-        report.findings += [*network, *check_files(files, first, report.facts, reached)]
-        if why_not := _why_not_measured(report, network):
-            message = f"the smoke test was left out: {why_not}"
+        for name, node in facts.items():
+            report.findings += check_node(name, node, quick=report.quick, nvme=files.nvme)
+        report.findings += [
+            *check_versions(facts),
+            *check_clocks(clocks, not_synchronized=unkept),
+            *check_names(facts, reached),
+            *check_interfaces(facts, used),
+            *network,
+            *check_files(files, first, facts, reached),
+        ]
+
+        why_not = ""
+        if any(entry.severity == "error" and entry.code != "master-port-busy" for entry in network):
+            why_not = "the nodes do not reach each other, or too slowly"
+        elif any(entry.code == "slots" for entry in report.findings):
+            why_not = "there are more slots than GPUs or cores"
+        elif len({bool(node.usable_gpus) for node in facts.values()}) > 1:
+            why_not = "some nodes have GPUs that ranks can use, others have not"
+        if why_not:
+            message = f"the smoke test was skipped: {why_not}"
             report.findings.append(finding("smoke-skipped", "all nodes", message, "fix the errors about this first"))
         else:
             # Between nodes a firewall may open this one only; on one machine another examination may be at the default.
-            is_free = port and not taken and (port_asked or len(report.facts) > 1)
-            free_port = port if is_free else report.facts[first].open_port
+            is_free = port and not taken and (port_asked or len(facts) > 1)
             devices = {node.name: list(node.devices) for node in listed}
+            free_port = port if is_free else facts[first].open_port
             report.findings += _measure(nodes, report, devices, reached, used, master, free_port)
-        _check_plan(report, argv, files, imports)
+
+        run = RunPlan()
+        if imports:
+            imports.join()
+            run = plan_on(argv, facts, report.slots)
+            report.plan = run.text
+            report.findings += run.findings
+        if files.output_dir:
+            report.findings += check_disk(files, facts, run.written_bytes)
+        if report.links and run.speeds:
+            report.findings += check_assumed(report.links, list(facts), run.speeds)
     report.findings = [*nodes.broken(), *report.findings]
     report.seconds = time.monotonic() - start
 
@@ -259,57 +287,6 @@ def _typed(cls: Any, answers: dict[str, dict[str, Any]], report: Report) -> dict
     return typed
 
 
-def _interfaces(report: Report, reached: dict[str, Reached], master: str) -> dict[str, str]:
-    """The interface that leads to the others, by node."""
-    first = next(iter(report.facts))
-    addresses = {name: master if name == first else answer.outgoing for name, answer in reached.items()}
-    return {name: report.facts[name].interface_of(address) for name, address in addresses.items()}
-
-
-def _check_nodes(report: Report, reached: dict[str, Reached], used: dict[str, str], files: RunFiles) -> list[Finding]:
-    """What the facts show, of each node and between them."""
-    facts, first = report.facts, next(iter(report.facts))
-    by_itself = [check_node(name, node, quick=report.quick, nvme=files.nvme) for name, node in facts.items()]
-    seen = reached[first].connections if first in reached else []
-    clocks = {first: 0.0} | {other.name: other.clock_ahead for other in seen if other.kind == "open" and other.host}
-    return [
-        *(finding for findings in by_itself for finding in findings),
-        *check_versions(facts),
-        *check_clocks(clocks, not_synchronized=[name for name, node in facts.items() if not node.clock_synchronized]),
-        *check_names(facts, reached),
-        *check_interfaces(facts, used),
-    ]
-
-
-def _why_not_measured(report: Report, network: list[Finding]) -> str:
-    """Why the smoke test could not work; empty where it can."""
-    if any(entry.severity == "error" and entry.code != "master-port-busy" for entry in network):
-        return "the nodes do not reach each other, or too slowly"
-    if any(entry.code == "slots" for entry in report.findings):
-        return "there are more slots than GPUs or cores"
-    if len({bool(facts.usable_gpus) for facts in report.facts.values()}) > 1:
-        return "some nodes have GPUs that ranks can use, others have not"
-    return ""
-
-
-class Progress:
-    """What the ranks of the smoke test have said so far."""
-
-    def __init__(self):
-        self.stages: dict[int, str] = {}
-        self.failures: list[tuple[int, str]] = []
-        self.measured: dict[int, dict[str, Any]] = {}
-
-    def hear(self, event: dict[str, Any]) -> None:
-        rank = event["rank"]
-        if "failed" in event:
-            self.failures.append((rank, event["failed"]))
-        else:
-            self.stages[rank] = event["stage"]
-            if "measured" in event:
-                self.measured[rank] = event["measured"]
-
-
 def _measure(
     nodes: Nodes,
     report: Report,
@@ -322,8 +299,20 @@ def _measure(
     """The smoke test on all nodes that answered: what it shows, or which ranks did not come to its end. Sets
     `report.links`, and keeps its rates for plans.
     """
-    where, progress = RanksOfNodes(names=list(report.facts), ranks=report.ranks), Progress()
+    where = RanksOfNodes(names=list(report.facts), ranks=report.ranks)
     names, limits = where.names, {"grace_seconds": GRACE_SECONDS}
+    stages: dict[int, str] = {}  # by rank, the last one that began
+    failures: list[tuple[int, str]] = []
+    measured: dict[int, dict[str, Any]] = {}
+
+    def hear(event: dict[str, Any]) -> None:
+        if "failed" in event:
+            failures.append((event["rank"], event["failed"]))
+        elif "stage" in event:
+            stages[event["rank"]] = event["stage"]
+            if "measured" in event:
+                measured[event["rank"]] = event["measured"]
+
     ready = nodes.ready(names, timeout_seconds=IMPORT_SECONDS, **limits)
     not_started = {name: words for name, words in ready.items() if words}
     if not_started or len(ready) < len(names):
@@ -349,48 +338,29 @@ def _measure(
         }
         for number, name in enumerate(names)
     }
-    answers = nodes.run("measure", inputs, timeout_seconds=MEASURE_SECONDS, on_event=progress.hear, **limits)
-    if len(progress.measured) < sum(map(len, where.ranks)):
-        spoke = {where.node(rank) for rank in progress.stages}
+    answers = nodes.run("measure", inputs, timeout_seconds=MEASURE_SECONDS, on_event=hear, **limits)
+    if len(measured) < sum(map(len, where.ranks)):
+        spoke = {where.node(rank) for rank in stages}
         ended = {name: answer["last_words"] for name, answer in answers.items() if answer["code"]}
         not_started = {name: words for name, words in ended.items() if name not in spoke}
-        return check_answers(progress.stages, progress.failures, where, not_started)
-    report.links = combine([progress.measured[rank] for rank in sorted(progress.measured)], node_of_ranks(where.ranks))
-    if not report.has_gpus:
-        _take_round_trips(report, reached)
+        return check_answers(stages, failures, where, not_started)
+    report.links = combine([measured[rank] for rank in sorted(measured)], node_of_ranks(where.ranks))
+    if not any(node.usable_gpus for node in report.facts.values()):
+        # Between CPU ranks the time of the smallest message is that of a plain socket (see `exchange_rate`).
+        connections = [(name, other) for name, answer in reached.items() for other in answer.connections]
+        for pair, rates in report.links.pairs.items():
+            ends = {names[node] for node in pair}
+            between = [link.seconds for name, link in connections if link.kind == "open" and {name, link.name} == ends]
+            rates["seconds"] = min(between, default=rates["seconds"])
     _keep(report)
     return list(check_measured(report.links, where, report.facts, used))
-
-
-def _take_round_trips(report: Report, reached: dict[str, Reached]) -> None:
-    """Between CPU ranks the time of the smallest message is that of a plain socket (see `exchange_rate`)."""
-    names = list(report.facts)
-    connections = [(name, other) for name, answer in reached.items() for other in answer.connections]
-    for pair, rates in report.links.pairs.items():
-        ends = {names[node] for node in pair}
-        between = [other.seconds for name, other in connections if other.kind == "open" and {name, other.name} == ends]
-        rates["seconds"] = min(between, default=rates["seconds"])
-
-
-def _check_plan(report: Report, argv: list[str], files: RunFiles, imports: Any) -> None:
-    """The plan on these nodes, and disk space and rates compared with it. Quick: only what needs no plan."""
-    run = RunPlan()
-    if imports:
-        imports.join()
-        run = plan_on(argv, report.facts, report.slots)
-        report.plan = run.text
-        report.findings += run.findings
-    if files.output_dir:
-        report.findings += check_disk(files, report.facts, run.written_bytes)
-    if report.links and run.speeds:
-        report.findings += check_assumed(report.links, list(report.facts), run.speeds)
 
 
 def _keep(report: Report) -> None:
     """Measured rates for later plans, under the hosts' own names and under those of the host file."""
     if not report.links.pairs:
         return
-    from dsft.planner.calibration import keep_links  # with torch, which the doctor's quick part does without
+    from dsft.planner.calibration import keep_links  # with torch, which DeepSpeed's reader of host files has loaded
 
     for names in {tuple(node.host for node in report.facts.values()), tuple(report.facts)}:
         keep_links(

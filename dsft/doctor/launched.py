@@ -132,25 +132,52 @@ class LaunchedNodes:
 
 
 def examine_launched(*, argv: list[str], quick: bool, deliver: Callable[[Report], None]) -> NoReturn:
-    """Examine the nodes of this launch; rank 0 hands the report to `deliver`. Every rank's process ends here, with the
+    """Examine the nodes of this launch; rank 0 hands the report to `deliver`. Every rank's process exits here, with the
     same exit code.
     """
-    rank = int(os.environ["RANK"])
-    store = _meet(rank)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent does
+    limit = timedelta(seconds=JOIN_SECONDS)
+    try:
+        store = dist.TCPStore(address, port, is_master=holds, timeout=limit, wait_for_workers=False)
+    except (RuntimeError, OSError) as error:
+        # This rank reports it itself: rank 0 only sees that it is missing.
+        why = f"does not reach rank 0 at {address}:{port}: is MASTER_ADDR right, is the port open?"
+        if holds:
+            why = f"cannot listen on port {port} ({one_line(error)[:200]}); set another MASTER_PORT"
+        print(f"dsft: error: rank {rank} on {socket.gethostname()} {why}", file=sys.stderr, flush=True)
+        _leave(EXIT_USER_ERROR)
+    store = dist.PrefixStore("dsft-doctor", store)
     store.set(f"host {rank}", socket.gethostname())
     if rank:
-        _follow(store)
-    hosts, missing = _wait_for_ranks(store, int(os.environ["WORLD_SIZE"]))
+        _follow(store, world)
+
+    hosts: dict[str, list[int]] = {}  # ranks by host, in the order of their first ranks
+    missing, deadline = [], time.monotonic() + JOIN_SECONDS
+    for other in range(world):
+        try:
+            store.wait([f"host {other}"], timedelta(seconds=max(0.05, deadline - time.monotonic())))
+            hosts.setdefault(store.get(f"host {other}").decode(), []).append(other)
+        except (RuntimeError, dist.DistStoreError):
+            missing.append(other)
     store.set("ranks", json.dumps(hosts))
     report = Report(nodes=list(hosts), quick=quick)
     if missing:
-        report.findings.append(_missing_ranks(hosts, missing))
+        came = "; ".join(f"{host}: {_numbers(ranks)}" for host, ranks in hosts.items())
+        message = f"not connected to {address}:{port} within {JOIN_SECONDS} s; connected: {came}"
+        fix = (
+            "does MASTER_ADDR lead to rank 0's host from every node, and no firewall drop MASTER_PORT? dsft doctor"
+            " --hostfile examines that through ssh"
+        )
+        where = f"{'rank' if len(missing) == 1 else 'ranks'} {_numbers(missing)}"
+        report.findings.append(finding("missing-ranks", where, message, fix))
     else:
         nodes = LaunchedNodes(store, hosts)
         argv = [word for word in argv if not word.startswith("--local_rank")]  # deepspeed's launcher adds it
         listed = [Node(name=host, slots=len(ranks)) for host, ranks in hosts.items()]
         with contextlib.redirect_stdout(sys.stderr):
-            examine_through(nodes, report, listed, argv=argv, port=None, master=os.environ["MASTER_ADDR"])
+            examine_through(nodes, report, listed, argv=argv, port=None, master=address)
         nodes.stop()
     deliver(report)
     code = EXIT_USER_ERROR if report.has_errors else 0
@@ -159,25 +186,13 @@ def examine_launched(*, argv: list[str], quick: bool, deliver: Callable[[Report]
     _leave(code)
 
 
-def _missing_ranks(hosts: dict[str, list[int]], missing: list[int]) -> Finding:
-    came = "; ".join(f"{host}: {_numbers(ranks)}" for host, ranks in hosts.items())
-    return finding(
-        "missing-ranks",
-        f"{'rank' if len(missing) == 1 else 'ranks'} {_numbers(missing)}",
-        f"did not come to {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {JOIN_SECONDS} s; there are"
-        f" {came}",
-        "does MASTER_ADDR lead to rank 0's host from every node, and no firewall drop MASTER_PORT? dsft doctor"
-        " --hostfile examines that through ssh",
-    )
-
-
-def _follow(store: dist.Store) -> NoReturn:
+def _follow(store: dist.Store, world: int) -> NoReturn:
     """What every rank but the first does."""
     code = EXIT_USER_ERROR
     with contextlib.suppress(RuntimeError):  # rank 0 is gone; it has said why
         store.wait(["ranks"], timedelta(seconds=IDLE_SECONDS))
         hosts = json.loads(store.get("ranks"))
-        if sum(map(len, hosts.values())) == int(os.environ["WORLD_SIZE"]):
+        if sum(map(len, hosts.values())) == world:
             nodes = LaunchedNodes(store, hosts)
             while nodes.take_part():
                 pass
@@ -187,37 +202,6 @@ def _follow(store: dist.Store) -> NoReturn:
     if code:
         time.sleep(2)
     _leave(code)
-
-
-def _meet(rank: int) -> dist.Store:
-    """The store at MASTER_ADDR; under torchrun its agent holds it. A rank that does not get there says so itself: rank
-    0 only sees that it is missing.
-    """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    limit = timedelta(seconds=JOIN_SECONDS)
-    try:
-        store = dist.TCPStore(host, port, is_master=holds, timeout=limit, wait_for_workers=False)
-    except (RuntimeError, OSError) as error:
-        why = f"does not reach rank 0 at {host}:{port}: is MASTER_ADDR right, is the port open?"
-        if holds:
-            why = f"cannot listen on port {port} ({one_line(error)[:200]}); set another MASTER_PORT"
-        print(f"dsft: error: rank {rank} on {socket.gethostname()} {why}", file=sys.stderr, flush=True)
-        _leave(EXIT_USER_ERROR)
-    return dist.PrefixStore("dsft-doctor", store)
-
-
-def _wait_for_ranks(store: dist.Store, world: int) -> tuple[dict[str, list[int]], list[int]]:
-    """(ranks by host, in the order of their first ranks; ranks that did not come)."""
-    hosts: dict[str, list[int]] = {}
-    missing, deadline = [], time.monotonic() + JOIN_SECONDS
-    for rank in range(world):
-        try:
-            store.wait([f"host {rank}"], timedelta(seconds=max(0.05, deadline - time.monotonic())))
-            hosts.setdefault(store.get(f"host {rank}").decode(), []).append(rank)
-        except (RuntimeError, dist.DistStoreError):
-            missing.append(rank)
-    return hosts, missing
 
 
 def _numbers(ranks: list[int]) -> str:

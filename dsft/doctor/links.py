@@ -232,7 +232,14 @@ def check_measured(
     for rank in slow_keys(measured.flops):
         rate, fastest = measured.flops[rank] / 1e12, max(measured.flops.values()) / 1e12
         message = f"{rate:.3g} TFLOP/s in a product of matrices, {fastest:.3g} on the fastest rank"
-        yield finding("slow-rank", where.place(rank), message, _look_at_rank(rank, where, facts))
+        name, local = where.node(rank), where.local(rank)
+        fix = f"ssh {name} top: other programs on its cores, or fewer or slower cores than elsewhere"
+        if facts[name].gpus.cards and not facts[name].cpu_only:
+            fix = (
+                f"ssh {name} nvidia-smi -q -i {local} -d CLOCK,PERFORMANCE,TEMPERATURE: throttled, hot or shared; or"
+                f" leave it out: --exclude {name}:{local}"
+            )
+        yield finding("slow-rank", where.place(rank), message, fix)
 
 
 def check_assumed(measured: Measured, names: list[str], assumed: Any) -> Iterator[Finding]:
@@ -306,13 +313,3 @@ def _look_at(name: str, used: dict[str, str]) -> str:
         f"ssh {name} 'ethtool {card}; ip -s link show {card}; tc qdisc show dev {card}': a lower negotiated speed,"
         f" errors, a limit; then cable and switch port; or leave it out: --exclude {name}"
     )
-
-
-def _look_at_rank(rank: int, where: RanksOfNodes, facts: dict[str, NodeFacts]) -> str:
-    name, local = where.node(rank), where.local(rank)
-    if facts[name].gpus.cards and not facts[name].cpu_only:
-        return (
-            f"ssh {name} nvidia-smi -q -i {local} -d CLOCK,PERFORMANCE,TEMPERATURE: throttled, hot or shared; or leave"
-            f" it out: --exclude {name}:{local}"
-        )
-    return f"ssh {name} top: other programs on its cores, or fewer or slower cores than elsewhere"

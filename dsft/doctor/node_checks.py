@@ -29,43 +29,34 @@ def check_node(node: str, facts: NodeFacts, *, quick: bool, nvme: bool = False) 
     """Everything that one node's facts show.
 
     Args:
-        quick: leave out what only compiling operators needs.
+        quick: leave out what only compiling operators needs, and the space for caches.
         nvme: whether the run offloads to NVMe.
     """
-    findings = [*_driver(node, facts), *_gpus(node, facts), *_slots(node, facts), *_memory(node, facts)]
-    findings += _limits(node, facts)
-    missing = [name for name in PACKAGES if facts.versions.get(name) == "missing"]
-    if missing:
-        fix = f"on {node}: {facts.python_path} -m pip install -c constraints.txt -e ."
-        findings.append(finding("package-missing", node, f"not installed: {', '.join(missing)}", fix))
-    return findings if quick else [*findings, *_tools(node, facts, nvme), *_caches(node, facts)]
+    findings = [*_check_gpus(node, facts), *_check_resources(node, facts)]
+    return findings if quick else [*findings, *_check_full(node, facts, nvme)]
 
 
-def _driver(node: str, facts: NodeFacts) -> Iterator[Finding]:
-    gpus = facts.gpus
-    if gpus.error:
+def _check_gpus(node: str, facts: NodeFacts) -> Iterator[Finding]:
+    """Driver, torch's CUDA, each GPU, and the slots."""
+    usable, cards, driver = facts.usable_gpus, facts.gpus.cards, facts.gpus.driver
+    if facts.gpus.error:
         fix = "load the driver's module or reboot after an update: sudo modprobe nvidia; nvidia-smi"
-        yield finding("gpu-driver", node, gpus.error, fix)
-    if facts.cpu_only or not gpus.cards:
-        return
-    if not facts.torch_cuda:
+        yield finding("gpu-driver", node, facts.gpus.error, fix)
+    if cards and not facts.cpu_only and not facts.torch_cuda:
         torch = facts.versions["torch"]
         yield finding(
             "torch-without-cuda",
             node,
-            f"{len(gpus.cards)} x {gpus.cards[0].name}, but torch {torch} is built without CUDA",
+            f"{len(cards)} x {cards[0].name}, but torch {torch} is built without CUDA",
             f"{facts.python_path} -m pip install torch --index-url https://download.pytorch.org/whl/cu128; or ask for"
             " CPU ranks: export DS_ACCELERATOR=cpu",
         )
     oldest = OLDEST_DRIVER.get(_major(facts.torch_cuda), 0)
-    if 0 < _major(gpus.driver) < oldest:
-        message = f"driver {gpus.driver}, and torch's CUDA {facts.torch_cuda} needs {oldest} or newer"
+    if cards and not facts.cpu_only and 0 < _major(driver) < oldest:
+        message = f"driver {driver}, and torch's CUDA {facts.torch_cuda} needs {oldest} or newer"
         fix = f"install driver {oldest} or newer, or a torch for an older CUDA"
         yield finding("driver-too-old", node, message, fix)
-
-
-def _gpus(node: str, facts: NodeFacts) -> Iterator[Finding]:
-    for gpu in facts.usable_gpus:
+    for gpu in usable:
         if gpu.used_bytes > 0.05 * gpu.memory_bytes:
             used, memory = gpu.used_bytes / GiB, gpu.memory_bytes / GiB
             message = f"GPU {gpu.index} holds {used:.1f} of {memory:.0f} GiB of other programs"
@@ -78,10 +69,7 @@ def _gpus(node: str, facts: NodeFacts) -> Iterator[Finding]:
                 f"ssh {node} nvidia-smi -q -d ECC,ROW_REMAPPER; reset or replace it, or leave it out: --exclude"
                 f" {node}:{gpu.index}",
             )
-
-
-def _slots(node: str, facts: NodeFacts) -> Iterator[Finding]:
-    slots, gpus, cores = facts.slots, len(facts.usable_gpus), facts.cores
+    slots, gpus, cores = facts.slots, len(usable), facts.cores
     fix = f"write `{node} slots={gpus or cores}` into the host file"
     if gpus and slots > gpus:
         yield finding("slots", node, f"slots={slots}, but there are {gpus} GPUs", fix)
@@ -92,7 +80,8 @@ def _slots(node: str, facts: NodeFacts) -> Iterator[Finding]:
         yield finding("slots", node, message, fix.replace(" into", " or fewer into"))
 
 
-def _memory(node: str, facts: NodeFacts) -> Iterator[Finding]:
+def _check_resources(node: str, facts: NodeFacts) -> Iterator[Finding]:
+    """Memory, limits and packages."""
     if facts.available_bytes < 0.25 * facts.host_bytes:
         free, total = facts.available_bytes / GiB, facts.host_bytes / GiB
         message = f"{free:.1f} of {total:.0f} GiB of host memory are free"
@@ -102,9 +91,6 @@ def _memory(node: str, facts: NodeFacts) -> Iterator[Finding]:
         message = f"/dev/shm has {shared / MiB:.0f} MiB free; {facts.slots} ranks may take {needed / MiB:.0f}"
         fix = "mount -o remount,size=50% /dev/shm; in a container: docker run --shm-size=16g (or --ipc=host)"
         yield finding("shared-memory", node, message, fix)
-
-
-def _limits(node: str, facts: NodeFacts) -> Iterator[Finding]:
     if facts.open_files is not None and facts.open_files < FEWEST_FILES:
         message = f"ulimit -n is {facts.open_files}, less than {FEWEST_FILES}"
         fix = "echo '* soft nofile 65536' >> /etc/security/limits.conf, and log in again"
@@ -117,15 +103,20 @@ def _limits(node: str, facts: NodeFacts) -> Iterator[Finding]:
             " of their own)"
         )
         yield finding("locked-memory", node, message, fix)
+    missing = [name for name in PACKAGES if facts.versions.get(name) == "missing"]
+    if missing:
+        fix = f"on {node}: {facts.python_path} -m pip install -c constraints.txt -e ."
+        yield finding("package-missing", node, f"not installed: {', '.join(missing)}", fix)
 
 
-def _tools(node: str, facts: NodeFacts, nvme: bool) -> Iterator[Finding]:
-    tools, gpus = facts.tools, facts.usable_gpus
+def _check_full(node: str, facts: NodeFacts, nvme: bool) -> Iterator[Finding]:
+    """What DeepSpeed compiles its operators with, and space for caches."""
+    tools = facts.tools
     packages = {"c++": "g++", "ninja": "ninja-build", "Python.h": "python3-dev"}
     missing = [name for name in packages if not tools[name]]
     # Without GPUs DeepSpeed compiles its collectives for the first launch on one node; with GPUs only offload needs
     # compiling.
-    severity = "warning" if gpus else "error"
+    severity = "warning" if facts.usable_gpus else "error"
     if missing:
         fix = f"apt-get install {' '.join(packages[name] for name in missing)}"
         yield finding("compiler", node, f"missing: {', '.join(missing)}", fix, severity=severity)
@@ -135,12 +126,9 @@ def _tools(node: str, facts: NodeFacts, nvme: bool) -> Iterator[Finding]:
     if nvme and not (tools["libaio"] and tools["libaio.h"]):
         message = "libaio and its header are missing, and the run offloads to NVMe"
         yield finding("libaio", node, message, "apt-get install libaio-dev", severity="error")
-    if gpus and not tools["nvcc"]:
+    if facts.usable_gpus and not tools["nvcc"]:
         fix = f"install the toolkit of CUDA {facts.torch_cuda} and export CUDA_HOME, where an operator needs it"
         yield finding("nvcc", node, "no CUDA toolkit (nvcc)", fix)
-
-
-def _caches(node: str, facts: NodeFacts) -> Iterator[Finding]:
     variables = {"hub": "HF_HUB_CACHE", "data sets": "HF_DATASETS_CACHE", "operators": "TORCH_EXTENSIONS_DIR"}
     for name, folder in facts.caches.items():
         free = facts.disks.get(folder)
@@ -319,18 +307,6 @@ def check_interfaces(facts: dict[str, NodeFacts], used: dict[str, str]) -> Itera
                 yield finding("interface", name, message, fix)
     if len(facts) < 2:
         return
-    yield from _compare_cards(facts, used)
-    with_ib = [name for name, node in facts.items() if node.network.infiniband]
-    without = [name for name in facts if name not in with_ib]
-    if with_ib and without:
-        fix = (
-            f"ssh {without[0]} ibstat; load its driver or check the cable, or NCCL_IB_DISABLE=1 for all in"
-            " .deepspeed_env"
-        )
-        yield finding("infiniband", join(without), f"no active InfiniBand port, unlike {join(with_ib)}", fix)
-
-
-def _compare_cards(facts: dict[str, NodeFacts], used: dict[str, str]) -> Iterator[Finding]:
     known = {node: name for node, name in used.items() if name in facts[node].network.interfaces}
     cards = {node: facts[node].network.interfaces[name] for node, name in known.items()}
     mtus = {node: str(card.mtu) for node, card in cards.items()}
@@ -344,6 +320,14 @@ def _compare_cards(facts: dict[str, NodeFacts], used: dict[str, str]) -> Iterato
         message = f"speed in Mbit/s: {_spread({node: str(speed) for node, speed in speeds.items()})}"
         fix = f"ssh {slow[0]} ethtool {used[slow[0]]}: another cable or port, or another interface (NCCL_SOCKET_IFNAME)"
         yield finding("interface-speed", join(slow), message, fix)
+    with_ib = [name for name, node in facts.items() if node.network.infiniband]
+    without = [name for name in facts if name not in with_ib]
+    if with_ib and without:
+        fix = (
+            f"ssh {without[0]} ibstat; load its driver or check the cable, or NCCL_IB_DISABLE=1 for all in"
+            " .deepspeed_env"
+        )
+        yield finding("infiniband", join(without), f"no active InfiniBand port, unlike {join(with_ib)}", fix)
 
 
 def _words(error: str) -> str:

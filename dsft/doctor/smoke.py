@@ -123,15 +123,24 @@ def measure_all(place: Place, report: Callable[[str], None]) -> list[dict[str, A
     """
     before = tcp_segments()
     report("adding up numbers of all ranks")
-    mine: dict[str, Any] = {"wrong": _wrong_sum(place), "pairs": {}, "again": [], "slow": []}
-    mine |= {"sent": 0, "sent_again": 0}
+    mine: dict[str, Any] = {"pairs": {}, "again": [], "slow": [], "sent": 0, "sent_again": 0, "inside": 0.0}
+    # An all-reduce against plain arithmetic: whole numbers below 2^24 are exact in fp32.
+    numbers = torch.arange(CHECKED, dtype=torch.int64)
+    expected = sum((numbers * (rank + 1)) % 97 for rank in range(dist.get_world_size()))
+    total = ((numbers * (place.rank + 1)) % 97).to(place.device, torch.float32)
+    dist.all_reduce(total)
+    mine["wrong"] = not torch.equal(total.cpu().to(torch.int64), expected)
     few = torch.zeros(16, device=place.device)
     mine["collective_seconds"] = median_seconds(lambda: dist.all_reduce(few), place.device)
     report("exchanging with other nodes")
     for other in partners(place.rounds, place.node):
         _measure_pair(place, other, mine)
     report("exchanging inside the node")
-    mine["inside"] = _inside_rate(place)
+    ranks = place.nodes[place.node]
+    if len(ranks) > 1:
+        # The only groups that are made: torch names such a group by how many a rank has, which must be the same for all
+        # its members.
+        mine["inside"] = all_reduce_bytes(place.device, dist.new_group(ranks, use_local_synchronization=True))
     report("multiplying matrices")
     dist.barrier()
     mine["flops"] = matmul_flops(place.device)
@@ -172,15 +181,6 @@ def _gather(mine: Any) -> list[Any]:
     return everyone
 
 
-def _wrong_sum(place: Place) -> bool:
-    """Whether an all-reduce gives another sum than plain arithmetic. Whole numbers below 2^24 are exact in fp32."""
-    numbers, world = torch.arange(CHECKED, dtype=torch.int64), dist.get_world_size()
-    expected = sum((numbers * (rank + 1)) % 97 for rank in range(world))
-    total = ((numbers * (place.rank + 1)) % 97).to(place.device, torch.float32)
-    dist.all_reduce(total)
-    return not torch.equal(total.cpu().to(torch.int64), expected)
-
-
 def _measure_pair(place: Place, other: int, mine: dict[str, Any]) -> float:
     """Exchange with the rank of the same number on the other node, if it has one; keeps the better of this and an
     earlier time. Returns the bytes per second that this rank got.
@@ -212,16 +212,6 @@ def _rate_alone(place: Place, pair: tuple[int, int], mine: dict[str, Any]) -> fl
     rate = _measure_pair(place, pair[pair[0] == place.node], mine) if place.node in pair else 0.0
     rates = _gather(rate)
     return min(sum(rates[rank] for rank in place.nodes[node]) for node in pair)
-
-
-def _inside_rate(place: Place) -> float:
-    """Bytes per second that a rank gets in an all-reduce over its node; 0 on a node with one rank."""
-    ranks = place.nodes[place.node]
-    if len(ranks) == 1:
-        return 0.0
-    # The only groups that are made: torch names such a group by how many a rank has, which must be the same for all its
-    # members.
-    return all_reduce_bytes(place.device, dist.new_group(ranks, use_local_synchronization=True))
 
 
 if __name__ == "__main__":

@@ -81,17 +81,15 @@ class PhaseCommand:
             except queue.Empty:
                 continue
             if line is None:
-                return {"lost": self._last_words()}
+                with suppress(subprocess.TimeoutExpired):
+                    self.exit_code = self._process.wait(timeout=5)
+                self._error_reader.join(timeout=2)
+                words = "".join(self._errors).strip()
+                return {"lost": words or f"the connection ended with exit code {self.exit_code}"}
             if "answer" in line or "ready" in line.get("event", {}):
                 stragglers.answered()
             return line
         return {"lost": f"no answer to {self.phase!r} in time"}
-
-    def _last_words(self) -> str:
-        with suppress(subprocess.TimeoutExpired):
-            self.exit_code = self._process.wait(timeout=5)
-        self._error_reader.join(timeout=2)
-        return "".join(self._errors).strip() or f"the connection ended with exit code {self.exit_code}"
 
     def close(self) -> None:
         """The phase ends when its input does; ssh is given a moment to pass that on."""

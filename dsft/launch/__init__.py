@@ -1,1 +1,1 @@
-"""`dsft launch`: a thin layer over the existing launchers. `options.py` reads, `commands.py` builds, `run.py` runs."""
+"""`dsft launch`: a thin layer over the existing launchers. `launchers.py` reads and builds, `supervise.py` runs."""

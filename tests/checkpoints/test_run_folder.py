@@ -16,7 +16,7 @@ from dsft.checkpoints.run_folder import (
 )
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
-from dsft.launch.run import asks_to_resume, resumed
+from dsft.launch.supervise import asks_to_resume, resumed
 from dsft.runtime.launcher_env import LAUNCH
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dsft.launch import run
+from dsft.launch import supervise
 from dsft.launch.environment import forwarded, launcher_environment, remote_environment
 from dsft.launch.launchers import build_command, read_launch
-from dsft.launch.run import LauncherProcess, launch
+from dsft.launch.supervise import LauncherProcess, launch
 from dsft.runtime.ssh import ssh_command
 from dsft.watchdog.launch_link import LauncherLink, connect_to_launcher
 
@@ -149,7 +149,7 @@ def test_a_command_given_on_every_node_is_one_job_of_several_launches(monkeypatc
         seen.append((os.environ["DSFT_JOB"], os.environ["DSFT_LAUNCH"]))
         return 0
 
-    monkeypatch.setattr(run, "_run_with_restarts", note_variables)
+    monkeypatch.setattr(supervise, "_run_with_restarts", note_variables)
     monkeypatch.setenv("DSFT_JOB", "an earlier one")
     monkeypatch.setenv("MASTER_ADDR", "node-0")
     for node in ("0", "1"):

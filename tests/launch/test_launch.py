@@ -28,7 +28,7 @@ from dsft.launch.launchers import (
     shown,
 )
 from dsft.launch.preflight import check_first_host, preflight_command, without_lost
-from dsft.launch.run import resumed
+from dsft.launch.supervise import resumed
 from dsft.watchdog.launch_link import LauncherLink
 from dsft.watchdog.processes import VARIABLE, descendants, is_launcher, start_time
 
@@ -389,7 +389,7 @@ def test_a_restart_resumes_from_the_last_checkpoint_whatever_the_first_start_did
 )
 def test_only_launch_looks_first_unless_told_otherwise(words, launched, monkeypatch):
     calls = []
-    monkeypatch.setattr("dsft.launch.run.launch", lambda argv: calls.append(argv) or 0)
+    monkeypatch.setattr("dsft.launch.supervise.launch", lambda argv: calls.append(argv) or 0)
     with pytest.raises(SystemExit, match="0"):
         main(words.split())
     assert calls == [launched.split()]

@@ -13,7 +13,7 @@ from conftest import KERNEL, ROOT
 from test_environment import SSH
 
 from dsft.launch.launchers import LaunchOptions, build_command, read_launch
-from dsft.launch.run import LauncherProcess
+from dsft.launch.supervise import LauncherProcess
 from dsft.watchdog.processes import descendants, start_time
 
 RANK = """
@@ -50,7 +50,7 @@ def say(word):
 LAUNCH = """
 import sys
 from dsft.launch.launchers import LaunchOptions
-from dsft.launch.run import LauncherProcess
+from dsft.launch.supervise import LauncherProcess
 sys.exit(LauncherProcess(LaunchOptions(), [sys.executable, "-c", sys.argv[1]], saves=True).run())
 """
 PDSH = """#!/bin/bash
