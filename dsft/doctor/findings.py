@@ -1,5 +1,5 @@
-"""What the doctor reports. Each kind of finding has one entry in MESSAGES, with its severity and why it matters;
-docs/doctor.md lists the same.
+"""What the doctor reports: each kind of finding has one entry in MESSAGES, with its severity and why it matters, and
+one line in docs/doctor.md.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ Severity = Literal["error", "warning", "note"]
 
 MESSAGES: dict[str, tuple[Severity, str]] = {
     # Reaching the nodes.
-    "unknown-host": ("error", "no rank can be started on a host whose name leads nowhere"),
+    "unknown-host": ("error", "no rank can be started on a host whose name does not resolve"),
     "mtu-path": ("error", "ssh, NCCL and gloo stop at the first large packet, without an error"),
     "host-unreachable": ("error", "no rank can be started on a host that does not answer"),
     "ssh-refused": ("error", "DeepSpeed starts the ranks of every node through ssh"),
@@ -21,7 +21,7 @@ MESSAGES: dict[str, tuple[Severity, str]] = {
     "no-dsft": ("error", "every rank runs the same dsft; here it cannot be imported, or is an older one"),
     "node-silent": ("error", "a node that does not answer now will hold up every collective"),
     "node-failed": ("error", "what cannot be examined may not work either"),
-    "missing-ranks": ("error", "all ranks wait for those that do not come"),
+    "missing-ranks": ("error", "all ranks wait for the missing ones"),
     # Each node by itself.
     "gpu-driver": ("error", "without its driver no GPU can be used"),
     "torch-without-cuda": ("error", "this torch cannot see the GPUs: ranks would run on the CPU"),
@@ -88,7 +88,7 @@ MESSAGES: dict[str, tuple[Severity, str]] = {
     # Files.
     "config-differs": (
         "error",
-        "a rank with other options computes something else; training compares them and ends at its start",
+        "a rank with other options computes something else; training compares them and exits at its start",
     ),
     "data-missing": ("error", "every node reads the data itself"),
     "data-differs": ("error", "ranks would train on different data, or disagree about the number of steps and hang"),
@@ -101,14 +101,14 @@ MESSAGES: dict[str, tuple[Severity, str]] = {
     ),
     "disk": ("error", "a checkpoint that does not fit ends the run while it is written"),
     # The plan.
-    "configuration": ("error", "training would refuse it in the same words"),
+    "configuration": ("error", "training would refuse it with the same message"),
     "plan": ("error", "by prediction it runs out of memory"),
     "plan-unknown": ("note", "memory and disk were not checked against the run"),
     # The smoke test.
     "smoke-skipped": ("note", "nothing was measured"),
     "smoke-failed": ("error", "training joins and adds up in the same way"),
     "smoke-silent": ("error", "every collective of the training would wait for it"),
-    "wrong-sum": ("error", "gradients would be wrong without a word"),
+    "wrong-sum": ("error", "gradients would be wrong without an error"),
     "packet-loss": ("warning", "each lost packet holds a collective up until it is sent again"),
     "slow-link": ("warning", "every collective waits for the slowest link"),
     "slow-node": ("warning", "every collective waits for the slowest link, and all of this node's are slow"),
