@@ -30,17 +30,6 @@ BOUNDS: list[tuple[str, Callable[[float], bool], str]] = [
 """(names of options, whether a value can be, what it must be). Options that are not set are not looked at."""
 
 
-def check_bounds(options: TrainConfig | EvalConfig) -> list[str]:
-    """Lists the numbers that no run can mean."""
-    problems = []
-    for names, is_possible, bounds in BOUNDS:
-        for name in names.split():
-            value = options.value(name)
-            if isinstance(value, int | float) and not is_possible(value):
-                problems.append(f"{name}={value}: must {bounds}")
-    return problems
-
-
 def check_config(options: TrainConfig | EvalConfig) -> list[str]:
     """Lists the contradictions of the options alone."""
     problems = []
@@ -48,7 +37,11 @@ def check_config(options: TrainConfig | EvalConfig) -> list[str]:
         problems.append("model: missing; name a hub id, a local folder or a config.json")
     if not options.data:
         problems.append("data: missing; name a file, a folder, a glob or a hub data set")
-    problems += check_bounds(options)
+    for names, is_possible, bounds in BOUNDS:
+        for name in names.split():
+            value = options.value(name)
+            if isinstance(value, int | float) and not is_possible(value):
+                problems.append(f"{name}={value}: must {bounds}")
     if options.seq_len < 2:
         problems.append(
             f"seq_len={options.seq_len}: a window needs at least 2 tokens, one of context and one to predict"
@@ -60,8 +53,50 @@ def check_config(options: TrainConfig | EvalConfig) -> list[str]:
     if options.completion_template and options.data_format not in ("auto", "template"):
         problems.append(f"completion_template contradicts data_format={options.data_format}; keep one")
     if isinstance(options, TrainConfig):
-        return problems + _check_data(options) + _check_batches(options) + _check_training(options)
+        return problems + _check_batches(options) + _check_training(options)
     return problems + _check_evaluation(options)
+
+
+def _check_batches(options: TrainConfig) -> list[str]:
+    """Lists what sources, a stream and the size of batches contradict."""
+    problems, training = [], options.training
+    if options.data_weights and len(options.data_weights) != len(options.data):
+        problems.append(
+            f"data_weights: {len(options.data_weights)} weights for {len(options.data)} entries of data; give one for"
+            " each"
+        )
+    if any(not weight > 0 for weight in options.data_weights):
+        problems.append(
+            f"data_weights={options.data_weights}: each must be more than 0; leave an entry of data out instead"
+        )
+    if options.streaming:
+        if not training.get("max_steps", -1) > 0:
+            problems.append("streaming needs max_steps: how long the stream is is not known")
+        if options.eval_fraction:
+            problems.append("streaming has no rows to hold out a share of; give eval_data")
+        if training.get("dataloader_num_workers", 0):
+            problems.append(
+                "streaming and dataloader_num_workers cannot be combined: each worker would read the whole stream"
+            )
+        if options.batch_tokens is not None:
+            problems.append("streaming and batch_tokens cannot be combined; use packing")
+    if options.global_batch_size and "gradient_accumulation_steps" in training:
+        problems.append("global_batch_size and gradient_accumulation_steps are both set; keep one, the other follows")
+    if options.batch_tokens is not None:
+        if options.packing:
+            problems.append("packing and batch_tokens are both set; packed rows are full already, keep one")
+        if options.batch_tokens < options.seq_len:
+            problems.append(
+                f"batch_tokens={options.batch_tokens} is less than seq_len={options.seq_len}: one sequence must fit;"
+                " raise batch_tokens"
+            )
+        problems += [
+            f"batch_tokens and {key} are both set; keep one: a batch filled by tokens has as many sequences as fit"
+            " (gradient_accumulation_steps counts such batches)"
+            for key in ("per_device_train_batch_size", "global_batch_size")
+            if options.value(key)
+        ]
+    return problems
 
 
 def _check_training(options: TrainConfig) -> list[str]:
@@ -78,66 +113,14 @@ def _check_training(options: TrainConfig) -> list[str]:
         problems.append("load_best_model_at_end needs complete checkpoints; set save_only_model: false")
     if options.method == "full" and options.adapter:
         problems.append(f"adapter={options.adapter} needs method lora or qlora; method is full")
-    return problems + _check_dtype(options)
-
-
-def _check_dtype(options: TrainConfig) -> list[str]:
-    flags = [(key, dtype) for key, dtype in HALF_PRECISION.items() if options.training.get(key)]
-    if len(flags) == 2:
-        return ["bf16 and fp16 are both true; keep one"]
-    return [
+    halves = [(key, dtype) for key, dtype in HALF_PRECISION.items() if training.get(key)]
+    if len(halves) == 2:
+        return [*problems, "bf16 and fp16 are both true; keep one"]
+    return problems + [
         f"dtype={options.dtype} contradicts {key}=true; keep one"
-        for key, dtype in flags
+        for key, dtype in halves
         if options.dtype not in ("auto", dtype)
     ]
-
-
-def _check_batches(options: TrainConfig) -> list[str]:
-    problems, training = [], options.training
-    if options.global_batch_size and "gradient_accumulation_steps" in training:
-        problems.append("global_batch_size and gradient_accumulation_steps are both set; keep one, the other follows")
-    if options.batch_tokens is None:
-        return problems
-    if options.packing:
-        problems.append("packing and batch_tokens are both set; packed rows are full already, keep one")
-    if options.batch_tokens < options.seq_len:
-        problems.append(
-            f"batch_tokens={options.batch_tokens} is less than seq_len={options.seq_len}: one sequence must fit;"
-            " raise batch_tokens"
-        )
-    for key in ("per_device_train_batch_size", "global_batch_size"):
-        if options.value(key):
-            problems.append(
-                f"batch_tokens and {key} are both set; keep one: a batch filled by tokens has as many sequences as"
-                " fit (gradient_accumulation_steps counts such batches)"
-            )
-    return problems
-
-
-def _check_data(options: TrainConfig) -> list[str]:
-    problems = []
-    if options.data_weights and len(options.data_weights) != len(options.data):
-        problems.append(
-            f"data_weights: {len(options.data_weights)} weights for {len(options.data)} entries of data; give one for"
-            " each"
-        )
-    if any(not weight > 0 for weight in options.data_weights):
-        problems.append(
-            f"data_weights={options.data_weights}: each must be more than 0; leave an entry of data out instead"
-        )
-    if not options.streaming:
-        return problems
-    if not options.training.get("max_steps", -1) > 0:
-        problems.append("streaming needs max_steps: how long the stream is is not known")
-    if options.eval_fraction:
-        problems.append("streaming has no rows to hold out a share of; give eval_data")
-    if options.training.get("dataloader_num_workers", 0):
-        problems.append(
-            "streaming and dataloader_num_workers cannot be combined: each worker would read the whole stream"
-        )
-    if options.batch_tokens is not None:
-        problems.append("streaming and batch_tokens cannot be combined; use packing")
-    return problems
 
 
 def _check_evaluation(options: EvalConfig) -> list[str]:

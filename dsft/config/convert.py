@@ -39,23 +39,19 @@ def convert(value: Any, hint: Any) -> Any:
     """`value` (a YAML value or a flag's string) as the type `hint`.
 
     Raises:
-        ValueError: saying what was found and what is allowed.
+        ValueError: what was given, and what is allowed.
     """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(value, arguments)
     if origin is typing.Literal:
         for choice in arguments:
             # The type too: Literal[False] must not take a 0, nor Literal[0] a False.
-            if type(value) is type(choice) and value == choice:
+            if (type(value) is type(choice) and value == choice) or (isinstance(value, str) and value == str(choice)):
                 return choice
-            if isinstance(value, str) and value == str(choice):
-                return choice
-        raise ValueError(
-            f"{value!r} is none of {', '.join(map(str, arguments))}{nearest(str(value), map(str, arguments))}"
-        )
+        raise _invalid_choice(value, [str(choice) for choice in arguments])
     if origin in (list, Sequence):
         items = value if isinstance(value, list) else [value]
         return [convert(item, arguments[0] if arguments else Any) for item in items]
@@ -63,13 +59,12 @@ def convert(value: Any, hint: Any) -> Any:
         return _convert_dict(value)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _convert_enum(value, hint)
-    if hint in _SCALARS:
-        return _SCALARS[hint](value)
-    if hint is type(None):
-        if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
-            return None
-        raise ValueError(f"{value!r} is not null")
-    raise ValueError(f"cannot be set from a file or a flag ({hint})")
+    if hint not in SCALARS:
+        raise ValueError(f"cannot be set from a file or a flag ({hint})")
+    try:
+        return _convert_scalar(value, hint)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+        raise ValueError(f"expected {SCALARS[hint]}, got {value!r}") from None
 
 
 def _convert_union(value: Any, members: tuple) -> Any:
@@ -93,8 +88,12 @@ def _convert_enum(value: Any, hint: type[enum.Enum]) -> str:
     # YAML reads a bare `no` as false.
     text = "no" if value is False else str(getattr(value, "value", value))
     if text not in choices:
-        raise ValueError(f"{text!r} is none of {', '.join(choices)}{nearest(text, choices)}")
+        raise _invalid_choice(text, choices)
     return text
+
+
+def _invalid_choice(value: Any, choices: list[str]) -> ValueError:
+    return ValueError(f"invalid choice: {value!r} (choose from {', '.join(choices)}){nearest(str(value), choices)}")
 
 
 def _convert_dict(value: Any) -> dict:
@@ -102,46 +101,36 @@ def _convert_dict(value: Any) -> dict:
         try:
             value = json.loads(value, object_pairs_hook=unique_keys)
         except DuplicateKey as error:
-            raise ValueError(f"the key {error} is there twice; keep one") from None
+            raise ValueError(f"duplicate key {error}; keep one") from None
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"not valid JSON ({error})") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{value!r} is not a mapping")
+        raise ValueError(f"expected a mapping, got {value!r}")
     return value
 
 
-def _convert_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in BOOLEANS:
-        return BOOLEANS[value.lower()]
-    raise ValueError(f"{value!r} is not true or false")
+SCALARS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    str: "a text",
+    type(None): "null",
+}
+"""Type -> what a value of it is called."""
 
 
-def _convert_int(value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
+def _convert_scalar(value: Any, hint: type) -> Any:
+    """Raises any of Python's errors of conversion: the value is none of that type."""
+    if hint is bool:
+        return value if isinstance(value, bool) else BOOLEANS[value.lower()]
+    if hint is str and not isinstance(value, (dict, list, bool, type(None))):
+        return str(value)
+    if hint is type(None) and (value is None or value.lower() in ("none", "null")):
+        return None
+    if hint is int and (type(value) is int or "_" not in value):  # a bool is an int, too; int() would take 1_000
         return int(value)
-    raise ValueError(f"{value!r} is not a whole number")
-
-
-def _convert_float(value: Any) -> float:
-    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        try:
-            number = float(value)  # also YAML's `1e-4`, which PyYAML reads as a string
-        except (ValueError, OverflowError):
-            raise ValueError(f"{value!r} is not a number") from None
-        if not math.isfinite(number):
-            raise ValueError(f"{value!r} is not a finite number")
-        return number
-    raise ValueError(f"{value!r} is not a number")
-
-
-def _convert_str(value: Any) -> str:
-    if isinstance(value, (dict, list)) or value is None or isinstance(value, bool):
-        raise ValueError(f"{value!r} is not a text value")
-    return str(value)
-
-
-_SCALARS = {bool: _convert_bool, int: _convert_int, float: _convert_float, str: _convert_str}
+    if hint is float and not isinstance(value, bool):
+        number = float(value)  # also YAML's `1e-4`, which PyYAML reads as a string
+        if math.isfinite(number):
+            return number
+    raise ValueError

@@ -62,7 +62,7 @@ def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
         problems.append(f"zero={zero}: cannot be read ({error.strerror})")
         return {}
     except DuplicateKey as error:
-        problems.append(f"zero={zero}: the key {error} is there twice; keep one")
+        problems.append(f"zero={zero}: duplicate key {error}; keep one")
         return {}
     except (ValueError, RecursionError) as error:
         problems.append(f"zero={zero}: not valid JSON ({error})")

@@ -127,7 +127,7 @@ class _Loader(yaml.SafeLoader):
             line = key.start_mark.line + 1
             first = lines.setdefault(str(key.value), line)
             if first != line:
-                self.repeated.append(f"line {line}: {key.value} stands in line {first} already; keep one")
+                self.repeated.append(f"line {line}: duplicate key {key.value}, first on line {first}; keep one")
         return super().construct_mapping(node, deep)
 
 
@@ -145,7 +145,7 @@ def read_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
             values = [value] if equals else []
             occurrences.setdefault(key.replace("-", "_"), []).append(values)
         elif values is None:
-            problems.append(f"argument {word!r} stands alone; options are written --key value")
+            problems.append(f"unexpected argument {word!r}; options are written --key value")
         else:
             values.append(word)
     # Every rank gets --local_rank=N from the deepspeed launcher, which also sets LOCAL_RANK.
@@ -213,7 +213,7 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
     known = ["--" + field.name for field in fields]
     problems += [f"{word}: unknown option{nearest(word, known)}" for word in left if word not in words]
     if not problems:
-        problems += [f"{word}: one word too many" for word in words[len(positional) :]]
+        problems += [f"{word}: unexpected argument" for word in words[len(positional) :]]
         required = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
         problems += [f"{name}: missing" for name in required if name not in values]
     raise_if_any(problems)

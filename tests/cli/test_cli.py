@@ -57,7 +57,7 @@ def test_garbage_is_collected_again_once_a_command_is_imported(tmp_path, monkeyp
         (["export", "./nowhere"], "out: missing"),
         (["plan", "--model", "x", "--methd", "lora"], "methd: unknown key; did you mean 'method'?"),
         (["plan"], "model: missing"),
-        (["doctor", "--num_nodes", "two"], "num_nodes: 'two' is not a whole number"),
+        (["doctor", "--num_nodes", "two"], "num_nodes: expected a whole number, got 'two'"),
         (["trian"], "'trian' is no command; did you mean 'train'?"),
     ],
 )

@@ -24,8 +24,8 @@ def problems_of(cls: type, **changes) -> list[str]:
         ("lora_r", 0, "must be at least 1"),
         ("max_steps", -2, "must be at least 1, or -1"),
         ("max_steps", 0, "must be at least 1, or -1"),
-        ("learning_rate", "nan", "is not a finite number"),
-        ("learning_rate", float("inf"), "is not a finite number"),
+        ("learning_rate", "nan", "expected a finite number"),
+        ("learning_rate", float("inf"), "expected a finite number"),
         ("learning_rate", -1e-4, "must not be negative"),
         ("num_train_epochs", 0, "must be more than 0"),
         ("num_train_epochs", -3, "must be more than 0"),
@@ -52,8 +52,8 @@ def problems_of(cls: type, **changes) -> list[str]:
         ("shuffle_buffer", 0, "must be at least 1"),
         ("save_minutes", 0, "must be more than 0"),
         ("step_timeout", 0, "must be more than 0"),
-        ("step_timeout", "nan", "is not a finite number"),
-        ("data_weights", ["nan"], "is not a finite number"),
+        ("step_timeout", "nan", "expected a finite number"),
+        ("data_weights", ["nan"], "expected a finite number"),
     ],
 )
 def test_a_number_out_of_bounds_is_named_once_with_its_bounds(name, value, expected):

@@ -31,7 +31,7 @@ def test_what_is_wrong_with_options_is_said_before_any_large_library_loads(tmp_p
     (tmp_path / "run.yaml").write_text("model: m\ndata: d\noutput_dir: o\nlearning_rat: 1\nmax_steps: -3\n")
     for words, lines in (
         (["train", "--config", str(tmp_path / "run.yaml")], ("learning_rat: unknown key", "max_steps=-3: must be")),
-        (["eval", "--model", "m", "--data", "d", "--seq_len", "one"], ("seq_len: 'one' is not a whole number",)),
+        (["eval", "--model", "m", "--data", "d", "--seq_len", "one"], ("seq_len: expected a whole number, got 'one'",)),
     ):
         code = (
             "import sys; from dsft.cli.main import main\n"

@@ -76,8 +76,8 @@ def test_a_key_that_stands_twice_in_a_file_is_named_with_its_lines(tmp_path):
     problems: list[str] = []
     assert read_yaml(str(path), problems)["data"] == "x"
     assert sorted(problems) == [
-        f"--config {path}: line 5: a stands in line 4 already; keep one",
-        f"--config {path}: line 6: seq_len stands in line 1 already; keep one",
+        f"--config {path}: line 5: duplicate key a, first on line 4; keep one",
+        f"--config {path}: line 6: duplicate key seq_len, first on line 1; keep one",
     ]
 
 
@@ -124,9 +124,12 @@ def test_words_of_a_command_may_stand_before_between_and_after_its_flags():
     ("line", "named"),
     [
         ("a", ["out: missing"]),
-        ("a b c", ["c: one word too many"]),
+        ("a b c", ["c: unexpected argument"]),
         ("a b --dtyp float32", ["--dtyp: unknown option; did you mean '--dtype'?"]),
-        ("a b --dtype double --parts x", ["dtype: 'double' is none of auto, float32", "parts: 'x' is not a whole"]),
+        (
+            "a b --dtype double --parts x",
+            ["dtype: invalid choice: 'double' (choose from auto, float32", "parts: expected a whole number, got 'x'"],
+        ),
     ],
 )
 def test_a_command_names_every_word_it_cannot_use(line, named):

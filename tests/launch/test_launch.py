@@ -346,7 +346,7 @@ def test_accelerate_gets_the_script_and_this_nodes_number():
         ("--hostfile hostfiles/2x8", "expected train or eval, got nothing"),
         ("--hostfile ./nowhere train", "--hostfile ./nowhere: there is no such file"),
         ("--hostfile hostfiles/2x8 --nodes 2 train", "--hostfile and --nodes: choose one way"),
-        ("--nodes two train", "nodes: 'two' is not a whole number"),
+        ("--nodes two train", "nodes: expected a whole number, got 'two'"),
         ("--nodes=-1 train", "nodes=-1: must be 0 or more"),
         ("--num_gpus 0 train", "--num_gpus 0: must be 1 or more; leave it out for all"),
         ("--hostfile hosts --num_nodes 0 train", "--num_nodes 0: must be 1 or more; leave it out for all"),

@@ -34,7 +34,7 @@ def test_a_good_configuration_has_no_problems(problems_of):
     ("changes", "expected"),
     [
         ({"leraning_rate": 1e-4}, ["leraning_rate", "did you mean 'learning_rate'"]),
-        ({"max_steps": "many"}, ["max_steps", "'many' is not a whole number"]),
+        ({"max_steps": "many"}, ["max_steps", "expected a whole number, got 'many'"]),
         ({"model": None}, ["model: missing"]),
         ({"model": "./nowhere"}, ["model=./nowhere"]),
         ({"output_dir": None}, ["output_dir: missing"]),
