@@ -163,7 +163,7 @@ def test_lora_is_merged_weight_by_weight(bases, tmp_path, base, options, capsys)
 def test_lora_that_reaches_beyond_a_weight_is_merged_by_peft(bases, tmp_path, base, options, capsys):
     write_adapter(tmp_path / "adapter", bases / base, lora(**options))
     assert_as_in_peft(tmp_path / "adapter", bases / base, tmp_path / "out")
-    assert "full model is taken into memory" in capsys.readouterr().out
+    assert "full model is loaded into memory" in capsys.readouterr().out
 
 
 def of_type(name: str, options: dict):

@@ -166,6 +166,6 @@ def test_merging_weight_by_weight_gives_what_peft_gives_with_the_full_model(tmp_
         AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
     ).merge_and_unload(safe_merge=True)
     check_export(out, expected)
-    in_memory = "full model is taken into memory" in capsys.readouterr().out
+    in_memory = "full model is loaded into memory" in capsys.readouterr().out
     tied_or_fused = architecture == "gemma3" or (architecture == "mixtral" and "target_modules" not in options)
     assert in_memory == tied_or_fused and len(list(out.glob("*.safetensors"))) > 1
