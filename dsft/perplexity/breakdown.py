@@ -140,7 +140,7 @@ def _by_position(windows: Windows) -> Grouping:
 
 
 def _by_frequency(windows: Windows) -> Grouping:
-    """Group by how often a token stands in this data, between powers of ten."""
+    """Group by the occurrences of a token in this data, between powers of ten."""
     counts_V = np.zeros(0, dtype=np.int64)
     for start in range(0, len(windows.tokens), 1 << 20):  # a part at a time: the store may be larger than memory
         part_V = np.bincount(windows.tokens[start : start + (1 << 20)])

@@ -185,9 +185,9 @@ def compare_results(evaluations: list[Evaluation], *, base: str | None = None) -
         ending = [model for model in of_model if Path(model).parts[-len(Path(base).parts) :] == Path(base).parts]
         known = ", ".join(of_model)
         if not ending:
-            raise UserError(f"base={base}: is no model of these results, which are of {known}{nearest(base, of_model)}")
+            raise UserError(f"base={base}: no such model in these results, which have {known}{nearest(base, of_model)}")
         if len(ending) > 1:
-            raise UserError(f"base={base} is the end of {len(ending)} models; name more of the path: {known}")
+            raise UserError(f"base={base} matches {len(ending)} models; name more of the path: {known}")
         base = ending[0]
     references = of_model.pop(base)
     if not of_model:
@@ -247,7 +247,7 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
         nats_per_token = Estimate(after.reported_loss - before.reported_loss, *intervals[0])
         resampled = units.kind
         if after.windows_per_block:
-            notes.append(f"fewer than 30 documents: {units.kind} are drawn instead")
+            notes.append(f"fewer than 30 documents: {units.kind} are resampled instead")
     else:
         units = grouped(np.stack([change_D, after.document_bytes])[:, is_scored_D])
         nats_per_token, intervals = None, [None, *ratio_intervals(units, [(0, 1)])]
@@ -320,10 +320,10 @@ def print_together(evaluations: list[Evaluation], config: EvalConfig) -> None:
             print_table(f"Context curve of {model} on {data}", curve_rows(results))
         if config.output_dir:
             path = Path(config.output_dir) / PICTURE
-            is_drawn = draw_curves(curves, path)
+            is_plotted = draw_curves(curves, path)
             say(
-                f"drawn: {path}"
-                if is_drawn
+                f"plotted: {path}"
+                if is_plotted
                 else "note: no picture of the curve, which needs matplotlib (pip install matplotlib)"
             )
     if len({evaluation.model for evaluation in evaluations}) > 1:

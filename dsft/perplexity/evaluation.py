@@ -153,7 +153,7 @@ def _check(
     if {*config.quantization} - {UNQUANTISED}:
         for model in models:
             if on_disk := model.facts.size.quantization:
-                say(f"note: {model.config.model} is quantised on disk ({on_disk.format}) and evaluated as it lies")
+                say(f"note: {model.config.model} is quantised on disk ({on_disk.format}) and evaluated in it")
     loaded = [*models, *([reference] if reference else [])]
     if config.sequence_parallel > 1:
         refusals = [

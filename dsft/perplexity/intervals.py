@@ -45,7 +45,7 @@ class ResultIntervals:
     nats_per_token: Interval
     bits_per_byte: Interval
     resampled: str
-    """What was drawn."""
+    """What was resampled."""
 
     @property
     def perplexity(self) -> Interval:

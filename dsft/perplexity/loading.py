@@ -60,7 +60,7 @@ class Candidate:
 
     @classmethod
     def of(cls, config: EvalConfig, model: str, problems: list[str], *, key: str = "model") -> "Candidate":
-        """Find what `model` means: a run's folder stands for its final model.
+        """Find what `model` means: a run's folder means its final model.
 
         Args:
             key: the option that names it, for the messages.
@@ -81,13 +81,13 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Name the model in results: a format that is made while it loads stands behind a colon."""
+        """Name the model in results: a format that is made while it loads follows a colon."""
         quantization = self.facts.size.quantization
         made = quantization is not None and not quantization.lies_on_disk
         return f"{self.config.model}:{quantization.format}" if made else self.config.model
 
     def in_formats(self, formats: Iterable[str], problems: list[str]) -> "list[Candidate]":
-        """Return the candidate in each format of the option `quantization`; as it lies where it is quantised on disk.
+        """Return the candidate in each format of the option `quantization`; alone where it is quantised on disk.
 
         What cannot be loaded so goes to `problems`.
         """

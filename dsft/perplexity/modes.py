@@ -169,7 +169,7 @@ def _with_sizes(
     samples: list[Sample],
     counts: Counter,
 ) -> Tokens:
-    """Add what is known of the texts: their hashes, whatever tokenizer and template they meet, and the UTF-8 bytes and
+    """Add what is known of the texts: their hashes, whatever tokenizer and template, and the UTF-8 bytes and
     words of the scored ones.
     """
     contents = (

@@ -210,7 +210,7 @@ def windows_of_sequences(sequences: "Iterable[Sequence]") -> Windows:
     scorable = np.concatenate([np.zeros(0, bool), *(item["labels"] != IGNORED for item in sequences)])
     ends = np.cumsum([len(item["input_ids"]) for item in sequences], dtype=np.int64)
     starts = ends - [len(item["input_ids"]) for item in sequences]
-    scorable[starts] = False  # nothing stands before it
+    scorable[starts] = False  # no token is before it
     zeros = np.zeros(len(starts), dtype=np.int64)
     return Windows(
         tokens=tokens,

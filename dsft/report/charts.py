@@ -31,7 +31,7 @@ MOST_PARTS = 4
 """Components shown by name; the smaller ones of a bar are added up."""
 OTHERS = "other components"
 MEASURED = {"measured": "muted", "held between steps": "muted", "added by a step": "ink"}
-"""Parts of the measured bar -> their colours: the sum alone, or what a GPU's allocator tells apart."""
+"""Parts of the measured bar -> their colours: the sum alone, or what a GPU's allocator can distinguish."""
 FULL_TRAINING = "over the full training"
 """Of `plan_check` in run.json."""
 BELOW = {"title": None, "orient": "bottom"}

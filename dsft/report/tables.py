@@ -16,9 +16,9 @@ STATUS = {
     "done": "done",
     "stopped": "stopped by an error",
     "failed": "failed",
-    "preempted": "preempted: it saved and ended when asked to",
+    "preempted": "preempted: saved and exited on request",
     "running": "running",
-    "killed": "killed before it could write its end",
+    "killed": "killed before it could record its exit",
 }
 NOT_REPRODUCED = ("overwrite", "resume_from_checkpoint")
 COUNTS = {

@@ -183,7 +183,7 @@ def test_each_chart_has_its_points_with_tokens_and_units(two_runs):
 @pytest.mark.parametrize(
     ("sections", "log", "expected"),
     [
-        ({"plan": None, "versions": None, "data": None}, [], "killed before it could write its end"),
+        ({"plan": None, "versions": None, "data": None}, [], "killed before it could record its exit"),
         ({"status": "preempted", "results": {"log": []}}, logged(3, evaluated=False), "not measured"),
         ({"results": {"plan_check": {}, "tokens_seen": 0}}, logged(1), "12.18"),
     ],
