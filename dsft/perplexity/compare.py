@@ -18,7 +18,7 @@ import numpy as np
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError, nearest, raise_if_any
 from dsft.perplexity.intervals import LEVEL, RESAMPLES, grouped, ratio_intervals, sign_test, units_of
-from dsft.perplexity.results import Evaluation, Results, frame, html_table
+from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Results, frame, html_table
 from dsft.perplexity.sums import exp
 from dsft.runtime.console import print_table, say
 
@@ -154,12 +154,12 @@ def read_evaluations(folders: list[str]) -> list[Evaluation]:
     problems, evaluations = [], []
     for name in folders:
         path = Path(name).expanduser()
-        results = Results(path.parent if path.name == "perplexity.json" else path)
+        results = Results(path.parent if path.name == REPORTS else path)
         if not results.reports:
-            problems.append(f"{name}: holds no perplexity.json; write one with dsft eval ... --output_dir {name}")
+            problems.append(f"{name}: holds no {REPORTS}; write one with dsft eval ... --output_dir {name}")
         for key in results.reports:
             if not results.is_whole(key):
-                problems.append(f"{name}: documents.parquet lacks documents of {key[0]}; run dsft eval again")
+                problems.append(f"{name}: {DOCUMENTS} lacks documents of {key[0]}; run dsft eval again")
             else:
                 evaluations.append(results.evaluation(key))
     raise_if_any(problems)

@@ -33,6 +33,7 @@ from dsft.models.tokenizer import check_tokenizer
 from dsft.models.trials import architecture_problems
 from dsft.models.weights import adapter_problems, weight_problems
 from dsft.perplexity.modes import protocol_configs
+from dsft.perplexity.results import REPORTS
 from dsft.planner.calibration import calibrated
 from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation, evaluation_section, longest_window
 from dsft.planner.job import Job, attention_of
@@ -42,8 +43,6 @@ from dsft.runtime.hardware import Machine, has_gpu
 
 READ_ENDINGS = (".safetensors", ".bin", ".pt", ".json", ".py")
 """Of files that loading a model reads. The text of a tokenizer counts through the tokens that it makes."""
-RESULTS = ("perplexity.json",)
-"""Files that an evaluation may write into a model's folder."""
 EDGE_BYTES, BLOCK_BYTES, BLOCKS = 1 << 20, 1 << 14, 64
 """Read of each file: both ends, the whole header, and blocks that are evenly spread."""
 
@@ -201,7 +200,7 @@ def model_identity(model: str, *, revision: str | None, seed: int) -> dict[str, 
             files = [path]
         else:
             folder = Path(described_in(name))
-            files = [file for file in folder.iterdir() if file.suffix in READ_ENDINGS and file.name not in RESULTS]
+            files = [file for file in folder.iterdir() if file.suffix in READ_ENDINGS and file.name != REPORTS]
             if is_step_folder(name):
                 files += path.rglob("*.pt")
             elif has_only_shards(name):

@@ -41,9 +41,9 @@ if TYPE_CHECKING:  # results are read without torch
     from dsft.perplexity.windows import Windows
 
 
+REPORTS, DOCUMENTS = "perplexity.json", "documents.parquet"
 COLUMNS = ("nats", "reference_nats", "kl", "reverse_kl", "same_top")
 """Rows of what `scoring.score_pair` returns; the first is the model's own."""
-
 SHOWN_GROUPS = 20
 DOCUMENT_COLUMNS = ("nats", "tokens", "bytes", "words")
 """Columns of documents.parquet that hold the `document_` arrays of a Perplexity."""
@@ -235,7 +235,7 @@ class Evaluation:
         for name, groups in self.groups.items():
             lines = [f"{each['perplexity']:.4f}  {each['group']} ({each['tokens']:,} tokens)" for each in groups]
             hidden = len(lines) - SHOWN_GROUPS
-            more = [f"and {hidden:,} more in perplexity.json"] if hidden > 0 else []
+            more = [f"and {hidden:,} more in {REPORTS}"] if hidden > 0 else []
             rows[f"by {name}"] = "\n".join([*lines[:SHOWN_GROUPS], *more])
         if self.divergence:
             rows[f"against {self.divergence.reference}"] = self.divergence.row()
@@ -314,8 +314,8 @@ class Results:
             beside = self.folder / "documents.tmp"
             tables = pyarrow.concat_tables(self.documents.values(), promote_options="default")
             pyarrow.parquet.write_table(tables, beside)
-            beside.replace(self.folder / "documents.parquet")
-            write_json(self.folder / "perplexity.json", {"results": list(self.reports.values())})
+            beside.replace(self.folder / DOCUMENTS)
+            write_json(self.folder / REPORTS, {"results": list(self.reports.values())})
 
         distributed.on_rank_0(write)
 
@@ -345,12 +345,12 @@ class Results:
         return Evaluation(**of_evaluation | {"perplexity": perplexity, "divergence": divergence, "is_known": True})
 
     def _read(self) -> None:
-        path = self.folder / "perplexity.json"
+        path = self.folder / REPORTS
         if not path.is_file():
             return
         try:
             reports = json.loads(path.read_text(encoding="utf-8"))["results"]
-            table = pyarrow.parquet.read_table(self.folder / "documents.parquet")
+            table = pyarrow.parquet.read_table(self.folder / DOCUMENTS)
             self.reports = {
                 (report["model"], report["data"], report.get("protocol") or ""): report for report in reports
             }
@@ -361,7 +361,7 @@ class Results:
                 self.documents[key] = rows.replace_schema_metadata(None)
         except (OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
             raise UserError(
-                f"output_dir: {self.folder} holds a perplexity.json with documents.parquet beside it that cannot be"
+                f"output_dir: {self.folder} holds a {REPORTS} with {DOCUMENTS} beside it that cannot be"
                 f" read ({type(error).__name__}: {error}); remove both, or name another folder"
             ) from None
 

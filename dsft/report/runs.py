@@ -13,10 +13,8 @@ from typing import Any
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoints, read_trainer_state
 from dsft.checkpoints.run_folder import FINAL, METRICS, RUN, is_run, path_of, read_run
 from dsft.errors import UserError, raise_if_any
-from dsft.perplexity.results import Results
+from dsft.perplexity.results import REPORTS, Results
 from dsft.runtime.run_lock import is_held
-
-EVALUATION = "perplexity.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +106,10 @@ def read_report(folders: list[str]) -> Report:
         UserError: with every folder that holds neither, or where there is no run at all.
     """
     paths = list(dict.fromkeys(Path(folder).expanduser() for folder in folders))
-    named = [path for path in paths if not is_run(path) and (path / EVALUATION).is_file()]
+    named = [path for path in paths if not is_run(path) and (path / REPORTS).is_file()]
     run_folders = [path for path in paths if path not in named]
     problems = [
-        f"{path}: holds neither {RUN} nor {EVALUATION}; name the output_dir of a training"
+        f"{path}: holds neither {RUN} nor {REPORTS}; name the output_dir of a training"
         for path in run_folders
         if not is_run(path)
     ]
@@ -127,7 +125,7 @@ def read_report(folders: list[str]) -> Report:
         for folder in run_folders
         for path in (folder, *sorted(folder.iterdir()), *sorted(folder.resolve().parent.iterdir()))
     ]
-    beside = [path for path in places if (path / EVALUATION).is_file()]
+    beside = [path for path in places if (path / REPORTS).is_file()]
     evaluations = []
     for folder in dict.fromkeys(path.resolve() for path in (*named, *beside)):
         measured = _read_evaluations(folder, runs)
