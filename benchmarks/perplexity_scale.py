@@ -252,8 +252,8 @@ def write_file(path: Path, mebibytes: int) -> Path:
 def write_prepared(options: EvalConfig, mebibytes: int, largest_id: int) -> dict:
     """Write the tokens of so much text where evaluations look for those of the file."""
 
-    def prepared(source: Any, rules: Any, tokenizer: Any, cache: Path, **how: Any) -> None:
-        place = cache / fingerprint(source, rules, how["held_out"], tokenizer, how["preparation"])
+    def prepared(data: Any, tokenizer: Any, cache: Path, **how: Any) -> None:
+        place = cache / fingerprint(data, tokenizer, how["preparation"])
         write_corpus(place, mebibytes, largest_id)
         raise Enough
 

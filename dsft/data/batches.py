@@ -182,7 +182,7 @@ class Stream(torch.utils.data.IterableDataset):
 
     def _shuffled(self) -> Iterator[Sequence]:
         """Draws each time one of the next `shuffle_buffer` sequences, each of a source drawn by weight."""
-        parts = [self._sequences(formatted.source, formatted.rules) for formatted in self.sources]
+        parts = [self._sequences(each.source, each.rules) for each in self.sources]
         share = np.array(self.weights or [1.0] * len(parts))
         of_sources, of_buffer = np.random.default_rng(self.seed), np.random.default_rng(self.seed)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dsft.config.options import DataFields
-from dsft.data.sources import Batch, HeldOut, Row, Source, batches_of
+from dsft.data.sources import Batch, HeldOut, Row, Source
 from dsft.errors import nearest
 
 SHAREGPT_ROLES = {
@@ -96,19 +96,14 @@ class FormatRules:
     """One sequence for each row, in order, also for rows to be dropped (evaluation): those have no trained token."""
 
     @property
+    def forms(self) -> set[type]:
+        """Text, Pair or Chat, that rows become; several where the tokenizer's chat template decides."""
+        return FORMATS[self.format].forms(self)
+
+    @property
     def is_text(self) -> bool:
         """Documents of any length, all trained, to be laid end to end."""
-        return FORMATS[self.format].forms(self) == {Text}
-
-    @property
-    def is_chat(self) -> bool:
-        """Rows that only a tokenizer with a chat template can take."""
-        return FORMATS[self.format].forms(self) == {Chat}
-
-    @property
-    def may_be_chat(self) -> bool:
-        """Rows that are chats at least where the tokenizer has a chat template."""
-        return Chat in FORMATS[self.format].forms(self)
+        return self.forms == {Text}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +119,7 @@ class Format:
         EmptyAnswer, ValueError: what is wrong with the row.
     """
     forms: Callable[[FormatRules], set[type]]
-    """Text, Pair or Chat, that rows become."""
+    """See FormatRules."""
     more_columns: tuple[str, ...] = ()
     """Read where they are there."""
 
@@ -140,7 +135,8 @@ class FormattedSource:
 
     def batches(self) -> Iterator[Batch]:
         """Reads the rows in order."""
-        return batches_of(self.source, self.held_out)
+        batches = self.source.batches()
+        return self.held_out.share_of(batches) if self.held_out else batches
 
     def __str__(self) -> str:
         return f"{self.source.name} ({self.rules.format})"

@@ -25,8 +25,8 @@ import psutil
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
-from dsft.data.formats import FormatRules
-from dsft.data.sources import Batch, HeldOut, Source, batches_of
+from dsft.data.formats import Chat, FormatRules, FormattedSource
+from dsft.data.sources import Batch
 from dsft.data.store import FACTS, Store, StoreWriter
 from dsft.data.tokenization import Tokens, tokenise
 from dsft.errors import UserError, one_line
@@ -75,14 +75,9 @@ def cache_folder(config: Any) -> Path:
     return user_cache() / "data"
 
 
-def fingerprint(
-    source: Source,
-    rules: FormatRules,
-    held_out: HeldOut | None,
-    tokenizer: PreTrainedTokenizerBase,
-    preparation: Preparation = TRAINING,
-) -> str:
+def fingerprint(data: FormattedSource, tokenizer: PreTrainedTokenizerBase, preparation: Preparation = TRAINING) -> str:
     """Hashes everything that decides the tokens."""
+    rules = data.rules
     if rules.is_text:
         rules = replace(rules, seq_len=0, too_long="")  # windows are cut when they are read
     backend = (
@@ -90,9 +85,9 @@ def fingerprint(
     )
     identity = [
         VERSION,
-        source.identity,
+        data.source.identity,
         asdict(rules),
-        held_out and asdict(held_out),
+        data.held_out and asdict(data.held_out),
         type(tokenizer).__name__,
         backend,
         str(tokenizer.special_tokens_map),
@@ -104,21 +99,19 @@ def fingerprint(
 
 
 def prepare(
-    source: Source,
-    rules: FormatRules,
+    data: FormattedSource,
     tokenizer: PreTrainedTokenizerBase,
     cache: Path,
     *,
-    held_out: HeldOut | None = None,
     preparation: Preparation = TRAINING,
     show_progress: bool = True,
 ) -> Store:
-    """Returns the tokens of `source`, made now or earlier.
+    """Returns the tokens of `data`, made now or earlier.
 
     Raises:
         UserError: naming file and line of what cannot be used, or where nothing is left to train on.
     """
-    place = cache / fingerprint(source, rules, held_out, tokenizer, preparation)
+    place = cache / fingerprint(data, tokenizer, preparation)
     if (place / FACTS).is_file():
         return Store(place)
     try:
@@ -132,7 +125,7 @@ def prepare(
         if failed.is_file() and failed.stat().st_mtime >= came:  # while this process waited: it would fail the same way
             raise UserError(json.loads(failed.read_text(encoding="utf-8")))
         try:
-            _write(source, rules, tokenizer, place, held_out, preparation, show_progress=show_progress)
+            _write(data, tokenizer, place, preparation, show_progress=show_progress)
         except UserError as error:
             with suppress(OSError):  # of a full disk, say
                 failed.write_text(json.dumps(error.problems), encoding="utf-8")
@@ -165,24 +158,22 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _write(
-    source: Source,
-    rules: FormatRules,
+    data: FormattedSource,
     tokenizer: PreTrainedTokenizerBase,
     place: Path,
-    held_out: HeldOut | None,
     preparation: Preparation,
     *,
     show_progress: bool,
 ) -> None:
-    start = time.perf_counter()
-    name = source.key if held_out is None or not held_out.wanted else "held-out rows"
+    start, source, rules = time.perf_counter(), data.source, data.rules
+    name = "held-out rows" if data.held_out and data.held_out.wanted else source.key
     how = {"total": source.total_bytes, "desc": f"Preparing {name}", "unit": "B", "unit_scale": True}
     bar = progress_bar(is_shown=show_progress, **how)
     try:
         with bar, StoreWriter(place, largest_id=max(tokenizer.get_vocab().values())) as writer:
-            batches = preparation.batches(batches_of(source, held_out), rules)
+            batches = preparation.batches(data.batches(), rules)
             tokenised = partial(preparation.tokens, rules=rules, tokenizer=tokenizer)
-            smallest = WORKERS_FROM_BYTES_OF_CHATS if rules.may_be_chat else WORKERS_FROM_BYTES
+            smallest = WORKERS_FROM_BYTES_OF_CHATS if Chat in rules.forms else WORKERS_FROM_BYTES
             is_small = source.total_bytes is not None and source.total_bytes < smallest
             most = min(cpu_count(), psutil.virtual_memory().available // 4 // WORKER_BYTES)
             for batch, tokens in _tokenised(batches, tokenised, workers=1 if is_small else max(1, most)):
@@ -190,7 +181,7 @@ def _write(
                 watchdog.heartbeat()
                 bar.update(batch.position - bar.n if batch.position else 0)
                 bar.set_postfix_str(f"{writer.size / 1e6:.1f}M tokens", refresh=False)
-            has_rows = writer.counts["rows"] or held_out is None
+            has_rows = writer.counts["rows"] or data.held_out is None
             if not writer.counts["trained_tokens"] and has_rows and not rules.keep_all:
                 dropped = {
                     name: number

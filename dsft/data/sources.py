@@ -164,29 +164,25 @@ class HeldOut:
         for block in itertools.count():
             yield generator.randrange(math.ceil(block / share), math.ceil((block + 1) / share))
 
-
-def batches_of(source: Source, held_out: HeldOut | None) -> Iterator[Batch]:
-    """Reads all rows of a source, or those that `held_out` wants, in order."""
-    if held_out is None:
-        yield from source.batches()
-        return
-    first, held_out_rows = 0, held_out.rows()
-    following = next(held_out_rows)
-    for batch in source.batches():
-        held_out_here = set()
-        while following < first + len(batch.rows):
-            held_out_here.add(following - first)
-            following = next(held_out_rows)
-        first += len(batch.rows)
-        # A piece of a text is a document by itself here.
-        yield replace(
-            batch,
-            rows=[
-                row._replace(starts_document=True, ends_document=True)
-                for index, row in enumerate(batch.rows)
-                if (index in held_out_here) == held_out.wanted
-            ],
-        )
+    def share_of(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Takes the wanted rows of a source, in order."""
+        first, held_out_rows = 0, self.rows()
+        following = next(held_out_rows)
+        for batch in batches:
+            held_out_here = set()
+            while following < first + len(batch.rows):
+                held_out_here.add(following - first)
+                following = next(held_out_rows)
+            first += len(batch.rows)
+            # A piece of a text is a document by itself here.
+            yield replace(
+                batch,
+                rows=[
+                    row._replace(starts_document=True, ends_document=True)
+                    for index, row in enumerate(batch.rows)
+                    if (index in held_out_here) == self.wanted
+                ],
+            )
 
 
 def find_sources(entries: list[str], config: DataFields, *, key: str, split: str, problems: list[str]) -> list[Source]:

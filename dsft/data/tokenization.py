@@ -271,11 +271,17 @@ def _encode_rendered(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> 
             "nothing in the chat template ends an answer, and the tokenizer has no end token, so the model would"
             " never stop; name another template with chat_template"
         )
-    of_tokens = None
+    of_tokens: Spans = []
     if tokenizer.is_fast:  # others do not say which characters a token stands for
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids, of_tokens = encoded["input_ids"], _token_spans(encoded["offset_mapping"], spans)
-    if of_tokens is None:  # cut at the boundaries, as a server does: it encodes the prompt alone
+        ids = encoded["input_ids"]
+        firsts, lasts = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        for begin, end in spans:
+            inside = np.flatnonzero((firsts < end) & (lasts > begin) & (firsts < lasts))
+            if not len(inside) or firsts[inside[0]] < begin or lasts[inside[-1]] > end:
+                break  # a token spans the prompt/answer boundary
+            of_tokens.append((int(inside[0]), int(inside[-1]) + 1))
+    if not tokenizer.is_fast or len(of_tokens) < len(spans):  # cut there, as a server does: it encodes the prompt alone
         bounds = sorted({0, len(text), *(bound for span in spans for bound in span)})
         pieces = [text[start:end] for start, end in pairwise(bounds)]
         encoded = [next(encode(tokenizer, pieces[:1], special=False))] if pieces else []
@@ -287,18 +293,6 @@ def _encode_rendered(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> 
         of_tokens[-1] = (of_tokens[-1][0], len(ids) + 1)
         ids = [*ids, tokenizer.eos_token_id]
     return ids, of_tokens
-
-
-def _token_spans(offsets: list[tuple[int, int]], spans: Spans) -> Spans | None:
-    """Turns spans of characters into spans of tokens; None where a token spans the boundary of one."""
-    firsts, lasts = np.array(offsets, np.int64).reshape(-1, 2).T
-    tokens = []
-    for begin, end in spans:
-        inside = np.flatnonzero((firsts < end) & (lasts > begin) & (firsts < lasts))
-        if not len(inside) or firsts[inside[0]] < begin or lasts[inside[-1]] > end:
-            return None
-        tokens.append((int(inside[0]), int(inside[-1]) + 1))
-    return tokens
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> list[int]:

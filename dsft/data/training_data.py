@@ -18,7 +18,7 @@ from dsft.data.batches import (
     num_mixed,
     padding_share,
 )
-from dsft.data.formats import FormattedSource, format_rules
+from dsft.data.formats import Chat, FormattedSource, format_rules
 from dsft.data.packing import PackedRows, batches_by_token_budget, best_fit
 from dsft.data.prepare import cache_folder, fingerprint, prepare
 from dsft.data.sequences import Sequences, count, mix, sequences_of
@@ -64,7 +64,7 @@ def check_sources(
             batch = replace(batch, rows=batch.rows[:CHECKED_ROWS])
             rules = format_rules(batch.rows, config, keep_all=keep_all)
             if tokenizer is not None:
-                if rules.is_chat and not tokenizer.chat_template:
+                if rules.forms == {Chat} and not tokenizer.chat_template:
                     raise ValueError(
                         f"the rows are chats, but the tokenizer {tokenizer.name_or_path} has no chat template; name"
                         " one with chat_template, use a tokenizer of a chat model, or prompt and completion columns"
@@ -80,7 +80,7 @@ def check_sources(
 
 def answer_ends(data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Lists the tokens with which trained answers of chats end; other data ends with the tokenizer's own end token."""
-    has_chats = any(each.rules.may_be_chat for each in data)
+    has_chats = any(Chat in each.rules.forms for each in data)
     return stop_tokens(tokenizer) if has_chats else []
 
 
@@ -233,23 +233,16 @@ def _stores(
 ) -> list[Store]:
     show_progress = not config.training.get("disable_tqdm")  # of the process that prepares; the others wait for it
     return [
-        prepare(
-            formatted.source,
-            formatted.rules,
-            tokenizer,
-            cache_folder(config),
-            held_out=held_out,
-            show_progress=show_progress,
-        )
-        for formatted in data
+        prepare(replace(each, held_out=held_out), tokenizer, cache_folder(config), show_progress=show_progress)
+        for each in data
     ]
 
 
 def is_prepared(config: TrainConfig, data: Sequence[FormattedSource], tokenizer: PreTrainedTokenizerBase) -> bool:
     """Tells whether the tokens of the training data, and of what is held out of it, lie in the cache."""
     return all(
-        (cache_folder(config) / fingerprint(formatted.source, formatted.rules, share, tokenizer) / FACTS).is_file()
-        for formatted in data
+        (cache_folder(config) / fingerprint(replace(each, held_out=share), tokenizer) / FACTS).is_file()
+        for each in data
         for share in _shares(config)
     )
 

@@ -163,8 +163,8 @@ def _by_turn(
     if data.rules.is_text:
         raise UserError(f"group_by={name}: texts have no turns; it is for prompts with completions and chats")
     rules = dataclasses.replace(data.rules, train_on="answers")  # whose mask says what the answers are
-    how = {"held_out": data.held_out, "preparation": Answers(max_documents=config.max_documents)}
-    is_answer = prepare(data.source, rules, tokenizer, cache_folder(config), **how, show_progress=False).trained
+    answers, masked = Answers(max_documents=config.max_documents), dataclasses.replace(data, rules=rules)
+    is_answer = prepare(masked, tokenizer, cache_folder(config), preparation=answers, show_progress=False).trained
 
     def role_of(_: int, places: np.ndarray) -> np.ndarray:
         return is_answer[places].astype(np.int64)

@@ -486,8 +486,8 @@ def build_windows(
             raise UserError(f"{key} is of texts, and the data holds {data.rules.format}; leave it out")
 
     def prepared(preparation: Preparation) -> Store:
-        how = {"held_out": data.held_out, "preparation": preparation, "show_progress": show_progress}
-        return prepare(data.source, data.rules, tokenizer, cache_folder(config), **how)
+        how = {"preparation": preparation, "show_progress": show_progress}
+        return prepare(data, tokenizer, cache_folder(config), **how)
 
     windows = find_mode(name).windows(config, prepared, tokenizer)
     windows.mode = name

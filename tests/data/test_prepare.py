@@ -27,10 +27,10 @@ from dsft.cli.data import prepare_command, preview_command
 from dsft.config.options import TrainConfig
 from dsft.data import prepare as preparing
 from dsft.data.batches import PackedCollator, Stream
-from dsft.data.formats import FormatRules, format_rules
+from dsft.data.formats import FormatRules, FormattedSource, format_rules
 from dsft.data.prepare import fingerprint, prepare
 from dsft.data.sequences import cut, describe_counts, mix, sequences_in, sequences_of
-from dsft.data.sources import BATCH_ROWS, HeldOut, Row, Source, find_sources
+from dsft.data.sources import BATCH_ROWS, HeldOut, Row, find_sources
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError
 from dsft.models.tokenizer import load_tokenizer
@@ -56,9 +56,9 @@ def config(tmp_path):
     return make
 
 
-def source_of(path) -> Source:
-    problems: list[str] = []
-    return find_sources([str(path)], TrainConfig(), key="data", split="train", problems=problems)[0]
+def formatted(path, rules: FormatRules, held_out: HeldOut | None = None) -> FormattedSource:
+    (source,) = find_sources([str(path)], TrainConfig(), key="data", split="train", problems=[])
+    return FormattedSource(source=source, rules=rules, held_out=held_out)
 
 
 def loaded(config: TrainConfig, tokenizer, *, pack: bool = False):
@@ -79,10 +79,10 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_many_processes_prepare_what_one_does(tiny, tokenizer, tmp_path, monkeypatch):
     rules = rules_of("prompt", "completion", seq_len=32, too_long="split")
     path = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": text, "completion": text * 3} for text in sentences(5000)])
-    alone = prepare(source_of(path), rules, tokenizer, tmp_path / "one", show_progress=False)
+    alone = prepare(formatted(path, rules), tokenizer, tmp_path / "one", show_progress=False)
     monkeypatch.setattr(preparing, "WORKERS_FROM_BYTES", 0)
     monkeypatch.setattr(preparing, "cpu_count", lambda: 2)
-    shared = prepare(source_of(path), rules, tokenizer, tmp_path / "two", show_progress=False)
+    shared = prepare(formatted(path, rules), tokenizer, tmp_path / "two", show_progress=False)
     assert (
         content(alone.folder) == content(shared.folder)
         and alone.counts == shared.counts
@@ -94,29 +94,29 @@ def test_many_processes_prepare_what_one_does(tiny, tokenizer, tmp_path, monkeyp
 def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer, tmp_path):
     path = write_texts(tmp_path / "texts.jsonl", 5)
     rules = rules_of("messages")
-    first = fingerprint(source_of(path), rules, None, tokenizer)
-    assert fingerprint(source_of(path), rules, None, load_tokenizer(TrainConfig(model=str(tiny / "chat")))) == first
+    first = fingerprint(formatted(path, rules), tokenizer)
+    assert fingerprint(formatted(path, rules), load_tokenizer(TrainConfig(model=str(tiny / "chat")))) == first
     others = {
-        fingerprint(source_of(path), rules_of("messages", **change), None, tokenizer)
+        fingerprint(formatted(path, rules_of("messages", **change)), tokenizer)
         for change in ({"seq_len": 8}, {"train_on": "last"}, {"too_long": "split"}, {"bad_rows": "drop"})
     }
-    others.add(fingerprint(source_of(path), rules, HeldOut(fraction=0.1, seed=1, wanted=True), tokenizer))
+    others.add(fingerprint(formatted(path, rules, HeldOut(fraction=0.1, seed=1, wanted=True)), tokenizer))
     others.add(
         fingerprint(
-            source_of(path), rules, None, load_tokenizer(TrainConfig(model=str(tiny / "chat"), chat_template="chatml"))
+            formatted(path, rules), load_tokenizer(TrainConfig(model=str(tiny / "chat"), chat_template="chatml"))
         )
     )
     path.write_text(path.read_text().replace("the", "THE"))
-    others.add(fingerprint(source_of(path), rules, None, tokenizer))
+    others.add(fingerprint(formatted(path, rules), tokenizer))
     assert len(others | {first}) == 8
-    texts = [fingerprint(source_of(path), rules_of("text", seq_len=length), None, tokenizer) for length in (8, 16)]
+    texts = [fingerprint(formatted(path, rules_of("text", seq_len=length)), tokenizer) for length in (8, 16)]
     assert texts[0] == texts[1]  # windows are cut when they are read
 
 
 def _error_of_preparing(path: str, cache: str, model: str) -> str:
     tokenizer = load_tokenizer(TrainConfig(model=model))
     try:
-        prepare(source_of(path), rules_of("text", seq_len=32), tokenizer, Path(cache), show_progress=False)
+        prepare(formatted(path, rules_of("text", seq_len=32)), tokenizer, Path(cache), show_progress=False)
     except UserError as error:
         return str(error)
     return ""
@@ -613,8 +613,7 @@ def test_processes_of_the_loader_get_the_folder_and_not_the_tokens(tokenizer, tm
 def test_mixing_takes_every_source_even_with_small_weights(tokenizer, tmp_path, config):
     path = write_texts(tmp_path / "a.jsonl", 50)
     store = prepare(
-        source_of(path),
-        rules_of("text"),
+        formatted(path, rules_of("text")),
         tokenizer,
         tmp_path / "cache",
         show_progress=False,

@@ -138,7 +138,7 @@ def test_worker_processes_prepare_the_same(tiny, tokenizer):
 def test_training_and_evaluation_have_stores_of_their_own(tiny, tokenizer, tmp_path):
     source = source_of(EvalConfig(model=["unused"], data=[str(tiny / "held_out.jsonl")]), tokenizer)
     stores = [
-        prepare(source.source, source.rules, tokenizer, tmp_path, show_progress=False, **options)
+        prepare(source, tokenizer, tmp_path, show_progress=False, **options)
         for options in ({}, {"preparation": Texts(bos="auto")}, {"preparation": Texts(bos="off")})
     ]
     assert len({store.folder for store in stores}) == 3
