@@ -261,7 +261,7 @@ class _Chat:
                     self.fields, self.marked, self.alone, self.prompts = fields, marked, {}, {}
                 return rendering
         raise ValueError(
-            "the chat template renders a message by what it says, so the answers cannot be told from the rest; name"
+            "the chat template renders a message by its words, so answers cannot be distinguished from other text; name"
             " another one with chat_template, or use prompt and completion columns"
         )
 
@@ -331,7 +331,7 @@ class _Chat:
         begins = int(before[-1]) + 1 if len(before) else 0
         start = begins + self._prompt_end(turn, rendering.marked[begins:first])
         empty = None if thought else _last(_EMPTY_THINKING, rendering.text[begins:first])
-        if empty and self.rules.train_thinking != "all":  # a model taught to write it would think of nothing
+        if empty and self.rules.train_thinking != "all":  # else the model would learn to skip thinking
             start = max(start, begins + empty.end())
         if answer and not (thought and trains_thinking):
             content = self._content_start(turn, rendering, int(min(at[index].min() for index in answer)))

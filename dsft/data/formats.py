@@ -1,4 +1,4 @@
-"""Finds the format of rows, by their columns or as the user says, and brings each row into one form for tokenising.
+"""Finds the format of rows, by their columns or by `data_format`, and brings each row into one form for tokenising.
 
 The forms are text, prompt with completion, and chat. A format is one value of FORMATS, at the end of this file.
 """
@@ -161,13 +161,13 @@ def rules_of(name: str, config: DataFields, *, has_chat_pairs: bool = False, kee
 
 
 def find_format(columns: list[str], config: DataFields) -> str:
-    """Finds the format by the columns, or as `data_format` says.
+    """Finds the format by the columns, or takes that of `data_format`.
 
     Raises:
         ValueError: listing the columns there are.
     """
     name = config.data_format
-    if name == "auto" and config.completion_template:  # it says what the rows are, whatever else they hold
+    if name == "auto" and config.completion_template:  # the user's own, whatever other columns there are
         name = "template"
     if name == "auto":
         for known, each in FORMATS.items():

@@ -338,7 +338,7 @@ class _Decompressed(io.RawIOBase):
 
 
 def _open(path: str) -> tuple[io.BufferedReader, BinaryIO]:
-    """Opens (content, the file itself, whose position says how much is read)."""
+    """Opens (content, the file itself, whose position is what has been read so far)."""
     raw = open(path, "rb")  # noqa: SIM115 - closed with the content, or by the garbage collector
     new_stream = COMPRESSED.get(Path(path).suffix)
     return (io.BufferedReader(_Decompressed(raw, new_stream), 1 << 20) if new_stream else raw), raw

@@ -41,7 +41,7 @@ GROUPINGS = {
 }
 """train_sampling_strategy -> how an epoch is ordered."""
 WARNED_SHARE = 0.01
-"""Of the rows: where more are too long and dropped, a note says so."""
+"""Of the rows: where more are too long and dropped, a note warns."""
 CHECKED_ROWS = 50
 """Of each source, read and tokenised before anything else is done."""
 
@@ -139,7 +139,7 @@ def load_training_data(
 
     Args:
         pack: whether samples share rows.
-        flash: whether attention is flash attention, which is told where samples begin.
+        flash: whether attention is flash attention, which takes the bounds of samples.
         masked: whether padded batches have an attention mask.
         limits: lengths beyond which the model computes otherwise (`models/trials.py`).
 
