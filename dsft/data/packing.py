@@ -22,6 +22,7 @@ def best_fit(lengths: np.ndarray, room: int) -> list[np.ndarray]:
     while left.any():
         fullest = _fullest_row(sizes, left.copy(), room)
         kinds = np.flatnonzero(fullest)
+        assert len(kinds), "a sequence is longer than a row"  # else no round would take one, without end
         for _ in range(int((left[kinds] // fullest[kinds]).min())):
             rows.append(np.concatenate([order[used[kind] : used[kind] + fullest[kind]] for kind in kinds[::-1]]))
             used[kinds] += fullest[kinds]
