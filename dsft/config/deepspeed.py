@@ -25,25 +25,52 @@ CONFIG_DIR = _HERE / "ds_configs" if (_HERE / "ds_configs").is_dir() else _HERE.
 """Inside an installed wheel, else in the checkout."""
 
 SAME_THING = {
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "train_batch_size": "global_batch_size",
-    "gradient_clipping": "max_grad_norm",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.eps": "adam_epsilon",
-    "optimizer.params.weight_decay": "weight_decay",
-    "scheduler.params.warmup_max_lr": "learning_rate",
-    "scheduler.params.warmup_num_steps": "warmup_steps",
-    "scheduler.params.total_num_steps": "max_steps",
-    "bf16.enabled": "bf16",
-    "fp16.enabled": "fp16",
+    "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", int),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", int),
+    "train_batch_size": ("global_batch_size", int),
+    "gradient_clipping": ("max_grad_norm", float),
+    "optimizer.params.lr": ("learning_rate", float),
+    "optimizer.params.eps": ("adam_epsilon", float),
+    "optimizer.params.weight_decay": ("weight_decay", float),
+    "scheduler.params.warmup_max_lr": ("learning_rate", float),
+    "scheduler.params.warmup_num_steps": ("warmup_steps", int),
+    "scheduler.params.total_num_steps": ("max_steps", int),
+    "bf16.enabled": ("bf16", bool),
+    "fp16.enabled": ("fp16", bool),
 }
-"""DeepSpeed key -> the option of ours that says the same."""
+"""DeepSpeed key -> the option of ours that says the same, and its type."""
+NUMBERS = {key: kind for key, (_, kind) in SAME_THING.items() if kind is not bool} | {"zero_optimization.stage": int}
+"""Values that dsft or transformers compares with options: DeepSpeed itself would take "3" for 3."""
+AUTO = "auto"
+FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+"""Entries whose "auto" transformers fills (integrations/deepspeed.py), beside some inside of sections."""
+SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler")
+"""Entries that dsft reads itself."""
+NO_DEFAULT = ("zero_optimization.stage", "zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+"""Where "auto" would mean one thing to accelerate and another to DeepSpeed."""
+ADAM = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+"""What DeepSpeed itself takes from the parameters of an Adam (engine.py)."""
+MUON = (*ADAM, "lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "ns_method", "betas", "eps")
+"""All that it takes from those of Muon and of the Adam beside it (engine.py, _muon_param_groups); it drops others."""
+NS_METHODS = ("gram", "standard")
+REFUSED = {
+    "zero_optimization.zenflow": "DeepSpeed copies the weights transposed, and trains and saves a scrambled model;"
+    " leave it out",
+    "expert_parallel.enabled": "DeepSpeed 0.19.8's AutoEP fails on the models of transformers 5.23, and what it trained"
+    " could not be saved; leave it out, ZeRO-3 shards the experts",
+    "hybrid_engine.enabled": "it is for reinforcement learning with DeepSpeed's own generation; leave it out",
+    "data_efficiency.enabled": "it needs DeepSpeed's data loader, and the Trainer has its own; leave it out",
+}
+"""Settings that DeepSpeed reads and that train something else, or fail after the model has loaded: place -> why."""
 
 
 def known_names() -> list[str]:
     """The named configurations, as `zero` takes them: "0", "2-offload", "3-hpz" ..."""
     return sorted(path.stem.removeprefix("zero").replace("_", "-") for path in CONFIG_DIR.glob("zero*.json"))
+
+
+def _no_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
 
 
 def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
@@ -73,10 +100,6 @@ def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
     return content
 
 
-def _no_json(constant: str) -> None:
-    raise ValueError(f"{constant} is no number")
-
-
 def get_value(deepspeed_config: dict[str, Any], key: str) -> Any:
     """Value of a dotted key, or None where it, or a section on the way, is missing."""
     for part in key.split("."):
@@ -90,7 +113,7 @@ def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[
     """Takes the fixed numbers of a DeepSpeed JSON as decisions; where an option says something else, names both."""
     decisions: list[Decision] = []
     problems = []
-    for key, name in SAME_THING.items():
+    for key, (name, _) in SAME_THING.items():
         theirs = get_value(deepspeed_config, key)
         ours = decide(options, decisions).value(name)
         if theirs is None or theirs == "auto":
@@ -145,12 +168,7 @@ def compose(deepspeed_config: dict[str, Any], *, ranks_per_node: int) -> dict[st
     composed = json.loads(json.dumps(deepspeed_config))
     for section in ("bf16", "fp16"):
         composed.setdefault(section, {"enabled": "auto"})
-    for key in (
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "train_batch_size",
-        "gradient_clipping",
-    ):
+    for key in FILLED:
         composed.setdefault(key, "auto")
     zero = composed.setdefault("zero_optimization", {"stage": 0})
     if zero.get("zero_hpz_partition_size", 1) > 1:
@@ -174,43 +192,6 @@ def offloads(deepspeed_config: dict[str, Any]) -> bool:
     return any(device not in (None, "none") for device in devices)
 
 
-AUTO = "auto"
-FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
-"""Entries whose "auto" transformers fills (integrations/deepspeed.py), beside some inside of sections."""
-NUMBERS = {
-    "train_micro_batch_size_per_gpu": int,
-    "gradient_accumulation_steps": int,
-    "train_batch_size": int,
-    "zero_optimization.stage": int,
-    "gradient_clipping": float,
-    "optimizer.params.lr": float,
-    "optimizer.params.eps": float,
-    "optimizer.params.weight_decay": float,
-    "scheduler.params.warmup_max_lr": float,
-    "scheduler.params.warmup_num_steps": int,
-    "scheduler.params.total_num_steps": int,
-}
-"""Values that dsft or transformers compares with options: DeepSpeed itself would take "3" for 3."""
-SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler")
-"""Entries that dsft reads itself."""
-NO_DEFAULT = ("zero_optimization.stage", "zero_optimization.offload_optimizer", "zero_optimization.offload_param")
-"""Where "auto" would mean one thing to accelerate and another to DeepSpeed."""
-ADAM = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-"""What DeepSpeed itself takes from the parameters of an Adam (engine.py)."""
-MUON = (*ADAM, "lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "ns_method", "betas", "eps")
-"""All that it takes from those of Muon and of the Adam beside it (engine.py, _muon_param_groups); it drops others."""
-NS_METHODS = ("gram", "standard")
-REFUSED = {
-    "zero_optimization.zenflow": "DeepSpeed copies the weights transposed, and trains and saves a scrambled model;"
-    " leave it out",
-    "expert_parallel.enabled": "DeepSpeed 0.19.8's AutoEP fails on the models of transformers 5.23, and what it trained"
-    " could not be saved; leave it out, ZeRO-3 shards the experts",
-    "hybrid_engine.enabled": "it is for reinforcement learning with DeepSpeed's own generation; leave it out",
-    "data_efficiency.enabled": "it needs DeepSpeed's data loader, and the Trainer has its own; leave it out",
-}
-"""Settings that DeepSpeed reads and that train something else, or fail after the model has loaded: place -> why."""
-
-
 def read_sound_file(zero: str, problems: list[str]) -> dict[str, Any]:
     """The DeepSpeed configuration called `zero`, as `read_zero_file` reads it; empty where something of it is wrong."""
     content = read_zero_file(zero, problems)
@@ -227,8 +208,7 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
             problems += _check_numbers(key, value) or _check_entry(key, value)
         elif key not in FILLED:
             problems += _check_entry(key, {}) or [f'{key}="auto": nothing fills this in; write it, or leave it out']
-    halves = [name for name in ("bf16", "fp16") if _enabled(content.get(name))]
-    if len(halves) == 2:
+    if all(get_value(content, f"{half}.enabled") is True for half in HALF_PRECISION):
         problems.append("bf16.enabled and fp16.enabled are both true; keep one")
     problems += _check_refused(content)
     problems += [] if problems else _check_together(content)
@@ -283,10 +263,6 @@ def _check_together(content: dict[str, Any]) -> list[str]:
     return []
 
 
-def _enabled(section: Any) -> bool:
-    return isinstance(section, dict) and section.get("enabled") is True
-
-
 def _check_numbers(key: str, value: Any) -> list[str]:
     """Checks the values that are numbers to dsft, and where "auto" cannot stand."""
     problems = []
@@ -328,7 +304,11 @@ def _check_entry(key: str, value: Any) -> list[str]:
     try:
         content = _read_as_deepspeed(content)
     except ValidationError as error:
-        return parts + [_fault(key, fault) for fault in error.errors()]
+        for fault in error.errors():
+            is_unknown = fault["type"] == "extra_forbidden"
+            message = f"unknown key{nearest(str(fault['loc'][-1]), _names_of_models())}" if is_unknown else fault["msg"]
+            parts.append(f"{'.'.join(map(str, (key, *fault['loc'])))}: {one_line(message)}")
+        return parts
     except Exception as error:  # DeepSpeed raises a dozen kinds; each is the user's to see in one line
         wants_object = isinstance(error, TypeError | AttributeError) and not isinstance(value, dict)
         return [*parts, not_an_object if wants_object else f"{key}: {one_line(error)}"]
@@ -349,14 +329,6 @@ def _read_as_deepspeed(content: dict[str, Any]) -> "_Section":
     finally:
         logger.setLevel(level)
     return section
-
-
-def _fault(key: str, fault: dict[str, Any]) -> str:
-    """Puts what pydantic found wrong in one line."""
-    place = ".".join(map(str, (key, *fault["loc"])))
-    if fault["type"] == "extra_forbidden":
-        return f"{place}: unknown key{nearest(str(fault['loc'][-1]), _names_of_models())}"
-    return f"{place}: {one_line(fault['msg'])}"
 
 
 def _names_of_models() -> set[str]:

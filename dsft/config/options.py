@@ -420,9 +420,18 @@ def argument_types() -> dict[str, Any]:
     files = [folder / "trainer_utils.py", folder / "training_args.py"]  # the enumerations, the fields
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
     classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
-    names = _Names({name: _enumeration(node) for name, node in classes.items() if _is_enumeration(node)})
-    fields = [node for node in classes["TrainingArguments"].body if isinstance(node, ast.AnnAssign)]
-    types = {node.target.id: eval(ast.unparse(node.annotation), {}, names) for node in fields if _is_option(node)}
+    names = _Names()
+    for name, node in classes.items():
+        if any("Enum" in ast.unparse(base) for base in node.bases):
+            assignments = [each for each in node.body if isinstance(each, ast.Assign)]
+            members = {
+                each.targets[0].id: each.value.value for each in assignments if isinstance(each.value, ast.Constant)
+            }
+            names[name] = enum.Enum(name, members)
+    types = {}
+    for node in classes["TrainingArguments"].body:
+        if isinstance(node, ast.AnnAssign) and "init=False" not in ast.unparse(node):
+            types[node.target.id] = eval(ast.unparse(node.annotation), {}, names)
     # transformers before 5.23 has the older names alone; an option of dsft has one name everywhere.
     return {new: types[old] for new, old in NEW_NAMES.items()} | types
 
@@ -432,21 +441,3 @@ class _Names(dict):
 
     def __missing__(self, name: str) -> Any:
         return getattr(builtins, name, getattr(typing, name, Any))
-
-
-def _is_enumeration(node: ast.ClassDef) -> bool:
-    return any("Enum" in ast.unparse(base) for base in node.bases)
-
-
-def _enumeration(node: ast.ClassDef) -> type[enum.Enum]:
-    members = {
-        statement.targets[0].id: statement.value.value
-        for statement in node.body
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
-    }
-    return enum.Enum(node.name, members)
-
-
-def _is_option(node: ast.AnnAssign) -> bool:
-    keywords = node.value.keywords if isinstance(node.value, ast.Call) else []
-    return not any(word.arg == "init" and ast.unparse(word.value) == "False" for word in keywords)

@@ -150,15 +150,13 @@ def read_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
             values.append(word)
     # Every rank gets --local_rank=N from the deepspeed launcher, which also sets LOCAL_RANK.
     occurrences.pop("local_rank", None)
-    return {key: _flag_value(lists) for key, lists in occurrences.items()}
-
-
-def _flag_value(lists: list[list[str]]) -> Any:
-    """The value of a flag from the words after each of its occurrences."""
-    if len(lists) > 1:
-        return Repeated(value for values in lists for value in values or [True])
-    (values,) = lists
-    return True if not values else values[0] if len(values) == 1 else values
+    flags: dict[str, Any] = {}
+    for key, lists in occurrences.items():
+        if len(lists) > 1:
+            flags[key] = Repeated(value for values in lists for value in values or [True])
+        else:
+            flags[key] = lists[0] if len(lists[0]) > 1 else lists[0][0] if lists[0] else True
+    return flags
 
 
 def split_flags(argv: Sequence[str], types_by_name: Mapping[str, Any]) -> tuple[list[str], list[str]]:
