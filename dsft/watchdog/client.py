@@ -108,8 +108,13 @@ def start(timeouts: Any) -> None:
         pass_fds=[stacks, *(source.fileno() for source in handed_over)],
         start_new_session=True,
     ).wait()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        machine = socket.gethostname()
     endpoint = Endpoint(
-        machine=_machine(),
+        machine=machine,
         socket=on_node and on_node[1],
         port=listener and listener.getsockname()[1],
         token=secrets.token_hex(16) if listener else None,
@@ -118,14 +123,6 @@ def start(timeouts: Any) -> None:
         source.close()  # the sidecar has its own
     _client = _Client(timeouts, Connection(to_sidecar), endpoint)
     sys.excepthook = _report_error
-
-
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return socket.gethostname()
 
 
 def endpoint() -> Endpoint | None:

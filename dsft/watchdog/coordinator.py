@@ -148,7 +148,10 @@ class Coordinator:
                 self._read(self.nodes[source], now)
         if self.state is not JobState.ENDING and now - self.last_look > SILENCE_SECONDS:
             self.last_look = now
-            self._look_for_silence(now)
+            for node in self.nodes.values():
+                if not node.connection.closed and now - node.last_heard > self.lost_timeout:
+                    causes = f"the node is down, frozen or cut off from {socket.gethostname()}"
+                    self._lose(node, f"gave no heartbeat for {self.lost_timeout:.0f} s: {causes}", now)
         self._print_errors_of_others(now)
         self._read_launcher(now)
         if now >= self.deadline and self.state is JobState.COLLECTING:
@@ -191,12 +194,6 @@ class Coordinator:
                 self._left(member, exit_code, lines, now)
             case {"type": "lost", "text": text}:
                 self._lose_member(member, text, now)
-
-    def _look_for_silence(self, now: float) -> None:
-        for node in self.nodes.values():
-            if not node.connection.closed and now - node.last_heard > self.lost_timeout:
-                causes = f"the node is down, frozen or cut off from {socket.gethostname()}"
-                self._lose(node, f"gave no heartbeat for {self.lost_timeout:.0f} s: {causes}", now)
 
     def _lose(self, node: Node, text: str, now: float) -> None:
         node.connection.close()

@@ -38,8 +38,16 @@ def connect_to_launcher(rank: int, host: str) -> Connection | None:
     if not (value := os.environ.get(VARIABLE)):
         return None
     addresses, port, token = value.rsplit(":", 2)
-    if token.startswith("@") and not (token := _take_token(token[1:])):
-        return None
+    if token.startswith("@"):
+        file = Path(TOKEN_FOLDER).expanduser() / f"{token[1:]}-{socket.gethostname()}"
+        try:
+            with file.open() as opened:
+                facts, token = os.fstat(opened.fileno()), opened.read().strip()
+            file.unlink()
+        except OSError:
+            return None
+        if facts.st_uid != os.getuid() or facts.st_mode & 0o077 or not token:  # others may have written or read it
+            return None
     errors: list[OSError] = []
     for address in addresses.split(","):
         try:
@@ -52,18 +60,6 @@ def connect_to_launcher(rank: int, host: str) -> Connection | None:
     if all(isinstance(error, ConnectionRefusedError) for error in errors):
         raise errors[0]
     return None
-
-
-def _take_token(name: str) -> str | None:
-    file = Path(TOKEN_FOLDER).expanduser() / f"{name}-{socket.gethostname()}"
-    try:
-        with file.open() as opened:
-            facts = os.fstat(opened.fileno())
-            token = opened.read().strip() if facts.st_uid == os.getuid() and not facts.st_mode & 0o077 else None
-        file.unlink()
-    except OSError:
-        return None
-    return token
 
 
 class LauncherLink:

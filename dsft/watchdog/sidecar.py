@@ -104,7 +104,7 @@ class Sidecar:
         if self.is_first_of_node:
             self._connect_to_launcher()
         last_pass = last_look = time.monotonic()
-        while self._is_watching() or self._serves():
+        while self._is_watching() or any(part and not part.is_over() for part in (self.coordinator, self.relay)):
             ready = self.poller.ready(POLL_SECONDS)
             now = time.monotonic()
             if now - last_pass > self.lost_timeout / 2:  # this process was stopped: first read what came meanwhile
@@ -131,10 +131,6 @@ class Sidecar:
 
     def _is_watching(self) -> bool:
         return self.state not in (RankState.LEFT, RankState.ENDED)
-
-    def _serves(self) -> bool:
-        """Whether others need this process."""
-        return any(part and not part.is_over() for part in (self.coordinator, self.relay))
 
     def _step(self) -> None:
         for part in (self.coordinator, self.relay):
@@ -269,17 +265,10 @@ class Sidecar:
                 self._report(Failure.LAUNCHER_GONE, f"lost its launcher: process {launcher.pid} is gone")
         if self.ssh_session and self.to_coordinator is None and not self.ssh_session.is_alive():
             self._report(Failure.LAUNCHER_GONE, "lost the ssh session that started it, before the rendezvous")
-        if self.phase in MOVES_FILES and self._moves_files():
-            self.last_progress = now
+        if self.phase in MOVES_FILES and (moved := self.process.moved_bytes()) >= self.moved_bytes + PROGRESS_BYTES:
+            self.last_progress, self.moved_bytes = now, moved
         if now - self.last_progress > self.limit and not is_stopped:
             self._report(Failure.STALLED, f"made no progress for {self.limit:.0f} s, in phase {self._where()}")
-
-    def _moves_files(self) -> bool:
-        moved = self.process.moved_bytes()
-        if moved - self.moved_bytes < PROGRESS_BYTES:
-            return False
-        self.moved_bytes = moved
-        return True
 
     def _keep_in_touch(self, now: float) -> None:
         """Send the coordinator a heartbeat, and end the rank where it gives none."""
@@ -345,18 +334,8 @@ class Sidecar:
             end([Process.of(pid) for pid in over_ssh if name_of(pid) == "ssh"], steps)
 
     def _send_stacks(self, coordinator: Connection) -> None:
-        coordinator.send(
-            "stacks",
-            text=self._stacks(),
-            is_stopped=self.stopped_since is not None,
-            phase=self._where(),
-            idle_seconds=time.monotonic() - self.last_progress,
-            log=self.log,
-        )
-
-    def _stacks(self) -> str:
-        """Stacks of all threads of the rank, which its faulthandler writes also while it is inside a library's call;
-        empty for a stopped one.
+        """Send the stacks of all threads of the rank, which its faulthandler writes also while it is inside a library's
+        call; none of a stopped one.
         """
         os.ftruncate(self.stacks, 0)
         os.lseek(self.stacks, 0, os.SEEK_SET)  # the rank's place in it too
@@ -368,7 +347,14 @@ class Sidecar:
             before, text = text, os.pread(self.stacks, LARGEST_STACKS_BYTES, 0).decode(errors="replace")
             if text and text == before:
                 break  # it has been written to its end
-        return text[-LONGEST_STACKS:]
+        coordinator.send(
+            "stacks",
+            text=text[-LONGEST_STACKS:],
+            is_stopped=self.stopped_since is not None,
+            phase=self._where(),
+            idle_seconds=time.monotonic() - self.last_progress,
+            log=self.log,
+        )
 
     def _where(self) -> str:
         return f"{self.phase}, step {self.step}" if self.step >= 0 else self.phase

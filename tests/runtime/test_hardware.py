@@ -1,15 +1,29 @@
-"""What the kernel tells of a node's network, in a folder like /sys/class, and what plans then count on."""
+"""What the hardware offers: a node's network as the kernel shows it in a folder like /sys/class, GPUs that torch does
+not see or has no kernels for, and CPUs that multiply bfloat16.
+"""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from dsft.cli.commands import PlanOptions
 from dsft.cli.plan_machine import read_machines
+from dsft.errors import UserError
+from dsft.launch.environment import accelerator
 from dsft.planner.gpus import GPUS
 from dsft.planner.step_time import parse_interconnect, speeds_of
-from dsft.runtime.hardware import Machine, links_between_all, read_network
+from dsft.runtime import hardware
+from dsft.runtime.hardware import (
+    Machine,
+    cpu_computes_bfloat16,
+    links_between_all,
+    read_network,
+    require_kernels,
+    require_seen_gpus,
+)
 from dsft.units import GB
 
 
@@ -128,3 +142,94 @@ def test_only_visible_gpus_count():
 def test_a_bridge_is_planned_slower_than_a_switch():
     for name, gigabytes in (("H100", 450), ("A40", 56), ("H100-NVL", 300)):
         assert parse_interconnect("nvlink", GPUS[name])[0] == 0.8 * gigabytes * GB
+
+
+@pytest.mark.parametrize(
+    ("flags", "native"),
+    [
+        ("flags : fpu avx512f avx512_bf16", True),
+        ("Features : fp asimd bf16 i8mm", True),
+        ("flags : fpu avx512f avx512_vnni", False),
+    ],
+)
+def test_a_cpu_that_multiplies_bfloat16_is_known_by_its_flags(tmp_path, flags, native):
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
+    assert cpu_computes_bfloat16(tmp_path / "cpuinfo") is native
+
+
+OF_CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "is_refused"),
+    [
+        ((7, 0), OF_CUDA_13, True),
+        ((6, 1), OF_CUDA_13, True),
+        ((7, 5), OF_CUDA_13, False),
+        ((8, 9), OF_CUDA_13, False),
+        ((9, 0), OF_CUDA_13, False),
+        ((12, 1), OF_CUDA_13, False),
+        ((13, 0), OF_CUDA_13, False),
+        ((8, 0), ["sm_86"], True),
+        ((9, 0), ["sm_90a"], False),
+        ((9, 4), [], False),
+    ],
+)
+def test_a_card_without_kernels_is_refused_by_name(monkeypatch, capability, built_for, is_refused):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built_for)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "Tesla V100")
+    if not is_refused:
+        return require_kernels(0)
+    with pytest.raises(UserError, match=rf"Tesla V100 has compute capability {capability[0]}\.{capability[1]}, .*sm_8"):
+        require_kernels(0)
+
+
+@pytest.fixture
+def gpus_of_the_driver(tmp_path, monkeypatch):
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(hardware, "GPU_FILES", str(tmp_path / "nvidia[0-9]*"))
+    monkeypatch.setattr(hardware, "AMD_FILE", str(tmp_path / "kfd"))
+    monkeypatch.setattr(hardware, "AMD_MEMORY", str(tmp_path / "card*"))
+    for name in ("DS_ACCELERATOR", *hardware.HIDING):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+@pytest.mark.parametrize("start", [require_seen_gpus, accelerator, lambda: read_machines(PlanOptions())])
+@pytest.mark.usefixtures("gpus_of_the_driver")
+def test_gpus_that_torch_does_not_see_are_named(start):
+    with pytest.raises(UserError, match="does not see; it is .* DS_ACCELERATOR=cpu"):
+        start()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("DS_ACCELERATOR", "cpu"), ("CUDA_VISIBLE_DEVICES", ""), ("HIP_VISIBLE_DEVICES", "-1")]
+)
+@pytest.mark.usefixtures("gpus_of_the_driver")
+def test_cpu_ranks_that_are_asked_for_start(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    require_seen_gpus()
+    assert not read_machines(PlanOptions())[0].has_gpu
+
+
+@pytest.mark.usefixtures("gpus_of_the_driver")
+def test_a_plan_on_paper_asks_for_no_gpu_here():
+    assert read_machines(PlanOptions(gpus="8xH100"))[0].gpu_type == "H100"
+
+
+@pytest.mark.usefixtures("gpus_of_the_driver")
+def test_a_machine_without_gpus_needs_no_word(monkeypatch, tmp_path):
+    monkeypatch.setattr(hardware, "GPU_FILES", str(tmp_path / "none[0-9]*"))
+    require_seen_gpus()
+
+
+@pytest.mark.parametrize(("gigabytes", "is_refused"), [(192, True), (1, False)])
+@pytest.mark.usefixtures("gpus_of_the_driver")
+def test_amd_s_cards_are_named_but_not_a_processor_s_own_graphics(monkeypatch, tmp_path, gigabytes, is_refused):
+    monkeypatch.setattr(hardware, "GPU_FILES", str(tmp_path / "none[0-9]*"))
+    (tmp_path / "kfd").touch()
+    (tmp_path / "card1").write_text(f"{gigabytes * 10**9}\n")
+    with pytest.raises(UserError, match="kfd.* ROCm version") if is_refused else contextlib.nullcontext():
+        require_seen_gpus()

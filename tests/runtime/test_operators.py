@@ -1,4 +1,6 @@
-"""Locks on compiled operators: a live owner's is waited for and named, a dead owner's is taken over at once."""
+"""Compiled operators: a machine that cannot compile one says so before weights load, or takes torch's; a live owner's
+lock is waited for and named, a dead owner's is taken over at once.
+"""
 
 import json
 import os
@@ -13,9 +15,18 @@ import pytest
 import torch.utils.cpp_extension as extension
 from ranks import on_ranks
 
+from dsft.errors import UserError
+from dsft.run_setup import resolve
 from dsft.runtime import operators
 from dsft.runtime.lock_file import Owner
-from dsft.runtime.operators import OLD_SECONDS, SILENT_OWNER_SECONDS, OperatorLock, name_owners_of_operator_locks
+from dsft.runtime.operators import (
+    OLD_SECONDS,
+    SILENT_OWNER_SECONDS,
+    OperatorLock,
+    name_owners_of_operator_locks,
+    nvcc_problem,
+    offload_problems,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -132,3 +143,95 @@ def test_torch_builds_with_this_lock(monkeypatch):
     monkeypatch.setattr(extension, "FileBaton", None)
     name_owners_of_operator_locks()
     assert extension.FileBaton is OperatorLock
+
+
+OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+PARAMETERS = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_a_missing_compiler_is_named_where_the_optimizer_is_offloaded(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (problem,) = offload_problems(OFFLOAD)
+    assert "no-such-compiler is not there" in problem and "apt-get install g++" in problem
+    assert offload_problems(PARAMETERS) == offload_problems({}) == []
+    assert offload_problems(OFFLOAD | {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}) == []
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_a_compiler_without_a_header_is_named_by_its_complaint(monkeypatch, tmp_path):
+    false = tmp_path / "c++"
+    false.write_text("#!/bin/sh\necho 'fatal error: omp.h: No such file' >&2; exit 1\n")
+    false.chmod(0o755)
+    monkeypatch.setenv("CXX", str(false))
+    assert "omp.h: No such file" in offload_problems(OFFLOAD)[0]
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_what_was_compiled_before_needs_no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (tmp_path / "cpu_adam").mkdir()
+    (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
+    assert offload_problems(OFFLOAD) == []
+
+
+@pytest.mark.parametrize("words", ["", "c++ -O2", "env c++"])
+@pytest.mark.usefixtures("nothing_compiled")
+def test_this_machine_compiles(monkeypatch, words):
+    monkeypatch.setenv("CXX", words)
+    assert offload_problems(OFFLOAD) == [] and operators.compile_error() == ""
+
+
+ADAMW = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+CPU_ADAM = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "optimizer": {"type": "AdamW"}}
+CASES = [
+    (ADAMW, {"lr": 1e-4, "torch_adam": True}),
+    (ADAMW | {"optimizer": {"type": "adam"}}, {"torch_adam": True}),
+    (ADAMW | {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, {"torch_adam": True}),
+    (
+        ADAMW
+        | {"optimizer": {"type": "AdamW", "params": {"bias_correction": True, "set_grad_none": True, "eps": 1e-6}}},
+        {"eps": 1e-6, "torch_adam": True},
+    ),
+    (ADAMW | {"optimizer": {"type": "SGD", "params": {"lr": 1e-4}}}, {"lr": 1e-4}),
+    (CPU_ADAM, None),
+]
+
+
+@pytest.fixture
+def without_toolkit(monkeypatch):
+    import torch.utils.cpp_extension
+
+    monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", None)
+    monkeypatch.setattr(resolve, "has_gpu", lambda: True)
+
+
+@pytest.mark.parametrize(("content", "parameters"), CASES)
+def test_without_nvcc_torch_s_adam_is_taken(without_toolkit, content, parameters):
+    taken, notes = resolve._with_an_adam_that_compiles(content)
+    assert taken["optimizer"].get("params") == parameters
+    assert bool(notes) == (taken != content) and all("CUDA_HOME does not exist" in note for note in notes)
+
+
+def test_without_nvcc_an_optimizer_that_torch_lacks_is_refused(without_toolkit):
+    with pytest.raises(UserError, match="optimizer.type lion: nvcc cannot compile it .*CUDA_HOME does not exist"):
+        resolve._with_an_adam_that_compiles(ADAMW | {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}})
+
+
+def test_a_toolkit_of_another_cuda_is_named(tmp_path, monkeypatch):
+    import torch.utils.cpp_extension
+
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "11.8 does not match the version torch was compiled with 13.0" in nvcc_problem()
+    monkeypatch.setattr(torch.version, "cuda", "11.8")
+    assert nvcc_problem() == ""
