@@ -193,8 +193,8 @@ class TrainDataFields(DataFields):
     """Put several samples into one row of seq_len tokens (best fit), where none sees another; batch sizes then count
     rows."""
     batch_tokens: int | None = None
-    """Without packing: fill each forward of a rank with sequences of similar length up to so many tokens, padding
-    included; replaces per_device_train_batch_size."""
+    """Without packing: fill each forward of a rank with sequences of similar length up to this number of tokens,
+    padding included; replaces per_device_train_batch_size."""
     streaming: bool = False
     """Read and tokenise while training and keep nothing on disk, for corpora larger than it; needs max_steps."""
     shuffle_buffer: int = 2_000
@@ -228,7 +228,7 @@ class StepFields:
     """Compute the loss for some tokens' logits at a time, so that those of all tokens never exist. auto does from a
     vocabulary of 32,000 where a trial finds the same loss and gradients."""
     save_minutes: float | None = None
-    """A checkpoint at least every so many minutes, beside save_strategy."""
+    """Longest time between two checkpoints, in minutes, beside save_strategy."""
     resume_weights_only: bool = False
     """Take only the weights of resume_from_checkpoint: another optimizer, data or number of steps may follow, in a new
     output_dir."""
@@ -259,7 +259,7 @@ class TimeoutFields:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(ModelFields, LoraFields, TrainDataFields, ZeroFields, StepFields, TimeoutFields):
-    """Everything a training run is told."""
+    """All options of a training run."""
 
     training: Mapping[str, Any] = field(default_factory=dict, metadata={"option": False})
     """The TrainingArguments fields that are set, by name."""
@@ -337,7 +337,7 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     separator: str = "eos"
     """Between documents joined end to end: eos (the end token), none, or a text."""
     max_documents: int | None = None
-    """Only the first so many documents of each data set."""
+    """Largest number of documents of each data set, the first ones."""
     zero: str = "auto"
     """0 holds one copy of the model per rank; 3 shards it over all ranks, 3-offload in host memory; a DeepSpeed JSON of
     stage 3 may put parameters on NVMe; auto takes 0 where it fits."""
@@ -360,8 +360,8 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     save_tokens: bool = False
     """Keep the nats of every scored token in tokens.parquet, a folder in output_dir."""
     verify: int = 0
-    """So many random documents are scored once more the plain way (full logits, batch of one); the largest difference
-    is reported."""
+    """Number of random documents that are scored again the plain way (full logits, batch of one); the largest
+    difference is reported."""
     output_dir: str | None = None
     """Folder for perplexity.json and documents.parquet, and to continue from after an interruption; by default results
     are only printed."""

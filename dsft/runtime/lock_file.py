@@ -15,7 +15,7 @@ class Owner(Process):
 
     host: str
     boot: str
-    """Of its machine: hosts may share a name, and process ids begin anew."""
+    """Of its machine: hosts may share a name, and process ids start from scratch."""
     processes: str
     """The namespace of its id: containers of one machine count their processes each for itself."""
 

@@ -1,7 +1,7 @@
 """Keeps two runs, trainings or evaluations, out of one folder: rank 0 holds `.lock` there while its process lives.
 
-On the same machine the process tells. From another one only the heartbeat does: the time of the file, by the clock of
-the file system that both see.
+On the same machine the process is looked at. From another one only the heartbeat can be: the time of the file, by the
+clock of the file system that both see.
 """
 
 import contextlib

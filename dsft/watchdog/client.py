@@ -1,4 +1,4 @@
-"""What a rank tells the sidecar beside it: its phase, its progress, its errors, and that it ends in order.
+"""What a rank reports to the sidecar beside it: its phase, its progress, its errors, and that it exits in order.
 
     watchdog.start(config)                  before the process group, where a launcher started this process
     watchdog.connect(endpoints)             after it, with the `endpoint()` of every rank: the sidecars meet
@@ -154,7 +154,7 @@ def connect(endpoints: list[Endpoint | None]) -> None:
 
 
 def heartbeat(step: int | None = None) -> None:
-    """Tell that progress was made, of training after step number `step`; costs nothing when called often."""
+    """Report that progress was made, of training after step number `step`; costs nothing when called often."""
     if _client is not None and time.monotonic() - _client.last_heartbeat > POLL_SECONDS:
         _client.last_heartbeat = time.monotonic()
         _client.sidecar.send("heartbeat", step=step)
@@ -185,12 +185,12 @@ def phase(name: str) -> Iterator[None]:
 
 
 def current_phase() -> str:
-    """Tell the phase of this rank, also without a sidecar."""
+    """Return the phase of this rank, also without a sidecar."""
     return _phase
 
 
 def set_log(path: Path) -> None:
-    """Tell where this rank's output goes, for messages."""
+    """Report where this rank's output goes, for messages."""
     if _client is not None:
         _client.log = path
         _client.sidecar.send("log", path=str(path.resolve()))
@@ -203,7 +203,7 @@ def set_run(file: Path) -> None:
 
 
 def close(exit_code: int = 0, lines: list[str] | None = None) -> bool:
-    """Tell that this rank is about to end by itself with `exit_code`, and with the error messages `lines`. Returns
+    """Report that this rank is about to exit by itself with `exit_code`, and with the error messages `lines`. Returns
     whether the coordinator will print those.
     """
     global _client

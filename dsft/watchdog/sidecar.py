@@ -1,4 +1,4 @@
-"""The process beside one rank: sees it die, freeze or stall, tells the coordinator, and ends it when the job ends.
+"""The process beside one rank: sees it die, freeze or stall, reports that, and terminates it when the job ends.
 
 Started by `client.py`; standard library and psutil only, so that 128 of them cost little. It reads its rank's messages
 from standard input, whose end means that the rank is gone, however it died.
@@ -252,7 +252,7 @@ class Sidecar:
                     return
 
     def _inspect_rank(self, now: float) -> None:
-        """Find out what no message tells."""
+        """Find out what no message reports."""
         if self.state is RankState.LEAVING:
             return
         is_stopped = self.process.is_stopped()
@@ -281,12 +281,12 @@ class Sidecar:
             if self.relay and self.state is RankState.RUNNING:
                 say(
                     f"error: {self.host} has lost rank 0's node (its machine, its link or its watchdog is gone); the"
-                    " ranks here are ended"
+                    " ranks here are terminated"
                 )
             self._end_rank()
 
     def _report(self, failure: Failure, text: str) -> None:
-        """Tell the coordinator of the rank's first failure; without one, say it here and end the rank."""
+        """Report the rank's first failure to the coordinator; without one, print it here and terminate the rank."""
         if self.state is not RankState.RUNNING:
             return
         self.state = RankState.REPORTED
