@@ -23,11 +23,10 @@ SECONDS = 600
 RUN_NAME = "R&D of $HOME on %h; 'one' \\ \"two\""
 START_WORDS = """
 import subprocess, sys
-from dsft.launch.launchers import build_command
-from dsft.launch.launchers import read_launch
+from dsft.launch.launchers import build_command, read_launch
 from launch.words import WORDS
 options, _, _ = read_launch([*sys.argv[1:], "train"])
-sys.exit(subprocess.call(build_command(options, "launchers.words", WORDS)))
+sys.exit(subprocess.call(build_command(options, "launch.words", WORDS)))
 """
 
 

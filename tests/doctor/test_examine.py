@@ -3,7 +3,6 @@ machine.
 """
 
 import dataclasses
-import importlib.metadata
 import json
 import os
 import re
@@ -17,23 +16,15 @@ import pytest
 from conftest import ROOT, flags
 from ranks import on_ranks
 
-from dsft.doctor import phases
 from dsft.doctor.examine import Report, examine_through
 from dsft.doctor.facts import NodeFacts, node_facts, parse_gpus
 from dsft.doctor.findings import MESSAGES, Finding, finding
 from dsft.doctor.links import (
     Measured,
     RanksOfNodes,
-    all_rounds,
     check_answers,
     check_assumed,
     check_measured,
-    combine,
-    neighbours,
-    ring_rounds,
-    slow_keys,
-    slow_nodes,
-    some_rounds,
 )
 from dsft.doctor.node_checks import (
     check_clocks,
@@ -45,7 +36,7 @@ from dsft.doctor.node_checks import (
     check_versions,
     differences,
 )
-from dsft.doctor.phases import Connection, FileContent, Reached, config_values, file_content
+from dsft.doctor.phases import Connection, FileContent, Reached, config_values
 from dsft.doctor.run_checks import (
     RunFiles,
     _machine,
@@ -57,7 +48,6 @@ from dsft.doctor.run_checks import (
     check_output,
     read_run_files,
 )
-from dsft.doctor.smoke import tcp_segments
 from dsft.errors import UserError
 from dsft.planner.calibration import keep_links, speeds_file, with_links
 from dsft.planner.step_time import speeds_of
@@ -434,60 +424,6 @@ def test_same_files_under_unlike_git_states_are_the_same_code():
     assert list(differences(facts)) == ["dsft commit"] and list(check_versions(facts)) == []
 
 
-@pytest.mark.parametrize("number", range(2, 18))
-def test_rounds_pair_every_node_with_every_other_once_and_nobody_twice_at_a_time(number):
-    for rounds, wanted in (
-        (all_rounds(number), number * (number - 1) // 2),
-        (ring_rounds(number), number if number > 2 else 1),
-    ):
-        pairs = [pair for pairs in rounds for pair in pairs]
-        assert len(pairs) == len(set(pairs)) == wanted and all(a < b for a, b in pairs)
-        assert all(len({node for pair in pairs for node in pair}) == 2 * len(pairs) for pairs in rounds)
-    assert len(all_rounds(number)) == number - 1 + number % 2 and len(ring_rounds(number)) <= 3
-
-
-def test_many_nodes_try_a_sample_that_joins_all_and_grows_slowly():
-    for number in (2, 9, 16, 128, 1024):
-        tried = {node: neighbours(number, node) for node in range(number)}
-        assert all(node not in others and others for node, others in tried.items())
-        assert all(node in tried[other] for node, others in tried.items() for other in others)  # both directions
-        met, rounds = {0}, some_rounds(number)
-        while more := {other for node in met for other in tried[node]} - met:
-            met |= more
-        assert len(met) == number
-        assert max(map(len, tried.values())) <= max(7, 2 * number.bit_length())
-        assert len(rounds) <= 19 and {node for pairs in rounds for pair in pairs for node in pair} == set(range(number))
-        assert number > 16 or sorted(rounds) == sorted(all_rounds(number))
-
-
-def test_outliers():
-    assert slow_keys({"a": 1.0}) == [] == slow_keys({"a": 1.0, "b": 0.71}) and slow_keys({"a": 1.0, "b": 0.69}) == ["b"]
-    assert slow_nodes({(0, 1): 1.0}) == [] and slow_nodes({(0, 1): 1.0, (0, 2): 0.1, (1, 2): 0.2}) == [2]
-    assert slow_nodes({(0, 1): 1.0, (0, 2): 0.1, (1, 2): 1.0}) == []
-
-
-def test_rates_of_ranks_side_by_side_add_up_and_the_slower_direction_counts():
-    rank = {"inside": 0.0, "flops": 1.0, "wrong": False, "collective_seconds": 1e-4, "again": [], "slow": []} | {
-        "sent": 10_000,
-        "sent_again": 0,
-    }
-    total = combine(
-        [
-            rank | {"pairs": {1: (5.0, 1e-5)}},
-            rank | {"pairs": {1: (6.0, 3e-5)}},
-            rank | {"pairs": {0: (1.0, 1e-5)}},
-            rank | {"pairs": {0: (2.0, 2e-5)}, "wrong": True},
-        ],
-        [0, 0, 1, 1],
-    )
-    assert (
-        total.pairs == {(0, 1): {"bytes_per_second": 3.0, "seconds": 3e-5}}
-        and total.wrong == [3]
-        and total.network_bytes == 3.0
-        and not total.again
-    )
-
-
 def test_a_link_or_node_is_named_only_where_it_stayed_slow_beside_the_fastest_pair():
     slow = {
         (0, 3): measured().pairs[0, 1],
@@ -503,25 +439,6 @@ def test_a_link_or_node_is_named_only_where_it_stayed_slow_beside_the_fastest_pa
     [named] = links(measured(pairs=sound | both, again={*both}, slow={(1, 2)}))
     assert named.code == "slow-link"
     assert measured(pairs=slow, again={(0, 1)}).network_bytes == 40e9
-
-
-def test_file_contents_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
-    (tmp_path / "a").mkdir()
-    large = tmp_path / "a/large.bin"
-    large.write_bytes(b"0" * (3 * phases.END_BYTES))
-    (tmp_path / "a/checkpoint-1").mkdir()
-    (tmp_path / "a/checkpoint-1/w").write_text("not compared")
-    assert file_content(str(tmp_path / "nothing")) is None
-    first = file_content(str(tmp_path / "a"))
-    assert first.files == 1 and file_content(str(tmp_path / "a/*.bin")).bytes == 3 * phases.END_BYTES
-    for change in (
-        lambda: large.write_bytes(b"1" + b"0" * (3 * phases.END_BYTES - 1)),
-        lambda: large.write_bytes(b"0" * (3 * phases.END_BYTES - 1) + b"1"),
-        lambda: large.write_bytes(b"0"),
-        lambda: large.rename(tmp_path / "a/other.bin"),
-    ):
-        change()
-        assert file_content(str(tmp_path / "a")).hash != first.hash
 
 
 def test_the_runs_files_are_read_from_yaml_and_flags(tmp_path):
@@ -605,24 +522,6 @@ def _machine_of_uneven_nodes() -> tuple[int, int, tuple[str, ...]]:
 
 def test_uneven_nodes_are_counted_by_host_on_every_rank():
     assert on_ranks(3, _machine_of_uneven_nodes) == [(2, 2, ("a", "b"))] * 3
-
-
-def test_the_head_and_the_phases_need_no_torch_and_facts_travel_as_json():
-    code = (
-        "import dataclasses, json, sys; from dsft.doctor import examine, phases;"
-        " print(json.dumps(dataclasses.asdict(phases.node_facts())));"
-        " assert not {'torch', 'transformers', 'deepspeed'} & sys.modules.keys()"
-    )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    facts = NodeFacts.from_json(json.loads(result.stdout))
-    assert facts.versions["torch"] == importlib.metadata.version("torch")  # torch adds "+cu130" to its own
-    assert facts.cores == len(os.sched_getaffinity(0)) and facts.slots >= 1
-    assert json.loads(result.stdout) == json.loads(json.dumps(dataclasses.asdict(facts)))
-
-
-def test_the_smoke_tests_ranks_import_torch_alone():
-    code = "import sys, dsft.doctor.smoke; assert not {'transformers', 'deepspeed'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_a_node_that_runs_another_version_of_dsft_is_named():
@@ -727,13 +626,3 @@ def test_what_a_finding_tells_to_run_is_one_word_for_the_shell_where_paths_have_
     [code] = check_versions(facts)
     assert f"{folder}/" in shlex.split(code.fix)
     assert finding("mtu", "n1", "x", "y", severity="note").severity == "note"
-
-
-def test_a_segment_that_had_arrived_already_is_not_lost(tmp_path):
-    """A busy machine acknowledges so late that the other side sends again."""
-    (tmp_path / "snmp").write_text("Tcp: OutSegs RetransSegs\nTcp: 1000 30\nUdp: InDatagrams\nUdp: 5\n")
-    for duplicates, lost in ((0, 30), (28, 2), (40, 0)):
-        (tmp_path / "netstat").write_text(
-            f"TcpExt: TCPDSACKRecv TCPTimeouts\nTcpExt: {duplicates} 7\nIpExt: A\nIpExt: 1\n"
-        )
-        assert tcp_segments(tmp_path) == (1000, lost)

@@ -1,0 +1,46 @@
+"""What one node does in each phase, by itself."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+
+from conftest import ROOT
+
+from dsft.doctor import phases
+from dsft.doctor.facts import NodeFacts
+from dsft.doctor.phases import file_content
+
+
+def test_file_contents_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
+    (tmp_path / "a").mkdir()
+    large = tmp_path / "a/large.bin"
+    large.write_bytes(b"0" * (3 * phases.END_BYTES))
+    (tmp_path / "a/checkpoint-1").mkdir()
+    (tmp_path / "a/checkpoint-1/w").write_text("not compared")
+    assert file_content(str(tmp_path / "nothing")) is None
+    first = file_content(str(tmp_path / "a"))
+    assert first.files == 1 and file_content(str(tmp_path / "a/*.bin")).bytes == 3 * phases.END_BYTES
+    for change in (
+        lambda: large.write_bytes(b"1" + b"0" * (3 * phases.END_BYTES - 1)),
+        lambda: large.write_bytes(b"0" * (3 * phases.END_BYTES - 1) + b"1"),
+        lambda: large.write_bytes(b"0"),
+        lambda: large.rename(tmp_path / "a/other.bin"),
+    ):
+        change()
+        assert file_content(str(tmp_path / "a")).hash != first.hash
+
+
+def test_the_head_and_the_phases_need_no_torch_and_facts_travel_as_json():
+    code = (
+        "import dataclasses, json, sys; from dsft.doctor import examine, phases;"
+        " print(json.dumps(dataclasses.asdict(phases.node_facts())));"
+        " assert not {'torch', 'transformers', 'deepspeed'} & sys.modules.keys()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    facts = NodeFacts.from_json(json.loads(result.stdout))
+    assert facts.versions["torch"] == importlib.metadata.version("torch")  # torch adds "+cu130" to its own
+    assert facts.cores == len(os.sched_getaffinity(0)) and facts.slots >= 1
+    assert json.loads(result.stdout) == json.loads(json.dumps(dataclasses.asdict(facts)))
