@@ -1,9 +1,24 @@
-"""What was written is compared with what was in memory."""
+"""What was saved is compared with memory; a checkpoint with its manifest before it is used."""
+
+import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from ranks import on_ranks, train, train_all
 
+from dsft.api import evaluate_perplexity
+from dsft.checkpoints.export import export
+from dsft.checkpoints.manifest import MANIFEST, shares_of_ranks
 from dsft.checkpoints.readback import TensorsInMemory, readback_errors
+from dsft.checkpoints.run_folder import find_weights
+from dsft.config.options import TrainConfig
+from dsft.config.reader import make_config
+from dsft.errors import UserError
+from dsft.run_setup.resolve import resume_decisions
+from dsft.runtime import distributed
+from dsft.training.saving_trainer import SavingTrainer
 
 MEMORY = {f"layer.{number}.weight": torch.full((2, 3), float(number)) for number in range(10)}
 
@@ -41,3 +56,237 @@ def test_a_tensor_is_compared_in_the_dtype_it_was_written_in():
     assert readback_errors(TensorsInMemory({"weight": third["weight"].bfloat16()}), third) == []
     adapter = {"lora_A.default.weight": torch.ones(2)}  # peft writes no adapter's name
     assert readback_errors(TensorsInMemory({"lora_A.weight": torch.zeros(2)}), adapter) != []
+
+
+SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+def change_a_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def run_of_six(tmp_path_factory, options) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    words = {"zero": "2", "save_strategy": "steps", "save_steps": 2, "save_total_limit": 10, "max_steps": 6}
+    train_all(2, [options(folder / "run", **words)], folder / "log")
+    return folder / "run"
+
+
+def resumed(cases: list[dict]) -> list[str]:
+    """The first step of each resumed training, or its error."""
+    starts = []
+    for options in cases:
+        try:
+            train(options)
+            starts.append(json.loads((Path(options["output_dir"]) / "run.json").read_text())["status"])
+        except UserError as error:
+            starts.append(str(error))
+    return starts
+
+
+@pytest.mark.launch
+def test_auto_takes_the_newest_checkpoint_whose_bytes_are_those_that_were_written(run_of_six, options, tmp_path):
+    """`damaged` has a changed byte in 6, no manifest in 4; all of `hopeless` are damaged; `untouched` is moved.
+
+    Who takes the weights alone does not read the optimizer's shards.
+    """
+
+    def copy(name: str, *, changed: tuple[int, ...] = (), without_manifest: tuple[int, ...] = ()) -> Path:
+        run = Path(shutil.copytree(run_of_six, tmp_path / name))
+        for step in changed:
+            change_a_byte(run / f"checkpoint-{step}" / f"global_step{step}" / SHARD)
+        for step in without_manifest:
+            (run / f"checkpoint-{step}" / MANIFEST).unlink()
+        return run
+
+    def weights_of(run: Path) -> dict:
+        checkpoint = str(run / "checkpoint-6")
+        words = {"zero": "2", "resume_from_checkpoint": checkpoint, "resume_weights_only": True}
+        return options(tmp_path / f"from {run.name}", **words)
+
+    damaged = {"changed": (6,), "without_manifest": (4,)}
+    auto = {"resume_from_checkpoint": "auto", "zero": "2", "max_steps": 7}
+    named = tmp_path / "named" / "checkpoint-6"
+    cases = [
+        options(copy("damaged", **damaged), **auto),
+        options(copy("hopeless", changed=(2, 6), without_manifest=(4,)), **auto),
+        options(copy("named", **damaged), **auto | {"resume_from_checkpoint": str(named)}),
+        options(copy("untouched"), **auto),
+        options(copy("unverified", changed=(2,), without_manifest=(4, 6)), **auto, verify_resume=False),
+        *(weights_of(copy(name, changed=(6,))) for name in ("shards_changed", "weights_changed")),
+    ]
+    change_a_byte(tmp_path / "weights_changed" / "checkpoint-6" / "model.safetensors")
+    damaged, hopeless, named, untouched, unverified, of_shards, of_weights = on_ranks(
+        2, resumed, cases, log=tmp_path / "log"
+    )[0]
+    log = (tmp_path / "log").read_text()
+    assert [damaged, untouched, unverified, of_shards] == ["done"] * 4, log[-3000:]
+    assert "the content of model.safetensors has changed" in of_weights and "--verify_resume false" in of_weights
+    assert "damaged/checkpoint-6 is damaged and is skipped: the content of global_step6/zero_pp_rank_1" in log
+    assert f"damaged/checkpoint-4 is incomplete and is skipped: it has no {MANIFEST}" in log
+    assert "resuming from " + str(tmp_path / "damaged/checkpoint-2") in log
+    assert "no checkpoint in" in hopeless and "--overwrite" in hopeless
+    assert "the content of" in named and "--verify_resume false" in named
+    assert "resuming from " + str(tmp_path / "untouched/checkpoint-6") in log and "hashed in" in log
+    assert "resuming from " + str(tmp_path / "unverified/checkpoint-6") in log
+
+
+def test_every_file_is_read_by_one_rank_its_own_by_itself_and_bytes_are_even(tmp_path):
+    sizes = {"model-1.safetensors": 5000, "config.json": 10, "model-2.safetensors": 5000, "model-3.safetensors": 900}
+    sizes |= {"rng_state_0.pth": 100, "rng_state_1.pth": 100, SHARD: 1000}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    files = sorted(tmp_path.iterdir())
+    shares = shares_of_ranks(files, 2)
+    assert sorted(shares[0] + shares[1]) == files
+    assert {tmp_path / "rng_state_1.pth", tmp_path / SHARD} <= set(shares[1])
+    read = [sum(sizes[file.name] for file in share) for share in shares]
+    assert abs(read[0] - read[1]) <= 200
+    assert shares_of_ranks(files, 1) == [files]
+
+
+def flip_a_bit(file: Path, before: bytes) -> None:
+    """Change the last bit of the character after `before`: a digit stays a digit, and JSON stays JSON."""
+    content = bytearray(file.read_bytes())
+    content[content.index(before) + len(before)] ^= 1
+    file.write_bytes(content)
+
+
+FLIPPED = {
+    "another_step": ("trainer_state.json", b'"global_step": '),
+    "no_json": ("trainer_state.json", b""),
+    "another_world": (MANIFEST, b'"world_size": '),
+    "another_base": ("config.json", b'"num_hidden_layers": '),
+}
+"""Case -> the file of the newest checkpoint, and what stands in front of the flipped bit."""
+
+
+@pytest.mark.parametrize("name", FLIPPED)
+def test_nothing_that_decides_how_a_run_resumes_is_read_before_its_hash(run_of_six, options, tmp_path, capsys, name):
+    """A flipped bit in trainer_state.json ended in a traceback, or in `nothing left to train` without a model."""
+    run, (file, before) = Path(shutil.copytree(run_of_six, tmp_path / "run")), FLIPPED[name]
+    newest = run / "checkpoint-6"
+    flip_a_bit(newest / file, before)
+    damaged = f"{file} cannot be read" if file == MANIFEST else f"the content of {file} has changed"
+
+    def decided(resume: str, **words) -> tuple:
+        words = {"zero": "2", "max_steps": 6, "resume_from_checkpoint": resume} | words
+        return resume_decisions(make_config(TrainConfig, options(run, **words), []), 2)
+
+    assert decided("auto") == (str(run / "checkpoint-4"), [], False)
+    assert f"{newest} is incomplete and is skipped: {damaged}" in capsys.readouterr().out
+    with pytest.raises(UserError, match=f"{damaged}; it is incomplete, use another or auto"):
+        decided(str(newest))
+    if name == "no_json":
+        with pytest.raises(UserError, match="trainer_state.json cannot be read as a Trainer's state"):
+            decided(str(newest), verify_resume=False)
+    with pytest.raises(UserError, match=f"{damaged}; it is damaged, use another"):
+        find_weights(str(newest))
+    shutil.rmtree(run / "final")
+    assert find_weights(str(run)) == run / "checkpoint-4"
+
+
+def evaluated(words: list[dict]) -> list[str]:
+    """What an evaluation of each says: `done`, or its error."""
+    outcomes = []
+    for options in words:
+        try:
+            evaluate_perplexity(**options, progress=False)
+            outcomes.append("done")
+        except UserError as error:
+            outcomes.append(str(error))
+    return outcomes
+
+
+def flip_a_weight(run: Path) -> None:
+    """In the last weight of checkpoint-6: the file can be loaded, and differs by one number."""
+    file = run / "checkpoint-6" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1
+    file.write_bytes(content)
+
+
+def test_evaluation_and_export_refuse_a_checkpoint_with_a_flipped_bit(run_of_six, options, tiny, tmp_path):
+    """On two ranks each hashes its share. Another checkpoint of the run is evaluated; without a manifest
+    nothing is compared."""
+    run = Path(shutil.copytree(run_of_six, tmp_path / "run"))
+    flip_a_weight(run)
+    flip_a_bit(run / "checkpoint-4" / "config.json", b'"num_hidden_layers": ')
+    shards = Path(shutil.copytree(run_of_six, tmp_path / "shards")) / "checkpoint-6"
+    (shards / "model.safetensors").unlink()
+    change_a_byte(shards / "global_step6" / SHARD)
+    models = [run / "checkpoint-6", run / "checkpoint-4", run / "checkpoint-2", shards / "global_step6"]
+    changed = ["model.safetensors", "config.json", None, f"global_step6/{SHARD}"]
+    shared = {"data": [str(tiny / "held_out.jsonl")], "seq_len": 64}
+    cases = [{"model": [str(model)]} | shared for model in models]
+    cases.append({"model": [str(models[2])], "reference": str(models[0])} | shared)
+    outcomes = on_ranks(2, evaluated, cases, log=tmp_path / "log")
+    assert outcomes[0] == outcomes[1]
+    for outcome, file in zip(outcomes[0], [*changed, "model.safetensors"], strict=True):
+        assert outcome == "done" if file is None else f"the content of {file} has changed" in outcome
+    assert "checkpoint-2: hashed in" in (tmp_path / "log").read_text()
+    for model, file in zip(models, changed, strict=True):
+        out = tmp_path / f"out-{model.name}"
+        if file is None:
+            assert (export(str(model), str(out)) / "model.safetensors").is_file()
+        else:
+            with pytest.raises(UserError, match=f"the content of {file} has changed; it is damaged"):
+                export(str(model), str(out))
+            assert not out.exists()
+    (models[0] / MANIFEST).unlink()
+    assert evaluated(cases[:1]) == ["done"]
+
+
+def test_a_training_refuses_a_checkpoint_with_a_flipped_bit_as_its_model(run_of_six, options, tmp_path):
+    run = Path(shutil.copytree(run_of_six, tmp_path / "run"))
+    flip_a_weight(run)
+    flip_a_bit(run / "checkpoint-4" / "config.json", b'"num_hidden_layers": ')
+    cases = [
+        options(tmp_path / "of weights", model=str(run / "checkpoint-6")),
+        options(tmp_path / "of config", model=str(run / "checkpoint-4")),
+        options(tmp_path / "unverified", model=str(run / "checkpoint-6"), verify_resume=False),
+    ]
+    of_weights, of_config, unverified = on_ranks(1, resumed, cases)[0]
+    assert "the content of model.safetensors has changed" in of_weights
+    assert "the content of config.json has changed" in of_config and unverified == "done"
+
+
+@pytest.mark.launch
+def test_a_run_that_was_killed_before_its_final_model_writes_it_on_resume(run_of_six, options, tmp_path):
+    run = Path(shutil.copytree(run_of_six, tmp_path / "run"))
+    expected = (run / "final" / "model.safetensors").read_bytes()
+    shutil.rmtree(run / "final")
+    again = options(run, zero="2", max_steps=6, resume_from_checkpoint="auto")
+    assert on_ranks(2, resumed, [again, again], log=tmp_path / "log")[0] == ["done", "done"]
+    assert (run / "final" / "model.safetensors").read_bytes() == expected
+    assert (tmp_path / "log").read_text().count("nothing left to train") == 1
+
+
+def with_damaged_best(options: dict) -> None:
+    """Train; the best checkpoint gets a changed byte before it is loaded at the end."""
+    load = SavingTrainer._load_best_model
+
+    def damage_and_load(trainer) -> None:
+        if distributed.rank() == 0:
+            change_a_byte(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
+        distributed.wait_for_all()
+        load(trainer)
+
+    SavingTrainer._load_best_model = damage_and_load
+    train(options)
+
+
+@pytest.mark.launch
+def test_a_damaged_best_checkpoint_is_not_loaded_at_the_end(options, tiny, tmp_path):
+    words = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    words |= {"load_best_model_at_end": True, "eval_data": str(tiny / "held_out.jsonl")}
+    words |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the best is the first
+    on_ranks(2, with_damaged_best, options(tmp_path / "run", **words), log=tmp_path / "log")
+    results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
+    assert "the best checkpoint, is damaged (the content of model.safetensors" in (tmp_path / "log").read_text()
+    assert results["best_checkpoint"] is None
+    final, last = (tmp_path / "run" / name / "model.safetensors" for name in ("final", "checkpoint-4"))
+    assert final.read_bytes() == last.read_bytes()

@@ -1,18 +1,31 @@
-"""Padded batches without an attention mask: where loss and gradients stay the same, and where the mask is kept."""
+"""What trials find of an architecture: no token sees a later one, no row another; padding without a mask."""
 
 import dataclasses
+import json
 
+import numpy as np
 import pytest
 import torch
-from conftest import grid
-from tiny import ARCHITECTURES
-from transformers import AutoModelForCausalLM
+import torch.nn.functional as F
+import transformers
+from conftest import flags, grid, read_json
+from ranks import on_ranks, run_entry, train_all
+from tiny import ARCHITECTURES, COMMON, sentences, write_model, write_texts
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dsft.config.options import TrainConfig
+from dsft.api import evaluate_perplexity
+from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.batches import Collator
+from dsft.data.sequences import sequence
+from dsft.errors import UserError
 from dsft.models.size import measure_model
-from dsft.models.trials import needs_mask
+from dsft.models.trials import RowRules, needs_mask, sees_later_tokens, small_model
+from dsft.perplexity.evaluation import evaluate
+from dsft.perplexity.scoring import evaluate_windows, form_batches
+from dsft.perplexity.windows import windows_of_sequences
 from dsft.run_setup.resolve import job_over_data
+from dsft.units import IGNORED
 
 QUICK = ("llama", "gpt2", "mixtral")
 WITH_EXPERTS = ("mixtral", "qwen2_moe")
@@ -62,3 +75,160 @@ def test_the_plan_of_padded_rows_has_no_mask_where_training_has_none(tmp_path):
     options, facts = TrainConfig(seq_len=64, dtype="float32"), facts_of("llama", tmp_path)
     assert job_over_data(options, facts, [Chats]).attention == "flash"
     assert job_over_data(options, facts, [Chats], masked=True).attention == "sdpa"
+
+
+CPU = torch.device("cpu")
+ENCODER = (transformers.BertConfig, COMMON | {"intermediate_size": 48})
+LONG = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0, 6.0, 8.0, 9.0],
+    }
+}
+
+
+def encoder(folder, monkeypatch):
+    monkeypatch.setitem(ARCHITECTURES, "bert", ENCODER)
+    return write_model(folder, "bert")
+
+
+def windows_of(lengths):
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(1, 120, (length,), generator=generator).numpy() for length in lengths]
+    return windows_of_sequences([sequence(row, row > 0) for row in rows])
+
+
+def nats(model, windows, batch_tokens: int):
+    result = evaluate_windows(
+        model, windows, pad_token_id=0, batch_tokens=batch_tokens, device=CPU, collective_forward=False
+    )
+    return torch.tensor(result.document_nats), result
+
+
+@torch.no_grad()
+def plain_nats(model, windows, window: int) -> float:
+    """A window alone, with full logits and no padding."""
+    ids, targets = (torch.from_numpy(array.astype("int64")) for array in windows.inputs_and_targets(window))
+    logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum").item()
+
+
+def test_an_encoder_is_refused_in_training_and_evaluation(tiny, options, tmp_path, monkeypatch):
+    model = encoder(tmp_path / "bert", monkeypatch)
+    result = run_entry("dsft.train", flags(options(tmp_path / "run", model=str(model))))
+    assert result.returncode == 2 and result.stderr.count("dsft: error:") == 1, result.stderr
+    assert "its tokens see later ones" in result.stderr and "is_decoder" in result.stderr
+    with pytest.raises(UserError, match="its tokens see later ones"):
+        evaluate_perplexity(model=str(model), data=str(tiny / "held_out.jsonl"), seq_len=32, progress=False)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    with pytest.raises(UserError, match="its tokens see later ones"):
+        nats(loaded, windows_of([5, 9]), 64)
+
+
+def test_the_same_architecture_as_a_decoder_is_taken():
+    config, values = ENCODER
+    assert sees_later_tokens(config(**values)) and not sees_later_tokens(config(**values, is_decoder=True))
+
+
+def test_batches_keep_to_one_side_of_a_limit_with_their_padding():
+    rules = RowRules(limits=(100, 200))
+    lengths = np.array([205, 199, 150, 101, 100, 97, 96, 3])
+    batches = form_batches(lengths, 10_000, rules)
+    assert [[lengths[index] for index in batch] for batch in batches] == [[205], [199, 150, 101], [100, 97, 96, 3]]
+    assert [rules.width(length) for length in (205, 199, 101, 97, 96, 0)] == [208, 200, 104, 100, 96, 8]
+    alone = RowRules(alone=True)
+    assert form_batches(lengths, 10_000, alone) == [[index] for index in range(8)] and alone.width(97) == 97
+
+
+def test_rows_that_change_each_others_logits_are_scored_alone(capfd):
+    model = small_model(transformers.LlamaConfig()).eval()
+    model.model.embed_tokens.register_forward_hook(lambda _, __, hidden_BTH: hidden_BTH + hidden_BTH.mean(0))
+    windows = windows_of([9, 33, 16, 24, 5, 33])
+    plain = torch.tensor([plain_nats(model, windows, window) for window in range(6)], dtype=torch.float64)
+    scored, result = nats(model, windows, 1000)
+    torch.testing.assert_close(scored, plain, rtol=1e-6, atol=1e-6)
+    assert result.rows_alone and "each is a batch of its own" in capfd.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def phi(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("longrope") / "phi3"
+    return write_model(folder, "phi3", original_max_position_embeddings=64, **LONG)
+
+
+def test_longrope_gives_a_row_the_same_nats_alone_and_in_a_batch(phi):
+    model = AutoModelForCausalLM.from_pretrained(phi).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    windows = windows_of([60, 63, 64, 65, 90, 30, 120, 57])
+    alone, batched = nats(model, windows, 1)[0], nats(model, windows, 10_000)[0]
+    torch.testing.assert_close(batched, alone, rtol=1e-6, atol=0)
+
+
+def _sums(options: dict) -> tuple:
+    result = next(evaluate(EvalConfig(**options))).perplexity
+    return result.nats, result.document_nats.tolist()
+
+
+def test_longrope_has_the_same_bits_on_1_and_2_ranks(phi, tmp_path):
+    data = write_texts(tmp_path / "texts.jsonl", 30)
+    options = {"model": [str(phi)], "data": [str(data)], "seq_len": 100, "mode": "rolling", "batch_tokens": 400}
+    assert on_ranks(2, _sums, options) == [_sums(options)] * 2
+    assert _sums(options)[0] == pytest.approx(_sums(options | {"batch_tokens": 8})[0], rel=1e-6)
+
+
+def test_longrope_in_training_counts_the_batches_that_mix_its_sides_and_evaluates_each_row_by_its_own(phi, tmp_path):
+    rows = [{"prompt": "the ", "completion": text} for text in sentences(40, longest=90)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    options = {"model": str(phi), "data": str(data), "eval_data": str(data), "seq_len": 128, "max_steps": 1}
+    options |= {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 40, "learning_rate": 1e-9}
+    options |= {"output_dir": str(tmp_path / "run"), "save_strategy": "no", "disable_tqdm": True}
+    log = train_all(1, [options], tmp_path / "log")
+    assert "batches of the first epoch hold sequences on both sides of 64 tokens" in log, log[-3000:]
+    # So few tokens that no batch could hold a long row and another one.
+    options = {"model": str(tmp_path / "run"), "data": str(data), "seq_len": 128, "batch_tokens": 128}
+    apart = evaluate_perplexity(**options, progress=False)
+    evaluated = read_json(tmp_path / "run" / "run.json")["results"]["eval_loss"]
+    assert evaluated == pytest.approx(apart.perplexity.loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("positions", [100, 256])
+@pytest.mark.parametrize("architecture", ["gpt2", "opt", "llama"])
+def test_as_many_tokens_as_there_are_positions_are_scored(tiny, tmp_path, monkeypatch, architecture, positions):
+    """Padding to a multiple of 8 stays within them."""
+    opt = (transformers.OPTConfig, COMMON | {"ffn_dim": 64, "word_embed_proj_dim": 32})
+    monkeypatch.setitem(ARCHITECTURES, "opt", opt)
+    name = "n_positions" if architecture == "gpt2" else "max_position_embeddings"
+    model = write_model(tmp_path / "model", architecture, **{name: positions})
+    options = {"model": str(model), "data": str(tiny / "texts.jsonl"), "seq_len": positions, "mode": "windows"}
+    assert evaluate_perplexity(**options, progress=False).perplexity.tokens > 100
+
+
+QUICK_ARCHITECTURES = ("llama", "bert", "gpt2", "mixtral", "mamba", "reformer", "xlnet", "rwkv")
+
+
+@pytest.mark.parametrize("architecture", grid(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, QUICK_ARCHITECTURES))
+def test_in_every_architecture_a_row_scores_the_same_alone_and_in_a_batch(architecture):
+    """Or it is refused, since its tokens see later ones."""
+    try:
+        torch.manual_seed(0)
+        model = small_model(CONFIG_MAPPING[architecture]()).eval()
+        model(input_ids=torch.ones(1, 9, dtype=torch.long), use_cache=False).logits[0]
+    except Exception as error:
+        pytest.skip(f"no small one can be built and run: {type(error).__name__} {error}"[:200])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)  # so that attention is not almost even
+    windows = windows_of([9, 33, 16, 24, 5, 33])
+    if sees_later_tokens(CONFIG_MAPPING[architecture]()):
+        with pytest.raises(UserError, match="see later ones"):
+            nats(model, windows, 8)
+        return
+    plain = torch.tensor([plain_nats(model, windows, window) for window in range(6)], dtype=torch.float64)
+    for batch_tokens in (1, 1000):
+        torch.testing.assert_close(nats(model, windows, batch_tokens)[0], plain, rtol=1e-6, atol=1e-6)
