@@ -17,6 +17,7 @@ from conftest import ROOT
 
 from dsft.checkpoints import manifest, run_folder, save
 from dsft.config.deepspeed import CONFIG_DIR, compose, known_names, read_zero_file
+from dsft.runtime.patches import PATCHES
 
 PACKAGE = ROOT / "dsft"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -166,6 +167,75 @@ def test_names_of_a_runs_files_stand_in_one_room():
             if isinstance(value, str) and (value in RUN_FILES or value.startswith(f"{manifest.CHECKPOINT}-")):
                 literal.add(f"{name}:{node.lineno} {value}")
     assert literal == set()
+
+
+PATCHED_LIBRARIES = {"torch", "deepspeed", "transformers", "accelerate", "peft", "datasets", "trl", "liger_kernel"}
+OWN_OR_PUBLIC = {
+    ("runtime/launcher_env.py", "runner.logger.disabled"),  # a switch of Python's loggers
+    ("models/head.py", "inner.forward"),  # of the model itself, as Liger replaces it
+    ("models/head.py", "head.forward"),
+    ("planner/fake_model.py", "module.forward"),  # of a model that only exists to be measured
+    ("watchdog/client.py", "sys.excepthook"),  # Python's own
+    ("watchdog/client.py", "_client.phase"),  # a text
+    ("training/loss.py", "inner.loss_function"),  # transformers has a setter for it
+}
+"""(module, what it assigns): no replacement in a library."""
+
+
+def replacements(tree: ast.Module) -> set[str]:
+    """What a module assigns into a library's module or class, and functions that it assigns to attributes of objects
+    other than its own.
+    """
+    imported, functions, targets = set(), set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PATCHED_LIBRARIES:
+            imported |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names = {alias.asname or alias.name.split(".")[0]: alias.name.split(".")[0] for alias in node.names}
+            imported |= {name for name, library in names.items() if library in PATCHED_LIBRARIES}
+        elif isinstance(node, ast.FunctionDef):
+            functions.add(node.name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "mock.patch.object", "patch.object"):
+            targets |= {(ast.unparse(node.args[0]), node.args[2] if len(node.args) > 2 else None)}
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                pairs = (
+                    zip(target.elts, getattr(node.value, "elts", [node.value] * 9), strict=False)
+                    if isinstance(target, ast.Tuple)
+                    else [(target, node.value)]
+                )
+                targets |= {(ast.unparse(place), value) for place, value in pairs if isinstance(place, ast.Attribute)}
+    return {
+        place
+        for place, value in targets
+        if place.split(".")[0] in imported
+        or (
+            place.split(".")[0] != "self"
+            and (
+                isinstance(value, ast.Lambda)
+                or (isinstance(value, ast.Name) and value.id in functions)
+                or (isinstance(value, ast.Call) and ast.unparse(value.func) in ("functools.partial", "partial"))
+            )
+        )
+    }
+
+
+def test_every_patch_of_a_library_is_in_the_registry():
+    registry, places = PACKAGE / "runtime" / "patches.py", set()
+    for path in SOURCES:
+        if path != registry:
+            name = str(path.relative_to(PACKAGE))
+            places |= {(name, place) for place in replacements(ast.parse(path.read_text()))}
+    assert places - OWN_OR_PUBLIC == set()
+    used = {
+        node.value
+        for path in SOURCES
+        if path != registry
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert PATCHES.keys() <= used
 
 
 VAGUE = {"found", "one", "own", "what", "psi", "w", "wt"}

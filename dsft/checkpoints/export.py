@@ -47,6 +47,7 @@ from dsft.models.size import empty_model, load_model_config
 from dsft.models.tokenizer import tokenizer_folder
 from dsft.models.weights import load_empty, placed_adapter
 from dsft.models.zero_shards import ZeroShards
+from dsft.runtime import patches
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.hardware import free_host_bytes
 from dsft.units import GB
@@ -275,7 +276,7 @@ def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, t
     if unpacking:
         inner = model.get_base_model()
         cast_weights(inner, DTYPES.get(dtype, inner.config.dtype))
-        inner._weight_conversions = None  # transformers keeps how it loaded the weights, and would pack them again
+        patches.replace("unpacked_weights", lambda _: None, on=inner)
         text_config = inner.config.get_text_config(decoder=True)
         if hasattr(text_config, "quantization_config"):
             del text_config.quantization_config

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from dsft.checkpoints.manifest import (
     STAGING,
@@ -36,7 +35,7 @@ from dsft.checkpoints.manifest import (
 )
 from dsft.errors import UserError, one_line
 from dsft.models.model_folder import OPTIMIZER_FILES
-from dsft.runtime import distributed
+from dsft.runtime import distributed, patches
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import which_memory
 from dsft.units import GB
@@ -136,20 +135,22 @@ class StagedSave:
         def noting(function: Callable[..., Any]) -> Callable[..., None]:
             return lambda *args, **kwargs: self.attempt(lambda: function(*args, **kwargs))
 
-        with contextlib.ExitStack() as replaced:
-
-            def replace(owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-                if function := getattr(owner, name, None):
-                    replaced.enter_context(mock.patch.object(owner, name, by(function)))
-
-            replace(checkpoint_engine, "save", lambda _: noting(save_hashed))
-            replace(checkpoint_engine, "makedirs", noting)
-            replace(checkpoint_engine, "commit", together)
-            if engine is not None:
-                replace(engine.optimizer, "checkpoint_event_epilogue", together)
-                replace(engine, "_copy_recovery_script", noting)  # of rank 0
-                replace(engine, "save_checkpoint", lambda save: self._without_latest(save, engine))
-                replace(shutil, "copytree", noting)  # of states on NVMe
+        replacements = [
+            ("shards_hashed", checkpoint_engine, lambda _: noting(save_hashed)),
+            ("shard_folders", checkpoint_engine, noting),
+            ("commit_together", checkpoint_engine, together),
+        ]
+        if engine is not None:
+            replacements += [
+                ("gather_together", engine.optimizer, together),
+                ("recovery_script", engine, noting),
+                ("latest_after", engine, lambda save: self._without_latest(save, engine)),
+                ("nvme_states", shutil, noting),
+            ]
+        with contextlib.ExitStack() as stack:
+            for name, owner, by in replacements:
+                if hasattr(owner, patches.PATCHES[name].attribute):  # not all engines and optimizers have each
+                    stack.enter_context(patches.replaced(name, by, on=owner))
             yield
 
     def _without_latest(self, save: Callable[..., Any], engine: Any) -> Callable[..., Any]:

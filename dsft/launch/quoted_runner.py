@@ -12,6 +12,8 @@ import sys
 from deepspeed.launcher import runner
 from deepspeed.launcher.multinode_runner import PDSHRunner
 
+from dsft.runtime import patches
+
 
 def for_shell(path: str) -> str:
     """A path that pdsh and the shell of each node turn into `path`."""
@@ -31,5 +33,5 @@ class QuotedRunner(PDSHRunner):
 
 
 if __name__ == "__main__":
-    runner.PDSHRunner = QuotedRunner
+    patches.replace("pdsh_quotes", lambda _: QuotedRunner)
     runner.main()

@@ -6,7 +6,7 @@ Under ZeRO-3 the DeepSpeed configuration must be registered (by `TrainingArgumen
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from dsft.models.pickles import check_weight_files, load_pickle, pickle_errors, 
 from dsft.models.quantization import Quantization, cast_weights, compute_in_own_dtype, quantization_of, unpacking_config
 from dsft.models.size import load_model_config
 from dsft.models.weights import files_of_tensors, loading_problems, quiet_report
-from dsft.runtime import distributed
+from dsft.runtime import distributed, patches
 from dsft.runtime.hardware import has_gpu
 from dsft.units import plural
 
@@ -140,7 +140,7 @@ def _load_files(name: str, **options) -> PreTrainedModel:
     auto = AutoModelForCausalLM if gguf else auto_class(config)
     try:
         # Mismatched tensors stand in the report, as the missing ones do.
-        with quiet_report(bar=True), _fans_of_sharded_weights():
+        with quiet_report(bar=True), patches.replaced("full_fans", _of_full_shape):
             model, info = auto.from_pretrained(
                 place, output_loading_info=True, ignore_mismatched_sizes=True, **options, **gguf
             )
@@ -154,29 +154,16 @@ def _load_files(name: str, **options) -> PreTrainedModel:
             info["unexpected_keys"] = set()
         problems = loading_problems(name, info)
     distributed.raise_together(problems)
-    # Under ZeRO-3 transformers keeps those too that met no name on disk, and would save Gemma 3 under other names
-    # (integrations/deepspeed.py, _load_state_dict_into_zero3_model).
-    if conversions := getattr(model, "_weight_conversions", None):
-        model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
+    if getattr(model, "_weight_conversions", None):
+        patches.replace("used_conversions", lambda conversions: [c for c in conversions if c.was_used()], on=model)
     if type(model.config) is not type(config):
         save_as_on_disk(model, files_of_tensors(name, options.get("revision")))
     return freeze_unreached(model)
 
 
-@contextlib.contextmanager
-def _fans_of_sharded_weights() -> Iterator[None]:
-    """Count inputs and outputs of a weight by its full shape inside a `with`."""
-    fans = torch.nn.init._calculate_fan_in_and_fan_out
-
-    def of_full_shape(tensor: torch.Tensor) -> tuple[int, int]:
-        return fans(torch.empty(getattr(tensor, "ds_shape", tensor.shape), device="meta"))
-
-    # Emu3 counts those of weights that are loaded already, and under ZeRO-3 a rank holds a flat piece of these.
-    torch.nn.init._calculate_fan_in_and_fan_out = of_full_shape
-    try:
-        yield
-    finally:
-        torch.nn.init._calculate_fan_in_and_fan_out = fans
+def _of_full_shape(fans: Callable[[torch.Tensor], tuple[int, int]]) -> Callable[[torch.Tensor], tuple[int, int]]:
+    """A function that counts inputs and outputs of a weight by its full shape, which ZeRO-3 keeps as `ds_shape`."""
+    return lambda tensor: fans(torch.empty(getattr(tensor, "ds_shape", tensor.shape), device="meta"))
 
 
 def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:

@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
 )
 
 from dsft.errors import UserError
+from dsft.runtime import patches
 
 AUTO_CLASSES = (
     (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
@@ -159,7 +160,5 @@ def save_as_on_disk(model: PreTrainedModel, names: Iterable[str]) -> None:
     saved = names_saved(model)
     others = {name for name in saved if f"{prefix}.{name}" not in names}
     if not saved & names and others <= set(getattr(model, "all_tied_weights_keys", None) or ()):
-        model._weight_conversions = [
-            PrefixChange(prefix_to_remove=prefix),
-            *(getattr(model, "_weight_conversions", None) or []),
-        ]
+        removal = PrefixChange(prefix_to_remove=prefix)
+        patches.replace("prefix_on_disk", lambda conversions: [removal, *(conversions or [])], on=model)

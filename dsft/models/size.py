@@ -15,7 +15,6 @@ from huggingface_hub.errors import StrictDataclassError
 from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.integrations import deepspeed as transformers_deepspeed
 
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
@@ -23,6 +22,7 @@ from dsft.models.lora import adapters_of, check_lora_targets
 from dsft.models.model_folder import NO_GGUF, is_gguf, is_step_folder, located, no_adapter, no_model, weight_bytes_in
 from dsft.models.package import from_config
 from dsft.models.quantization import GGUF, Quantization, quantization_of, quantization_on_disk
+from dsft.runtime import patches
 
 CONFIG_ERRORS = (
     *(OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, StrictDataclassError),
@@ -90,13 +90,8 @@ def without_zero_init() -> Iterator[None]:
     """Let transformers build models inside a `with` on this rank alone, also where the training is ZeRO-3: it would
     shard them by collectives, which the other ranks do not join.
     """
-    # transformers' integrations/deepspeed.py: `is_deepspeed_zero3_enabled` looks at this weak reference.
-    reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
-    transformers_deepspeed.unset_hf_deepspeed_config()
-    try:
+    with patches.replaced("no_zero_init", lambda _: None):
         yield
-    finally:
-        transformers_deepspeed._hf_deepspeed_config_weak_ref = reference
 
 
 def empty_model(

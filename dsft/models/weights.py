@@ -29,6 +29,7 @@ from dsft.models.model_folder import has_only_shards, located
 from dsft.models.package import save_as_on_disk, whole_class
 from dsft.models.pickles import load_pickle
 from dsft.models.size import ModelFacts, empty_model, load_model_config
+from dsft.runtime import patches
 from dsft.units import plural
 
 FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
@@ -153,9 +154,8 @@ def placed_adapter(
             warnings.simplefilter("ignore")
             base = empty_model(config, trust_remote_code=trust_remote_code)
             model = get_peft_model(base, peft_config, low_cpu_mem_usage=True)
-            model.load_state_dict = receive  # peft renames the tensors, and hands them over here
-            set_peft_model_state_dict(model, tensors)
-            del model.load_state_dict
+            with patches.replaced("adapter_tensors", lambda _: receive, on=model):
+                set_peft_model_state_dict(model, tensors)
     except KeyError as error:  # of peft: a module that was saved as a whole
         raise UserError(f"1 tensor of the adapter missing from its weights, {error}") from None
     except (RuntimeError, ValueError) as error:  # target modules

@@ -12,11 +12,10 @@ stage 3 cuts every parameter.
 import contextlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from dsft.errors import UserError
 from dsft.models.model_folder import MODEL_FILES, OPTIMIZER_FILES, number_in, step_folder
 from dsft.models.pickles import load_pickle
+from dsft.runtime import patches
 
 FP32 = "fp32"
 """Name of the trained weights themselves among the states."""
@@ -46,27 +46,27 @@ def mapped_resume(*, on_gpu: bool) -> Iterator[None]:
             pages: these would keep a checkpoint on the disk that is removed. They are copied one by one, once the
             states that were there before are gone.
     """
-    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-    take_states = torch.optim.Optimizer.load_state_dict
-
-    def load(engine: TorchCheckpointEngine, path: str, map_location: Any = None) -> Any:
+    def load(engine: Any, path: str, map_location: Any = None) -> Any:
         state = load_pickle(Path(path))
         return tree_map_only(
             torch.Tensor, lambda tensor: tensor.clone() if tensor.numel() < SMALL_ELEMENTS else tensor, state
         )
 
-    def take_own_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        take_states(optimizer, state_dict)
-        for states in () if on_gpu else optimizer.state.values():
-            for name, value in states.items():
-                if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-                    states[name] = value.clone()
+    def taking_own(take_states: Callable[..., None]) -> Callable[..., None]:
+        def take_own_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+            take_states(optimizer, state_dict)
+            for states in () if on_gpu else optimizer.state.values():
+                for name, value in states.items():
+                    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                        states[name] = value.clone()
 
-    with (
-        mock.patch.object(TorchCheckpointEngine, "load", load),
-        mock.patch.object(torch.optim.Optimizer, "load_state_dict", take_own_states),
-    ):
+        return take_own_states
+
+    if not patches.fits("mapped_shards", "own_states"):  # one without the other would keep files that are removed
+        yield
+        return
+    with patches.replaced("mapped_shards", lambda _: load), patches.replaced("own_states", taking_own):
         yield
 
 

@@ -14,7 +14,6 @@ import math
 import warnings
 from collections.abc import Iterator
 from typing import Literal
-from unittest import mock
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -27,13 +26,13 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.integrations import moe
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dsft.models.head import tile_loss
 from dsft.models.package import from_config
 from dsft.models.size import without_zero_init
+from dsft.runtime import patches
 
 Attention = Literal["flash", "sdpa", "eager"]
 """flash: flash_attention_2, or sdpa where no mask is given. sdpa: sdpa with a mask (padding, sliding window). eager:
@@ -147,9 +146,8 @@ def fake_model(
     with contextlib.ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
         if dtype != torch.bfloat16:
-            # torch knows the shapes of grouped products in bf16 only; transformers' own operator for where there are
-            # none keeps the same tensors.
-            stack.enter_context(mock.patch.object(moe, "_can_use_grouped_mm", lambda *_: False))
+            # transformers' own operator for where there are no grouped products keeps the same tensors.
+            stack.enter_context(patches.replaced("grouped_products", lambda _: lambda *_: False))
         _leave_meta(model, dtype)
         if liger:
             take_over(model)

@@ -8,7 +8,6 @@ torch, which takes seconds to import, is imported inside functions.
 import atexit
 import dataclasses
 import hashlib
-import importlib
 import json
 import os
 import secrets
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsft.errors import NotStarted, UserError, on_exit, one_line, raise_if_any
+from dsft.runtime import patches
 from dsft.runtime.console import say
 from dsft.runtime.disk import CPU_BUFFER, remove_leftovers
 from dsft.runtime.hardware import (
@@ -92,8 +92,7 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     try:
         store, number, _ = next(dist.rendezvous("env://", timeout=timeout))
         check_job(store, job_name(output_dir), number)
-        # The only `print` of deepspeed/comm/torch.py says on every rank that an operator was built.
-        importlib.import_module("deepspeed.comm.torch").print = lambda *_: None
+        patches.replace("quiet_operator", lambda _: lambda *_: None)
         deepspeed.init_distributed(verbose=False, timeout=timeout)
         del store  # it has to live until the process group is made, which takes the same one
     except (dist.DistNetworkError, dist.DistStoreError) as error:

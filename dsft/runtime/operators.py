@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from dsft.errors import one_line
+from dsft.runtime import patches
 from dsft.runtime.lock_file import Owner, create, file_system_time, owner_of
 from dsft.watchdog.messages import say
 
@@ -123,9 +124,7 @@ class OperatorLock:
 
 def name_owners_of_operator_locks() -> None:
     """Let every operator that this process loads use `OperatorLock`."""
-    import torch.utils.cpp_extension
-
-    torch.utils.cpp_extension.FileBaton = OperatorLock
+    patches.replace("operator_lock", lambda _: OperatorLock)
 
 
 def _left_behind(path: Path) -> str | None:

@@ -27,7 +27,7 @@ from dsft.models.zero_shards import mapped_resume
 from dsft.run_setup.checkpoint_size import CheckpointSize
 from dsft.runtime import distributed
 from dsft.runtime.console import say
-from dsft.training.engine import averaged_weights, import_muon, mend, swap_in
+from dsft.training.patches import averaged_weights, import_muon, patch_engine, swap_in
 from dsft.watchdog import client as watchdog
 
 STATEFUL_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
@@ -138,7 +138,7 @@ class SavingTrainer(Trainer):
                 )
                 self._load_optimizer_and_scheduler(resume_from_checkpoint)
         distributed.extend_timeouts()
-        mend(self.model_wrapped, resumes=resume_from_checkpoint is not None)
+        patch_engine(self.model_wrapped, resumes=resume_from_checkpoint is not None)
         if is_changed:
             self._restore(resume_from_checkpoint)
         if resume_from_checkpoint is not None:

@@ -3,7 +3,6 @@
 No training loop here: the Trainer's own runs.
 """
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainingArguments, masking_utils
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import TrainOutput, speed_metrics
@@ -29,7 +28,7 @@ from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.planner.plans import Plan
 from dsft.run_setup.checkpoint_size import CheckpointSize
-from dsft.runtime import distributed, preemption
+from dsft.runtime import distributed, patches, preemption
 from dsft.training.callbacks import (
     Heartbeat,
     LearningCheck,
@@ -38,9 +37,9 @@ from dsft.training.callbacks import (
     ProgressLog,
     SkippedSteps,
 )
-from dsft.training.engine import averaged_weights
 from dsft.training.loss import TokenLoss
 from dsft.training.metrics import Compute, SlowRanks, Work, derived_metrics, gather_metrics, mark
+from dsft.training.patches import averaged_weights
 from dsft.training.plan_check import PlanCheck
 from dsft.training.saving_trainer import SavingTrainer
 from dsft.training.step_reports import StepReport, StepReports
@@ -186,7 +185,8 @@ class PerplexityTrainer(SavingTrainer):
     ) -> torch.Tensor:
         """Computes a micro batch's part of the step's loss (loss.py), timed and counted for the step's report."""
         num_tokens, start = inputs.pop("num_tokens"), mark()
-        with positions_left_on_gpu(packed="position_ids" in inputs):
+        search = _sequence_numbers if "position_ids" in inputs else lambda position_ids: None
+        with patches.replaced("positions_on_gpu", lambda _: search):
             loss, nats = self.token_loss(model, inputs, num_tokens[:2], num_items_in_batch)
         self.work.note_forward(start, mark())
         self.reports.add(loss.detach() * num_items_in_batch[1], nats, num_tokens)
@@ -312,19 +312,6 @@ class PerplexityTrainer(SavingTrainer):
             "plan_check": self.plan_check.comparisons,
             "log": log,
         }
-
-
-@contextlib.contextmanager
-def positions_left_on_gpu(*, packed: bool) -> Iterator[None]:
-    """Tells transformers inside a `with` whether rows without a mask hold several sequences, instead of its reading
-    their positions back from the GPU.
-    """
-    search = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _sequence_numbers if packed else lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = search
 
 
 def _sequence_numbers(position_ids_BT: torch.Tensor) -> torch.Tensor:

@@ -9,15 +9,15 @@ from deepspeed import comm
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ranks import on_ranks, trained
 
-from dsft.training import engine
+from dsft.training import patches
 
 pytestmark = pytest.mark.launch
 
 
-def counted(options: dict, is_mended: bool) -> tuple[int, int, list[float]]:
+def counted(options: dict, is_patched: bool) -> tuple[int, int, list[float]]:
     """Numbers that a training reduces over its ranks, its searches for infinite gradients, and its losses."""
-    if not is_mended:
-        engine._spare_gradients = lambda optimizer, alone: None
+    if not is_patched:
+        patches.fewer_reads = lambda optimizer, is_alone: []
     elements, searches, search = [], [], DeepSpeedZeroOptimizer.has_overflow
 
     def counting(reduce):
@@ -32,11 +32,11 @@ def counted(options: dict, is_mended: bool) -> tuple[int, int, list[float]]:
 @pytest.mark.parametrize(("zero", "accumulation"), [("1", 1), ("2", 4)])  # 4 are added up in fp32
 def test_a_single_rank_reduces_no_gradients_and_trains_to_the_same_bits(options, tmp_path, zero, accumulation):
     case = {"zero": zero, "dtype": "bfloat16", "gradient_accumulation_steps": accumulation, "logging_steps": 1}
-    mended, plain = (
-        on_ranks(1, counted, options(tmp_path / str(is_mended), **case), is_mended)[0] for is_mended in (True, False)
+    patched, plain = (
+        on_ranks(1, counted, options(tmp_path / str(is_patched), **case), is_patched)[0] for is_patched in (True, False)
     )
-    steps = len(mended[2])
-    assert mended == (2 * steps, 0, plain[2])  # one norm of the parameters that decay, one of the others
+    steps = len(patched[2])
+    assert patched == (2 * steps, 0, plain[2])  # one norm of the parameters that decay, one of the others
     assert plain[0] > 1000 * steps and plain[1] == steps
 
 

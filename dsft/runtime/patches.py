@@ -1,0 +1,400 @@
+"""Every function of a library that dsft replaces: what, why, the versions at which that was seen to be needed, and the
+test that fails without. No other module assigns into a library (tests/test_layout.py).
+
+A patch stands for known source code. Where the installed library has another, `if_changed` says what happens, and a
+warning names the patch. It stands on a low floor, since launchers, models and saves patch too; what replaces a function
+is beside the code that needs it, for DeepSpeed's engine in training/patches.py. Imports no library by itself.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dsft.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One replacement in a library."""
+
+    target: str
+    """What is replaced: `module:function`, `module:Class.method`, or an attribute of one of these."""
+    why: str
+    code: tuple[str, ...] = ()
+    """The functions that the patch was written for; the target itself where empty."""
+    seen: dict[str, str]
+    """Version of the library at which the patch was seen to be needed -> digest of that code."""
+    if_changed: Literal["refuse", "skip", "keep"]
+    """refuse: results could be wrong. skip: only time or memory is saved. keep: a patch that fits no more fails loudly,
+    or does no harm.
+    """
+    test: str
+    """Fails without the patch."""
+
+    @property
+    def library(self) -> str:
+        return re.split(r"[.:]", (self.code or (self.target,))[0])[0]
+
+    @property
+    def attribute(self) -> str:
+        return re.split(r"[.:]", self.target)[-1]
+
+    def digest(self) -> str:
+        """Digest of the installed code, without comments and spaces; empty where some of it is gone."""
+        sources = [_source(place) for place in self.code or (self.target,)]
+        return hashlib.sha256("".join(sources).encode()).hexdigest()[:12] if all(sources) else ""
+
+    @functools.cached_property
+    def change(self) -> str:
+        """One line where the installed library has code that is not in `seen`, else empty."""
+        version = importlib.metadata.version(self.library)
+        if version.split("+")[0] in self.seen or (digest := self.digest()) in self.seen.values():
+            return ""
+        known, done = next(reversed(self.seen)), {"refuse": "", "skip": "left out", "keep": "still applied"}
+        return (
+            f"{self.library} {version} {'changed' if digest else 'has no longer'}"
+            f" {' or '.join(self.code or (self.target,)).replace(':', '.')}, which dsft patches since {self.why};"
+            f" {done[self.if_changed] or 'results could be wrong'}: pip install {self.library}=={known}"
+        )
+
+
+def _source(place: str) -> str:
+    """Source of `module:Class.function` as installed, found without an import; empty where it is not there."""
+    module, _, path = place.partition(":")
+    library, *parts = module.split(".")
+    package = importlib.util.find_spec(library)
+    if package is None:
+        return ""
+    file = Path(package.origin).parent.joinpath(*parts)
+    file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+    if not file.is_file():
+        return ""
+    lines, first = file.read_text(encoding="utf-8").splitlines(keepends=True), -1
+    for depth, name in enumerate(path.split(".")):
+        definition = re.compile(rf" {{{4 * depth}}}(def|class) {name}\b")
+        first = next((number for number in range(first + 1, len(lines)) if definition.match(lines[number])), None)
+        if first is None:
+            return ""
+    return re.sub(r"^\s*#.*$|\s+", "", "".join(inspect.getblock(lines[first:])), flags=re.MULTILINE)
+
+
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_TORCH_CHECKPOINTS = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine"
+_UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
+_FUSED = "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer"
+_ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_CONVERSIONS = ("transformers.core_model_loading:revert_weight_conversion",)
+_CONVERSIONS_SEEN = {"5.17.0": "d0d629bb67b6", "5.23.0": "2e4ae8e5cfff"}
+
+PATCHES = {
+    # The launch.
+    "pdsh_quotes": Patch(
+        target="deepspeed.launcher.runner:PDSHRunner",
+        why="it writes the folder and Python's path unquoted, so that `cd my runs;` stays in the home folder",
+        code=("deepspeed.launcher.multinode_runner:PDSHRunner.get_cmd",),
+        seen={"0.19.8": "f68c0238f961"},
+        if_changed="keep",  # it asserts that it finds the words that it quotes
+        test="tests/launch/test_words.py::test_folders_that_a_shell_reads_otherwise_reach_the_nodes_through_deepspeeds_pdsh",
+    ),
+    "operator_lock": Patch(
+        target="torch.utils.cpp_extension:FileBaton",
+        why="its lock names no owner, and a compile that was killed makes every later one wait for ever",
+        code=("torch.utils.file_baton:FileBaton.wait",),
+        seen={"2.13.0": "29662480d86a"},
+        if_changed="skip",
+        test="tests/runtime/test_operators.py::test_torch_builds_with_this_lock",
+    ),
+    "quiet_operator": Patch(
+        target="deepspeed.comm.torch:print",
+        why="its only use says on every rank that an operator was built",
+        code=("deepspeed.comm.torch:build_shm_op",),
+        seen={"0.19.8": "d9cf7876360d"},
+        if_changed="skip",
+        test="tests/training/test_screen.py::test_without_a_terminal_there_are_plain_lines_and_no_noise",
+    ),
+    # Models.
+    "no_zero_init": Patch(
+        target="transformers.integrations.deepspeed:_hf_deepspeed_config_weak_ref",
+        why="under ZeRO-3 every model that is built is sharded by collectives, also one of this rank alone",
+        code=("transformers.integrations.deepspeed:is_deepspeed_zero3_enabled",),
+        seen={"5.23.0": "fd6bc9172021"},
+        if_changed="refuse",
+        test="tests/runtime/test_patches.py::test_a_model_of_one_rank_is_whole_while_a_training_shards",
+    ),
+    "full_fans": Patch(
+        target="torch.nn.init:_calculate_fan_in_and_fan_out",
+        why="Emu3 counts fans of weights that are loaded already, and under ZeRO-3 a rank holds a flat piece of these",
+        seen={"2.13.0": "4d8b6c66dd96"},
+        if_changed="keep",
+        test="tests/runtime/test_patches.py::test_fans_are_those_of_the_full_weight",
+    ),
+    "used_conversions": Patch(
+        target="transformers.modeling_utils:PreTrainedModel._weight_conversions",
+        why="under ZeRO-3 it keeps conversions that met no name on disk, and would save Gemma 3 under other names",
+        code=_CONVERSIONS,
+        seen=_CONVERSIONS_SEEN,
+        if_changed="refuse",
+        test="tests/models/test_package.py::test_a_package_is_trained_and_stays_one",
+    ),
+    "prefix_on_disk": Patch(
+        target="transformers.modeling_utils:PreTrainedModel._weight_conversions",
+        why="it strips the prefix of Llama 4's and Mllama's language model while it loads, and does not put it back",
+        code=_CONVERSIONS,
+        seen=_CONVERSIONS_SEEN,
+        if_changed="refuse",
+        test="tests/models/test_package.py::test_a_package_is_trained_and_stays_one",
+    ),
+    "unpacked_weights": Patch(
+        target="transformers.modeling_utils:PreTrainedModel._weight_conversions",
+        why="it keeps how it unpacked quantised weights, and would pack them again in an export",
+        code=_CONVERSIONS,
+        seen=_CONVERSIONS_SEEN,
+        if_changed="refuse",
+        test="tests/models/test_quantization.py::test_mxfp4_is_unpacked_to_the_dtype_of_the_training",
+    ),
+    "adapter_tensors": Patch(
+        target="transformers.modeling_utils:PreTrainedModel.load_state_dict",
+        why="peft renames an adapter's tensors on the way into a model, and returns no names",
+        code=("peft.utils.save_and_load:set_peft_model_state_dict",),
+        seen={
+            "0.19.0": "5163cd7e64a3",
+            "0.20.0": "bdcceca9a05a",
+            "0.21.0": "462a733ba8eb",
+            "0.21.2": "d4409e12d9a5",
+        },
+        if_changed="keep",  # every tensor would be reported as missing
+        test="tests/checkpoints/test_adapters.py::test_each_tensor_of_an_adapter_has_a_place_or_is_named",
+    ),
+    "grouped_products": Patch(
+        target="transformers.integrations.moe:_can_use_grouped_mm",
+        why="torch knows the shapes of grouped products in bf16 only, and a fake model of another dtype fails",
+        seen={"5.17.0": "6c73e79381df", "5.23.0": "e1555d4cb7fa"},
+        if_changed="keep",
+        test="tests/runtime/test_patches.py::test_a_fake_mixture_in_fp32_takes_no_grouped_products",
+    ),
+    # The training.
+    "muon_kernels": Patch(
+        target="deepspeed.runtime.compiler:compile",
+        why="it imports Inductor, 1 s of CPU time on each rank, to ask whether an optimizer is Muon",
+        code=("deepspeed.runtime.compiler:compile", "deepspeed.runtime.zero.utils:is_zero_supported_optimizer"),
+        seen={"0.19.8": "bce195a874a5"},
+        if_changed="skip",
+        test="tests/training/test_zero_1_2.py::test_a_training_imports_inductor_for_muon_alone",
+    ),
+    "one_rank_reduces_none": Patch(
+        target=f"{_ENGINE}.enable_backward_allreduce",
+        why="in ZeRO 0 a single rank copies all gradients to reduce them, and copies them back",
+        code=(f"{_ENGINE}.allreduce_gradients",),
+        seen={"0.19.8": "547d86c72ac7"},
+        if_changed="skip",
+        test="tests/training/test_zero_0.py::test_a_single_rank_copies_no_gradients_to_reduce_them",
+    ),
+    "first_step_of_zeros": Patch(
+        target=f"{_UNFUSED}.initialize_optimizer_states",
+        why="in ZeRO 0 it makes optimizer states in bf16 and fp16 by a step that decays weights and that Adam counts",
+        code=(f"{_UNFUSED}.initialize_optimizer_states", f"{_FUSED}.initialize_optimizer_states"),
+        seen={"0.19.8": "3b56e521847a"},
+        if_changed="refuse",
+        test="tests/training/test_zero_0.py::test_the_first_step_in_bfloat16_is_the_first_of_adam",
+    ),
+    "fp16_loss_scale": Patch(
+        target=f"{_ENGINE}.backward",
+        why="in ZeRO 0 it scales no fp16 loss, but the step divides by the scale: gradients are 65,536 times too small",
+        seen={"0.19.8": "14bae6fe8973"},
+        if_changed="refuse",
+        test="tests/training/test_skipped_steps.py::test_a_training_in_fp16_takes_the_steps_and_logs_the_norms_of_fp32",
+    ),
+    "fp16_scale_update": Patch(
+        target=f"{_UNFUSED}._update_scale",
+        why="in ZeRO 0 it doubles the scale before the step that divides by it, which halves that step's gradients",
+        code=(f"{_UNFUSED}._update_scale", f"{_FUSED}._update_scale"),
+        seen={"0.19.8": "ae994a76f2a7"},
+        if_changed="refuse",
+        test="tests/training/test_zero_0.py::test_a_scale_of_fp16_that_grows_changes_no_step",
+    ),
+    "fp16_scaled_step": Patch(
+        target=f"{_UNFUSED}.step",
+        why="in ZeRO 0 the scale that `_update_scale` doubled too early takes effect here, after the step",
+        code=(f"{_UNFUSED}.step", f"{_FUSED}.step"),
+        seen={"0.19.8": "ebb421543fff"},
+        if_changed="refuse",
+        test="tests/training/test_zero_0.py::test_a_scale_of_fp16_that_grows_changes_no_step",
+    ),
+    "fp16_norm": Patch(
+        target=f"{_UNFUSED}.unscale_and_clip_grads",
+        why="its norm of the gradients is that of the scaled loss, unlike other optimizers'",
+        seen={"0.19.8": "2eacebe04c21"},
+        if_changed="refuse",
+        test="tests/training/test_zero_0.py::test_a_scale_of_fp16_that_grows_changes_no_step",
+    ),
+    "kept_norm": Patch(
+        target=f"{_ENGINE}.clip_fp32_gradients",
+        why="in fp32 of ZeRO 0 it forgets the norm of the gradients, and adds it up parameter by parameter",
+        seen={"0.19.8": "56e474852f4e"},
+        if_changed="skip",
+        test="tests/training/test_skipped_steps.py::test_a_training_in_fp16_takes_the_steps_and_logs_the_norms_of_fp32",
+    ),
+    "one_rank_divides_none": Patch(
+        target=f"{_ZERO_1_2}.gradient_reduction_w_predivide",
+        why="a single rank of ZeRO 1 or 2 reads and writes all gradients to reduce them",
+        seen={"0.19.8": "547cba62cfc9"},
+        if_changed="skip",
+        test="tests/training/test_zero_1_2.py::test_a_single_rank_reduces_no_gradients_and_trains_to_the_same_bits",
+    ),
+    "no_overflow_search": Patch(
+        target=f"{_ZERO_1_2}.check_overflow",
+        why="ZeRO 1 and 2 search all gradients for infinite numbers before their norm, which skips the step as well",
+        code=(f"{_ZERO_1_2}.check_overflow", f"{_ZERO_1_2}.step"),
+        seen={"0.19.8": "c43d28098fe3"},
+        if_changed="skip",
+        test="tests/training/test_zero_1_2.py::test_several_ranks_search_no_gradients_for_infinite_numbers",
+    ),
+    "positions_on_gpu": Patch(
+        target="transformers.masking_utils:find_packed_sequence_indices",
+        why="it reads the positions of each micro batch back from the GPU, to see whether rows are packed",
+        seen={"5.23.0": "0e115e7978df"},
+        if_changed="skip",
+        test="tests/training/test_host_waits.py::test_an_optimizer_step_waits_for_two_collectives_and_a_micro_batch_for_none",
+    ),
+    # Saves and resumes.
+    "shards_hashed": Patch(
+        target=f"{_TORCH_CHECKPOINTS}.save",
+        why="a rank that fails to write its shard raises, and the others wait for it in the next collective",
+        seen={"0.19.8": "7e7d28274d6a"},
+        if_changed="keep",
+        test="tests/training/test_failing_writes.py::test_every_write_of_a_save_may_fail",
+    ),
+    "shard_folders": Patch(
+        target="deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine.makedirs",
+        why="a rank that fails to make the folder raises, and the others wait for it in the next collective",
+        seen={"0.19.8": "15bc03cef0b9"},
+        if_changed="keep",
+        test="tests/training/test_failing_writes.py::test_every_write_of_a_save_may_fail",
+    ),
+    "commit_together": Patch(
+        target=f"{_TORCH_CHECKPOINTS}.commit",
+        why="ranks that wait in its collective for one that still writes a large shard exceed the limit of collectives",
+        seen={"0.19.8": "a275caa036e6"},
+        if_changed="keep",
+        test="tests/watchdog/test_slow_saves.py::test_no_rank_waits_in_a_collective_of_zero_3_while_another_writes",
+    ),
+    "gather_together": Patch(
+        target="deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue",
+        why="ZeRO-3 gathers parameters after a save, and ranks that wait there for slow writers exceed the limit",
+        seen={"0.19.8": "3e29cb88ca58"},
+        if_changed="keep",
+        test="tests/watchdog/test_slow_saves.py::test_no_rank_waits_in_a_collective_of_zero_3_while_another_writes",
+    ),
+    "recovery_script": Patch(
+        target=f"{_ENGINE}._copy_recovery_script",
+        why="rank 0 copies zero_to_fp32.py alone, and where that fails the others wait at a barrier",
+        seen={"0.19.8": "2e619c7ecde2"},
+        if_changed="keep",
+        test="tests/training/test_failing_writes.py::test_every_write_of_a_save_may_fail",
+    ),
+    "latest_after": Patch(
+        target=f"{_ENGINE}.save_checkpoint",
+        why="rank 0 writes `latest` inside the save, and where that fails the others wait at a barrier",
+        seen={"0.19.8": "9edb0451fb54"},
+        if_changed="keep",
+        test="tests/training/test_failing_writes.py::test_every_write_of_a_save_may_fail",
+    ),
+    "nvme_states": Patch(
+        target="shutil:copytree",
+        why="a rank that fails to copy its states from NVMe raises, and the others wait for it",
+        code=(f"{_ENGINE}.save_checkpoint",),
+        seen={"0.19.8": "9edb0451fb54"},
+        if_changed="keep",
+        test="tests/runtime/test_patches.py::test_a_copy_of_states_that_fails_is_noted_while_a_checkpoint_is_saved",
+    ),
+    "mapped_shards": Patch(
+        target=f"{_TORCH_CHECKPOINTS}.load",
+        why="it holds the shards that a run resumes from in host memory, 12 bytes per parameter",
+        seen={"0.19.8": "517bc96fb57f"},
+        if_changed="skip",
+        test="tests/training/test_save_memory.py::test_a_shard_is_mapped_while_a_run_resumes",
+    ),
+    "own_states": Patch(
+        target="torch.optim.optimizer:Optimizer.load_state_dict",
+        why="mapped states would stay pages of a checkpoint that is removed later, and keep it on the disk",
+        seen={"2.13.0": "95f65f9b3c79"},
+        if_changed="skip",
+        test="tests/training/test_save_memory.py::test_a_shard_is_mapped_while_a_run_resumes",
+    ),
+}
+"""Name -> patch."""
+
+
+def active_patches() -> dict[str, Patch]:
+    """The patches of libraries that are installed; `change` of each is one line where its library differs. Imports
+    none of them.
+    """
+    return {name: patch for name, patch in PATCHES.items() if importlib.util.find_spec(patch.library)}
+
+
+def fits(*names: str) -> bool:
+    """Whether patches can be applied to the installed libraries; False where they save time or memory alone.
+
+    Raises:
+        UserError: where results could be wrong.
+    """
+    changed = [PATCHES[name] for name in names if PATCHES[name].change and PATCHES[name].if_changed != "keep"]
+    if refused := [patch.change for patch in changed if patch.if_changed == "refuse"]:
+        raise UserError(refused)
+    return not changed
+
+
+_ORIGINALS = "_dsft_originals"
+"""Attribute of a patched module, class or object: name of the patch -> what it replaced there."""
+
+
+def replace(name: str, by: Callable[[Any], Any], *, on: Any = None) -> None:
+    """Put `by(original)` in the place of a patch's target. Once more, it takes the place of the earlier replacement.
+
+    Args:
+        on: the object whose attribute is replaced; by default the module or class of the target.
+    """
+    patch = PATCHES[name]
+    if not fits(name):
+        return
+    owner = _owner(patch) if on is None else on
+    if _ORIGINALS not in vars(owner):
+        setattr(owner, _ORIGINALS, {})
+    originals = vars(owner)[_ORIGINALS]
+    if name not in originals:
+        originals[name] = getattr(owner, patch.attribute, None)
+    setattr(owner, patch.attribute, by(originals[name]))
+
+
+@contextlib.contextmanager
+def replaced(name: str, by: Callable[[Any], Any], *, on: Any = None) -> Iterator[None]:
+    """`replace` inside a `with`."""
+    patch = PATCHES[name]
+    owner = _owner(patch) if on is None else on
+    missing = object()
+    before = vars(owner).get(patch.attribute, missing)
+    is_outermost = name not in vars(owner).get(_ORIGINALS, {})
+    replace(name, by, on=on)
+    try:
+        yield
+    finally:
+        if is_outermost:
+            vars(owner).get(_ORIGINALS, {}).pop(name, None)
+        if before is not missing:
+            setattr(owner, patch.attribute, before)
+        elif patch.attribute in vars(owner):  # it is the class's own again
+            delattr(owner, patch.attribute)
+
+
+def _owner(patch: Patch) -> Any:
+    module, _, path = patch.target.partition(":")
+    return functools.reduce(getattr, path.split(".")[:-1], importlib.import_module(module))

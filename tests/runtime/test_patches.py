@@ -1,0 +1,152 @@
+"""Laws of what dsft replaces in libraries: known code, one test each, the same applied once or twice, changes told."""
+
+import ast
+import dataclasses
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from transformers import Qwen3MoeConfig, masking_utils
+from transformers.integrations import deepspeed as transformers_deepspeed
+from transformers.integrations import moe
+
+from dsft.checkpoints.save import StagedSave
+from dsft.errors import UserError
+from dsft.models.build import _of_full_shape
+from dsft.models.size import without_zero_init
+from dsft.planner.fake_model import fake_model, meta_model
+from dsft.runtime import patches
+from dsft.runtime.patches import PATCHES
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_every_patch_knows_the_installed_code(name):
+    assert PATCHES[name].digest() in PATCHES[name].seen.values()
+    assert PATCHES[name].change == ""
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_every_patch_names_the_test_that_fails_without_it(name):
+    file, _, test = PATCHES[name].test.partition("::")
+    functions = [node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)]
+    assert test in functions
+
+
+def test_patches_are_listed_without_an_import_of_a_library():
+    code = (
+        "import sys; from dsft.runtime.patches import active_patches; patches = active_patches();"
+        " assert all(patch.change == '' and patch.digest() for patch in patches.values()) and len(patches) > 20;"
+        " assert not {'torch', 'transformers', 'deepspeed', 'peft'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+class Counter:
+    """In the place of a library's class."""
+
+    def find_packed_sequence_indices(self) -> int:
+        return 1
+
+
+def test_applied_twice_a_patch_is_as_applied_once():
+    counter = Counter()
+    for _ in range(2):
+        patches.replace("positions_on_gpu", lambda count: lambda: count() + 1, on=counter)
+    assert counter.find_packed_sequence_indices() == 2
+
+
+def test_after_its_with_a_patch_is_gone_where_it_was_nested_too():
+    original, counter = masking_utils.find_packed_sequence_indices, Counter()
+    with patches.replaced("positions_on_gpu", lambda _: "outer"):
+        with patches.replaced("positions_on_gpu", lambda search: "inner" if search is original else search):
+            assert masking_utils.find_packed_sequence_indices == "inner"
+        assert masking_utils.find_packed_sequence_indices == "outer"
+    assert masking_utils.find_packed_sequence_indices is original
+    with patches.replaced("positions_on_gpu", lambda count: lambda: count() + 1, on=counter):
+        assert counter.find_packed_sequence_indices() == 2
+    assert counter.find_packed_sequence_indices() == 1
+
+
+@pytest.fixture(params=["changed", "gone"])
+def changed(request, monkeypatch):
+    """Has a patch stand for other code than the installed."""
+
+    def change(name: str) -> str:
+        patch = dataclasses.replace(PATCHES[name], seen={"0.0.1": "0123456789ab"})
+        if request.param == "gone":
+            patch = dataclasses.replace(patch, code=(f"{patch.target}_of_another_release",))
+        monkeypatch.setitem(PATCHES, name, patch)
+        return "has no longer" if request.param == "gone" else "changed"
+
+    return change
+
+
+def test_a_changed_library_whose_results_could_be_wrong_is_refused_in_one_line(changed):
+    how = changed("fp16_norm")
+    with pytest.raises(UserError) as refused:
+        patches.fits("fp16_norm")
+    (line,) = refused.value.problems
+    version = importlib.metadata.version("deepspeed")
+    assert line.startswith(f"deepspeed {version} {how} ")
+    assert PATCHES["fp16_norm"].why in line
+    assert line.endswith("pip install deepspeed==0.0.1")
+
+
+def test_a_patch_that_saves_time_is_left_out_where_the_library_changed(changed):
+    changed("positions_on_gpu")
+    original = masking_utils.find_packed_sequence_indices
+    with patches.replaced("positions_on_gpu", lambda _: None):
+        assert masking_utils.find_packed_sequence_indices is original
+    assert "left out" in PATCHES["positions_on_gpu"].change
+
+
+def test_a_patch_that_fails_loudly_is_kept_where_the_library_changed(changed):
+    changed("full_fans")
+    original = torch.nn.init._calculate_fan_in_and_fan_out
+    with patches.replaced("full_fans", lambda _: None):
+        assert torch.nn.init._calculate_fan_in_and_fan_out is None
+    assert torch.nn.init._calculate_fan_in_and_fan_out is original
+
+
+def test_a_model_of_one_rank_is_whole_while_a_training_shards():
+    config = transformers_deepspeed.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    try:
+        with without_zero_init():
+            assert not transformers_deepspeed.is_deepspeed_zero3_enabled()
+        assert transformers_deepspeed.is_deepspeed_zero3_enabled()
+    finally:
+        transformers_deepspeed.unset_hf_deepspeed_config()
+        del config
+
+
+def test_fans_are_those_of_the_full_weight():
+    piece = torch.zeros(6)
+    piece.ds_shape = torch.Size([4, 3])
+    with patches.replaced("full_fans", _of_full_shape):
+        assert torch.nn.init._calculate_fan_in_and_fan_out(piece) == (3, 4)
+
+
+def test_a_fake_mixture_in_fp32_takes_no_grouped_products():
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
+    config = Qwen3MoeConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=8)
+    with fake_model(meta_model(config, dtype=torch.float32, attention="eager")) as model:
+        assert moe._can_use_grouped_mm(None, None, None) is False
+        ids_BT = torch.zeros(1, 8, dtype=torch.long)
+        assert model(input_ids=ids_BT, use_cache=False).logits.shape == (1, 8, 64)
+
+
+def test_a_copy_of_states_that_fails_is_noted_while_a_checkpoint_is_saved(tmp_path):
+    """A rank that raised would leave the others in their next collective."""
+    save = StagedSave(tmp_path / "checkpoint-1")
+    engine = SimpleNamespace(optimizer=SimpleNamespace(), save_checkpoint=print, _copy_recovery_script=print)
+    with save.noting_errors_of(TorchCheckpointEngine(), engine):
+        shutil.copytree(tmp_path / "missing", tmp_path / "copy")
+    assert "missing" in save.errors[0]
+    with pytest.raises(FileNotFoundError):
+        shutil.copytree(tmp_path / "missing", tmp_path / "copy")
