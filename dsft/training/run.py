@@ -57,6 +57,7 @@ from dsft.runtime.hardware import (
     keep_freed_memory,
     peak_resident_bytes,
 )
+from dsft.runtime.patches import active_patches
 from dsft.runtime.run_lock import only_run_in, wait_for_a_killed_run
 from dsft.runtime.versions import git_commit, versions
 from dsft.training.metrics import compute_of
@@ -147,6 +148,8 @@ def describe_plan(run: ResolvedRun) -> None:
             f"warning: {plan.host_bytes / GiB:.1f} GiB of host memory are planned and {free / GiB:.1f} are free: other"
             " programs hold the rest, and the kernel may kill a rank"
         )
+    for change in sorted({patch.change for patch in active_patches().values() if patch.change}):
+        say(f"warning: {change}")
     for note in run.notes:
         say(f"note: {note}")
 
