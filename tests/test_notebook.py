@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 import checkpoint_tools as tools
 
 from dsft.cli.commands import PlanOptions
-from dsft.cli.plan_machine import read_machines
+from dsft.cli.plan import read_machines
 from dsft.config.options import TrainConfig
 from dsft.perplexity.scoring import token_nats
 from dsft.run_setup.alternatives import usual_config

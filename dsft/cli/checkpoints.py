@@ -1,13 +1,19 @@
-"""Runs `dsft checkpoints RUN` and `dsft verify CHECKPOINT`: what can be resumed from, and whether it is complete."""
+"""`dsft checkpoints`, `verify`, `export` and `merge`: what can be resumed from, whether it is complete, and a plain
+Hugging Face folder of it, read back before they say so.
 
+Problems of the folders are reported before torch is loaded, which takes seconds.
+"""
+
+import dataclasses
 from pathlib import Path
 
 from dsft.checkpoints.manifest import MANIFEST, checkpoints, files_of, integrity_errors, read_manifest
-from dsft.checkpoints.run_folder import FINAL
-from dsft.cli.commands import FolderOptions
+from dsft.checkpoints.run_folder import FINAL, check_new_folder, find_adapter, find_weights
+from dsft.cli.commands import ExportOptions, FolderOptions
 from dsft.errors import UserError, raise_if_any
 from dsft.models.pickles import is_read_pickle, pickle_errors
-from dsft.runtime.console import show_table
+from dsft.runtime.console import set_up_screen, show_table
+from dsft.runtime.quick_imports import quick_imports
 from dsft.units import GB, plural
 
 
@@ -71,3 +77,25 @@ def _folders_of_run(path: Path) -> list[Path]:
 
 def _num_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in files_of(folder))
+
+
+def run_export(options: ExportOptions) -> None:
+    """Export a run or a checkpoint."""
+    find_weights(options.source)
+    check_new_folder(options.out)
+    set_up_screen()
+    with quick_imports():
+        from dsft.checkpoints.export import export
+
+    print(f"dsft: written and read back: {export(**dataclasses.asdict(options))}")
+
+
+def run_merge(options: ExportOptions) -> None:
+    """Merge an adapter into its base model."""
+    find_adapter(options.source)
+    check_new_folder(options.out)
+    set_up_screen()
+    with quick_imports():
+        from dsft.checkpoints.export import merge
+
+    print(f"dsft: merged, written and read back: {merge(**dataclasses.asdict(options))}")

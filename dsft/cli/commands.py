@@ -229,7 +229,7 @@ COMMANDS = {
         "perplexity on all GPUs of this machine", "", LaunchOptions, EvalConfig, frozenset(_EVAL.split()), _LAUNCHED
     ),
     "compare": Command(
-        "results of dsft eval against each other, with intervals", "dsft.cli.compare:run_compare", CompareOptions
+        "results of dsft eval against each other, with intervals", "dsft.cli.report:run_compare", CompareOptions
     ),
     "report": Command(
         "one page about runs: curves, perplexity, memory, time, options",
@@ -276,12 +276,12 @@ COMMANDS = {
         "whether a checkpoint is as it was written", "dsft.cli.checkpoints:verify_checkpoint", FolderOptions
     ),
     "export": Command(
-        "a run or checkpoint as a plain Hugging Face folder", "dsft.cli.export:run_export", ExportOptions
+        "a run or checkpoint as a plain Hugging Face folder", "dsft.cli.checkpoints:run_export", ExportOptions
     ),
-    "merge": Command("an adapter merged into its base model", "dsft.cli.export:run_merge", ExportOptions),
+    "merge": Command("an adapter merged into its base model", "dsft.cli.checkpoints:run_merge", ExportOptions),
     "completion": Command(
         "what teaches bash, zsh or fish these commands and options",
-        "dsft.cli.completion:print_completion",
+        "dsft.cli.help:print_completion",
         CompletionOptions,
         details=_COMPLETION,
     ),

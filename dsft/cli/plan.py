@@ -1,18 +1,27 @@
-"""`dsft plan`: options of a training and a machine -> what the training would decide.
+"""`dsft plan`: options of a training and a machine (this one measured, or one on paper) -> what the training would
+decide.
 
-What is wrong with the options is told before torch is loaded, which takes seconds; plan_answers.py does the work.
+Problems of the options are reported before torch is loaded, which takes seconds; plan_answers.py does the work.
 """
 
 import dataclasses
+import json
+import shutil
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from dsft.cli.commands import PlanOptions
-from dsft.cli.plan_machine import read_machines
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
-from dsft.errors import raise_if_any, without_second_errors
+from dsft.errors import UserError, raise_if_any, without_second_errors
+from dsft.planner.gpus import GPUS, choose_gpu, named_gpus, same_memory
 from dsft.run_setup.named_files import NOT_NEEDED, check_named_files
+from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, require_seen_gpus, split_gpus, this_machine
+from dsft.runtime.launcher_env import read_hosts
 from dsft.runtime.quick_imports import quick_imports
+from dsft.units import GB
 
 
 def run(options: PlanOptions, argv: Sequence[str]) -> None:
@@ -45,3 +54,154 @@ def _impossible_numbers(options: PlanOptions) -> list[str]:
         for name in ("tokens_per_step", "tokens", "dollars_per_gpu_hour", "sequence_parallel")
         if getattr(options, name) is not None and not getattr(options, name) > 0
     ]
+
+
+ASSUMED_GPU = "A100-80GB"
+MOST_GPUS_PER_NODE = 72
+"""GB200 NVL72, the largest machine that is sold as one."""
+MOST_GPUS = 100_000
+"""Of the largest clusters that are known."""
+
+
+def read_machines(options: PlanOptions) -> list[Machine]:
+    """The machine that the hardware options describe, once for each number of nodes.
+
+    Raises:
+        UserError: for an impossible number, a text that cannot be read, and GPUs of this machine that torch does not
+            see.
+    """
+    hosts = {node.name: node.slots for node in read_hosts(options.hostfile)} if options.hostfile else None
+    if hosts and options.nodes:
+        raise UserError([f"--nodes {options.nodes}: --hostfile {options.hostfile} says {len(hosts)}; keep one"])
+    nodes = [len(hosts)] if hosts else _read_nodes(options.nodes or "1")
+    slots = min(hosts.values()) if hosts else None
+    if options.machine:
+        machine = _carried(options, slots)
+    elif not (options.gpus or options.gpu_type or hosts):
+        require_seen_gpus()
+        machine = this_machine()
+    elif hosts and not (options.gpus or options.gpu_type) and has_gpu():
+        machine = dataclasses.replace(this_machine(), ranks_per_node=slots)
+    else:
+        if not (options.gpus or options.gpu_type):
+            print(
+                f"dsft: no GPU here to take as a sample: {ASSUMED_GPU} assumed; --gpus 8xH100 or --gpu_type says"
+                " otherwise",
+                file=sys.stderr,
+            )
+        machine = _on_paper(options, slots)
+    if options.host_memory:
+        machine = dataclasses.replace(machine, host_bytes=parse_bytes(options.host_memory))
+    if options.nvme and Path(options.nvme).is_dir():
+        machine = dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(options.nvme).free, nvme_path=options.nvme)
+    elif options.nvme:
+        machine = dataclasses.replace(machine, nvme_bytes=parse_bytes(options.nvme))
+    if options.interconnect:
+        links = _asked_links(machine.interconnect, options.interconnect)
+        machine = dataclasses.replace(machine, interconnect=links)
+    if machine.ranks_per_node * max(nodes) > MOST_GPUS:
+        raise UserError(
+            [f"{machine.ranks_per_node * max(nodes):,} GPUs: the largest clusters have {MOST_GPUS:,}; lower --nodes"]
+        )
+    return [dataclasses.replace(machine, nodes=number, host_names=tuple(sorted(hosts or ()))) for number in nodes]
+
+
+def _asked_links(read: str, asked: str) -> str:
+    """Return `asked` and, where it names links within a node or its network alone, the other one as it was read."""
+    kinds = {_is_network(part) for part in asked.split("+")}
+    kept = [part for part in read.split("+") if part and _is_network(part) not in kinds]
+    return "+".join(sorted([*asked.split("+"), *kept], key=_is_network))
+
+
+def _is_network(part: str) -> bool:
+    return not part.lower().startswith(("nvlink", "pcie"))
+
+
+def _carried(options: PlanOptions, slots: int | None) -> Machine:
+    machine = read_machine(Path(options.machine).expanduser())
+    for name in ("gpus", "gpu_type"):
+        if asked := getattr(options, name):
+            raise UserError([f"--{name} {asked}: --machine {options.machine} says it; keep one"])
+    if slots and slots != machine.ranks_per_node:
+        raise UserError(
+            [
+                f"--machine {options.machine}: a plan for {machine.ranks_per_node} ranks; --hostfile {options.hostfile}"
+                f" says {slots} per node"
+            ]
+        )
+    return machine
+
+
+def describe_machine(machine: Machine, *, dtype: str) -> dict[str, Any]:
+    """Make what `--machine` reads: this machine and what was measured on it, without names of hosts and folders."""
+    fields = dataclasses.asdict(machine)
+    if machine.measured:
+        from dsft.planner.calibration import to_carry  # with torch, which `read_machines` on paper does without
+
+        fields |= {"carried": to_carry(machine, dtype=dtype), "nvme_path": ""}
+    return fields
+
+
+def read_machine(path: Path) -> Machine:
+    """Read the machine of a plan that `dsft plan --calibrate --json` printed there.
+
+    Raises:
+        UserError: where the file cannot be read, or nothing was measured there.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))["machine"]
+        carried = {name: fields["carried"][name] for name in ("bits", "ranks", "outside")}
+        machine = Machine(**fields | {"measured": False, "carried": carried, "host_names": ()})
+    except OSError as error:
+        raise UserError([f"--machine {path}: {error.strerror}"]) from None
+    except (KeyError, TypeError, ValueError):
+        machine = None
+    if not (machine and machine.carried["ranks"]):
+        raise UserError([f"--machine {path}: no measured rates in it; write it with dsft plan --calibrate --json"])
+    return machine
+
+
+def _on_paper(options: PlanOptions, slots: int | None) -> Machine:
+    number, word = split_gpus(options.gpus) if options.gpus else (slots or 8, "")
+    if slots and number != slots:
+        raise UserError(
+            [f"--gpus {options.gpus}: --hostfile {options.hostfile} says {slots} per node; make them the same"]
+        )
+    if number > MOST_GPUS_PER_NODE:
+        raise UserError([f"--gpus {options.gpus}: no node has more than {MOST_GPUS_PER_NODE} GPUs; use --nodes"])
+    gpu_type, size = options.gpu_type or "", 0
+    if named_gpus(word):
+        if gpu_type:
+            raise UserError([f"--gpus {options.gpus} and --gpu_type {gpu_type} both name the card; keep one"])
+        gpu_type = word
+    elif word:
+        size = parse_bytes(word)
+    name = choose_gpu(gpu_type or ("" if options.gpus else ASSUMED_GPU), size)
+    gpu = GPUS[name]
+    whole = not size or size >= 0.98 * gpu.usable_bytes or size >= 0.98 * gpu.memory_gb * GB
+    return Machine(
+        nodes=1,
+        ranks_per_node=number,
+        device_bytes=gpu.usable_bytes if whole else size,
+        host_bytes=1000 * GB,
+        has_gpu=True,
+        gpu_type=name,
+    )
+
+
+def assumed_card(options: PlanOptions, machine: Machine) -> str:
+    """Say for which card the time is, where only a size was given and others have it too; else ""."""
+    if not options.gpus or options.gpu_type or named_gpus(split_gpus(options.gpus)[1]):
+        return ""
+    others = ", ".join(same_memory(machine.gpu_type))
+    return f"{machine.gpu_type} assumed, {others} have as much memory (--gpu_type); " if others else ""
+
+
+def _read_nodes(text: str) -> list[int]:
+    try:
+        nodes = [int(word) for word in text.split(",")]
+    except ValueError:
+        nodes = [0]
+    if min(nodes) < 1:
+        raise UserError([f"--nodes {text}: write a number of at least 1, or several with commas, for example 1,2,4,8"])
+    return nodes

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsft.cli.commands import PlanOptions
-from dsft.cli.plan_machine import read_machines
+from dsft.cli.plan import read_machines
 from dsft.errors import UserError
 from dsft.planner import calibration
 from dsft.planner.calibration import calibrated, keep_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsft.cli.commands import PlanOptions
-from dsft.cli.plan_machine import read_machines
+from dsft.cli.plan import read_machines
 from dsft.errors import UserError
 from dsft.launch.environment import accelerator
 from dsft.planner.gpus import GPUS
@@ -107,8 +107,8 @@ def test_a_machine_whose_kernel_tells_no_rate_is_given_the_network_of_a_virtual_
 )
 def test_what_the_option_leaves_out_stays_as_it_was_read(read, asked, planned, monkeypatch):
     here = Machine(nodes=1, ranks_per_node=8, device_bytes=80 * GB, host_bytes=10**12, has_gpu=True, interconnect=read)
-    monkeypatch.setattr("dsft.cli.plan_machine.require_seen_gpus", lambda: None)
-    monkeypatch.setattr("dsft.cli.plan_machine.this_machine", lambda: here)
+    monkeypatch.setattr("dsft.cli.plan.require_seen_gpus", lambda: None)
+    monkeypatch.setattr("dsft.cli.plan.this_machine", lambda: here)
     assert [each.interconnect for each in read_machines(PlanOptions(interconnect=asked))] == [planned]
 
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from dsft.cli.commands import PlanOptions
-from dsft.cli.plan_machine import describe_machine, read_machine, read_machines
+from dsft.cli.plan import describe_machine, read_machine, read_machines
 from dsft.errors import UserError
 from dsft.planner.calibration import calibrated, keep_outside, keep_ranks
 from dsft.planner.step_time import speeds_of
