@@ -172,7 +172,7 @@ PATCHES = {
             "0.21.2": "d4409e12d9a5",
         },
         if_changed="keep",  # every tensor would be reported as missing
-        test="tests/checkpoints/test_adapters.py::test_each_tensor_of_an_adapter_has_a_place_or_is_named",
+        test="tests/checkpoints/test_export_adapters.py::test_each_tensor_of_an_adapter_has_a_place_or_is_named",
     ),
     "grouped_products": Patch(
         target="transformers.integrations.moe:_can_use_grouped_mm",
