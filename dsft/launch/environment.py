@@ -121,7 +121,7 @@ def launcher_environment(
         nodes: those that it reaches through ssh.
         link: waits for the ranks.
     """
-    peers = launcher.peers()
+    peers = [node.name for node in nodes] or launcher.peers()
     addresses = own_addresses(peers) if peers else [LOOPBACK]
     token_file = send_token(nodes, link.server.token) if nodes else None
     added = link.variable(addresses, token_file=token_file) | accelerator()

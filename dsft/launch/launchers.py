@@ -135,8 +135,10 @@ class Launcher:
         return hosts_of(hosts) if hosts else []
 
     def peers(self) -> list[str]:
-        """Hosts from which ranks connect to this process; none where all of its ranks run here."""
-        return [node.name for node in self.ssh_nodes()]
+        """Hosts that are not reached through ssh, from which ranks connect to this process; none where all of its ranks
+        run here.
+        """
+        return []
 
     def without(self, lost: Sequence[str], words: list[str]) -> str:
         """The command that continues without the nodes `lost`, with `words` from train or eval on; empty where no node
@@ -377,7 +379,7 @@ class Accelerate(Launcher):
         return [*with_flags(RUNNERS["accelerate launch"], flags), str(file), *script]
 
     def peers(self) -> list[str]:
-        return super().peers() or [self.options.master_addr or os.environ.get("MASTER_ADDR") or LOOPBACK]
+        return [self.options.master_addr or os.environ.get("MASTER_ADDR") or LOOPBACK]
 
     def without(self, lost: Sequence[str], words: list[str]) -> str:
         """Not through accelerate, whose file names the nodes: the same run by the host file or by torchrun."""
