@@ -26,7 +26,7 @@ MERGEABLE = frozenset(
         *("SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT"),
     )
 )
-"""Types whose merge by peft computes what base and adapter do (each is in tests/checkpoints/test_export_adapters.py)."""
+"""Types whose merge by peft computes what base and adapter do (each in tests/checkpoints/test_export_adapters.py)."""
 SCORABLE = MERGEABLE | {"BEFT", "LILY"}
 """Types that change modules inside the base, whose tensors can be compared with it before its weights are loaded."""
 STREAMABLE_FIELDS = frozenset(
