@@ -18,7 +18,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 from dsft.errors import ends_with_clear_errors
 from dsft.perplexity.of_training import read_evaluation
-from dsft.run_setup.named_files import check_before_meeting
+from dsft.run_setup.named_files import check_before_rendezvous
 from dsft.runtime import distributed
 from dsft.runtime.console import print_table, say, set_up_screen
 from dsft.runtime.launcher_env import check_words, map_launcher_variables
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
         check_words(argv := sys.argv[1:])
     problems: list[str] = []
     config = read_evaluation(argv, problems)
-    check_before_meeting(config, problems)
+    check_before_rendezvous(config, problems)
     set_up_screen()
     with quick_imports():
         distributed.start_ranks(

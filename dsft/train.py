@@ -20,7 +20,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
 from dsft.errors import ends_with_clear_errors
-from dsft.run_setup.named_files import check_before_meeting
+from dsft.run_setup.named_files import check_before_rendezvous
 from dsft.runtime import distributed, preemption
 from dsft.runtime.console import set_up_screen
 from dsft.runtime.launcher_env import check_words, map_launcher_variables
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
         check_words(argv := sys.argv[1:])
     problems: list[str] = []
     options = read_config(TrainConfig, argv, problems)
-    check_before_meeting(options, problems)
+    check_before_rendezvous(options, problems)
     set_up_screen()
     # Before any TrainingArguments: transformers would make a process group that DeepSpeed does not know of.
     preemption.listen()

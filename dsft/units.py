@@ -1,5 +1,6 @@
-"""What every room shares: units as dsft writes them, the padded width of rows, the label of ignored tokens."""
+"""What every room shares: units as dsft writes them, a batch, the padded width of rows, the label of ignored tokens."""
 
+from dataclasses import dataclass
 from typing import Any
 
 KiB, MiB, GiB, TiB = 1024, 1024**2, 1024**3, 1024**4
@@ -13,6 +14,22 @@ IGNORED = -100
 """The label of a token that is not trained or scored, as transformers has it."""
 PADDED_MULTIPLE = 8
 """Rows are padded to a multiple of this: what matrix units like."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How the sequences of one optimizer step are shared."""
+
+    micro: int
+    """Sequences of one forward on one rank."""
+    accumulation: int
+    """Micro batches of one optimizer step."""
+    ranks: int
+
+    @property
+    def sequences(self) -> int:
+        """Of one optimizer step over all ranks."""
+        return self.micro * self.accumulation * self.ranks
 
 
 def padded_width(length: Any) -> Any:

@@ -18,26 +18,19 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import split_flags
 from dsft.data.sequences import Sequences
 from dsft.data.training_data import is_prepared, load_training_data
-from dsft.errors import UserError, raise_if_any, shown_command
+from dsft.errors import UserError, shown_command
 from dsft.models.size import ModelSize
 from dsft.planner.calibration import calibrate
 from dsft.planner.candidates import SEQUENCES_PER_RANK
-from dsft.planner.evaluation_plan import (
-    EvaluationPlan,
-    all_evaluation_plans,
-    choose_evaluation,
-    longest_window,
-    refused_heads,
-    refused_number,
-)
+from dsft.planner.evaluation_plan import EvaluationPlan, plan_evaluation
 from dsft.planner.plans import Plan, RunCost, as_dict, run_cost, shortlist, write_plan
 from dsft.planner.step_time import TIME_RANGE
 from dsft.planner.terms import MEMORY_ERROR
 from dsft.run_setup.alternatives import Alternative, Largest, largest_models, longest_sequence, seconds_at, ways_to_fit
-from dsft.run_setup.resolve import Choice, OfflineRun, auto_dtype, plan_offline, resolve_offline, speeds_for
+from dsft.run_setup.resolve import Choice, DecidedRun, auto_dtype, plan_offline, resolve_offline
 from dsft.runtime.console import show_table, show_text
 from dsft.runtime.hardware import Machine, has_gpu
-from dsft.units import GiB, in_gib, plural
+from dsft.units import Batch, GiB, in_gib, plural
 
 NOTHING_FITS = 1
 """Exit code."""
@@ -96,7 +89,7 @@ def _calibrate(request: Request, machine: Machine) -> None:
         )
 
 
-def _decided(request: Request, machine: Machine) -> OfflineRun:
+def _decided(request: Request, machine: Machine) -> DecidedRun:
     """What the training would decide on this machine; what was rounded is said."""
     training, problems = request.training, []
     wanted = request.options.tokens_per_step
@@ -107,7 +100,7 @@ def _decided(request: Request, machine: Machine) -> OfflineRun:
             f"--tokens_per_step {wanted} is less than one sequence of --seq_len {training.seq_len}; raise it"
         )
     elif wanted:
-        share = machine.world_size * (training.training.get("per_device_train_batch_size") or 1)
+        share = Batch(training.training.get("per_device_train_batch_size") or 1, 1, machine.world_size).sequences
         sequences = max(1, wanted // training.seq_len // share) * share
         training = dataclasses.replace(training, global_batch_size=sequences)
         if sequences * training.seq_len != wanted:
@@ -123,7 +116,7 @@ def _decided(request: Request, machine: Machine) -> OfflineRun:
     return offline
 
 
-def _choice(offline: OfflineRun, machine: Machine) -> Choice:
+def _choice(offline: DecidedRun, machine: Machine) -> Choice:
     return plan_offline(offline.options, offline.job, machine, zero_file=offline.zero_file)
 
 
@@ -222,7 +215,7 @@ class Epoch:
     """Tokens of a sequence as it is fed, padding included, in the mean."""
 
 
-def prepared_epoch(run: OfflineRun, plan: Plan, machine: Machine) -> Epoch | None:
+def prepared_epoch(run: DecidedRun, plan: Plan, machine: Machine) -> Epoch | None:
     """Counts one epoch of the run's data; None where its tokens have not been prepared."""
     options, tokenizer = run.options, run.tokenizer
     if options.eval_data:  # lies beside what is trained on
@@ -244,12 +237,12 @@ def prepared_epoch(run: OfflineRun, plan: Plan, machine: Machine) -> Epoch | Non
         fed, items = tokens / (1 - data.counts["padding_share"]), items * plan.micro_batch
     else:
         fed = tokens / data.counts["fill_rate"]
-    per_step = plan.micro_batch * plan.accumulation * machine.world_size
+    per_step = plan.batch(machine.world_size).sequences
     mean_len = min(options.seq_len, max(1, round(fed / items)))
     return Epoch(tokens=tokens, steps=-(-items // per_step), mean_len=mean_len)
 
 
-def _cost(options: PlanOptions, offline: OfflineRun, choice: Choice, machine: Machine) -> RunCost | None:
+def _cost(options: PlanOptions, offline: DecidedRun, choice: Choice, machine: Machine) -> RunCost | None:
     """Hours of the whole training: of the tokens that are named, else of data that is prepared."""
     plan, training = choice.plan, offline.options.training
     if not plan.has_time_estimate:
@@ -283,8 +276,8 @@ def _scale(request: Request, machines: list[Machine]) -> None:
     smallest = min(machines, key=lambda machine: machine.world_size)
     offline = _decided(request, smallest)
     job = offline.job
-    per_rank = (job.micro_batch or SEQUENCES_PER_RANK) * (job.accumulation or 1)
-    per_step = job.sequences_per_step or per_rank * smallest.world_size
+    batch = Batch(job.micro_batch or SEQUENCES_PER_RANK, job.accumulation or 1, smallest.world_size)
+    per_step = job.sequences_per_step or batch.sequences
     rows = []
     for machine in machines:
         grown = per_step * machine.world_size // smallest.world_size if options.scaling == "weak" else per_step
@@ -313,29 +306,32 @@ def _perplexity(request: Request, machine: Machine) -> None:
     batch_tokens = request.training.batch_tokens
     training = dataclasses.replace(request.training, batch_tokens=None, zero="auto", packing=False)
     offline = _decided(dataclasses.replace(request, training=training), machine)
-    speeds = speeds_for(offline.job, machine)
-    ranks = {"sequence_parallel": request.options.sequence_parallel}
-    refusal = refused_number(ranks["sequence_parallel"], machine.world_size)
-    raise_if_any([refusal] if refusal else [])
-    refusal = refused_heads(offline.job.size, size=ranks["sequence_parallel"], world=machine.world_size)
-    raise_if_any([f"sequence_parallel={ranks['sequence_parallel']}: {refusal}"] if refusal else [])
-    plans = all_evaluation_plans(offline.job, machine, speeds, batch_tokens=batch_tokens, **ranks)
-    chosen, why = choose_evaluation(plans, machine)
-    longest = longest_window(offline.job, machine, speeds, **ranks)
+    choice = plan_evaluation(
+        offline.model,
+        machine,
+        dtype=offline.options.dtype,
+        seq_len=offline.options.seq_len,
+        attention=request.options.attention,
+        batch_tokens=batch_tokens,
+        sequence_parallel=request.options.sequence_parallel,
+    )
     if request.options.json:
         print_json(
             {
-                "chosen": dataclasses.asdict(chosen) | {"reason": why},
-                "candidates": [dataclasses.asdict(plan) for plan in plans],
-                "longest_window": longest,
+                "chosen": dataclasses.asdict(choice.plan) | {"reason": choice.reason},
+                "candidates": [dataclasses.asdict(plan) for plan in choice.candidates],
+                "longest_window": choice.longest_window,
             }
         )
     else:
-        show_evaluation_plans(chosen, plans, offline.job.size, machine, has_time_estimate=speeds.has_time_estimate)
-        show_text(why)
-        if longest:
+        known = choice.speeds.has_time_estimate
+        show_evaluation_plans(
+            choice.plan, list(choice.candidates), offline.model.size, machine, has_time_estimate=known
+        )
+        show_text(choice.reason)
+        if choice.longest_window:
             ranks_of_window = plural(request.options.sequence_parallel, "rank")
-            print(f"longest window that fits: {longest:,} tokens on {ranks_of_window}")
+            print(f"longest window that fits: {choice.longest_window:,} tokens on {ranks_of_window}")
 
 
 def print_json(content: Any) -> None:

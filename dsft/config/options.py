@@ -22,8 +22,6 @@ from typing import Any, Literal
 
 HALF_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
 """Flag of TrainingArguments -> the `dtype` that says the same."""
-SCHEDULE_FREE = "schedule_free"
-"""With which the names of optimizers begin that evaluate and save an average of the weights."""
 UNQUANTISED = "none"
 """Of the option `quantization` of an evaluation: the model as it lies on disk."""
 

@@ -30,7 +30,7 @@ from dsft.models.tokenizer import split_tokens
 from dsft.models.trials import NO_RULES, RowRules
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
-from dsft.units import plural
+from dsft.units import Batch, plural
 
 GROUPINGS = {
     None: LengthGrouping.WITHIN_STEP,
@@ -113,7 +113,8 @@ class TrainingData:
             return
         if not may_mix and not isinstance(self.items, Sequences):
             return
-        steps = PaddedToFullSteps(self.items, micro_batch * args.gradient_accumulation_steps * world_size)
+        batch = Batch(micro_batch, args.gradient_accumulation_steps, world_size)
+        steps = PaddedToFullSteps(self.items, batch.sequences)
         seed = shuffle_seed(args.data_seed, args.seed)
         order = EpochSampler(steps, seed=seed, step=lambda: 0, grouping=self.grouping).order(0)
         if isinstance(self.items, Sequences):

@@ -297,8 +297,7 @@ def _plan(argv: list[str], machine: Machine, facts: dict[str, NodeFacts], plan: 
     from dsft.config.options import TrainConfig
     from dsft.config.reader import read_config
     from dsft.run_setup.checkpoint_size import checkpoint_size
-    from dsft.run_setup.decisions import Draft
-    from dsft.run_setup.resolve import check_run, decide_job, plan_run
+    from dsft.run_setup.resolve import plan_run, resolve_offline
 
     problems: list[str] = []
     options = asked = read_config(TrainConfig, argv, problems)
@@ -306,18 +305,16 @@ def _plan(argv: list[str], machine: Machine, facts: dict[str, NodeFacts], plan: 
     elsewhere = ("output_dir", "eval_strategy", "load_best_model_at_end", "metric_for_best_model")
     training = {name: value for name, value in options.training.items() if name not in elsewhere}
     options = dataclasses.replace(options, data=[], eval_data=[], eval_fraction=0.0, training=training)
-    checked = check_run(options, machine, problems)
-    fix = "correct it in the configuration"
-    plan.findings += [finding("configuration", "here", problem, fix) for problem in dict.fromkeys(checked.problems)]
-    if not checked.model or checked.problems:
+    try:
+        run = resolve_offline(options, machine, starts=True, problems=problems)
+    except UserError as error:
+        fix = "correct it in the configuration"
+        plan.findings += [finding("configuration", "here", problem, fix) for problem in dict.fromkeys(error.problems)]
         return
-    draft = Draft(checked.options)
-    job = decide_job(draft, checked.model, checked.data).job
-    options = draft.options
-    choice = plan_run(options, job, machine, zero_file=checked.zero_file)
+    choice = plan_run(run.options, run.job, machine, zero_file=run.zero_file)
     chosen, plan.text = choice.plan, choice.reason
-    whole = dataclasses.replace(asked, dtype=options.dtype)
-    plan.written_bytes = checkpoint_size(whole, checked.model.size, chosen.deepspeed_config).total_bytes
+    whole = dataclasses.replace(asked, dtype=run.options.dtype)
+    plan.written_bytes = checkpoint_size(whole, run.model.size, chosen.deepspeed_config).total_bytes
     short = {name: node.available_bytes for name, node in facts.items() if node.available_bytes < chosen.host_bytes}
     if short:
         needed, least = chosen.host_bytes / GiB, min(short.values()) / GiB

@@ -34,10 +34,7 @@ from dsft.models.trials import architecture_problems
 from dsft.models.weights import adapter_problems, weight_problems
 from dsft.perplexity.modes import protocol_configs
 from dsft.perplexity.results import REPORTS
-from dsft.planner.calibration import calibrated
-from dsft.planner.evaluation_plan import all_evaluation_plans, choose_evaluation, evaluation_section, longest_window
-from dsft.planner.job import Job, attention_of
-from dsft.planner.step_time import speeds_of
+from dsft.planner.evaluation_plan import evaluation_section, plan_evaluation
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine, has_gpu
 
@@ -234,26 +231,22 @@ def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
     Raises:
         UserError: where nothing fits.
     """
-    seq_len = max(config.seq_len for config in candidate.configs())
-    job = Job(
-        size=candidate.facts.size,
-        model_config=candidate.facts.config,
+    choice = plan_evaluation(
+        candidate.facts,
+        machine,
         dtype=dtype,
-        seq_len=seq_len,
-        attention=attention_of(candidate.facts, seq_len=seq_len, masked=False),
+        seq_len=max(config.seq_len for config in candidate.configs()),
+        batch_tokens=candidate.config.batch_tokens,
+        sequence_parallel=candidate.config.sequence_parallel,
     )
-    speeds = calibrated(speeds_of(machine, dtype=job.dtype), machine, dtype=job.dtype)
-    ranks = {"sequence_parallel": candidate.config.sequence_parallel}
-    plans = all_evaluation_plans(job, machine, speeds, batch_tokens=candidate.config.batch_tokens, **ranks)
-    chosen, why = choose_evaluation(plans, machine)
-    if not chosen.fits:
-        longest = longest_window(job, machine, speeds, **ranks)
+    if not choice.plan.fits:
+        longest = choice.longest_window
         fits = f" The longest window that fits has {longest:,} tokens." if longest else ""
         raise UserError(
-            f"zero=auto for {candidate.name}: {why}{fits} Use more GPUs or nodes, a smaller batch_tokens or"
+            f"zero=auto for {candidate.name}: {choice.reason}{fits} Use more GPUs or nodes, a smaller batch_tokens or"
             " seq_len, sequence_parallel, or set zero yourself"
         )
-    return chosen.zero
+    return choice.plan.zero
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dsft.planner.optimizers import OPTIMIZERS
 from dsft.planner.step_time import Speeds, speeds_of
 from dsft.planner.terms import ASSUMED
 from dsft.runtime.disk import user_cache, write_json
@@ -222,12 +223,10 @@ def _training_flops(place: torch.device, dtype: torch.dtype) -> float:
 
 def _adam_bytes(place: torch.device) -> float:
     """Bytes per second of a rank's own memory in an update by fused AdamW."""
-    from dsft.planner.zero_layout import OPTIMIZERS
-
     weights = torch.nn.Parameter(torch.randn(_collective_numbers(place), device=place))
     weights.grad = torch.randn_like(weights)
     adam = torch.optim.AdamW([weights], fused=True)
-    traffic = OPTIMIZERS["adamw_torch_fused"].traffic
+    traffic = OPTIMIZERS["adamw_torch_fused"].update_bytes
     return weights.numel() * traffic / _slowest_seconds(adam.step, place)
 
 
@@ -300,6 +299,11 @@ def _outside_bytes(place: torch.device) -> int:
 
 def speeds_file() -> Path:
     return user_cache() / "speeds.json"
+
+
+def speeds_for(machine: Machine, *, dtype: str) -> Speeds:
+    """Return the speeds that a plan counts on: measured ones where there are some, else assumed ones."""
+    return calibrated(speeds_of(machine, dtype=dtype), machine, dtype=dtype)
 
 
 def calibrated(speeds: Speeds, machine: Machine, *, dtype: str) -> Speeds:
@@ -380,7 +384,7 @@ def _with_ranks(speeds: Speeds, machine: Machine, *, dtype: str) -> Speeds:
 
 def _with_product(speeds: Speeds, machine: Machine, *, dtype: str) -> Speeds:
     """Time a product where this machine's GPU is in no table, once: it is kept for later plans. Where it cannot be
-    timed, no time is told.
+    timed, no time is estimated.
     """
     if speeds.has_time_estimate or not (machine.has_gpu and machine.measured):
         return speeds
@@ -417,19 +421,16 @@ def _ranks_key(machine: Machine, dtype: str) -> str:
     """Name this host, its CPU, the cores that may be used and GPU, how many ranks share them, and in how many bits they
     compute.
     """
-    return (
-        f"{socket.gethostname()}, {machine.cores} x {_cpu_name()}, {machine.gpu_type or 'no GPU'}:"
-        f" {machine.ranks_per_node} ranks, {8 * DTYPE_BYTES[dtype]} bits"
-    )
-
-
-def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    cpu = names[0] if names else platform.machine()
+    return (
+        f"{socket.gethostname()}, {machine.cores} x {cpu}, {machine.gpu_type or 'no GPU'}:"
+        f" {machine.ranks_per_node} ranks, {8 * DTYPE_BYTES[dtype]} bits"
+    )
 
 
 def _links_key(host_names: Iterable[str]) -> str:

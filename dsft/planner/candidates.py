@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from dsft.config.deepspeed import compose, get_value, read_zero_file, stage
-from dsft.config.options import SCHEDULE_FREE
 from dsft.models.size import ModelSize
 from dsft.planner.job import Job
+from dsft.planner.optimizers import optimizer_memory
 from dsft.runtime.hardware import Machine
+from dsft.units import Batch
 
 SEQUENCES_PER_RANK = 8
 """Sequences of one optimizer step on each rank where nothing is said: TrainingArguments' own
@@ -51,9 +52,9 @@ NAMES = (
 def candidate_names(job: Job, machine: Machine) -> list[str]:
     """List the configurations that make sense for this model and machine."""
     left_out = set()
-    if job.optimizer.startswith(SCHEDULE_FREE):
+    if optimizer_memory({}, job.optimizer).counts_steps:
         in_fp32, sums = job.dtype == "float32", job.fp32_accumulation
-        return ["0", "1", "2"] if in_fp32 else ["2"] if sums else ["1", "2"]  # checks.py says why
+        return ["0", "1", "2"] if in_fp32 else ["2"] if sums else ["1", "2"]  # training_checks.py says why
     if job.fp32_accumulation and job.dtype != "float32":
         left_out |= set(NO_FP32_SUMS)
     elif machine.world_size == 1:
@@ -87,8 +88,8 @@ def batches(job: Job, world_size: int) -> Iterator[tuple[int, int]]:
     """
     if job.micro_batch or job.accumulation:
         micro = job.micro_batch or SEQUENCES_PER_RANK
-        per_step = job.sequences_per_step or micro * world_size
-        yield micro, job.accumulation or max(1, per_step // (micro * world_size))
+        at_once = Batch(micro, 1, world_size).sequences
+        yield micro, job.accumulation or max(1, (job.sequences_per_step or at_once) // at_once)
         return
     per_rank = max(1, job.sequences_per_step // world_size) if job.sequences_per_step else SEQUENCES_PER_RANK
     for micro in range(1, min(per_rank, LARGEST_MICRO_BATCH) + 1):
@@ -177,33 +178,32 @@ def stage_3_buckets(zero: dict[str, Any], size: ModelSize) -> dict[str, int]:
     """
     if get_value(zero, "offload_param.device") == "nvme":
         return {}
+    # The largest adapter that stays gathered: each would be a collective of its own in every forward and backward,
+    # over a few thousand elements. 0 in full finetuning.
+    adapters = next(
+        (
+            numel
+            for numel, _ in reversed(size.trainable_numels if size.lora_r else ())
+            if sum(n * count for n, count in size.numels if n <= numel) <= PERSISTENT_SHARE * size.num_params
+        ),
+        0,
+    )
     square = size.hidden_size**2
     bucket = min(max(square, LEAST_BUCKET), size.num_trainable)
     numbers = {
         # allocated in full
         "reduce_bucket_size": bucket + bucket % 2,
         "stage3_prefetch_bucket_size": min(max(int(0.9 * square), LEAST_BUCKET), size.num_params),
-        "stage3_param_persistence_threshold": max(10 * size.hidden_size, LEAST_PERSISTENT, _adapters(size)),
+        "stage3_param_persistence_threshold": max(10 * size.hidden_size, LEAST_PERSISTENT, adapters),
     }
     return {key: number for key, number in numbers.items() if zero.get(key) == "auto"}
 
 
-def _adapters(size: ModelSize) -> int:
-    """Return the size of the largest adapter that stays gathered: each would be a collective of its own in every
-    forward and backward, over a few thousand elements. 0 in full finetuning.
-    """
-    for numel, _ in reversed(size.trainable_numels if size.lora_r else ()):
-        if sum(n * count for n, count in size.numels if n <= numel) <= PERSISTENT_SHARE * size.num_params:
-            return numel
-    return 0
-
-
 def _make_room_for_largest(config: dict[str, Any], size: ModelSize, world_size: int) -> None:
-    """Raise a `buffer_size` of offload to NVMe to the shard of the largest parameter, of which DeepSpeed asserts that
-    it fits (swap_tensor/partitioned_param_swapper.py).
-    """
+    """Raise a `buffer_size` of offload to NVMe to the shard of the largest parameter."""
     offload = get_value(config, "zero_optimization.offload_param") or {}
     if offload.get("device") == "nvme":
+        # DeepSpeed asserts that it fits (swap_tensor/partitioned_param_swapper.py).
         shard = -(-max(numel for numel, _ in size.numels) // world_size)
         given = offload.get("buffer_size")
         offload["buffer_size"] = max(given if isinstance(given, int) else 0, -(-shard // 1024) * 1024)

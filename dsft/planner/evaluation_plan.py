@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsft.config.deepspeed import read_zero_file
-from dsft.errors import UserError
-from dsft.models.size import ModelSize
+from dsft.errors import UserError, raise_if_any
+from dsft.models.size import ModelFacts, ModelSize
+from dsft.planner.calibration import speeds_for
+from dsft.planner.fake_model import Attention
 from dsft.planner.host_memory import host_terms
-from dsft.planner.job import Job
+from dsft.planner.job import Job, attention_of
 from dsft.planner.states import gathered, load_terms, shards
 from dsft.planner.step_time import GATHERS_PER_LAYER, Speeds, collective_seconds, forward_seconds_per_token
 from dsft.planner.terms import Term, add_up, peak_bytes, with_room
-from dsft.planner.zero_layout import ZeroLayout, describe_layout, frozen_bytes
+from dsft.planner.zero_layout import describe_layout, frozen_bytes
 from dsft.runtime.hardware import Machine
-from dsft.units import DTYPE_BYTES, in_gib, padded_width
+from dsft.units import in_gib, padded_width
 
 NAMES = ("0", "3", "3-offload", "3-nvme")
 DEFAULT_BATCH_TOKENS = {True: 16384, False: 4096}
@@ -66,6 +68,75 @@ def evaluation_section(zero: str) -> dict[str, Any]:
     return {key: value for key, value in section.items() if value != "auto" and key != "offload_optimizer"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluationChoice:
+    """The plan that was chosen, among which, and why."""
+
+    plan: EvaluationPlan
+    candidates: tuple[EvaluationPlan, ...]
+    reason: str
+    longest_window: int | None
+    """As `longest_window` returns it."""
+    speeds: Speeds
+
+
+def plan_evaluation(
+    facts: ModelFacts,
+    machine: Machine,
+    *,
+    dtype: str,
+    seq_len: int,
+    attention: Attention | None = None,
+    batch_tokens: int | None = None,
+    sequence_parallel: int = 1,
+) -> EvaluationChoice:
+    """Choose how a model is held while it is scored: for `dsft eval` and for `dsft plan --perplexity`.
+
+    Args:
+        seq_len: of the longest window.
+        attention: that is planned, whatever the model would take; scoring feeds no mask.
+        batch_tokens: of all the ranks that share a batch; None for the default.
+        sequence_parallel: ranks that share the tokens of a batch.
+
+    Raises:
+        UserError: where so many ranks cannot share a window.
+    """
+    refusal = refused_number(sequence_parallel, machine.world_size)
+    if not refusal and (line := refused_heads(facts.size, size=sequence_parallel, world=machine.world_size)):
+        refusal = f"sequence_parallel={sequence_parallel}: {line}"
+    raise_if_any([refusal] if refusal else [])
+    job = Job(
+        size=facts.size,
+        model_config=facts.config,
+        adapters=facts.adapters,
+        dtype=dtype,
+        seq_len=seq_len,
+        attention=attention or attention_of(facts, seq_len=seq_len, masked=False),
+    )
+    speeds = speeds_for(machine, dtype=dtype)
+    plans = all_evaluation_plans(job, machine, speeds, batch_tokens=batch_tokens, sequence_parallel=sequence_parallel)
+    chosen = min(  # where nothing fits, the closest to fitting
+        plans, key=lambda plan: max(plan.device_bytes / machine.device_bytes, plan.host_bytes / machine.host_bytes)
+    )
+    reason = (
+        f"nothing fits; the closest to fitting is zero {chosen.zero}, which needs {in_gib(chosen.device_bytes)} per"
+        f" rank and {in_gib(chosen.host_bytes)} per host"
+    )
+    if fitting := with_room(plans):
+        chosen = fitting[0]
+        how = f"shards over all ranks (zero {chosen.zero})" if chosen.zero != "0" else "one copy of the model per rank"
+        reason = f"{how}, {chosen.batch_tokens:,} tokens at once: {in_gib(chosen.device_bytes)} needed"
+    reason += f"; available: {in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'}"
+    reason += f" and {in_gib(machine.host_bytes)} per host."
+    return EvaluationChoice(
+        plan=chosen,
+        candidates=tuple(plans),
+        reason=reason,
+        longest_window=longest_window(job, machine, speeds, sequence_parallel=sequence_parallel),
+        speeds=speeds,
+    )
+
+
 def all_evaluation_plans(
     job: Job, machine: Machine, speeds: Speeds, *, batch_tokens: int | None = None, sequence_parallel: int = 1
 ) -> list[EvaluationPlan]:
@@ -108,28 +179,6 @@ def _names(job: Job, machine: Machine) -> list[str]:
     ]
 
 
-def choose_evaluation(plans: list[EvaluationPlan], machine: Machine) -> tuple[EvaluationPlan, str]:
-    """(the first that fits, with room if one leaves some, or else the closest to fitting; one sentence why)."""
-    have = (
-        f"available: {in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'} and"
-        f" {in_gib(machine.host_bytes)} per host"
-    )
-    if fitting := with_room(plans):
-        plan = fitting[0]
-        how = "one copy of the model per rank" if plan.zero == "0" else f"shards over all ranks (zero {plan.zero})"
-        return plan, f"{how}, {plan.batch_tokens:,} tokens at once: {in_gib(plan.device_bytes)} needed; {have}."
-    least = min(
-        plans, key=lambda plan: max(plan.device_bytes / machine.device_bytes, plan.host_bytes / machine.host_bytes)
-    )
-    return (
-        least,
-        (
-            f"nothing fits; the closest to fitting is zero {least.zero}, which needs {in_gib(least.device_bytes)} per"
-            f" rank and {in_gib(least.host_bytes)} per host; {have}."
-        ),
-    )
-
-
 def _plan(
     zero: str, batch_tokens: int, job: Job, machine: Machine, speeds: Speeds, sequence_parallel: int
 ) -> EvaluationPlan:
@@ -141,7 +190,7 @@ def _plan(
         dtype=job.dtype,
         has_gpu=machine.has_gpu,
     )
-    weights = [*host_terms(layout), *load_terms(layout)]
+    size, weights = job.size, [*host_terms(layout), *load_terms(layout)]
     if layout.stage == 3:  # this rank's shard with what ZeRO-3 gathers for a moment
         weights += [*shards(layout), *gathered(layout)]
     else:
@@ -163,10 +212,33 @@ def _plan(
         # NCCL's: a replicated model has no engine with a group of its own; ranks that share a window have one.
         communicators = (layout.communicators if layout.stage == 3 else 1) + (sequence_parallel > 1)
     if sequence_parallel > 1:
-        activations.append(exchange_term(job, rank_tokens, sequence_parallel))
+        # What Ulysses attention holds beside the activations of one rank's tokens: q, k and v once exchanged, and two
+        # more copies of q, or of its result, on their way.
+        repeats = max(1, sequence_parallel // max(1, size.kv_size // size.head_dim))
+        width = 3 * size.num_heads * size.head_dim + 2 * size.kv_size * repeats
+        activations.append(
+            Term(
+                name="positions exchanged for heads",
+                num_bytes=rank_tokens * width * layout.weight_bytes,
+                phase="compute",
+                formula=f"{rank_tokens:,} tokens x (3 q + k + v = {width:,}) x {layout.weight_bytes} B",
+            )
+        )
     terms, needs = add_up(
         [*weights, *activations], machine, speeds.outside, communicators=communicators, stage=layout.stage
     )
+    # One forward on every rank: products and attention of a causal sequence, gathers, and what comes from host memory
+    # or NVMe.
+    seconds = rank_tokens * forward_seconds_per_token(size, job.seq_len, speeds)
+    if layout.stage == 3:
+        gathers, num_bytes = GATHERS_PER_LAYER * size.num_layers, layout.weight_bytes * size.num_params
+        moving = collective_seconds(num_bytes, gathers, machine, speeds, speeds.link_bytes)
+        shard = num_bytes / machine.world_size
+        if layout.param_device != "none":
+            moving += shard / speeds.host_link_bytes
+        if layout.param_device == "nvme":
+            moving += shard * machine.ranks_per_node / speeds.nvme_bytes
+        seconds = max(seconds, moving) if speeds.overlaps else seconds + moving
     return EvaluationPlan(
         zero=zero,
         batch_tokens=batch_tokens,
@@ -175,28 +247,11 @@ def _plan(
         activation_bytes=peak_bytes(activations, "device"),
         device_bytes=needs.device_bytes,
         host_bytes=needs.host_bytes,
-        tokens_per_second=rank_tokens * machine.world_size / _batch_seconds(layout, rank_tokens, job, machine, speeds),
+        tokens_per_second=rank_tokens * machine.world_size / seconds,
         fits=not needs.limiting_resource,
         low_headroom=needs.low_headroom,
         limiting_resource=needs.limiting_resource,
     )
-
-
-def _batch_seconds(layout: ZeroLayout, batch_tokens: int, job: Job, machine: Machine, speeds: Speeds) -> float:
-    """Predict one forward on every rank: products and attention of a causal sequence, gathers, and what comes from host
-    memory or NVMe.
-    """
-    size, weights = job.size, layout.weight_bytes * job.size.num_params
-    compute = batch_tokens * forward_seconds_per_token(size, job.seq_len, speeds)
-    if layout.stage != 3:
-        return compute
-    moving = collective_seconds(weights, GATHERS_PER_LAYER * size.num_layers, machine, speeds, speeds.link_bytes)
-    shard = weights / machine.world_size
-    if layout.param_device != "none":
-        moving += shard / speeds.host_link_bytes
-    if layout.param_device == "nvme":
-        moving += shard * machine.ranks_per_node / speeds.nvme_bytes
-    return max(compute, moving) if speeds.overlaps else compute + moving
 
 
 def refused_number(size: int, world: int) -> str:
@@ -221,23 +276,6 @@ def refused_heads(model: ModelSize, *, size: int, world: int) -> str:
 def _shares_heads(heads: int, key_heads: int, size: int) -> bool:
     """Tell whether `size` ranks can share the heads: key heads may also be repeated."""
     return heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
-
-
-def exchange_term(job: Job, rank_tokens: int, ranks: int) -> Term:
-    """Count what Ulysses attention holds beside the activations of one rank's tokens: q, k and v once exchanged, and
-    two more copies of q, or of its result, on their way.
-    """
-    size = job.size
-    key_heads = max(1, size.kv_size // size.head_dim)
-    repeats = max(1, ranks // key_heads)
-    width = 3 * size.num_heads * size.head_dim + 2 * size.kv_size * repeats
-    itemsize = DTYPE_BYTES[job.dtype]
-    return Term(
-        name="positions exchanged for heads",
-        num_bytes=rank_tokens * width * itemsize,
-        phase="compute",
-        formula=f"{rank_tokens:,} tokens x (3 q + k + v = {width:,}) x {itemsize} B",
-    )
 
 
 def _one_of(numbers: list[int]) -> str:

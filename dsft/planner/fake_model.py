@@ -150,7 +150,7 @@ def fake_model(
             stack.enter_context(patches.replaced("grouped_products", lambda _: lambda *_: False))
         _leave_meta(model, dtype)
         if liger:
-            take_over(model)
+            use_liger_operators(model)
         if tile_rows and not tile_loss(model, rows=tile_rows):
             raise ValueError("its loss cannot be tiled")
         yield model.train()
@@ -295,7 +295,7 @@ def _feed_forward(mlp: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     return mlp.down_proj(_GatedProduct.apply(mlp.gate_proj(hidden), mlp.up_proj(hidden)))
 
 
-def take_over(model: PreTrainedModel) -> None:
+def use_liger_operators(model: PreTrainedModel) -> None:
     """Puts these operators into a model over fake tensors, as far as Liger does and all architectures share them: norms
     and feed-forwards of gate, up and down.
     """

@@ -26,30 +26,30 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
     if layout.stage in (1, 2) and layout.optimizer_device != "none":
         terms += _stage_1_2(layout)
     if layout.stage == 3 and layout.optimizer_device != "none":
-        terms += _stage_3_nvme(layout) if layout.optimizer_device == "nvme" else _stage_3_optimizer(layout)
+        if layout.optimizer_device == "nvme":  # buffers of OptimizerSwapper: page-locked by aio, not rounded
+            buffers, largest = layout.zero["offload_optimizer"]["buffer_count"], max(layout.sub_groups)
+            swapped = f"4 x sub-group {largest:,} x {buffers} buffers"
+            terms.append(_host(layout, "swap buffers of the optimizer", 4 * largest * buffers, swapped))
+            terms.append(_gradient_partition(layout))
+        else:
+            terms += _stage_3_optimizer(layout)
     if layout.stage == 3 and layout.param_device != "none":
         terms += _stage_3_params_nvme(layout) if layout.param_device == "nvme" else _stage_3_params(layout)
-    return terms + _saved(layout) + _files(layout)
-
-
-def _saved(layout: ZeroLayout) -> list[Term]:
-    """List what rank 0 copies to its host memory to write a checkpoint: the trained weights, gathered under ZeRO-3
-    (`_zero3_consolidated_16bit_state_dict`). On CPU ranks an optimizer step takes more.
-    """
-    trained, weight_bytes = layout.num_trainable, layout.weight_bytes
-    formula = f"{weight_bytes} x {trained:,} on rank 0"
-    if not layout.has_gpu:
-        return []
-    return [
-        Term(name="weights to be saved", num_bytes=weight_bytes * trained, phase="save", place="host", formula=formula)
-    ]
+    if layout.has_gpu:
+        # What rank 0 copies to write a checkpoint: the trained weights, gathered under ZeRO-3
+        # (`_zero3_consolidated_16bit_state_dict`). On CPU ranks an optimizer step takes more.
+        trained, weight_bytes = layout.num_trainable, layout.weight_bytes
+        formula = f"{weight_bytes} x {trained:,} on rank 0"
+        save = {"phase": "save", "place": "host", "formula": formula}
+        terms.append(Term(name="weights to be saved", num_bytes=weight_bytes * trained, **save))
+    return terms + _files(layout)
 
 
 def _files(layout: ZeroLayout) -> list[Term]:
     """List what offload writes to a node's NVMe: shards of the weights; master, moments and gradients in fp32
     (deepspeed/runtime/swap_tensor; not run here).
     """
-    ranks, share, per_param = layout.ranks_per_node, layout.share, _state_bytes(layout) + GRADIENT_BYTES
+    ranks, share, per_param = layout.ranks_per_node, layout.share, layout.optimizer.checkpoint_bytes + GRADIENT_BYTES
     params = optimizer = 0
     if layout.param_device == "nvme":
         params = layout.weight_bytes * -(-layout.size.num_params // layout.world_size)
@@ -79,11 +79,6 @@ def process_term(layout: ZeroLayout, *, phase: Phase) -> Term:
     )
 
 
-def _state_bytes(layout: ZeroLayout) -> float:
-    """Of one trained parameter, what the optimizer keeps."""
-    return layout.optimizer.master + layout.optimizer.state
-
-
 def _host(layout: ZeroLayout, name: str, num_bytes: float, formula: str) -> Term:
     return Term(
         name=name,
@@ -101,10 +96,10 @@ def _pinned(layout: ZeroLayout, *sizes: int, pin: bool = True) -> int:
 def _stage_1_2(layout: ZeroLayout) -> list[Term]:
     """Pin everything but the moments (stage_1_and_2.py, __init__ and initialize_optimizer_states)."""
     pin = layout.zero["offload_optimizer"]["pin_memory"]
-    moments = layout.optimizer.state * layout.share
-    terms = [_host(layout, "Adam moments", moments, f"{layout.optimizer.state} x {layout.share:,}")]
+    moments = layout.optimizer.state_bytes * layout.share
+    terms = [_host(layout, "Adam moments", moments, f"{layout.optimizer.state_bytes} x {layout.share:,}")]
     for name, num_bytes, count in (
-        ("fp32 master weights", layout.optimizer.master, layout.share),
+        ("fp32 master weights", layout.optimizer.master_bytes, layout.share),
         ("fp32 gradients", GRADIENT_BYTES, layout.share),
         ("copy of updated weights", layout.weight_bytes, layout.share),
         ("gradient buffer", layout.weight_bytes, layout.largest_trained),
@@ -112,20 +107,16 @@ def _stage_1_2(layout: ZeroLayout) -> list[Term]:
         buffer = _pinned(layout, num_bytes * count, pin=pin)
         terms.append(_host(layout, name, buffer, f"{num_bytes} x {count:,}, pinned"))
     waits = layout.accumulates and layout.stage == 2 and not layout.keeps_fp32_share
-    return terms + ([_accumulated(layout, pin)] if waits else [])
-
-
-def _accumulated(layout: ZeroLayout, pin: bool) -> Term:
-    """Count one buffer for each parameter of the share, in full (buffer_to_accumulate_to_in_cpu), rounded like the
-    average parameter.
-    """
-    weight_bytes, of_share = layout.weight_bytes, partition_gradients(layout)
-    exact = sum(weight_bytes * numel * count for numel, count in layout.size.trainable_numels)
-    rounded = sum(
-        _pinned(layout, weight_bytes * numel, pin=pin) * count for numel, count in layout.size.trainable_numels
-    )
-    formula = f"{weight_bytes} x {of_share:,} full parameters of the share x {rounded / exact:.2f} for pinning each"
-    return _host(layout, "accumulated gradients", weight_bytes * of_share * rounded / exact, formula)
+    if waits:
+        # One buffer for each parameter of the share, in full (buffer_to_accumulate_to_in_cpu), rounded like the average
+        # parameter.
+        weight_bytes, of_share = layout.weight_bytes, partition_gradients(layout)
+        numels = layout.size.trainable_numels
+        exact = sum(weight_bytes * numel * count for numel, count in numels)
+        rounded = sum(_pinned(layout, weight_bytes * numel, pin=pin) * count for numel, count in numels)
+        formula = f"{weight_bytes} x {of_share:,} full parameters of the share x {rounded / exact:.2f} for pinning each"
+        terms.append(_host(layout, "accumulated gradients", weight_bytes * of_share * rounded / exact, formula))
+    return terms
 
 
 def _stage_3_optimizer(layout: ZeroLayout) -> list[Term]:
@@ -143,7 +134,7 @@ def _stage_3_optimizer(layout: ZeroLayout) -> list[Term]:
     gradients = _pinned(layout, *(GRADIENT_BYTES * group for group in pinned_groups), pin=pin)
     states = f"({layout.optimizer.formula}) x {kept:,}, pageable"
     return [
-        _host(layout, "fp32 master weights and Adam moments", _state_bytes(layout) * kept, states),
+        _host(layout, "fp32 master weights and Adam moments", layout.optimizer.checkpoint_bytes * kept, states),
         _host(layout, "fp32 gradients", gradients, f"{GRADIENT_BYTES} x each of {len(groups)} sub-groups, pinned"),
         _gradient_partition(layout),
     ]
@@ -153,16 +144,6 @@ def _gradient_partition(layout: ZeroLayout) -> Term:
     sum_bytes, pin = layout.sum_bytes, layout.zero["offload_optimizer"]["pin_memory"]
     partition = _pinned(layout, sum_bytes * layout.share, pin=pin)
     return _host(layout, "gradient partition", partition, f"{sum_bytes} x {layout.share:,}, pinned")
-
-
-def _stage_3_nvme(layout: ZeroLayout) -> list[Term]:
-    """List the swap buffers of OptimizerSwapper (page-locked by the aio library, not rounded), and the gradients."""
-    buffers, largest = layout.zero["offload_optimizer"]["buffer_count"], max(layout.sub_groups)
-    swapped = f"4 x sub-group {largest:,} x {buffers} buffers"
-    return [
-        _host(layout, "swap buffers of the optimizer", 4 * largest * buffers, swapped),
-        _gradient_partition(layout),
-    ]
 
 
 def _stage_3_params_nvme(layout: ZeroLayout) -> list[Term]:

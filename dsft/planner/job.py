@@ -15,7 +15,7 @@ from dsft.planner.activations import (
     training_activations,
 )
 from dsft.planner.fake_model import LIGER_MODELS, Attention
-from dsft.planner.zero_layout import DEFAULT_OPTIMIZER, OPTIMIZERS
+from dsft.planner.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, PLANNED_AS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,8 @@ class Job:
     seq_len: int = 1024
     attention: Attention = "flash"
     adapters: LoraConfig | None = None
-    optimizer: str = "adamw_torch_fused"
-    """As transformers names it (the option `optim`); a key of zero_layout.OPTIMIZERS."""
+    optimizer: str = DEFAULT_OPTIMIZER
+    """As transformers names it (the option `optim`); a key of OPTIMIZERS."""
     micro_batch: int | None = None
     """Sequences of one forward on one rank; None lets the plan choose."""
     accumulation: int | None = None
@@ -59,7 +59,7 @@ class Job:
         """What this job asks for and the plan does not count, a sentence each."""
         notes = []
         if self.optimizer not in OPTIMIZERS:
-            notes.append(f"optim {self.optimizer} is not modelled: planned with the states of {DEFAULT_OPTIMIZER}.")
+            notes.append(f"optim {self.optimizer} is not modelled: planned with the states of {PLANNED_AS}.")
         if self.liger and self.size.model_type not in LIGER_MODELS:
             notes.append(f"use_liger_kernel changes nothing: Liger has no kernels for {self.size.model_type}.")
         if self.compiled:

@@ -25,10 +25,10 @@ from dsft.planner.candidates import batches, batches_of, candidate_names, gradie
 from dsft.planner.job import Job
 from dsft.planner.states import load_terms, state_terms
 from dsft.planner.step_time import TIME_RANGE, Speeds, StepTime, step_time
-from dsft.planner.terms import FRAGMENTATION, HOST_SHARE, OVERHEAD, Needs, Term, add_up, peak_bytes, with_room
+from dsft.planner.terms import FRAGMENTATION, HOST_SHARE, OVERHEAD, Term, add_up, bytes_by_phase, peak_bytes, with_room
 from dsft.planner.zero_layout import describe_layout, resolve_auto
 from dsft.runtime.hardware import Machine
-from dsft.units import in_gib
+from dsft.units import Batch, in_gib
 
 WORTH_IT = 1.15
 """The predicted gain from which offload, hpZ or more memory are worth their trouble: less is within the predictions'
@@ -83,11 +83,7 @@ class Plan:
     @property
     def held_bytes(self) -> int:
         """What torch holds on one device between two steps: what is always there."""
-        return sum(
-            term.num_bytes
-            for term in self.terms
-            if term.phase == "always" and term.name != OVERHEAD and term.place == "device"
-        )
+        return bytes_by_phase((term for term in self.terms if term.name != OVERHEAD), "device")["always"]
 
     @property
     def training_host_bytes(self) -> int:
@@ -114,8 +110,11 @@ class Plan:
             f" micro batch {self.micro_batch} x {self.accumulation} accumulated"
         )
 
+    def batch(self, ranks: int) -> Batch:
+        return Batch(self.micro_batch, self.accumulation, ranks)
+
     def part_bytes(self, phase: str) -> int:
-        return sum(term.num_bytes for term in self.terms if term.place == "device" and term.phase == phase)
+        return bytes_by_phase(self.terms, "device")[phase]
 
 
 def all_plans(
@@ -200,19 +199,47 @@ def _fitted(
     """Predict one candidate with the first of its settings that fits (with room, if one does), else with the last and
     leanest.
     """
-    plans = []
+    plans, tokens = [], micro_batch * job.seq_len
+    activations = job.activations.terms(tokens, checkpointing)
     for deepspeed_config in (
         typed
         for config in settings(name, zero_file, job, machine)
         for typed in gradient_types(config, job, accumulation, decides=zero_file is None)
     ):
-        needs, predicted = _predict(deepspeed_config, checkpointing, micro_batch, accumulation, job, machine, speeds)
+        layout = describe_layout(
+            job.size,
+            deepspeed_config | {"gradient_accumulation_steps": accumulation},
+            world_size=machine.world_size,
+            ranks_per_node=machine.ranks_per_node,
+            dtype=job.dtype,
+            has_gpu=machine.has_gpu,
+            optimizer=job.optimizer,
+        )
+        terms, needs = add_up(
+            state_terms(layout) + load_terms(layout, device_bytes=machine.device_bytes) + activations,
+            machine,
+            speeds.outside,
+            communicators=layout.communicators,
+            stage=layout.stage,
+        )
         plan = Plan(
             zero=name,
             activation_checkpointing=checkpointing,
             micro_batch=micro_batch,
             accumulation=accumulation,
             deepspeed_config=deepspeed_config,
+            terms=tuple(terms),
+            activation_bytes=sum(term.num_bytes for term in activations),
+            time=step_time(
+                layout,
+                machine,
+                speeds,
+                micro_batch=micro_batch,
+                accumulation=accumulation,
+                seq_len=job.seq_len,
+                checkpointing=checkpointing,
+                traffic_bytes=job.activations.traffic_bytes(tokens, checkpointing),
+            ),
             device_bytes=needs.device_bytes,
             host_bytes=needs.host_bytes,
             ranks_per_node=machine.ranks_per_node,
@@ -221,53 +248,11 @@ def _fitted(
             fits=not needs.limiting_resource,
             low_headroom=needs.low_headroom,
             limiting_resource=needs.limiting_resource,
-            **predicted,
         )
         plans.append(plan)
         if plan.fits and not plan.low_headroom:
             break
     return next(iter(with_room(plans)), plan)
-
-
-def _predict(
-    deepspeed_config: dict[str, Any],
-    checkpointing: bool,
-    micro_batch: int,
-    accumulation: int,
-    job: Job,
-    machine: Machine,
-    speeds: Speeds,
-) -> tuple[Needs, dict[str, Any]]:
-    """Return what is needed, and terms, bytes of activations and time as fields of `Plan`."""
-    layout = describe_layout(
-        job.size,
-        deepspeed_config | {"gradient_accumulation_steps": accumulation},
-        world_size=machine.world_size,
-        ranks_per_node=machine.ranks_per_node,
-        dtype=job.dtype,
-        has_gpu=machine.has_gpu,
-        optimizer=job.optimizer,
-    )
-    activations = job.activations.terms(micro_batch * job.seq_len, checkpointing)
-    terms, needs = add_up(
-        state_terms(layout) + load_terms(layout, device_bytes=machine.device_bytes) + activations,
-        machine,
-        speeds.outside,
-        communicators=layout.communicators,
-        stage=layout.stage,
-    )
-    time = step_time(
-        layout,
-        machine,
-        speeds,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        seq_len=job.seq_len,
-        checkpointing=checkpointing,
-        traffic_bytes=job.activations.traffic_bytes(micro_batch * job.seq_len, checkpointing),
-    )
-    activation_bytes = sum(term.num_bytes for term in activations)
-    return needs, {"terms": tuple(terms), "activation_bytes": activation_bytes, "time": time}
 
 
 def shortage(plan: Plan, machine: Machine) -> float:
@@ -294,7 +279,14 @@ def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "au
         if zero != "auto":
             return f"zero={zero} cannot fit: {chosen.label} needs {need(chosen)}; {have}."
         return f"nothing fits; the closest to fitting is {chosen.label}, which needs {need(chosen)}; {have}."
-    speed = _speed(chosen, machine)
+    time, speed = chosen.time, ""
+    if chosen.has_time_estimate:
+        seconds = f"{time.step_seconds:.3g} s per step"
+        if machine.has_gpu:
+            least, most = (share * time.step_seconds for share in TIME_RANGE)
+            seconds += f" ({least:.3g} to {most:.3g})"
+        per_gpu = f", {time.tokens_per_second / machine.world_size:,.0f} per GPU" if machine.has_gpu else ""
+        speed = f" ({seconds}, {time.tokens_per_second:,.0f} tokens/s{per_gpu} predicted)"
     why = f"{chosen.label} is the fastest that fits{speed}"
     fastest = max((plan for plan in plans if plan.fits), key=lambda plan: plan.time.tokens_per_second)
     gain = fastest.time.tokens_per_second / chosen.time.tokens_per_second
@@ -317,19 +309,6 @@ def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "au
     return f"{why}; {have}. With {need(nearest)}, {nearest.label} would fit, {gain:.1f} times as fast."
 
 
-def _speed(plan: Plan, machine: Machine) -> str:
-    """Return the predicted speed in brackets, to be appended; empty without a time estimate."""
-    time = plan.time
-    if not plan.has_time_estimate:
-        return ""
-    seconds = f"{time.step_seconds:.3g} s per step"
-    if machine.has_gpu:
-        least, most = time.range_seconds
-        seconds += f" ({least:.3g} to {most:.3g})"
-    per_gpu = f", {time.tokens_per_second / machine.world_size:,.0f} per GPU" if machine.has_gpu else ""
-    return f" ({seconds}, {time.tokens_per_second:,.0f} tokens/s{per_gpu} predicted)"
-
-
 def need(plan: Plan) -> str:
     """Say what a plan that does not fit asks for."""
     needs = {
@@ -346,26 +325,6 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     return dataclasses.asdict(plan) | {"tokens_per_second": plan.time.tokens_per_second}
 
 
-def complete_config(plan: Plan, size: ModelSize, machine: Machine, *, dtype: str) -> dict[str, Any]:
-    """The plan's DeepSpeed configuration without "auto", but for what only the training's options say (learning rate
-    and the like).
-    """
-    config = plan.deepspeed_config
-    return config | {
-        "train_micro_batch_size_per_gpu": plan.micro_batch,
-        "gradient_accumulation_steps": plan.accumulation,
-        "train_batch_size": plan.micro_batch * plan.accumulation * machine.world_size,
-        "gradient_clipping": 1.0,  # max_grad_norm of transformers.TrainingArguments
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "fp16": {"enabled": dtype == "float16"},
-        "zero_optimization": {
-            key: value
-            for key, value in resolve_auto(config["zero_optimization"], size).items()
-            if key in config["zero_optimization"]
-        },
-    }
-
-
 def write_plan(folder: Path, plan: Plan, size: ModelSize, machine: Machine, *, dtype: str) -> list[Path]:
     """Write deepspeed.json and accelerate.yaml to `folder`; returns their paths.
 
@@ -376,12 +335,23 @@ def write_plan(folder: Path, plan: Plan, size: ModelSize, machine: Machine, *, d
     existing = [str(path) for path in paths if path.exists()]
     if existing:
         raise UserError([f"--write {folder}: {', '.join(existing)} exists; choose another folder or remove it"])
+    zero = plan.deepspeed_config["zero_optimization"]
+    # Without "auto", but for what only the training's options say (learning rate and the like).
+    config = plan.deepspeed_config | {
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation,
+        "train_batch_size": plan.batch(machine.world_size).sequences,
+        "gradient_clipping": 1.0,  # max_grad_norm of transformers.TrainingArguments
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "fp16": {"enabled": dtype == "float16"},
+        "zero_optimization": {key: value for key, value in resolve_auto(zero, size).items() if key in zero},
+    }
     launcher = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
         "deepspeed_config": {
             "deepspeed_config_file": str(paths[0].resolve()),
-            "zero3_init_flag": plan.deepspeed_config["zero_optimization"].get("stage") == 3,
+            "zero3_init_flag": zero.get("stage") == 3,
             "deepspeed_multinode_launcher": "standard",
         },
         "num_machines": machine.nodes,
@@ -400,9 +370,7 @@ def write_plan(folder: Path, plan: Plan, size: ModelSize, machine: Machine, *, d
         head += "# Set main_process_ip to the first machine's address, and machine_rank to 1, 2 ... on the others.\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        paths[0].write_text(
-            json.dumps(complete_config(plan, size, machine, dtype=dtype), indent=2) + "\n", encoding="utf-8"
-        )
+        paths[0].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         paths[1].write_text(head + yaml.safe_dump(launcher, sort_keys=False), encoding="utf-8")
     except OSError as error:
         raise UserError([f"--write {folder}: cannot be written ({error.strerror})"]) from error
@@ -415,7 +383,7 @@ BEST = 3
 
 def shortlist(chosen: Plan, plans: list[Plan], machine: Machine) -> list[Plan]:
     """The choice, the next fastest that fit, and the nearest that does not fit and is worth it; where nothing fits, the
-    two that lack least. In the order of `plans`.
+    two closest to fitting. In the order of `plans`.
     """
 
     def speed(plan: Plan) -> float:

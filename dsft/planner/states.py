@@ -23,8 +23,9 @@ From there weights go straight to the GPU.
 import math
 
 from dsft.planner.host_memory import host_terms, process_term
+from dsft.planner.optimizers import OPTIMIZERS
 from dsft.planner.terms import ASSUMED, Term
-from dsft.planner.zero_layout import OPTIMIZERS, ZeroLayout, frozen_bytes, partition_gradients
+from dsft.planner.zero_layout import ZeroLayout, frozen_bytes, partition_gradients
 
 STAGE_0_REDUCE_ELEMENTS = 500_000_000
 """Elements that stage 0 all-reduces at once (`elements_per_buffer` in deepspeed/runtime/engine.py)."""
@@ -40,12 +41,12 @@ def stage_0(layout: ZeroLayout) -> list[Term]:
     """Hold everything on every rank: FP16_UnfusedOptimizer (bf16 and fp16), or torch's optimizer alone (fp32)."""
     weight_bytes, trained, optimizer = layout.weight_bytes, layout.num_trainable, layout.optimizer
     frozen, how = frozen_bytes(layout)
-    master = optimizer.master if layout.has_fp32_master else 0
+    master = optimizer.master_bytes if layout.has_fp32_master else 0
     # The engine reduces a flat copy of the gradients, which dsft leaves out on a single rank (saving_trainer.py).
     # Later, in bf16 and fp16, fp32 gradients stand beside the model's (unfused_optimizer.py, step).
     copied = min(trained, STAGE_0_REDUCE_ELEMENTS + layout.largest_trained) if layout.world_size > 1 else 0
     reduced = layout.copy_to_send_bytes * copied
-    updating = ((4 if layout.has_fp32_master else 0) + optimizer.step) * trained
+    updating = ((4 if layout.has_fp32_master else 0) + optimizer.step_bytes) * trained
     return [
         Term(
             name="weights",
@@ -54,8 +55,8 @@ def stage_0(layout: ZeroLayout) -> list[Term]:
         ),
         Term(
             name="optimizer state",
-            num_bytes=int((master + optimizer.state) * trained),
-            formula=f"({f'fp32 master {master} + ' if master else ''}moments {optimizer.state}) x {trained:,}",
+            num_bytes=int((master + optimizer.state_bytes) * trained),
+            formula=f"({f'fp32 master {master} + ' if master else ''}moments {optimizer.state_bytes}) x {trained:,}",
         ),
         Term(name="gradients", num_bytes=weight_bytes * trained, formula=f"{weight_bytes} x {trained:,}"),
         Term(
@@ -83,7 +84,7 @@ def stage_1_2(layout: ZeroLayout) -> list[Term]:
         optimizer = layout.optimizer
         states = Term(
             name="optimizer state",
-            num_bytes=int((optimizer.master + optimizer.state) * layout.share),
+            num_bytes=int(optimizer.checkpoint_bytes * layout.share),
             formula=f"({optimizer.formula}) x {trained:,} / {layout.world_size}",
         )
     else:
@@ -92,12 +93,7 @@ def stage_1_2(layout: ZeroLayout) -> list[Term]:
             num_bytes=weight_bytes * largest,
             formula=f"{weight_bytes} x largest parameter {largest:,} (temp_grad_buffer_for_gpu_offload)",
         )
-    return [weights, states, *_gradients(layout), *_reduced_gradients(layout)]
-
-
-def _reduced_gradients(layout: ZeroLayout) -> list[Term]:
-    """List what gradients pass through on their way to other ranks."""
-    weight_bytes, trained, largest = layout.weight_bytes, layout.num_trainable, layout.largest_trained
+    # What gradients pass through on their way to other ranks.
     bucket, buffers = layout.zero["reduce_bucket_size"], layout.num_buckets
     # A bucket is allocated in full, however few gradients there are. What is reduced is a flat copy of its used part
     # (where all gradients were kept, those have left), or of the slices of a larger parameter, as many as fill a bucket
@@ -106,7 +102,7 @@ def _reduced_gradients(layout: ZeroLayout) -> list[Term]:
     sliced = min(largest, bucket + layout.share) if largest > bucket else 0
     # A tied embedding has two gradients; their sum stands beside them before there is a copy to reduce.
     tied = not layout.size.lora_r and not layout.size.head_params and largest == layout.size.embedding_params
-    return [
+    reduced = [
         Term(
             name="reduce buckets",
             num_bytes=weight_bytes * buffers * bucket + layout.copy_to_send_bytes * max(flat, sliced),
@@ -123,6 +119,7 @@ def _reduced_gradients(layout: ZeroLayout) -> list[Term]:
             formula=f"{weight_bytes} x {'2 uses of the tied embedding' if tied else 'largest parameter'} {largest:,}",
         ),
     ]
+    return [weights, states, *_gradients(layout), *reduced]
 
 
 def keeps_gradients(layout: ZeroLayout) -> bool:
@@ -136,7 +133,24 @@ def _gradients(layout: ZeroLayout) -> list[Term]:
     # fp64 copy of one gradient at a time (get_grad_norm_direct, set_norm_for_param_grad_in_gpu)
     norm = 8 * min(layout.largest_trained, share)
     if layout.keeps_fp32_share:
-        return _gradients_in_fp32(layout, norm)
+        # The optimizer takes them as they are, or a copy in host memory.
+        how = f"4 x {trained:,} / {layout.world_size}, in fp32"
+        gradients = Term(name="gradients", num_bytes=4 * share, formula=how)
+        if layout.optimizer_device != "none":
+            how = f"8 x {norm // 8:,} (fp64)"
+            return [gradients, Term(name="gradient norm", num_bytes=norm, phase="compute", formula=how)]
+        copies, how = layout.optimizer.step_bytes * share, f"4 x {norm // 8:,}, from what is sent"
+        added = 0 if layout.reduces_in_fp32 else 4 * (norm // 8)
+        return [
+            gradients,
+            Term(name="gradient to add", num_bytes=added, phase="compute", formula=how),
+            Term(
+                name="optimizer step",
+                num_bytes=max(copies, norm),
+                phase="step",
+                formula=f"max(copies of the optimizer {copies:,}, fp64 norm {norm:,})",
+            ),
+        ]
     if layout.optimizer_device != "none":
         # The share's gradients go to host memory as they are reduced; stage 1 keeps them on the device until the last
         # micro batch.
@@ -145,12 +159,21 @@ def _gradients(layout: ZeroLayout) -> list[Term]:
             Term(name="gradients", num_bytes=held, formula=f"{weight_bytes} x {trained:,}"),
             Term(name="gradient norm", num_bytes=norm, phase="compute", formula=f"8 x {norm // 8:,} (fp64)"),
         ]
-    held, how = _held_gradients(layout)
-    of_share = partition_gradients(layout)
+    of_share, bucket = partition_gradients(layout), layout.zero["reduce_bucket_size"]
+    held, how = weight_bytes * trained, f"{weight_bytes} x {trained:,} until the last micro batch is reduced"
+    if not keeps_gradients(layout):
+        copies = 2 if layout.stage == 2 and layout.accumulates else 1
+        # Stage 1 also keeps, until the step, what was too large for a bucket; the last of these counts as "not yet
+        # reduced".
+        large = sum(numel * count for numel, count in layout.size.trainable_numels if numel > bucket)
+        large = large - layout.largest_trained if large and layout.stage == 1 else 0
+        held = weight_bytes * (copies * of_share + large)
+        how = f"{weight_bytes} x ({copies} x {of_share:,} full parameters of a rank's share"
+        how += f" + {large:,} larger than a bucket)" if large else ")"
     # Beside the share's gradients, after the norm, what carries them into the optimizer.
     flat = layout.flat_gradient_bytes
     # What reduces gradients that were kept goes when the step has begun.
-    buckets = weight_bytes * layout.num_buckets * layout.zero["reduce_bucket_size"] if keeps_gradients(layout) else 0
+    buckets = weight_bytes * layout.num_buckets * bucket if keeps_gradients(layout) else 0
     return [
         Term(name="gradients", num_bytes=held, formula=how),
         Term(
@@ -165,44 +188,6 @@ def _gradients(layout: ZeroLayout) -> list[Term]:
     ]
 
 
-def _gradients_in_fp32(layout: ZeroLayout, norm: int) -> list[Term]:
-    """List the share's gradients, which the optimizer takes as they are, or a copy in host memory."""
-    trained, share, piece = layout.num_trainable, layout.share, norm // 8
-    gradients = Term(name="gradients", num_bytes=4 * share, formula=f"4 x {trained:,} / {layout.world_size}, in fp32")
-    if layout.optimizer_device != "none":
-        return [gradients, Term(name="gradient norm", num_bytes=norm, phase="compute", formula=f"8 x {piece:,} (fp64)")]
-    copies = layout.optimizer.step * share
-    added = 0 if layout.reduces_in_fp32 else 4 * piece
-    return [
-        gradients,
-        Term(name="gradient to add", num_bytes=added, phase="compute", formula=f"4 x {piece:,}, from what is sent"),
-        Term(
-            name="optimizer step",
-            num_bytes=max(copies, norm),
-            phase="step",
-            formula=f"max(copies of the optimizer {copies:,}, fp64 norm {norm:,})",
-        ),
-    ]
-
-
-def _held_gradients(layout: ZeroLayout) -> tuple[int, str]:
-    """Return the bytes of gradients on the device when the step begins, and their arithmetic."""
-    weight_bytes, trained, of_share = layout.weight_bytes, layout.num_trainable, partition_gradients(layout)
-    if keeps_gradients(layout):
-        return weight_bytes * trained, f"{weight_bytes} x {trained:,} until the last micro batch is reduced"
-    copies = 2 if layout.stage == 2 and layout.accumulates else 1
-    # Stage 1 also keeps, until the step, what was too large for a bucket; the last of these counts as "not yet
-    # reduced".
-    bucket = layout.zero["reduce_bucket_size"]
-    large = sum(numel * count for numel, count in layout.size.trainable_numels if numel > bucket)
-    large = large - layout.largest_trained if large and layout.stage == 1 else 0
-    return (
-        weight_bytes * (copies * of_share + large),
-        f"{weight_bytes} x ({copies} x {of_share:,} full parameters of a rank's share"
-        + (f" + {large:,} larger than a bucket)" if large else ")"),
-    )
-
-
 def stage_3(layout: ZeroLayout) -> list[Term]:
     """List weights, gradients, optimizer states and what is gathered, on one device."""
     bucket = layout.zero["reduce_bucket_size"] if layout.zero["contiguous_gradients"] else 0
@@ -213,7 +198,22 @@ def stage_3(layout: ZeroLayout) -> list[Term]:
     if layout.optimizer_device == "none":
         optimizer = _optimizer_on_device(layout)
     elif layout.device_sub_groups:
-        optimizer = _optimizer_partly_on_device(layout)
+        # What `ratio` < 1 leaves: the first sub-groups, with fp32 gradients of their own (initialize_optimizer_states),
+        # updated by `backup_optimizer`, torch's AdamW without fusion.
+        memory, groups = OPTIMIZERS["adamw_torch"], layout.device_sub_groups
+        optimizer = [
+            Term(
+                name="optimizer state",
+                num_bytes=(memory.master_bytes + 4 + memory.state_bytes) * sum(groups),
+                formula=f"({memory.formula} + gradient 4) x {sum(groups):,} not offloaded",
+            ),
+            Term(
+                name="optimizer step",
+                num_bytes=memory.step_bytes * max(groups),
+                phase="step",
+                formula=f"{memory.step_bytes} x sub-group {max(groups):,} (AdamW, not fused)",
+            ),
+        ]
     return [reduced, *shards(layout), *optimizer, *gathered(layout), *secondary(layout)]
 
 
@@ -244,7 +244,7 @@ def _optimizer_on_device(layout: ZeroLayout) -> list[Term]:
         # An fp32 master of its own in fp32 training too (_create_fp32_partitions compares a torch.device with a name).
         Term(
             name="optimizer state",
-            num_bytes=int((optimizer.master + optimizer.state) * share),
+            num_bytes=int(optimizer.checkpoint_bytes * share),
             formula=f"({optimizer.formula}) x {trained:,} / {ranks}",
         ),
         Term(
@@ -257,26 +257,6 @@ def _optimizer_on_device(layout: ZeroLayout) -> list[Term]:
             num_bytes=max(0, flat * largest - released),
             phase="step",
             formula=f"{flat} x largest sub-group {largest:,} - persistent parameters {released:,}, released meanwhile",
-        ),
-    ]
-
-
-def _optimizer_partly_on_device(layout: ZeroLayout) -> list[Term]:
-    """List what `ratio` < 1 leaves: the first sub-groups, with fp32 gradients of their own
-    (initialize_optimizer_states), updated by `backup_optimizer`, torch's AdamW without fusion.
-    """
-    optimizer, kept, largest = OPTIMIZERS["adamw_torch"], sum(layout.device_sub_groups), max(layout.device_sub_groups)
-    return [
-        Term(
-            name="optimizer state",
-            num_bytes=(optimizer.master + 4 + optimizer.state) * kept,
-            formula=f"({optimizer.formula} + gradient 4) x {kept:,} not offloaded",
-        ),
-        Term(
-            name="optimizer step",
-            num_bytes=optimizer.step * largest,
-            phase="step",
-            formula=f"{optimizer.step} x sub-group {largest:,} (AdamW, not fused)",
         ),
     ]
 
@@ -311,14 +291,6 @@ def live_params(layout: ZeroLayout) -> tuple[int, int]:
     return min(most, wanted), most
 
 
-def prefetched_params(layout: ZeroLayout) -> int:
-    """Count the parameters of one prefetch: it ends with the parameter that fills it, and holds a flat copy until its
-    last parameter is used (AllGatherCoalescedHandle.wait).
-    """
-    prefetch = layout.zero["stage3_prefetch_bucket_size"]
-    return min(live_params(layout)[1], prefetch + max(numel for numel, _ in layout.size.numels)) if prefetch else 0
-
-
 def gathered(layout: ZeroLayout) -> list[Term]:
     """List full parameters, and the buffers through which they and their gradients pass; none on a single rank."""
     if not layout.gathers:
@@ -326,6 +298,24 @@ def gathered(layout: ZeroLayout) -> list[Term]:
     weight_bytes, kept = layout.weight_bytes, sum(persistent_params(layout))
     live, most = live_params(layout)
     threshold = layout.zero["stage3_param_persistence_threshold"]
+    # A prefetch ends with the parameter that fills it, and holds a flat copy until its last parameter is used
+    # (AllGatherCoalescedHandle.wait).
+    prefetch, largest = layout.zero["stage3_prefetch_bucket_size"], max(numel for numel, _ in layout.size.numels)
+    name, num_bytes = "prefetch copies", weight_bytes * (min(most, prefetch + largest) if prefetch else 0)
+    formula = f"{weight_bytes} x (prefetch bucket {prefetch:,} + parameter that fills it {largest:,})"
+    if layout.num_trainable:
+        # The gradient of the largest parameter, while the bucket before it is flattened for the reduce-scatter
+        # (reduce_scatter_coalesced). Where everything is gathered, parameters of the bucket's size have been released
+        # by then. A prefetch and a reduction do not copy at one time.
+        sent_bytes, trained = layout.sent_bytes, layout.largest_trained
+        flattened = min(layout.zero["reduce_bucket_size"], layout.num_trainable) if live < most else 0
+        sent = trained if sent_bytes > weight_bytes else 0
+        reduced = weight_bytes * trained + sent_bytes * (flattened + sent)
+        name, num_bytes = "prefetch or reduce copies", max(num_bytes, reduced)
+        formula = (
+            f"max({formula}, {weight_bytes} x gradient {trained:,} + {sent_bytes} x"
+            f" ({f'its copy {sent:,} + ' if sent else ''}flat bucket {flattened:,})), not at one time"
+        )
     return [
         Term(
             name="persistent parameters",
@@ -338,37 +328,8 @@ def gathered(layout: ZeroLayout) -> list[Term]:
             phase="compute",
             formula=f"{weight_bytes} x {live:,} of {most:,}",
         ),
-        _prefetch_or_reduce(layout),
+        Term(name=name, num_bytes=num_bytes, phase="compute", formula=formula),
     ]
-
-
-def _prefetch_or_reduce(layout: ZeroLayout) -> Term:
-    """Count the larger of what a prefetch and what a reduction copies: they do not come at one time."""
-    weight_bytes, sent_bytes = layout.weight_bytes, layout.sent_bytes
-    fetched = weight_bytes * prefetched_params(layout)
-    if not layout.num_trainable:
-        return Term(name="prefetch copies", num_bytes=fetched, phase="compute", formula=_prefetch_formula(layout))
-    # The gradient of the largest parameter, while the bucket before it is flattened for the reduce-scatter
-    # (reduce_scatter_coalesced). Where everything is gathered, parameters of the bucket's size have been released by
-    # then.
-    live, most = live_params(layout)
-    flattened = min(layout.zero["reduce_bucket_size"], layout.num_trainable) if live < most else 0
-    sent = layout.largest_trained if sent_bytes > weight_bytes else 0
-    reduced = weight_bytes * layout.largest_trained + sent_bytes * (flattened + sent)
-    return Term(
-        name="prefetch or reduce copies",
-        num_bytes=max(fetched, reduced),
-        phase="compute",
-        formula=(
-            f"max({_prefetch_formula(layout)}, {weight_bytes} x gradient {layout.largest_trained:,} + {sent_bytes} x"
-            f" ({f'its copy {sent:,} + ' if sent else ''}flat bucket {flattened:,})), not at one time"
-        ),
-    )
-
-
-def _prefetch_formula(layout: ZeroLayout) -> str:
-    prefetch, largest = layout.zero["stage3_prefetch_bucket_size"], max(numel for numel, _ in layout.size.numels)
-    return f"{layout.weight_bytes} x (prefetch bucket {prefetch:,} + parameter that fills it {largest:,})"
 
 
 def secondary(layout: ZeroLayout) -> list[Term]:
@@ -407,11 +368,21 @@ def load_terms(layout: ZeroLayout, *, device_bytes: int | None = None) -> list[T
     # Adapters are in full on every rank until DeepSpeed shards them; over a quantised base it also converts them.
     adapter_bytes = 4 if layout.packed else weight_bytes
     adapters = adapter_bytes * trained if size.lora_r else 0
-    all_trained = (weight_bytes * trained, f"{weight_bytes} x {trained:,}")
-    weights, how = frozen_bytes(layout) if size.lora_r or not trained else all_trained
+    flat_formula = f"{weight_bytes} x {trained:,}"
+    weights, how = frozen_bytes(layout) if size.lora_r or not trained else (weight_bytes * trained, flat_formula)
     terms = [process_term(layout, phase="load")]
     if layout.stage == 3:
-        terms += _shards(layout, weights, how, adapters)
+        # zero.Init makes shards, one module after the other; of offload to NVMe at most, since each shard is written
+        # out as it is made.
+        shards, over = weights // layout.world_size, layout.zero["zero_hpz_partition_size"]
+        place = "host" if layout.has_gpu and layout.param_device != "none" else "device"
+        terms.append(_load(layout, "shards", shards, f"({how}) / {layout.world_size}", place=place))
+        # The module comes before the adapters.
+        module = weight_bytes * size.largest_module_params - (0 if layout.has_gpu else adapters)
+        formula = f"{weight_bytes} x {size.largest_module_params:,}"
+        terms.append(_load(layout, "one module, gathered", max(0, module), formula, place="device"))
+        if over > 1 and layout.param_device == "none":
+            terms.append(_load(layout, "secondary partition", weights // over, f"({how}) / {over}", place="device"))
     elif layout.packed and layout.has_gpu:
         if trained:
             plain = size.embedding_params + size.head_params  # prepare_model_for_kbit_training makes these fp32
@@ -419,41 +390,16 @@ def load_terms(layout: ZeroLayout, *, device_bytes: int | None = None) -> list[T
         terms.append(_load(layout, "weights", weights, how, place="device"))
     else:
         terms.append(_load(layout, "weights", weights, how, place="device"))
-        if layout.stage in (1, 2) and trained:
-            terms += _flat_copy(layout, weights + adapters, device_bytes)
+        # What becomes the flat tensor of the trained weights (stage_1_and_2.py): on a GPU it takes what is free, so it
+        # is not counted; where that is too little, weights and copy are both in host memory.
+        flat = weight_bytes * trained if layout.stage in (1, 2) else 0
+        how, outside = f"{flat_formula} (flatten_dense_tensors_aligned)", ASSUMED.total_bytes(layout.communicators)
+        if flat and not layout.has_gpu:
+            terms.append(_load(layout, "flat copy of trained weights", flat, how, place="device"))
+        elif flat and device_bytes is not None and weights + adapters + flat + outside > device_bytes:
+            terms.append(_load(layout, "trained weights and their flat copy", 2 * flat, f"2 x {how}", place="host"))
     formula, place = f"{adapter_bytes} x {trained:,}", "host" if layout.has_gpu and layout.stage == 3 else "device"
     return terms + ([_load(layout, "adapters", adapters, formula, place=place)] if adapters else [])
-
-
-def _flat_copy(layout: ZeroLayout, loaded_bytes: int, device_bytes: int | None) -> list[Term]:
-    """List what becomes the flat tensor of the trained weights (stage_1_and_2.py): on a GPU it takes what is free, so
-    it is not counted; where that is too little, weights and copy are both in host memory.
-    """
-    flat = layout.weight_bytes * layout.num_trainable
-    how = f"{layout.weight_bytes} x {layout.num_trainable:,} (flatten_dense_tensors_aligned)"
-    if not layout.has_gpu:
-        return [_load(layout, "flat copy of trained weights", flat, how, place="device")]
-    outside = ASSUMED.total_bytes(layout.communicators)
-    if device_bytes is None or loaded_bytes + flat + outside <= device_bytes:
-        return []
-    return [_load(layout, "trained weights and their flat copy", 2 * flat, f"2 x {how}", place="host")]
-
-
-def _shards(layout: ZeroLayout, weights: int, how: str, adapters: int) -> list[Term]:
-    """List what zero.Init makes of these bytes of weights: shards, one module after the other."""
-    # Of offload to NVMe at most: each shard is written out as it is made.
-    on_host = layout.has_gpu and layout.param_device != "none"
-    shards, over = weights // layout.world_size, layout.zero["zero_hpz_partition_size"]
-    # The module comes before the adapters.
-    largest = layout.weight_bytes * layout.size.largest_module_params - (0 if layout.has_gpu else adapters)
-    module_formula = f"{layout.weight_bytes} x {layout.size.largest_module_params:,}"
-    terms = [
-        _load(layout, "shards", shards, f"({how}) / {layout.world_size}", place="host" if on_host else "device"),
-        _load(layout, "one module, gathered", max(0, largest), module_formula, place="device"),
-    ]
-    if over > 1 and layout.param_device == "none":
-        terms.append(_load(layout, "secondary partition", weights // over, f"({how}) / {over}", place="device"))
-    return terms
 
 
 def _load(layout: ZeroLayout, name: str, num_bytes: int, formula: str, *, place: str) -> Term:

@@ -28,7 +28,7 @@ from dsft.errors import UserError
 from dsft.planner.gpus import GPUS, MATMUL_SHARE, OTHERS, Gpu, gpu_name, named_gpus
 from dsft.planner.terms import ASSUMED, OutsideMemory
 from dsft.runtime.hardware import Machine
-from dsft.units import GB
+from dsft.units import GB, Batch
 
 if TYPE_CHECKING:  # they import transformers, which the ranks of a smoke test would wait for
     from dsft.models.size import ModelSize
@@ -83,8 +83,8 @@ class Speeds:
     """Whether communication runs while computing: not on CPU ranks, whose cores do both."""
     source: str
     has_time_estimate: bool = True
-    """Whether seconds may be told from these numbers, or only an order of configurations: rules of thumb for CPU ranks
-    are off by a factor.
+    """Whether seconds may be printed, or only an order of configurations: rules of thumb for CPU ranks are off by a
+    factor.
     """
     attention_share: float = 1.0
     """Of `flops`, what attention reaches."""
@@ -108,7 +108,24 @@ def speeds_of(machine: Machine, *, dtype: str, products: float = 0.0) -> Speeds:
         UserError: for a GPU type or interconnect that is not known.
     """
     if not machine.has_gpu:
-        return _of_cpu_ranks(machine)
+        # A core of a server, AVX-512: about 100 GFLOP/s in fp32; ranks share cores and memory (measured ranges vary
+        # fourfold).
+        cores = max(1.0, machine.cores / machine.ranks_per_node)
+        return Speeds(
+            flops=1e11 * cores,
+            device_bytes=5e9 * cores,
+            link_bytes=5e8,
+            reduce_bytes=5e8,
+            all_reduce_bytes=2e9,
+            network_bytes=1e9,
+            host_link_bytes=5e9,
+            adam_params=2e8 * machine.cores,
+            nvme_bytes=1e9,
+            collective_seconds=5e-4,
+            overlaps=False,
+            source="rules of thumb for CPU ranks, so no time is estimated; dsft plan --calibrate measures this machine",
+            has_time_estimate=False,
+        )
     name = gpu_name(machine)
     gpu, is_known = GPUS[name], bool(named_gpus(machine.gpu_type)) or not machine.exists
     source = f"{name} by {'published products' if gpu.matmul_tflops else 'its data sheet'}, {_links(machine)}"
@@ -140,27 +157,6 @@ def speeds_of(machine: Machine, *, dtype: str, products: float = 0.0) -> Speeds:
         overlaps=True,
         source=source,
         has_time_estimate=is_known or bool(products),
-    )
-
-
-def _of_cpu_ranks(machine: Machine) -> Speeds:
-    # A core of a server, AVX-512: about 100 GFLOP/s in fp32; ranks share cores and memory (measured ranges vary
-    # fourfold).
-    cores = max(1.0, machine.cores / machine.ranks_per_node)
-    return Speeds(
-        flops=1e11 * cores,
-        device_bytes=5e9 * cores,
-        link_bytes=5e8,
-        reduce_bytes=5e8,
-        all_reduce_bytes=2e9,
-        network_bytes=1e9,
-        host_link_bytes=5e9,
-        adam_params=2e8 * machine.cores,
-        nvme_bytes=1e9,
-        collective_seconds=5e-4,
-        overlaps=False,
-        source="rules of thumb for CPU ranks, so no time is estimated; dsft plan --calibrate measures this machine",
-        has_time_estimate=False,
     )
 
 
@@ -242,12 +238,6 @@ class StepTime:
     """Over all ranks."""
 
     @property
-    def range_seconds(self) -> tuple[float, float]:
-        """Between which `step_seconds` lies, as far as the published steps did."""
-        least, most = TIME_RANGE
-        return least * self.step_seconds, most * self.step_seconds
-
-    @property
     def tokens_per_second(self) -> float:
         """Over all ranks."""
         return self.tokens_per_step / self.step_seconds
@@ -269,14 +259,6 @@ def forward_seconds_per_token(size: "ModelSize", seq_len: int, speeds: Speeds) -
     return 2 * size.active_params / speeds.flops + attention_flops_per_token(size, seq_len) / speeds.attention_flops
 
 
-def _training_seconds_per_token(size: "ModelSize", seq_len: int, speeds: Speeds, *, checkpointing: bool) -> float:
-    """Predict products and attention of forward, recompute and backward on one token."""
-    passes = (2 if size.lora_r else 3) + checkpointing
-    attention_passes = 3.5 + checkpointing
-    attention = attention_flops_per_token(size, seq_len) / speeds.attention_flops
-    return passes * 2 * size.active_params / speeds.flops + attention_passes * attention
-
-
 def step_time(
     layout: "ZeroLayout",
     machine: Machine,
@@ -294,11 +276,15 @@ def step_time(
         traffic_bytes: what operators other than products read and write in one micro step.
     """
     tokens = micro_batch * seq_len
-    products = tokens * _training_seconds_per_token(layout.size, seq_len, speeds, checkpointing=checkpointing)
+    size = layout.size
+    passes = (2 if size.lora_r else 3) + checkpointing
+    attention = attention_flops_per_token(size, seq_len) / speeds.attention_flops
+    # An attention's backward multiplies five times where its forward does twice.
+    products = tokens * (passes * 2 * size.active_params / speeds.flops + (3.5 + checkpointing) * attention)
     micro_step = products + traffic_bytes / speeds.device_bytes
     if layout.has_gpu:  # else the same cores launch and compute
-        per_pass = LAUNCH_SECONDS_LORA if layout.size.lora_r else LAUNCH_SECONDS
-        micro_step = max(micro_step, (2 + checkpointing) * layout.size.num_layers * per_pass)
+        per_pass = LAUNCH_SECONDS_LORA if size.lora_r else LAUNCH_SECONDS
+        micro_step = max(micro_step, (2 + checkpointing) * size.num_layers * per_pass)
     compute = accumulation * micro_step
     communication = _communication_seconds(layout, machine, speeds, accumulation)
     offload, optimizer = _update_seconds(layout, machine, speeds, accumulation)
@@ -314,7 +300,7 @@ def step_time(
         offload_seconds=offload,
         optimizer_seconds=optimizer,
         step_seconds=busy + optimizer,
-        tokens_per_step=accumulation * tokens * machine.world_size,
+        tokens_per_step=seq_len * Batch(micro_batch, accumulation, machine.world_size).sequences,
     )
 
 
@@ -364,7 +350,7 @@ def _update_seconds(layout: "ZeroLayout", machine: Machine, speeds: Speeds, accu
     updated = size.num_trainable / (machine.world_size if layout.stage else 1)
     ratio = layout.zero["offload_optimizer"]["ratio"] if layout.optimizer_device != "none" else 0.0
     transfers = 0.0
-    seconds = (1 - ratio) * updated * optimizer.traffic / speeds.device_bytes
+    seconds = (1 - ratio) * updated * optimizer.update_bytes / speeds.device_bytes
     if ratio:
         on_host = ratio * updated
         if machine.has_gpu:  # gradients down each micro step (once where the device adds them up), weights up once
@@ -372,7 +358,7 @@ def _update_seconds(layout: "ZeroLayout", machine: Machine, speeds: Speeds, accu
             transfers += (gradients + layout.weight_bytes) * on_host / speeds.host_link_bytes
         seconds = max(seconds, on_host * machine.ranks_per_node / speeds.adam_params)
     if layout.optimizer_device == "nvme":  # master and moments, read and written
-        moved = 2 * (optimizer.master + optimizer.state) * updated * machine.ranks_per_node
+        moved = 2 * optimizer.checkpoint_bytes * updated * machine.ranks_per_node
         transfers += moved / speeds.nvme_bytes
     if layout.param_device != "none":  # this rank's shard, for forward and backward
         moved = 2 * accumulation * layout.weight_bytes * size.num_params / machine.world_size

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, get_args
 
 from dsft.runtime.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
 from dsft.units import GiB, plural
@@ -29,19 +29,20 @@ class Term:
     place: Literal["device", "host", "nvme"] = "device"
 
 
+def bytes_by_phase(terms: Iterable[Term], place: str) -> dict[Phase, int]:
+    """The sums of the terms of each phase in one place."""
+    sums: dict[Phase, int] = dict.fromkeys(get_args(Phase), 0)
+    for term in terms:
+        if term.place == place:
+            sums[term.phase] += term.num_bytes
+    return sums
+
+
 def peak_bytes(terms: Iterable[Term], place: str) -> int:
     """The largest sum of what is alive together: the terms of "always" and those of one other phase."""
-    by_phase: dict[str, int] = {"compute": 0, "step": 0, "save": 0, "load": 0}
-    always = 0
-    for term in terms:
-        if term.place != place:
-            continue
-        if term.phase == "always":
-            always += term.num_bytes
-        else:
-            by_phase[term.phase] += term.num_bytes
+    sums = bytes_by_phase(terms, place)
     # Loading comes before optimizer states and buffers exist, so it stands alone.
-    return max(always + max(by_phase["compute"], by_phase["step"], by_phase["save"]), by_phase["load"])
+    return max(sums["always"] + max(sums["compute"], sums["step"], sums["save"]), sums["load"])
 
 
 HOST_SHARE = 0.95
@@ -107,7 +108,13 @@ def add_up(
     """
     allocated = peak_bytes(terms, "device")
     if machine.has_gpu:
-        terms = [*terms, overhead(allocated, outside, communicators)]
+        known = "measured" if outside.measured else "assumed"
+        num_bytes = outside.total_bytes(communicators) + int(FRAGMENTATION * allocated)
+        formula = (
+            f"{outside.context_bytes / GiB:.1f} GiB context + {outside.of_communicators(communicators) / GiB:.1f} GiB"
+            f" for {plural(communicators, 'communicator')} of NCCL, {known} + {FRAGMENTATION:.0%} of what is allocated"
+        )
+        terms = [*terms, Term(name=OVERHEAD, num_bytes=num_bytes, formula=formula)]
     device, host, nvme = (peak_bytes(terms, place) for place in ("device", "host", "nvme"))
     if not machine.has_gpu:
         host += machine.ranks_per_node * device  # CPU ranks hold everything in host memory
@@ -128,19 +135,6 @@ def add_up(
         nvme_bytes=nvme,
         low_headroom=low_headroom,
         limiting_resource=limiting_resource,
-    )
-
-
-def overhead(allocated_bytes: int, outside: OutsideMemory, communicators: int) -> Term:
-    """Count what one GPU holds beyond torch's allocations."""
-    known = "measured" if outside.measured else "assumed"
-    return Term(
-        name=OVERHEAD,
-        num_bytes=outside.total_bytes(communicators) + int(FRAGMENTATION * allocated_bytes),
-        formula=(
-            f"{outside.context_bytes / GiB:.1f} GiB context + {outside.of_communicators(communicators) / GiB:.1f} GiB"
-            f" for {plural(communicators, 'communicator')} of NCCL, {known} + {FRAGMENTATION:.0%} of what is allocated"
-        ),
     )
 
 

@@ -1,6 +1,5 @@
 """What the memory formulas read of model, DeepSpeed configuration and machine, and the counts they share."""
 
-import dataclasses
 import functools
 import json
 import math
@@ -11,51 +10,8 @@ from typing import Any
 from dsft.config.deepspeed import get_value, stage
 from dsft.models.quantization import Quantization
 from dsft.models.size import ModelSize
+from dsft.planner.optimizers import OptimizerMemory, optimizer_memory
 from dsft.units import DTYPE_BYTES
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerMemory:
-    """Bytes per trained parameter that an optimizer takes beside weight and gradient."""
-
-    state: float
-    """Its moments."""
-    master: int = 4
-    """The fp32 copy of the weight that is updated."""
-    step: int
-    """Copies that it makes for a moment while it updates."""
-
-    @property
-    def traffic(self) -> int:
-        """Of one update: gradient 4, master and moments are read; master, moments and bf16 weight 2 are written."""
-        return 4 + 2 * (self.master + self.state) + 2
-
-    @property
-    def formula(self) -> str:
-        return f"master {self.master} + moments {self.state:g}"
-
-
-OPTIMIZERS = {
-    "adamw_torch_fused": OptimizerMemory(state=8, step=0),  # m 4 + v 4 in fp32 (ZeRO paper, table 1)
-    "adamw_torch": OptimizerMemory(state=8, step=8),  # two fp32 copies (torch/optim/adamw.py, _multi_tensor_adamw)
-    # bitsandbytes keeps a byte per moment, and an fp32 scale for 256 of them (bitsandbytes/optim/optimizer.py,
-    # Optimizer2State, Optimizer1State); kernels update in place. Paged states are planned as if they stayed.
-    **dict.fromkeys(
-        ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), OptimizerMemory(state=2 * (1 + 4 / 256), step=0)
-    ),
-    "paged_adamw_32bit": OptimizerMemory(state=8, step=0),
-    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), OptimizerMemory(state=1 + 4 / 256, step=0)),
-    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), OptimizerMemory(state=4, step=0)),
-    # One moment or none; copies as in torch/optim (_multi_tensor_sgd with weight decay, _multi_tensor_adagrad ...).
-    "sgd": OptimizerMemory(state=0, step=4),
-    "adagrad": OptimizerMemory(state=4, step=8),
-    "rmsprop": OptimizerMemory(state=4, step=8),
-    "adafactor": OptimizerMemory(state=4, step=8),  # of ZeRO's flat shards nothing can be factored
-}
-"""By transformers' name (the option `optim`)."""
-DEFAULT_OPTIMIZER = "adamw_torch"
-"""As which an optimizer is planned that is not in OPTIMIZERS; the plan says so (`Job.unmodelled`)."""
-
 
 UNMODELLED = {
     "zero_optimization.zero_quantized_weights": "gathers of 8-bit weights",
@@ -133,7 +89,7 @@ class ZeroLayout:
     @property
     def weight_bytes(self) -> int:
         """Of a weight, a gradient and a bucket's element: adapters have the base's dtype (models/lora.py), and
-        DeepSpeed accumulates and communicates in the model's unless told otherwise.
+        DeepSpeed accumulates and communicates in the model's unless it is set otherwise.
         """
         return DTYPE_BYTES[self.dtype]
 
@@ -169,8 +125,8 @@ class ZeroLayout:
         """Of a gradient on its way into the optimizer: a flat copy and one in the master's type (where that is the
         weights' the flat copy is it), and the optimizer's own copies.
         """
-        flat = self.sum_bytes if self.optimizer.master != self.sum_bytes else 0
-        return flat + self.optimizer.master + self.optimizer.step
+        flat = self.sum_bytes if self.optimizer.master_bytes != self.sum_bytes else 0
+        return flat + self.optimizer.master_bytes + self.optimizer.step_bytes
 
     @property
     def packed(self) -> Quantization | None:
@@ -264,7 +220,7 @@ def describe_layout(
     ranks_per_node: int,
     dtype: str,
     has_gpu: bool,
-    optimizer: str = "adamw_torch_fused",
+    optimizer: str | None = None,
 ) -> ZeroLayout:
     """Describe how this configuration spreads a model over the ranks.
 
@@ -272,7 +228,8 @@ def describe_layout(
         deepspeed_config: complete; "auto" is understood in the numbers that transformers fills.
         dtype: of the computation; bfloat16 and float16 have fp32 master weights.
         has_gpu: without, terms of place "device" are what one rank holds in host memory, and nothing is pinned.
-        optimizer: a key of OPTIMIZERS. With offload the optimizer is DeepSpeed's CPUAdam, which makes no copies.
+        optimizer: as transformers names it; None for its default. With offload it is DeepSpeed's CPUAdam, which makes
+            no copies.
 
     Raises:
         ValueError: where ZeRO-3 is asked for with a quantised base, which transformers does not shard.
@@ -296,20 +253,6 @@ def describe_layout(
         sums_in_fp32=sums_in_fp32(deepspeed_config),
         reduces_in_fp32=get_value(deepspeed_config, "communication_data_type") in FP32,
     )
-
-
-def optimizer_memory(deepspeed_config: dict[str, Any], name: str) -> OptimizerMemory:
-    """Return what DeepSpeed's own optimizer takes where the configuration names one (FusedAdam, CPUAdam), else that of
-    `name`; with bf16_optimizer_states the moments and what is updated are bf16.
-    """
-    if get_value(deepspeed_config, "optimizer.type"):
-        name = "adamw_torch" if get_value(deepspeed_config, "optimizer.params.torch_adam") else "adamw_torch_fused"
-    memory = OPTIMIZERS.get(name, OPTIMIZERS[DEFAULT_OPTIMIZER])
-    if get_value(deepspeed_config, "bf16.bf16_optimizer_states"):
-        return dataclasses.replace(memory, state=memory.state / 2, master=2, step=memory.step // 2)
-    if get_value(deepspeed_config, "bf16.bf16_master_weights_and_grads"):
-        return dataclasses.replace(memory, master=2)
-    return memory
 
 
 def frozen_bytes(layout: ZeroLayout) -> tuple[int, str]:

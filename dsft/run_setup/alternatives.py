@@ -21,7 +21,7 @@ from dsft.planner.plans import Plan
 from dsft.planner.terms import HOST_SHARE
 from dsft.run_setup.resolve import Choice, choose_plan, resolve_offline
 from dsft.runtime.hardware import Machine
-from dsft.units import GB
+from dsft.units import GB, Batch
 
 MOST_NODES = 64
 SHORTEST = 512
@@ -81,7 +81,7 @@ def _nodes(options: TrainConfig, job: Job, machine: Machine, attention: Attentio
     nodes = 2 ** (int(math.log2(machine.nodes)) + 1)
     while nodes <= MOST_NODES and machine.has_gpu:
         larger = dataclasses.replace(machine, nodes=nodes)
-        if not (job.sequences_per_step or 0) % (larger.world_size * (job.micro_batch or 1)):
+        if not (job.sequences_per_step or 0) % Batch(job.micro_batch or 1, 1, larger.world_size).sequences:
             yield {"nodes": nodes}, job, larger
         nodes *= 2
 

@@ -11,8 +11,9 @@ from dsft.config.deepspeed import stage
 from dsft.config.options import IGNORED_ARGUMENTS, NEW_NAMES, TRAINING_DEFAULTS, LoraFields, TrainConfig
 from dsft.models.size import ModelSize
 from dsft.planner.fake_model import LIGER_MODELS
+from dsft.planner.optimizers import OPTIMIZERS
 from dsft.planner.plans import Plan
-from dsft.planner.zero_layout import OPTIMIZERS, sums_in_fp32
+from dsft.planner.zero_layout import sums_in_fp32
 from dsft.runtime.hardware import has_gpu
 
 

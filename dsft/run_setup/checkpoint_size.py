@@ -11,7 +11,7 @@ from dsft.checkpoints.manifest import checkpoints, files_of
 from dsft.config.deepspeed import stage
 from dsft.config.options import TrainConfig
 from dsft.models.size import ModelSize
-from dsft.planner.zero_layout import optimizer_memory
+from dsft.planner.optimizers import optimizer_memory
 from dsft.run_setup.arguments import with_defaults
 from dsft.runtime.disk import free_bytes
 from dsft.units import DTYPE_BYTES, GB, plural
@@ -59,13 +59,14 @@ def checkpoint_size(
         options: with `dtype` decided.
         deepspeed_config: of the plan, or of an explicit `zero`; where there is none yet, the stage that writes least.
     """
-    num_bytes, optim = DTYPE_BYTES[options.dtype], options.training.get("optim", "adamw_torch_fused")
-    optimizer = optimizer_memory(deepspeed_config or {}, optim)
+    num_bytes = DTYPE_BYTES[options.dtype]
+    optimizer = optimizer_memory(deepspeed_config or {}, options.training.get("optim"))
     zero = 3 if deepspeed_config is None else stage(deepspeed_config)
-    # Stages 0 to 2 write the module once more, stage 3 placeholders; ZeRO 0 in fp32 trains the weights themselves.
+    # Stages 0 to 2 write the module once more, stage 3 placeholders; ZeRO 0 in fp32 trains the weights themselves,
+    # without a master.
     copy = 0 if zero == 3 else num_bytes
-    master = 0 if zero == 0 and num_bytes == 4 else optimizer.master
-    per_param = 0 if options.training.get("save_only_model") else copy + master + optimizer.state
+    of_optimizer = optimizer.state_bytes if zero == 0 and num_bytes == 4 else optimizer.checkpoint_bytes
+    per_param = 0 if options.training.get("save_only_model") else copy + of_optimizer
     return CheckpointSize(
         weight_bytes=num_bytes * (size.num_trainable + (0 if size.lora_r else size.other_params)),
         state_bytes=int(per_param * size.num_trainable),

@@ -16,6 +16,7 @@ from dsft.models.head import LEAST_VOCAB
 from dsft.models.size import ModelFacts
 from dsft.models.trials import Packing, can_tile_loss
 from dsft.planner.plans import Plan
+from dsft.units import Batch
 
 UNTILED = ("float16", "qlora")
 """float16's small gradients vanish before they are scaled; a head over a quantised base is not proven."""
@@ -30,7 +31,7 @@ class Draft:
     def __init__(self, options: TrainConfig, decisions: Sequence[Decision] = (), problems: Sequence[str] = ()):
         self.options, self.decisions, self.problems = options, list(decisions), list(problems)
 
-    def take(self, decisions: Sequence[Decision], problems: Sequence[str] = ()) -> None:
+    def apply(self, decisions: Sequence[Decision], problems: Sequence[str] = ()) -> None:
         for decision in decisions:  # one after the other: a later one may give back what an earlier one took away
             if self.options.value(decision.name) != decision.value:
                 self.options = decide(self.options, [decision])
@@ -38,12 +39,12 @@ class Draft:
         self.problems += problems
 
 
-def take_zero_file(draft: Draft) -> dict[str, Any] | None:
+def apply_zero_file(draft: Draft) -> dict[str, Any] | None:
     """Takes over the numbers of an explicit `zero`; returns its content, None with auto."""
     if draft.options.zero == "auto":
         return None
     zero_file = read_sound_file(draft.options.zero, draft.problems)
-    draft.take(*adopt(zero_file, draft.options))
+    draft.apply(*adopt(zero_file, draft.options))
     return zero_file
 
 
@@ -51,8 +52,8 @@ def decide_batches_and_dtype(draft: Draft, world: int, *, auto_dtype: str) -> No
     """Decides what follows from the number of ranks and from what their devices compute in."""
     named = any("global_batch_size" in problem for problem in draft.problems)
     decisions, not_divisible = batch_decisions(draft.options, world)
-    draft.take(decisions, [] if named else not_divisible)
-    draft.take(dtype_decisions(draft.options, auto_dtype))
+    draft.apply(decisions, [] if named else not_divisible)
+    draft.apply(dtype_decisions(draft.options, auto_dtype))
 
 
 def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -> tuple[list[Decision], list[str]]:
@@ -81,7 +82,7 @@ def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], l
     if not total or (micro is not None and micro < 1):
         return [], []
     if accumulation and micro is None:
-        micro, rest = divmod(total, accumulation * world)
+        micro, rest = divmod(total, Batch(1, accumulation, world).sequences)
         reason = f"global_batch_size={total} / (gradient_accumulation_steps={accumulation} x {world} ranks)"
         problem = (
             f"global_batch_size={total} is not divisible by gradient_accumulation_steps={accumulation} x {world} ranks;"
@@ -93,8 +94,8 @@ def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], l
             f"global_batch_size={total} (train_batch_size) is not per_device_train_batch_size={micro} x"
             f" gradient_accumulation_steps={accumulation} x {world} ranks; leave one to follow"
         )
-        return [], [problem] if micro * accumulation * world != total else []
-    per_step = (micro or 1) * world  # where it is not given, the plan chooses one that divides
+        return [], [problem] if Batch(micro, accumulation, world).sequences != total else []
+    per_step = Batch(micro or 1, 1, world).sequences  # where it is not given, the plan chooses one that divides
     if total % per_step:
         lower = total // per_step * per_step
         return [], [

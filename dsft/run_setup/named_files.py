@@ -1,7 +1,7 @@
-"""What is wrong with the files that options name, told in a second: torch and transformers are not loaded for it.
+"""What is wrong with the files that options name, found in a second: torch and transformers are not loaded for it.
 
-A launch looks at them before its launcher and its ranks start, ranks of one machine before they meet. What needs the
-model, and files of several machines, are looked at by all ranks together, later.
+A launch looks at them before its launcher and its ranks start, ranks of one machine before their rendezvous. What needs
+the model, and files of several machines, are looked at by all ranks together, later.
 """
 
 from dsft.config.deepspeed import read_zero_file
@@ -17,7 +17,7 @@ NOT_NEEDED = ("output_dir: missing", "data: missing", "eval_strategy needs", "st
 """Beginnings of the problems that hinder a training and no plan."""
 
 
-def check_before_meeting(options: TrainConfig | EvalConfig, problems: list[str]) -> None:
+def check_before_rendezvous(options: TrainConfig | EvalConfig, problems: list[str]) -> None:
     """Ends a rank with all that options and files show by themselves, where every rank sees the same: on one machine.
 
     Args:

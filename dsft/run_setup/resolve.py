@@ -1,10 +1,13 @@
-"""From options and machine to a run that is decided: every option as it will be, and the reason of each decision.
+"""From options and machine to a run that is decided and planned: every option as it will be, and the reason of each
+decision.
 
     run = resolve_run(options, machine=smallest_machine())            # a training, on all of its ranks
-    run = resolve_offline(options, machine)                           # what it would decide there, for a plan
+    run = resolve_offline(options, machine)                           # what it would decide there: plan, doctor, api
+    choice = plan_offline(run.options, run.job, machine, zero_file=run.zero_file)
 
-Both go through `check_run` and `decide_job`, so a plan is of what would be trained, and is refused where that is.
-Nothing rewrites options afterwards, and nothing here loads a weight.
+One pipeline for all who ask: `check_run` -> `decide_run` -> `plan_offline`, or `plan_run`, which raises where nothing
+fits. So a plan is of what would be trained, and is refused where that is. Nothing rewrites options afterwards, and
+nothing here loads a weight.
 """
 
 import dataclasses
@@ -43,24 +46,25 @@ from dsft.models.quantization import format_problems
 from dsft.models.size import ModelFacts, check_positions, check_sharding, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.models.trials import Packing, architecture_problems, needs_mask, try_packing
-from dsft.planner.calibration import calibrated
+from dsft.planner.calibration import speeds_for
 from dsft.planner.candidates import NO_FP32_SUMS, candidate_names, wants_fp32_sums
 from dsft.planner.fake_model import Attention
 from dsft.planner.gpus import GPUS, gpu_name
 from dsft.planner.job import Job, attention_of
+from dsft.planner.optimizers import DEFAULT_OPTIMIZER
 from dsft.planner.plans import Plan, all_plans, choose, reason
-from dsft.planner.step_time import Speeds, speeds_of
+from dsft.planner.step_time import Speeds
 from dsft.planner.zero_layout import sums_in_fp32, unmodelled_settings
 from dsft.run_setup.arguments import ignored_options
 from dsft.run_setup.checkpoint_size import CheckpointSize, check_room, checkpoint_size
 from dsft.run_setup.decisions import (
     Draft,
     accelerate_decisions,
+    apply_zero_file,
     decide_batches_and_dtype,
     keep_global_batch,
     packing_decisions,
     step_limit_decision,
-    take_zero_file,
     tf32_decision,
     tiled_loss_decision,
 )
@@ -85,12 +89,15 @@ class CheckedRun:
     """What one rank knows of a run from the options and the files they name."""
 
     options: TrainConfig
+    """After every decision."""
     decisions: tuple[Decision, ...]
+    """Each option that was decided in the user's place, with its reason, in order."""
     problems: tuple[str, ...]
     model: ModelFacts | None
     """None where the model cannot be measured, which is a problem."""
     tokenizer: PreTrainedTokenizerBase | None
     data: tuple[FormattedSource, ...]
+    """Empty where none is named, or none can be read where a plan is made."""
     held_out: tuple[FormattedSource, ...]
     zero_file: dict[str, Any] | None
     """The DeepSpeed JSON of an explicit `zero`; None with auto."""
@@ -99,12 +106,12 @@ class CheckedRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecidedJob:
-    """What follows from how the model computes: found by trials of a small one."""
+class DecidedRun(CheckedRun):
+    """With what follows from how the model computes, which trials of a small one find: `options`, `decisions` and
+    `model` have packing and the attention that it needs.
+    """
 
     job: Job
-    model: ModelFacts
-    """With the attention that packed rows need."""
     packing: Packing | None
     """Whether and how samples can share rows, where that was asked for."""
     masked: bool
@@ -113,49 +120,19 @@ class DecidedJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfflineRun:
-    """A training that is decided as far as its plan depends on it."""
+class ResolvedRun(DecidedRun):
+    """A training that is decided; the same on every rank. `notes` are what the user should know: options without
+    effect, packing that is not possible.
+    """
 
-    options: TrainConfig
-    """After every decision."""
-    job: Job
-    zero_file: dict[str, Any] | None
-    """The DeepSpeed JSON of an explicit `zero`; None with auto."""
-    data: tuple[FormattedSource, ...]
-    """Empty where none is named, or none can be read here."""
-    tokenizer: PreTrainedTokenizerBase | None
-    """None where there is no data."""
-    notes: tuple[str, ...]
-    """What the plan takes for granted."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedRun:
-    """A training that is decided; the same on every rank."""
-
-    options: TrainConfig
-    """After every decision."""
-    decisions: tuple[Decision, ...]
-    """Each option that was decided in the user's place, with its reason, in order."""
-    model: ModelFacts
-    tokenizer: PreTrainedTokenizerBase
-    data: tuple[FormattedSource, ...]
-    held_out: tuple[FormattedSource, ...]
     machine: Machine
-    job: Job
     plan: Plan
-    disk: CheckpointSize
-    """What it writes to `output_dir`."""
     reason: str
     """Why this plan."""
-    packing: Packing | None
-    """Whether and how samples can share rows, where that was asked for."""
-    masked: bool
-    """Whether padded batches have an attention mask."""
+    disk: CheckpointSize
+    """What it writes to `output_dir`."""
     checkpoint: str | None
     """That the run resumes from."""
-    notes: tuple[str, ...]
-    """What the user should know: options without effect, packing that is not possible."""
 
     @property
     def weights_of(self) -> str | None:
@@ -166,6 +143,16 @@ class ResolvedRun:
     @property
     def output_dir(self) -> str:
         return self.options.training["output_dir"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The plan that was chosen, among which, and why."""
+
+    plan: Plan
+    candidates: tuple[Plan, ...]
+    reason: str
+    speeds: Speeds
 
 
 def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[str] = ()) -> ResolvedRun | None:
@@ -187,42 +174,41 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     if finished:
         say(f"nothing left to train: {checkpoint} is its end; raise max_steps or num_train_epochs to continue")
         return None
-    _require_same_run(draft.options, checked.zero_file, checkpoint)
+    # Each rank has read the options and the files that they name by itself.
+    files = {f"content of {draft.options.zero}": checked.zero_file}
+    if checkpoint:
+        files[f"{checkpoint} to resume from"] = manifest_hash(Path(checkpoint))
+    require_agreement({SAME_OPTIONS: common_options(draft.options), SAME_FILES: files})
     zero_file, notes = _with_an_adam_that_compiles(checked.zero_file)
-    draft.take(decisions)
-    asked = draft.options.tiled_loss
-    decided = decide_job(draft, _with_adapter(checked, draft.options), checked.data)
-    job, model, tiling = decided.job, decided.model, decided.tiling
-    draft.take([tiling])
+    draft.apply(decisions)
+    model, adapter = checked.model, draft.options.adapter
+    if adapter not in (None, checked.options.adapter):  # training starts with a checkpoint's
+        model = dataclasses.replace(model, adapters=saved_lora_config(adapter))
+    decided = decide_run(
+        dataclasses.replace(checked, options=draft.options, decisions=tuple(draft.decisions), model=model)
+    )
+    draft = Draft(decided.options, decided.decisions)
+    asked, tiling = draft.options.tiled_loss, decided.tiling
+    draft.apply([tiling])
 
     def choose() -> tuple[Plan, str]:
-        choice = plan_run(draft.options, job, machine, zero_file=zero_file, checkpoint=checkpoint)
+        choice = plan_run(draft.options, decided.job, machine, zero_file=zero_file, checkpoint=checkpoint)
         return choice.plan, choice.reason
 
     plan, reason = distributed.on_rank_0(choose)
     distributed.raise_together(offload_problems(plan.deepspeed_config))  # every node compiles what it needs
-    draft.take([step_limit_decision(draft.options, plan)])
-    disk = checkpoint_size(draft.options, model.size, plan.deepspeed_config)
+    draft.apply([step_limit_decision(draft.options, plan)])
+    disk = checkpoint_size(draft.options, decided.model.size, plan.deepspeed_config)
     distributed.raise_together(check_room(draft.options, disk) if distributed.rank() == 0 else [])
     notes += [f"tiled_loss: ignored, {tiling.reason}"] if asked is True and not tiling.value else []
-    notes += _decide_tf32(draft) + _notes_on_plan(draft.options, plan, model, decided.packing, zero_file)
-    return ResolvedRun(
-        options=draft.options,
-        decisions=tuple(draft.decisions),
-        model=model,
-        tokenizer=checked.tokenizer,
-        data=checked.data,
-        held_out=checked.held_out,
-        machine=machine,
-        job=job,
-        plan=plan,
-        disk=disk,
-        reason=reason,
-        packing=decided.packing,
-        masked=decided.masked,
-        checkpoint=checkpoint,
-        notes=tuple(notes),
-    )
+    tf32 = tf32_decision(draft.options, available=all(distributed.from_all([is_torch_tf32_available()])))
+    draft.apply(tf32)
+    notes += [f"tf32: {decision.reason}; tf32=false leaves it off" for decision in tf32]
+    notes += _notes_on_packing(decided.packing) + raised_buffers(zero_file, plan.deepspeed_config)
+    notes += ignored_options(draft.options, plan.deepspeed_config, decided.model.size)
+    known = {"options": draft.options, "decisions": tuple(draft.decisions), "notes": tuple(notes)}
+    planned = {"machine": machine, "plan": plan, "reason": reason, "disk": disk, "checkpoint": checkpoint}
+    return ResolvedRun(**vars(decided) | known | planned | {"zero_file": zero_file})
 
 
 def resolve_offline(
@@ -230,69 +216,55 @@ def resolve_offline(
     machine: Machine,
     *,
     attention: Attention | None = None,
+    starts: bool = False,
     scored: bool = False,
     problems: Sequence[str] = (),
-) -> OfflineRun:
+) -> DecidedRun:
     """Decides what a training with these options would on a machine that need not be there. What is left out needs the
     run itself: its folder, the weights, and a checkpoint that it resumes from.
 
     Args:
         attention: that is planned, whatever the model and its data would take.
+        starts: as `check_run` takes it: folder, weights and data must be there.
         scored: the model is evaluated, not trained.
         problems: of reading the options.
 
     Raises:
         UserError: with all problems of options, DeepSpeed JSON and model that a training would have too.
     """
-    problems = [problem for problem in problems if not problem.startswith(NOT_NEEDED)]
-    checked = check_run(options, machine, problems, starts=False, scored=scored)
+    if not starts:
+        problems = [problem for problem in problems if not problem.startswith(NOT_NEEDED)]
+    checked = check_run(options, machine, problems, starts=starts, scored=scored)
     raise_if_any(checked.problems)
-    draft, notes = Draft(checked.options, checked.decisions), [*checked.notes]
-    decided = decide_job(draft, checked.model, checked.data)
-    if decided.packing and decided.packing.problem:
-        notes.append(packing_note(decided.packing))
-    if draft.options.training.get("resume_from_checkpoint"):
+    run = decide_run(checked)
+    notes = [*run.notes, *_notes_on_packing(run.packing)]
+    if run.options.training.get("resume_from_checkpoint"):
         notes.append("resume_from_checkpoint: this is the plan of a new run; one that resumes keeps its own")
-    return OfflineRun(
-        options=draft.options,
-        job=dataclasses.replace(decided.job, attention=attention) if attention else decided.job,
-        zero_file=checked.zero_file,
-        data=checked.data,
-        tokenizer=checked.tokenizer,
-        notes=tuple(notes),
-    )
+    job = dataclasses.replace(run.job, attention=attention) if attention else run.job
+    return dataclasses.replace(run, job=job, notes=tuple(notes))
 
 
-def decide_job(draft: Draft, model: ModelFacts, data: Sequence[FormattedSource]) -> DecidedJob:
+def decide_run(checked: CheckedRun) -> DecidedRun:
     """Decides packing, masks and the tiled loss, and composes the planner's job of them. Collective."""
-    packing = None
+    draft, model, packing = Draft(checked.options, checked.decisions), checked.model, None
     if draft.options.packing:
         packing = distributed.on_rank_0(lambda: try_packing(draft.options, model.config))
-        draft.take(packing_decisions(packing))
+        draft.apply(packing_decisions(packing))
         model = dataclasses.replace(model, attn_implementation=packing.attn_implementation or model.attn_implementation)
-    masked = distributed.on_rank_0(lambda: is_masked(draft.options, model, data))
+    masked = distributed.on_rank_0(lambda: is_masked(draft.options, model, checked.data))
     tiling = distributed.on_rank_0(lambda: tiled_loss_decision(draft.options, model))
-    job = job_over_data(draft.options, model, data, masked=masked, tiled_loss=tiling.value)
-    return DecidedJob(job=job, model=model, packing=packing, masked=masked, tiling=tiling)
+    job = job_over_data(draft.options, model, checked.data, masked=masked, tiled_loss=tiling.value)
+    known = {"options": draft.options, "decisions": tuple(draft.decisions), "model": model}
+    return DecidedRun(**vars(checked) | known, job=job, packing=packing, masked=masked, tiling=tiling)
 
 
-def _decide_tf32(draft: Draft) -> list[str]:
-    """Decide whether a training in float32 multiplies in TF32, and say so. Collective."""
-    decisions = tf32_decision(draft.options, available=all(distributed.from_all([is_torch_tf32_available()])))
-    draft.take(decisions)
-    return [f"tf32: {decision.reason}; tf32=false leaves it off" for decision in decisions]
-
-
-def _require_same_run(options: TrainConfig, zero_file: dict[str, Any] | None, checkpoint: str | None) -> None:
-    """Compare what each rank has made of its options by itself, and the files that they name. Collective.
-
-    Raises:
-        UserError: on every rank, with what differs and where.
-    """
-    files = {f"content of {options.zero}": zero_file}
-    if checkpoint:
-        files[f"{checkpoint} to resume from"] = manifest_hash(Path(checkpoint))
-    require_agreement({SAME_OPTIONS: common_options(options), SAME_FILES: files})
+def _notes_on_packing(packing: Packing | None) -> list[str]:
+    if packing is None or not packing.problem:
+        return []
+    return [
+        "packing is left out, sequences are padded instead: samples in one row cannot be kept apart in this model,"
+        f" {packing.problem}"
+    ]
 
 
 def _with_an_adam_that_compiles(zero_file: dict[str, Any] | None) -> tuple[dict[str, Any] | None, list[str]]:
@@ -311,13 +283,6 @@ def _with_an_adam_that_compiles(zero_file: dict[str, Any] | None) -> tuple[dict[
     return with_torch_adam(zero_file), [f"optimizer: torch's Adam, since FusedAdam cannot be compiled ({problems[0]})"]
 
 
-def _with_adapter(checked: CheckedRun, options: TrainConfig) -> ModelFacts:
-    """Returns the model with the adapter that training starts with, which may be a checkpoint's weights."""
-    if options.adapter in (None, checked.options.adapter):
-        return checked.model
-    return dataclasses.replace(checked.model, adapters=saved_lora_config(options.adapter))
-
-
 def check_run(
     options: TrainConfig, machine: Machine, problems: Sequence[str] = (), *, starts: bool = True, scored: bool = False
 ) -> CheckedRun:
@@ -332,8 +297,8 @@ def check_run(
     draft, notes = Draft(options, problems=problems), []
     if starts and options.training.get("output_dir"):
         check_output_dir(options, draft.problems)
-    draft.take(*accelerate_decisions(options, os.environ))
-    zero_file = take_zero_file(draft)
+    draft.apply(*accelerate_decisions(options, os.environ))
+    zero_file = apply_zero_file(draft)
     draft.problems += check_zero_file(zero_file, draft.options, here=machine.measured) if zero_file is not None else []
     decide_batches_and_dtype(draft, machine.world_size, auto_dtype=auto_dtype(machine))
     options = draft.options
@@ -345,7 +310,7 @@ def check_run(
     if model and zero_file:  # before the plan, whose trace of such a model takes minutes
         draft.problems += check_sharding(model.size, stage=stage(zero_file), model=options.model)
     unreadable: list[str] = []
-    # Where there is no model, its missing tokenizer is no news.
+    # Where the model is missing, its tokenizer is not reported too.
     if options.model and (model or options.tokenizer) and (starts or options.data):
         tokenizer = check_tokenizer(options, unreadable, vocab_size=model and model.size.vocab_size)
     data, held_out = (
@@ -419,7 +384,7 @@ def _measured(
     problems += check_weights(options, model, local=True) if starts else []
     problems += architecture_problems(options.model, model.config, trust_remote_code=options.trust_remote_code)
     problems += check_positions(model, seq_len=options.seq_len, model=options.model)
-    # What a model of wrong sizes would take on disk is no news.
+    # The disk of a model of wrong sizes is not reported too.
     named = any(re.match("output_dir|model=", problem) for problem in problems)
     if starts and options.training.get("output_dir") and not named:
         problems += check_room(options, checkpoint_size(options, model.size, zero_file))
@@ -433,7 +398,7 @@ def resume_decisions(options: TrainConfig, world: int) -> tuple[str | None, list
         UserError: where the checkpoint that was named is not complete, or does not fit this run.
     """
     for path in clean_up(options.training["output_dir"]):
-        say(f"removed {path}: a save that did not end")
+        say(f"removed {path}: an incomplete save")
     checkpoint = last_checkpoint(options)
     if checkpoint and options.resume_weights_only:
         return None, start_from_weights(options, checkpoint), False
@@ -442,24 +407,6 @@ def resume_decisions(options: TrainConfig, world: int) -> tuple[str | None, list
     decisions = keep_global_batch(options, checkpoint, world)
     has_final = (Path(options.training["output_dir"]) / FINAL).is_dir()  # a kill may have come before it
     return checkpoint, decisions, has_final and is_finished(checkpoint, options.training)
-
-
-def packing_note(packing: Packing) -> str:
-    return (
-        "packing is left out, sequences are padded instead: samples in one row cannot be kept apart in this model,"
-        f" {packing.problem}"
-    )
-
-
-def _notes_on_plan(
-    options: TrainConfig, plan: Plan, model: ModelFacts, packing: Packing | None, zero_file: dict[str, Any] | None
-) -> list[str]:
-    deepspeed_config = plan.deepspeed_config
-    return [
-        *([packing_note(packing)] if packing and packing.problem else []),
-        *raised_buffers(zero_file, deepspeed_config),
-        *ignored_options(options, deepspeed_config, model.size),
-    ]
 
 
 def raised_buffers(zero_file: dict[str, Any] | None, deepspeed_config: dict[str, Any]) -> list[str]:
@@ -475,21 +422,11 @@ WORTH_SAYING = 1.05
 """A plan so many times as fast as the chosen one is named."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """The plan that was chosen, among which, and why."""
-
-    plan: Plan
-    candidates: tuple[Plan, ...]
-    reason: str
-    speeds: Speeds
-
-
 def training_job(options: TrainConfig, facts: ModelFacts, *, attention: Attention, tiled_loss: bool = False) -> Job:
     """Composes what a training with these options is to the planner.
 
     Args:
-        attention: as `attention_of` says, or as it is assumed on paper.
+        attention: as `attention_of` says, or as a plan assumes it.
     """
     training = options.training
     checkpointing = training.get("activation_checkpointing", training.get("gradient_checkpointing"))
@@ -509,7 +446,7 @@ def training_job(options: TrainConfig, facts: ModelFacts, *, attention: Attentio
         accumulation=training.get("gradient_accumulation_steps"),
         sequences_per_step=options.global_batch_size,
         checkpointing=checkpointing,
-        optimizer=training.get("optim", "adamw_torch_fused"),
+        optimizer=training.get("optim", DEFAULT_OPTIMIZER),
         fp32_accumulation=None if options.fp32_accumulation == "auto" else options.fp32_accumulation,
         fp32_reduction=options.fp32_reduction,
         compiled=bool(training.get("torch_compile")),
@@ -550,11 +487,6 @@ def _in_full_windows(options: TrainConfig, data: Sequence[FormattedSource]) -> b
     return all(source.rules.is_text for source in data) and options.seq_len % 8 == 0
 
 
-def speeds_for(job: Job, machine: Machine) -> Speeds:
-    """Returns the speeds that a plan counts on: measured ones where there are some, else assumed ones."""
-    return calibrated(speeds_of(machine, dtype=job.dtype), machine, dtype=job.dtype)
-
-
 def choose_plan(
     job: Job,
     machine: Machine,
@@ -572,7 +504,7 @@ def choose_plan(
         resumes: whether `zero` is an earlier run's and not the user's word.
         left_out: candidates that must not be taken.
     """
-    speeds = speeds_for(job, machine)
+    speeds = speeds_for(machine, dtype=job.dtype)
     own_file = zero_file if zero.endswith(".json") else None
     candidates = all_plans(job, machine, speeds, zero=zero, zero_file=own_file)
     candidates = [plan for plan in candidates if plan.zero not in left_out]
@@ -584,27 +516,21 @@ def choose_plan(
     if own_file is None and wants_fp32_sums(job, plan.accumulation) and not sums_in_fp32(config):
         because = "float32 takes too much memory" if stage(config) >= 2 else f"ZeRO {plan.zero} cannot in float32"
         why += f" Gradients of {plan.accumulation} micro batches are added up in bfloat16: {because}."
-    if zero == "auto":
-        why += _cost_of_fp32_sums(plan, job, machine, speeds)
+    may_gain = job.dtype == "bfloat16" and job.fp32_accumulation is None and plan.fits and plan.has_time_estimate
+    if zero == "auto" and may_gain:
+        # How much faster ZeRO 0 or 1 would be with sums in bfloat16, where that is worth a word.
+        in_bf16 = dataclasses.replace(job, fp32_accumulation=False)
+        names = [name for name in candidate_names(in_bf16, machine) if name in NO_FP32_SUMS]
+        plans = [other for name in names for other in all_plans(in_bf16, machine, speeds, zero=name)]
+        fitting = [other for other in plans if other.fits]
+        gain = max((other.time.tokens_per_second / plan.time.tokens_per_second for other in fitting), default=0)
+        if gain >= WORTH_SAYING:
+            why += (
+                f" {choose(fitting, machine).label} would be {gain:.2f} times as fast, but adds up gradients in"
+                " bfloat16 (--fp32_accumulation false)."
+            )
     said = [why, *job.unmodelled, *unmodelled_settings(config)]
     return Choice(plan=plan, candidates=tuple(candidates), reason=" ".join(said), speeds=speeds)
-
-
-def _cost_of_fp32_sums(plan: Plan, job: Job, machine: Machine, speeds: Speeds) -> str:
-    """Says how much faster ZeRO 0 or 1 would be with sums in bfloat16, where that is worth a word."""
-    if job.dtype != "bfloat16" or job.fp32_accumulation is not None or not (plan.fits and plan.has_time_estimate):
-        return ""
-    in_bf16 = dataclasses.replace(job, fp32_accumulation=False)
-    names = [name for name in candidate_names(in_bf16, machine) if name in NO_FP32_SUMS]
-    plans = [other for name in names for other in all_plans(in_bf16, machine, speeds, zero=name)]
-    fitting = [other for other in plans if other.fits]
-    gain = max((other.time.tokens_per_second / plan.time.tokens_per_second for other in fitting), default=0)
-    if gain < WORTH_SAYING:
-        return ""
-    return (
-        f" {choose(fitting, machine).label} would be {gain:.2f} times as fast, but adds up gradients in bfloat16"
-        " (--fp32_accumulation false)."
-    )
 
 
 def plan_run(
@@ -622,7 +548,7 @@ def plan_run(
             others one is chosen that can take the checkpoint over.
 
     Raises:
-        UserError: where it cannot fit, with the resource that binds and the nearest plan that can.
+        UserError: where it cannot fit, with the limiting resource and the nearest plan that fits.
     """
     zero = options.zero
     if checkpoint and zero == "auto":
@@ -658,20 +584,13 @@ def plan_offline(
     Raises:
         UserError: where the plan is one that this training cannot have.
     """
-    machine = with_nvme(machine, zero_file)
+    if (path := nvme_path(zero_file or {})) and Path(path).is_dir():  # of the disk that a DeepSpeed JSON names
+        machine = dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(path).free, nvme_path=path)
     choice = choose_plan(job, machine, zero=options.zero, zero_file=zero_file, **known)
     config, chosen = choice.plan.deepspeed_config, dataclasses.replace(options, zero=choice.plan.zero)
     problems = check_zero_file(config, chosen, here=machine.measured)
     raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
     return choice
-
-
-def with_nvme(machine: Machine, zero_file: dict[str, Any] | None) -> Machine:
-    """Returns the machine with the free bytes of the disk that a DeepSpeed JSON names for offload."""
-    nvme = nvme_path(zero_file or {})
-    if not nvme or not Path(nvme).is_dir():
-        return machine
-    return dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(nvme).free, nvme_path=nvme)
 
 
 def _as_before(options: TrainConfig, job: Job, machine: Machine, checkpoint: str) -> tuple[Job, str]:
@@ -697,7 +616,7 @@ def smaller_plan(job: Job, machine: Machine, plan: Plan) -> Plan | None:
     """Finds the fastest plan for the same steps that fits and takes at most nine tenths of the memory of `plan`, if
     any.
     """
-    per_step = job.sequences_per_step or plan.micro_batch * plan.accumulation * machine.world_size
+    per_step = job.sequences_per_step or plan.batch(machine.world_size).sequences
     job = dataclasses.replace(job, checkpointing=None, micro_batch=None, accumulation=None, sequences_per_step=per_step)
     smaller = dataclasses.replace(machine, device_bytes=min(machine.device_bytes, int(0.9 * plan.device_bytes)))
     best = choose_plan(job, smaller).plan

@@ -14,12 +14,13 @@ from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dsft.config.deepspeed import check_nvme, get_value, offloads, stage
-from dsft.config.options import HALF_PRECISION, SCHEDULE_FREE, TrainConfig
+from dsft.config.options import HALF_PRECISION, TrainConfig
 from dsft.errors import nearest, one_line
 from dsft.models.build import is_bare_config, resolve_dtype
 from dsft.models.quantization import FORMATS
 from dsft.models.size import ModelFacts
 from dsft.models.weights import adapter_problems, weight_problems
+from dsft.planner.optimizers import optimizer_memory
 from dsft.planner.zero_layout import sums_in_fp32
 from dsft.run_setup.arguments import with_defaults
 from dsft.runtime.hardware import Machine
@@ -80,7 +81,7 @@ def _no_schedule_free(zero_file: dict[str, Any], options: TrainConfig) -> str | 
     """Returns why DeepSpeed would not train what a schedule-free optimizer does: its average counts the steps of a
     group of parameters, and it refuses steps before training begins.
     """
-    if not str(options.training.get("optim")).startswith(SCHEDULE_FREE):
+    if not optimizer_memory({}, options.training.get("optim")).counts_steps:
         return None
     is_half = resolve_dtype(options.dtype) in HALF_PRECISION.values()
     if offloads(zero_file):
@@ -130,7 +131,7 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *,
     the optimizer's package is there.
 
     Args:
-        known: problems found so far; what transformers says of an option that is named there is no news.
+        known: problems found so far; what transformers reports of an option that is named there is left out.
         here: whether the run is to take place on this machine, whose devices and packages transformers looks at.
     """
     named = {re.match(r"\w*", problem)[0] for problem in known} & options.training.keys()

@@ -43,7 +43,7 @@ from dsft.training.patches import averaged_weights
 from dsft.training.plan_check import PlanCheck
 from dsft.training.saving_trainer import SavingTrainer
 from dsft.training.step_reports import StepReport, StepReports
-from dsft.units import padded_width
+from dsft.units import Batch, padded_width
 from dsft.watchdog import client as watchdog
 
 ORDERS = {LengthGrouping.ACROSS_STEPS: "steps of like length", LengthGrouping.IN_ORDER: "as it stands in the data"}
@@ -69,7 +69,7 @@ class PerplexityTrainer(SavingTrainer):
         left_out: LeftOut | None = None,
         frozen_weights: str | None = None,
     ):
-        per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        per_step = Batch(args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size).sequences
         super().__init__(
             model=model,
             args=args,

@@ -359,7 +359,7 @@ def test_a_run_killed_while_it_saves_resumes_from_the_last_complete_checkpoint(o
     for folder in checkpoints(out):
         assert integrity_errors(folder, hashes="all") == []
     log = train_all(2, [words | {"resume_from_checkpoint": "auto"}], tmp_path / "log")
-    assert "resuming from" in log and "a save that did not end" in log, log
+    assert "resuming from" in log and "an incomplete save" in log, log
     assert not staging.exists()
     assert read_json(out / "run.json")["results"]["steps"] == 24
 

@@ -13,9 +13,10 @@ from dsft.config.deepspeed import compose, known_names, read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model
+from dsft.planner.optimizers import OPTIMIZERS, OptimizerMemory
 from dsft.planner.states import load_terms, state_terms
 from dsft.planner.terms import peak_bytes
-from dsft.planner.zero_layout import OPTIMIZERS, OptimizerMemory, describe_layout, resolve_auto
+from dsft.planner.zero_layout import describe_layout, resolve_auto
 from dsft.units import GiB
 
 MODEL = {
@@ -388,7 +389,7 @@ def test_a_quantised_base_is_refused_by_stage_3(sizes):
 
 
 def test_an_optimizer_is_one_entry_of_the_table(sizes, monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS, "one_moment", OptimizerMemory(state=4, step=0))
+    monkeypatch.setitem(OPTIMIZERS, "one_moment", OptimizerMemory(state_bytes=4, step_bytes=0))
     for stage in (0, 1, 2, 3):
         states = {}
         for optimizer in ("adamw_torch_fused", "one_moment"):

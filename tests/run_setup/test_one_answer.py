@@ -1,20 +1,28 @@
-"""`dsft train`, `plan` and `doctor` give one answer: what is refused, and which plan, batch and bytes on disk."""
+"""`dsft train`, `plan` and `doctor` give one answer: what is refused, and which plan, batch and bytes on disk. So do
+`dsft eval` and `dsft plan --perplexity`.
+"""
 
+import dataclasses
+import json
 import random
 
 import pytest
 from conftest import flags, grid
 from tiny import write_model
 
-from dsft.config.options import TrainConfig
+from dsft.cli.main import main
+from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import read_config
 from dsft.doctor.facts import node_facts
 from dsft.doctor.run_checks import plan_on
 from dsft.errors import UserError
+from dsft.models.build import resolve_dtype
+from dsft.perplexity import loading
+from dsft.planner.evaluation_plan import plan_evaluation
 from dsft.planner.plans import as_dict
 from dsft.run_setup.checkpoint_size import checkpoint_size
 from dsft.run_setup.resolve import plan_offline, resolve_offline, resolve_run
-from dsft.runtime.hardware import this_machine
+from dsft.runtime.hardware import default_ranks, this_machine
 
 BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 DRAWN = {
@@ -93,3 +101,50 @@ def planned_run(asked: TrainConfig, machine, problems: list[str]) -> dict:
 def answer(plan, reason: str, options: TrainConfig, size) -> dict:
     written = checkpoint_size(options, size, plan.deepspeed_config).total_bytes
     return as_dict(plan) | {"reason": reason, "written": written, "zero": plan.zero}
+
+
+SCORED = {
+    "dtype": ["float32", "bfloat16", "auto"],
+    "seq_len": [64, 61, 32, 300],
+    "batch_tokens": [None, 512, 16],
+    "attn_implementation": [None, None, "eager"],
+    "sequence_parallel": [1, 1, 2, 3],
+}
+
+
+@pytest.mark.parametrize("first", grid(range(0, 40, 10), [0]))
+def test_an_evaluation_is_planned_as_it_is_run(models, tiny, capsys, monkeypatch, first):
+    choices = []
+    monkeypatch.setattr(
+        loading,
+        "plan_evaluation",
+        lambda *args, **options: choices.append(plan_evaluation(*args, **options)) or choices[-1],
+    )
+    machine, refused = this_machine(ranks_per_node=default_ranks()), 0
+    for seed in range(first, first + 10):
+        chance = random.Random(seed)
+        drawn = {name: chance.choice(values) for name, values in SCORED.items()}
+        asked = {"model": models[seed % 3], "data": str(tiny / "pairs.jsonl"), **drawn}
+        words = flags({name: value for name, value in asked.items() if value is not None})
+        problems: list[str] = []
+        config = read_config(EvalConfig, words, problems)
+        scored = planned = None
+        candidate = loading.Candidate.of(config, models[seed % 3], problems)
+        if not problems:
+            try:
+                loading.choose_zero(candidate, machine, resolve_dtype(config.dtype))
+                scored = choices[-1]
+            except UserError:
+                pass
+        try:
+            main(["plan", "--perplexity", "--json", *words])
+            planned = json.loads(capsys.readouterr().out)
+        except SystemExit:
+            capsys.readouterr()
+        assert (scored is None) == (planned is None), (seed, words, problems)
+        refused += scored is None
+        if scored:
+            plan = json.loads(json.dumps(dataclasses.asdict(scored.plan)))
+            assert planned["chosen"] == plan | {"reason": scored.reason}, (seed, words)
+            assert planned["longest_window"] == scored.longest_window, (seed, words)
+    assert 0 < refused < 10, "some are refused, some accepted"

@@ -73,7 +73,7 @@ def test_a_decision_that_gives_back_what_an_earlier_one_took_away_is_kept(option
     manifest = {"world_size": 8, "run_identity": {"sequences per step": 32}}
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
     draft = Draft(config)
-    draft.take(keep_global_batch(config, str(checkpoint), 4))
+    draft.apply(keep_global_batch(config, str(checkpoint), 4))
     assert draft.options.value("global_batch_size") == 32
     assert draft.options.value("gradient_accumulation_steps") == 4
 

@@ -1,0 +1,96 @@
+"""What an optimizer keeps of each trained parameter: one entry of OPTIMIZERS for each that is planned.
+
+A plan reads memory and time of it, `CheckpointSize` what a checkpoint has of it, the checks which configurations it can
+train under. tests/planner/test_optimizers.py measures the entries that run on a CPU.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from dsft.config.deepspeed import get_value
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerMemory:
+    """Bytes per trained parameter that an optimizer takes beside weight and gradient."""
+
+    state_bytes: float
+    """Its moments."""
+    master_bytes: int = 4
+    """The fp32 copy of the weight that is updated."""
+    step_bytes: int
+    """Copies that it makes for a moment while it updates."""
+    deepspeed_types: tuple[str, ...] = ()
+    """Names in a DeepSpeed JSON (`optimizer.type`) that select it; the key of OPTIMIZERS is transformers' (`optim`)."""
+    counts_steps: bool = False
+    """Whether it averages weights over the steps that it has counted for a group of parameters (schedule-free). A step
+    that DeepSpeed makes to set states up, or one for each piece of a group, would then count too.
+    """
+
+    @property
+    def checkpoint_bytes(self) -> float:
+        """Master and moments: what stays between two steps, and what a checkpoint has of it."""
+        return self.master_bytes + self.state_bytes
+
+    @property
+    def update_bytes(self) -> float:
+        """What one update moves: gradient 4, master and moments are read; master, moments and bf16 weight 2 written."""
+        return 4 + 2 * self.checkpoint_bytes + 2
+
+    @property
+    def formula(self) -> str:
+        return f"master {self.master_bytes} + moments {self.state_bytes:g}"
+
+
+EIGHT_BIT_BYTES = 1 + 4 / 256
+"""A moment of bitsandbytes: a byte, and an fp32 scale for 256 of them (bitsandbytes/optim/optimizer.py). Its kernels
+update in place; paged states are planned as if they stayed.
+"""
+OPTIMIZERS = {
+    # m 4 + v 4 in fp32 (ZeRO paper, table 1)
+    "adamw_torch_fused": OptimizerMemory(state_bytes=8, step_bytes=0, deepspeed_types=("Adam", "AdamW")),
+    # two fp32 copies (torch/optim/adamw.py, _multi_tensor_adamw)
+    "adamw_torch": OptimizerMemory(state_bytes=8, step_bytes=8),
+    **dict.fromkeys(
+        ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"),
+        OptimizerMemory(state_bytes=2 * EIGHT_BIT_BYTES, step_bytes=0),
+    ),
+    "paged_adamw_32bit": OptimizerMemory(state_bytes=8, step_bytes=0),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), OptimizerMemory(state_bytes=EIGHT_BIT_BYTES, step_bytes=0)),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), OptimizerMemory(state_bytes=4, step_bytes=0)),
+    # One moment or none; copies as in torch/optim (_multi_tensor_sgd with weight decay, _multi_tensor_adagrad ...).
+    "sgd": OptimizerMemory(state_bytes=0, step_bytes=4),
+    "adagrad": OptimizerMemory(state_bytes=4, step_bytes=8),
+    "rmsprop": OptimizerMemory(state_bytes=4, step_bytes=8),
+    "adafactor": OptimizerMemory(state_bytes=4, step_bytes=8),  # of ZeRO's flat shards nothing can be factored
+    # z 4 + v 4, and a denominator while it updates; SGD keeps z alone, and works in the gradient (schedulefree 1.4.1).
+    **dict.fromkeys(
+        ("schedule_free_adamw", "schedule_free_radam"),
+        OptimizerMemory(state_bytes=8, step_bytes=4, counts_steps=True),
+    ),
+    "schedule_free_sgd": OptimizerMemory(state_bytes=4, step_bytes=0, counts_steps=True),
+}
+"""By transformers' name (the option `optim`)."""
+DEFAULT_OPTIMIZER = "adamw_torch_fused"
+"""Where the user names none: transformers' own."""
+PLANNED_AS = "adamw_torch"
+"""As which an optimizer is planned that is not in OPTIMIZERS; the plan says so (`Job.unmodelled`)."""
+
+
+def optimizer_memory(deepspeed_config: dict[str, Any], name: str | None) -> OptimizerMemory:
+    """Return what DeepSpeed's own optimizer takes where the configuration names one (FusedAdam, CPUAdam), else that of
+    `name`; with bf16_optimizer_states the moments and what is updated are bf16.
+    """
+    name = name or DEFAULT_OPTIMIZER
+    if kind := get_value(deepspeed_config, "optimizer.type"):
+        by_type = {known: key for key, memory in OPTIMIZERS.items() for known in memory.deepspeed_types}
+        torch_adam = get_value(deepspeed_config, "optimizer.params.torch_adam")
+        name = "adamw_torch" if torch_adam else by_type.get(kind, DEFAULT_OPTIMIZER)
+    memory = OPTIMIZERS.get(name, OPTIMIZERS[PLANNED_AS])
+    if get_value(deepspeed_config, "bf16.bf16_optimizer_states"):
+        halved = {"state_bytes": memory.state_bytes / 2, "step_bytes": memory.step_bytes // 2}
+        return dataclasses.replace(memory, **halved, master_bytes=2)
+    if get_value(deepspeed_config, "bf16.bf16_master_weights_and_grads"):
+        return dataclasses.replace(memory, master_bytes=2)
+    return memory
