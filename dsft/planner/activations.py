@@ -1,4 +1,4 @@
-"""Bytes that activations take on one GPU, from one forward and backward of the real model over fake tensors: shapes
+r"""Bytes that activations take on one GPU, from one forward and backward of the real model over fake tensors: shapes
 only, no memory, no GPU.
 
 One and two layers are traced and the rest is extrapolated (every layer of a kind keeps the same bytes), so a model of

@@ -73,11 +73,13 @@ class ByteLedger(TorchDispatchMode):
 
 def _owner(frame) -> str:
     """The innermost function of DeepSpeed's or of a torch optimizer's, leaving out its decorators."""
+    skipped = ("wrapped_fn", "decorate_context", "wrapper", "wrapped")
+    skipped += ("<listcomp>", "<dictcomp>", "<setcomp>")  # no functions of their own since Python 3.12 (PEP 709)
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if "/torch/optim/" in file:
             return "torch_optimizer"
-        if "/deepspeed/" in file and name not in ("wrapped_fn", "decorate_context", "wrapper", "wrapped"):
+        if "/deepspeed/" in file and name not in skipped:
             return name
         frame = frame.f_back
     return "model"

@@ -211,7 +211,7 @@ GATHERS = ("wait", "_all_gather_dtype", "_all_gather_sequential")
 PARTS = [
     # configuration, terms, phase of the measurement, functions of DeepSpeed that allocate
     ("0", ("weights",), "always", ("model",)),
-    ("0", ("optimizer state",), "always", ("torch_optimizer", "<listcomp>")),
+    ("0", ("optimizer state",), "always", ("torch_optimizer", "__init__")),
     ("0", ("gradients",), "compute", ("backward",)),
     ("0", ("optimizer step",), "step", ("step",)),
     ("0 fp32", ("optimizer state",), "always", ("torch_optimizer",)),
