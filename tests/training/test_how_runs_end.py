@@ -1,10 +1,15 @@
 """However a run ends, run.json and the report say so: errors before training, killed ranks, disks of one node alone."""
 
+import os
+import signal
+import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
-from conftest import flags, grid
+from conftest import BIN, ROOT, flags, grid, launch_words
 from ranks import run_entry
 from tiny import write_jsonl, write_texts
 
@@ -73,3 +78,72 @@ def test_the_error_of_a_rank_on_a_disk_of_its_own_is_recorded_on_that_of_rank_0(
     assert not (tmp_path / "node-1" / "run" / "run.json").exists()
     status, error = end_of(tmp_path / "node-0" / "run", seconds=60)
     assert status == "failed" and error.startswith("rank 1 on ") and "this GPU has had enough" in error
+
+
+def processes_of(job: Path) -> list[psutil.Process]:
+    """Launchers, ranks, and those beside them, wherever they stand: all have the variable."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("JOB_OF_TEST") == str(job):
+                found.append(process)
+    return found
+
+
+def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
+    """Files of /dev/shm that they have mapped and that still have a name."""
+    maps = ""
+    for process in processes:
+        with suppress(OSError):
+            maps += Path(f"/proc/{process.pid}/maps").read_text()
+    return {Path(line[line.index("/dev/shm/") :]) for line in maps.splitlines() if "/dev/shm/" in line}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "phase"),
+    grid(
+        [(launcher, phase) for launcher in ("deepspeed", "torchrun", "dsft") for phase in ("loading", "training")],
+        quick=[("deepspeed", "training")],
+    ),
+)
+def test_a_launcher_that_is_killed_with_its_process_group_leaves_nothing(options, run, tmp_path, launcher, phase):
+    """deepspeed's ranks are killed with it, those of torchrun and `dsft train` are in groups of their own."""
+    words = options(tmp_path / "run", max_steps=10_000, lost_timeout=10, logging_steps=1)
+    start = ["dsft", "train", "--num_gpus", "2"] if launcher == "dsft" else launch_words(launcher, "train")
+    temporary, log = tmp_path / "tmp", tmp_path / "log"
+    temporary.mkdir()
+    variables = {"PATH": f"{BIN}:{os.environ['PATH']}", "TMPDIR": str(temporary)}
+    process = subprocess.Popen(
+        [*start, *flags(words)],
+        cwd=ROOT,
+        env=os.environ | variables | {"JOB_OF_TEST": str(tmp_path)},
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    begun = {"loading": (tmp_path / "run" / "run.json").exists, "training": lambda: "step      2 " in log.read_text()}
+    mapped: set[Path] = set()
+    try:
+        until = time.monotonic() + 600
+        while not begun[phase]() and process.poll() is None and time.monotonic() < until:
+            mapped |= shared_memory_of(processes_of(tmp_path))
+            time.sleep(0.2)
+        assert process.poll() is None, log.read_text()[-3000:]
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        until = time.monotonic() + 120
+        while (left := processes_of(tmp_path)) and time.monotonic() < until:
+            time.sleep(0.2)
+        assert not left, log.read_text()[-3000:]
+    finally:
+        for each in processes_of(tmp_path):
+            with suppress(psutil.Error):
+                each.kill()
+    status, error = end_of(tmp_path / "run")
+    # Ranks that live on are asked to end, and save where they can.
+    assert status in ("failed", "preempted") and ("rank" in error or error == "dsft launch is gone"), (status, error)
+    again = run(["python", "dsft/train.py", *flags(words | {"max_steps": 1, "overwrite": True})], **variables)
+    assert again.returncode == 0, again.stderr[-3000:]
+    # torchrun leaves a folder of a few bytes after every start, whatever its end.
+    assert [path for path in temporary.iterdir() if not path.name.startswith("torchelastic_")] == []
+    assert [path for path in mapped if path.exists()] == []
