@@ -11,7 +11,6 @@ import math
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,24 +61,6 @@ class LeftOut:
         return ", ".join(sorted(known))
 
 
-def left_on_disk(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Returns those of a package's tensors `names` that have no place in the `model` that was loaded from it.
-
-    As transformers decides while it loads (core_model_loading.py, convert_and_load_state_dict_in_model).
-    """
-    conversions = getattr(model, "_weight_conversions", None) or []
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    # Around an adapted layer peft puts its own.
-    state = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()}
-
-    def has_place(name: str) -> bool:
-        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        return renamed in state or name in state
-
-    return [name for name in names if not has_place(name)]
-
-
 TRAINED, KEPT = "model-trained.safetensors", "model-kept-{:05}.safetensors"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Of what makes tensors of images and sound."""
@@ -96,7 +77,18 @@ def find_left_out(
         return None
     config = load_model_config(package, revision=revision, trust_remote_code=trust_remote_code)
     text, files = config.get_text_config(decoder=True), files_of_tensors(package, revision)
-    left = set(left_on_disk(model, files))
+    # Whether a tensor has a place, as transformers decides while it loads (core_model_loading.py,
+    # convert_and_load_state_dict_in_model).
+    conversions = getattr(model, "_weight_conversions", None) or []
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    # Around an adapted layer peft puts its own.
+    state = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()}
+    left = set()
+    for name in files:
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if renamed not in state and name not in state:
+            left.add(name)
     loaded = files.keys() - left
     loaded_modules = {name.rpartition(".")[0] for name in loaded}
     # Scales of quantised weights and old buffers belong to the language model; nothing is made of them again.

@@ -48,8 +48,15 @@ def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:
         for name in OPTIONS
         if config.get(name) not in (None, -1) and (config["method"] != "full" or not name.startswith("lora"))
     }
+    # A folder of this machine means nothing to the hub, nor does a data file.
+    metadata = ModelCardData(
+        base_model=None if Path(config["model"]).exists() else config["model"],
+        library_name="transformers" if config["method"] == "full" else "peft",
+        pipeline_tag="text-generation",
+        tags=["dsft", "deepspeed"],
+    )
     return f"""---
-{_metadata(config)}
+{metadata.to_yaml()}
 ---
 
 # {Path(config["model"]).name}, finetuned ({config["method"]})
@@ -73,16 +80,6 @@ Trained from `{config["model"]}` with dsft on {run["machine"]}, {plural(run["wor
 
 {", ".join(f"{name} {version}" for name, version in run["versions"].items() if version)}
 """
-
-
-def _metadata(config: dict[str, Any]) -> str:
-    """Return the YAML header. A folder of this machine means nothing to the hub, nor does a data file."""
-    return ModelCardData(
-        base_model=None if Path(config["model"]).exists() else config["model"],
-        library_name="transformers" if config["method"] == "full" else "peft",
-        pipeline_tag="text-generation",
-        tags=["dsft", "deepspeed"],
-    ).to_yaml()
 
 
 def _list(values: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """LoRA adapters over a model, through peft; and which of the adapters that peft saves dsft can score and merge."""
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterable
@@ -152,6 +153,7 @@ def lora_config(options: LoraFields, model: PreTrainedModel) -> LoraConfig:
     )
 
 
+@torch.no_grad()
 def _not_linear(model: PreTrainedModel) -> list[str]:
     """Returns the names of linear layers of which an architecture made a class that computes something else, as Llama 4
     of its router, which returns two tensors: peft would take them for the output of a linear layer.
@@ -159,23 +161,18 @@ def _not_linear(model: PreTrainedModel) -> list[str]:
     kinds_by_name = {
         ".".join(name.split(".")[-2:]): type(module)
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and type(module).__module__ == type(model).__module__
+        if isinstance(module, nn.Linear) and type(module).__module__ == type(model).__module__
     }
-    computes = {kind: _computes_a_product(kind) for kind in set(kinds_by_name.values())}
+    computes = {}
+    for kind in set(kinds_by_name.values()):
+        layer, inputs = nn.Linear(4, 3, device="cpu"), torch.ones(2, 4, device="cpu")
+        expected, output = layer(inputs), None
+        layer.__class__ = kind
+        with contextlib.suppress(Exception):  # of what its own __init__ would have made
+            output = layer(inputs)
+        is_tensor = isinstance(output, torch.Tensor) and output.shape == expected.shape
+        computes[kind] = is_tensor and torch.allclose(output, expected)
     return sorted(name for name, kind in kinds_by_name.items() if not computes[kind])
-
-
-@torch.no_grad()
-def _computes_a_product(kind: type[torch.nn.Linear]) -> bool:
-    """Tells whether layers of this class return what a linear layer does, as Falcon's."""
-    layer, inputs = torch.nn.Linear(4, 3, device="cpu"), torch.ones(2, 4, device="cpu")
-    expected = layer(inputs)
-    layer.__class__ = kind
-    try:
-        output = layer(inputs)
-    except Exception:  # of what its own __init__ would have made
-        return False
-    return isinstance(output, torch.Tensor) and output.shape == expected.shape and torch.allclose(output, expected)
 
 
 def adapters_of(options: TrainConfig, model: PreTrainedModel) -> PeftConfig | None:

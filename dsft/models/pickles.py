@@ -39,13 +39,19 @@ def safe_unpickling(*, trust: bool) -> Iterator[None]:
     Raises:
         UserError: naming the class that a pickle asks for.
     """
-    token = _trusted.set(trust)
+    token, before = _trusted.set(trust), {name: os.environ.get(name) for name in (FORCE, FORCE_NOT)}
     try:
-        with contextlib.nullcontext() if trust else _weights_only_forced():
-            yield
+        if not trust:
+            _allow_known_classes()
+            os.environ.pop(FORCE_NOT, None)
+            os.environ[FORCE] = "1"
+        yield
     except pickle.UnpicklingError as error:
         raise UserError(_explained("a file of the checkpoint", error)) from None
     finally:
+        if not trust:
+            os.environ.pop(FORCE, None)
+            os.environ |= {name: value for name, value in before.items() if value is not None}
         _trusted.reset(token)
 
 
@@ -101,18 +107,6 @@ def _explained(file: str, error: BaseException) -> str:
     if not refused:
         return f"{file}: cannot be read ({type(error).__name__}: {one_line(error)})"
     return f"{file}: holds {next(filter(None, refused.groups()))}, which no checkpoint needs; {WAY_OUT}"
-
-
-@contextlib.contextmanager
-def _weights_only_forced() -> Iterator[None]:
-    _allow_known_classes()
-    before = {name: os.environ.pop(name, None) for name in (FORCE, FORCE_NOT)}
-    os.environ[FORCE] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[FORCE]
-        os.environ |= {name: value for name, value in before.items() if value is not None}
 
 
 def _allow_known_classes() -> None:

@@ -99,8 +99,14 @@ class ZeroShards:
                 f"{self.folder}: was saved with tensor parallelism; convert it with DeepSpeed's ds_to_universal.py"
             )
         self.world_size = len(files)
-        self.model_state = self._read_model_state()
+        file = min(self.folder.glob(MODEL_FILES), key=number_in, default=None)
+        self.model_state: dict[str, Any] = load_pickle(file) if file else {}
         """Counters of the engine and, under "lr_scheduler", the state of a scheduler that DeepSpeed ran."""
+        if not self.model_state.get("param_shapes"):
+            raise UserError(
+                f"{file or self.folder / MODEL_FILES}: {'has no param_shapes' if file else 'is missing'}, which say"
+                " how the shards are cut; take a checkpoint that was written in full"
+            )
         self.shapes: dict[str, tuple[int, ...]] = {
             name: tuple(shape) for group in self.model_state["param_shapes"] for name, shape in group.items()
         }
@@ -142,16 +148,6 @@ class ZeroShards:
                 out[first - start : last - start] = source
             offset += piece.numel
         return out
-
-    def _read_model_state(self) -> dict[str, Any]:
-        file = min(self.folder.glob(MODEL_FILES), key=number_in, default=None)
-        state = load_pickle(file) if file else {}
-        if not state.get("param_shapes"):
-            raise UserError(
-                f"{file or self.folder / MODEL_FILES}: {'has no param_shapes' if file else 'is missing'}, which say"
-                " how the shards are cut; take a checkpoint that was written in full"
-            )
-        return state
 
     def _add_stage_1_and_2(self, states: dict[str, Any]) -> None:
         for group, flat in enumerate(states["single_partition_of_fp32_groups"]):
