@@ -34,7 +34,7 @@ from dsft.units import plural
 
 FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
 """What a file of weights, or its index, raises that was cut, or holds something else."""
-MODEL_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 SAMPLE_BYTES = 2**12
 """Of a block of a tensor that `weights_digest` reads."""
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -52,7 +52,7 @@ def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = Non
     ):
         return []
     try:
-        files = _files(model, MODEL_FILES, revision)
+        files = _files(model, WEIGHT_FILES, revision)
         if not files:
             return [f"model={model}: holds a config but no weights; for random weights name its config.json"]
         tensors = _empty_tensors(files)
@@ -71,7 +71,7 @@ def load_empty(package: str, *, revision: str | None = None, trust_remote_code: 
     """Returns the model of a package on the meta device, with the names on disk that its loading reports."""
     config = load_model_config(package, revision=revision, trust_remote_code=trust_remote_code)
     empty = empty_model(config, trust_remote_code=trust_remote_code)
-    tensors = _empty_tensors(_files(package, MODEL_FILES, revision))
+    tensors = _empty_tensors(_files(package, WEIGHT_FILES, revision))
     model, _ = _load_empty(type(empty), empty.config, tensors)
     save_as_on_disk(model, tensors)
     return model
@@ -210,7 +210,7 @@ def _files(name: str, candidates: tuple[str, ...], revision: str | None = None) 
 
 def files_of_tensors(model: str, revision: str | None = None) -> dict[str, str]:
     """Returns, for each tensor of a package's safetensors, the file that holds it; nothing of other formats."""
-    files = _files(model, MODEL_FILES[:2], revision)
+    files = _files(model, WEIGHT_FILES[:2], revision)
     names = {}
     for file in files:
         with _named(file), safe_open(file, framework="pt") as tensors:
@@ -224,7 +224,7 @@ def weights_digest(model: str, revision: str | None = None) -> str | None:
     of every file. None where there are no such files, as in a folder with DeepSpeed's shards alone.
     """
     folder, gguf = located(model)
-    candidates = ([gguf["gguf_file"]],) if gguf else (MODEL_FILES[:2], MODEL_FILES[2:])
+    candidates = ([gguf["gguf_file"]],) if gguf else (WEIGHT_FILES[:2], WEIGHT_FILES[2:])
     files = next(filter(None, (_files(folder, tuple(names), revision) for names in candidates)), [])
     samples = {}
     for path in files:
