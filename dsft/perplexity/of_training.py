@@ -99,7 +99,7 @@ def _of_training(
     else:
         problems.append("data: the training holds no data out (eval_data, eval_fraction); name some with data")
         values["data"] = options.get("data")
-    if is_run:
+    if of_run:
         entries = values["data"] if isinstance(values["data"], list) else [values["data"]]
         values["data"] = [path_of(entry, output_dir) for entry in entries]
     return values
