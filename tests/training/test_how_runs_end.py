@@ -82,12 +82,12 @@ def test_the_error_of_a_rank_on_a_disk_of_its_own_is_recorded_on_that_of_rank_0(
 
 def processes_of(job: Path) -> list[psutil.Process]:
     """Launchers, ranks, and those beside them, wherever they stand: all have the variable."""
-    found = []
+    members = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get("JOB_OF_TEST") == str(job):
-                found.append(process)
-    return found
+                members.append(process)
+    return members
 
 
 def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
