@@ -83,6 +83,9 @@ def show(report: Report, *, only_findings: bool = False) -> None:
     if report.links and not only_findings:
         for line in link_lines(report):
             console.print(line, soft_wrap=True)
+    if not only_findings:
+        for library, names in report.patches.items():
+            console.print(f"patches of {library}: {', '.join(names)}", soft_wrap=True)
     if report.plan and not only_findings:
         console.print(f"plan: {report.plan}", soft_wrap=True)
     for finding in report.sorted_findings():

@@ -37,6 +37,7 @@ from dsft.doctor.node_checks import (
     check_names,
     check_network,
     check_node,
+    check_patches,
     check_versions,
 )
 from dsft.doctor.phases import Reached
@@ -51,6 +52,7 @@ from dsft.doctor.run_checks import (
 )
 from dsft.doctor.ssh_nodes import SshNodes
 from dsft.runtime.launcher_env import DEFAULT_PORT, Node
+from dsft.runtime.patches import active_patches
 
 GROUP_SECONDS = 15
 """A rank gives up waiting for another after so long."""
@@ -75,6 +77,8 @@ class Report:
     quick: bool = False
     plan: str = ""
     """The plan that disk and memory were compared with, and why; empty without a configuration."""
+    patches: dict[str, list[str]] = field(default_factory=dict)
+    """Library -> names of dsft's patches of it (runtime/patches.py); empty in the quick part."""
     seconds: float = 0.0
 
     @property
@@ -118,6 +122,7 @@ class Report:
             "links": links,
             "quick": self.quick,
             "plan": self.plan,
+            "patches": self.patches,
             "seconds": round(self.seconds, 2),
         }
 
@@ -243,6 +248,11 @@ def examine_through(
             report.findings += check_disk(files, facts, run.written_bytes)
         if report.links and run.speeds:
             report.findings += check_assumed(report.links, list(facts), run.speeds)
+    if not report.quick:  # on this node; that the others have the same versions is checked above
+        patches = active_patches()
+        for name, patch in patches.items():
+            report.patches.setdefault(patch.library, []).append(name)
+        report.findings += check_patches(report.nodes[0], patches.values())
     report.findings = [*nodes.broken(), *report.findings]
     report.seconds = time.monotonic() - start
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from dsft.doctor.facts import NodeFacts
 from dsft.doctor.findings import Finding, finding, join
 from dsft.doctor.phases import SLOWEST_LINK, Reached
+from dsft.runtime.patches import Patch
 from dsft.runtime.versions import PACKAGES
 from dsft.units import GiB, MiB, plural
 
@@ -136,6 +137,14 @@ def _check_full(node: str, facts: NodeFacts, nvme: bool) -> Iterator[Finding]:
             message = f"{free / GiB:.1f} GiB free for {folder} ({name})"
             fix = f"export {variables[name]}=/a/larger/disk, in .deepspeed_env for all nodes"
             yield finding("cache-disk", node, message, fix)
+
+
+def check_patches(node: str, patches: Collection[Patch]) -> Iterator[Finding]:
+    """dsft's patches of libraries whose code is another than the patch was written for."""
+    for patch in patches:
+        if patch.change:
+            code = "patch-refused" if patch.if_changed == "refuse" else "patch-changed"
+            yield finding(code, node, patch.change.removesuffix(f": {patch.fix}"), patch.fix)
 
 
 def _major(version: str) -> int:

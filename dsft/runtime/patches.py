@@ -59,12 +59,16 @@ class Patch:
         version = importlib.metadata.version(self.library)
         if version.split("+")[0] in self.seen or (digest := self.digest()) in self.seen.values():
             return ""
-        known, done = next(reversed(self.seen)), {"refuse": "", "skip": "left out", "keep": "still applied"}
+        done = {"refuse": "results could be wrong", "skip": "left out", "keep": "still applied"}
         return (
             f"{self.library} {version} {'changed' if digest else 'has no longer'}"
             f" {' or '.join(self.code or (self.target,)).replace(':', '.')}, which dsft patches since {self.why};"
-            f" {done[self.if_changed] or 'results could be wrong'}: pip install {self.library}=={known}"
+            f" {done[self.if_changed]}: {self.fix}"
         )
+
+    @property
+    def fix(self) -> str:
+        return f"pip install {self.library}=={next(reversed(self.seen))}"
 
 
 def _source(place: str) -> str:

@@ -33,6 +33,7 @@ from dsft.doctor.node_checks import (
     check_names,
     check_network,
     check_node,
+    check_patches,
     check_versions,
     differences,
 )
@@ -54,6 +55,7 @@ from dsft.planner.step_time import speeds_of
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine
 from dsft.runtime.launcher_env import Node, read_hosts
+from dsft.runtime.patches import PATCHES, Patch
 from dsft.runtime.ssh import ssh_problem
 from dsft.units import GiB
 
@@ -191,6 +193,12 @@ def broken_off(*args, **options) -> Finding:
     return finding(why.code, why.node, why.message, why.fix)
 
 
+def patched(if_changed: str) -> Patch:
+    """A patch of other code than is installed."""
+    target = "deepspeed.runtime.engine:DeepSpeedEngine.backward"
+    return Patch(target=target, why="it is slow", seen={"0.1.0": "0"}, if_changed=if_changed, test="")
+
+
 CASES = {
     "unknown-host": lambda: [broken_off("n3", "ssh: Could not resolve hostname n3: Name or service not known", 255)],
     "host-unreachable": lambda: [broken_off("n3", "ssh: connect to host n3 port 22: No route to host", 255)],
@@ -237,6 +245,8 @@ CASES = {
     "nvcc": lambda: look(node("n3", tools__nvcc="")),
     "libaio": lambda: look(node("n3"), nvme=True),
     "cache-disk": lambda: look(node("n3", disks={"/cache": GiB})),
+    "patch-refused": lambda: check_patches("n3", [patched("refuse")]),
+    "patch-changed": lambda: check_patches("n3", [patched("skip"), patched("keep")]),
     "hub-offline": lambda: check_files(RUN, "n1", nodes(hub_offline=True), reached(cached=False)),
     "hub-download": lambda: check_hub("org/set", {"n1": True, "n3": False}, ["n1"], is_data=True),
     "versions": lambda: check_versions(nodes(versions__torch="2.12.0")),
@@ -366,6 +376,7 @@ def test_no_finding_fires_on_healthy_nodes():
     facts = nodes()
     healthy = [entry for name, facts_of in facts.items() for entry in check_node(name, facts_of, quick=False)]
     healthy += [
+        *check_patches("n1", PATCHES.values()),
         *check_versions(facts),
         *check_clocks({"n1": 0.0, "n2": 1.9}),
         *check_names(facts, reached()),
@@ -561,6 +572,7 @@ def test_this_machine_is_examined_measured_and_its_run_planned(run, options, tmp
         )
     report = json.loads(result.stdout)
     assert report["ok"] and result.returncode == 0, report["findings"]
+    assert "commit_together" in report["patches"]["deepspeed"]
     assert report["slots"] == {"localhost": 2} and "is the fastest that fits" in report["plan"]
     assert (
         report["links"]["inside_bytes_per_second"]["localhost"] > 1e6 and min(report["links"]["flops_of_ranks"]) > 1e8
