@@ -45,8 +45,8 @@ IN_BAR = ("loss", "train_tokens_per_second", "tokens_per_second_per_gpu", "mfu",
 BAR_COLUMNS = 40
 """Of the progress line, for what stands before the metrics."""
 
-AS_GOOD_AS_GUESSING = 0.01
-"""A loss within this share of ln(vocabulary) is that of guessing."""
+CLOSE_TO_UNIFORM = 0.01
+"""A loss within this share of ln(vocabulary) is no better than uniform."""
 
 
 MOST_SKIPPED, MOST_SKIPPED_IN_FP16 = 10, 30
@@ -80,10 +80,10 @@ class PositionsKept(TrainerCallback):
 
 
 class LearningCheck(TrainerCallback):
-    """Says where nothing is learnt: a gradient norm of 0, or a loss that stays at that of guessing, ln(vocabulary)."""
+    """Warns where nothing is learnt: a gradient norm of 0, or a loss that stays at ln(vocabulary)."""
 
     def __init__(self, vocab_size: int):
-        self.guessing = math.log(vocab_size)
+        self.uniform_loss = math.log(vocab_size)
         self.vocab_size = vocab_size
         self.losses: list[float] = []
         self.warnings: list[str] = []
@@ -91,18 +91,18 @@ class LearningCheck(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs.get("grad_norm") == 0 and not self.warnings:
             self._warn(
-                f"the gradient norm is 0 at step {state.global_step}: this step teaches nothing. Usual causes: weights"
-                " that are all zero, frozen parameters, or rows whose answers are all cut off"
+                f"the gradient norm is 0 at step {state.global_step}: no gradient reaches the trained parameters."
+                " Usual causes: weights that are all zero, frozen parameters, or rows whose answers are all cut off"
             )
         if "loss" in logs:
             self.losses.append(logs["loss"])
 
     def on_train_end(self, args, state, control, **kwargs):
-        if len(self.losses) > 1 and all(abs(loss / self.guessing - 1) < AS_GOOD_AS_GUESSING for loss in self.losses):
+        if len(self.losses) > 1 and all(abs(loss / self.uniform_loss - 1) < CLOSE_TO_UNIFORM for loss in self.losses):
             self._warn(
-                f"the loss stays at {self.guessing:.4g}, that of guessing among {self.vocab_size} tokens: nothing is"
-                " learnt. Usual causes: a learning rate too low, too few steps, or random weights where trained ones"
-                " were meant"
+                f"the loss stays at {self.uniform_loss:.4g}, no better than uniform over {self.vocab_size} tokens:"
+                " nothing is learnt. Usual causes: a learning rate too low, too few steps, or random weights where"
+                " trained ones were meant"
             )
 
     def _warn(self, text: str) -> None:
@@ -111,7 +111,7 @@ class LearningCheck(TrainerCallback):
 
 
 class SkippedSteps:
-    """Counts the optimizer steps that DeepSpeed leaves out without a word: a gradient is infinite or NaN.
+    """Counts the optimizer steps that DeepSpeed skips in silence: a gradient is infinite or NaN.
 
     Args:
         in_fp16: now and then that is no fault, but the search for the loss's scale.
@@ -125,14 +125,14 @@ class SkippedSteps:
         """Note step number `step`; the same on all ranks.
 
         Raises:
-            TrainingStopped: where too many steps in a row were left out.
+            TrainingStopped: where too many steps in a row were skipped.
         """
         self.in_a_row = self.in_a_row + 1 if is_skipped else 0
         if not is_skipped:
             return
         self.number += 1
         if self.in_a_row == 1 and not self.in_fp16:
-            say(f"warning: a gradient is infinite or NaN at step {step}: DeepSpeed leaves this step out")
+            say(f"warning: a gradient is infinite or NaN at step {step}: DeepSpeed skips this optimizer step")
         if self.in_a_row == (MOST_SKIPPED_IN_FP16 if self.in_fp16 else MOST_SKIPPED):
             raise self._stopped(step)
 

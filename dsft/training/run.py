@@ -342,7 +342,7 @@ def describe_start(run: ResolvedRun, trainer: PerplexityTrainer) -> None:
         if changed := changed_options(run.checkpoint, trainer.taken_options):
             say(f"note: the resume takes {', '.join(changed)}; weights, moments, step and place in the data are kept")
     elif run.options.training.get("resume_from_checkpoint"):
-        say(f"no complete checkpoint in {run.output_dir}; starting anew")
+        say(f"no complete checkpoint in {run.output_dir}; starting from scratch")
 
 
 def fit(trainer: PerplexityTrainer, run: ResolvedRun) -> None:

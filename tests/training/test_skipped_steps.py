@@ -1,4 +1,4 @@
-"""DeepSpeed leaves out steps whose gradient is infinite: dsft counts them, says them in bf16, and stops at many. Under
+"""DeepSpeed skips steps whose gradient is infinite: dsft counts them, says them in bf16, and stops at many. Under
 ZeRO 0 dsft scales the loss of fp16.
 """
 
@@ -50,7 +50,7 @@ def test_steps_that_are_left_out_are_counted_and_said(options, tmp_path):
     case = options(tmp_path / "run", dtype="bfloat16", zero="1", max_steps=4)
     assert on_ranks(1, train_with_infinite_gradients, case, [1, 2], log=tmp_path / "log") == ["done"]
     assert read_json(tmp_path / "run" / "run.json")["results"]["skipped_steps"] == 2
-    said = "a gradient is infinite or NaN at step 2: DeepSpeed leaves this step out"
+    said = "a gradient is infinite or NaN at step 2: DeepSpeed skips this optimizer step"
     assert (tmp_path / "log").read_text().count(said) == 1
 
 
@@ -70,7 +70,7 @@ def test_fp16_training_that_finds_no_scale_stops_with_the_cause(options, tmp_pat
     (outcome,) = on_ranks(1, train_with_infinite_gradients, case, [*range(100)], log=tmp_path / "log")
     steps = MOST_SKIPPED_IN_FP16 if zero == "0" else 18
     assert f"in {steps} steps in a row, up to step {steps}:" in outcome and "beyond what float16 holds" in outcome
-    assert "leaves this step out" not in (tmp_path / "log").read_text()
+    assert "skips this optimizer step" not in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("zero", ["0", "1"])
