@@ -1,10 +1,9 @@
 """Replaces what DeepSpeed's engine does wrong or too much of in a training; why stands in runtime/patches.py."""
 
-import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -126,28 +125,3 @@ def fewer_reads(optimizer: DeepSpeedZeroOptimizer, *, is_alone: bool) -> list[tu
     if optimizer.compute_grad_norm:  # the norm of infinite gradients skips the step as well
         replacements.append(("no_overflow_search", optimizer, lambda _: lambda partition_gradients: None))
     return replacements
-
-
-@contextlib.contextmanager
-def averaged_weights(model: DeepSpeedEngine | torch.nn.Module) -> Iterator[None]:
-    """Evaluate or save inside a `with` the average that a schedule-free optimizer makes, and train on from the point
-    where gradients are taken. Collective. Nothing changes under other optimizers, and where it is the average already.
-    """
-    is_swapped = swap_in(model, "eval")
-    yield
-    if is_swapped:  # after an error ranks may be apart, and to gather the weights is collective
-        swap_in(model, "train")
-
-
-def swap_in(model: DeepSpeedEngine | torch.nn.Module, point: Literal["train", "eval"]) -> bool:
-    """Put the weights to one of a schedule-free optimizer's two points; returns whether they were at the other.
-    Collective.
-    """
-    optimizer = model.optimizer if isinstance(model, DeepSpeedEngine) else None
-    averaging = optimizer.optimizer if isinstance(optimizer, DeepSpeedZeroOptimizer) else optimizer
-    if averaging is None or averaging.param_groups[0].get("train_mode", point == "train") == (point == "train"):
-        return False
-    getattr(averaging, point)()
-    if averaging is not optimizer:  # it has changed this rank's share in float32, not what computes
-        optimizer.update_lp_params()
-    return True

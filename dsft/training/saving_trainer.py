@@ -4,10 +4,13 @@ import contextlib
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from peft import PeftModel
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -27,7 +30,7 @@ from dsft.models.zero_shards import mapped_resume
 from dsft.run_setup.checkpoint_size import CheckpointSize
 from dsft.runtime import distributed
 from dsft.runtime.console import say
-from dsft.training.patches import averaged_weights, import_muon, patch_engine, swap_in
+from dsft.training.patches import import_muon, patch_engine
 from dsft.watchdog import client as watchdog
 
 STATEFUL_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
@@ -333,3 +336,28 @@ def take_hyperparameters(optimizer: Any, scheduler: Any, options_now: list[dict[
         return
     for group, rate in zip(optimizer.param_groups, scheduler._last_lr, strict=True):
         group["lr"] = rate
+
+
+@contextlib.contextmanager
+def averaged_weights(model: DeepSpeedEngine | torch.nn.Module) -> Iterator[None]:
+    """Evaluate or save inside a `with` the average that a schedule-free optimizer makes, and train on from the point
+    where gradients are taken. Collective. Nothing changes under other optimizers, and where it is the average already.
+    """
+    is_swapped = swap_in(model, "eval")
+    yield
+    if is_swapped:  # after an error ranks may be apart, and to gather the weights is collective
+        swap_in(model, "train")
+
+
+def swap_in(model: DeepSpeedEngine | torch.nn.Module, point: Literal["train", "eval"]) -> bool:
+    """Put the weights to one of a schedule-free optimizer's two points; returns whether they were at the other.
+    Collective.
+    """
+    optimizer = model.optimizer if isinstance(model, DeepSpeedEngine) else None
+    averaging = optimizer.optimizer if isinstance(optimizer, DeepSpeedZeroOptimizer) else optimizer
+    if averaging is None or averaging.param_groups[0].get("train_mode", point == "train") == (point == "train"):
+        return False
+    getattr(averaging, point)()
+    if averaging is not optimizer:  # it has changed this rank's share in float32, not what computes
+        optimizer.update_lp_params()
+    return True

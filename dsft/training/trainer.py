@@ -39,9 +39,8 @@ from dsft.training.callbacks import (
 )
 from dsft.training.loss import TokenLoss
 from dsft.training.metrics import Compute, SlowRanks, Work, derived_metrics, gather_metrics, mark
-from dsft.training.patches import averaged_weights
 from dsft.training.plan_check import PlanCheck
-from dsft.training.saving_trainer import SavingTrainer
+from dsft.training.saving_trainer import SavingTrainer, averaged_weights
 from dsft.training.step_reports import StepReport, StepReports
 from dsft.units import Batch, padded_width
 from dsft.watchdog import client as watchdog
