@@ -3,6 +3,7 @@
 dsft train --config run.yaml      prints and runs the right `deepspeed` command for this machine
 dsft --help                       all commands
 dsft train --help [all]           the options of one, in short or all of them
+dsft --version
 """
 
 import importlib
@@ -11,6 +12,7 @@ import signal
 import sys
 import warnings
 
+from dsft import __version__
 from dsft.cli.commands import COMMANDS
 from dsft.cli.help import command_help, commands_help
 from dsft.config.reader import read_command, read_options, split_flags
@@ -31,6 +33,9 @@ def main(argv: list[str] | None = None) -> None:
     if name in ("-h", "--help"):
         print(commands_help())
         sys.exit(0 if argv else EXIT_USER_ERROR)
+    if name == "--version":
+        print(f"dsft {__version__}")
+        return
     if name not in COMMANDS:
         raise UserError([f"{name!r} is no command{nearest(name, COMMANDS)}; dsft --help lists them"])
     if {"-h", "--help"} & set(words):

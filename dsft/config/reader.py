@@ -145,7 +145,11 @@ def read_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
             values = [value] if equals else []
             occurrences.setdefault(key.replace("-", "_"), []).append(values)
         elif values is None:
-            problems.append(f"unexpected argument {word!r}; options are written --key value")
+            is_file = word.endswith((".yaml", ".yml"))
+            way_out = f"did you mean --config {word}?" if is_file else "options are written --key value"
+            problems.append(f"unexpected argument {word!r}; {way_out}")
+            if is_file:  # so that none of its options is reported as missing
+                occurrences.setdefault("config", [[word]])
         else:
             values.append(word)
     # Every rank gets --local_rank=N from the deepspeed launcher, which also sets LOCAL_RANK.

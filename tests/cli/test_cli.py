@@ -1,3 +1,4 @@
+import importlib.metadata
 import json
 import sys
 from types import SimpleNamespace
@@ -35,6 +36,11 @@ def test_plan_prints_a_table_and_nothing_else(run, tmp_path):
         table.returncode == 0 and "3-offload-optimizer" in table.stdout and "is the fastest that fits" in table.stdout
     )
     assert not table.stderr.strip()
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"dsft {importlib.metadata.version('dsft')}\n"
 
 
 def test_garbage_is_collected_again_once_a_command_is_imported(tmp_path, monkeypatch, capsys):

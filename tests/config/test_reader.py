@@ -113,6 +113,13 @@ class Copy:
     parts: list[int] = field(default_factory=list)
 
 
+def test_a_file_without_its_flag_is_the_only_fault_that_is_reported(tmp_path):
+    file, problems = tmp_path / "run.yaml", []
+    file.write_text("model: m\ndata: t.jsonl\noutput_dir: out\n")
+    read_config(TrainConfig, [str(file), "--learning_rate", "0.1"], problems)
+    assert problems == [f"unexpected argument '{file}'; did you mean --config {file}?"]
+
+
 def test_words_of_a_command_may_stand_before_between_and_after_its_flags():
     expected = Copy("a", "b", dtype="float32")
     for line in ("a b --dtype float32", "a --dtype float32 b", "--dtype=float32 a b"):
