@@ -99,7 +99,7 @@ def test_a_first_ctrl_c_lets_a_training_save_and_a_second_one_ends_it(monkeypatc
     monkeypatch.setattr(preemption, "_is_listening", True)
     with preemption.signals_save():
         os.kill(os.getpid(), signal.SIGINT)
-        assert preemption.is_asked() and capfd.readouterr().err.count("dsft: Ctrl-C: saves and ends") == 1
+        assert preemption.is_asked() and capfd.readouterr().err.count("dsft: Ctrl-C: saves and exits") == 1
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
