@@ -7,12 +7,12 @@ dsft --version
 """
 
 import importlib
+import importlib.metadata
 import os
 import signal
 import sys
 import warnings
 
-from dsft import __version__
 from dsft.cli.commands import COMMANDS
 from dsft.cli.help import command_help, commands_help
 from dsft.config.reader import read_command, read_options, split_flags
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
         print(commands_help())
         sys.exit(0 if argv else EXIT_USER_ERROR)
     if name == "--version":
-        print(f"dsft {__version__}")
+        print(f"dsft {importlib.metadata.version('dsft')}")
         return
     if name not in COMMANDS:
         raise UserError([f"{name!r} is no command{nearest(name, COMMANDS)}; dsft --help lists them"])

@@ -19,7 +19,10 @@ def test_runtime_and_commands_that_read_files_load_no_large_library_at_import():
 
 
 BAD = {
-    ("preview", "--data", "no.jsonl", "--model", "gpt2", "--seq_len", "x"): ["data: no.jsonl", "seq_len: expected a whole number"],
+    ("preview", "--data", "no.jsonl", "--model", "gpt2", "--seq_len", "x"): [
+        "data: no.jsonl",
+        "seq_len: expected a whole number",
+    ],
     ("prepare", "--data", "no.jsonl", "--model", "./nowhere"): ["data: no.jsonl", "model=./nowhere"],
     ("export", "./nowhere", "out"): ["./nowhere: is no folder"],
     ("plan", "--model", "./nowhere", "--zero", "4", "--gpus", "8x80GB"): ["model=./nowhere", "zero=4"],
