@@ -32,7 +32,19 @@ def patch_engine(engine: DeepSpeedEngine, *, resumes: bool) -> None:
         UserError: where the installed DeepSpeed differs from that of a patch so that results could be wrong.
     """
     optimizer, is_alone = engine.optimizer, engine.dp_world_size == 1
-    replacements: list[tuple[str, Any, Callable[[Any], Any]]] = []
+    parameters = list(engine.module.parameters())
+
+    def zero_grad() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    def training(train: Callable[[bool], None]) -> Callable[..., None]:
+        return lambda mode=True: train(mode) if engine.module.training != mode else None
+
+    replacements: list[tuple[str, Any, Callable[[Any], Any]]] = [
+        ("quick_zero_grad", engine, lambda _: zero_grad),
+        ("quick_train", engine, training),
+    ]
     if engine.zero_optimization_stage() == 0:
         if is_alone:
             replacements.append(("one_rank_reduces_none", engine, lambda _: False))
@@ -44,7 +56,6 @@ def patch_engine(engine: DeepSpeedEngine, *, resumes: bool) -> None:
             replacements += later_growth(optimizer)
         if isinstance(optimizer, FP16_UnfusedOptimizer):
             replacements.append(("fp16_norm", optimizer, functools.partial(keeping_norm, optimizer)))
-        parameters = list(engine.module.parameters())
 
         def clip() -> None:  # every rank has the same gradients
             engine._global_grad_norm = clip_grad_norm_(parameters, engine.gradient_clipping())

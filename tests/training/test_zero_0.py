@@ -39,6 +39,27 @@ def copied_elements(options: dict) -> tuple[int, list[float]]:
     return sum(counts), history
 
 
+def walks_of_a_micro_batch(options: dict) -> tuple[int, int]:
+    """Modules that an engine which trains already visits in `train` and `zero_grad`, and gradients that are left."""
+    engine = trained(options).model_wrapped
+    parameters = list(engine.module.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    engine.train()
+    visited, train, named = [], torch.nn.Module.train, torch.nn.Module.named_parameters
+    torch.nn.Module.train = lambda module, mode=True: visited.append(module) or train(module, mode)
+    torch.nn.Module.named_parameters = lambda module, *args, **options: (
+        visited.append(module) or named(module, *args, **options)
+    )
+    engine.train()
+    engine.zero_grad()
+    return len(visited), sum(parameter.grad is not None for parameter in parameters)
+
+
+def test_a_micro_batch_walks_through_no_modules(tiny, options, tmp_path):
+    assert on_ranks(1, walks_of_a_micro_batch, options(tmp_path / "run", zero="0")) == [(0, 0)]
+
+
 def test_a_single_rank_copies_no_gradients_to_reduce_them(tiny, options, tmp_path):
     (alone,) = on_ranks(1, copied_elements, options(tmp_path / "alone", zero="0", per_device_train_batch_size=4))
     both = on_ranks(2, copied_elements, options(tmp_path / "both", zero="0", per_device_train_batch_size=2))
