@@ -136,8 +136,8 @@ class DataFields:
     data: list[str] = field(default_factory=list)
     """Sources, each a file (txt, json, jsonl, csv, parquet, arrow, also .gz, .bz2, .xz, .zst), a glob, a folder of
     files, or a hub data set as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."""
-    data_format: str = "auto"
-    """Format of the rows, such as messages or text (docs/data.md); auto goes by the columns of each source."""
+    data_format: Literal["auto", "text", "prompt_completion", "messages", "sharegpt", "alpaca", "template"] = "auto"
+    """auto goes by the columns of each source, see docs/data.md."""
     text_column: str = "text"
     """Column that holds the text, for data_format text."""
     prompt_template: str | None = None

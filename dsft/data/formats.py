@@ -11,7 +11,6 @@ from typing import Any
 
 from dsft.config.options import DataFields
 from dsft.data.sources import Batch, HeldOut, Row, Source
-from dsft.errors import nearest
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -178,20 +177,10 @@ def find_format(columns: list[str], config: DataFields) -> str:
             f"columns of no known format ({known}); there are {', '.join(columns)}. Name the text with text_column, or"
             " write a completion_template"
         )
-    if problem := problem_of_name(name):
-        raise ValueError(problem)
     if missing := FORMATS[name].columns(config) - set(columns):
         needs = "the template names" if config.data_format == "auto" else f"data_format={name} needs"
         raise ValueError(f"{needs} the column {', '.join(sorted(missing))}; there are {', '.join(columns)}")
     return name
-
-
-def problem_of_name(name: str) -> str | None:
-    """Says what is wrong with a `data_format`."""
-    choices = ["auto", *FORMATS]
-    if name in choices:
-        return None
-    return f"data_format: invalid choice {name!r} (choose from {', '.join(choices)}){nearest(name, choices)}"
 
 
 def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pair | Chat:
@@ -507,11 +496,11 @@ FORMATS = {
         forms=lambda _: {Text},
     ),
     "template": Format(
-        columns=template_columns,
+        columns=lambda config: template_columns(config) if config.completion_template else set(),
         sample=_from_template,
         forms=lambda rules: {Pair} if rules.prompt_template else {Text},
     ),
 }
 """`data_format` -> what it is; tried by their columns in this order. Another one is a value here, with its function
-above, and a line of the table in docs/data.md.
+above, its name among the choices of the option, and a line of the table in docs/data.md.
 """

@@ -6,7 +6,7 @@ the model, and files of several machines, are looked at by all ranks together, l
 
 from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import EvalConfig, TrainConfig
-from dsft.data.formats import format_rules, problem_of_name
+from dsft.data.formats import format_rules
 from dsft.data.sources import find_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
 from dsft.models.chat_template import load_template
@@ -48,8 +48,6 @@ def check_named_files(options: TrainConfig | EvalConfig) -> list[str]:
             load_template(options.chat_template)
         except ValueError as error:
             problems.append(f"chat_template: {error}")
-    if problem := problem_of_name(options.data_format):
-        return [*problems, problem]  # no row can be read without
     for key, names in entries.items():
         problems += _check_rows(names, options, key)
     return problems

@@ -1,11 +1,13 @@
 """The registry of data formats: which one rows are of, and what a reader of the manual finds about it."""
 
+from typing import get_args
+
 import pytest
 from conftest import ROOT
 
 from dsft.config.options import TrainConfig
+from dsft.config.reader import field_types
 from dsft.data.formats import FORMATS, find_format
-from dsft.run_setup.named_files import check_named_files
 
 MANUAL = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 
@@ -31,9 +33,12 @@ def test_missing_columns_list_those_present():
     assert find_format(["body", "title"], TrainConfig(text_column="body")) == "text"
 
 
-def test_an_unknown_format_is_reported_once_with_the_choices(tmp_path):
-    for name in ("a.jsonl", "b.jsonl"):
-        (tmp_path / name).write_text('{"text": "a"}\n')
-    problems = check_named_files(TrainConfig(data=[str(tmp_path / "*.jsonl")], data_format="mesages"))
-    (problem,) = problems
-    assert problem.startswith(f"data_format: invalid choice 'mesages' (choose from auto, {', '.join(FORMATS)})")
+def test_every_format_is_a_choice_of_the_option():
+    """So that the help lists it, and a mistyped one is refused before any file is read."""
+    assert {*get_args(field_types(TrainConfig)["data_format"])} == {"auto", *FORMATS}
+
+
+def test_columns_of_a_template_are_those_of_both_its_parts():
+    assert find_format(["q", "a"], TrainConfig(prompt_template="{q}", completion_template="{a}")) == "template"
+    with pytest.raises(ValueError, match="columns of no known format"):  # and no crash: half a template is reported
+        find_format(["q", "a"], TrainConfig(prompt_template="{q}"))
