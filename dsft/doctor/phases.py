@@ -258,7 +258,11 @@ def main() -> None:
     signal.signal(signal.SIGALRM, end)
     signal.alarm(LIFE_SECONDS)
     threading.Thread(target=read, daemon=True).start()
-    say(**({"answer": measure(held, inputs.get)} if phase == "measure" else answer(phase, held, inputs.get())))
+    try:
+        said = {"answer": measure(held, inputs.get)} if phase == "measure" else answer(phase, held, inputs.get())
+    except Exception as error:  # the head reports it as a finding
+        said = {"failed": f"{type(error).__name__}: {error}"}
+    say(**said)
     threading.Event().wait()  # until the input ends
 
 

@@ -236,14 +236,16 @@ class HostFile(DeepSpeed):
 
     def _place_among(self, hosts: list[str]) -> int:
         rank, name = self.node_rank(), socket.gethostname()
+        if rank is not None:
+            return rank
         names = {name, socket.getfqdn(), name.split(".")[0]}
         places = [place for place, host in enumerate(hosts) if host in names]
-        if rank is None and not places:
+        if not places:
             raise UserError(
                 f"--no_ssh: {name} is not in {self.options.hostfile} ({', '.join(hosts)}); name this node's number with"
                 " --node_rank or NODE_RANK"
             )
-        return places[0] if rank is None else rank
+        return places[0]
 
     def without(self, lost: Sequence[str], words: list[str]) -> str:
         flags = filters_without(self.options, lost)

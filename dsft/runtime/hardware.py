@@ -160,10 +160,11 @@ def require_seen_gpus() -> None:
     Raises:
         UserError: where this machine has such GPUs.
     """
-    are_hidden = any(os.environ.get(name) in ("", "-1") for name in HIDING) or os.environ.get("DS_ACCELERATOR") == "cpu"
+    if any(os.environ.get(name) in ("", "-1") for name in HIDING) or os.environ.get("DS_ACCELERATOR") == "cpu":
+        return
     has_amd_card = any(int(Path(path).read_text()) >= AMD_BYTES for path in glob.glob(AMD_MEMORY))
     files = next(filter(glob.glob, (GPU_FILES, *([AMD_FILE] if has_amd_card else []))), None)
-    if are_hidden or files is None or has_gpu():
+    if files is None or has_gpu():
         return
     import torch
 

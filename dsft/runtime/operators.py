@@ -12,6 +12,7 @@ import shlex
 import shutil
 import socket
 import subprocess
+import sys
 import sysconfig
 import threading
 import time
@@ -24,7 +25,6 @@ import psutil
 from dsft.errors import one_line
 from dsft.runtime import patches
 from dsft.runtime.lock_file import Owner, create, file_system_time, owner_of
-from dsft.watchdog.messages import say
 
 SILENT_SECONDS = 10.0
 """Of waiting or compiling before a line says so."""
@@ -39,6 +39,12 @@ OLD_SECONDS = 300
 two."""
 LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay")
 """File systems of one machine: who holds a lock there runs here."""
+
+
+def say(line: str) -> None:
+    print(
+        f"dsft: {line}", file=sys.stderr, flush=True
+    )  # into a rank's log file too, which descriptor 2 is not on rank 0
 
 
 class OperatorLock:

@@ -41,7 +41,7 @@ def connect_to_launcher(rank: int, host: str) -> Connection | None:
     if token.startswith("@"):
         file = Path(TOKEN_FOLDER).expanduser() / f"{token[1:]}-{socket.gethostname()}"
         try:
-            with file.open() as opened:
+            with file.open(errors="replace") as opened:
                 facts, token = os.fstat(opened.fileno()), opened.read().strip()
             file.unlink()
         except OSError:

@@ -101,7 +101,7 @@ class Process:
         """Bytes that it has read and written so far, mapped files included; 0 where the system does not tell."""
         try:
             counts = psutil.Process(self.pid).io_counters()
-        except (psutil.Error, OSError):
+        except (psutil.Error, OSError, AttributeError):  # on a kernel that does not count psutil has no such method
             return 0
         # The first two count calls, the others pages that came from a disk and that were made to go there.
         return counts.read_chars + counts.write_chars + counts.read_bytes + counts.write_bytes
@@ -173,7 +173,8 @@ def launchers_of(pid: int) -> tuple[list[Process], psutil.Process | None]:
     """
     launchers = []
     with contextlib.suppress(psutil.Error, OSError):  # one of them has ended just now
-        for process in psutil.Process(pid).parents():
+        process = psutil.Process(pid)
+        while (process := process.parent()) is not None:  # `parents` raises where /proc hides those of other users
             words = process.cmdline()
             if process.pid > 1 and is_launcher(words):
                 launchers.append(Process.of(process.pid))
@@ -225,7 +226,11 @@ def ssh_client() -> int | None:
 
 def descendants(pid: int) -> list[int]:
     """Children of a process and theirs, each before its parent."""
-    try:
-        return [process.pid for process in reversed(psutil.Process(pid).children(recursive=True))]
-    except psutil.Error:  # it has ended
-        return []
+    children: dict[int, list[int]] = {}
+    for other in psutil.pids():  # psutil's `children` raises where /proc hides processes of other users
+        if fields := _stat(other):
+            children.setdefault(int(fields[1]), []).append(other)
+    family = [pid]
+    for member in family:
+        family += children.get(member, [])
+    return family[:0:-1]
