@@ -391,6 +391,7 @@ def _read_json(path: str) -> Rows:
     except RecursionError:
         raise UserError(f"{path}: not valid JSON (nested too deeply)") from None
     size = getsize(path)
+    del text  # the rows hold its content
     for number, row in enumerate(rows, start=1):
         yield Row(_mapping(row, f"{path}, row {number}"), number), size * number // len(rows)
 

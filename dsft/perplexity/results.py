@@ -349,7 +349,7 @@ class Results:
         if not path.is_file():
             return
         try:
-            reports = json.loads(path.read_text(encoding="utf-8"))["results"]
+            reports = finite(json.loads(path.read_text(encoding="utf-8"))["results"])  # other writers' may hold NaN
             table = pyarrow.parquet.read_table(self.folder / DOCUMENTS)
             self.reports = {
                 (report["model"], report["data"], report.get("protocol") or ""): report for report in reports
