@@ -4,7 +4,7 @@
 
 - KL: one launch of both models over the same tiles, beside what is usual: a pass that saves the reference's logits
   (float32, a file for each window), and a pass that reads them. CPU milliseconds per token, memory, and bytes on disk.
-- Comparison: CPU seconds of 10,000 resamples and the sign test, by the number of documents.
+- Comparison: CPU seconds of intervals and the sign test, by the number of documents.
 - Corpus: an evaluation of a small model on a prepared corpus until its first batches are scored, by the size of the
   text, four bytes a token, in documents of 500 tokens in the mean. Tokens are random, in a store as preparation writes
   it. Seconds until the first forward, and the peak of private memory (RssAnon, sampled) above that before the start,
@@ -125,7 +125,7 @@ def comparison_seconds(documents: int) -> dict[str, float]:
     base, other = (_evaluation(name, seed, documents) for seed, name in enumerate(("base", "other")))
     start = time.process_time()
     comparison = compare_pair(base, other)
-    return {"cpu_seconds": time.process_time() - start, "documents": documents, "resampled": comparison.resampled}
+    return {"cpu_seconds": time.process_time() - start, "documents": documents, "units": comparison.units}
 
 
 def _evaluation(name: str, seed: int, documents: int) -> Evaluation:

@@ -705,9 +705,9 @@ def print_scale(scale: dict) -> None:
         ratio = statistics.median(saved["cpu_ms_per_token"] / tiles["cpu_ms_per_token"] for tiles, saved in pairs)
         print(f"\nSaved logits take {ratio:.2f} times the time of tiles.")
     if "comparison" in scale:
-        print("\n**Comparison**\n\n| documents | CPU s | resampled |\n|---|---|---|")
+        print("\n**Comparison**\n\n| documents | CPU s | units |\n|---|---|---|")
         for row in scale["comparison"]:
-            print(f"| {row['documents']:,} | {row['cpu_seconds']:.2f} | {row['resampled']} |")
+            print(f"| {row['documents']:,} | {row['cpu_seconds']:.2f} | {row['units']} |")
     if "corpus" in scale:
         print(
             "\n**Prepared corpus, until the first batches**\n\n"

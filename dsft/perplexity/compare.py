@@ -17,7 +17,7 @@ import numpy as np
 
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError, nearest, raise_if_any
-from dsft.perplexity.intervals import LEVEL, RESAMPLES, grouped, ratio_intervals, sign_test, units_of
+from dsft.perplexity.intervals import LEVEL, ratio_interval, sign_test, units_of
 from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Results, frame, html_table
 from dsft.perplexity.sums import exp
 from dsft.runtime.console import print_table, say
@@ -81,7 +81,8 @@ class Comparison:
     same: int
     p_value: float
     """Of the sign test, two-sided: of so uneven a split, were better and worse equally likely."""
-    resampled: str
+    units: str
+    """What the intervals are computed over: documents, or blocks of windows."""
     moved: tuple[MovedDocument, ...]
     """Those that gained most, then those that lost most; in the order of their change."""
     note: str = ""
@@ -103,7 +104,7 @@ class Comparison:
         rows["documents"] = (
             f"{self.better:,} better, {self.worse:,} worse, {self.same:,} the same (sign test: p = {self.p_value:.2g})"
         )
-        rows["interval"] = f"{RESAMPLES:,} resamples of {self.resampled}, in pairs"
+        rows["interval"] = f"over {self.units}, in pairs"
         if self.note:
             rows["note"] = self.note
         for end, documents in (
@@ -241,22 +242,15 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
     for name in ("dtype", "attn_implementation"):
         if base.options.get(name) != other.options.get(name):
             notes.append(f"{name} differs: {other.options.get(name)}, the base {base.options.get(name)}")
+    # Blocks of windows can be compared where both models have the same windows.
+    changed_blocks = after.block_nats - before.block_nats if same_tokens else None
+    units = units_of(after, change_D, changed_blocks, is_scored_D=is_scored_D)
+    nats_per_token = None
     if same_tokens:
-        units = units_of(after, [change_D], [after.block_nats - before.block_nats])
-        intervals = ratio_intervals(units, [(0, 1), (0, 2)])
-        nats_per_token = Estimate(after.reported_loss - before.reported_loss, *intervals[0])
-        resampled = units.kind
-        if after.windows_per_block:
-            notes.append(f"fewer than 30 documents: {units.kind} are resampled instead")
+        nats_per_token = Estimate(after.reported_loss - before.reported_loss, *ratio_interval(units, 1))
     else:
-        units = grouped(np.stack([change_D, after.document_bytes])[:, is_scored_D])
-        nats_per_token, intervals = None, [None, *ratio_intervals(units, [(0, 1)])]
-        resampled = units.kind
         notes.append("two tokenizers: only bits per byte and byte perplexity can be compared")
-        if after.windows_per_block or before.windows_per_block:
-            intervals[1], resampled = (math.nan, math.nan), "nothing"
-            notes.append("fewer than 30 documents and other windows: no interval")
-    per_byte = Estimate((after.nats - before.nats) / after.bytes, *intervals[1]) if after.bytes else None
+    per_byte = Estimate((after.nats - before.nats) / after.bytes, *ratio_interval(units, 2)) if after.bytes else None
     better, worse = (int((change_D[is_scored_D] * sign < 0).sum()) for sign in (1, -1))
     order = np.argsort(change_D, kind="stable").tolist()  # the largest gain first, the largest loss last
     ends = [number for number in order[:MOVED] if change_D[number] < 0]
@@ -283,7 +277,7 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
         worse=worse,
         same=int(is_scored_D.sum()) - better - worse,
         p_value=sign_test(better, worse),
-        resampled=resampled,
+        units=units.kind,
         moved=tuple(moved),
         note="; ".join(notes),
     )

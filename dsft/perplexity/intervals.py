@@ -1,36 +1,32 @@
-"""Computes 95 % intervals of ratios of sums, such as nats per token, by resampling whole documents.
+"""Computes 95 % intervals of ratios of sums, such as nats per token, over whole documents.
 
-Tokens of one document depend on each other, so a token is no unit to resample. Each of 10,000 resamples draws as many
-units as there are, with replacement, from a fixed seed. The bounds are bias-corrected and accelerated (BCa; Efron and
-Tibshirani, An Introduction to the Bootstrap, 1993, section 14.3), as in `scipy.stats.bootstrap`.
+Tokens of one document depend on each other, so documents are the units. The interval is the ratio plus and minus its
+jackknife standard error (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11) times the quantile
+of Student's t. Where few documents hold most tokens, the degrees of freedom are one less than the number of documents
+of one length that would be as certain, 1 / sum of squared shares (Kish, Survey Sampling, 1965, section 11.7).
 
-A unit is a document. Where fewer than 30 documents are scored it is a block of neighbouring windows; where there are
-more than 2,000 it is a group of neighbouring documents, which costs no certainty that matters and bounds the time.
+Where a single document is scored, blocks of neighbouring windows are the units.
 
-Shape suffixes: U units, R resamples, K sums of each.
+Shape suffixes: U units, K sums of each.
 """
 
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
+from scipy.special import bdtr, stdtrit
 
 from dsft.perplexity.sums import Perplexity, exp
 from dsft.units import plural
 
-LEVEL, RESAMPLES, SEED = 0.95, 10_000, 0
-MOST_UNITS = 2_000
-"""More documents are resampled in groups of neighbours."""
-DRAWS_AT_ONCE = 1 << 20
-"""Bounds the memory of resampling."""
+LEVEL = 0.95
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
-    """Holds what is resampled."""
+    """Holds what an interval is computed over."""
 
     sums_KU: np.ndarray
     """Sums of each unit, such as nats, tokens, bytes. float64."""
@@ -44,8 +40,8 @@ class ResultIntervals:
 
     nats_per_token: Interval
     bits_per_byte: Interval
-    resampled: str
-    """What was resampled."""
+    units: str
+    """Over what they are computed."""
 
     @property
     def perplexity(self) -> Interval:
@@ -55,7 +51,7 @@ class ResultIntervals:
         """Return the interval's part of a report."""
         return {
             "level": LEVEL,
-            "resampled": self.resampled,
+            "units": self.units,
             "perplexity": list(self.perplexity),
             "nats_per_token": list(self.nats_per_token),
             "bits_per_byte": list(self.bits_per_byte),
@@ -63,103 +59,52 @@ class ResultIntervals:
 
 
 def result_intervals(result: Perplexity) -> ResultIntervals:
-    """Compute the intervals of one result. The same bits wherever numpy is the same."""
-    units = units_of(result, [result.document_nats], [result.block_nats])
-    per_token, per_byte = ratio_intervals(units, [(0, 1), (0, 2)])
+    """Compute the intervals of one result. The same bits wherever numpy and scipy are the same."""
+    units = units_of(result, result.document_nats, result.block_nats, is_scored_D=result.document_tokens > 0)
+    per_token, per_byte = ratio_interval(units, 1), ratio_interval(units, 2)
     low, high = (bound / math.log(2) for bound in per_byte)
-    return ResultIntervals(nats_per_token=per_token, bits_per_byte=(low, high), resampled=units.kind)
+    return ResultIntervals(nats_per_token=per_token, bits_per_byte=(low, high), units=units.kind)
 
 
-def units_of(result: Perplexity, documents_KD: list[np.ndarray], blocks_KB: list[np.ndarray]) -> Units:
+def units_of(
+    result: Perplexity, documents_D: np.ndarray, blocks_B: np.ndarray | None, *, is_scored_D: np.ndarray
+) -> Units:
     """Choose the units of a result; their sums are those given, then tokens, then bytes.
 
     A block has the bytes that its tokens have in the mean: where in the text its windows end is not known.
 
     Args:
-        documents_KD: sums of each document.
-        blocks_KB: the same of each block of windows.
+        documents_D: a sum of each document.
+        blocks_B: the same of each block of windows; None where there are none to use.
+        is_scored_D: which documents count.
     """
-    if result.windows_per_block:
+    if is_scored_D.sum() < 2 and blocks_B is not None and result.windows_per_block:
         tokens_B = result.block_tokens.astype(np.float64)
-        sums_KU = np.stack([*blocks_KB, tokens_B, tokens_B * (result.bytes / max(result.tokens, 1))])
+        sums_KU = np.stack([blocks_B, tokens_B, tokens_B * (result.bytes / max(result.tokens, 1))])
         kind = f"{plural(sums_KU.shape[1], 'block')} of {plural(result.windows_per_block, 'window')}"
         return Units(sums_KU=sums_KU, kind=kind)
-    is_scored_D = result.document_tokens > 0
-    return grouped(np.stack([*documents_KD, result.document_tokens, result.document_bytes])[:, is_scored_D])
+    sums_KU = np.stack([documents_D, result.document_tokens, result.document_bytes])[:, is_scored_D]
+    number = sums_KU.shape[1]
+    kind = f"{number:,} documents" if number != 1 else "1 document"
+    return Units(sums_KU=sums_KU.astype(np.float64), kind=kind)
 
 
-def grouped(sums_KD: np.ndarray) -> Units:
-    """Make a unit of each document, or of neighbours where there are very many."""
-    documents = sums_KD.shape[1]
-    size = -(-documents // MOST_UNITS)
-    if size <= 1:
-        return Units(sums_KU=sums_KD.astype(np.float64), kind=f"{documents:,} documents")
-    starts = np.arange(0, documents, size)
-    sums_KU = np.add.reduceat(sums_KD.astype(np.float64), starts, axis=1)
-    return Units(sums_KU=sums_KU, kind=f"{len(starts):,} groups of {size} neighbouring documents")
+def ratio_interval(units: Units, below: int) -> Interval:
+    """Return the interval of the first sum over all units, divided by that of row `below`.
 
-
-def ratio_intervals(units: Units, ratios: list[tuple[int, int]]) -> list[Interval]:
-    """Return the interval of each ratio of two sums over all units.
-
-    Args:
-        ratios: (row of the numerator, row of the denominator) in `sums_KU`.
+    NaN where there are fewer than two units, or nothing to divide by.
     """
-    if units.sums_KU.shape[1] < 2:
-        return [(math.nan, math.nan)] * len(ratios)
-    drawn_KR = resampled_sums(units.sums_KU)
-    totals_K = units.sums_KU.sum(axis=1)
-    intervals = []
-    for above, below in ratios:
-        if not totals_K[below]:
-            intervals.append((math.nan, math.nan))
-            continue
-        without_U = (totals_K[above] - units.sums_KU[above]) / (totals_K[below] - units.sums_KU[below])
-        estimate = totals_K[above] / totals_K[below]
-        intervals.append(bca_interval(estimate, drawn_KR[above] / drawn_KR[below], without_U))
-    return intervals
-
-
-def resampled_sums(sums_KU: np.ndarray) -> np.ndarray:
-    """Return [K, R]: the sums over as many units as there are, drawn with replacement, of each resample."""
-    num_units, generator = sums_KU.shape[1], np.random.default_rng(SEED)
-    at_once = max(1, DRAWS_AT_ONCE // num_units)
-    parts = []
-    for start in range(0, RESAMPLES, at_once):
-        drawn_RU = generator.integers(num_units, size=(min(at_once, RESAMPLES - start), num_units))
-        parts.append(np.stack([row_U[drawn_RU].sum(axis=1) for row_U in sums_KU]))
-    return np.concatenate(parts, axis=1)
-
-
-def bca_interval(estimate: float, drawn_R: np.ndarray, without_U: np.ndarray) -> Interval:
-    """Return the BCa interval of an estimate.
-
-    Args:
-        drawn_R: the estimate of each resample.
-        without_U: the estimate without each unit (jackknife).
-    """
-    below = ((drawn_R < estimate).mean() + (drawn_R <= estimate).mean()) / 2
-    if not 0 < below < 1 or not np.ptp(without_U):  # all units are alike
-        return float(drawn_R.min()), float(drawn_R.max())
-    normal = NormalDist()
-    bias = normal.inv_cdf(below)
-    influence_U = without_U.mean() - without_U
-    acceleration = (influence_U**3).sum() / (6 * (influence_U**2).sum() ** 1.5)
-
-    def corrected(quantile: float) -> float:
-        z = bias + normal.inv_cdf(quantile)
-        return normal.cdf(bias + z / (1 - acceleration * z))
-
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(drawn_R, [corrected(tail), corrected(1 - tail)])
-    return float(low), float(high)
+    above_U, below_U = units.sums_KU[0], units.sums_KU[below]
+    number, total = len(above_U), below_U.sum()
+    if number < 2 or not total or (below_U == total).any():
+        return math.nan, math.nan
+    without_U = (above_U.sum() - above_U) / (total - below_U)
+    error = math.sqrt((number - 1) / number * ((without_U - without_U.mean()) ** 2).sum())
+    freedom = max(1.0, 1 / ((below_U / total) ** 2).sum() - 1)
+    ratio, half = above_U.sum() / total, error * stdtrit(freedom, (1 + LEVEL) / 2)
+    return float(ratio - half), float(ratio + half)
 
 
 def sign_test(better: int, worse: int) -> float:
     """Return the two-sided exact p-value of so many documents better and worse, were both equally likely."""
-    number, fewer = better + worse, min(better, worse)
-    if not number or better == worse:
-        return 1.0
-    k = np.arange(1, fewer + 1)
-    log_counts = np.concatenate([[0.0], np.cumsum(np.log((number - k + 1) / k))])  # ln of binomial coefficients
-    return float(min(1.0, 2 * np.exp(log_counts - number * math.log(2)).sum()))
+    return float(min(1.0, 2 * bdtr(min(better, worse), better + worse, 0.5)))

@@ -223,7 +223,7 @@ class Evaluation:
         bounds = "unknown" if math.isnan(low) else f"{low:.4f} to {high:.4f}"
         rows = {
             "perplexity": f"{result.perplexity:.4f}",
-            f"{LEVEL:.0%} interval": f"{bounds} (resampled: {self.intervals.resampled})",
+            f"{LEVEL:.0%} interval": f"{bounds} (over {self.intervals.units})",
             "scored": f"{result.tokens:,} tokens of {result.documents:,} documents ({self.mode})",
             "nats per token": f"{result.loss:.6f}",
         }

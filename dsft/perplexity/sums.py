@@ -15,8 +15,8 @@ from dsft.errors import TrainingStopped
 if TYPE_CHECKING:  # results are read without torch
     from dsft.perplexity.windows import Windows
 
-FEWEST_DOCUMENTS = 30
-"""With fewer scored documents, blocks of windows are kept too: they are resampled for intervals."""
+FEWEST_DOCUMENTS = 2
+"""With fewer scored documents, blocks of windows are kept too: intervals are computed over them."""
 MOST_BLOCKS = 1_000
 
 

@@ -100,27 +100,39 @@ def test_the_same_model_twice_differs_by_nothing():
     assert (comparison.better, comparison.worse, comparison.p_value, comparison.moved) == (0, 0, 1.0, ())
 
 
-def test_few_documents_are_compared_by_blocks_of_windows_which_is_said():
-    comparison = comparison_of(
-        *(evaluation(name, seed, documents=3, blocks=50) for seed, name in enumerate(("base", "other")))
+def test_few_documents_are_compared_by_document_and_one_by_blocks_of_windows():
+    few, single = (
+        comparison_of(*(evaluation(name, seed, documents=number, blocks=50) for seed, name in enumerate("ab")))
+        for number in (3, 1)
     )
-    assert comparison.resampled == "50 blocks of 2 windows" and "fewer than 30 documents" in comparison.note
-    assert comparison.nats_per_token.low < comparison.nats_per_token.high
-    bits = comparison.bits_per_byte
-    assert bits.low * math.log(2) * 4 == pytest.approx(comparison.nats_per_token.low)  # four bytes to each token
+    assert (few.units, single.units) == ("3 documents", "50 blocks of 2 windows")
+    for comparison in (few, single):
+        assert comparison.nats_per_token.low < comparison.nats_per_token.high
+    # Four bytes to each token.
+    assert single.bits_per_byte.low * math.log(2) * 4 == pytest.approx(single.nats_per_token.low)
+
+
+def test_models_with_two_tokenizers_have_an_interval_over_few_documents():
+    base, other = (
+        evaluation("base", 0, documents=5),
+        evaluation("other", 1, documents=5, hashes=HASHES | {"tokens": "o"}),
+    )
+    comparison = comparison_of(base, other)
+    assert comparison.units == "5 documents" and comparison.nats_per_token is None
+    assert comparison.bits_per_byte.low < comparison.bits_per_byte.value < comparison.bits_per_byte.high
 
 
 def test_of_a_single_block_no_interval_is_told():
-    results = [evaluation(name, seed, documents=3, blocks=1) for seed, name in enumerate(("base", "other"))]
+    results = [evaluation(name, seed, documents=1, blocks=1) for seed, name in enumerate(("base", "other"))]
     shown = comparison_of(*results).summary() | results[0].summary()
     assert shown["perplexity, ratio"].endswith("95% unknown")
-    assert shown["95% interval"] == "unknown (resampled: 1 block of 2 windows)"
+    assert shown["95% interval"] == "unknown (over 1 block of 2 windows)"
 
 
 def test_a_comparison_without_an_interval_is_valid_json(tmp_path, capsys):
     results = Results(tmp_path)
     for seed, name in enumerate(("base", "other")):
-        results.add(evaluation(name, seed, documents=3, blocks=1))
+        results.add(evaluation(name, seed, documents=1, blocks=1))
     for text in ((tmp_path / "perplexity.json").read_text(), printed_json(tmp_path, capsys)):
         json.loads(text, parse_constant=pytest.fail)  # NaN is no JSON
     (comparison,) = json.loads(text)["comparisons"]
@@ -194,7 +206,7 @@ def test_results_and_comparisons_are_frames_and_tables_of_a_notebook():
 @pytest.fixture
 def folders(tmp_path) -> list[str]:
     for seed, name in enumerate(("base", "other")):
-        Results(tmp_path / name).add(evaluation(name, seed, documents=3 + 37 * seed, blocks=9 - 9 * seed))
+        Results(tmp_path / name).add(evaluation(name, seed, documents=1 + 39 * seed, blocks=9 - 9 * seed))
         Results(tmp_path / "both").add(evaluation(name, seed))
     return [str(tmp_path / name) for name in ("base", "other", "both")]
 
@@ -202,11 +214,11 @@ def folders(tmp_path) -> list[str]:
 def test_what_is_read_back_is_what_was_written(folders):
     read = read_evaluations([folders[0], f"{folders[2]}/perplexity.json"])
     for result, wanted in zip(
-        read, (evaluation("base", 0, documents=3, blocks=9), evaluation("base", 0)), strict=False
+        read, (evaluation("base", 0, documents=1, blocks=9), evaluation("base", 0)), strict=False
     ):
         assert result.report() == wanted.report() and result.intervals == wanted.intervals
     report = read[0].report()["interval"]
-    assert report["resampled"] == "9 blocks of 2 windows" and report["perplexity"][0] < report["perplexity"][1]
+    assert report["units"] == "9 blocks of 2 windows" and report["perplexity"][0] < report["perplexity"][1]
 
 
 def test_the_command_prints_tables_or_json_and_names_a_folder_without_results(folders, tmp_path, capsys):
