@@ -1,5 +1,6 @@
 """Writes that fail as on a bad disk: of Python, torch and safetensors alike, in the ranks of tests (tests/ranks.py)."""
 
+import atexit
 import ctypes
 import functools
 import shutil
@@ -14,6 +15,7 @@ def library() -> str | None:
     if not shutil.which("gcc"):
         return None
     folder = Path(tempfile.mkdtemp(prefix="failing-writes-"))
+    atexit.register(shutil.rmtree, folder)  # ranks exit by os._exit, which runs no such function
     source = Path(__file__).with_suffix(".c")
     subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", folder / "library.so", source, "-ldl"], check=True)
     return str(folder / "library.so")
