@@ -240,7 +240,7 @@ def meter_trainers(meter: Meter) -> None:
 
 
 def dsft_subject(row: Row, folder: Path, meter: Meter) -> None:
-    from dsft.runtime.quick_imports import quick_imports
+    from dsft.runtime import quick_imports
     from dsft.train import main
 
     with quick_imports():  # as main does

@@ -19,10 +19,9 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 from dsft.errors import ends_with_clear_errors
 from dsft.perplexity.of_training import read_evaluation
 from dsft.run_setup.named_files import check_before_rendezvous
-from dsft.runtime import distributed
+from dsft.runtime import distributed, quick_imports
 from dsft.runtime.console import print_table, say, set_up_screen
 from dsft.runtime.launcher_env import check_words, map_launcher_variables
-from dsft.runtime.quick_imports import quick_imports
 
 
 @ends_with_clear_errors

@@ -21,10 +21,9 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
 from dsft.errors import ends_with_clear_errors
 from dsft.run_setup.named_files import check_before_rendezvous
-from dsft.runtime import distributed, preemption
+from dsft.runtime import distributed, preemption, quick_imports
 from dsft.runtime.console import set_up_screen
 from dsft.runtime.launcher_env import check_words, map_launcher_variables
-from dsft.runtime.quick_imports import quick_imports
 
 
 @ends_with_clear_errors

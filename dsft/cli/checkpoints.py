@@ -12,8 +12,8 @@ from dsft.checkpoints.run_folder import FINAL, check_new_folder, find_adapter, f
 from dsft.cli.commands import ExportOptions, FolderOptions
 from dsft.errors import UserError, raise_if_any
 from dsft.models.pickles import is_read_pickle, pickle_errors
+from dsft.runtime import quick_imports
 from dsft.runtime.console import set_up_screen, show_table
-from dsft.runtime.quick_imports import quick_imports
 from dsft.units import GB, plural
 
 

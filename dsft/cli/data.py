@@ -14,7 +14,7 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
 from dsft.errors import raise_if_any, without_second_errors
 from dsft.run_setup.named_files import check_named_files
-from dsft.runtime.quick_imports import quick_imports
+from dsft.runtime import quick_imports
 
 
 def prepare_command(_options: PrepareOptions, argv: Sequence[str]) -> None:

@@ -17,8 +17,8 @@ from dsft.cli.commands import COMMANDS
 from dsft.cli.help import command_help, commands_help
 from dsft.config.reader import read_command, read_options, split_flags
 from dsft.errors import EXIT_USER_ERROR, UserError, ends_with_clear_errors, nearest, raise_if_any
+from dsft.runtime import quick_imports
 from dsft.runtime.launcher_env import check_environment, unset_single_process_env
-from dsft.runtime.quick_imports import quick_imports
 
 
 @ends_with_clear_errors

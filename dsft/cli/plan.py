@@ -18,9 +18,9 @@ from dsft.config.reader import read_config
 from dsft.errors import UserError, raise_if_any, without_second_errors
 from dsft.planner.gpus import GPUS, choose_gpu, named_gpus, same_memory
 from dsft.run_setup.named_files import NOT_NEEDED, check_named_files
+from dsft.runtime import quick_imports
 from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, require_seen_gpus, split_gpus, this_machine
 from dsft.runtime.launcher_env import read_hosts
-from dsft.runtime.quick_imports import quick_imports
 from dsft.units import GB
 
 
