@@ -27,7 +27,7 @@ from dsft.models.model_folder import CHECKPOINT, FINAL, adapter_base, has_only_s
 from dsft.runtime.console import LOGS, say
 from dsft.runtime.disk import check_writable, write_json
 from dsft.runtime.launcher_env import LAUNCH
-from dsft.runtime.run_lock import LOCK
+from dsft.runtime.locks import LOCK
 
 RUN = "run.json"
 METRICS = "metrics.jsonl"

@@ -21,7 +21,7 @@ from dsft.errors import EXIT_USER_ERROR, UserError, raise_if_any
 from dsft.launch.environment import remote_environment
 from dsft.launch.hosts import hosts_of, number_problems
 from dsft.runtime.console import show_table
-from dsft.runtime.launcher_env import Node, local_node, map_launcher_variables
+from dsft.runtime.launcher_env import Node, map_launcher_variables
 from dsft.units import GiB, plural
 
 
@@ -65,7 +65,7 @@ def _nodes(options: DoctorOptions) -> list[Node]:
         return hosts_of(options)
     if options.include or options.exclude or (options.num_nodes or 1) > 1:
         raise UserError(["--include, --exclude and --num_nodes choose among the hosts of --hostfile; name one"])
-    return [local_node(slots=options.num_gpus)]
+    return [Node(name="localhost", slots=options.num_gpus)]
 
 
 COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}

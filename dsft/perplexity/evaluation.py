@@ -45,9 +45,15 @@ from dsft.planner.evaluation_plan import default_batch_tokens, refused_number
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable
-from dsft.runtime.distributed import SAME_FILES, require_agreement, require_same_start
-from dsft.runtime.hardware import Machine, Memory, has_gpu, memory_errors_explained, peak_memory_bytes
-from dsft.runtime.run_lock import only_run_in, wait_for_a_killed_run
+from dsft.runtime.distributed import SAME_FILES, only_run_in, require_agreement, require_same_start
+from dsft.runtime.hardware import (
+    Machine,
+    Memory,
+    has_gpu,
+    memory_errors_explained,
+    peak_memory_bytes,
+    wait_for_freed_gpu,
+)
 from dsft.runtime.versions import versions
 from dsft.units import IGNORED, GiB
 from dsft.watchdog import client as watchdog
@@ -74,7 +80,7 @@ def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress:
     """
     with only_run_in(config.output_dir) as left_lock:
         if left_lock:
-            wait_for_a_killed_run()
+            wait_for_freed_gpu()
         candidates, reference, data_sets = _check(config, problems or [])
         machine, dtype = distributed.smallest_machine(), resolve_dtype(config.dtype)
         results = Results(Path(config.output_dir)) if config.output_dir else None

@@ -14,7 +14,7 @@ from dsft.checkpoints.manifest import TRAINER_STATE, checkpoints, read_trainer_s
 from dsft.checkpoints.run_folder import FINAL, METRICS, RUN, is_run, path_of, read_run
 from dsft.errors import UserError, raise_if_any
 from dsft.perplexity.results import REPORTS, Results
-from dsft.runtime.run_lock import is_held
+from dsft.runtime.locks import is_held
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ import socket
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -113,7 +112,15 @@ def show_table(table: "Table") -> None:
     if console.measure(table, options=console.options.update(width=NO_LIMIT)).maximum <= console.width:
         console.print(table)
         return
-    for text in (table.title, *_rows_as_text(table), table.caption):
+    names, rows = [str(column.header) for column in table.columns], []
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        if table.show_header:
+            unnamed = [cell for name, cell in zip(names, cells, strict=True) if cell and not name]
+            named = [f"{name} {cell}" for name, cell in zip(names, cells, strict=True) if cell and name]
+            rows.append(" ".join([*unnamed, ", ".join(named)]))
+        else:
+            rows.append(": ".join(cells).replace("\n", "; "))
+    for text in (table.title, *rows, table.caption):
         if text:
             lines = textwrap.wrap(str(text), console.width, subsequent_indent="    ", **UNBROKEN)
             console.print("\n".join(lines), soft_wrap=True)
@@ -125,17 +132,6 @@ def show_text(text: str) -> None:
     if sys.stdout.isatty():
         text = "\n".join(textwrap.wrap(text, shutil.get_terminal_size().columns, **UNBROKEN))
     print(text)
-
-
-def _rows_as_text(table: "Table") -> Iterator[str]:
-    names = [str(column.header) for column in table.columns]
-    for cells in zip(*(column.cells for column in table.columns), strict=True):
-        if table.show_header:
-            unnamed = [cell for name, cell in zip(names, cells, strict=True) if cell and not name]
-            named = [f"{name} {cell}" for name, cell in zip(names, cells, strict=True) if cell and name]
-            yield " ".join([*unnamed, ", ".join(named)])
-        else:
-            yield ": ".join(cells).replace("\n", "; ")
 
 
 LOGS = "logs"

@@ -74,17 +74,13 @@ def remove_leftovers() -> None:
     for folder, begin in (("/dev/shm", CPU_BUFFER), (tempfile.gettempdir(), ENV_FILE)):
         for file in Path(folder).glob(f"{begin}*"):
             with contextlib.suppress(OSError):
-                if file.lstat().st_uid == os.geteuid():
-                    _remove_if_unused(file)
-
-
-def _remove_if_unused(file: Path) -> None:
-    """Raises OSError: a process has it, or the file system cannot tell."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        # Whoever opens the file from now on signals this process, by default with SIGIO, which would end it.
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        file.unlink()
-    finally:
-        os.close(descriptor)
+                if file.lstat().st_uid != os.geteuid():
+                    continue
+                descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+                try:
+                    # Whoever opens the file from now on signals this process; SIGIO, the default, would end it.
+                    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+                    fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # raises where a process has it
+                    file.unlink()
+                finally:
+                    os.close(descriptor)

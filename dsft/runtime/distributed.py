@@ -6,6 +6,7 @@ torch, which takes seconds to import, is imported inside functions.
 """
 
 import atexit
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -14,7 +15,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ from dsft.runtime.launcher_env import (
     ranks_per_node,
     world_size,
 )
-from dsft.runtime.operators import name_owners_of_operator_locks
+from dsft.runtime.locks import RunLock, name_owners_of_operator_locks
 from dsft.runtime.versions import code_hash, numeric_versions, untested_versions
 from dsft.watchdog import client as watchdog
 
@@ -79,8 +80,17 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     if timeouts:
         watchdog.start(timeouts)
         on_exit(watchdog.close)
-    _complete_launcher_variables()
-    chooses_threads = _set_library_variables()
+    missing = [name for name in SINGLE_PROCESS_ENV if name not in os.environ]
+    if world_size() > 1 and missing:
+        raise UserError(
+            f"WORLD_SIZE={world_size()} is set but {', '.join(missing)} is not: start dsft through a launcher"
+        )
+    for name, value in SINGLE_PROCESS_ENV.items():
+        os.environ.setdefault(name, value)
+    if world_size() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        os.environ["MASTER_PORT"] = str(free_port())  # torchrun's agent holds its port itself, and waits there
+    choose_interface()
+    chooses_threads = set_library_variables()
     name_owners_of_operator_locks()
     import deepspeed  # here, so that `import dsft` stays light and DS_ACCELERATOR is read after it is set
 
@@ -89,26 +99,33 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
         require_kernels(torch.cuda.current_device())
     meet_seconds = timeouts.start_timeout if timeouts else 300
     timeout = timedelta(seconds=meet_seconds)
+    address, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
     try:
         store, number, _ = next(dist.rendezvous("env://", timeout=timeout))
-        check_job(store, job_name(output_dir), number)
+        check_job(store, output_dir, number)
         patches.replace("quiet_operator", lambda _: lambda *_: None)
         deepspeed.init_distributed(verbose=False, timeout=timeout)
         del store  # it has to live until the process group is made, which takes the same one
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise _not_met(error, meet_seconds) from error
+        if "EADDRINUSE" in str(error):
+            raise UserError(
+                f"MASTER_PORT={port}: is in use on {socket.gethostname()} by {port_owner(int(port))}; give another to"
+                " the launcher (--master_port N), on every node the same, or end that process"
+            ) from error
+        raise NotStarted(
+            f"rank {rank()} of {world_size()} on {socket.gethostname()}: the rendezvous at {address} port {port} timed"
+            f" out (start_timeout={meet_seconds:g} s): {one_line(error).partition('. ')[0]}. Did all nodes start, and"
+            " do they reach that address? dsft doctor, started like this run, names what is in the way"
+        ) from error
     # From here on the watchdog's limits are shorter, so that it is the watchdog that reports what happened.
     _timeout_seconds = timeout_seconds
     extend_timeouts()
-    cores_of_ranks = from_all([own_cores()])
-    if chooses_threads:
-        use_bound_cores(cores_of_ranks, ranks=ranks_per_node())
+    use_bound_cores(chooses_threads=chooses_threads)
     if not has_gpu() and world_size() > 1:
         # Once every rank has mapped the buffer of DeepSpeed's collectives nobody needs its name, but DeepSpeed never
         # removes it: each launch would leave 66 MiB of memory per rank.
         dist.barrier()
-        group = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
-        Path(f"/dev/shm/{CPU_BUFFER}{os.getuid()}_{group}_{rank()}").unlink(missing_ok=True)
+        Path(f"/dev/shm/{CPU_BUFFER}{os.getuid()}_{address}_{port}_{rank()}").unlink(missing_ok=True)
     if timeouts:
         watchdog.connect(from_all([watchdog.endpoint()]))
 
@@ -123,58 +140,6 @@ def extend_timeouts() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if dist.get_rank(group) >= 0:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=_timeout_seconds), group)
-
-
-def _not_met(error: RuntimeError, seconds: float) -> UserError | NotStarted:
-    """What keeps the ranks from meeting, and the way out."""
-    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    if "EADDRINUSE" in str(error):
-        owner = port_owner(int(port))
-        return UserError(
-            [
-                f"MASTER_PORT={port}: is in use on {socket.gethostname()} by {owner}; give another to the launcher"
-                " (--master_port N), on every node the same, or end that process"
-            ]
-        )
-    return NotStarted(
-        f"rank {rank()} of {world_size()} on {socket.gethostname()}: the rendezvous at {address} port {port} timed out"
-        f" (start_timeout={seconds:g} s): {one_line(error).partition('. ')[0]}. Did all nodes start, and do they reach"
-        f" that address? dsft doctor, started like this run, names what is in the way"
-    )
-
-
-def _complete_launcher_variables() -> None:
-    """Set what a launcher leaves out: all of its variables for a single process, the interface between nodes."""
-    missing = [name for name in SINGLE_PROCESS_ENV if name not in os.environ]
-    if world_size() > 1 and missing:
-        raise UserError(
-            [f"WORLD_SIZE={world_size()} is set but {', '.join(missing)} is not: start dsft through a launcher"]
-        )
-    for name, value in SINGLE_PROCESS_ENV.items():
-        os.environ.setdefault(name, value)
-    if world_size() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        os.environ["MASTER_PORT"] = str(free_port())  # torchrun's agent holds its port itself, and waits there
-    choose_interface()
-
-
-def _set_library_variables() -> bool:
-    """Set what torch and DeepSpeed read at their start: the accelerator, threads, the path to ninja. Returns whether
-    the number of threads is dsft's.
-    """
-    if has_gpu():
-        # Read at the first allocation. Without it the pieces left between gathered layers and activations cannot be
-        # used together. The older name would win over the user's newer one.
-        if "PYTORCH_ALLOC_CONF" not in os.environ:
-            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    else:
-        require_seen_gpus()
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    is_free = world_size() > 1 and share_cores(ranks_per_node())
-    # A shell of ssh knows nothing of a Python environment; DeepSpeed looks for the environment's ninja.
-    programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", "")
-    if programs not in path.split(os.pathsep):
-        os.environ["PATH"] = f"{programs}{os.pathsep}{path}"
-    return is_free
 
 
 def _several_ranks() -> Any:
@@ -279,6 +244,24 @@ def first_on_rank_0(function: Callable[[], None]) -> None:
     wait_long("the others followed")
 
 
+@contextlib.contextmanager
+def only_run_in(output_dir: str | None) -> Iterator[bool]:
+    """Hold the lock of `output_dir` inside a `with`. A folder that cannot be written is left to the checks. Collective.
+
+    Gives whether the run before this one was killed: it left its lock.
+
+    Raises:
+        UserError: on every rank, where another run is alive there.
+    """
+    lock = RunLock(Path(output_dir)) if output_dir and rank() == 0 else None
+    was_killed = on_rank_0(lambda: lock.acquire() if lock else False)
+    try:
+        yield was_killed
+    finally:
+        if lock:
+            lock.release()
+
+
 def smallest_machine() -> Machine:
     """Return the machine of this job, with the least memory that any rank sees. Collective."""
     # A launcher's variables describe this node alone.
@@ -325,19 +308,16 @@ def max_over_ranks(value: float) -> float:
     return max(from_all([value]))
 
 
-def job_name(output_dir: str | None) -> str:
-    """What a rank knows of its job before it meets others: its launcher's id, where there is one, else the folder."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    launch = os.environ.get(JOB) or (run_id if run_id != "none" else "")
-    return f"launch {launch}" if launch else f"output_dir={output_dir}"
-
-
-def check_job(store: "Store", job: str, rank: int) -> None:
-    """Compare this rank's job with that of the store, and take this rank's place in it.
+def check_job(store: "Store", output_dir: str | None, rank: int) -> None:
+    """Compare this rank's job with that of the store, and take this rank's place in it. A job is known by its
+    launcher's id, where there is one, else by its folder.
 
     Raises:
         UserError: it is another job's, or another process has that place.
     """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    launch = os.environ.get(JOB) or (run_id if run_id != "none" else "")
+    job = f"launch {launch}" if launch else f"output_dir={output_dir}"
     key = f"dsft/job/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # torchrun's store outlives a restart
     mine = json.dumps({"job": job, "number": secrets.token_hex(8)})
     there = (store.compare_set(key, "", mine) if rank == 0 else store.get(key)).decode()
@@ -346,17 +326,13 @@ def check_job(store: "Store", job: str, rank: int) -> None:
     remedy = "start the second one with another --master_port (`dsft launch` takes a port of its own)"
     if other["job"] != job:
         raise UserError(
-            [
-                f"rank {rank} on {socket.gethostname()} found another job at {where}: that is {other['job']}, this is"
-                f" {job}; {remedy}. Or the options of the nodes differ"
-            ]
+            f"rank {rank} on {socket.gethostname()} found another job at {where}: that is {other['job']}, this is"
+            f" {job}; {remedy}. Or the options of the nodes differ"
         )
     if store.add(f"{key}/{other['number']}/{rank}", 1) > 1 or (rank == 0 and there != mine):
         raise UserError(
-            [
-                f"rank {rank} on {socket.gethostname()}: another process is rank {rank} already at {where}, of the same"
-                f" {job}; was the command given twice? Else {remedy}"
-            ]
+            f"rank {rank} on {socket.gethostname()}: another process is rank {rank} already at {where}, of the same"
+            f" {job}; was the command given twice? Else {remedy}"
         )
 
 
@@ -364,36 +340,44 @@ ONE_THREAD_BY_DEFAULT = {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_DEEPSPEED"}
 """Variables of launchers that set OMP_NUM_THREADS to 1 where nothing is asked for."""
 
 
-def share_cores(ranks: int) -> bool:
-    """Give this rank its part of the cores among the `ranks` of its node; False where the environment says how many.
-
-    Left alone each would take all of them. torchrun gives each a single one where OMP_NUM_THREADS is not set
-    (torch/distributed/run.py), and so does accelerate, over pdsh too (accelerate/utils/launch.py).
+def set_library_variables() -> bool:
+    """Set what torch and DeepSpeed read at their start: the accelerator, threads, the path to ninja. Returns whether
+    the number of threads is dsft's.
     """
-    if os.environ.get("OMP_NUM_THREADS") == "1" and not ONE_THREAD_BY_DEFAULT.isdisjoint(os.environ):
-        del os.environ["OMP_NUM_THREADS"]
-    is_free = "OMP_NUM_THREADS" not in os.environ
-    _set_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, cpu_count() // ranks))))
-    return is_free
+    if has_gpu():
+        # Read at the first allocation. Without it the pieces left between gathered layers and activations cannot be
+        # used together. The older name would win over the user's newer one.
+        if "PYTORCH_ALLOC_CONF" not in os.environ:
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    else:
+        require_seen_gpus()
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    chooses_threads = False
+    if world_size() > 1:
+        # Left alone each rank would take all cores of its node. torchrun gives each a single one where OMP_NUM_THREADS
+        # is not set (torch/distributed/run.py), and so does accelerate, over pdsh too (accelerate/utils/launch.py).
+        if os.environ.get("OMP_NUM_THREADS") == "1" and not ONE_THREAD_BY_DEFAULT.isdisjoint(os.environ):
+            del os.environ["OMP_NUM_THREADS"]
+        chooses_threads = "OMP_NUM_THREADS" not in os.environ
+        _set_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, cpu_count() // ranks_per_node()))))
+    # A shell of ssh knows nothing of a Python environment; DeepSpeed looks for the environment's ninja.
+    programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", "")
+    if programs not in path.split(os.pathsep):
+        os.environ["PATH"] = f"{programs}{os.pathsep}{path}"
+    return chooses_threads
 
 
-def own_cores() -> tuple[str, frozenset[int]]:
-    """Return this machine's name, and the cores that this process may run on."""
-    return socket.gethostname(), frozenset(os.sched_getaffinity(0))
-
-
-def use_bound_cores(cores_of_ranks: list[tuple[str, Set[int]]], *, ranks: int) -> None:
+def use_bound_cores(*, chooses_threads: bool) -> None:
     """Give a rank that its launcher tied to some of the node's cores (mpirun, srun) as many threads as its part of all:
-    its own divided once more would lie idle.
+    its own divided once more would lie idle. Collective.
 
     Args:
-        cores_of_ranks: `own_cores` of every rank.
-        ranks: of this node.
+        chooses_threads: else the environment says how many.
     """
-    host, mine = own_cores()
-    of_node = frozenset().union(*(cores for name, cores in cores_of_ranks if name == host))
-    if mine != of_node:
-        _set_threads(max(1, min(len(mine), len(of_node) // ranks)))
+    host, mine = socket.gethostname(), frozenset(os.sched_getaffinity(0))
+    of_node = frozenset().union(*(cores for name, cores in from_all([(host, mine)]) if name == host))
+    if chooses_threads and mine != of_node:
+        _set_threads(max(1, min(len(mine), len(of_node) // ranks_per_node())))
 
 
 def _set_threads(number: int) -> None:
@@ -443,13 +427,17 @@ def require_agreement(facts_by_remedy: Mapping[str, Mapping[str, Any]]) -> None:
     Raises:
         UserError: on every rank, with a line for each fact that differs: its values, their hosts and ranks.
     """
+
+    def digest(text: str) -> str:
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
     mine = {}
     for remedy, facts in facts_by_remedy.items():
         for name, value in facts.items():
             text = NOT_SET if value is None else str(value)  # plain values only: a rank with other code reads them too
-            long = f"{text[:LONGEST_VALUE]}... (hash {content_hash(text)})"
+            long = f"{text[:LONGEST_VALUE]}... (hash {digest(text)})"
             mine[name] = (text if len(text) <= LONGEST_VALUE else long, remedy)
-    if len(set(from_all([content_hash(repr(sorted(mine.items())))]))) == 1:
+    if len(set(from_all([digest(repr(sorted(mine.items())))]))) == 1:
         return
     everywhere = from_all([(socket.gethostname(), rank(), mine)])
     problems = []
@@ -457,19 +445,14 @@ def require_agreement(facts_by_remedy: Mapping[str, Mapping[str, Any]]) -> None:
         places: dict[str, list[tuple[str, int]]] = {}
         for host, number, facts in everywhere:
             places.setdefault(facts.get(name, (NOT_SET, ""))[0], []).append((host, number))
-        if len(places) > 1:
-            remedy = next(facts[name][1] for _, _, facts in everywhere if name in facts)
-            values = ", ".join(f"{value} on {_where(ranks)}" for value, ranks in places.items())
-            problems.append(f"{name} differs between the ranks: {values}; {remedy}")
+        if len(places) == 1:
+            continue
+        values = []
+        for value, ranks in places.items():
+            hosts = list(dict.fromkeys(host for host, _ in ranks))
+            named = ", ".join(hosts[:5]) + (f" and {len(hosts) - 5} more" if len(hosts) > 5 else "")
+            which = f"rank {ranks[0][1]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
+            values.append(f"{value} on {named} ({which})")
+        remedy = next(facts[name][1] for _, _, facts in everywhere if name in facts)
+        problems.append(f"{name} differs between the ranks: {', '.join(values)}; {remedy}")
     raise_if_any(problems)
-
-
-def content_hash(content: str | bytes) -> str:
-    """Hash the content of a file for a comparison."""
-    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:12]
-
-
-def _where(ranks: list[tuple[str, int]]) -> str:
-    hosts = list(dict.fromkeys(host for host, _ in ranks))
-    named = ", ".join(hosts[:5]) + (f" and {len(hosts) - 5} more" if len(hosts) > 5 else "")
-    return f"{named} ({f'rank {ranks[0][1]}' if len(ranks) == 1 else f'{len(ranks)} ranks'})"

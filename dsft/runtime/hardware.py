@@ -21,6 +21,7 @@ from typing import Any, Literal
 import psutil
 
 from dsft.errors import UserError
+from dsft.runtime.console import say
 from dsft.units import BYTES, GiB, KiB, plural
 
 
@@ -104,7 +105,7 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     if not match or match[2] not in BYTES or float(match[1]) <= 0:
-        raise UserError([f"{text!r} is not a size; write a number and one of {', '.join(BYTES)}, for example 80GB"])
+        raise UserError(f"{text!r} is not a size; write a number and one of {', '.join(BYTES)}, for example 80GB")
     return int(float(match[1]) * BYTES[match[2]])
 
 
@@ -174,10 +175,8 @@ def require_seen_gpus() -> None:
     )
     driver = "CUDA version that nvidia-smi" if files == GPU_FILES else "ROCm version that amd-smi"
     raise UserError(
-        [
-            f"this machine has GPUs ({files}) that torch {torch.__version__} does not see; it {build}. Install a torch"
-            f" for the {driver} names, or ask for CPU ranks with DS_ACCELERATOR=cpu"
-        ]
+        f"this machine has GPUs ({files}) that torch {torch.__version__} does not see; it {build}. Install a torch"
+        f" for the {driver} names, or ask for CPU ranks with DS_ACCELERATOR=cpu"
     )
 
 
@@ -239,28 +238,20 @@ LARGEST_MMAP_THRESHOLD = 2**25
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
-def give_back_freed_memory() -> None:
-    """Has glibc keep no freed tensors, of which ranks on a CPU hold tens of percent beyond their plan.
+def keep_freed_memory(*, keeps: bool) -> None:
+    """Has glibc keep freed tensors for the next step, or give each back to the system as soon as it is freed.
 
-    It costs time, since the system clears what it gives again: a step of 9 million parameters took 1.2 to 1.65 times as
-    long. The same as MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ in the environment, which go before it; so
-    it holds whatever started the process. Without effect on another C library.
+    Kept, they save the system clearing and giving again: 50 MB of each step of 8 million parameters in fp32, 3.5 % of
+    its time; the peak stays the same. But ranks on a CPU then hold tens of percent beyond their plan. Given back, a
+    step of 9 million parameters took 1.2 to 1.65 times as long.
+
+    The same as MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ in the environment, which go before it; so it holds
+    whatever started the process. Without effect on another C library.
     """
-    _set_malloc(mmap_threshold=FREED_BYTES, trim_threshold=FREED_BYTES)
-
-
-def keep_freed_memory() -> None:
-    """Has glibc keep freed tensors for the next step, which the system else clears and gives again: 50 MB of each step
-    of 8 million parameters in fp32, 3.5 % of its time. The peak stays the same. Otherwise as above.
-    """
-    _set_malloc(mmap_threshold=LARGEST_MMAP_THRESHOLD, trim_threshold=2**31 - 1)
-
-
-def _set_malloc(*, mmap_threshold: int, trim_threshold: int) -> None:
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for option, variable, num_bytes in (
-            (_M_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", mmap_threshold),
-            (_M_TRIM_THRESHOLD, "MALLOC_TRIM_THRESHOLD_", trim_threshold),
+            (_M_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", LARGEST_MMAP_THRESHOLD if keeps else FREED_BYTES),
+            (_M_TRIM_THRESHOLD, "MALLOC_TRIM_THRESHOLD_", 2**31 - 1 if keeps else FREED_BYTES),
         ):
             if variable not in os.environ:
                 mallopt(option, num_bytes)
@@ -293,11 +284,14 @@ FREED_WITHIN_SECONDS, UNCHANGED_SECONDS = 180.0, 60.0
 
 
 def wait_for_freed_gpu() -> float:
-    """Waits until the processes of a killed run have given back this rank's GPU, and returns the seconds that it took.
+    """Wait until the processes of a killed run have given back the memory of this rank's GPU, on which a plan would not
+    count; returns the seconds that it took.
 
     Ends where the memory is free, where nobody gave any back for UNCHANGED_SECONDS (it is another program's then), and
     after FREED_WITHIN_SECONDS.
     """
+    if not has_gpu():
+        return 0.0
 
     def left_share() -> float:
         left, total = ask_gpu(int(os.environ.get("LOCAL_RANK", "0")))
@@ -309,16 +303,15 @@ def wait_for_freed_gpu() -> float:
         time.sleep(1)
         now, latest = time.monotonic(), left_share()
         share, changed = latest, now if latest > share else changed
-    return now - start
+    if seconds := now - start:
+        say(f"the earlier run was killed: waited {seconds:.0f} s for the memory of its GPUs")
+    return seconds
 
 
 def peak_resident_bytes() -> int:
     """This process's peak of resident memory since it was last set back, else since its start (Linux VmHWM)."""
-    try:
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KiB
-    return int(line.split()[1]) * KiB
+    line = re.search(r"VmHWM:\s*(\d+)", _read(Path("/proc/self/status")))
+    return (int(line[1]) if line else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * KiB
 
 
 _earlier_peaks: dict[str, int] = {}
@@ -329,11 +322,9 @@ def set_back_peaks() -> None:
     the full run.
     """
     _earlier_peaks.update(peak_memory_bytes())
-    try:
+    with contextlib.suppress(OSError):  # a container that forbids it: the peak counts from before
         # Sets the peak of resident memory to what is resident now (man 5 proc).
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass  # a container that forbids it: the peak counts from before
     if has_gpu():
         import torch
 
@@ -438,11 +429,9 @@ def require_kernels(gpu: int) -> None:
     if not names:
         return
     raise UserError(
-        [
-            f"{torch.cuda.get_device_name(gpu)} has compute capability {major}.{minor}, and torch {torch.__version__}"
-            f" is built for {', '.join(names)} alone. Install one that is built for it; cards before Turing need the"
-            " one for CUDA 12.6"
-        ]
+        f"{torch.cuda.get_device_name(gpu)} has compute capability {major}.{minor}, and torch {torch.__version__}"
+        f" is built for {', '.join(names)} alone. Install one that is built for it; cards before Turing need the"
+        " one for CUDA 12.6"
     )
 
 

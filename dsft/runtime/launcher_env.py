@@ -125,11 +125,9 @@ def check_words(words: list[str]) -> None:
     ]  # DeepSpeed's launcher adds it
     if expected not in (None, digest_of_words(received)):
         raise UserError(
-            [
-                f"{socket.gethostname()}: this rank was started with other words than `dsft launch` has read; it got"
-                f" {shown_command(received)}. A shell on the way has changed them: put these values into the file of"
-                " --config"
-            ]
+            f"{socket.gethostname()}: this rank was started with other words than `dsft launch` has read; it got"
+            f" {shown_command(received)}. A shell on the way has changed them: put these values into the file of"
+            " --config"
         )
 
 
@@ -156,10 +154,8 @@ def map_launcher_variables() -> None:
         os.environ.setdefault(name, value)
     if variables and "MASTER_ADDR" not in os.environ:
         raise UserError(
-            [
-                "mpirun started these ranks on several nodes and MASTER_ADDR is not set: give the first node's address,"
-                " export MASTER_ADDR=HOST and mpirun -x MASTER_ADDR (scripts/mpi does)"
-            ]
+            "mpirun started these ranks on several nodes and MASTER_ADDR is not set: give the first node's address,"
+            " export MASTER_ADDR=HOST and mpirun -x MASTER_ADDR (scripts/mpi does)"
         )
 
 
@@ -312,11 +308,6 @@ class Node:
     """Numbers of the GPUs they use (`--include node:0,2`); empty: the first `slots`."""
 
 
-def local_node(*, slots: int | None = None) -> Node:
-    """This machine, not through ssh."""
-    return Node(name="localhost", slots=slots)
-
-
 def read_hosts(
     hostfile: str, *, include: str = "", exclude: str = "", num_nodes: int = -1, num_gpus: int = -1
 ) -> list[Node]:
@@ -328,29 +319,29 @@ def read_hosts(
     """
     if not Path(hostfile).is_file():
         here = f"seen from {os.getcwd()}"
-        raise UserError([f"--hostfile {hostfile}: no such file ({here}); write one line per node, `worker-1 slots=8`"])
+        raise UserError(f"--hostfile {hostfile}: no such file ({here}); write one line per node, `worker-1 slots=8`")
     if (include or exclude) and (num_nodes >= 0 or num_gpus >= 0):
-        raise UserError(["--num_nodes and --num_gpus cannot be combined with --include or --exclude; keep one kind"])
+        raise UserError("--num_nodes and --num_gpus cannot be combined with --include or --exclude; keep one kind")
     from deepspeed.launcher import runner  # here: seconds
 
     runner.logger.disabled = True  # it would print the file before the message below
     try:
         pool = runner.fetch_hostfile(hostfile)
     except ValueError as error:
-        raise UserError([f"--hostfile {hostfile}: {one_line(error)}; a line reads `worker-1 slots=8`"]) from error
+        raise UserError(f"--hostfile {hostfile}: {one_line(error)}; a line reads `worker-1 slots=8`") from error
     try:
         active = runner.parse_inclusion_exclusion(pool, include, exclude)
     except ValueError as error:
         filters = {"--include": include, "--exclude": exclude}
         given = " ".join(f"{flag} {value}" for flag, value in filters.items() if value)
         hosts = ", ".join(f"{host} slots={slots}" for host, slots in pool.items())
-        raise UserError([f"{given}: {one_line(error)}; {hostfile} names {hosts}"]) from error
+        raise UserError(f"{given}: {one_line(error)}; {hostfile} names {hosts}") from error
     finally:
         runner.logger.disabled = False
     active = runner.apply_num_nodes_and_gpus(active, num_nodes, num_gpus)
     nodes = [Node(name=host, slots=len(slots), devices=tuple(slots)) for host, slots in active.items() if slots]
     if not nodes:
-        raise UserError([f"--hostfile {hostfile}: no host with at least one slot is left"])
+        raise UserError(f"--hostfile {hostfile}: no host with at least one slot is left")
     return nodes
 
 

@@ -115,7 +115,7 @@ PATCHES = {
         code=("torch.utils.file_baton:FileBaton.wait",),
         seen={"2.13.0": "29662480d86a"},
         if_changed="skip",
-        test="tests/runtime/test_operators.py::test_torch_builds_with_this_lock",
+        test="tests/runtime/test_locks.py::test_torch_builds_with_this_lock",
     ),
     "quiet_operator": Patch(
         target="deepspeed.comm.torch:print",

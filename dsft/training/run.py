@@ -50,15 +50,14 @@ from dsft.run_setup.arguments import training_arguments
 from dsft.run_setup.resolve import ResolvedRun, resolve_run
 from dsft.runtime import distributed, preemption
 from dsft.runtime.console import log_to_files, say
-from dsft.runtime.distributed import require_same_start
+from dsft.runtime.distributed import only_run_in, require_same_start
 from dsft.runtime.hardware import (
     free_host_bytes,
-    give_back_freed_memory,
     keep_freed_memory,
     peak_resident_bytes,
+    wait_for_freed_gpu,
 )
 from dsft.runtime.patches import active_patches
-from dsft.runtime.run_lock import only_run_in, wait_for_a_killed_run
 from dsft.runtime.versions import git_commit, versions
 from dsft.training.metrics import compute_of
 from dsft.training.out_of_memory import out_of_memory_explained
@@ -83,7 +82,7 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
     with safe_unpickling(trust=options.trust_checkpoint), only_run_in(output_dir) as left_lock:
         require_same_start(common_options(options), list(problems))
         if left_lock:
-            wait_for_a_killed_run()
+            wait_for_freed_gpu()
         watchdog.set_phase("loading")
         try:
             return _finetune(options, problems)
@@ -99,7 +98,7 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
         return None
     if not machine.has_gpu:
         has_little = run.plan.host_bytes > LITTLE_MEMORY * machine.host_bytes
-        give_back_freed_memory() if has_little else keep_freed_memory()
+        keep_freed_memory(keeps=not has_little)
     log_to_files(run.output_dir, append=run.checkpoint is not None)
     describe_plan(run)
     watchdog.set_limits(run.options)

@@ -6,13 +6,13 @@ import pytest
 from torch.distributed import HashStore
 
 from dsft.errors import UserError
-from dsft.runtime.distributed import check_job, job_name
+from dsft.runtime.distributed import check_job
 
 
 def test_ranks_of_one_job_meet_in_any_order():
     store = HashStore()
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda rank: check_job(store, "output_dir=a", rank), (2, 1, 0)))
+        list(pool.map(lambda rank: check_job(store, "a", rank), (2, 1, 0)))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -20,19 +20,19 @@ def test_a_rank_of_another_job_is_told_and_takes_no_place(rank, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "node-0")
     monkeypatch.setenv("MASTER_PORT", "29500")
     store = HashStore()
-    check_job(store, "output_dir=a", 0)
+    check_job(store, "a", 0)
     with pytest.raises(UserError, match="another job at node-0 port 29500: that is output_dir=a, this is output_dir=b"):
-        check_job(store, "output_dir=b", rank)
-    check_job(store, "output_dir=a", 1)
+        check_job(store, "b", rank)
+    check_job(store, "a", 1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_command_given_twice_is_told_so(rank):
     store = HashStore()
     for number in (0, 1):
-        check_job(store, "output_dir=a", number)
+        check_job(store, "a", number)
     with pytest.raises(UserError, match=f"another process is rank {rank} already"):
-        check_job(store, "output_dir=a", rank)
+        check_job(store, "a", rank)
 
 
 def test_a_restart_in_the_same_store_is_a_new_meeting(monkeypatch):
@@ -40,16 +40,24 @@ def test_a_restart_in_the_same_store_is_a_new_meeting(monkeypatch):
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         for rank in (0, 1):
-            check_job(store, "output_dir=a", rank)
+            check_job(store, "a", rank)
 
 
-def test_a_job_is_known_by_its_launch_or_else_by_its_folder(monkeypatch):
+@pytest.mark.parametrize(
+    ("variables", "known_as"),
+    [
+        ({}, "output_dir=runs/a"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, "output_dir=runs/a"),
+        ({"TORCHELASTIC_RUN_ID": "17"}, "launch 17"),
+        ({"TORCHELASTIC_RUN_ID": "17", "DSFT_JOB": "ab"}, "launch ab"),
+    ],
+)
+def test_a_job_is_known_by_its_launch_or_else_by_its_folder(monkeypatch, variables, known_as):
     for name in ("DSFT_JOB", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    assert job_name("runs/a") == "output_dir=runs/a"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert job_name("runs/a") == "output_dir=runs/a"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "17")
-    assert job_name("runs/a") == "launch 17"
-    monkeypatch.setenv("DSFT_JOB", "ab")
-    assert job_name("runs/a") == "launch ab"
+    store = HashStore()
+    check_job(store, "another", 0)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"that is output_dir=another, this is {known_as};"):
+        check_job(store, "runs/a", 1)

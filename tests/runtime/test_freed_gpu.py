@@ -9,7 +9,7 @@ import torch
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
 from dsft.planner.terms import ASSUMED
-from dsft.runtime import hardware, run_lock
+from dsft.runtime import hardware
 from dsft.runtime.hardware import ask_gpu, wait_for_freed_gpu
 
 
@@ -21,6 +21,7 @@ def gpu_of(monkeypatch):
         seconds = [0.0]
         clock = {"monotonic": lambda: seconds[0], "sleep": lambda pause: seconds.__setitem__(0, seconds[0] + pause)}
         monkeypatch.setattr(hardware, "time", SimpleNamespace(**clock))
+        monkeypatch.setattr(hardware, "has_gpu", lambda: True)
         monkeypatch.setattr(
             torch.cuda,
             "mem_get_info",
@@ -71,8 +72,7 @@ def test_a_run_that_was_killed_while_it_loaded_is_waited_for(tmp_path, monkeypat
 
     waits = []
     monkeypatch.setattr(run, "only_run_in", lambda output_dir: nullcontext(left_lock))
-    monkeypatch.setattr(run_lock, "wait_for_freed_gpu", lambda: waits.append(1))
-    monkeypatch.setattr(run_lock, "has_gpu", lambda: True)
+    monkeypatch.setattr(run, "wait_for_freed_gpu", lambda: waits.append(1))
     for name in ("require_same_start", "_finetune"):
         monkeypatch.setattr(run, name, lambda *_: None)
     run.finetune(TrainConfig(training={"output_dir": str(tmp_path)}))
@@ -85,7 +85,7 @@ def test_an_evaluation_that_was_killed_is_waited_for(tmp_path, monkeypatch, left
 
     waits = []
     monkeypatch.setattr(evaluation, "only_run_in", lambda output_dir: nullcontext(left_lock))
-    monkeypatch.setattr(evaluation, "wait_for_a_killed_run", lambda: waits.append(1))
+    monkeypatch.setattr(evaluation, "wait_for_freed_gpu", lambda: waits.append(1))
     # What comes after the wait, and is refused: there is no model.
     with pytest.raises(UserError):
         next(evaluation.evaluate(EvalConfig(output_dir=str(tmp_path)), ["model: missing"]))

@@ -12,9 +12,9 @@ from conftest import ROOT
 
 START = """
 import resource, sys, psutil
-from dsft.runtime.hardware import give_back_freed_memory, keep_freed_memory
+from dsft.runtime.hardware import keep_freed_memory
 if sys.argv[1] != "default":
-    give_back_freed_memory() if sys.argv[1] == "gives back" else keep_freed_memory()
+    keep_freed_memory(keeps=sys.argv[1] == "keeps")
 """
 HALF = """
 del (large := [bytearray(30 * 2**20)])[:]  # from here on glibc takes blocks of this size from its heap

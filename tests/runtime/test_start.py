@@ -70,7 +70,7 @@ def test_the_ranks_of_a_node_share_its_cores_under_every_launcher(monkeypatch, v
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(distributed, "cpu_count", lambda: 6)
     try:
-        assert distributed._set_library_variables() == (variables.get("OMP_NUM_THREADS", "1") == "1" and threads == 3)
+        assert distributed.set_library_variables() == (variables.get("OMP_NUM_THREADS", "1") == "1" and threads == 3)
         assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"]) == threads
     finally:
         torch.set_num_threads(before)
@@ -88,9 +88,12 @@ def test_the_ranks_of_a_node_share_its_cores_under_every_launcher(monkeypatch, v
 def test_a_rank_that_its_launcher_binds_uses_all_of_its_cores(monkeypatch, bound, others, threads):
     taken = []
     monkeypatch.setattr(distributed, "_set_threads", taken.append)
-    monkeypatch.setattr(distributed, "own_cores", lambda: ("here", frozenset(bound)))
-    of_ranks = [("here", frozenset(cores)) for cores in (bound, *others)] + [("elsewhere", frozenset(range(64)))]
-    distributed.use_bound_cores(of_ranks, ranks=1 + len(others))
+    monkeypatch.setenv("LOCAL_SIZE", str(1 + len(others)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(bound))
+    of_ranks = [(socket.gethostname(), frozenset(cores)) for cores in (bound, *others)]
+    monkeypatch.setattr(distributed, "from_all", lambda _: [*of_ranks, ("elsewhere", frozenset(range(64)))])
+    distributed.use_bound_cores(chooses_threads=True)
+    distributed.use_bound_cores(chooses_threads=False)
     assert taken == ([threads] if threads else [])
 
 
