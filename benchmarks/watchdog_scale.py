@@ -17,8 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from dsft.watchdog.deadlines import heartbeat_seconds
-from dsft.watchdog.messages import Connection, Poller, connect, raise_file_limit
+from dsft.watchdog.messages import Connection, Poller, connect, heartbeat_seconds, raise_file_limit
 
 ROOT = Path(__file__).resolve().parent.parent
 RANK = """

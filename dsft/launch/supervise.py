@@ -106,7 +106,7 @@ class LauncherProcess:
             if not self._is_explained():
                 if process.returncode and self.link.speaks:
                     say(f"the launcher exited with code {process.returncode}: terminating all ranks")
-                self.link.end_ranks()
+                self.link.tell("end")
         finally:
             end_launcher(process, self.first_signal)
             if sessions:
@@ -126,7 +126,7 @@ class LauncherProcess:
                 "the watchdog beside rank 0 is gone: its node went down, or it was killed; terminating all ranks"
             )
         while self._for_ranks and self.link.sidecars:
-            self.link.signal_ranks(self._for_ranks.pop())
+            self.link.tell("signal", number=self._for_ranks.pop())
 
     def _wait_for_outcome(self) -> None:
         """Once the launcher has ended: let the ranks say how the job ended, which may take them longer."""
@@ -177,7 +177,7 @@ class LauncherProcess:
     def _end(self, process: subprocess.Popen) -> None:
         """Ask all ranks to end, and the launcher where no rank has come to be asked; later it is ended."""
         self._end_at = self._end_at or time.monotonic() + END_SECONDS
-        self.link.end_ranks()
+        self.link.tell("end")
         if not self.link.sidecars:
             signal_group(process.pid, self.first_signal)
 

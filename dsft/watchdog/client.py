@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from dsft.watchdog.deadlines import PHASE_LIMITS, POLL_SECONDS, VERDICT_SECONDS
-from dsft.watchdog.messages import Connection, listen, listen_on_node
+from dsft.watchdog.messages import POLL_SECONDS, Connection, listen, listen_on_node
 from dsft.watchdog.processes import StartedBy
 from dsft.watchdog.root_cause import Failure
 
@@ -42,6 +41,16 @@ SIDECAR = (
 STARTED_BY = StartedBy.now()
 LONGEST_TRACEBACK = 20_000
 """Characters, from its end."""
+VERDICT_SECONDS = 20.0
+"""A rank with an error waits so long to be ended, so that what failed first is said first."""
+PHASE_LIMITS = {
+    "starting": "start_timeout",
+    "loading": "load_timeout",
+    "training": "step_timeout",
+    "evaluating": "step_timeout",
+    "saving": "save_timeout",
+}
+"""Phase of a rank -> the option that limits it (`config.TimeoutFields`), in seconds without progress."""
 
 
 class Endpoint(NamedTuple):

@@ -12,27 +12,32 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-from dsft.watchdog.deadlines import (
-    COLLECT_SECONDS,
-    COLLECT_STACKS_SECONDS,
-    CONNECT_SECONDS,
-    END_SECONDS,
-    LEAVE_SECONDS,
-    RANK_0_FIRST_SECONDS,
-    SILENCE_SECONDS,
-    heartbeat_seconds,
-)
-from dsft.watchdog.messages import Connection, Poller, Server, connect
+from dsft.watchdog.messages import CONNECT_SECONDS, Connection, Poller, Server, connect, heartbeat_seconds
 from dsft.watchdog.root_cause import Failure, Report, first_cause
 
 SHOWN_FRAMES = 5
 """Of a rank's main thread, on the screen."""
+
+# In seconds. They follow each other when a rank fails: its sidecar reports it, the coordinator collects what else
+# fails, says what came first, and has all ranks ended (sidecar.py).
+SILENCE_SECONDS = 1.0
+"""How often the silence of all nodes is looked at."""
+RANK_0_FIRST_SECONDS = 1.5
+"""For rank 0 to end with the same message as another rank, which it prints itself."""
+LEAVE_SECONDS = 8.0
+"""From the first rank that ends with a message of its own to the end of those that did not."""
+COLLECT_SECONDS = 2.0
+"""After the first report: its causes and consequences reach the coordinator within this time."""
+COLLECT_STACKS_SECONDS = 6.0
+"""The same where stacks are asked for."""
+END_SECONDS = 15.0
+"""For sidecars to end their ranks and hang up, before the coordinator stops waiting."""
 
 
 class JobState(Enum):
@@ -69,16 +74,6 @@ class Member:
     stacks: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class ErrorLine:
-    """A message with which a rank other than 0 has ended."""
-
-    member: Member
-    text: str
-    due: float
-    """When to print it, unless rank 0 has ended with the same message."""
-
-
 class Coordinator:
     """Args: `server` for sidecars that know its token, `say` what prints a line on the screen, `launcher` rank 0's
     connection to `dsft launch`.
@@ -100,7 +95,9 @@ class Coordinator:
         self.reports: list[Report] = []
         self.exit_codes: list[int] = []
         self.printed: set[str] = set()
-        self.unprinted: list[ErrorLine] = []
+        self.unprinted: list[tuple[Member, str, float]] = []
+        """A rank other than 0, a message with which it has ended, and when to print that, unless rank 0 has ended with
+        the same."""
         self.run_file: Path | None = None
         """run.json, on the disk of this node, once the run has begun it."""
         self.first_error = ""
@@ -108,14 +105,11 @@ class Coordinator:
         self.started, self.last_sent, self.last_look = time.monotonic(), 0.0, 0.0
         self.launcher = launcher
         self.poller = Poller()
+        """Readable where any message has come."""
         self.poller.add(server)
         if launcher:
             launcher.send("met")
             self.poller.add(launcher)
-
-    def fileno(self) -> int:
-        """Readable where any message has come."""
-        return self.poller.fileno()
 
     def is_over(self) -> bool:
         """Whether nobody needs the coordinator any more."""
@@ -136,6 +130,9 @@ class Coordinator:
         if self.launcher and (self._all_left() or any(self.exit_codes)):
             self.launcher.send("done", exit_code=max(self.exit_codes))
 
+    def _all_left(self) -> bool:
+        return len(self.exit_codes) == self.world_size
+
     def step(self, now: float) -> None:
         """Read what has come and do what is due; never waits."""
         for connection, hello in self.server.accept():
@@ -150,8 +147,10 @@ class Coordinator:
             self.last_look = now
             for node in self.nodes.values():
                 if not node.connection.closed and now - node.last_heard > self.lost_timeout:
+                    node.connection.close()
                     causes = f"the node is down, frozen or cut off from {socket.gethostname()}"
-                    self._lose(node, f"gave no heartbeat for {self.lost_timeout:.0f} s: {causes}", now)
+                    text = f"gave no heartbeat for {self.lost_timeout:.0f} s: {causes}"
+                    self._lose(node.members.values(), text, now)
         self._print_errors_of_others(now)
         self._read_launcher(now)
         if now >= self.deadline and self.state is JobState.COLLECTING:
@@ -163,70 +162,48 @@ class Coordinator:
             self._tell_all("heartbeat")
 
     def _read(self, node: Node, now: float) -> None:
+        """Take the messages of a node's sidecars."""
         node.last_heard = now
         try:
             for message in node.connection.read():
-                self._take(node, message, now)
+                rank = message.get("rank")
+                if message["type"] == "join" and rank not in self.members:  # the place of a rank is taken once
+                    self.members[rank] = node.members[rank] = Member(rank, node.host)
+                    if self.state is JobState.ENDING:
+                        node.connection.send("end")
+                member = node.members.get(rank)
+                if member is None or member.is_gone:
+                    continue
+                match message:
+                    case {"type": "failed", "failure": failure, "text": text, "log": log}:
+                        member.log = log
+                        self._failed(Report(member.rank, member.host, Failure(failure), text), now)
+                    case {"type": "stacks", "log": log}:
+                        member.stacks, member.log = message, log
+                    case {"type": "lost", "text": text}:
+                        self._lose([member], text, now)
+                    case {"type": "close", "exit_code": int(exit_code), "lines": list(lines)}:
+                        member.is_gone = True
+                        self.exit_codes.append(exit_code)
+                        if exit_code and lines and not self.first_error:
+                            self.first_error = f"rank {member.rank} on {member.host}: {lines[0]}"
+                        if exit_code and self.state is JobState.RUNNING:
+                            self.state, self.deadline = JobState.LEAVING, now + LEAVE_SECONDS
+                        if member.rank == 0:
+                            self.printed |= set(lines)
+                        else:
+                            self.unprinted += [(member, line, now + RANK_0_FIRST_SECONDS) for line in lines]
         except (KeyError, TypeError, ValueError):  # what one node sends is no reason to leave the others alone
             node.connection.close()
         if node.connection.closed:
-            self._lose(
-                node, "is gone with its watchdog: the node went down, or something there kills all processes", now
-            )
+            text = "is gone with its watchdog: the node went down, or something there kills all processes"
+            self._lose(node.members.values(), text, now)
 
-    def _take(self, node: Node, message: dict[str, Any], now: float) -> None:
-        rank = message.get("rank")
-        if message["type"] == "join" and rank not in self.members:  # the place of a rank is taken once
-            self.members[rank] = node.members[rank] = Member(rank, node.host)
-            if self.state is JobState.ENDING:
-                node.connection.send("end")
-        member = node.members.get(rank)
-        if member is None or member.is_gone:
-            return
-        match message:
-            case {"type": "failed", "failure": failure, "text": text, "log": log}:
-                member.log = log
-                self._failed(Report(member.rank, member.host, Failure(failure), text), now)
-            case {"type": "stacks", "log": log}:
-                member.stacks, member.log = message, log
-            case {"type": "close", "exit_code": int(exit_code), "lines": list(lines)}:
+    def _lose(self, members: Iterable[Member], text: str, now: float) -> None:
+        for member in members:
+            if not member.is_gone and self.state is not JobState.ENDING:
                 member.is_gone = True
-                self._left(member, exit_code, lines, now)
-            case {"type": "lost", "text": text}:
-                self._lose_member(member, text, now)
-
-    def _lose(self, node: Node, text: str, now: float) -> None:
-        node.connection.close()
-        for member in node.members.values():
-            self._lose_member(member, text, now)
-
-    def _lose_member(self, member: Member, text: str, now: float) -> None:
-        if not member.is_gone and self.state is not JobState.ENDING:
-            member.is_gone = True
-            self._failed(Report(member.rank, member.host, Failure.LOST, text), now)
-
-    def _left(self, member: Member, exit_code: int, lines: list[str], now: float) -> None:
-        self.exit_codes.append(exit_code)
-        if exit_code and lines and not self.first_error:
-            self.first_error = f"rank {member.rank} on {member.host}: {lines[0]}"
-        if exit_code and self.state is JobState.RUNNING:
-            self.state, self.deadline = JobState.LEAVING, now + LEAVE_SECONDS
-        if member.rank == 0:
-            self.printed |= set(lines)
-        else:
-            self.unprinted += [ErrorLine(member, line, due=now + RANK_0_FIRST_SECONDS) for line in lines]
-
-    def _print_errors_of_others(self, now: float) -> None:
-        """Print what other ranks ended with and rank 0 has not printed itself: the fault is theirs alone."""
-        due = [line for line in self.unprinted if now > line.due or self._all_left()]
-        self.unprinted = [line for line in self.unprinted if line not in due]
-        for line in due:
-            if line.text not in self.printed:
-                self.printed.add(line.text)
-                self.say(f"error: rank {line.member.rank} on {line.member.host}: {line.text}")
-
-    def _all_left(self) -> bool:
-        return len(self.exit_codes) == self.world_size
+                self._failed(Report(member.rank, member.host, Failure.LOST, text), now)
 
     def _failed(self, report: Report, now: float) -> None:
         if any(self.exit_codes):
@@ -239,17 +216,43 @@ class Coordinator:
             if is_stall:
                 self._tell_all("write stacks")
 
+    def _print_errors_of_others(self, now: float) -> None:
+        """Print what other ranks ended with and rank 0 has not printed itself: the fault is theirs alone."""
+        due = [line for line in self.unprinted if now > line[2] or self._all_left()]
+        self.unprinted = [line for line in self.unprinted if line not in due]
+        for member, text, _ in due:
+            if text not in self.printed:
+                self.printed.add(text)
+                self.say(f"error: rank {member.rank} on {member.host}: {text}")
+
     def _announce_cause(self) -> str:
-        """Print what failed first, with its traceback or all stacks; returns the sentence."""
-        frozen = [member for member in self.members.values() if member.stacks and member.stacks["is_stopped"]]
+        """Print what failed first, with its traceback or all stacks, of which everything goes to a file beside rank 0's
+        log too; returns the sentence.
+        """
+        stacks = {member: member.stacks for _, member in sorted(self.members.items()) if member.stacks}
+        frozen = [member for member in stacks if stacks[member]["is_stopped"]]
         cause = first_cause(self.reports)
         if cause.is_consequence and frozen:
-            text = f"is stopped (SIGSTOP), in phase {frozen[0].stacks['phase']}"
+            text = f"is stopped (SIGSTOP), in phase {stacks[frozen[0]]['phase']}"
             cause = Report(frozen[0].rank, frozen[0].host, Failure.STOPPED, text)
         self.say(f"error: {cause.sentence()}")
         if cause.failure is Failure.ERROR:
             self.say(f"what it said:\n{cause.text.rstrip()}")
-        self._print_stacks()
+        texts = []
+        for member, of_rank in stacks.items():
+            idle = f"no progress for {of_rank['idle_seconds']:.0f} s"
+            title = f"rank {member.rank} on {member.host}, {of_rank['phase']}, {idle}"
+            texts.append(f"{title}\n{of_rank['text']}")
+            main_thread = of_rank["text"].rpartition("Current thread")[2]
+            frames = [line for line in main_thread.splitlines() if line.startswith("  File")][:SHOWN_FRAMES]
+            reason = "stopped" if of_rank["is_stopped"] else "it does not answer"
+            self.say("\n".join([title, *(frames or [f"  (no stack: {reason})"])]))
+        log_of_0 = self.members[0].log if 0 in self.members else ""
+        if texts and log_of_0:
+            path = Path(log_of_0).parent / "stacks.txt"
+            with contextlib.suppress(OSError):  # a full disk may be what the ranks wait for
+                path.write_text("\n\n".join(texts))
+                self.say(f"all stacks: {path}")
         others = {report.rank for report in self.reports} - {cause.rank}
         log = self.members[cause.rank].log
         self.say(
@@ -263,26 +266,6 @@ class Coordinator:
             lost = sorted({report.host for report in self.reports if report.failure is Failure.LOST})
             self.launcher.send("failed", cause=cause.sentence(), lost=lost)
         return cause.sentence()
-
-    def _print_stacks(self) -> None:
-        """Print the last frames of each rank's main thread, and write everything to a file beside rank 0's log."""
-        texts = []
-        for _, member in sorted(self.members.items()):
-            if not (stacks := member.stacks):
-                continue
-            idle = f"no progress for {stacks['idle_seconds']:.0f} s"
-            title = f"rank {member.rank} on {member.host}, {stacks['phase']}, {idle}"
-            texts.append(f"{title}\n{stacks['text']}")
-            main_thread = stacks["text"].rpartition("Current thread")[2]
-            frames = [line for line in main_thread.splitlines() if line.startswith("  File")][:SHOWN_FRAMES]
-            reason = "stopped" if stacks["is_stopped"] else "it does not answer"
-            self.say("\n".join([title, *(frames or [f"  (no stack: {reason})"])]))
-        log = self.members[0].log if 0 in self.members else ""
-        if texts and log:
-            path = Path(log).parent / "stacks.txt"
-            with contextlib.suppress(OSError):  # a full disk may be what the ranks wait for
-                path.write_text("\n\n".join(texts))
-                self.say(f"all stacks: {path}")
 
     def _read_launcher(self, now: float) -> None:
         """Do what `dsft launch` asks; where it is gone nobody waits for this job."""
@@ -310,6 +293,15 @@ class Coordinator:
     def _tell_all(self, kind: str, **fields: Any) -> None:
         for connection in self.nodes:
             connection.send(kind, **fields)
+
+
+@dataclass(eq=False)
+class Child:
+    """A sidecar behind a relay."""
+
+    last_heard: float
+    rank: int | None = None
+    is_gone: bool = False
 
 
 class Relay:
@@ -341,6 +333,7 @@ class Relay:
         self.expected, self.lost_timeout, self.say = expected, lost_timeout, say
         self.children: dict[Connection, Child] = {}
         self.poller = Poller()
+        """Readable where any message has come."""
         if server:
             self.poller.add(server)
         self.coordinator: Connection | None = None
@@ -351,10 +344,6 @@ class Relay:
         self.last_sent = self.last_look = 0.0
         self._adopt(own_sidecar)
         self._connect()
-
-    def fileno(self) -> int:
-        """Readable where any message has come."""
-        return self.poller.fileno()
 
     def is_over(self) -> bool:
         """Whether no sidecar needs the relay any more, and all of their words are sent."""
@@ -371,20 +360,25 @@ class Relay:
         for source in self.poller.ready():
             if source in self.children:
                 self._read_child(source, now)
-        self._read_coordinator(now)
+        if self.coordinator:
+            for message in self.coordinator.read():
+                self.last_heard, self.has_answered = now, True
+                kind = message.pop("type")
+                for connection in self.children:
+                    connection.send(kind, **message)
+            is_silent = now - self.last_heard > self.lost_timeout
+            if self.coordinator.closed and not self.has_answered and now < self.started + CONNECT_SECONDS:
+                self._connect()
+            elif self.coordinator.closed or is_silent:
+                self.close()
         if now - self.last_look > SILENCE_SECONDS:
             self.last_look = now
             for connection, child in self.children.items():
                 if not connection.closed and now - child.last_heard > self.lost_timeout:
-                    self._lose(connection, child, f"gave no heartbeat for {self.lost_timeout:.0f} s: its watchdog")
+                    self._lose(connection, f"gave no heartbeat for {self.lost_timeout:.0f} s: its watchdog")
         if self.coordinator and now - self.last_sent > heartbeat_seconds(self.lost_timeout):
             self.last_sent = now
             self.coordinator.send("heartbeat")
-
-    def close(self) -> None:
-        for source in (self.coordinator, self.server, *self.children):
-            if source:
-                source.close()
 
     def _connect(self) -> None:
         try:
@@ -429,38 +423,20 @@ class Relay:
             if kind != "heartbeat" and self.coordinator:
                 self.coordinator.send(kind, rank=child.rank, **message)
         if connection.closed:
-            self._lose(connection, child, "is gone with its watchdog, which something there has killed")
+            self._lose(connection, "is gone with its watchdog, which something there has killed")
 
-    def _lose(self, connection: Connection, child: "Child", text: str) -> None:
+    def _lose(self, connection: Connection, text: str) -> None:
         connection.close()
+        child = self.children[connection]
         if not child.is_gone and self.coordinator:
             child.is_gone = True
             self.coordinator.send("lost", rank=child.rank, text=text)
 
-    def _read_coordinator(self, now: float) -> None:
-        if self.coordinator is None:
-            return
-        for message in self.coordinator.read():
-            self.last_heard, self.has_answered = now, True
-            kind = message.pop("type")
-            for connection in self.children:
-                connection.send(kind, **message)
-        is_silent = now - self.last_heard > self.lost_timeout
-        if self.coordinator.closed and not self.has_answered and now < self.started + CONNECT_SECONDS:
-            self._connect()
-        elif self.coordinator.closed or is_silent:
-            self.coordinator.close()
-            for connection in self.children:
+    def close(self) -> None:
+        """Hang up on both sides."""
+        for connection in (self.coordinator, *self.children):
+            if connection:
                 connection.close()
-
-
-@dataclass(eq=False)
-class Child:
-    """A sidecar behind a relay."""
-
-    last_heard: float
-    rank: int | None = None
-    is_gone: bool = False
 
 
 def record_failure(file: Path, error: str, *, replaces: bool = False) -> None:

@@ -19,9 +19,12 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from dsft.watchdog.deadlines import CONNECT_LAUNCHER_SECONDS, END_LAUNCHER_SECONDS
 from dsft.watchdog.messages import Connection, Poller, Server, connect, listen, raise_file_limit
 
+CONNECT_LAUNCHER_SECONDS = 5.0
+"""For a sidecar to reach `dsft launch`."""
+END_LAUNCHER_SECONDS = 10.0
+"""Between SIGTERM and SIGKILL for a launcher, which may be ending other nodes."""
 VARIABLE = "DSFT_LAUNCHER"
 """ADDRESS[,ADDRESS ...]:PORT:TOKEN of the launch, in the environment of its ranks. In the place of the token stands
 @FILE where command lines carry the variable, which every user of a node can read."""
@@ -127,16 +130,9 @@ class LauncherLink:
         """Whether a node of the job can still say how it goes."""
         return any(not connection.closed for connection in self.sidecars.values())
 
-    def end_ranks(self) -> None:
-        """Ask for the end of all ranks, also of those that come later."""
-        self.is_ending = True
-        self._tell("end")
-
-    def signal_ranks(self, number: int) -> None:
-        """Ask for a signal to all ranks."""
-        self._tell("signal", number=number)
-
-    def _tell(self, kind: str, **fields: Any) -> None:
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Ask all ranks to "end", also those that come later, or for a "signal"."""
+        self.is_ending |= kind == "end"
         speaks_for_all = self.coordinator is not None and not self.coordinator.closed
         for connection in [self.coordinator] if speaks_for_all else self.sidecars.values():
             connection.send(kind, **fields)

@@ -23,9 +23,14 @@ import selectors
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
-from dsft.watchdog.deadlines import CONNECT_SECONDS, STRANGER_SECONDS
+POLL_SECONDS = 0.5
+"""How often a sidecar looks at its rank; also the least time between two heartbeats of a rank."""
+CONNECT_SECONDS = 20.0
+"""For a sidecar to reach the coordinator, at most."""
+STRANGER_SECONDS = 10.0
+"""For a connection to prove that it is of the job."""
 
 LARGEST_BYTES = 1 << 20
 """Of a line, and of what waits to be sent."""
@@ -37,12 +42,14 @@ MOST_ACCEPTED = 256
 """New connections taken in one go, so that a flood of them holds nothing else up."""
 
 
-class Readable(Protocol):
-    def fileno(self) -> int: ...
+def heartbeat_seconds(lost_timeout: float) -> float:
+    """Return the time between two heartbeats of a sidecar or the coordinator."""
+    return min(2.0, lost_timeout / 4)
 
 
 class Poller:
-    """Sockets of which the readable ones are found in one call, whatever their number; may lie in another Poller.
+    """Sockets of which the readable ones are found in one call, whatever their number; may lie in another Poller, and
+    takes whatever has a `fileno`.
 
     It keeps its one descriptor from the start: a table of files that is full later does no harm.
     """
@@ -53,7 +60,7 @@ class Poller:
     def fileno(self) -> int:
         return self._selector.fileno()
 
-    def add(self, source: Readable) -> None:
+    def add(self, source: Any) -> None:
         """Watch `source`; a Connection that is closed is not watched any more."""
         if isinstance(source, Connection):
             if source.closed:
@@ -61,7 +68,7 @@ class Poller:
             source.pollers.append(self)
         self._selector.register(source, selectors.EVENT_READ)
 
-    def remove(self, source: Readable) -> None:
+    def remove(self, source: Any) -> None:
         """Watch it no more."""
         self._selector.unregister(source)
         if isinstance(source, Connection):
@@ -141,23 +148,20 @@ class Connection:
                     return
                 self.session = line.decode()
                 continue
-            message = self._message(line)
-            if message is None:
+            # A line that is not proven, or is no message, breaks the protocol.
+            text = line if self._token is None else line.partition(b" ")[2]
+            if not hmac.compare_digest(self._proof(self._directions[1], self._read, text) + text, line):
+                self._break()
+                return
+            self._read += 1
+            try:
+                message = json.loads(text)
+            except (ValueError, RecursionError):
+                message = None
+            if not isinstance(message, dict):
                 self._break()
                 return
             yield message
-
-    def _message(self, line: bytes) -> dict[str, Any] | None:
-        """The message of a line; None where it is not proven, or is none."""
-        text = line if self._token is None else line.partition(b" ")[2]
-        if not hmac.compare_digest(self._proof(self._directions[1], self._read, text) + text, line):
-            return None
-        self._read += 1
-        try:
-            message = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
-        return message if isinstance(message, dict) else None
 
     def _receive(self) -> None:
         try:
@@ -220,9 +224,15 @@ class Server:
                     yield from self._greet(source)
                 continue
             for _ in range(MOST_ACCEPTED):
-                if (accepted := self._accept_one(now)) is None:
+                try:
+                    connection = Connection(self.listener.accept()[0], self.token)
+                except OSError as error:
+                    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                        for stranger in list(self.strangers):
+                            self._refuse(stranger)
+                        self.poller.remove(self.listener)  # it would be ready without end
+                        self._resume_at = now + 1.0
                     break
-                connection = Connection(accepted, self.token)
                 connection.largest_bytes = LARGEST_HELLO_BYTES
                 self.strangers[connection] = now + STRANGER_SECONDS
                 self.poller.add(connection)
@@ -232,21 +242,10 @@ class Server:
         for connection in [each for each, until in self.strangers.items() if now >= until]:
             self._refuse(connection)
 
-    def _accept_one(self, now: float) -> socket.socket | None:
-        try:
-            return self.listener.accept()[0]
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                for connection in list(self.strangers):
-                    self._refuse(connection)
-                self.poller.remove(self.listener)  # it would be ready without end
-                self._resume_at = now + 1.0
-        return None
-
     def _greet(self, connection: Connection) -> Iterator[tuple[Connection, dict[str, Any]]]:
         message = next(connection.read(), None)
         if message is None and not connection.closed:
-            return
+            return  # not yet
         if message is None or message.get("type") != "hello" or connection.session in self.sessions:
             self._refuse(connection)
             return

@@ -163,10 +163,6 @@ def is_launcher(words: Sequence[str]) -> bool:
     return any(program == name or (program.startswith(f"{name}.") and "." in name) for name in names)
 
 
-def _runs_one_command(words: Sequence[str]) -> bool:
-    return len(words) > 2 and program_of(words) in SHELLS and words[1].startswith("-") and words[1].endswith("c")
-
-
 def launchers_of(pid: int) -> tuple[list[Process], psutil.Process | None]:
     """The unbroken line of launchers above a process, nearest first, and the process above them: a shell or session,
     which may end without harm. A shell between them runs no more than the command that it was given.
@@ -178,7 +174,9 @@ def launchers_of(pid: int) -> tuple[list[Process], psutil.Process | None]:
             words = process.cmdline()
             if process.pid > 1 and is_launcher(words):
                 launchers.append(Process.of(process.pid))
-            elif process.pid == 1 or not _runs_one_command(words):
+                continue
+            is_shell = len(words) > 2 and program_of(words) in SHELLS
+            if process.pid == 1 or not (is_shell and words[1].startswith("-") and words[1].endswith("c")):
                 return launchers, process
     return launchers, None
 
@@ -202,7 +200,12 @@ class StartedBy:
         launchers, above = launchers_of(os.getpid())
         if not launchers or above is None or not name_of(above.pid).startswith("sshd"):
             return cls(os.getpid(), launchers, None, [])
-        client = ssh_client()
+        client = None  # the ssh in whose session this process is, where that is one of this machine
+        match os.environ.get("SSH_CONNECTION", "").split():
+            case [client_address, client_port, server_address, server_port] if client_address == server_address:
+                ports = (int(client_port), int(server_port))
+                ends = [end for end in psutil.net_connections("tcp") if end.raddr]
+                client = next((end.pid for end in ends if (end.laddr.port, end.raddr.port) == ports), None)
         return cls(os.getpid(), launchers, Process.of(above.pid), launchers_of(client)[0] if client else [])
 
 
@@ -212,16 +215,6 @@ def name_of(pid: int) -> str:
         return psutil.Process(pid).name()
     except (psutil.Error, OSError):
         return ""
-
-
-def ssh_client() -> int | None:
-    """Process id of the ssh in whose session this process is; None where that is another machine's."""
-    match os.environ.get("SSH_CONNECTION", "").split():
-        case [client, client_port, server, server_port] if client == server:
-            ports = (int(client_port), int(server_port))
-            ends = [end for end in psutil.net_connections("tcp") if end.raddr]
-            return next((end.pid for end in ends if (end.laddr.port, end.raddr.port) == ports), None)
-    return None
 
 
 def descendants(pid: int) -> list[int]:

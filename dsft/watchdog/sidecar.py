@@ -16,23 +16,39 @@ from pathlib import Path
 from typing import Any
 
 from dsft.watchdog.coordinator import Coordinator, Relay
-from dsft.watchdog.deadlines import (
-    EXIT_SECONDS,
-    IMPORT_SECONDS,
-    KILL_SECONDS,
-    LAUNCHER_SECONDS,
-    MOVES_FILES,
-    POLL_SECONDS,
-    PROGRESS_BYTES,
-    STACKS_SECONDS,
-    TERMINATE_SECONDS,
-    heartbeat_seconds,
-)
 from dsft.watchdog.launch_link import VARIABLE, connect_to_launcher
-from dsft.watchdog.messages import Connection, Poller, Server, connect, raise_file_limit, say
+from dsft.watchdog.messages import (
+    POLL_SECONDS,
+    Connection,
+    Poller,
+    Server,
+    connect,
+    heartbeat_seconds,
+    raise_file_limit,
+    say,
+)
 from dsft.watchdog.processes import Process, descendants, end, name_of
 from dsft.watchdog.root_cause import Failure, Report
 
+IMPORT_SECONDS = 60.0
+"""For a rank to import its libraries, from a slow disk, before it tries to meet the others."""
+EXIT_SECONDS = 60.0
+"""For a rank to exit after it has said that it ends in order; one that does other work then is believed so far."""
+STACKS_SECONDS = 2.0
+"""For a rank to write its stacks."""
+TERMINATE_SECONDS = 3.0
+"""Between SIGTERM and SIGKILL."""
+KILL_SECONDS = 1.0
+"""For a process to be gone after SIGKILL."""
+LAUNCHER_SECONDS = 15.0
+"""For a launcher to end after its ranks."""
+
+MOVES_FILES = ("loading", "saving")
+"""Phases in which a rank that reads or writes files makes progress: libraries write a shard of 50 GB in one call, of
+which no heartbeat comes.
+"""
+PROGRESS_BYTES = 2**20
+"""Read or written at least, to be progress: what a waiting rank says to others is less."""
 LONGEST_STACKS = 20_000
 """Characters, from their end."""
 LARGEST_STACKS_BYTES = 1 << 20
@@ -102,7 +118,15 @@ class Sidecar:
     def run(self) -> None:
         """Watch until the rank has ended and, where they are here, nobody needs the coordinator and the relay."""
         if self.is_first_of_node:
-            self._connect_to_launcher()
+            try:
+                self.to_launcher = connect_to_launcher(self.rank, self.host)
+            except ConnectionRefusedError:
+                self._report(Failure.LAUNCHER_GONE, LAUNCHER_GONE)
+            else:
+                if self.to_launcher:
+                    self.poller.add(self.to_launcher)
+                elif VARIABLE in os.environ:
+                    say(f"note: {self.host} cannot reach dsft launch, whose end would not end the ranks here")
         last_pass = last_look = time.monotonic()
         while self._is_watching() or any(part and not part.is_over() for part in (self.coordinator, self.relay)):
             ready = self.poller.ready(POLL_SECONDS)
@@ -115,19 +139,25 @@ class Sidecar:
             has_exited = self.exit_notice in ready
             if has_exited:
                 self.poller.remove(self.exit_notice)
+            if self._is_watching() and (looks or has_exited or self.from_rank in ready):
+                self._read_rank()
             if self._is_watching():
-                if looks or has_exited or self.from_rank in ready:
-                    self._read_rank()
-                self._read_coordinator()
-                self._read_launcher()
+                self._read_orders()
             if self._is_watching() and looks:
                 self._inspect_rank(now)
                 self._keep_in_touch(now)
             self._step()
         if self.coordinator:
             self.coordinator.finish()
-        if self.state is not RankState.LEFT:
-            self._end_launcher()
+        # The nearest launcher may stay behind its ranks: torchrun's waits for minutes for nodes that are cut off. pdsh,
+        # which waits for every ssh, is left with none, and returns their exit code. One that restarts may be starting
+        # the ranks again.
+        if self.state is not RankState.LEFT and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+            steps = ((0, LAUNCHER_SECONDS), (signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, 0))
+            end(self.launchers[:1], steps)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a session lasts while a process there holds its pipes
+            over_ssh = [pid for launcher in self.launchers_over_ssh[:1] for pid in descendants(launcher.pid)]
+            end([Process.of(pid) for pid in over_ssh if name_of(pid) == "ssh"], steps)
 
     def _is_watching(self) -> bool:
         return self.state not in (RankState.LEFT, RankState.ENDED)
@@ -164,7 +194,13 @@ class Sidecar:
             how = f"was killed by signal {-self.exit_code}" if self.exit_code < 0 else f"exited with {self.exit_code}"
             self._report(Failure.DIED, f"{how} after its work was done, before it had ended in order")
         if self.state is RankState.LEAVING and (is_gone or time.monotonic() >= self.leave_by):
-            self._leave(self.leave_message)
+            self.state, code = RankState.LEFT, self.leave_message["exit_code"]
+            self.from_rank.close()
+            if self.to_coordinator:
+                self.to_coordinator.send("close", exit_code=code, lines=self.leave_message["lines"])
+                self.to_coordinator.close()
+            elif self.to_launcher and code:
+                self.to_launcher.send("done", exit_code=code)
         elif self.state is RankState.RUNNING and (self.from_rank.closed or is_gone):
             causes = "out of memory, kill -9 or its launcher"
             text = f"was killed from outside ({causes}) or crashed in native code, in phase {self._where()}"
@@ -179,7 +215,7 @@ class Sidecar:
             self.coordinator = Coordinator(
                 Server(self.listener, token), self.world_size, self.lost_timeout, say=say, launcher=self.to_launcher
             )
-            self.poller.add(self.coordinator)
+            self.poller.add(self.coordinator.poller)
             self.to_launcher = None
         if message["relay"]:
             with contextlib.suppress(OSError):
@@ -197,7 +233,7 @@ class Sidecar:
                 lost_timeout=self.lost_timeout,
                 say=say,
             )
-            self.poller.add(self.relay)
+            self.poller.add(self.relay.poller)
         if self.node_listener and not (self.relay and self.relay.server):
             self.node_listener.close()
         self.last_heard = time.monotonic()
@@ -206,20 +242,23 @@ class Sidecar:
             self.to_coordinator.send("hello")
         self.to_coordinator.send("join", rank=self.rank)
 
-    def _connect_to_launcher(self) -> None:
-        try:
-            self.to_launcher = connect_to_launcher(self.rank, self.host)
-        except ConnectionRefusedError:
-            self._report(Failure.LAUNCHER_GONE, LAUNCHER_GONE)
-            return
-        if self.to_launcher:
-            self.poller.add(self.to_launcher)
-        elif VARIABLE in os.environ:
-            say(f"note: {self.host} cannot reach dsft launch, whose end would not end the ranks here")
-
-    def _read_launcher(self) -> None:
-        """Do what `dsft launch` asks of this node; where it is gone before the ranks meet, nobody waits for them."""
-        if self.to_launcher is None or not self._is_watching():
+    def _read_orders(self) -> None:
+        """Do what the coordinator and `dsft launch` ask of this node."""
+        for message in self.to_coordinator.read() if self.to_coordinator else ():
+            self.last_heard = time.monotonic()
+            match message:
+                case {"type": "write stacks"}:
+                    self._send_stacks(self.to_coordinator)
+                case {"type": "signal", "number": number}:
+                    self.process.signal(number)
+                case {"type": "unwatched"}:  # the relay has said why
+                    self.to_coordinator.close()
+                    self.to_coordinator = None
+                    break
+                case {"type": "end"}:
+                    self._end_rank()
+                    return
+        if self.to_launcher is None:
             return
         for message in self.to_launcher.read():
             match message:
@@ -230,26 +269,9 @@ class Sidecar:
                     return
                 case {"type": "end"}:  # of this node alone, where each has a dsft launch of its own
                     self._report(Failure.LAUNCHER_GONE, "was ended by the dsft launch of its node")
+        # Before the ranks meet, nobody waits for them where it is gone.
         if self.to_launcher.closed and self.to_coordinator is None:
             self._report(Failure.LAUNCHER_GONE, LAUNCHER_GONE)
-
-    def _read_coordinator(self) -> None:
-        if self.to_coordinator is None or not self._is_watching():
-            return
-        for message in self.to_coordinator.read():
-            self.last_heard = time.monotonic()
-            match message:
-                case {"type": "write stacks"}:
-                    self._send_stacks(self.to_coordinator)
-                case {"type": "signal", "number": number}:
-                    self.process.signal(number)
-                case {"type": "unwatched"}:  # the relay has said why
-                    self.to_coordinator.close()
-                    self.to_coordinator = None
-                    return
-                case {"type": "end"}:
-                    self._end_rank()
-                    return
 
     def _inspect_rank(self, now: float) -> None:
         """Find out what no message reports."""
@@ -271,7 +293,7 @@ class Sidecar:
             self._report(Failure.STALLED, f"made no progress for {self.limit:.0f} s, in phase {self._where()}")
 
     def _keep_in_touch(self, now: float) -> None:
-        """Send the coordinator a heartbeat, and end the rank where it gives none."""
+        """Send the coordinator a heartbeat, also for a rank that is leaving, and end the rank where it gives none."""
         if self.to_coordinator is None or not self._is_watching():
             return
         if now - self.last_sent > heartbeat_seconds(self.lost_timeout):
@@ -303,15 +325,6 @@ class Sidecar:
                 self.to_launcher.send("failed", cause=report.sentence())
         self._end_rank()
 
-    def _leave(self, message: dict[str, Any]) -> None:
-        self.state = RankState.LEFT
-        self.from_rank.close()
-        if self.to_coordinator:
-            self.to_coordinator.send("close", exit_code=message["exit_code"], lines=message["lines"])
-            self.to_coordinator.close()
-        elif self.to_launcher and message["exit_code"]:
-            self.to_launcher.send("done", exit_code=message["exit_code"])
-
     def _end_rank(self) -> None:
         """End the rank and all that it started: politely, then not."""
         self.state = RankState.ENDED
@@ -321,17 +334,6 @@ class Sidecar:
         self.from_rank.close()
         if self.to_coordinator:
             self.to_coordinator.close()
-
-    def _end_launcher(self) -> None:
-        """End the nearest launcher where it stays behind its ranks: torchrun's waits for minutes for nodes that are
-        cut off. pdsh, which waits for every ssh, is left with none, and returns their exit code.
-        """
-        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":  # else it may be starting the ranks again
-            steps = ((0, LAUNCHER_SECONDS), (signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, 0))
-            end(self.launchers[:1], steps)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a session lasts while a process there holds its pipes
-            over_ssh = [pid for launcher in self.launchers_over_ssh[:1] for pid in descendants(launcher.pid)]
-            end([Process.of(pid) for pid in over_ssh if name_of(pid) == "ssh"], steps)
 
     def _send_stacks(self, coordinator: Connection) -> None:
         """Send the stacks of all threads of the rank, which its faulthandler writes also while it is inside a library's

@@ -1,6 +1,5 @@
 """Compiled operators: a machine that cannot compile one says so before weights load, or takes torch's."""
 
-
 import pytest
 
 from dsft.errors import UserError

@@ -10,8 +10,15 @@ from collections.abc import Callable
 import pytest
 from conftest import ROOT
 
-from dsft.watchdog.coordinator import Coordinator, JobState, Relay
-from dsft.watchdog.deadlines import COLLECT_SECONDS, COLLECT_STACKS_SECONDS, LEAVE_SECONDS, RANK_0_FIRST_SECONDS
+from dsft.watchdog.coordinator import (
+    COLLECT_SECONDS,
+    COLLECT_STACKS_SECONDS,
+    LEAVE_SECONDS,
+    RANK_0_FIRST_SECONDS,
+    Coordinator,
+    JobState,
+    Relay,
+)
 from dsft.watchdog.messages import Connection, Poller, Server, connect, listen, listen_on_node
 from dsft.watchdog.root_cause import Failure
 
