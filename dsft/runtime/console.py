@@ -20,12 +20,10 @@ if TYPE_CHECKING:
     from rich.table import Table
     from tqdm import tqdm
 
-LINE_SECONDS = 60.0
-"""Between two lines about progress, where no bar is seen; shorter work has none."""
+LINE_SECONDS = 60.0  # between two lines about progress, where no bar is seen; shorter work has none
 LINE = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {elapsed}<{remaining}, {rate_fmt}{postfix}"
 
-NO_LIMIT = 1000
-"""Columns of a file, wider than any table."""
+NO_LIMIT = 1000  # columns of a file, wider than any table
 UNBROKEN = {"break_long_words": False, "break_on_hyphens": False}
 
 
@@ -134,8 +132,7 @@ def show_text(text: str) -> None:
     print(text)
 
 
-LOGS = "logs"
-"""Folder in the run's, with a file per rank, on its node: `rank_3.log`."""
+LOGS = "logs"  # folder in the run's, with a file per rank, on its node: `rank_3.log`
 COLOUR = re.compile(r"\033\[[\d;]*m")
 
 

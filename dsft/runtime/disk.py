@@ -61,8 +61,7 @@ def check_writable(output_dir: str, problems: list[str]) -> None:
 
 CPU_BUFFER = "deepspeed_allreduce_buffer_"
 """How DeepSpeed names its buffers in /dev/shm (deepspeed/ops/csrc/cpu/comm/shm.cpp), 66 MiB of memory for each rank."""
-ENV_FILE = "dsft-env-"
-"""How the names of files of variables in /tmp begin."""
+ENV_FILE = "dsft-env-"  # how the names of files of variables in /tmp begin
 
 
 def remove_leftovers() -> None:

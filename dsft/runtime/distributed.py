@@ -393,8 +393,7 @@ SAME_OPTIONS = (
 SAME_FILES = "copy the same files to every node, or mount one folder"
 SAME_CODE = "copy one checkout to every node, or mount it there"
 SAME_LIBRARIES = "on every node: pip install -c constraints.txt -e ."
-LONGEST_VALUE = 80
-"""Characters of a value in a message; of a longer one its beginning and a hash."""
+LONGEST_VALUE = 80  # characters of a value in a message; of a longer one its beginning and a hash
 NOT_SET = "not set"
 
 

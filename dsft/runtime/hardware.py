@@ -146,12 +146,10 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-GPU_FILES = "/dev/nvidia[0-9]*"
-"""What the driver of NVIDIA shows of each GPU."""
+GPU_FILES = "/dev/nvidia[0-9]*"  # what the driver of NVIDIA shows of each GPU
 AMD_FILE, AMD_MEMORY = "/dev/kfd", "/sys/class/drm/card*/device/mem_info_vram_total"
 """What AMD's driver shows of all GPUs, and of each the bytes of its own memory."""
-AMD_BYTES = 8 * GiB
-"""Of memory that a card has; a processor's own graphics, which ROCm mostly does not drive, has less."""
+AMD_BYTES = 8 * GiB  # of memory that a card has; a processor's own graphics, which ROCm mostly does not drive, has less
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -231,10 +229,8 @@ def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None) -> Machin
     )
 
 
-FREED_BYTES = 2**20
-"""Pieces of memory of this size and more go back to the system as soon as they are freed."""
-LARGEST_MMAP_THRESHOLD = 2**25
-"""That glibc takes (mallopt(3)); larger pieces always come from the system."""
+FREED_BYTES = 2**20  # pieces of memory of this size and more go back to the system as soon as they are freed
+LARGEST_MMAP_THRESHOLD = 2**25  # that glibc takes (mallopt(3)); larger pieces always come from the system
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -259,8 +255,7 @@ def keep_freed_memory(*, keeps: bool) -> None:
 
 CONTEXT_BYTES = 2**29
 """CUDA's context with the libraries' kernels, on one GPU (assumed; docs/planner.md has the sources)."""
-COMMUNICATOR_BYTES = int(1.1 * GiB)
-"""NCCL's buffers for one communicator, on one GPU (assumed as well)."""
+COMMUNICATOR_BYTES = int(1.1 * GiB)  # NCCL's buffers for one communicator, on one GPU (assumed as well)
 
 
 def ask_gpu(gpu: int) -> tuple[int, int]:
@@ -278,8 +273,7 @@ def ask_gpu(gpu: int) -> tuple[int, int]:
     return min(total, free + CONTEXT_BYTES + (COMMUNICATOR_BYTES if has_met else 0)), total
 
 
-FREE_SHARE = 0.95
-"""Of a GPU's memory, where no other program holds any."""
+FREE_SHARE = 0.95  # of a GPU's memory, where no other program holds any
 FREED_WITHIN_SECONDS, UNCHANGED_SECONDS = 180.0, 60.0
 
 

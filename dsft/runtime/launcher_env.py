@@ -61,8 +61,7 @@ LEAST = {
     "SLURM_JOB_ID": 0,
 }
 """Variable that must be a whole number, where it is set -> the least it can be."""
-ACCELERATORS = ("cuda", "cpu")
-"""What DS_ACCELERATOR may ask for."""
+ACCELERATORS = ("cuda", "cpu")  # what DS_ACCELERATOR may ask for
 
 
 def world_size() -> int:
@@ -292,8 +291,7 @@ def own_addresses(names: Iterable[str]) -> list[str]:
     return reachable or [*_reachable_addresses()] or [LOOPBACK]
 
 
-DEFAULT_PORT = 29500
-"""Where ranks meet by default: DeepSpeed's (deepspeed/constants.py) and torchrun's."""
+DEFAULT_PORT = 29500  # where ranks meet by default: DeepSpeed's (deepspeed/constants.py) and torchrun's
 
 
 @dataclass(frozen=True, kw_only=True)

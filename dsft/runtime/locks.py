@@ -26,19 +26,14 @@ from dsft.runtime import patches
 from dsft.runtime.console import say
 from dsft.watchdog.processes import Process, start_time
 
-LOCK = ".lock"
-"""Name of a run's lock in its folder."""
-BEAT_SECONDS = 5.0
-"""Between two heartbeats of an owner."""
-STALE_SECONDS = 30.0
-"""A run elsewhere that gave no heartbeat for so long is taken for dead."""
-SILENT_OWNER_SECONDS = 120.0
-"""The same of a compilation elsewhere."""
+LOCK = ".lock"  # name of a run's lock in its folder
+BEAT_SECONDS = 5.0  # between two heartbeats of an owner
+STALE_SECONDS = 30.0  # a run elsewhere that gave no heartbeat for so long is taken for dead
+SILENT_OWNER_SECONDS = 120.0  # the same of a compilation elsewhere
 OLD_SECONDS = 300
 """An operator's lock without a name is taken for left behind: torch's own gives no heartbeat, and a compilation takes a
 minute or two."""
-SILENT_SECONDS = 10.0
-"""Of waiting or compiling before a line says so."""
+SILENT_SECONDS = 10.0  # of waiting or compiling before a line says so
 LOOK_SECONDS = 1.0
 """Between two looks at an operator's lock: one that its owner has just closed to remove it is not there at the second.
 """

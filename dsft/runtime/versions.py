@@ -11,8 +11,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-PACKAGE = Path(__file__).resolve().parent.parent
-"""Folder of dsft."""
+PACKAGE = Path(__file__).resolve().parent.parent  # folder of dsft
 PACKAGES = ("dsft", "torch", "deepspeed", "transformers", "accelerate", "peft", "datasets", "safetensors")
 NUMERIC_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "tokenizers", "datasets", "numpy")
 TESTED_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "datasets")

@@ -39,10 +39,8 @@ SIDECAR = (
 )
 """Leaves the process tree of the rank: DeepSpeed's launcher, which ends that tree, would wait 30 s for the sidecar."""
 STARTED_BY = StartedBy.now()
-LONGEST_TRACEBACK = 20_000
-"""Characters, from its end."""
-VERDICT_SECONDS = 20.0
-"""A rank with an error waits so long to be ended, so that what failed first is said first."""
+LONGEST_TRACEBACK = 20_000  # characters, from its end
+VERDICT_SECONDS = 20.0  # a rank with an error waits so long to be ended, so that what failed first is said first
 PHASE_LIMITS = {
     "starting": "start_timeout",
     "loading": "load_timeout",

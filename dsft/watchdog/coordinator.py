@@ -21,23 +21,16 @@ from typing import Any
 from dsft.watchdog.messages import CONNECT_SECONDS, Connection, Poller, Server, connect, heartbeat_seconds
 from dsft.watchdog.root_cause import Failure, Report, first_cause
 
-SHOWN_FRAMES = 5
-"""Of a rank's main thread, on the screen."""
+SHOWN_FRAMES = 5  # of a rank's main thread, on the screen
 
 # In seconds. They follow each other when a rank fails: its sidecar reports it, the coordinator collects what else
 # fails, says what came first, and has all ranks ended (sidecar.py).
-SILENCE_SECONDS = 1.0
-"""How often the silence of all nodes is looked at."""
-RANK_0_FIRST_SECONDS = 1.5
-"""For rank 0 to end with the same message as another rank, which it prints itself."""
-LEAVE_SECONDS = 8.0
-"""From the first rank that ends with a message of its own to the end of those that did not."""
-COLLECT_SECONDS = 2.0
-"""After the first report: its causes and consequences reach the coordinator within this time."""
-COLLECT_STACKS_SECONDS = 6.0
-"""The same where stacks are asked for."""
-END_SECONDS = 15.0
-"""For sidecars to end their ranks and hang up, before the coordinator stops waiting."""
+SILENCE_SECONDS = 1.0  # how often the silence of all nodes is looked at
+RANK_0_FIRST_SECONDS = 1.5  # for rank 0 to end with the same message as another rank, which it prints itself
+LEAVE_SECONDS = 8.0  # from the first rank that ends with a message of its own to the end of those that did not
+COLLECT_SECONDS = 2.0  # after the first report: its causes and consequences reach the coordinator within this time
+COLLECT_STACKS_SECONDS = 6.0  # the same where stacks are asked for
+END_SECONDS = 15.0  # for sidecars to end their ranks and hang up, before the coordinator stops waiting
 
 
 class JobState(Enum):
@@ -98,14 +91,11 @@ class Coordinator:
         self.unprinted: list[tuple[Member, str, float]] = []
         """A rank other than 0, a message with which it has ended, and when to print that, unless rank 0 has ended with
         the same."""
-        self.run_file: Path | None = None
-        """run.json, on the disk of this node, once the run has begun it."""
-        self.first_error = ""
-        """Of a rank that has ended with a message of its own."""
+        self.run_file: Path | None = None  # run.json, on the disk of this node, once the run has begun it
+        self.first_error = ""  # of a rank that has ended with a message of its own
         self.started, self.last_sent, self.last_look = time.monotonic(), 0.0, 0.0
         self.launcher = launcher
-        self.poller = Poller()
-        """Readable where any message has come."""
+        self.poller = Poller()  # readable where any message has come
         self.poller.add(server)
         if launcher:
             launcher.send("met")
@@ -332,8 +322,7 @@ class Relay:
         self.server, self.address, self.token, self.host = server, address, token, host
         self.expected, self.lost_timeout, self.say = expected, lost_timeout, say
         self.children: dict[Connection, Child] = {}
-        self.poller = Poller()
-        """Readable where any message has come."""
+        self.poller = Poller()  # readable where any message has come
         if server:
             self.poller.add(server)
         self.coordinator: Connection | None = None

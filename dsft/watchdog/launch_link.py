@@ -21,10 +21,8 @@ from typing import IO, Any
 
 from dsft.watchdog.messages import Connection, Poller, Server, connect, listen, raise_file_limit
 
-CONNECT_LAUNCHER_SECONDS = 5.0
-"""For a sidecar to reach `dsft launch`."""
-END_LAUNCHER_SECONDS = 10.0
-"""Between SIGTERM and SIGKILL for a launcher, which may be ending other nodes."""
+CONNECT_LAUNCHER_SECONDS = 5.0  # for a sidecar to reach `dsft launch`
+END_LAUNCHER_SECONDS = 10.0  # between SIGTERM and SIGKILL for a launcher, which may be ending other nodes
 VARIABLE = "DSFT_LAUNCHER"
 """ADDRESS[,ADDRESS ...]:PORT:TOKEN of the launch, in the environment of its ranks. In the place of the token stands
 @FILE where command lines carry the variable, which every user of a node can read."""
@@ -73,15 +71,11 @@ class LauncherLink:
         self.server = Server(listen(), secrets.token_hex(16))
         self.poller = Poller()
         self.poller.add(self.server)
-        self.sidecars: dict[int, Connection] = {}
-        """By rank: the first one of each node."""
-        self.coordinator: Connection | None = None
-        """Rank 0's connection, after the rendezvous."""
+        self.sidecars: dict[int, Connection] = {}  # by rank: the first one of each node
+        self.coordinator: Connection | None = None  # rank 0's connection, after the rendezvous
         self.is_ending = False
-        self.failure: str | None = None
-        """What failed first, once that is known."""
-        self.lost: list[str] = []
-        """Host names of the nodes that gave no heartbeat then."""
+        self.failure: str | None = None  # what failed first, once that is known
+        self.lost: list[str] = []  # host names of the nodes that gave no heartbeat then
         self.exit_code: int | None = None
         """The largest of the ranks' own exit codes, once all have ended by themselves, or one before they met."""
 

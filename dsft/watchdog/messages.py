@@ -25,21 +25,14 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-POLL_SECONDS = 0.5
-"""How often a sidecar looks at its rank; also the least time between two heartbeats of a rank."""
-CONNECT_SECONDS = 20.0
-"""For a sidecar to reach the coordinator, at most."""
-STRANGER_SECONDS = 10.0
-"""For a connection to prove that it is of the job."""
+POLL_SECONDS = 0.5  # how often a sidecar looks at its rank; also the least time between two heartbeats of a rank
+CONNECT_SECONDS = 20.0  # for a sidecar to reach the coordinator, at most
+STRANGER_SECONDS = 10.0  # for a connection to prove that it is of the job
 
-LARGEST_BYTES = 1 << 20
-"""Of a line, and of what waits to be sent."""
-LARGEST_HELLO_BYTES = 1 << 12
-"""Of all that is read from a stranger."""
-MOST_STRANGERS = 256
-"""Connections that have proven nothing yet; the oldest makes room."""
-MOST_ACCEPTED = 256
-"""New connections taken in one go, so that a flood of them holds nothing else up."""
+LARGEST_BYTES = 1 << 20  # of a line, and of what waits to be sent
+LARGEST_HELLO_BYTES = 1 << 12  # of all that is read from a stranger
+MOST_STRANGERS = 256  # connections that have proven nothing yet; the oldest makes room
+MOST_ACCEPTED = 256  # new connections taken in one go, so that a flood of them holds nothing else up
 
 
 def heartbeat_seconds(lost_timeout: float) -> float:
@@ -100,8 +93,7 @@ class Connection:
         self.largest_bytes = LARGEST_BYTES
         self.session = session
         self._token = token.encode() if token is not None else None
-        self._directions = (b">", b"<") if session else (b"<", b">")
-        """Of what is sent and of what is read."""
+        self._directions = (b">", b"<") if session else (b"<", b">")  # of what is sent and of what is read
         self._sent = self._read = 0
         self._received, self._unsent = b"", f"{session}\n".encode() if session else b""
 
@@ -199,10 +191,8 @@ class Server:
     def __init__(self, listener: socket.socket, token: str):
         listener.setblocking(False)
         self.listener, self.token = listener, token
-        self.strangers: dict[Connection, float] = {}
-        """Connection -> when it is closed, the oldest first."""
-        self.sessions: set[str] = set()
-        """Those that were accepted, of which none comes twice."""
+        self.strangers: dict[Connection, float] = {}  # connection -> when it is closed, the oldest first
+        self.sessions: set[str] = set()  # those that were accepted, of which none comes twice
         self.poller = Poller()
         self.poller.add(listener)
         self._resume_at: float | None = None

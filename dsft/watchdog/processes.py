@@ -34,8 +34,7 @@ above each rank; known here because ranks are also started without `dsft launch`
 VARIABLE = "DSFT_LAUNCHER_PROCESSES"
 """The same of the launcher that `dsft launch` has started (launch/launchers.py), with commas between."""
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
-FLAGS_WITH_VALUES = ("-W", "-X", "--check-hash-based-pycs")
-"""Of Python's interpreter."""
+FLAGS_WITH_VALUES = ("-W", "-X", "--check-hash-based-pycs")  # of Python's interpreter
 PIDFD_GET_INFO, PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
 """Of include/uapi/linux/pidfd.h, which Python does not name: _IOWR(0xFF, 11, the 64 bytes of struct pidfd_info), whose
 first field is a mask and whose last is the exit status."""

@@ -30,27 +30,20 @@ from dsft.watchdog.messages import (
 from dsft.watchdog.processes import Process, descendants, end, name_of
 from dsft.watchdog.root_cause import Failure, Report
 
-IMPORT_SECONDS = 60.0
-"""For a rank to import its libraries, from a slow disk, before it tries to meet the others."""
+IMPORT_SECONDS = 60.0  # for a rank to import its libraries, from a slow disk, before it tries to meet the others
 EXIT_SECONDS = 60.0
 """For a rank to exit after it has said that it ends in order; one that does other work then is believed so far."""
-STACKS_SECONDS = 2.0
-"""For a rank to write its stacks."""
-TERMINATE_SECONDS = 3.0
-"""Between SIGTERM and SIGKILL."""
-KILL_SECONDS = 1.0
-"""For a process to be gone after SIGKILL."""
-LAUNCHER_SECONDS = 15.0
-"""For a launcher to end after its ranks."""
+STACKS_SECONDS = 2.0  # for a rank to write its stacks
+TERMINATE_SECONDS = 3.0  # between SIGTERM and SIGKILL
+KILL_SECONDS = 1.0  # for a process to be gone after SIGKILL
+LAUNCHER_SECONDS = 15.0  # for a launcher to end after its ranks
 
 MOVES_FILES = ("loading", "saving")
 """Phases in which a rank that reads or writes files makes progress: libraries write a shard of 50 GB in one call, of
 which no heartbeat comes.
 """
-PROGRESS_BYTES = 2**20
-"""Read or written at least, to be progress: what a waiting rank says to others is less."""
-LONGEST_STACKS = 20_000
-"""Characters, from their end."""
+PROGRESS_BYTES = 2**20  # read or written at least, to be progress: what a waiting rank says to others is less
+LONGEST_STACKS = 20_000  # characters, from their end
 LARGEST_STACKS_BYTES = 1 << 20
 LAUNCHER_GONE = f"was started by a dsft launch that is gone; if it is an old one's, unset {VARIABLE} (.deepspeed_env)"
 
@@ -84,8 +77,7 @@ class Sidecar:
         """Descriptor of the file in memory to which the rank writes its stacks when it is asked."""
         self.host, self.log = socket.gethostname(), ""
         self.process = Process.of(options["pid"])
-        self.exit_code: int | None = None
-        """Of the rank, once it is seen."""
+        self.exit_code: int | None = None  # of the rank, once it is seen
         started_by = options["started_by"]
         self.launchers = [Process(**launcher) for launcher in started_by["launchers"]]
         self.ssh_session = Process(**started_by["ssh_session"]) if started_by["ssh_session"] else None
@@ -102,17 +94,14 @@ class Sidecar:
             # Readable at once where the rank exits: a launcher takes its remains, with the exit code, soon after.
             self.exit_notice = os.pidfd_open(self.process.pid)
             self.poller.add(self.exit_notice)
-        self.to_coordinator: Connection | None = None
-        """Through the relay of this node."""
+        self.to_coordinator: Connection | None = None  # through the relay of this node
         self.coordinator: Coordinator | None = None
         self.relay: Relay | None = None
         self.leave_message: dict[str, Any] = {}
         self.leave_by = 0.0
-        self.to_launcher: Connection | None = None
-        """To `dsft launch`, from the first rank of each node."""
+        self.to_launcher: Connection | None = None  # to `dsft launch`, from the first rank of each node
         self.last_progress = self.last_heard = self.last_sent = time.monotonic()
-        self.moved_bytes = 0
-        """Of the rank's files, when they last showed progress."""
+        self.moved_bytes = 0  # of the rank's files, when they last showed progress
         self.stopped_since: float | None = None
 
     def run(self) -> None:
