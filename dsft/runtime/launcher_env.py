@@ -222,48 +222,35 @@ def first_host(nodes: str) -> str:
 
 def choose_interface() -> None:
     """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to MASTER_ADDR, where ranks run on
-    several nodes and the user has not set them.
+    several nodes and the user has not set them. Never the loopback one, also where MASTER_ADDR is this machine.
 
     gloo would take the address of the host's own name, which Debian's installer writes as 127.0.1.1 into /etc/hosts:
     other nodes cannot connect to that.
     """
-    if world_size() > ranks_per_node() and not all(name in os.environ for name in INTERFACE_VARIABLES):
-        interface = interface_towards(os.environ["MASTER_ADDR"])
-        for name, form in INTERFACE_VARIABLES.items() if interface else ():
-            os.environ.setdefault(name, form.format(interface))
-
-
-def interface_towards(address: str) -> str | None:
-    """Name of this machine's interface for connections to `address`; None where it cannot be told. Never the loopback
-    one, also where `address` is this machine.
-    """
+    if world_size() <= ranks_per_node() or all(name in os.environ for name in INTERFACE_VARIABLES):
+        return
     interface_of = _reachable_addresses()
     # The address itself; where that is this machine's name on 127.0.1.1, the way to anywhere else (192.0.2.1 belongs to
-    # nobody).
-    for destination in (address, "192.0.2.1"):
-        if name := interface_of.get(outgoing_address(destination)):
-            return name
-    names = set(interface_of.values())
-    return names.pop() if len(names) == 1 else None
+    # nobody); else the only interface that there is.
+    towards = [outgoing_address(destination) for destination in (os.environ["MASTER_ADDR"], "192.0.2.1")]
+    names = [interface_of[address] for address in towards if address in interface_of]
+    if names or len(names := [*set(interface_of.values())]) == 1:
+        for variable, form in INTERFACE_VARIABLES.items():
+            os.environ.setdefault(variable, form.format(names[0]))
 
 
 def _reachable_addresses() -> dict[str, str]:
     """Addresses of this machine that others could connect to -> the interface, which is up."""
     import psutil
 
-    up = [name for name, card in psutil.net_if_stats().items() if card.isup]
-    entries = psutil.net_if_addrs()
-    addresses = {entry.address.partition("%")[0]: name for name in up for entry in entries.get(name, [])}
-    return {address: name for address, name in addresses.items() if _is_reachable(address)}
-
-
-def _is_reachable(text: str) -> bool:
-    """Whether other machines could connect to this address of an interface (which may be a hardware address)."""
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return not (address.is_loopback or address.is_link_local)
+    reachable, is_up = {}, {name: card.isup for name, card in psutil.net_if_stats().items()}
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries if is_up.get(name) else ():
+            with contextlib.suppress(ValueError):  # a hardware address
+                address = ipaddress.ip_address(text := entry.address.partition("%")[0])
+                if not (address.is_loopback or address.is_link_local):
+                    reachable[text] = name
+    return reachable
 
 
 def outgoing_address(destination: str) -> str | None:
@@ -285,10 +272,9 @@ def own_addresses(names: Iterable[str]) -> list[str]:
     """The addresses of this machine at which the machines `names` reach it, also where its own name is 127.0.1.1; the
     loopback address where there is no network.
     """
-    towards = dict.fromkeys(address for name in names if (address := outgoing_address(name)))
-    reachable = [address for address in towards if _is_reachable(address)]
+    towards, reachable = dict.fromkeys(map(outgoing_address, names)), _reachable_addresses()
     # ssh may know names that do not resolve here.
-    return reachable or [*_reachable_addresses()] or [LOOPBACK]
+    return [address for address in towards if address in reachable] or [*reachable] or [LOOPBACK]
 
 
 DEFAULT_PORT = 29500  # where ranks meet by default: DeepSpeed's (deepspeed/constants.py) and torchrun's

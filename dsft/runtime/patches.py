@@ -49,9 +49,30 @@ class Patch:
         return re.split(r"[.:]", self.target)[-1]
 
     def digest(self) -> str:
-        """Digest of the installed code, without comments and spaces; empty where some of it is gone."""
-        sources = [_source(place) for place in self.code or (self.target,)]
-        return hashlib.sha256("".join(sources).encode()).hexdigest()[:12] if all(sources) else ""
+        """Digest of the installed code, without comments and spaces, found without an import; empty where some of it is
+        gone.
+        """
+        sources = []
+        for place in self.code or (self.target,):
+            module, _, path = place.partition(":")
+            library, *parts = module.split(".")
+            package = importlib.util.find_spec(library)
+            if package is None:
+                return ""
+            file = Path(package.origin).parent.joinpath(*parts)
+            file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+            if not file.is_file():
+                return ""
+            lines, first = file.read_text(encoding="utf-8").splitlines(keepends=True), -1
+            for depth, name in enumerate(path.split(".")):
+                definition = re.compile(rf" {{{4 * depth}}}(def|class) {name}\b")
+                after = range(first + 1, len(lines))
+                first = next((number for number in after if definition.match(lines[number])), None)
+                if first is None:
+                    return ""
+            block = "".join(inspect.getblock(lines[first:]))
+            sources.append(re.sub(r"^\s*#.*$|\s+", "", block, flags=re.MULTILINE))
+        return hashlib.sha256("".join(sources).encode()).hexdigest()[:12]
 
     @functools.cached_property
     def change(self) -> str:
@@ -69,26 +90,6 @@ class Patch:
     @property
     def fix(self) -> str:
         return f"pip install {self.library}=={next(reversed(self.seen))}"
-
-
-def _source(place: str) -> str:
-    """Source of `module:Class.function` as installed, found without an import; empty where it is not there."""
-    module, _, path = place.partition(":")
-    library, *parts = module.split(".")
-    package = importlib.util.find_spec(library)
-    if package is None:
-        return ""
-    file = Path(package.origin).parent.joinpath(*parts)
-    file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
-    if not file.is_file():
-        return ""
-    lines, first = file.read_text(encoding="utf-8").splitlines(keepends=True), -1
-    for depth, name in enumerate(path.split(".")):
-        definition = re.compile(rf" {{{4 * depth}}}(def|class) {name}\b")
-        first = next((number for number in range(first + 1, len(lines)) if definition.match(lines[number])), None)
-        if first is None:
-            return ""
-    return re.sub(r"^\s*#.*$|\s+", "", "".join(inspect.getblock(lines[first:])), flags=re.MULTILINE)
 
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"

@@ -14,7 +14,6 @@ from dsft.runtime.launcher_env import (
     check_environment,
     choose_interface,
     first_host,
-    interface_towards,
     launcher_variables,
     map_launcher_variables,
     own_addresses,
@@ -144,10 +143,17 @@ def an_interface() -> tuple[str, str]:
     pytest.skip("this machine has no network")
 
 
-def test_the_interface_is_never_loopback():
+def test_the_interface_is_never_loopback(monkeypatch):
     name, address = an_interface()
-    assert interface_towards(address) == name
-    assert interface_towards("127.0.1.1") not in ("lo", "lo0")
+    for variable, value in {"WORLD_SIZE": "2", "LOCAL_SIZE": "1", "GLOO_SOCKET_IFNAME": "mine"}.items():
+        monkeypatch.setenv(variable, value)
+    for master in (address, "127.0.1.1"):
+        monkeypatch.setenv("MASTER_ADDR", master)
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that monkeypatch takes away what is set below
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+        choose_interface()
+        chosen = os.environ.get("NCCL_SOCKET_IFNAME")
+        assert chosen == f"={name}" if master == address else chosen not in ("=lo", "=lo0")
 
 
 def test_the_interface_is_named_only_across_nodes_and_only_where_unset(monkeypatch):
