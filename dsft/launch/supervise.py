@@ -121,7 +121,8 @@ class LauncherProcess:
 
     def _listen(self) -> None:
         self.link.read(wait_seconds=0.2)
-        if self.link.has_lost_coordinator and not self.interrupted:
+        # Rank 0's sidecar has ended without a word on how the job went.
+        if self.link.coordinator and self.link.coordinator.closed and not self._is_explained():
             self._fail(
                 "the watchdog beside rank 0 is gone: its node went down, or it was killed; terminating all ranks"
             )

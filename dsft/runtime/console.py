@@ -168,7 +168,7 @@ def log_to_files(output_dir: str, *, append: bool) -> None:
         f"# rank {rank()} on {socket.gethostname()}, process {os.getpid()},"
         f" {datetime.now(UTC).isoformat(timespec='seconds')}\n"
     )
-    watchdog.set_log(path)
+    watchdog.set_file("log", path)
     if rank() == 0:
         # An earlier run in this process may have had another file.
         sys.stdout, sys.stderr = (

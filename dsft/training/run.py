@@ -320,7 +320,7 @@ def _begin(run: ResolvedRun, **sections: Any) -> None:
         error=None,
         **sections,
     )
-    watchdog.set_run(Path(run.output_dir) / RUN)
+    watchdog.set_file("run", Path(run.output_dir) / RUN)
 
 
 def _write_results(run: ResolvedRun, trainer: PerplexityTrainer, *, results: dict[str, Any] | None = None, **sections):

@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import psutil
 
@@ -196,17 +196,14 @@ def current_phase() -> str:
     return _phase
 
 
-def set_log(path: Path) -> None:
-    """Report where this rank's output goes, for messages."""
+def set_file(kind: Literal["log", "run"], path: Path) -> None:
+    """Report where this rank's output goes, for messages; or, on rank 0, the run.json in which the coordinator records
+    a failure.
+    """
     if _client is not None:
-        _client.log = path
-        _client.sidecar.send("log", path=str(path.resolve()))
-
-
-def set_run(file: Path) -> None:
-    """Tell, on rank 0, the run.json in which the coordinator records a failure."""
-    if _client is not None:
-        _client.sidecar.send("run", path=str(file.resolve()))
+        if kind == "log":
+            _client.log = path
+        _client.sidecar.send(kind, path=str(path.resolve()))
 
 
 def close(exit_code: int = 0, lines: list[str] | None = None) -> bool:

@@ -142,7 +142,21 @@ class Coordinator:
                     text = f"gave no heartbeat for {self.lost_timeout:.0f} s: {causes}"
                     self._lose(node.members.values(), text, now)
         self._print_errors_of_others(now)
-        self._read_launcher(now)
+        if self.launcher and self.state is not JobState.ENDING:
+            reason = None
+            for message in self.launcher.read():
+                match message:
+                    case {"type": "signal", "number": number}:
+                        self._tell_all("signal", number=number)
+                    case {"type": "end"}:
+                        reason = "ended by dsft launch"
+            if self.launcher.closed and not reason:  # then nobody waits for this job
+                reason = "dsft launch is gone"
+                self.say(f"{reason}: terminating all {self.world_size} ranks")
+            if reason:
+                if self.run_file:
+                    record_failure(self.run_file, self.first_error or reason)
+                self._end_ranks(reason, now)
         if now >= self.deadline and self.state is JobState.COLLECTING:
             self._end_ranks(self._announce_cause(), now)
         elif now >= self.deadline and self.state is JobState.LEAVING:
@@ -256,25 +270,6 @@ class Coordinator:
             lost = sorted({report.host for report in self.reports if report.failure is Failure.LOST})
             self.launcher.send("failed", cause=cause.sentence(), lost=lost)
         return cause.sentence()
-
-    def _read_launcher(self, now: float) -> None:
-        """Do what `dsft launch` asks; where it is gone nobody waits for this job."""
-        if self.launcher is None or self.state is JobState.ENDING:
-            return
-        reason = None
-        for message in self.launcher.read():
-            match message:
-                case {"type": "signal", "number": number}:
-                    self._tell_all("signal", number=number)
-                case {"type": "end"}:
-                    reason = "ended by dsft launch"
-        if self.launcher.closed and not reason:
-            reason = "dsft launch is gone"
-            self.say(f"{reason}: terminating all {self.world_size} ranks")
-        if reason:
-            if self.run_file:
-                record_failure(self.run_file, self.first_error or reason)
-            self._end_ranks(reason, now)
 
     def _end_ranks(self, reason: str, now: float) -> None:
         self._tell_all("end", reason=reason)

@@ -114,12 +114,6 @@ class LauncherLink:
                         self.exit_code = max(exit_code, self.exit_code or 0)
 
     @property
-    def has_lost_coordinator(self) -> bool:
-        """Whether rank 0's sidecar has ended without a word on how the job went: it was killed, or its node is lost."""
-        is_gone = self.coordinator is not None and self.coordinator.closed
-        return is_gone and self.failure is None and self.exit_code is None
-
-    @property
     def speaks(self) -> bool:
         """Whether a node of the job can still say how it goes."""
         return any(not connection.closed for connection in self.sidecars.values())

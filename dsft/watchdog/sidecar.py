@@ -134,7 +134,17 @@ class Sidecar:
                 self._read_orders()
             if self._is_watching() and looks:
                 self._inspect_rank(now)
-                self._keep_in_touch(now)
+            if self._is_watching() and looks and self.to_coordinator:
+                if now - self.last_sent > heartbeat_seconds(self.lost_timeout):
+                    self.last_sent = now
+                    self.to_coordinator.send("heartbeat")
+                if self.to_coordinator.closed or now - self.last_heard > self.lost_timeout:
+                    if self.relay and self.state is RankState.RUNNING:
+                        say(
+                            f"error: {self.host} has lost rank 0's node (its machine, its link or its watchdog is"
+                            " gone); the ranks here are terminated"
+                        )
+                    self._end_rank()
             self._step()
         if self.coordinator:
             self.coordinator.finish()
@@ -280,21 +290,6 @@ class Sidecar:
             self.last_progress, self.moved_bytes = now, moved
         if now - self.last_progress > self.limit and not is_stopped:
             self._report(Failure.STALLED, f"made no progress for {self.limit:.0f} s, in phase {self._where()}")
-
-    def _keep_in_touch(self, now: float) -> None:
-        """Send the coordinator a heartbeat, also for a rank that is leaving, and end the rank where it gives none."""
-        if self.to_coordinator is None or not self._is_watching():
-            return
-        if now - self.last_sent > heartbeat_seconds(self.lost_timeout):
-            self.last_sent = now
-            self.to_coordinator.send("heartbeat")
-        if self.to_coordinator.closed or now - self.last_heard > self.lost_timeout:
-            if self.relay and self.state is RankState.RUNNING:
-                say(
-                    f"error: {self.host} has lost rank 0's node (its machine, its link or its watchdog is gone); the"
-                    " ranks here are terminated"
-                )
-            self._end_rank()
 
     def _report(self, failure: Failure, text: str) -> None:
         """Report the rank's first failure to the coordinator; without one, print it here and terminate the rank."""

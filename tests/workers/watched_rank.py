@@ -28,7 +28,7 @@ def main() -> None:
     on_exit(watchdog.close)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     watchdog.connect(from_all([watchdog.endpoint()]))
-    watchdog.set_log(folder / f"rank_{rank}.log")
+    watchdog.set_file("log", folder / f"rank_{rank}.log")
     (folder / f"pid_{rank}").write_text(str(os.getpid()))
     for step in range(40 if fault == "none" else 400):
         dist.barrier()
