@@ -98,7 +98,7 @@ _UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
 _FUSED = "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer"
 _ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _CONVERSIONS = ("transformers.core_model_loading:revert_weight_conversion",)
-_CONVERSIONS_SEEN = {"5.17.0": "d0d629bb67b6", "5.23.0": "2e4ae8e5cfff"}
+_CONVERSIONS_SEEN = {"5.23.0": "2e4ae8e5cfff"}
 
 PATCHES = {
     # The launch.
@@ -170,19 +170,14 @@ PATCHES = {
         target="transformers.modeling_utils:PreTrainedModel.load_state_dict",
         why="peft renames an adapter's tensors on the way into a model, and returns no names",
         code=("peft.utils.save_and_load:set_peft_model_state_dict",),
-        seen={
-            "0.19.0": "5163cd7e64a3",
-            "0.20.0": "bdcceca9a05a",
-            "0.21.0": "462a733ba8eb",
-            "0.21.2": "d4409e12d9a5",
-        },
+        seen={"0.21.0": "462a733ba8eb", "0.21.2": "d4409e12d9a5"},
         if_changed="keep",  # every tensor would be reported as missing
         test="tests/checkpoints/test_export_adapters.py::test_each_tensor_of_an_adapter_has_a_place_or_is_named",
     ),
     "grouped_products": Patch(
         target="transformers.integrations.moe:_can_use_grouped_mm",
         why="torch knows the shapes of grouped products in bf16 only, and a fake model of another dtype fails",
-        seen={"5.17.0": "6c73e79381df", "5.23.0": "e1555d4cb7fa"},
+        seen={"5.23.0": "e1555d4cb7fa"},
         if_changed="keep",
         test="tests/runtime/test_patches.py::test_a_fake_mixture_in_fp32_takes_no_grouped_products",
     ),
