@@ -96,7 +96,7 @@ class Coordinator:
         self.started, self.last_sent, self.last_look = time.monotonic(), 0.0, 0.0
         self.launcher = launcher
         self.poller = Poller()  # readable where any message has come
-        self.poller.add(server)
+        self.poller.add(server.poller)
         if launcher:
             launcher.send("met")
             self.poller.add(launcher)
@@ -319,7 +319,7 @@ class Relay:
         self.children: dict[Connection, Child] = {}
         self.poller = Poller()  # readable where any message has come
         if server:
-            self.poller.add(server)
+            self.poller.add(server.poller)
         self.coordinator: Connection | None = None
         self.has_answered = False
         """Whether the coordinator ever said anything: until then the connection is tried again."""

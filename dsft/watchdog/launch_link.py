@@ -70,7 +70,7 @@ class LauncherLink:
         raise_file_limit()
         self.server = Server(listen(), secrets.token_hex(16))
         self.poller = Poller()
-        self.poller.add(self.server)
+        self.poller.add(self.server.poller)
         self.sidecars: dict[int, Connection] = {}  # by rank: the first one of each node
         self.coordinator: Connection | None = None  # rank 0's connection, after the rendezvous
         self.is_ending = False

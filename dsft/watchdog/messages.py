@@ -40,18 +40,12 @@ def heartbeat_seconds(lost_timeout: float) -> float:
     return min(2.0, lost_timeout / 4)
 
 
-class Poller:
+class Poller(selectors.EpollSelector):
     """Sockets of which the readable ones are found in one call, whatever their number; may lie in another Poller, and
     takes whatever has a `fileno`.
 
     It keeps its one descriptor from the start: a table of files that is full later does no harm.
     """
-
-    def __init__(self):
-        self._selector = selectors.EpollSelector()
-
-    def fileno(self) -> int:
-        return self._selector.fileno()
 
     def add(self, source: Any) -> None:
         """Watch `source`; a Connection that is closed is not watched any more."""
@@ -59,22 +53,22 @@ class Poller:
             if source.closed:
                 return
             source.pollers.append(self)
-        self._selector.register(source, selectors.EVENT_READ)
+        self.register(source, selectors.EVENT_READ)
 
     def remove(self, source: Any) -> None:
         """Watch it no more."""
-        self._selector.unregister(source)
+        self.unregister(source)
         if isinstance(source, Connection):
             source.pollers.remove(self)
 
     def ready(self, seconds: float = 0.0) -> list[Any]:
         """Those that can be read, after waiting so long for the first."""
-        return [key.fileobj for key, _ in self._selector.select(timeout=seconds)]
+        return [key.fileobj for key, _ in self.select(timeout=seconds)]
 
     def close(self) -> None:
-        for key in list(self._selector.get_map().values()):
+        for key in list(self.get_map().values()):
             self.remove(key.fileobj)
-        self._selector.close()
+        super().close()
 
 
 class Connection:
@@ -140,17 +134,12 @@ class Connection:
                     return
                 self.session = line.decode()
                 continue
-            # A line that is not proven, or is no message, breaks the protocol.
-            text = line if self._token is None else line.partition(b" ")[2]
-            if not hmac.compare_digest(self._proof(self._directions[1], self._read, text) + text, line):
-                self._break()
-                return
-            self._read += 1
-            try:
-                message = json.loads(text)
-            except (ValueError, RecursionError):
-                message = None
-            if not isinstance(message, dict):
+            text, message = line if self._token is None else line.partition(b" ")[2], None
+            if hmac.compare_digest(self._proof(self._directions[1], self._read, text) + text, line):
+                self._read += 1
+                with contextlib.suppress(ValueError, RecursionError):
+                    message = json.loads(text)
+            if not isinstance(message, dict):  # not proven, or no message
                 self._break()
                 return
             yield message
@@ -196,9 +185,6 @@ class Server:
         self.poller = Poller()
         self.poller.add(listener)
         self._resume_at: float | None = None
-
-    def fileno(self) -> int:
-        return self.poller.fileno()
 
     def accept(self) -> Iterator[tuple[Connection, dict[str, Any]]]:
         """Give each new connection that has proven its first message, with that. Its further messages may have come
