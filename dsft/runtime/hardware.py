@@ -32,29 +32,20 @@ class Machine:
     nodes: int
     ranks_per_node: int
     """One rank per GPU; without GPUs, CPU processes. The most of any node, where they are uneven."""
-    device_bytes: int
-    """Memory of one GPU; without GPUs, one rank's share of the host's."""
-    host_bytes: int
-    """Host memory of one node that processes may use (the cgroup's limit where there is one)."""
+    device_bytes: int  # memory of one GPU; without GPUs, one rank's share of the host's
+    host_bytes: int  # host memory of one node that processes may use (the cgroup's limit where there is one)
     has_gpu: bool
-    gpu_type: str = ""
-    """Name of the GPU, as its driver or the user says; empty where only its memory is known."""
-    interconnect: str = ""
-    """As `--interconnect` takes it: "nvlink+ib400" ...; empty where it is not known."""
-    cores: int = 1
-    """CPU cores of one node."""
-    nvme_bytes: int = 0
-    """Free bytes for offload on a local disk of each node; 0 where none is named."""
-    nvme_path: str = ""
-    """The folder there; empty on paper."""
+    gpu_type: str = ""  # name of the GPU, as its driver or the user says; empty where only its memory is known
+    interconnect: str = ""  # as `--interconnect` takes it: "nvlink+ib400" ...; empty where it is not known
+    cores: int = 1  # CPU cores of one node
+    nvme_bytes: int = 0  # free bytes for offload on a local disk of each node; 0 where none is named
+    nvme_path: str = ""  # the folder there; empty on paper
     memlock_bytes: int | None = None
     """How much memory one process may lock (ulimit -l); None without a limit. DeepSpeed's NVMe buffers are locked."""
     host_names: tuple[str, ...] = ()
     """Of the nodes, sorted, where they are known: rates measured between them are found by these."""
-    num_ranks: int = 0
-    """On all nodes; 0: as many on each."""
-    measured: bool = False
-    """Whether this is the machine dsft runs on, not one on paper."""
+    num_ranks: int = 0  # on all nodes; 0: as many on each
+    measured: bool = False  # whether this is the machine dsft runs on, not one on paper
     carried: dict[str, Any] = field(default_factory=dict, hash=False)
     """What was measured on it, where `--machine` describes it (planner/calibration.py)."""
 

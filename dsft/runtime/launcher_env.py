@@ -284,12 +284,9 @@ DEFAULT_PORT = 29500  # where ranks meet by default: DeepSpeed's (deepspeed/cons
 class Node:
     """One machine of a launch."""
 
-    name: str
-    """As the host file writes it, and as ssh takes it; "localhost" for this machine without a host file."""
-    slots: int | None
-    """Ranks started there; None: one per GPU, else up to 2 CPU processes."""
-    devices: tuple[int, ...] = ()
-    """Numbers of the GPUs they use (`--include node:0,2`); empty: the first `slots`."""
+    name: str  # as the host file writes it, and as ssh takes it; "localhost" for this machine without a host file
+    slots: int | None  # ranks started there; None: one per GPU, else up to 2 CPU processes
+    devices: tuple[int, ...] = ()  # numbers of the GPUs they use (`--include node:0,2`); empty: the first `slots`
 
 
 def read_hosts(

@@ -46,10 +46,8 @@ class Owner(Process):
     """The process that holds a lock, as it wrote it into the file."""
 
     host: str
-    boot: str
-    """Of its machine: hosts may share a name, and process ids start from scratch."""
-    processes: str
-    """The namespace of its id: containers of one machine count their processes each for itself."""
+    boot: str  # of its machine: hosts may share a name, and process ids start from scratch
+    processes: str  # the namespace of its id: containers of one machine count their processes each for itself
 
     @classmethod
     def this_process(cls) -> "Owner":

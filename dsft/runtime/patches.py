@@ -26,19 +26,15 @@ from dsft.errors import UserError
 class Patch:
     """One replacement in a library."""
 
-    target: str
-    """What is replaced: `module:function`, `module:Class.method`, or an attribute of one of these."""
+    target: str  # what is replaced: `module:function`, `module:Class.method`, or an attribute of one of these
     why: str
-    code: tuple[str, ...] = ()
-    """The functions that the patch was written for; the target itself where empty."""
-    seen: dict[str, str]
-    """Version of the library at which the patch was seen to be needed -> digest of that code."""
+    code: tuple[str, ...] = ()  # the functions that the patch was written for; the target itself where empty
+    seen: dict[str, str]  # version of the library at which the patch was seen to be needed -> digest of that code
     if_changed: Literal["refuse", "skip", "keep"]
     """refuse: results could be wrong. skip: only time or memory is saved. keep: a patch that fits no more fails loudly,
     or does no harm.
     """
-    test: str
-    """Fails without the patch."""
+    test: str  # fails without the patch
 
     @property
     def library(self) -> str:

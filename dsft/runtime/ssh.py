@@ -25,8 +25,7 @@ def ssh_command(host: str, words: list[str], variables: dict[str, str]) -> list[
 class SshProblem:
     """Why a command on a node broke off."""
 
-    code: str
-    """Of the doctor's finding (docs/doctor.md)."""
+    code: str  # of the doctor's finding (docs/doctor.md)
     node: str
     message: str
     fix: str

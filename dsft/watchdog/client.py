@@ -54,14 +54,10 @@ PHASE_LIMITS = {
 class Endpoint(NamedTuple):
     """Where the sidecar of a rank is reached."""
 
-    machine: str
-    """The same for ranks that reach each other's `socket`: the boot's id and the network namespace."""
-    socket: str | None
-    """Name of the socket for the other sidecars of its machine."""
-    port: int | None
-    """Of the coordinator, on rank 0."""
-    token: str | None
-    """What proves a message, from rank 0."""
+    machine: str  # the same for ranks that reach each other's `socket`: the boot's id and the network namespace
+    socket: str | None  # name of the socket for the other sidecars of its machine
+    port: int | None  # of the coordinator, on rank 0
+    token: str | None  # what proves a message, from rank 0
 
 
 class _Client:

@@ -37,12 +37,10 @@ class JobState(Enum):
     """What the job does. A state other than RUNNING has a deadline, and leads to ENDING."""
 
     RUNNING = auto()
-    COLLECTING = auto()
-    """A rank has failed: other reports may name the cause."""
+    COLLECTING = auto()  # a rank has failed: other reports may name the cause
     LEAVING = auto()
     """A rank has ended by itself with an error, which it printed: the others do the same, or wait for it in vain."""
-    ENDING = auto()
-    """All ranks are being terminated."""
+    ENDING = auto()  # all ranks are being terminated
 
 
 @dataclass(eq=False)
@@ -62,8 +60,7 @@ class Member:
     rank: int
     host: str
     log: str = ""
-    is_gone: bool = False
-    """It left in order, or was reported as lost."""
+    is_gone: bool = False  # it left in order, or was reported as lost
     stacks: dict[str, Any] | None = None
 
 

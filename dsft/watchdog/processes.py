@@ -179,11 +179,9 @@ class StartedBy:
     missed later.
     """
 
-    pid: int
-    """Of the rank."""
+    pid: int  # of the rank
     launchers: list[Process]
-    ssh_session: Process | None
-    """The sshd above them; None where that was no ssh."""
+    ssh_session: Process | None  # the sshd above them; None where that was no ssh
     launchers_over_ssh: list[Process]
     """Those of this machine that opened this session, nearest first: pdsh and `deepspeed` on the first node."""
 

@@ -15,16 +15,12 @@ CONSEQUENCES = re.compile(
 class Failure(StrEnum):
     """The ways in which a rank fails."""
 
-    ERROR = "error"
-    """A Python exception that nobody caught."""
+    ERROR = "error"  # a Python exception that nobody caught
     DIED = "died"
-    STALLED = "stalled"
-    """No progress within the limit of its phase."""
-    STOPPED = "stopped"
-    """Held by SIGSTOP."""
+    STALLED = "stalled"  # no progress within the limit of its phase
+    STOPPED = "stopped"  # held by SIGSTOP
     LAUNCHER_GONE = "launcher gone"
-    LOST = "lost"
-    """No heartbeat of its node or sidecar."""
+    LOST = "lost"  # no heartbeat of its node or sidecar
 
 
 @dataclass(frozen=True)
@@ -34,8 +30,7 @@ class Report:
     rank: int
     host: str
     failure: Failure
-    text: str
-    """One sentence without its subject; for `Failure.ERROR` a traceback."""
+    text: str  # one sentence without its subject; for `Failure.ERROR` a traceback
 
     @property
     def is_consequence(self) -> bool:

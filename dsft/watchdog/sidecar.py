@@ -52,14 +52,10 @@ class RankState(Enum):
     """What the sidecar knows of its rank. It watches a rank that has not LEFT or ENDED."""
 
     RUNNING = auto()
-    REPORTED = auto()
-    """It has failed; the coordinator will say when it ends."""
-    LEAVING = auto()
-    """It said that it ends in order; that is believed when it has exited."""
-    LEFT = auto()
-    """It has ended by itself, or said that it does with an error."""
-    ENDED = auto()
-    """It has been ended from here."""
+    REPORTED = auto()  # it has failed; the coordinator will say when it ends
+    LEAVING = auto()  # it said that it ends in order; that is believed when it has exited
+    LEFT = auto()  # it has ended by itself, or said that it does with an error
+    ENDED = auto()  # it has been ended from here
 
 
 class Sidecar:
