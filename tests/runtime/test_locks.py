@@ -15,6 +15,7 @@ import pytest
 import torch.utils.cpp_extension as extension
 from conftest import flags
 from ranks import on_ranks, run_entry
+from torch.utils.file_baton import FileBaton
 
 from dsft.api import evaluate_perplexity
 from dsft.errors import UserError
@@ -257,7 +258,12 @@ def test_one_of_several_waiting_processes_takes_a_dead_owners_lock_over_and_the_
     assert (tmp_path / "built").exists()
 
 
-def test_torch_builds_with_this_lock(monkeypatch):
-    monkeypatch.setattr(extension, "FileBaton", None)
+def test_torch_builds_with_this_lock(tmp_path, monkeypatch):
+    """Its own would wait for a dead owner for ever."""
+    monkeypatch.setattr(extension, "FileBaton", FileBaton)
+    (tmp_path / "lock").write_text(json.dumps(asdict(gone())))
+    assert not extension.FileBaton(str(tmp_path / "lock")).try_acquire()
     name_owners_of_operator_locks()
-    assert extension.FileBaton is OperatorLock
+    baton = extension.FileBaton(str(tmp_path / "lock"))
+    assert baton.try_acquire()
+    baton.release()
