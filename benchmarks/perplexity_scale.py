@@ -35,7 +35,7 @@ from dsft.config.options import EvalConfig
 from dsft.data.prepare import fingerprint
 from dsft.data.store import StoreWriter
 from dsft.data.tokenization import Tokens
-from dsft.perplexity import modes, scoring
+from dsft.perplexity import documents, scoring
 from dsft.perplexity.compare import compare_pair
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.results import COLUMNS, Evaluation
@@ -257,7 +257,7 @@ def write_prepared(options: EvalConfig, mebibytes: int, largest_id: int) -> dict
         write_corpus(place, mebibytes, largest_id)
         raise Enough
 
-    modes.prepare = prepared
+    documents.prepare = prepared
     with contextlib.suppress(Enough):
         list(evaluate(options))
     return {}

@@ -29,8 +29,8 @@ from dsft.models.build import resolve_dtype
 from dsft.models.tokenizer import generate as generate
 from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity.compare import Comparisons, compare_results, read_evaluations
+from dsft.perplexity.documents import Documents, samples_in
 from dsft.perplexity.loading import loaded_for_scoring
-from dsft.perplexity.modes import read_samples
 from dsft.perplexity.of_training import shared_options
 
 DARKEST_NATS = 8.0
@@ -161,10 +161,12 @@ def read_documents(data: str, tokenizer: PreTrainedTokenizerBase, **options: Any
         [data], config, tokenizer, key="data", split=config.data_split, problems=problems, keep_all=True
     )
     raise_if_any(problems)
+    batches = Documents(max_documents=config.max_documents).batches(sources[0].batches(), sources[0].rules)
+    samples = [sample for batch in batches for sample in samples_in(batch, sources[0].rules, tokenizer)]
     if sources[0].rules.is_text:
-        texts = [sample.text for sample in read_samples(sources[0], config, tokenizer)]
+        texts = [sample.text for sample in samples]
         return texts, [re.match(r"(?:\s*\S+){0,8}", text)[0] for text in texts]
-    pairs = [_text_and_prompt(sample, tokenizer) for sample in read_samples(sources[0], config, tokenizer)]
+    pairs = [_text_and_prompt(sample, tokenizer) for sample in samples]
     return [text for text, _ in pairs], [prompt for _, prompt in pairs]
 
 

@@ -17,7 +17,7 @@ from dsft.config.options import EvalConfig
 from dsft.data.formats import FormattedSource
 from dsft.data.prepare import cache_folder, prepare
 from dsft.errors import UserError, nearest
-from dsft.perplexity.modes import Answers, Documents
+from dsft.perplexity.documents import Answers, Documents
 from dsft.perplexity.sums import exp
 from dsft.perplexity.windows import Windows
 from dsft.runtime.distributed import sum_over_ranks

@@ -18,6 +18,7 @@ import numpy as np
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError, nearest, raise_if_any
 from dsft.perplexity.intervals import LEVEL, ratio_interval, sign_test, units_of
+from dsft.perplexity.modes import find_mode
 from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Results, frame, html_table
 from dsft.perplexity.sums import exp
 from dsft.runtime.console import print_table, say
@@ -214,8 +215,6 @@ def compare_results(evaluations: list[Evaluation], *, base: str | None = None) -
 
 def refusal(base: Evaluation, other: Evaluation) -> str:
     """Say why two results on the same texts cannot be compared; empty where they can."""
-    from dsft.perplexity.modes import find_mode  # loads transformers, which reading results does not need
-
     names = f"{other.model} and {base.model} on {base.data}"
     decisive = ["protocol", "seq_len", *find_mode(base.mode).options, *find_mode(other.mode).options, "mode"]
     differing = [name for name in dict.fromkeys(decisive) if base.options.get(name) != other.options.get(name)]

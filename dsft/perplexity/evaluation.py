@@ -33,9 +33,10 @@ from dsft.models.build import resolve_dtype
 from dsft.models.quantization import PACKAGES
 from dsft.models.size import check_sharding
 from dsft.perplexity.breakdown import Breakdown, build_breakdown
+from dsft.perplexity.documents import build_windows
 from dsft.perplexity.kl import ChangeHistogram, divergence_of, refusal_of_pair
 from dsft.perplexity.loading import Candidate, choose_zero, loaded_for_scoring, model_identity, with_bases
-from dsft.perplexity.modes import WINDOW_OPTIONS, build_windows, mode_problems
+from dsft.perplexity.modes import WINDOW_OPTIONS, mode_problems
 from dsft.perplexity.results import Evaluation, Recorder, Results, ResumeLog
 from dsft.perplexity.scoring import evaluate_windows, exact_products
 from dsft.perplexity.sequence_parallel import refused_model, team_of

@@ -15,6 +15,7 @@ from dsft.checkpoints.run_folder import FINAL, is_run, path_of, read_options_of_
 from dsft.config.options import HALF_PRECISION, EvalConfig, TrainConfig, shuffle_seed
 from dsft.config.reader import check_values, field_types, make_config, read_flags, read_named_file, training_types
 from dsft.errors import UserError
+from dsft.perplexity.modes import mode_problems
 
 SHARED = (
     *("dtype", "tokenizer", "revision", "trust_remote_code", "attn_implementation", "seed", "data_cache"),
@@ -53,10 +54,7 @@ def evaluation_config(values: Mapping[str, Any], problems: list[str]) -> EvalCon
                 problems.append(f"run={run}: holds no final model yet; name a checkpoint with model")
             values = _of_training(options, run, problems, overridden=values) | values
     config = replace(make_config(EvalConfig, dict(values), problems), has_seq_len=has_seq_len)
-    if config.mode != "auto" or config.protocol or config.context_curve:
-        from dsft.perplexity.modes import mode_problems  # loads transformers, which a launcher does not need
-
-        problems += mode_problems(config)
+    problems += mode_problems(config)
     return config
 
 

@@ -30,6 +30,7 @@ import pyarrow.parquet
 from dsft.config.options import UNQUANTISED
 from dsft.errors import UserError
 from dsft.perplexity.intervals import LEVEL, ResultIntervals, result_intervals
+from dsft.perplexity.modes import find_mode
 from dsft.perplexity.sums import Perplexity
 from dsft.runtime import distributed
 from dsft.runtime.disk import write_json
@@ -179,8 +180,6 @@ class Evaluation:
     @property
     def source(self) -> str:
         """Where the protocol is defined."""
-        from dsft.perplexity.modes import find_mode  # loads transformers, which reading results does not need
-
         return find_mode(self.protocol).source
 
     @property

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dsft.data.store import Store
 from dsft.units import IGNORED
 
-if TYPE_CHECKING:  # options are checked against the modes before torch loads
+if TYPE_CHECKING:  # options are checked against the modes before torch and transformers load
     from dsft.data.sequences import Sequence
+    from dsft.data.store import Store
 
 WINDOWS_AT_ONCE = 1 << 12
 Spans = Iterable[tuple[int, int, int]]
@@ -133,19 +133,19 @@ def count_true(flags: np.ndarray, begins: np.ndarray, stops: np.ndarray) -> np.n
     return np.concatenate([np.zeros(0, np.int64), *counts])
 
 
-def of_corpus(store: Store, spans_of: Callable[[int, int], Spans]) -> Windows:
+def of_corpus(store: "Store", spans_of: Callable[[int, int], Spans]) -> Windows:
     """Cut all documents as one text."""
     return _of_store(store, spans_of(0, len(store.tokens)))
 
 
-def of_documents(store: Store, spans_of: Callable[[int, int], Spans]) -> Windows:
+def of_documents(store: "Store", spans_of: Callable[[int, int], Spans]) -> Windows:
     """Cut each document by itself."""
     return _of_store(
         store, (span for start, end in pairwise(chain([0], map(int, store.ends))) for span in spans_of(start, end))
     )
 
 
-def _of_store(store: Store, spans: Spans) -> Windows:
+def _of_store(store: "Store", spans: Spans) -> Windows:
     return Windows(
         tokens=store.tokens,
         scorable=store.trained,

@@ -264,7 +264,7 @@ def test_rows_are_held_out_of_every_batch_that_is_read(tokenizer, tmp_path, conf
 def test_windows_of_text_are_those_of_the_evaluator(tokenizer, tmp_path, config):
     """Over the full corpus, not over batches of documents."""
     from dsft.config.options import EvalConfig
-    from dsft.perplexity.modes import build_windows
+    from dsft.perplexity.documents import build_windows
 
     path = write_texts(tmp_path / "texts.jsonl", 2500)
     data = loaded(config(data=[str(path)]), tokenizer)

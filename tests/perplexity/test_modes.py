@@ -1,152 +1,199 @@
-"""Documents that are scored come from a store on disk: prepared once, whole, and mapped."""
+"""Each named protocol gives what its source computes: the references here know nothing of dsft."""
 
+import dataclasses
 import json
-import pickle
+import math
 import shutil
-import tracemalloc
-from functools import partial
-from itertools import pairwise
+import subprocess
+import sys
 
-import numpy as np
-import psutil
 import pytest
-from ranks import on_ranks
-from tiny import sentences, write_jsonl
-from transformers import AutoTokenizer
+import torch
+from conftest import ROOT, grid
+from tiny import sentences, write_pairs
+from tokenizers.processors import TemplateProcessing
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dsft.api import compare, evaluate_perplexity
 from dsft.config.options import EvalConfig
-from dsft.data.prepare import prepare
-from dsft.data.sources import BATCH_ROWS, PIECE_BYTES
-from dsft.data.store import FACTS
-from dsft.data.training_data import check_sources
-from dsft.errors import UserError
+from dsft.perplexity.compare import print_together
 from dsft.perplexity.evaluation import evaluate
-from dsft.perplexity.modes import Answers, Texts, build_windows, words_in
+from dsft.perplexity.modes import MODES, NAMED_BY, protocol_configs
+from dsft.perplexity.of_training import evaluation_config
+from dsft.perplexity.windows import full_spans
+
+L, STRIDE = 32, 12
+TEXTS = [*sentences(9, seed=5), "", *sentences(3, seed=6)]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny):
-    return AutoTokenizer.from_pretrained(tiny / "model")
+def losses(model, ids: torch.Tensor) -> torch.Tensor:
+    """[T - 1] nats of each token but the first."""
+    logits = model(ids[None]).logits[0].double()
+    return cross_entropy(logits[:-1], ids[1:], reduction="none")
 
 
-def source_of(config: EvalConfig, tokenizer):
-    return check_sources(config.data, config, tokenizer, key="data", split="train", problems=[], keep_all=True)[0]
+def gptq(model, tokenizer) -> float:
+    ids = tokenizer("\n\n".join(TEXTS), return_tensors="pt").input_ids[0]
+    windows = len(ids) // L
+    means = [losses(model, ids[i * L : (i + 1) * L]).mean() * L for i in range(windows)]
+    return math.exp(sum(means) / (windows * L))
 
 
-def windows_of(path, tokenizer, **options):
-    config = EvalConfig(model=["unused"], data=[str(path)], **{"seq_len": 32} | options)
-    return build_windows(source_of(config, tokenizer), config, tokenizer)
+def llama_cpp(model, tokenizer) -> float:
+    ids = tokenizer("\n\n".join(TEXTS), return_tensors="pt").input_ids[0]
+    nll, count, first = 0.0, 0, L // 2
+    for start in range(0, len(ids) // L * L, L):
+        chunk = ids[start : start + L].clone()
+        if tokenizer.bos_token_id is not None:
+            chunk[0] = tokenizer.bos_token_id
+        nll += losses(model, chunk)[first:].sum().item()  # the first of these predicts chunk[first + 1]
+        count += L - first - 1
+    return math.exp(nll / count)
 
 
-def stores_in(cache) -> dict[str, int]:
-    return {path.parent.name: path.stat().st_mtime_ns for path in cache.glob(f"*/{FACTS}")}
+def lm_eval(model, tokenizer) -> float:
+    prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    nll, tokens = 0.0, 0
+    for text in TEXTS:
+        ids = torch.tensor([prefix, *tokenizer(text)["input_ids"]])
+        for start in range(1, len(ids), L):
+            stop = min(start + L, len(ids))
+            window = ids[max(0, min(start - 1, stop - L - 1)) : stop]
+            nll += losses(model, window)[-(stop - start) :].sum().item()
+            tokens += stop - start
+    return math.exp(nll / tokens)
 
 
-def _nats(options: dict) -> list[float]:
-    return [evaluation.perplexity.nats for evaluation in evaluate(EvalConfig(**options))]
+def hf(model, tokenizer) -> float:
+    ids = tokenizer("\n\n".join(TEXTS), return_tensors="pt").input_ids
+    nll_sum, n_tokens, prev_end = 0.0, 0, 0
+    for begin in range(0, ids.size(1), STRIDE):
+        end = min(begin + L, ids.size(1))
+        trg_len = end - prev_end
+        target = ids[:, begin:end].clone()
+        target[:, :-trg_len] = -100
+        loss = model(ids[:, begin:end], labels=target).loss.item()
+        nll_sum += loss * ((target != -100).sum().item() - 1)
+        n_tokens += (target != -100).sum().item() - 1
+        prev_end = end
+        if end == ids.size(1):
+            break
+    return math.exp(nll_sum / n_tokens)
 
 
-def test_a_data_set_is_prepared_once_for_all_ranks_and_for_models_with_the_same_tokenizer(tiny, tmp_path):
-    cache = tmp_path / "cache"
-    copy = shutil.copytree(tiny / "model", tmp_path / "copy")
-    options = {"data": [str(tiny / "held_out.jsonl")], "seq_len": 32, "data_cache": str(cache), "mode": "rolling"}
-    first = _nats(options | {"model": [str(tiny / "model")]})
-    stores = stores_in(cache)
-    assert len(stores) == 1
-    assert on_ranks(2, _nats, options | {"model": [str(copy), str(tiny / "model")]}) == [first * 2] * 2
-    assert _nats(options | {"model": [str(copy)], "seq_len": 16}) != first
-    assert stores_in(cache) == stores
+def dsft(model, tokenizer) -> float:
+    rows = [tokenizer(text)["input_ids"] for text in TEXTS]
+    ids = torch.tensor([token for row in rows for token in ([*row, tokenizer.eos_token_id] if row else [])])
+    return math.exp(
+        torch.cat([losses(model, ids[i : i + L]) for i in range(0, len(ids), L) if i + 1 < len(ids)]).mean()
+    )
 
 
-@pytest.mark.parametrize("options", [{"mode": "windows"}, {"mode": "sliding"}, {"mode": "rolling"}], ids=str)
-def test_memory_of_windows_does_not_grow_with_the_tokens(tokenizer, tmp_path, options):
-    held, tokens = [], []
-    for copies in (1, 8):
-        path = tmp_path / f"{copies}.txt"
-        path.write_text("\n\n".join(sentences(2000)) * copies)
-        windows_of(path, tokenizer, **options, seq_len=1024)  # prepares
-        tracemalloc.start()
-        windows = windows_of(path, tokenizer, **options, seq_len=1024)
-        held.append(tracemalloc.get_traced_memory()[0])
-        tracemalloc.stop()
-        tokens.append(len(windows.tokens))
-    assert tokens[1] > 7 * tokens[0] > 100_000
-    assert held[1] - held[0] < (tokens[1] - tokens[0]) / 8  # bytes
+REFERENCES = {"gptq": gptq, "llama.cpp": llama_cpp, "lm-eval": lm_eval, "hf": hf, "dsft": dsft}
 
 
-def _private_bytes_after(path: str, model: str) -> int:
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    before = psutil.Process().memory_full_info().uss
-    windows = windows_of(path, tokenizer, mode="rolling", seq_len=1024)
-    assert len(windows.tokens) > 1_000_000
-    return psutil.Process().memory_full_info().uss - before
+@pytest.fixture(scope="module", params=grid([False, True], [True]), ids=lambda value: "with BOS" if value else "plain")
+def measured(request, tiny, tmp_path_factory):
+    """The model, its tokenizer, and the evaluations of `protocol: all` by protocol."""
+    folder = tmp_path_factory.mktemp("protocols")
+    model = shutil.copytree(tiny / "model", folder / "model")
+    if request.param:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.bos_token = "<|user|>"
+        bos = (tokenizer.bos_token, tokenizer.bos_token_id)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+        tokenizer.save_pretrained(model)
+    data = folder / "texts.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    config = EvalConfig(model=[str(model)], data=[str(data)], protocol="all", seq_len=L, stride=STRIDE, zero="0")
+    evaluations = list(evaluate(config))
+    loaded = AutoModelForCausalLM.from_pretrained(model).eval()
+    return loaded, AutoTokenizer.from_pretrained(model), evaluations
 
 
-def test_a_rank_that_prepared_a_long_text_gives_the_memory_back(tiny, tmp_path):
-    path = tmp_path / "long.txt"
-    path.write_text("\n\n".join(sentences(2000)) * 30)
-    (kept,) = on_ranks(1, _private_bytes_after, str(path), str(tiny / "model"))
-    assert kept < 10 * path.stat().st_size
+@torch.no_grad()
+@pytest.mark.parametrize("protocol", REFERENCES)
+def test_a_protocol_gives_what_its_source_computes(measured, protocol):
+    model, tokenizer, evaluations = measured
+    by_protocol = {evaluation.protocol: evaluation for evaluation in evaluations}
+    report = by_protocol[protocol].report()
+    assert report["perplexity"] == pytest.approx(REFERENCES[protocol](model, tokenizer), rel=1e-5)
+    others = [other.report()["perplexity"] for name, other in by_protocol.items() if name != protocol]
+    assert report["perplexity"] not in others and MODES[protocol].source in report["definition"]
 
 
-def test_a_text_file_is_tokenised_as_a_whole(tokenizer, tmp_path):
-    """Its pieces would end in other tokens than the text has there."""
-    text = "\n\n \n".join(f"{sentence}  é" for sentence in sentences(1500))
-    assert len(text.encode()) > 4 * PIECE_BYTES
-    path = tmp_path / "long.txt"
-    path.write_text(text)
-    ids = tokenizer(text)["input_ids"]
-    windows = windows_of(path, tokenizer, mode="windows")
-    assert windows.tokens.tolist() == [*ids, tokenizer.eos_token_id]
-    assert windows.document_bytes.tolist() == [len(text.encode())]
-    assert windows.document_words.tolist() == [words_in(text)] == [len(text.split())]
-    assert windows_of(path, tokenizer, mode="rolling").tokens.tolist() == [tokenizer.eos_token_id, *ids]
+def test_the_table_of_all_protocols_has_a_line_for_each(measured, capsys):
+    *_, evaluations = measured
+    print_together(evaluations, EvalConfig(protocol="all"))
+    shown = capsys.readouterr().out
+    assert all(f"{evaluation.report()['perplexity']:.4f}" in shown for evaluation in evaluations)
+    assert [evaluation.protocol for evaluation in evaluations] == NAMED_BY["protocol"] == list(REFERENCES)
+    assert "windows of 32" in shown and "IST-DASLab/gptq" in shown
 
 
-@pytest.mark.parametrize("max_documents", [None, BATCH_ROWS - 1, BATCH_ROWS, BATCH_ROWS + 2])
-def test_documents_are_those_that_the_tokenizer_makes_of_the_rows(tokenizer, tmp_path, max_documents):
-    """Of several batches, with empty documents in them; the separator stands before each but the first."""
-    texts = ["", *sentences(BATCH_ROWS + 8, longest=12), "", "a"]
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
-    texts = texts[:max_documents]
-    for options, expected in {
-        ("windows", "eos"): [ids + [tokenizer.eos_token_id] * bool(ids) for ids in tokenizer(texts)["input_ids"]],
-        ("windows", "||"): tokenizer([texts[0], *(f"||{text}" for text in texts[1:])])["input_ids"],
-        ("rolling", "eos"): [[tokenizer.eos_token_id, *ids] for ids in tokenizer(texts)["input_ids"]],
-    }.items():
-        mode, separator = options
-        windows = windows_of(path, tokenizer, mode=mode, separator=separator, max_documents=max_documents)
-        bounds = pairwise([0, *windows.document_ends.tolist()])
-        assert [windows.tokens[start:end].tolist() for start, end in bounds] == expected, options
-        assert windows.document_bytes.tolist() == [len(text.encode()) for text in texts]
-        assert windows.document_words.tolist() == [words_in(text) for text in texts]
-        first = np.zeros(len(windows.tokens), bool)
-        first[[0, *windows.document_ends[:-1]]] = mode == "rolling"
-        assert np.array_equal(windows.scorable, ~first)
+def test_a_result_has_one_perplexity(measured):
+    """Also by hf, whose windows have weights of their own."""
+    model, tokenizer, evaluations = measured
+    for evaluation in evaluations:
+        number = evaluation.perplexity.perplexity
+        assert number == evaluation.report()["perplexity"]
+        assert evaluation.summary()["perplexity"] == f"{number:.4f}"
+    (by_hf,) = [evaluation for evaluation in evaluations if evaluation.protocol == "hf"]
+    assert by_hf.perplexity.loss != by_hf.perplexity.reported_loss == pytest.approx(math.log(hf(model, tokenizer)))
+    better = dataclasses.replace(by_hf.perplexity, reported_loss=by_hf.perplexity.reported_loss - 0.1)
+    (comparison,) = compare(by_hf, dataclasses.replace(by_hf, model="better", perplexity=better))
+    ratio = better.perplexity / by_hf.perplexity.perplexity
+    assert comparison.perplexity_ratio.value == pytest.approx(ratio, rel=1e-12)
 
 
-def test_worker_processes_prepare_the_same(tiny, tokenizer):
-    """Each gets a copy of the preparation."""
-    for name, preparation in (("held_out.jsonl", Texts(bos="auto", has_prefix=True)), ("pairs.jsonl", Answers())):
-        source = source_of(EvalConfig(model=["unused"], data=[str(tiny / name)]), tokenizer)
-        work = partial(preparation.tokens, rules=source.rules, tokenizer=tokenizer)
-        (batch,) = preparation.batches(source.batches(), source.rules)
-        here, there = (worker(batch) for worker in (work, pickle.loads(pickle.dumps(work))))
-        assert here.ids.tolist() == there.ids.tolist() and here.document_bytes.tolist() == there.document_bytes.tolist()
+def test_a_result_is_valid_json_where_bytes_and_interval_are_unknown(measured):
+    *_, evaluations = measured
+    for evaluation in evaluations:
+        json.dumps(evaluation.report(), allow_nan=False)
+    (by_gptq,) = [evaluation for evaluation in evaluations if evaluation.protocol == "gptq"]
+    assert by_gptq.report()["bits_per_byte"] is None
+    assert "perplexity=" in repr(by_gptq)
+    assert len(repr(by_gptq)) < 500
 
 
-def test_training_and_evaluation_have_stores_of_their_own(tiny, tokenizer, tmp_path):
-    source = source_of(EvalConfig(model=["unused"], data=[str(tiny / "held_out.jsonl")]), tokenizer)
-    stores = [
-        prepare(source, tokenizer, tmp_path, show_progress=False, **options)
-        for options in ({}, {"preparation": Texts(bos="auto")}, {"preparation": Texts(bos="off")})
-    ]
-    assert len({store.folder for store in stores}) == 3
-    rows = [json.loads(line) for line in (tiny / "held_out.jsonl").open()]
-    assert [len(store.document_bytes) for store in stores] == [0, len(rows), len(rows)]
+def test_bytes_are_counted_only_where_the_whole_text_is_scored(measured):
+    *_, evaluations = measured
+    bytes_of = {evaluation.protocol: evaluation.perplexity.bytes for evaluation in evaluations}
+    joined = len("\n\n".join(TEXTS).encode())
+    assert bytes_of == {"gptq": 0, "llama.cpp": 0, "hf": joined, "lm-eval": joined - 2 * 12, "dsft": joined - 2 * 12}
 
 
-def test_a_cache_that_cannot_be_written_is_named(tiny, tokenizer, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="data_cache: .*file/cache cannot be made"):
-        windows_of(tiny / "held_out.jsonl", tokenizer, data_cache=str(tmp_path / "file" / "cache"))
+def test_a_protocol_takes_its_own_length_unless_one_is_named():
+    def lengths(positions, **options):
+        config = evaluation_config({"model": "m", "data": "d", "protocol": "all"} | options, [])
+        return [each.seq_len for each in protocol_configs(config, positions)]
+
+    assert lengths(8192) == [2048, 512, 8192, 1024, 1024]
+    assert lengths(1024) == [1024, 512, 1024, 1024, 1024]
+    assert lengths(8192, seq_len=256) == [256] * 5
+    assert list(full_spans(0, 10, 4, 3)) == [(0, 4, 3), (4, 8, 7)]
+
+
+def test_what_a_protocol_cannot_be_given_is_refused(tiny, tmp_path):
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 3)
+    base = {"model": str(tiny / "model"), "data": str(tiny / "held_out.jsonl"), "progress": False}
+    for options, part in (
+        ({"protocol": "gptq", "mode": "rolling"}, "protocol=gptq and mode=rolling are both set; keep one"),
+        ({"protocol": "gptq", "data": str(pairs)}, "protocol=gptq is of texts, .* leave it out"),
+        ({"protocol": "gptq", "seq_len": 256, "max_documents": 1}, "drops what does not fill a window of seq_len=256"),
+        ({"protocol": "gtpq", "seq_len": 32}, "did you mean 'gptq'"),
+        ({"protocol": "all"}, "protocol=all gives a result for each protocol; name one"),
+    ):
+        with pytest.raises(ValueError, match=part) as caught:
+            evaluate_perplexity(**base | options)
+        assert len(caught.value.problems) == 1
+
+
+def test_names_are_checked_without_torch_and_transformers():
+    code = (
+        "import sys; from dsft.config.options import EvalConfig; from dsft.perplexity.modes import mode_problems\n"
+        "(problem,) = mode_problems(EvalConfig(mode='windws'))\n"
+        "assert 'windows' in problem and not {'torch', 'transformers', 'pyarrow'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -1,0 +1,226 @@
+"""Prepares documents for scoring: what of the rows is tokenised, which tokens count, and the windows over them.
+
+A data set is tokenised once, in the store that training uses (`data/prepare.py`), for every rank that sees the cache
+folder and for every model with the same tokenizer.
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from dsft.config.options import EvalConfig
+from dsft.data.formats import Chat, EmptyAnswer, FormatRules, FormattedSource, Pair, Text, canonical, text_of
+from dsft.data.prepare import Preparation, cache_folder, prepare
+from dsft.data.sources import Batch, Row
+from dsft.data.store import Store
+from dsft.data.tokenization import Tokens, closes_texts, encode, tokenise
+from dsft.errors import UserError
+from dsft.perplexity.modes import MODES, NAMED_BY, find_mode
+from dsft.perplexity.windows import Windows
+
+Sample = Text | Pair | Chat | None
+"""A document in its canonical form; None for a row without an answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents(Preparation):
+    """Takes one document after the other, whole: the pieces in which a long text file is read are joined."""
+
+    max_documents: int | None = None
+    """Only the first so many; no further row is read."""
+    version: int = 2
+    """Of what is stored for a document; part of the fingerprint, as all fields."""
+
+    def batches(self, batches: Iterator[Batch], rules: FormatRules) -> Iterator[Batch]:
+        pieces: list[Row] = []
+        first = 0
+        for batch in batches:
+            rows = []
+            for row in batch.rows:
+                pieces.append(row)
+                if row.ends_document:
+                    text = "".join(piece.values["text"] for piece in pieces) if len(pieces) > 1 else None
+                    rows.append(row if text is None else pieces[0]._replace(values={"text": text}, ends_document=True))
+                    pieces = []
+            if self.max_documents is not None:
+                rows = rows[: self.max_documents - first]
+            if rows:
+                yield replace(batch, rows=rows, first=first)
+            first += len(rows)
+            if first == self.max_documents:
+                return
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts(Documents):
+    """Takes texts, all tokens of which count."""
+
+    bos: str
+    """As the option."""
+    separator: str = "none"
+    """As the option, where documents are joined."""
+    has_prefix: bool = False
+    """Each document begins with BOS, else EOS, which is context only."""
+
+    def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+        samples = samples_in(batch, rules, tokenizer)
+        texts = [text_of(sample) for sample in samples]
+        start, end, given = [], [], texts
+        if self.has_prefix:
+            start.append(tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id)
+        if self.bos == "on":
+            start.append(tokenizer.bos_token_id)
+        if self.separator not in ("eos", "none"):  # each document but the first carries the separator before it
+            given = [self.separator + text if batch.first + index else text for index, text in enumerate(texts)]
+        elif self.separator == "eos" and tokenizer.eos_token_id is not None:
+            is_closed = self.bos == "auto" and closes_texts(tokenizer)  # by the tokenizer itself
+            end = [] if is_closed else [tokenizer.eos_token_id]
+        documents = [
+            np.concatenate([np.array(part, np.int32) for part in (start, ids, end if start or ids else [])])
+            for ids in encode(tokenizer, given, special=self.bos == "auto")
+        ]
+        ends = np.cumsum([len(ids) for ids in documents], dtype=np.int64)
+        ids = np.concatenate([np.zeros(0, np.int32), *documents])
+        trained = np.ones(len(ids), bool)
+        if self.has_prefix:
+            trained[[0, *ends[:-1]]] = False
+        return _with_sizes(ids, trained, ends, texts, samples, Counter(rows=len(batch.rows)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedTexts(Documents):
+    """Takes all texts as one document, joined by two newlines and tokenised once."""
+
+    def batches(self, batches: Iterator[Batch], rules: FormatRules) -> Iterator[Batch]:
+        whole = list(super().batches(batches, rules))
+        if whole:
+            rows = [row for batch in whole for row in batch.rows]
+            yield Batch(rows=rows, place=", ".join(dict.fromkeys(batch.place for batch in whole)))
+
+    def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+        joined = Text(text="\n\n".join(text_of(sample) for sample in samples_in(batch, rules, tokenizer)))
+        ids = np.array(next(encode(tokenizer, [joined.text])), np.int32)
+        ends, counts = np.array([len(ids)], np.int64), Counter(rows=len(batch.rows))
+        return _with_sizes(ids, np.ones(len(ids), bool), ends, [joined.text], [joined], counts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers(Documents):
+    """Takes prompts with completions, and chats; only what training learns of them counts."""
+
+    def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+        samples = samples_in(batch, rules, tokenizer)
+        texts = [text_of(sample) if sample else "" for sample in samples]
+        try:
+            tokens = tokenise(batch, rules, tokenizer)
+        except UserError as error:
+            raise UserError([f"data: {problem}" for problem in error.problems]) from None
+        beside_content = {"reasoning_content", "tool_calls", "weight"}
+        for index, (start, end) in enumerate(pairwise([0, *tokens.ends.tolist()])):
+            ids, trained = tokens.ids[start:end], tokens.trained[start:end]
+            messages = samples[index].messages if isinstance(samples[index], Chat) else []
+            if not trained.any():
+                texts[index] = ""
+            elif (
+                len(ids) == rules.seq_len
+                or rules.train_on in ("all", "last")
+                or any(each["role"] == "assistant" and not beside_content.isdisjoint(each) for each in messages)
+            ):  # what is scored is not the text of the answers: cut off, less of them, or more than their content
+                texts[index] = tokenizer.decode(ids[trained], skip_special_tokens=True)
+        return _with_sizes(tokens.ids, tokens.trained, tokens.ends, texts, samples, tokens.counts)
+
+
+def _with_sizes(
+    ids: np.ndarray,
+    trained: np.ndarray,
+    ends: np.ndarray,
+    texts: list[str],
+    samples: list[Sample],
+    counts: Counter,
+) -> Tokens:
+    """Add what is known of the texts: their hashes, whatever tokenizer and template, and the UTF-8 bytes and
+    words of the scored ones.
+    """
+    contents = (
+        json.dumps([type(each).__name__, vars(each) if each else {}], sort_keys=True, default=str) for each in samples
+    )
+    hashes = [int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest()) for content in contents]
+    return Tokens(
+        ids=ids,
+        trained=trained,
+        ends=ends,
+        hashes=np.array(hashes, np.uint64),
+        counts=counts,
+        document_bytes=np.array([len(text.encode()) for text in texts], np.int64),
+        # As lm-evaluation-harness counts words, len(re.split(r"\s+", text)), here without the words themselves
+        # (lm_eval/tasks/wikitext/preprocess_wikitext.py).
+        document_words=np.array([1 + sum(1 for _ in re.finditer(r"\s+", text)) for text in texts], np.int64),
+    )
+
+
+def samples_in(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """Bring the rows into their canonical form.
+
+    Raises:
+        UserError: with file and line of a row that cannot be used.
+    """
+    samples: list[Sample] = []
+    for row in batch.rows:
+        try:
+            samples.append(canonical(row, rules, has_template=bool(tokenizer.chat_template)))
+        except EmptyAnswer:
+            samples.append(None)
+        except ValueError as error:
+            raise UserError(f"data: {batch.where(row)}: {error}") from None
+    return samples
+
+
+KINDS = {"texts": Texts, "joined": JoinedTexts, "answers": Answers}
+"""What a mode asks for by name (`modes.py`)."""
+
+
+def build_windows(
+    data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase, *, show_progress: bool = False
+) -> Windows:
+    """Make the windows of the rows of `data` as `config` says. Who comes first prepares the tokens.
+
+    Args:
+        show_progress: of the preparation.
+
+    Raises:
+        UserError: where mode and data do not go together, or nothing can be scored.
+    """
+    is_text = data.rules.is_text
+    fitting = [name for name in NAMED_BY["mode"] if MODES[name].is_text == is_text]
+    name = fitting[0] if config.mode == "auto" else config.mode
+    if name not in fitting:
+        *first, last = fitting
+        names = f"{', '.join(first)} or {last}" if first else last
+        raise UserError(f"mode={name} does not fit the data, which holds {data.rules.format}; use {names}")
+    if is_text and config.bos == "on" and tokenizer.bos_token_id is None:
+        raise UserError(f"bos=on: the tokenizer {tokenizer.name_or_path} has no BOS token; use auto or off")
+    if config.protocol and find_mode(config.protocol).windows:
+        name = config.protocol
+        if not is_text:
+            key = "context_curve" if config.context_curve else f"protocol={config.protocol}"
+            raise UserError(f"{key} is of texts, and the data holds {data.rules.format}; leave it out")
+
+    def prepared(kind: str, **fields: Any) -> Store:
+        preparation = KINDS[kind](max_documents=config.max_documents, **fields)
+        return prepare(data, tokenizer, cache_folder(config), preparation=preparation, show_progress=show_progress)
+
+    windows = find_mode(name).windows(config, prepared, tokenizer)
+    windows.mode = name
+    if not windows.has_scored_tokens:
+        raise UserError(
+            f"data: {len(windows.document_ends)} documents give no token to score: a first token is context only"
+        )
+    return windows

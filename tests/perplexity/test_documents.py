@@ -1,0 +1,153 @@
+"""Documents that are scored come from a store on disk: prepared once, whole, and mapped."""
+
+import json
+import pickle
+import re
+import shutil
+import tracemalloc
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import psutil
+import pytest
+from ranks import on_ranks
+from tiny import sentences, write_jsonl
+from transformers import AutoTokenizer
+
+from dsft.config.options import EvalConfig
+from dsft.data.prepare import prepare
+from dsft.data.sources import BATCH_ROWS, PIECE_BYTES
+from dsft.data.store import FACTS
+from dsft.data.training_data import check_sources
+from dsft.errors import UserError
+from dsft.perplexity.documents import Answers, Texts, build_windows
+from dsft.perplexity.evaluation import evaluate
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return AutoTokenizer.from_pretrained(tiny / "model")
+
+
+def source_of(config: EvalConfig, tokenizer):
+    return check_sources(config.data, config, tokenizer, key="data", split="train", problems=[], keep_all=True)[0]
+
+
+def windows_of(path, tokenizer, **options):
+    config = EvalConfig(model=["unused"], data=[str(path)], **{"seq_len": 32} | options)
+    return build_windows(source_of(config, tokenizer), config, tokenizer)
+
+
+def stores_in(cache) -> dict[str, int]:
+    return {path.parent.name: path.stat().st_mtime_ns for path in cache.glob(f"*/{FACTS}")}
+
+
+def _nats(options: dict) -> list[float]:
+    return [evaluation.perplexity.nats for evaluation in evaluate(EvalConfig(**options))]
+
+
+def test_a_data_set_is_prepared_once_for_all_ranks_and_for_models_with_the_same_tokenizer(tiny, tmp_path):
+    cache = tmp_path / "cache"
+    copy = shutil.copytree(tiny / "model", tmp_path / "copy")
+    options = {"data": [str(tiny / "held_out.jsonl")], "seq_len": 32, "data_cache": str(cache), "mode": "rolling"}
+    first = _nats(options | {"model": [str(tiny / "model")]})
+    stores = stores_in(cache)
+    assert len(stores) == 1
+    assert on_ranks(2, _nats, options | {"model": [str(copy), str(tiny / "model")]}) == [first * 2] * 2
+    assert _nats(options | {"model": [str(copy)], "seq_len": 16}) != first
+    assert stores_in(cache) == stores
+
+
+@pytest.mark.parametrize("options", [{"mode": "windows"}, {"mode": "sliding"}, {"mode": "rolling"}], ids=str)
+def test_memory_of_windows_does_not_grow_with_the_tokens(tokenizer, tmp_path, options):
+    held, tokens = [], []
+    for copies in (1, 8):
+        path = tmp_path / f"{copies}.txt"
+        path.write_text("\n\n".join(sentences(2000)) * copies)
+        windows_of(path, tokenizer, **options, seq_len=1024)  # prepares
+        tracemalloc.start()
+        windows = windows_of(path, tokenizer, **options, seq_len=1024)
+        held.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+        tokens.append(len(windows.tokens))
+    assert tokens[1] > 7 * tokens[0] > 100_000
+    assert held[1] - held[0] < (tokens[1] - tokens[0]) / 8  # bytes
+
+
+def _private_bytes_after(path: str, model: str) -> int:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    before = psutil.Process().memory_full_info().uss
+    windows = windows_of(path, tokenizer, mode="rolling", seq_len=1024)
+    assert len(windows.tokens) > 1_000_000
+    return psutil.Process().memory_full_info().uss - before
+
+
+def test_a_rank_that_prepared_a_long_text_gives_the_memory_back(tiny, tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_text("\n\n".join(sentences(2000)) * 30)
+    (kept,) = on_ranks(1, _private_bytes_after, str(path), str(tiny / "model"))
+    assert kept < 10 * path.stat().st_size
+
+
+def test_a_text_file_is_tokenised_as_a_whole(tokenizer, tmp_path):
+    """Its pieces would end in other tokens than the text has there."""
+    text = "\n\n \n".join(f"{sentence}  é" for sentence in sentences(1500))
+    assert len(text.encode()) > 4 * PIECE_BYTES
+    path = tmp_path / "long.txt"
+    path.write_text(text)
+    ids = tokenizer(text)["input_ids"]
+    windows = windows_of(path, tokenizer, mode="windows")
+    assert windows.tokens.tolist() == [*ids, tokenizer.eos_token_id]
+    assert windows.document_bytes.tolist() == [len(text.encode())]
+    assert windows.document_words.tolist() == [len(re.split(r"\s+", text))] == [len(text.split())]
+    assert windows_of(path, tokenizer, mode="rolling").tokens.tolist() == [tokenizer.eos_token_id, *ids]
+
+
+@pytest.mark.parametrize("max_documents", [None, BATCH_ROWS - 1, BATCH_ROWS, BATCH_ROWS + 2])
+def test_documents_are_those_that_the_tokenizer_makes_of_the_rows(tokenizer, tmp_path, max_documents):
+    """Of several batches, with empty documents in them; the separator stands before each but the first."""
+    texts = ["", *sentences(BATCH_ROWS + 8, longest=12), "", "a"]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+    texts = texts[:max_documents]
+    for options, expected in {
+        ("windows", "eos"): [ids + [tokenizer.eos_token_id] * bool(ids) for ids in tokenizer(texts)["input_ids"]],
+        ("windows", "||"): tokenizer([texts[0], *(f"||{text}" for text in texts[1:])])["input_ids"],
+        ("rolling", "eos"): [[tokenizer.eos_token_id, *ids] for ids in tokenizer(texts)["input_ids"]],
+    }.items():
+        mode, separator = options
+        windows = windows_of(path, tokenizer, mode=mode, separator=separator, max_documents=max_documents)
+        bounds = pairwise([0, *windows.document_ends.tolist()])
+        assert [windows.tokens[start:end].tolist() for start, end in bounds] == expected, options
+        assert windows.document_bytes.tolist() == [len(text.encode()) for text in texts]
+        assert windows.document_words.tolist() == [len(re.split(r"\s+", text)) for text in texts]
+        first = np.zeros(len(windows.tokens), bool)
+        first[[0, *windows.document_ends[:-1]]] = mode == "rolling"
+        assert np.array_equal(windows.scorable, ~first)
+
+
+def test_worker_processes_prepare_the_same(tiny, tokenizer):
+    """Each gets a copy of the preparation."""
+    for name, preparation in (("held_out.jsonl", Texts(bos="auto", has_prefix=True)), ("pairs.jsonl", Answers())):
+        source = source_of(EvalConfig(model=["unused"], data=[str(tiny / name)]), tokenizer)
+        work = partial(preparation.tokens, rules=source.rules, tokenizer=tokenizer)
+        (batch,) = preparation.batches(source.batches(), source.rules)
+        here, there = (worker(batch) for worker in (work, pickle.loads(pickle.dumps(work))))
+        assert here.ids.tolist() == there.ids.tolist() and here.document_bytes.tolist() == there.document_bytes.tolist()
+
+
+def test_training_and_evaluation_have_stores_of_their_own(tiny, tokenizer, tmp_path):
+    source = source_of(EvalConfig(model=["unused"], data=[str(tiny / "held_out.jsonl")]), tokenizer)
+    stores = [
+        prepare(source, tokenizer, tmp_path, show_progress=False, **options)
+        for options in ({}, {"preparation": Texts(bos="auto")}, {"preparation": Texts(bos="off")})
+    ]
+    assert len({store.folder for store in stores}) == 3
+    rows = [json.loads(line) for line in (tiny / "held_out.jsonl").open()]
+    assert [len(store.document_bytes) for store in stores] == [0, len(rows), len(rows)]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tiny, tokenizer, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="data_cache: .*file/cache cannot be made"):
+        windows_of(tiny / "held_out.jsonl", tokenizer, data_cache=str(tmp_path / "file" / "cache"))
