@@ -60,14 +60,16 @@ class Endpoint(NamedTuple):
     token: str | None  # what proves a message, from rank 0
 
 
+@dataclasses.dataclass
 class _Client:
     """This rank's end of the connection to its sidecar."""
 
-    def __init__(self, timeouts: Any, sidecar: Connection, endpoint: Endpoint | None = None):
-        self.timeouts, self.sidecar, self.endpoint = timeouts, sidecar, endpoint
-        self.phase, self.last_heartbeat = "starting", 0.0
-        self.log: Path | None = None
-        self.has_met = False
+    timeouts: Any
+    sidecar: Connection
+    endpoint: Endpoint | None = None
+    last_heartbeat: float = 0.0
+    log: Path | None = None
+    has_met: bool = False
 
 
 _client: _Client | None = None
@@ -174,14 +176,13 @@ def set_phase(phase: str) -> None:
     global _phase
     _phase = phase
     if _client is not None:
-        _client.phase = phase
         _client.sidecar.send("phase", name=phase, limit=getattr(_client.timeouts, PHASE_LIMITS[phase]))
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Let the limit of phase `name` hold inside a `with`, then the earlier one again; after an error it stays."""
-    before = current_phase()
+    before = _phase
     set_phase(name)
     yield
     set_phase(before)
