@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
@@ -32,7 +31,7 @@ from dsft.data.tokenization import Tokens, tokenise
 from dsft.errors import UserError, one_line
 from dsft.runtime.console import progress_bar
 from dsft.runtime.disk import user_cache
-from dsft.runtime.hardware import cpu_count
+from dsft.runtime.hardware import cpu_count, free_host_bytes
 from dsft.watchdog import client as watchdog
 
 VERSION = 4
@@ -175,7 +174,7 @@ def _write(
             tokenised = partial(preparation.tokens, rules=rules, tokenizer=tokenizer)
             smallest = WORKERS_FROM_BYTES_OF_CHATS if Chat in rules.forms else WORKERS_FROM_BYTES
             is_small = source.total_bytes is not None and source.total_bytes < smallest
-            most = min(cpu_count(), psutil.virtual_memory().available // 4 // WORKER_BYTES)
+            most = min(cpu_count(), free_host_bytes() // 4 // WORKER_BYTES)
             for batch, tokens in _tokenised(batches, tokenised, workers=1 if is_small else max(1, most)):
                 writer.append(tokens)
                 watchdog.heartbeat()

@@ -91,6 +91,22 @@ def test_many_processes_prepare_what_one_does(tiny, tokenizer, tmp_path, monkeyp
     assert alone.counts["rows"] == 5000 and alone.counts["split"] > 0 and alone.tokens.dtype == np.uint16
 
 
+def test_the_memory_of_a_container_bounds_the_processes(tiny, tokenizer, tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "a", "completion": "b"}])
+    tokenised, workers = preparing._tokenised, []
+
+    def counting(*args, **options):
+        workers.append(options["workers"])
+        return tokenised(*args, **options | {"workers": 1})
+
+    monkeypatch.setattr(preparing, "_tokenised", counting)
+    monkeypatch.setattr(preparing, "WORKERS_FROM_BYTES", 0)
+    monkeypatch.setattr(preparing, "cpu_count", lambda: 64)
+    monkeypatch.setattr("dsft.runtime.hardware.host_memory_bytes", lambda: 4 * preparing.WORKER_BYTES)
+    prepare(formatted(path, rules_of("prompt", "completion")), tokenizer, tmp_path / "store", show_progress=False)
+    assert workers == [1]
+
+
 def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer, tmp_path):
     path = write_texts(tmp_path / "texts.jsonl", 5)
     rules = rules_of("messages")
