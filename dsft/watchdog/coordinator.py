@@ -64,21 +64,17 @@ class Member:
     stacks: dict[str, Any] | None = None
 
 
+@dataclass(eq=False)
 class Coordinator:
-    """Args: `server` for sidecars that know its token, `say` what prints a line on the screen, `launcher` rank 0's
-    connection to `dsft launch`.
-    """
+    """Decides for all ranks; in the sidecar of rank 0."""
 
-    def __init__(
-        self,
-        server: Server,
-        world_size: int,
-        lost_timeout: float,
-        *,
-        say: Callable[[str], None],
-        launcher: Connection | None = None,
-    ):
-        self.server, self.world_size, self.lost_timeout, self.say = server, world_size, lost_timeout, say
+    server: Server  # for sidecars that know its token
+    world_size: int
+    lost_timeout: float
+    say: Callable[[str], None]  # prints a line on the screen
+    launcher: Connection | None = None  # rank 0's connection to `dsft launch`
+
+    def __post_init__(self):
         self.state, self.deadline = JobState.RUNNING, math.inf
         self.nodes: dict[Connection, Node] = {}
         self.members: dict[int, Member] = {}
@@ -91,12 +87,11 @@ class Coordinator:
         self.run_file: Path | None = None  # run.json, on the disk of this node, once the run has begun it
         self.first_error = ""  # of a rank that has ended with a message of its own
         self.started, self.last_sent, self.last_look = time.monotonic(), 0.0, 0.0
-        self.launcher = launcher
         self.poller = Poller()  # readable where any message has come
-        self.poller.add(server.poller)
-        if launcher:
-            launcher.send("met")
-            self.poller.add(launcher)
+        self.poller.add(self.server.poller)
+        if self.launcher:
+            self.launcher.send("met")
+            self.poller.add(self.launcher)
 
     def is_over(self) -> bool:
         """Whether nobody needs the coordinator any more."""
@@ -286,44 +281,35 @@ class Child:
     is_gone: bool = False
 
 
+@dataclass(eq=False)
 class Relay:
     """The one connection between the sidecars of a node and the coordinator.
 
     What a sidecar sends goes up with its rank; what the coordinator says goes down to all of them. A sidecar that is
     gone or silent is reported; where the coordinator is, the sidecars' connections end.
-
-    Args:
-        server: for the other sidecars of this node; None where this one serves its own rank alone.
-        own_sidecar: a connection from the sidecar of this process.
-        address, token: of the coordinator.
-        expected: sidecars of this node, with this one.
     """
 
-    def __init__(
-        self,
-        server: Server | None,
-        own_sidecar: Connection,
-        *,
-        address: tuple[str, int],
-        token: str,
-        host: str,
-        expected: int,
-        lost_timeout: float,
-        say: Callable[[str], None],
-    ):
-        self.server, self.address, self.token, self.host = server, address, token, host
-        self.expected, self.lost_timeout, self.say = expected, lost_timeout, say
+    server: Server | None  # for the other sidecars of this node; None where this one serves its own rank alone
+    own_sidecar: Connection  # from the sidecar of this process
+    address: tuple[str, int]  # of the coordinator
+    token: str  # of the coordinator
+    host: str
+    expected: int  # sidecars of this node, with this one
+    lost_timeout: float
+    say: Callable[[str], None]
+
+    def __post_init__(self):
         self.children: dict[Connection, Child] = {}
         self.poller = Poller()  # readable where any message has come
-        if server:
-            self.poller.add(server.poller)
+        if self.server:
+            self.poller.add(self.server.poller)
         self.coordinator: Connection | None = None
         self.has_answered = False
         """Whether the coordinator ever said anything: until then the connection is tried again."""
         self.is_cut_off = False
         self.started = self.last_heard = time.monotonic()
         self.last_sent = self.last_look = 0.0
-        self._adopt(own_sidecar)
+        self._adopt(self.own_sidecar)
         self._connect()
 
     def is_over(self) -> bool:
