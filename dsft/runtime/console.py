@@ -75,10 +75,8 @@ class _Lines:
 
 
 def progress_bar(*, is_shown: bool, **options: Any) -> "tqdm":
-    """Make a bar that vanishes at its end; where none would be seen, a line each minute says how far the work is.
-
-    Args:
-        options: of tqdm.
+    """Make a bar of tqdm that vanishes at its end; where none would be seen, a line each minute says how far the work
+    is.
     """
     from tqdm.auto import tqdm
 

@@ -369,10 +369,7 @@ def set_library_variables() -> bool:
 
 def use_bound_cores(*, chooses_threads: bool) -> None:
     """Give a rank that its launcher tied to some of the node's cores (mpirun, srun) as many threads as its part of all:
-    its own divided once more would lie idle. Collective.
-
-    Args:
-        chooses_threads: else the environment says how many.
+    its own divided once more would lie idle; unless the environment says how many. Collective.
     """
     host, mine = socket.gethostname(), frozenset(os.sched_getaffinity(0))
     of_node = frozenset().union(*(cores for name, cores in from_all([(host, mine)]) if name == host))
@@ -398,18 +395,13 @@ NOT_SET = "not set"
 
 
 def require_same_start(options: Mapping[str, Any], problems: list[str]) -> None:
-    """Compare options, code and libraries, right after the ranks have met; name libraries that were never tested.
-    Collective.
-
-    Args:
-        options: by name, as this rank has read them.
-        problems: of reading them. Where any rank has some, nothing is compared: they are the cause, and are raised with
-            all others later.
+    """Compare options (by name, as this rank has read them), code and libraries, right after the ranks have met; name
+    libraries that were never tested. Collective.
 
     Raises:
         UserError: on every rank, as `require_agreement`.
     """
-    if any(from_all([bool(problems)])):
+    if any(from_all([bool(problems)])):  # of reading the options: they are the cause, and are raised with others later
         return
     libraries = {f"version of {name}": version for name, version in numeric_versions().items()}
     if untested := untested_versions():
@@ -418,10 +410,7 @@ def require_same_start(options: Mapping[str, Any], problems: list[str]) -> None:
 
 
 def require_agreement(facts_by_remedy: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compare facts over all ranks. Collective.
-
-    Args:
-        facts_by_remedy: what the user can do about a difference -> name -> value on this rank.
+    """Compare facts over all ranks: what the user can do about a difference -> name -> value on this rank. Collective.
 
     Raises:
         UserError: on every rank, with a line for each fact that differs: its values, their hosts and ranks.

@@ -344,10 +344,8 @@ def read_interconnect() -> str:
 def links_between_all(matrix: str, visible: str = "") -> str:
     """Return what joins every GPU of a node with every other, by the matrix of `nvidia-smi topo -m`.
 
-    Bridges that join pairs of more GPUs count as PCIe, over which a collective goes as well.
-
-    Args:
-        visible: numbers of the GPUs that count, as CUDA_VISIBLE_DEVICES has them; all where it has something else.
+    Bridges that join pairs of more GPUs count as PCIe, over which a collective goes as well. Those GPUs count whose
+    numbers are in `visible`, as CUDA_VISIBLE_DEVICES has them; all where it has something else.
     """
     rows = [line.split() for line in matrix.splitlines() if re.match(r"GPU\d+\s", line)]
     numbers = [int(number) for number in visible.split(",")] if re.fullmatch(r"\d+(,\d+)*", visible) else []
@@ -359,10 +357,7 @@ def links_between_all(matrix: str, visible: str = "") -> str:
 def read_network(sysfs: Path = SYSFS) -> str:
     """Return the cards that carry a node's traffic to others, with their Gbit/s: the fastest InfiniBand or RoCE ports,
     all of them; without any, the fastest network interface, one. Empty where no rate can be read: many virtual machines
-    tell none.
-
-    Args:
-        sysfs: where the kernel shows them (Documentation/ABI/stable/sysfs-class-infiniband, testing/sysfs-class-net).
+    tell none. The kernel documents both in Documentation/ABI/stable/sysfs-class-infiniband and testing/sysfs-class-net.
     """
     ports = [(rate, kind) for _, kind, rate in active_ports(sysfs)]
     if fastest := max(ports, default=(0, ""))[0]:
@@ -452,11 +447,8 @@ def which_memory(error: BaseException) -> Memory | None:
 
 @contextlib.contextmanager
 def memory_errors_explained(explanation: Callable[[BaseException, Memory], str]) -> Iterator[None]:
-    """Turn a failed allocation inside a `with`, on a GPU or the host, into one clear error on this rank, without a
-    collective: the other ranks do not come.
-
-    Args:
-        explanation: what the message has behind "out of memory": where, and the way out.
+    """Turn a failed allocation inside a `with`, on a GPU or the host, into one clear error on this rank: "out of
+    memory" and the explanation, which says where, and the way out. Without a collective: the other ranks do not come.
 
     Raises:
         UserError: so that a restart, which would fail again, is not tried.

@@ -375,10 +375,8 @@ _ORIGINALS = "_dsft_originals"
 
 
 def replace(name: str, by: Callable[[Any], Any], *, on: Any = None) -> None:
-    """Put `by(original)` in the place of a patch's target. Once more, it takes the place of the earlier replacement.
-
-    Args:
-        on: the object whose attribute is replaced; by default the module or class of the target.
+    """Put `by(original)` in the place of a patch's target: on the object `on`, by default the target's own module or
+    class. Again, it takes the place of the earlier replacement.
     """
     patch = PATCHES[name]
     if not fits(name):

@@ -32,10 +32,8 @@ class SshProblem:
 
 
 def ssh_problem(node: str, text: str, exit_code: int | None, *, banner: str = "") -> SshProblem:
-    """Why a command on a node broke off, from the last words of ssh, the shell or Python.
-
-    Args:
-        banner: where ssh got no answer in time, what its server says in one small packet (`ssh_banner`).
+    """Why a command on a node broke off, from the last words of ssh, the shell or Python; and, where ssh got no answer
+    in time, from what its server says in one small packet (`ssh_banner`).
     """
     python = shlex.quote(sys.executable)
     values = {

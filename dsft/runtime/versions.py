@@ -22,10 +22,7 @@ NOT_INSTALLED = "not installed"
 
 
 def versions(*others: str) -> dict[str, str]:
-    """Versions of Python and of every package that a run's numbers depend on.
-
-    Args:
-        others: packages that count where they are installed.
+    """Versions of Python and of every package that a run's numbers depend on; of `others` where they are installed.
 
     Raises:
         PackageNotFoundError: where one of PACKAGES is not installed.
@@ -48,10 +45,8 @@ def numeric_versions() -> dict[str, str]:
 
 
 def untested_versions(installed: Mapping[str, str] | None = None) -> list[str]:
-    """Name each package that is newer than the newest version that dsft was tested with, or older than the oldest.
-
-    Args:
-        installed: package -> version; by default those of this environment.
+    """Name each package that is newer than the newest version that dsft was tested with, or older than the oldest; by
+    default of this environment.
     """
     installed = installed or {name: importlib.metadata.version(name) for name in TESTED_PACKAGES}
     pins = []

@@ -77,10 +77,8 @@ _phase = "starting"
 
 
 def start(timeouts: Any) -> None:
-    """Start the sidecar of this rank. Errors that nobody catches are reported from now on.
-
-    Args:
-        timeouts: anything with the fields of `config.TimeoutFields`, such as a TrainConfig or EvalConfig.
+    """Start the sidecar of this rank, with the limits of `config.TimeoutFields`. Errors that nobody catches are
+    reported from now on.
     """
     global _client
     if "RANK" not in os.environ or _client is not None:
@@ -136,10 +134,8 @@ def endpoint() -> Endpoint | None:
 
 
 def connect(endpoints: list[Endpoint | None]) -> None:
-    """Let this rank's sidecar report to the coordinator on rank 0's node from now on. The phase is "loading".
-
-    Args:
-        endpoints: those of all ranks, in their order. One sidecar of each machine speaks for all of them there.
+    """Let this rank's sidecar report to the coordinator on rank 0's node from now on, by the endpoints of all ranks in
+    their order. One sidecar of each machine speaks for all of them there. The phase is "loading".
     """
     if _client is None or _client.endpoint is None or endpoints[0] is None:
         return

@@ -408,10 +408,7 @@ class Relay:
 
 def record_failure(file: Path, error: str, *, replaces: bool = False) -> None:
     """Write into run.json that the run there has failed; one that has ended otherwise stays as it is, and so does one
-    that is not there, as on a node whose disk is not rank 0's.
-
-    Args:
-        replaces: also an earlier failure, of which this one is the cause.
+    that is not there, as on a node whose disk is not rank 0's. A cause `replaces` an earlier failure as well.
     """
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(file.read_text(encoding="utf-8"))

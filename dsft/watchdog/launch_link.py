@@ -80,11 +80,8 @@ class LauncherLink:
         """The largest of the ranks' own exit codes, once all have ended by themselves, or one before they met."""
 
     def variable(self, addresses: list[str], *, token_file: str | None = None) -> dict[str, str]:
-        """Return what the ranks need in their environment.
-
-        Args:
-            addresses: where the nodes reach this machine.
-            token_file: the name under which the nodes have the token, instead of the token.
+        """Return what the ranks need in their environment: the addresses at which the nodes reach this machine, and the
+        token, or the name under which they have it.
         """
         port = self.server.listener.getsockname()[1]
         token = f"@{token_file}" if token_file else self.server.token

@@ -67,9 +67,8 @@ class Process:
     def exit_code(self, pidfd: int | None = None) -> int | None:
         """Its exit code, or minus the signal that killed it; None before its end, and where nobody knows it any more.
 
-        Args:
-            pidfd: opened while it lived. Since Linux 6.15 it keeps the code after the parent has reaped the process;
-                an older kernel shows the code in /proc alone, until then.
+        A pidfd that was opened while it lived keeps the code after the parent has reaped the process, since Linux 6.15;
+        an older kernel shows the code in /proc alone, until then.
         """
         fields = _stat(self.pid)
         if fields and fields[0] == "Z" and fields[19] == self.started:
@@ -110,11 +109,8 @@ class Process:
 def end(
     processes: Sequence[Process], steps: Sequence[tuple[int, float]], *, meanwhile: Callable[[], None] = lambda: None
 ) -> None:
-    """Send each signal of `steps` to those of `processes` that live, and wait so many seconds for them to end.
-
-    Args:
-        steps: (signal, seconds); signal 0 only waits.
-        meanwhile: called about ten times a second.
+    """Send each signal of `steps` to those of `processes` that live, and wait so many seconds for them to end, calling
+    `meanwhile` about ten times a second. Signal 0 only waits.
     """
     for number, seconds in steps:
         for process in processes:
