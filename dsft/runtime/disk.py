@@ -25,9 +25,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     try:
         beside.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
         os.replace(beside, path)
-    except OSError:
+    finally:
         beside.unlink(missing_ok=True)
-        raise
 
 
 def existing_parent(path: Path) -> Path:

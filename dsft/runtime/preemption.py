@@ -7,6 +7,7 @@ only while training runs; before, they end the process as usual. In a notebook C
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 
 from dsft.watchdog.messages import say
@@ -27,17 +28,11 @@ def signals_save() -> Iterator[None]:
     """Note SIGTERM, and Ctrl-C where `listen` was called, as well inside a `with`. In the main thread only; elsewhere
     (a notebook's) nothing changes.
     """
-    numbers = [signal.SIGTERM, *([signal.SIGINT] if _is_listening else [])]
-    try:
-        before = {number: signal.signal(number, _note) for number in numbers}
-    except ValueError:
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT) if _is_listening else (signal.SIGTERM,):
+                stack.callback(signal.signal, number, signal.signal(number, _note))
         yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def is_asked() -> bool:
