@@ -24,7 +24,7 @@ def out_of_memory_explained(run: ResolvedRun, when: str) -> contextlib.AbstractC
 
 
 def _explanation(run: ResolvedRun, when: str, error: BaseException, memory: Memory) -> str:
-    when = PARTS.get(watchdog.current_phase(), when)
+    when = PARTS.get(watchdog.current_phase, when)
     plan, machine = run.plan, run.machine
     on_gpu = machine.has_gpu and memory == "GPU"
     measured = peak_memory_bytes()["gpu" if on_gpu else "host"]

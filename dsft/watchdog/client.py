@@ -73,7 +73,7 @@ class _Client:
 
 
 _client: _Client | None = None
-_phase = "starting"
+current_phase = "starting"  # of this rank, also without a sidecar
 
 
 def start(timeouts: Any) -> None:
@@ -169,8 +169,8 @@ def set_limits(timeouts: Any) -> None:
 
 def set_phase(phase: str) -> None:
     """Let the limit of `phase` hold from now on."""
-    global _phase
-    _phase = phase
+    global current_phase
+    current_phase = phase
     if _client is not None:
         _client.sidecar.send("phase", name=phase, limit=getattr(_client.timeouts, PHASE_LIMITS[phase]))
 
@@ -178,15 +178,10 @@ def set_phase(phase: str) -> None:
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Let the limit of phase `name` hold inside a `with`, then the earlier one again; after an error it stays."""
-    before = _phase
+    before = current_phase
     set_phase(name)
     yield
     set_phase(before)
-
-
-def current_phase() -> str:
-    """Return the phase of this rank, also without a sidecar."""
-    return _phase
 
 
 def set_file(kind: Literal["log", "run"], path: Path) -> None:
