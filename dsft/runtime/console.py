@@ -70,9 +70,6 @@ class _Lines:
         if line := text.strip():
             print(line, file=sys.stderr, flush=True)
 
-    def flush(self) -> None:
-        sys.stderr.flush()
-
 
 def progress_bar(*, is_shown: bool, **options: Any) -> "tqdm":
     """Make a bar of tqdm that vanishes at its end; where none would be seen, a line each minute says how far the work
