@@ -6,7 +6,6 @@ here.
 import ctypes
 import ctypes.util
 import dataclasses
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -27,7 +26,7 @@ from dsft.errors import one_line
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import active_ports, cpu_count, free_host_bytes, host_memory_bytes
 from dsft.runtime.operators import compile_error, compiler_words
-from dsft.runtime.versions import PACKAGES, code_folder, code_hash, git_commit
+from dsft.runtime.versions import PACKAGES, code_folder, code_hash, git_commit, version_of
 from dsft.units import MiB
 
 NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
@@ -256,19 +255,12 @@ def addresses_of(name: str) -> list[str]:
 
 def _versions(gpus: Gpus, cuda: str) -> dict[str, str]:
     """Of Python, packages, dsft's own code, and what the GPUs run with."""
-
-    def version(package: str) -> str:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return ""
-
     return {
         "python": platform.python_version(),
-        **{name: version(name) or "missing" for name in PACKAGES},
+        **{name: version_of(name, missing="missing") for name in PACKAGES},
         "dsft commit": git_commit() or "no checkout",
         "dsft code": code_hash(),
-        "NCCL": next(filter(None, map(version, NCCL_WHEELS)), "none"),
+        "NCCL": next(filter(None, (version_of(wheel, missing="") for wheel in NCCL_WHEELS)), "none"),
         "torch's CUDA": cuda or "none",
         "GPU driver": gpus.driver or "none",
         "GPU type": ", ".join(sorted({gpu.name for gpu in gpus.cards})) or "none",

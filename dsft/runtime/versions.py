@@ -18,7 +18,6 @@ TESTED_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "
 """Whose versions dsft was tested between: constraints-oldest.txt to constraints.txt."""
 OPTIONAL_PACKAGES = ("bitsandbytes", "flash_attn", "kernels", "liger-kernel", "triton")
 """They compute where they are installed, and something else computes where they are not."""
-NOT_INSTALLED = "not installed"
 
 
 def versions(*others: str) -> dict[str, str]:
@@ -28,20 +27,21 @@ def versions(*others: str) -> dict[str, str]:
         PackageNotFoundError: where one of PACKAGES is not installed.
     """
     installed = {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in PACKAGES}
-    return installed | {name: version for name in others if (version := _version_of(name)) != NOT_INSTALLED}
+    return installed | {name: version for name in others if (version := version_of(name, missing=""))}
 
 
-def _version_of(name: str) -> str:
+def version_of(name: str, *, missing: str = "not installed") -> str:
+    """Return the version of a package, or `missing` where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return NOT_INSTALLED
+        return missing
 
 
 def numeric_versions() -> dict[str, str]:
     """Versions of what changes the numbers or the tokens of a run; of Python without the last digit, which does not."""
     python = ".".join(map(str, sys.version_info[:2]))
-    return {"python": python} | {name: _version_of(name) for name in (*NUMERIC_PACKAGES, *OPTIONAL_PACKAGES)}
+    return {"python": python} | {name: version_of(name) for name in (*NUMERIC_PACKAGES, *OPTIONAL_PACKAGES)}
 
 
 def untested_versions(installed: Mapping[str, str] | None = None) -> list[str]:
