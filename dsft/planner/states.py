@@ -42,7 +42,7 @@ def stage_0(layout: ZeroLayout) -> list[Term]:
     weight_bytes, trained, optimizer = layout.weight_bytes, layout.num_trainable, layout.optimizer
     frozen, how = frozen_bytes(layout)
     master = optimizer.master_bytes if layout.has_fp32_master else 0
-    # The engine reduces a flat copy of the gradients, which dsft leaves out on a single rank (saving_trainer.py).
+    # The engine reduces a flat copy of the gradients, which dsft leaves out on a single rank (training/patches.py).
     # Later, in bf16 and fp16, fp32 gradients stand beside the model's (unfused_optimizer.py, step).
     copied = min(trained, STAGE_0_REDUCE_ELEMENTS + layout.largest_trained) if layout.world_size > 1 else 0
     reduced = layout.copy_to_send_bytes * copied

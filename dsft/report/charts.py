@@ -57,17 +57,15 @@ class Chart:
 
 def charts(report: Report, palette: Palette) -> list[Chart]:
     """Draw every chart that the runs have data for."""
-    is_gpu = any(run.values("peak_gpu_gib") for run in report.runs)
-    metric, place = ("peak_gpu_gib", "GPU") if is_gpu else ("peak_host_gib", "host")
-    if peaks := _line(report, palette, metric, f"Peak {place} memory so far", "GiB, fullest rank"):
-        peaks.spec["encoding"]["y"]["scale"] = {"zero": True}
+    drawn = {
+        name: shown
+        for name, shown in report.metrics.items()
+        if shown["chart"] and not any(run.values(shown["unless"]) for run in report.runs)
+    }
     made = (
         _loss(report, palette),
         _perplexity(report, palette),
-        _line(report, palette, "learning_rate", "Learning rate", "learning rate", number=".1e"),
-        _line(report, palette, "grad_norm", "Gradient norm", "norm, before clipping"),
-        _line(report, palette, "train_tokens_per_second", "Throughput", "tokens/s, all ranks", number="~s"),
-        peaks,
+        *(_line(report, palette, name, shown) for name, shown in drawn.items()),
         _bars(report, palette, memory_parts, "memory", "Memory, planned against measured", "GiB"),
         _bars(report, palette, time_parts, "time", "Where the time went", "minutes"),
     )
@@ -127,13 +125,14 @@ def _perplexity(report: Report, palette: Palette) -> Chart | None:
     return Chart(name="perplexity", title="Perplexity", caption=caption, spec=spec)
 
 
-def _line(report: Report, palette: Palette, metric: str, title: str, y: str, number: str = "~g") -> Chart | None:
+def _line(report: Report, palette: Palette, metric: str, shown: dict[str, Any]) -> Chart | None:
     points = _points(report.runs, metric, "value")
     if not points:
         return None
-    layers = [{"data": {"values": points}, "mark": {"type": "line", "strokeWidth": 1.5}, **_tips(y)}]
-    spec = _over_tokens(report, palette, layers, y=y, number=number)
-    return Chart(name=metric, title=title, caption="", spec=spec)
+    layers = [{"data": {"values": points}, "mark": {"type": "line", "strokeWidth": 1.5}, **_tips(shown["axis"])}]
+    scale = {"zero": shown["from_zero"]}
+    spec = _over_tokens(report, palette, layers, y=shown["axis"], number=shown["number"], scale=scale)
+    return Chart(name=metric, title=shown["chart"], caption="", spec=spec)
 
 
 Parts = Callable[[Run], list[dict[str, Any]]]

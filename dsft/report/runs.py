@@ -95,6 +95,11 @@ class Report:
     runs: list[Run]
     evaluations: list[Measured]
 
+    @property
+    def metrics(self) -> dict[str, dict[str, Any]]:
+        """Name -> how to show it beside loss and perplexity, as run.json has it (InReport in training/metrics.py)."""
+        return {name: shown for run in self.runs for name, shown in run.facts.get("metrics", {}).items()}
+
 
 def read_report(folders: list[str]) -> Report:
     """Read runs, and the evaluations of their models in their folders and beside them.

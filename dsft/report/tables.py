@@ -82,13 +82,10 @@ def headline(report: Report) -> Table:
             "optimizer steps": _count(run.log[-1]["step"] if run.log else None),
             "tokens seen": _count(max(run.values("num_input_tokens_seen"), default=None)),
         }
-        for name, metric, unit in (
-            ("throughput", "train_tokens_per_second", "tokens/s"),
-            ("peak GPU memory of a rank", "peak_gpu_gib", "GiB"),
-            ("peak host memory of a rank", "peak_host_gib", "GiB"),
-        ):
-            values = run.values(metric)
-            column[name] = f"{values[-1]:,.4g} {unit}" if values else ""
+        for metric, shown in report.metrics.items():
+            if shown["row"]:
+                values = run.values(metric)
+                column[shown["row"]] = f"{values[-1]:,.4g} {shown['unit']}" if values else ""
         columns.append(
             column
             | {

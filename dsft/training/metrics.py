@@ -1,12 +1,16 @@
-"""What a line of the log tells beside the Trainer's own metrics. It costs one collective at log steps, none at others.
+"""The metrics of a training's log, and what they are computed from: one collective for each optimizer step, which is
+read a step later, so that the host waits for no work that a GPU is still at, and one more at each line of the log.
 
-A new metric is a line of `gather_metrics` or `derived_metrics`, and of LOGGED (callbacks.py) where the screen shows it.
+A new metric is one value of METRICS: how it is computed, how the screen shows it, and how the report draws it.
 """
 
+import dataclasses
+import operator
 import socket
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +20,8 @@ from dsft.planner.gpus import GPUS, gpu_name, named_gpus
 from dsft.planner.step_time import flops_per_token
 from dsft.run_setup.resolve import ResolvedRun
 from dsft.runtime.console import say
-from dsft.runtime.distributed import device, from_all
+from dsft.runtime.distributed import add_over_ranks, device, from_all
 from dsft.runtime.hardware import has_gpu, peak_memory_bytes
-from dsft.training.step_reports import StepReport
 from dsft.units import GiB
 
 ROUNDING = 1e-5
@@ -34,58 +37,67 @@ class Compute:
     """What a run can compute, for the shares of it that are used."""
 
     num_gpus: int
-    """Of all nodes; 0 where ranks run on CPU, whose speed is told only together."""
+    """Of all nodes; 0 where ranks run on CPU, whose speed is logged only together."""
     flops_per_token: float
     """Of training a full sequence, without what activation checkpointing computes again."""
     peak_flops: float
     """Of one GPU by its data sheet, in the run's dtype; 0 where that is not known."""
 
-
-def compute_of(run: ResolvedRun) -> Compute:
-    """Find what a run can compute."""
-    machine, half = run.machine, run.options.dtype in ("bfloat16", "float16")
-    is_known = machine.has_gpu and half and bool(named_gpus(machine.gpu_type))
-    return Compute(
-        num_gpus=machine.world_size if machine.has_gpu else 0,
-        flops_per_token=flops_per_token(run.model.size, run.options.seq_len, checkpointing=False),
-        peak_flops=1e12 * GPUS[gpu_name(machine)].tflops if is_known else 0.0,
-    )
-
-
-def derived_metrics(logs: dict[str, float], compute: Compute) -> dict[str, float]:
-    """Compute what follows from a log entry: perplexity of the loss; of one GPU speed, TFLOP/s and MFU."""
-    derived = {"perplexity": exp(logs["loss"])} if "loss" in logs else {}
-    if compute.num_gpus and "train_tokens_per_second" in logs:
-        speed = logs["train_tokens_per_second"] / compute.num_gpus
-        flops = speed * compute.flops_per_token
-        derived |= {"tokens_per_second_per_gpu": speed, "tflops_per_gpu": flops / 1e12}
-        if compute.peak_flops:
-            derived["mfu"] = flops / compute.peak_flops
-    return derived
+    @classmethod
+    def of_run(cls, run: ResolvedRun) -> "Compute":
+        machine, half = run.machine, run.options.dtype in ("bfloat16", "float16")
+        is_known = machine.has_gpu and half and bool(named_gpus(machine.gpu_type))
+        return cls(
+            num_gpus=machine.world_size if machine.has_gpu else 0,
+            flops_per_token=flops_per_token(run.model.size, run.options.seq_len, checkpointing=False),
+            peak_flops=1e12 * GPUS[gpu_name(machine)].tflops if is_known else 0.0,
+        )
 
 
-@dataclass(kw_only=True)
-class Work:
-    """What was done since the last line of the log that tells of steps."""
+@dataclass
+class Sums:
+    """Over all ranks and micro batches: of one optimizer step, or of those since the last line of the log."""
 
-    tokens: int = 0
-    """Of all ranks, without padding."""
-    positions: int = 0
-    """Of all ranks, with padding."""
-    trained: int = 0
-    """Tokens of all ranks that were trained."""
+    bad: float = 0.0
+    """Losses that are NaN or infinite."""
+    tokens: float = 0.0
+    """Without padding."""
+    trained: float = 0.0
+    positions: float = 0.0
+    """With padding."""
     weighted: float = 0.0
-    """Nats of these, times their weights."""
+    """Nats of the trained tokens, times their weights."""
     nats: float = 0.0
-    """Of these, without."""
+    """Of the trained tokens, without."""
     objective: float = 0.0
-    """What was trained, times the trained tokens: `weighted`, and what the model adds."""
-    data_seconds: float = 0.0
-    """This rank waited for batches."""
-    forward_seconds: float = 0.0
-    """This rank's forward passes took. In ZeRO stages 0 to 2 a rank waits for no other before their end."""
-    begun: float = field(default_factory=time.perf_counter)
-    _passes: list[tuple[Any, Any]] = field(default_factory=list)
+    """What is trained times the trained tokens: `weighted`, and what the model adds to them."""
+    asked: float = 0.0
+    """Ranks that were asked to stop."""
+    due: float = 0.0
+    """Ranks for which a save is due."""
+
+
+class Work:
+    """What the ranks do: sums of the optimizer step at hand, steps whose sums were sent and not read yet, and what was
+    done since the last line of the log.
+    """
+
+    def __init__(self, device: torch.device):
+        num_sums = len(dataclasses.fields(Sums))
+        self._counted = torch.zeros(num_sums, dtype=torch.float64, device=device)  # counts too are exact
+        self._passes: list[tuple[Any, Any]] = []
+        self.unread: deque[tuple[int, torch.Tensor, Any, list[tuple[Any, Any]]]] = deque()
+        """Step, its sums on the host, when they are there, and the marks around this rank's forward passes."""
+        self.begin_interval()
+
+    def begin_interval(self) -> None:
+        """Start from 0 after a line of the log."""
+        self.sums = Sums()
+        self.data_seconds = 0.0
+        """This rank waited for batches."""
+        self.forward_seconds = 0.0
+        """This rank's forward passes took. In ZeRO stages 0 to 2 a rank waits for no other before their end."""
+        self.begun = time.perf_counter()
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, and count the seconds until each is there."""
@@ -97,26 +109,42 @@ class Work:
                 return
             yield batch
 
-    def note_forward(self, start: Any, end: Any) -> None:
-        """Note the marks before and after a forward pass."""
-        self._passes.append((start, end))
+    def count(
+        self, objective: torch.Tensor, nats: torch.Tensor, num_tokens: torch.Tensor, *, started: Any, done: Any
+    ) -> None:
+        """Count a micro batch.
 
-    def take_passes(self) -> list[tuple[Any, Any]]:
-        """Return the marks of the step at hand, and forget them."""
-        passes, self._passes = self._passes, []
-        return passes
-
-    def note_step(self, report: StepReport) -> None:
-        """Note what all ranks computed in a step, when this rank's work of it, and so its `passes`, is known to be
-        done.
+        Args:
+            nats: [2], with and without weights.
+            num_tokens: [3], without padding, trained tokens, and positions.
+            started, done: marks around its forward pass.
         """
-        self.tokens += report.tokens
-        self.positions += report.positions
-        self.trained += report.trained
-        self.weighted += report.weighted
-        self.nats += report.nats
-        self.objective += report.objective
-        self.forward_seconds += sum(seconds_between(start, end) for start, end in report.passes)
+        self._counted[:7] += torch.cat([(~objective.isfinite()).view(1), num_tokens, nats, objective.view(1)])
+        self._passes.append((started, done))
+
+    def send(self, step: int, *, asked: bool, due: bool) -> None:
+        """Add up over all ranks what was counted since the last step. Collective."""
+        self._counted[7], self._counted[8] = asked, due
+        add_over_ranks(self._counted)
+        on_host = self._counted.to("cpu", non_blocking=True, copy=True)  # pinned memory, where it comes from a GPU
+        copied = torch.cuda.Event() if self._counted.is_cuda else None
+        if copied:
+            copied.record()
+        self.unread.append((step, on_host, copied, self._passes))
+        self._passes = []
+        self._counted.zero_()
+
+    def read(self) -> tuple[int, Sums]:
+        """(the oldest step that was sent, its sums), which are added to the interval's; waits until its work is done,
+        and so that of its marks.
+        """
+        step, on_host, copied, passes = self.unread.popleft()
+        if copied:
+            copied.synchronize()
+        sums = Sums(*on_host.tolist())
+        self.sums = Sums(*map(operator.add, dataclasses.astuple(self.sums), dataclasses.astuple(sums)))
+        self.forward_seconds += sum(seconds_between(start, end) for start, end in passes)
+        return step, sums
 
 
 def mark() -> Any:
@@ -126,11 +154,6 @@ def mark() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def is_reached(marked: Any) -> bool:
-    """Tell, without waiting, whether the work before a mark is done."""
-    return isinstance(marked, float) or marked.query()
 
 
 def seconds_between(start: Any, end: Any) -> float:
@@ -152,12 +175,13 @@ class RankTimes:
 
 
 class SlowRanks:
-    """Names a rank that is much slower than the others in two lines of the log in a row, once."""
+    """Names a rank that is much slower than the others in two lines of the log in a row, once.
+
+    Args:
+        waits_in_forward: ranks wait for each other in forward passes, as in ZeRO-3.
+    """
 
     def __init__(self, *, waits_in_forward: bool):
-        """Args:
-        waits_in_forward: ranks wait for each other in forward passes, as in ZeRO-3.
-        """
         self.waits_in_forward = waits_in_forward
         self.blamed: tuple[int, str] | None = None
         self.warned: set[tuple[int, str]] = set()
@@ -186,45 +210,209 @@ class SlowRanks:
                 return
 
 
-def _product_seconds() -> float:
-    """Time a product of small matrices on this rank's device: the least of five, a millisecond or less each."""
-    width = 1024 if has_gpu() else 256
-    matrix, times = torch.ones(width, width, device=device()), []
-    for _ in range(5):
-        start = mark()
-        matrix @ matrix
-        end = mark()
-        if not isinstance(end, float):
-            end.synchronize()
-        times.append(seconds_between(start, end))
-    return min(times)
+@dataclass(kw_only=True)
+class Line:
+    """What the metrics of one line of the log are computed from."""
+
+    peak_gib: dict[str, float]
+    """"gpu" (where there is one) and "host" -> the largest peak of one rank so far."""
+    sums: Sums | None = None
+    """Since the last line; None where the line is of an evaluation, or of the end."""
+    ranks: tuple[RankTimes, ...] = ()
+    trained_tokens: int | None = None
+    """Over the full training, where the line is of steps."""
+    save_seconds: float | None = None
+    compute: Compute | None = None
+    logs: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The line as far as it is known: what the Trainer logs, and metrics that stand earlier in METRICS."""
 
 
-def gather_metrics(work: Work | None = None, slow_ranks: SlowRanks | None = None) -> dict[str, float]:
-    """Gather the largest peak memory of one rank so far and, of `work`, its loss per trained token and what ranks
-    waited for; name a rank that holds up the others. Collective.
+def gather(work: Work | None = None, slow_ranks: SlowRanks | None = None) -> Line:
+    """Gather the largest peak memory of one rank so far and, of `work`, its sums and what ranks waited for; name a rank
+    that holds up the others. Collective.
     """
     mine = None
     if work is not None:
-        product = _product_seconds()
+        # A product of small matrices, a millisecond or less, shows a throttled device: the least of five counts.
+        width, products = 1024 if has_gpu() else 256, []
+        matrix = torch.ones(width, width, device=device())
+        for _ in range(5):
+            start = mark()
+            matrix @ matrix
+            end = mark()
+            if not isinstance(end, float):
+                end.synchronize()
+            products.append(seconds_between(start, end))
         mine = RankTimes(
-            host=socket.gethostname(), data=work.data_seconds, forward=work.forward_seconds, product=product
+            host=socket.gethostname(), data=work.data_seconds, forward=work.forward_seconds, product=min(products)
         )
     peaks, ranks = zip(*from_all([(peak_memory_bytes(), mine)]), strict=True)
-    metrics = {f"peak_{name}_gib": round(max(peak[name] for peak in peaks) / GiB, 3) for name in peaks[0]}
-    if work is None or not work.positions:
-        return metrics
-    metrics["loss"] = work.nats / work.trained
-    if abs(work.weighted - work.nats) > ROUNDING * work.nats:
-        metrics["weighted_loss"] = work.weighted / work.trained
-    if abs(work.objective - work.weighted) > ROUNDING * work.weighted:
-        metrics["aux_loss"] = (work.objective - work.weighted) / work.trained
-    metrics |= {
-        "data_wait_seconds": max(rank.data for rank in ranks),
-        "padding_share": 1 - work.tokens / work.positions,
-    }
+    peak_gib = {name: round(max(peak[name] for peak in peaks) / GiB, 3) for name in peaks[0]}
+    if work is None or not work.sums.positions:
+        return Line(peak_gib=peak_gib)
     if len(ranks) > 1:
-        seconds = [rank.data + rank.forward for rank in ranks]
-        metrics["rank_skew"] = max(seconds) / min(seconds)
         slow_ranks.note(list(ranks), interval=time.perf_counter() - work.begun)
-    return metrics
+    return Line(peak_gib=peak_gib, sums=work.sums, ranks=ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InReport:
+    """How the report shows a metric. It reads this from run.json."""
+
+    row: str = ""
+    """Name of its row in the table at the top, which has the newest value; no row where empty."""
+    unit: str = ""
+    """Behind that value."""
+    chart: str = ""
+    """Title of its line over the tokens seen; no chart where empty."""
+    axis: str = ""
+    number: str = "~g"
+    """Of the axis, as d3-format has it."""
+    from_zero: bool = False
+    """The axis begins at 0."""
+    unless: str = ""
+    """The chart is left out where a run has this metric."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One metric of the log: in metrics.jsonl, run.json and trackers by its name."""
+
+    name: str
+    of: Callable[[Line], float | None] | None = None
+    """Computes it, None where it has no place in a line. Without, the Trainer or an evaluation logs it."""
+    on_screen: str = ""
+    """Its name in the line of the log; empty where it is in the files alone."""
+    in_bar: bool = False
+    """Shown at the moving line too."""
+    in_report: InReport | None = None
+
+
+def _has_more(line: Line, name: str, base: str) -> bool:
+    """Whether a sum of the line's steps differs from another by more than rounding."""
+    sums = vars(line.sums) if line.sums else {name: 0.0, base: 0.0}
+    return abs(sums[name] - sums[base]) > ROUNDING * sums[base]
+
+
+def _rank_skew(line: Line) -> float | None:
+    seconds = [rank.data + rank.forward for rank in line.ranks]
+    return max(seconds) / min(seconds) if len(seconds) > 1 else None
+
+
+def _speed_of_a_gpu(line: Line) -> float | None:
+    speed = line.logs.get("train_tokens_per_second")
+    return speed / line.compute.num_gpus if speed is not None and line.compute.num_gpus else None
+
+
+METRICS = (
+    Metric(
+        name="loss",
+        of=lambda line: line.sums and line.sums.nats / line.sums.trained,
+        on_screen="loss",
+        in_bar=True,
+    ),
+    Metric(name="perplexity", of=lambda line: exp(line.logs["loss"]) if "loss" in line.logs else None),
+    Metric(
+        name="weighted_loss",
+        of=lambda line: line.sums.weighted / line.sums.trained if _has_more(line, "weighted", "nats") else None,
+        on_screen="weighted_loss",
+    ),
+    Metric(
+        name="aux_loss",
+        of=lambda line: (
+            (line.sums.objective - line.sums.weighted) / line.sums.trained
+            if _has_more(line, "objective", "weighted")
+            else None
+        ),
+    ),
+    Metric(
+        name="learning_rate",
+        on_screen="lr",
+        in_report=InReport(chart="Learning rate", axis="learning rate", number=".1e"),
+    ),
+    Metric(
+        name="grad_norm",
+        on_screen="grad_norm",
+        in_report=InReport(chart="Gradient norm", axis="norm, before clipping"),
+    ),
+    Metric(
+        name="train_tokens_per_second",
+        on_screen="tokens/s",
+        in_bar=True,
+        in_report=InReport(
+            row="throughput", unit="tokens/s", chart="Throughput", axis="tokens/s, all ranks", number="~s"
+        ),
+    ),
+    Metric(name="tokens_per_second_per_gpu", of=_speed_of_a_gpu, on_screen="per GPU", in_bar=True),
+    Metric(
+        name="tflops_per_gpu",
+        of=lambda line: (
+            line.logs["tokens_per_second_per_gpu"] * line.compute.flops_per_token / 1e12
+            if "tokens_per_second_per_gpu" in line.logs
+            else None
+        ),
+    ),
+    Metric(
+        name="mfu",
+        of=lambda line: (
+            line.logs["tokens_per_second_per_gpu"] * line.compute.flops_per_token / line.compute.peak_flops
+            if "tokens_per_second_per_gpu" in line.logs and line.compute.peak_flops
+            else None
+        ),
+        on_screen="MFU",
+        in_bar=True,
+    ),
+    Metric(name="eval_loss", on_screen="eval_loss"),
+    Metric(name="eval_perplexity", on_screen="eval_perplexity"),
+    Metric(name="eval_perplexity_low", on_screen="from"),
+    Metric(name="eval_perplexity_high", on_screen="to"),
+    Metric(
+        name="peak_gpu_gib",
+        of=lambda line: line.peak_gib.get("gpu"),
+        on_screen="peak_gpu_gib",
+        in_bar=True,
+        in_report=InReport(
+            row="peak GPU memory of a rank",
+            unit="GiB",
+            chart="Peak GPU memory so far",
+            axis="GiB, fullest rank",
+            from_zero=True,
+        ),
+    ),
+    Metric(
+        name="peak_host_gib",
+        of=lambda line: line.peak_gib.get("host"),
+        on_screen="peak_host_gib",
+        in_bar=True,
+        in_report=InReport(
+            row="peak host memory of a rank",
+            unit="GiB",
+            chart="Peak host memory so far",
+            axis="GiB, fullest rank",
+            from_zero=True,
+            unless="peak_gpu_gib",
+        ),
+    ),
+    Metric(name="num_input_tokens_seen", on_screen="tokens"),
+    Metric(name="eval_tokens", on_screen="eval_tokens"),
+    Metric(name="num_trained_tokens", of=lambda line: line.trained_tokens),
+    Metric(name="padding_share", of=lambda line: line.sums and 1 - line.sums.tokens / line.sums.positions),
+    Metric(
+        name="data_wait_seconds",
+        of=lambda line: max(rank.data for rank in line.ranks) if line.ranks else None,
+    ),
+    Metric(name="rank_skew", of=_rank_skew),
+    Metric(name="save_seconds", of=lambda line: line.save_seconds),
+)
+"""In the order of the screen's line, of which a narrow terminal leaves out the last, and so that each is computed after
+those that it is made of. The report draws loss and perplexity by itself, with what evaluations measured.
+"""
+
+
+def complete(line: Line) -> dict[str, float]:
+    """Compute every metric of a line, beside what the Trainer logs."""
+    logs = line.logs
+    for metric in METRICS:
+        if metric.of and (value := metric.of(line)) is not None:
+            logs[metric.name] = value
+    return logs

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,101 +39,70 @@ def patch_engine(engine: DeepSpeedEngine, *, resumes: bool) -> None:
         for parameter in parameters:
             parameter.grad = None
 
-    def training(train: Callable[[bool], None]) -> Callable[..., None]:
-        return lambda mode=True: train(mode) if engine.module.training != mode else None
+    def clip() -> None:  # every rank has the same gradients
+        engine._global_grad_norm = clip_grad_norm_(parameters, engine.gradient_clipping())
 
-    replacements: list[tuple[str, Any, Callable[[Any], Any]]] = [
-        ("quick_zero_grad", engine, lambda _: zero_grad),
-        ("quick_train", engine, training),
-    ]
-    if engine.zero_optimization_stage() == 0:
-        if is_alone:
-            replacements.append(("one_rank_reduces_none", engine, lambda _: False))
-        if isinstance(optimizer, FP16_UnfusedOptimizer | FP16_Optimizer):
-            if not resumes and patches.fits("first_step_of_zeros"):
-                undo_first_step(optimizer)
-            if optimizer.loss_scale_config.use_grad_scaling:
-                replacements.append(("fp16_loss_scale", engine, functools.partial(scaling_loss, optimizer)))
-            replacements += later_growth(optimizer)
-        if isinstance(optimizer, FP16_UnfusedOptimizer):
-            replacements.append(("fp16_norm", optimizer, functools.partial(keeping_norm, optimizer)))
-
-        def clip() -> None:  # every rank has the same gradients
-            engine._global_grad_norm = clip_grad_norm_(parameters, engine.gradient_clipping())
-
-        replacements.append(("kept_norm", engine, lambda _: clip))
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer) and not optimizer.cpu_offload:
-        replacements += fewer_reads(optimizer, is_alone=is_alone)
-    for name, owner, by in replacements:
-        patches.replace(name, by, on=owner)
-
-
-def undo_first_step(optimizer: FP16_UnfusedOptimizer | FP16_Optimizer) -> None:
-    """Undo the step with zero gradients by which DeepSpeed has made optimizer states."""
-    optimizer.optimizer.state.clear()
-    with torch.no_grad():
-        if isinstance(optimizer, FP16_Optimizer):
-            for master, weights in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True):
-                master.copy_(weights)
-            return
-        for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
-            for master, weight in zip(masters, weights, strict=True):
-                master.copy_(weight)
-
-
-def scaling_loss(optimizer: FP16_UnfusedOptimizer | FP16_Optimizer, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A `backward` of the loss times its scale."""
-
-    def backward_of_scaled(loss: torch.Tensor, **options: Any) -> torch.Tensor:
+    def scaled(backward: Callable[..., Any], loss: torch.Tensor, **options: Any) -> Any:
         return backward(loss.float() * optimizer.loss_scale_config.cur_scale, **options)
 
-    return backward_of_scaled
+    patches.replace("quick_zero_grad", lambda _: zero_grad, on=engine)
+    patches.replace(
+        "quick_train",
+        lambda train: lambda mode=True: train(mode) if engine.module.training != mode else None,
+        on=engine,
+    )
+    if engine.zero_optimization_stage() == 0:
+        if is_alone:
+            patches.replace("one_rank_reduces_none", lambda _: False, on=engine)
+        if isinstance(optimizer, FP16_UnfusedOptimizer | FP16_Optimizer):
+            if optimizer.loss_scale_config.use_grad_scaling:
+                patches.replace("fp16_loss_scale", lambda backward: functools.partial(scaled, backward), on=engine)
+            patch_16_bit_optimizer(optimizer, resumes=resumes)
+        patches.replace("kept_norm", lambda _: clip, on=engine)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer) and not optimizer.cpu_offload:
+        if is_alone and patches.fits("one_rank_divides_none"):
+            optimizer.reduce_scatter = False  # else it is not asked for what is replaced here
+            patches.replace("one_rank_divides_none", lambda _: lambda gradients, dtype: gradients, on=optimizer)
+        if optimizer.compute_grad_norm:  # the norm of infinite gradients skips the step as well
+            patches.replace("no_overflow_search", lambda _: lambda partition_gradients: None, on=optimizer)
 
 
-def later_growth(
-    optimizer: FP16_UnfusedOptimizer | FP16_Optimizer,
-) -> list[tuple[str, Any, Callable[[Any], Any]]]:
-    """Replacements that let a step divide by the scale that its loss had, and the next one by the doubled scale."""
+def patch_16_bit_optimizer(optimizer: FP16_UnfusedOptimizer | FP16_Optimizer, *, resumes: bool) -> None:
+    """Patch an optimizer of ZeRO 0 over weights in bf16 or fp16: its states are new, a step divides by the scale that
+    its loss had and the next one by the doubled scale, and the norm that it keeps is without the scale, as that of
+    DeepSpeed's other optimizers.
+    """
     config, grown = optimizer.loss_scale_config, []
+    if not resumes and patches.fits("first_step_of_zeros"):
+        # DeepSpeed has made the states by a step with zero gradients, which decays the float32 copies of weights.
+        optimizer.optimizer.state.clear()
+        if isinstance(optimizer, FP16_Optimizer):
+            copies = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True)
+        else:
+            chain = itertools.chain.from_iterable
+            copies = zip(chain(optimizer.fp32_groups), chain(optimizer.fp16_groups), strict=True)
+        with torch.no_grad():
+            for copy, weight in copies:
+                copy.copy_(weight)
 
-    def updating_later(update: Callable[[bool], None]) -> Callable[[bool], None]:
-        def update_later(skip: bool) -> None:
-            used = config.cur_scale
-            update(skip)
-            if not skip:
-                grown.append(config.cur_scale)
-                config.cur_scale = used
+    def update_later(update: Callable[[bool], None], skip: bool) -> None:
+        used = config.cur_scale
+        update(skip)
+        if not skip:
+            grown.append(config.cur_scale)
+            config.cur_scale = used
 
-        return update_later
+    def step_and_grow(step: Callable[..., bool], *args: Any, **options: Any) -> bool:
+        overflow = step(*args, **options)
+        while grown:
+            config.cur_scale = grown.pop()
+        return overflow
 
-    def growing(step: Callable[..., bool]) -> Callable[..., bool]:
-        def step_and_grow(*args: Any, **options: Any) -> bool:
-            overflow = step(*args, **options)
-            while grown:
-                config.cur_scale = grown.pop()
-            return overflow
-
-        return step_and_grow
-
-    return [("fp16_scale_update", optimizer, updating_later), ("fp16_scaled_step", optimizer, growing)]
-
-
-def keeping_norm(optimizer: FP16_UnfusedOptimizer, unscale: Callable[..., Any]) -> Callable[..., Any]:
-    """An `unscale_and_clip_grads` that keeps the norm without the loss's scale, as DeepSpeed's other optimizers do."""
-
-    def unscale_and_keep(total_norm: torch.Tensor, apply_scale: bool = True) -> torch.Tensor | float:
+    def unscale_and_keep(unscale: Callable[..., Any], total_norm: torch.Tensor, apply_scale: bool = True) -> Any:
         optimizer._global_grad_norm = total_norm / optimizer.loss_scale_config.cur_scale
         return unscale(total_norm, apply_scale=apply_scale)
 
-    return unscale_and_keep
-
-
-def fewer_reads(optimizer: DeepSpeedZeroOptimizer, *, is_alone: bool) -> list[tuple[str, Any, Callable[[Any], Any]]]:
-    """Replacements by which ZeRO 1 and 2 read gradients less often."""
-    replacements: list[tuple[str, Any, Callable[[Any], Any]]] = []
-    if is_alone and patches.fits("one_rank_divides_none"):
-        optimizer.reduce_scatter = False  # else it is not asked for what is replaced here
-        replacements.append(("one_rank_divides_none", optimizer, lambda _: lambda gradients, dtype: gradients))
-    if optimizer.compute_grad_norm:  # the norm of infinite gradients skips the step as well
-        replacements.append(("no_overflow_search", optimizer, lambda _: lambda partition_gradients: None))
-    return replacements
+    patches.replace("fp16_scale_update", lambda update: functools.partial(update_later, update), on=optimizer)
+    patches.replace("fp16_scaled_step", lambda step: functools.partial(step_and_grow, step), on=optimizer)
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        patches.replace("fp16_norm", lambda unscale: functools.partial(unscale_and_keep, unscale), on=optimizer)

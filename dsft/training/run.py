@@ -6,6 +6,7 @@ Reads top to bottom: options -> a decided run -> data -> trainer -> fit -> final
 import atexit
 import contextlib
 import dataclasses
+import functools
 import shlex
 import socket
 import time
@@ -13,11 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
-from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from dsft.checkpoints.kept_weights import LeftOut, find_left_out
+from dsft.checkpoints.kept_weights import find_left_out
 from dsft.checkpoints.manifest import checkpoints
 from dsft.checkpoints.model_card import CARD, model_card
 from dsft.checkpoints.readback import Verification, verify_weights
@@ -47,20 +46,22 @@ from dsft.models.trials import length_limits
 from dsft.models.weights import weights_digest
 from dsft.planner.plans import as_dict as plan_as_dict
 from dsft.run_setup.arguments import training_arguments
-from dsft.run_setup.resolve import ResolvedRun, resolve_run
+from dsft.run_setup.resolve import ResolvedRun, resolve_run, smaller_plan
 from dsft.runtime import distributed, preemption
 from dsft.runtime.console import log_to_files, say
 from dsft.runtime.distributed import only_run_in, require_same_start
 from dsft.runtime.hardware import (
+    Memory,
     free_host_bytes,
     keep_freed_memory,
+    memory_errors_explained,
+    peak_memory_bytes,
     peak_resident_bytes,
     wait_for_freed_gpu,
 )
 from dsft.runtime.patches import active_patches
 from dsft.runtime.versions import git_commit, versions
-from dsft.training.metrics import compute_of
-from dsft.training.out_of_memory import out_of_memory_explained
+from dsft.training.metrics import METRICS, Compute
 from dsft.training.trainer import PerplexityTrainer
 from dsft.units import GiB, plural
 from dsft.watchdog import client as watchdog
@@ -102,8 +103,11 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
     log_to_files(run.output_dir, append=run.checkpoint is not None)
     describe_plan(run)
     watchdog.set_limits(run.options)
+    verifies = run.options.verify_resume
     with start_recorded(run):
-        verification = verify_while_loading(run)
+        # What the run resumes from, or takes the weights of, is read again while data and model load.
+        started_from = run.checkpoint or run.weights_of
+        verification = started_from and Verification(started_from, hashes=verifies, weights_only=not run.checkpoint)
         data = load_training_data(
             run.options,
             run.data,
@@ -115,7 +119,7 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
             limits=length_limits(run.model.config),
         )
         for name in (run.options.model, run.options.adapter):
-            if name not in (None, run.weights_of) and run.options.verify_resume:
+            if name not in (None, run.weights_of) and verifies:
                 verify_weights(name)
         with out_of_memory_explained(run, "while loading"):
             trainer = build_trainer(run, data)
@@ -123,7 +127,6 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
             run = with_verified_checkpoint(run, verification, trainer)
     start = time.perf_counter()
     with run_report(run, data, trainer), out_of_memory_explained(run, "in training"):
-        describe_start(run, trainer)
         fit(trainer, run)
         final = finish(trainer, run, data, start=start)
     if failed := trainer.saves.failed:
@@ -154,56 +157,29 @@ def describe_plan(run: ResolvedRun) -> None:
 
 
 def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
-    """Loads the model into a trainer over the data."""
-    args = training_arguments(run.options, run.plan)  # before the model: ZeRO-3 shards while loading
+    """Loads the model into a trainer over the data, and logs what of both is not as it was."""
+    options = run.options
+    args = training_arguments(options, run.plan)  # before the model: ZeRO-3 shards while loading
     data.describe_batches(args, distributed.world_size())
     held_out = f"; held out: {describe_counts(data.held_out_counts)}" if data.held_out else ""
     say(f"data: {', '.join(map(str, run.data))}: {describe_counts(data.counts)}{held_out}")
     for note in data.notes:
         say(f"note: {note}")
-    model = build_model(run.options, dtype=run.options.dtype, seed=args.seed)
+    model = build_model(options, dtype=options.dtype, seed=args.seed)
+    inner = unwrapped(model)
     if added := stop_at(model, answer_ends(run.data, run.tokenizer)):
         tokens = ", ".join(run.tokenizer.convert_ids_to_tokens(added))
         say(
             f"note: trained answers end with {tokens}, which the model's generation_config did not stop at; final/ does"
         )
-    if run.options.tiled_loss and not tile_loss(model):
+    if options.tiled_loss and not tile_loss(model):
         raise AssertionError(f"the trial of tiled_loss found what {type(model).__name__} has not")
-    left_out = describe_package(run, model)
-    return PerplexityTrainer(
-        model,
-        args,
-        tokenizer=run.tokenizer,
-        data=data,
-        plan=run.plan,
-        compute=compute_of(run),
-        disk=run.disk,
-        save_minutes=run.options.save_minutes,
-        left_out=left_out,
-        frozen_weights=distributed.on_rank_0(lambda: frozen_weights(run.options, model, seed=args.seed)),
-    )
-
-
-def frozen_weights(options: TrainConfig, model: PreTrainedModel | PeftModel, *, seed: int) -> str | None:
-    """Returns what tells a model's frozen weights from others of the same shapes, by the files that they came from."""
-    if all(parameter.requires_grad for parameter in model.parameters()):
-        return None
-    if is_bare_config(options.model):
-        return f"random of seed {seed}"
-    base = adapter_base(described_in(options.model)) or options.model
-    return weights_digest(base, options.revision)
-
-
-def describe_package(run: ResolvedRun, model: PreTrainedModel | PeftModel) -> LeftOut | None:
-    """Says what of the model's package is frozen and what is not loaded, and returns the latter."""
-    options, frozen = run.options, run.model.size.other_params
-    inner = unwrapped(model)
+    if frozen := run.model.size.other_params:
+        names = ", ".join(name.removesuffix(".") for name in unreached(inner))
+        say(f"model: {frozen:,} parameters are frozen, since no text reaches them: {names}")
     left_out = find_left_out(
         options.model, inner, revision=options.revision, trust_remote_code=options.trust_remote_code
     )
-    if frozen:
-        names = ", ".join(name.removesuffix(".") for name in unreached(inner))
-        say(f"model: {frozen:,} parameters are frozen, since no text reaches them: {names}")
     if left_out and left_out.files:
         after = (
             "an adapter has no part in them"
@@ -216,13 +192,27 @@ def describe_package(run: ResolvedRun, model: PreTrainedModel | PeftModel) -> Le
             f"model: {left_out.parts} ({left_out.num_bytes / GiB:.3g} GiB) of {options.model} are not loaded, since no"
             f" text reaches them; {after}"
         )
-    return left_out
 
+    def frozen_weights() -> str | None:
+        """Distinguishes frozen weights from others of the same shapes, by the files that they came from."""
+        if all(parameter.requires_grad for parameter in model.parameters()):
+            return None
+        if is_bare_config(options.model):
+            return f"random of seed {args.seed}"
+        return weights_digest(adapter_base(described_in(options.model)) or options.model, options.revision)
 
-def verify_while_loading(run: ResolvedRun) -> Verification | None:
-    """Begins to verify the checkpoint that the run resumes from, or takes the weights of."""
-    checkpoint, hashes = run.checkpoint or run.weights_of, run.options.verify_resume
-    return Verification(checkpoint, hashes=hashes, weights_only=not run.checkpoint) if checkpoint else None
+    return PerplexityTrainer(
+        model,
+        args,
+        tokenizer=run.tokenizer,
+        data=data,
+        plan=run.plan,
+        compute=Compute.of_run(run),
+        disk=run.disk,
+        save_minutes=options.save_minutes,
+        left_out=left_out,
+        frozen_weights=distributed.on_rank_0(frozen_weights),
+    )
 
 
 def with_verified_checkpoint(run: ResolvedRun, verification: Verification, trainer: PerplexityTrainer) -> ResolvedRun:
@@ -231,20 +221,22 @@ def with_verified_checkpoint(run: ResolvedRun, verification: Verification, train
     Raises:
         UserError: where that is none, a pickle in it asks for foreign classes, or it is of another run.
     """
-    errors = verification.errors()
-    if not errors:
-        if run.checkpoint:
-            distributed.on_rank_0(lambda: check_identity(run.checkpoint, trainer.run_identity))
-        return run
-    changed = "; ".join(errors[:3])
-    if run.options.training.get("resume_from_checkpoint") != "auto":
-        way_out = f"use another{' or auto' if run.checkpoint else ''}, or take it as it is with --verify_resume false"
-        raise UserError([f"resume_from_checkpoint={verification.folder}: {changed}; {way_out}"])
-    say(f"{run.checkpoint} is damaged and is skipped: {changed}")
-    older = distributed.on_rank_0(lambda: last_checkpoint(run.options, before=run.checkpoint))
-    run = dataclasses.replace(run, checkpoint=older)
-    # None is what overwrite asks for: a new start.
-    return with_verified_checkpoint(run, Verification(older, hashes=True), trainer) if older else run
+    while errors := verification.errors():
+        changed = "; ".join(errors[:3])
+        if run.options.training.get("resume_from_checkpoint") != "auto":
+            way_out = (
+                f"use another{' or auto' if run.checkpoint else ''}, or take it as it is with --verify_resume false"
+            )
+            raise UserError([f"resume_from_checkpoint={verification.folder}: {changed}; {way_out}"])
+        say(f"{run.checkpoint} is damaged and is skipped: {changed}")
+        older = distributed.on_rank_0(functools.partial(last_checkpoint, run.options, before=run.checkpoint))
+        run = dataclasses.replace(run, checkpoint=older)
+        if older is None:  # as with overwrite: a new start
+            return run
+        verification = Verification(older, hashes=True)
+    if run.checkpoint:
+        distributed.on_rank_0(lambda: check_identity(run.checkpoint, trainer.run_identity))
+    return run
 
 
 @contextlib.contextmanager
@@ -271,13 +263,20 @@ def run_report(run: ResolvedRun, data: TrainingData, trainer: PerplexityTrainer)
     An earlier run in the folder is replaced here, when nothing of the set-up can fail any more, and room for the final
     model is reserved.
     """
-    distributed.on_rank_0(lambda: _begin_training(run, data))
+
+    def begin_training() -> None:
+        if run.options.overwrite and run.checkpoint is None:
+            clear_run(run.output_dir)
+        reserve_space(run.output_dir, run.disk.final_bytes)
+        _begin(run, data=data.counts, held_out=data.held_out_counts)
+
+    distributed.on_rank_0(begin_training)
     try:
         yield
     except TrainingStopped as error:
         outcome = {"status": "preempted"} if isinstance(error, Requeue) else {"status": "stopped", "error": str(error)}
         if distributed.rank() == 0:
-            _write_results(run, trainer, **outcome)
+            _write_results(run, trainer.results(), **outcome)
             if distributed.world_size() > 1:
                 atexit._run_exitfuncs()  # os._exit leaves them out, and with them W&B's last rows
         distributed.wait_for_all()  # every rank stops together, and the first one that ends has the others killed
@@ -290,21 +289,6 @@ def run_report(run: ResolvedRun, data: TrainingData, trainer: PerplexityTrainer)
             release_reserved_space(run.output_dir)
 
 
-def _record_failure(run: ResolvedRun, error: BaseException) -> None:
-    """On the rank that failed, whichever it is: rank 0 is about to be ended. The coordinator of the watchdog does it
-    for a rank that is killed, or whose disk is not rank 0's.
-    """
-    text = f"rank {distributed.rank()} on {socket.gethostname()}: {one_line(error)}"
-    record_failure(Path(run.output_dir) / RUN, text)
-
-
-def _begin_training(run: ResolvedRun, data: TrainingData) -> None:
-    if run.options.overwrite and run.checkpoint is None:
-        clear_run(run.output_dir)
-    reserve_space(run.output_dir, run.disk.final_bytes)
-    _begin(run, data=data.counts, held_out=data.held_out_counts)
-
-
 def _begin(run: ResolvedRun, **sections: Any) -> None:
     write_run(
         run.output_dir,
@@ -313,6 +297,7 @@ def _begin(run: ResolvedRun, **sections: Any) -> None:
         plan=plan_as_dict(run.plan) | {"reason": run.reason},
         machine=str(run.machine),
         deepspeed=run.plan.deepspeed_config,
+        metrics={metric.name: vars(metric.in_report) for metric in METRICS if metric.in_report},
         versions=versions(),
         git_commit=git_commit(),
         world_size=distributed.world_size(),
@@ -323,17 +308,66 @@ def _begin(run: ResolvedRun, **sections: Any) -> None:
     watchdog.set_file("run", Path(run.output_dir) / RUN)
 
 
-def _write_results(run: ResolvedRun, trainer: PerplexityTrainer, *, results: dict[str, Any] | None = None, **sections):
+def _record_failure(run: ResolvedRun, error: BaseException) -> None:
+    """On the rank that failed, whichever it is: rank 0 is about to be ended. The coordinator of the watchdog does it
+    for a rank that is killed, or whose disk is not rank 0's.
+    """
+    text = f"rank {distributed.rank()} on {socket.gethostname()}: {one_line(error)}"
+    record_failure(Path(run.output_dir) / RUN, text)
+
+
+def _write_results(run: ResolvedRun, results: dict[str, Any], **sections: Any) -> None:
     """Writes how the run ended to run.json; a full disk does not change that."""
     release_reserved_space(run.output_dir)
     try:
-        write_run(run.output_dir, results=(results or {}) | trainer.results(), **sections)
+        write_run(run.output_dir, results=results, **sections)
     except OSError as error:
         say(f"warning: {run.output_dir}/run.json could not be written ({error})")
 
 
-def describe_start(run: ResolvedRun, trainer: PerplexityTrainer) -> None:
-    """Logs what the training starts from, where that may not be what was expected."""
+def out_of_memory_explained(run: ResolvedRun, when: str) -> contextlib.AbstractContextManager[None]:
+    """Turns a failed allocation inside a `with` into one clear error on this rank: the plan, what was measured, and the
+    next smaller plan.
+
+    Args:
+        when: in words, for the message.
+    """
+
+    def explanation(error: BaseException, memory: Memory) -> str:
+        plan, machine = run.plan, run.machine
+        on_gpu = machine.has_gpu and memory == "GPU"
+        where = "GPU" if on_gpu else f"rank's {memory} memory"
+        measured = peak_memory_bytes()["gpu" if on_gpu else "host"]
+        predicted, there = plan.device_bytes, machine.device_bytes
+        if not on_gpu:
+            predicted, there = plan.host_bytes / plan.ranks_per_node, machine.host_bytes / machine.ranks_per_node
+        try:
+            smaller = smaller_plan(run.job, machine, plan)
+        except Exception:  # there may be no memory for a search: the cause is reported all the same
+            smaller = None
+        way_out = "no smaller plan is known: use more GPUs or nodes, method lora, or a smaller seq_len"
+        if smaller:
+            way_out = (
+                f"the next smaller plan is {smaller.label}, by prediction {smaller.device_bytes / GiB:.3g} GiB: --zero"
+                f" {smaller.zero} --per_device_train_batch_size {smaller.micro_batch} --gradient_accumulation_steps"
+                f" {smaller.accumulation} --activation_checkpointing {smaller.activation_checkpointing}"
+            )
+        phase = watchdog.current_phase
+        return (
+            f"{f'while {phase}' if phase in ('evaluating', 'saving') else when} ({one_line(error)}): the plan is"
+            f" {plan.label}, {predicted / GiB:.3g} GiB were predicted for this {where}, {measured / GiB:.3g} GiB were"
+            f" taken at most, {there / GiB:.3g} GiB are its share; {way_out}"
+        )
+
+    return memory_errors_explained(explanation)
+
+
+def fit(trainer: PerplexityTrainer, run: ResolvedRun) -> None:
+    """Logs what the training starts from, where that may not be what was expected, and trains. Collective.
+
+    Raises:
+        Requeue: on every rank, where one was asked to stop; what could be saved is.
+    """
     if run.checkpoint:
         change = topology_change(run.checkpoint, trainer.topology)
         resharded = f"; resharded ({change}): dropout draws other numbers than it would have"
@@ -342,14 +376,6 @@ def describe_start(run: ResolvedRun, trainer: PerplexityTrainer) -> None:
             say(f"note: the resume takes {', '.join(changed)}; weights, moments, step and place in the data are kept")
     elif run.options.training.get("resume_from_checkpoint"):
         say(f"no complete checkpoint in {run.output_dir}; starting from scratch")
-
-
-def fit(trainer: PerplexityTrainer, run: ResolvedRun) -> None:
-    """Trains. Collective.
-
-    Raises:
-        Requeue: on every rank, where one was asked to stop; what could be saved is.
-    """
     with preemption.signals_save():
         trainer.train(resume_from_checkpoint=run.checkpoint)
     if not trainer.is_stopping:
@@ -364,7 +390,11 @@ def fit(trainer: PerplexityTrainer, run: ResolvedRun) -> None:
 
 
 def finish(trainer: PerplexityTrainer, run: ResolvedRun, data: TrainingData, *, start: float) -> Path:
-    """Saves the final model and completes run.json. Collective."""
+    """Saves the final model with its card, and completes run.json. Collective.
+
+    Raises:
+        Unsaved: where the final model could not be saved, with the command that makes it of the last checkpoint.
+    """
     final, saves = trainer.save_final(), trainer.saves
     seconds = time.perf_counter() - start
     if saves.number:
@@ -373,37 +403,25 @@ def finish(trainer: PerplexityTrainer, run: ResolvedRun, data: TrainingData, *, 
             f" run; the largest is {saves.largest_bytes / 1e9:.3g} GB"
         )
     if final is None:
-        raise Unsaved(_way_to_the_final_model(trainer, run))
+        lost = f"{run.output_dir}: the final model could not be saved ({trainer.final_save.failed[0]})"
+        if not (saved := checkpoints(run.output_dir)):
+            raise Unsaved(f"{lost}, and there is no checkpoint")
+        step = int(saved[-1].name.rpartition("-")[2])
+        which = "the last step's" if step == trainer.state.global_step else f"step {step}'s"
+        command = shlex.join(["dsft", "export", str(saved[-1]), str(saved[-1].parent / FINAL)])
+        raise Unsaved(f"{lost}. {saved[-1]} is complete, with {which} weights; once there is room: {command}")
     if distributed.rank() == 0:
         results = {"train_loss": trainer.train_loss, "seconds": seconds, "final_model": str(final)}
         # A stream's counts are known only now.
-        _write_results(run, trainer, results=results, status="done", data=data.counts)
-        _write_card(final, run, data)
+        _write_results(run, results | trainer.results(), status="done", data=data.counts)
+        card = model_card(
+            read_run(run.output_dir),
+            data=describe_counts(data.counts),
+            held_out=describe_counts(data.held_out_counts or {}),
+        )
+        try:
+            (final / CARD).write_text(card, encoding="utf-8")
+        except OSError as error:
+            say(f"warning: {final / CARD} could not be written ({error})")
         say(f"done: {final}; results in {run.output_dir}/run.json")
     return final
-
-
-def _write_card(final: Path, run: ResolvedRun, data: TrainingData) -> None:
-    card = model_card(
-        read_run(run.output_dir),
-        data=describe_counts(data.counts),
-        held_out=describe_counts(data.held_out_counts or {}),
-    )
-    try:
-        (final / CARD).write_text(card, encoding="utf-8")
-    except OSError as error:
-        say(f"warning: {final / CARD} could not be written ({error})")
-
-
-def _way_to_the_final_model(trainer: PerplexityTrainer, run: ResolvedRun) -> str:
-    """Says why the final model is not written, and the command that makes it of the last checkpoint."""
-    failed, saved = trainer.final_save.failed[0], checkpoints(run.output_dir)
-    if not saved:
-        return f"{run.output_dir}: the final model could not be saved ({failed}), and there is no checkpoint"
-    step = int(saved[-1].name.rpartition("-")[2])
-    which = "the last step's" if step == trainer.state.global_step else f"step {step}'s"
-    command = shlex.join(["dsft", "export", str(saved[-1]), str(saved[-1].parent / FINAL)])
-    return (
-        f"{run.output_dir}: the final model could not be saved ({failed}). {saved[-1]} is complete, with {which}"
-        f" weights; once there is room: {command}"
-    )

@@ -1,56 +1,80 @@
-"""`transformers.Trainer` with what dsft adds: exact evaluation, peak memory in the log, a stop at NaN, verified saves.
+"""`transformers.Trainer` with what dsft adds: exact evaluation, metrics of all ranks, a stop at NaN, and checkpoints
+that are complete or are not there.
 
-No training loop here: the Trainer's own runs.
+No training loop here: the Trainer's own runs. In the order of a run: preparing, steps, the log, evaluation, saving.
 """
 
+import contextlib
 import dataclasses
+import functools
+import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainingArguments
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.integrations.deepspeed import deepspeed_load_checkpoint, is_deepspeed_zero3_enabled
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
-from dsft.checkpoints.kept_weights import LeftOut
-from dsft.checkpoints.manifest import checkpoints
+from dsft.checkpoints.kept_weights import LeftOut, keep_left_out
+from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, checkpoints, prune
+from dsft.checkpoints.readback import SafetensorsFiles, Verification, readback_errors, trained_shapes
+from dsft.checkpoints.resume import TAKEN, optimizer_kind, restore, run_identity, topology_change
+from dsft.checkpoints.run_folder import FINAL
+from dsft.checkpoints.save import Saves, StagedSave, missing_shards, release_reserved_space
+from dsft.config.deepspeed import offloads, stage
 from dsft.config.options import shuffle_seed
 from dsft.data.batches import EpochSampler, LengthGrouping, PaddedToFullSteps, Stream
 from dsft.data.sequences import Sequences
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
+from dsft.models.size import COUNT_FROM_PADDING
+from dsft.models.zero_shards import mapped_resume
 from dsft.perplexity.intervals import result_intervals
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.planner.plans import Plan
 from dsft.run_setup.checkpoint_size import CheckpointSize
 from dsft.runtime import distributed, patches, preemption
-from dsft.training.callbacks import (
-    Heartbeat,
-    LearningCheck,
-    MetricsFile,
-    PositionsKept,
-    ProgressLog,
-    SkippedSteps,
-)
+from dsft.runtime.console import say
+from dsft.training.callbacks import LearningCheck, MetricsFile, ProgressLog, SkippedSteps
 from dsft.training.loss import TokenLoss
-from dsft.training.metrics import Compute, SlowRanks, Work, derived_metrics, gather_metrics, mark
+from dsft.training.metrics import Compute, Line, SlowRanks, Work, complete, gather, mark
+from dsft.training.patches import import_muon, patch_engine
 from dsft.training.plan_check import PlanCheck
-from dsft.training.saving_trainer import SavingTrainer, averaged_weights
-from dsft.training.step_reports import StepReport, StepReports
 from dsft.units import Batch, padded_width
 from dsft.watchdog import client as watchdog
 
 ORDERS = {LengthGrouping.ACROSS_STEPS: "steps of like length", LengthGrouping.IN_ORDER: "as it stands in the data"}
 """Groupings that give steps other items than a drawn order does -> words for the run's identity."""
+STATEFUL_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+"""Of the learning rate, which they change by what they see."""
+ADAPTER_SCALE = ("lora_alpha", "alpha_pattern", "use_rslora")
+"""Fields of an adapter's config that change what its tensors mean, and not their shapes."""
+HYPERPARAMETERS = (
+    *("initial_lr", "weight_decay", "betas", "eps", "momentum"),
+    *("warmup_steps", "r", "weight_lr_power"),  # of schedule-free ones
+)
+"""Of an optimizer's groups: what options say. Whatever else stands there may be a state (schedule-free, Prodigy)."""
+LEAST_SCALE = "loss scale already at minimum"
+"""What DeepSpeed raises under ZeRO 1 to 3 when fp16 finds no scale (runtime/fp16/loss_scaler.py, DynamicLossScaler)."""
+SAMPLED_TENSORS = 16
+"""Of the final model, read back and compared in full."""
 
 
-class PerplexityTrainer(SavingTrainer):
-    """Trains on `TrainingData.items`; evaluates with `perplexity/scoring.py` instead of a mean of batch means."""
+class PerplexityTrainer(Trainer):
+    """Trains on `TrainingData.items`; evaluates with `perplexity/scoring.py` instead of a mean of batch means; saves by
+    the Trainer's strategy and every `save_minutes`, and resumes from checkpoints of other ranks and stages.
+    """
 
     loss_is_scaled_for_ga = True  # `compute_loss` divides by the tokens of all micro batches
 
@@ -68,7 +92,16 @@ class PerplexityTrainer(SavingTrainer):
         left_out: LeftOut | None = None,
         frozen_weights: str | None = None,
     ):
+        """
+        Args:
+            disk: what the run writes.
+            left_out: parts of the model's package that were not loaded, for `final/`.
+            frozen_weights: a digest of the files that hold them, for the run's identity.
+        """
         per_step = Batch(args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size).sequences
+        text_config = model.config.get_text_config()
+        self._use_cache = getattr(model.config, "use_cache", None)  # the Trainer turns it off
+        self._pad_token_id = getattr(text_config, "pad_token_id", None)
         super().__init__(
             model=model,
             args=args,
@@ -76,34 +109,63 @@ class PerplexityTrainer(SavingTrainer):
             eval_dataset=data.held_out,
             processing_class=tokenizer,
             data_collator=data.collator,
-            save_minutes=save_minutes,
-            disk=disk,
-            left_out=left_out,
-            frozen_weights=frozen_weights,
-            data_identity=data.items.identity | {"order of data": ORDERS.get(data.grouping, "drawn at random")},
         )
         self.grouping = data.grouping
+        self.compute = compute
         self.token_loss = TokenLoss(model, label_smoothing=args.label_smoothing_factor)
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
-        for callback in (ProgressLog, MetricsFile, Heartbeat):
+        self.learning, self.plan_check = LearningCheck(text_config.vocab_size), PlanCheck(plan)
+        for callback in (ProgressLog, MetricsFile, self.learning, self.plan_check):
             self.add_callback(callback)
-        self.learning = LearningCheck(model.config.get_text_config().vocab_size)
-        self.add_callback(self.learning)
-        self.add_callback(PositionsKept(model.config.get_text_config()))
-        self.skipped_steps = SkippedSteps(in_fp16=self.args.fp16)
-        self.is_stopping = False
-        self.extra_metrics: dict[str, float] = {}
-        self.work = Work()
-        self.slow_ranks = SlowRanks(waits_in_forward=is_deepspeed_zero3_enabled())
-        self.compute = compute
-        self.plan_check = PlanCheck(plan)
-        self.add_callback(self.plan_check)
         self.callback_handler.callbacks.insert(0, LastEvaluation(self))  # trackers close after it
-        self.reports = StepReports(args.device)
+        self.skipped_steps = SkippedSteps(in_fp16=args.fp16)
+        self.is_stopping = False
+        self.work, self.line = Work(args.device), Line(peak_gib={})
+        self.slow_ranks = SlowRanks(waits_in_forward=is_deepspeed_zero3_enabled())
+
+        deepspeed_config = args.hf_deepspeed_config.config
+        self.topology = {
+            "world_size": args.world_size,
+            "zero_stage": stage(deepspeed_config),
+            "offload": offloads(deepspeed_config),
+        }
+        self._mapped_resume = functools.partial(
+            mapped_resume, on_gpu=args.device.type == "cuda" and not self.topology["offload"]
+        )
+        self.saves, self.final_save = Saves(), Saves()
+        self.save_minutes = save_minutes
+        self.left_out = None if isinstance(model, PeftModel) else left_out
+        self._disk = disk
+        self._saved_at = time.monotonic()
+        self._staged_save: StagedSave | None = None
+        shapes = trained_shapes(model)
+        self._num_trained = sum(map(math.prod, shapes.values()))
+        # What a run that resumes must have in common with this one.
+        optimizer = deepspeed_config.get("optimizer") or {}
+        unchangeable = {
+            "optimizer": optimizer_kind(optimizer.get("type") or args.optim.value),
+            "dataloader_drop_last": args.dataloader_drop_last,
+        }
+        if args.lr_scheduler_type in STATEFUL_SCHEDULES:  # the rate is a state of these
+            unchangeable["learning_rate"] = args.learning_rate
+        if frozen_weights:
+            unchangeable["content of the frozen weights"] = frozen_weights
+        for name, adapter in getattr(model, "peft_config", {}).items():
+            scale = {key: value for key, value in vars(adapter).items() if key in ADAPTER_SCALE}
+            unchangeable[f"scale of adapter {name}"] = json.dumps(scale, sort_keys=True)
+        self.run_identity = run_identity(
+            shapes,
+            data=data.items.identity | {"order of data": ORDERS.get(data.grouping, "drawn at random")},
+            seed=shuffle_seed(args.data_seed, args.seed),
+            sequences_per_step=per_step,
+            options=unchangeable,
+        )
+        # As JSON has them, to be compared with those of a checkpoint.
+        self.taken_options = json.loads(json.dumps({name: getattr(args, name) for name in TAKEN}))
 
     @property
-    def totals(self) -> dict[str, int]:
+    def totals(self) -> dict[str, float]:
         """Counts over the full training. The Trainer's state keeps them, so that checkpoints do."""
         return self.state.stateful_callbacks.setdefault("dsft", {"trained_tokens": 0, "nats": 0.0})
 
@@ -112,53 +174,78 @@ class PerplexityTrainer(SavingTrainer):
         """Mean nats per trained token over the full training, also of what came before a checkpoint."""
         return self.totals["nats"] / max(1, self.totals["trained_tokens"])
 
+    # Preparing and resuming.
+
     def _get_train_sampler(self, train_dataset: PaddedToFullSteps | None = None) -> torch.utils.data.Sampler | None:
         """The same order on any number of ranks."""
-        data = train_dataset if train_dataset is not None else self.train_dataset
         return EpochSampler(
-            data,
+            train_dataset if train_dataset is not None else self.train_dataset,
             seed=shuffle_seed(self.args.data_seed, self.args.seed),
             step=lambda: self.state.global_step,
             drop_last=self.args.dataloader_drop_last,
             grouping=self.grouping,
         )
 
-    def evaluate(
-        self,
-        eval_dataset: Sequences | None = None,
-        ignore_keys: Sequence[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
-        """Measures perplexity over all tokens of the held-out data, whatever the batch size and number of ranks.
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        started = super()._init_training_state(max_steps, *args, **kwargs)
+        # Else a resumed run logs, evaluates and saves as often as the checkpoint's did.
+        self.state.compute_steps(self.args, max_steps)
+        return started
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[Any, Any]:
+        """Prepares as the Trainer, which ends with DeepSpeed reading a checkpoint; `resume.py` reads what it cannot.
         Collective.
         """
-        start = time.perf_counter()
-        windows = windows_of_sequences(self.eval_dataset if eval_dataset is None else eval_dataset)
-        with watchdog.phase("evaluating"), averaged_weights(self.model_wrapped):
-            result = evaluate_windows(
-                self.model,
-                windows,
-                pad_token_id=self.processing_class.pad_token_id,
-                device=self.args.device,
-                collective_forward=is_deepspeed_zero3_enabled(),
-                batch_tokens=self.args.per_device_eval_batch_size * padded_width(windows.lengths.max()),
-                progress=self.is_world_process_zero() and not self.args.disable_tqdm,
-            )
-        low, high = result_intervals(result).perplexity
-        bounds = {f"{metric_key_prefix}_perplexity_low": low, f"{metric_key_prefix}_perplexity_high": high}
-        if math.isnan(low):  # of one window there is no interval
-            bounds = {}
-        metrics = {
-            f"{metric_key_prefix}_loss": result.loss,
-            f"{metric_key_prefix}_perplexity": result.perplexity,
-            **bounds,
-            f"{metric_key_prefix}_tokens": result.tokens,
-            f"{metric_key_prefix}_runtime": time.perf_counter() - start,
-        }
-        self.extra_metrics = gather_metrics()
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+        checkpoint, config = resume_from_checkpoint, self.model.config.get_text_config()
+        if config.model_type in COUNT_FROM_PADDING:
+            # The Trainer writes the tokenizer's (align_special_tokens): the saved model would count positions from
+            # another token than was trained.
+            config.pad_token_id = self._pad_token_id
+        is_changed = checkpoint is not None and topology_change(checkpoint, self.topology)
+        import_muon(self.args.hf_deepspeed_config.config)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        engine = self.model_wrapped
+        # What options say now: a checkpoint brings the values of those that saved it.
+        options_now = [
+            {name: group[name] for name in HYPERPARAMETERS if name in group} for group in engine.optimizer.param_groups
+        ]
+        if checkpoint is not None and not is_changed:
+            with self._mapped_resume():
+                deepspeed_load_checkpoint(engine, checkpoint, load_module_strict=not isinstance(self.model, PeftModel))
+                self._load_optimizer_and_scheduler(checkpoint)
+        distributed.extend_timeouts()
+        patch_engine(engine, resumes=checkpoint is not None)
+        if is_changed:
+            self._restore(checkpoint)
+        if checkpoint is not None:
+            optimizer, scheduler = engine.optimizer, engine.lr_scheduler or self.lr_scheduler
+            for group, values in zip(optimizer.param_groups, options_now, strict=True):
+                kept = ("betas",) if getattr(scheduler, "cycle_momentum", 0) else ()  # OneCycle changes them with steps
+                group.update({name: value for name, value in values.items() if name not in kept})
+            # The learning rate that follows at this step.
+            rates = None
+            if isinstance(scheduler, LambdaLR):
+                scheduler.base_lrs = [values["initial_lr"] for values in options_now]
+                factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+                rates = [rate * factor for rate, factor in zip(scheduler.base_lrs, factors, strict=True)]
+            elif hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's
+                rates = scheduler.get_lr()
+            if rates is not None:
+                scheduler._last_lr = rates
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate
+        swap_in(engine, "train")  # a checkpoint holds the average
+        return prepared
+
+    def _restore(self, checkpoint: str) -> None:
+        """Reads a checkpoint of other ranks or another stage."""
+        engine = self.model_wrapped
+        swap_in(engine, "train")  # it takes a step
+        restore(engine, engine.lr_scheduler or self.lr_scheduler, checkpoint)
+
+    # Steps.
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """The Trainer's, timed."""
@@ -169,7 +256,7 @@ class PerplexityTrainer(SavingTrainer):
         return data.to(self.args.device) if isinstance(data, torch.Tensor) else super()._prepare_input(data)
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, torch.Tensor]], device: torch.device) -> Any:
-        """Count the tokens without padding and the trained tokens of an optimizer step, [2]. Collective."""
+        """Counts the tokens without padding and the trained tokens of an optimizer step, [2]. Collective."""
         counts = sum(batch["num_tokens"][:2].to(device) for batch in batch_samples)
         if batch_samples:
             distributed.add_over_ranks(counts)
@@ -182,63 +269,38 @@ class PerplexityTrainer(SavingTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes a micro batch's part of the step's loss (loss.py), timed and counted for the step's report."""
-        num_tokens, start = inputs.pop("num_tokens"), mark()
+        """Computes a micro batch's part of the step's loss (loss.py), timed and counted for all ranks."""
+        num_tokens, started = inputs.pop("num_tokens"), mark()
         search = _sequence_numbers if "position_ids" in inputs else lambda position_ids: None
         with patches.replaced("positions_on_gpu", lambda _: search):
             loss, nats = self.token_loss(model, inputs, num_tokens[:2], num_items_in_batch)
-        self.work.note_forward(start, mark())
-        self.reports.add(loss.detach() * num_items_in_batch[1], nats, num_tokens)
+        done = mark()
+        self.work.count(loss.detach() * num_items_in_batch[1], nats, num_tokens, started=started, done=done)
         return loss * self.args.world_size  # DeepSpeed divides gradients by the number of ranks
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """The Trainer's step; after an optimizer step every rank tells the others how many tokens it had, whether its
+        """The Trainer's step; after an optimizer step every rank sends the others how many tokens it had, whether its
         loss is NaN or infinite and whether it was asked to stop. Micro batches in between are not waited for.
         """
-        skipped = self.model_wrapped.skipped_steps
-        with self.skipped_steps.least_scale_explained(self.state.global_step + 1):
+        step, skipped = self.state.global_step, self.model_wrapped.skipped_steps
+        try:
             loss = super().training_step(model, inputs, num_items_in_batch)
+        except Exception as error:  # DeepSpeed raises no narrower one
+            if LEAST_SCALE in str(error):
+                self.skipped_steps.note(step + 1, is_skipped=True, at_least_scale=True)
+            raise
         if self.accelerator.sync_gradients:  # the same on all ranks
-            step = self.state.global_step + 1
-            due = self.is_save_due() and self.is_world_process_zero()  # one clock counts
-            self.reports.send(step, asked=preemption.is_asked(), due=due, passes=self.work.take_passes())
+            step += 1
+            seconds = time.monotonic() - self._saved_at
+            # One clock counts.
+            is_due = self.save_minutes is not None and seconds > 60 * self.save_minutes and self.is_world_process_zero()
+            self.work.send(step, asked=preemption.is_asked(), due=is_due)
             self.skipped_steps.note(step, is_skipped=self.model_wrapped.skipped_steps > skipped)
+            watchdog.set_phase("training")  # the first step may take as long as loading: it compiles and allocates
+        watchdog.heartbeat(step)
         return loss
-
-    def _read_reports(self) -> None:
-        """Read what was told of the step before; of this step too, where something that is due needs it. All ranks
-        read the same at the same step, so all stop together.
-        """
-        control = self.control
-        while self.reports and (
-            len(self.reports) > 1
-            or control.should_log
-            or control.should_evaluate
-            or control.should_save
-            or control.should_training_stop
-        ):
-            self._take_in(self.reports.read())
-
-    def _take_in(self, report: StepReport) -> None:
-        if report.bad:
-            saved = checkpoints(self.args.output_dir)
-            kept = f"the last checkpoint, {saved[-1]}, is untouched" if saved else "nothing had been saved yet"
-            raise TrainingStopped(
-                f"the loss is NaN or infinite at step {report.step}; {kept}. Usual causes: a learning rate too high"
-                f" (here {self.args.learning_rate}), fp16 where bf16 is needed, or broken weights in the model that"
-                " training started from"
-            )
-        if self.args.include_num_input_tokens_seen == "non_padding":
-            self.state.num_input_tokens_seen += report.tokens
-        self.totals["trained_tokens"] += report.trained
-        self.totals["nats"] += report.nats
-        self.work.note_step(report)
-        if report.due:
-            self.control.should_save = True
-        if report.asked and self.state.global_step < self.state.max_steps:  # else training ends anyhow
-            self.is_stopping = self.control.should_save = self.control.should_training_stop = True
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Leaves clipping to DeepSpeed, which has done it. The Trainer's and accelerate's wait for the norm here."""
@@ -252,36 +314,68 @@ class PerplexityTrainer(SavingTrainer):
         return inputs["input_ids"].numel() * self.compute.flops_per_token
 
     def _track_num_input_tokens(self, inputs: dict[str, torch.Tensor]) -> None:
-        """Leaves tokens without padding to `training_step`: the Trainer's own count is a collective for each micro
-        batch, and takes end tokens for padding in rows without a mask.
+        """Leaves tokens without padding to `_maybe_log_save_evaluate`: the Trainer's own count is a collective for each
+        micro batch, and takes end tokens for padding in rows without a mask.
         """
         if self.args.include_num_input_tokens_seen != "non_padding":
             super()._track_num_input_tokens(inputs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """The Trainer's, after every step; `should_log` is the same on all ranks. Collective."""
-        self._read_reports()
-        if self.control.should_log:
-            self.extra_metrics = gather_metrics(self.work, self.slow_ranks)
-            self.extra_metrics["num_trained_tokens"] = self.totals["trained_tokens"]
-            self.work = Work()
+        """The Trainer's, after every step, when what was sent of the step before is read; of this step too, where
+        something that is due needs it. All ranks read the same at the same step, so all stop together. Collective.
+
+        Raises:
+            TrainingStopped: where a loss was NaN or infinite.
+        """
+        control, unread = self.control, self.work.unread
+        while unread and (
+            len(unread) > 1
+            or control.should_log
+            or control.should_evaluate
+            or control.should_save
+            or control.should_training_stop
+        ):
+            step, sums = self.work.read()
+            if sums.bad:
+                saved = checkpoints(self.args.output_dir)
+                kept = f"the last checkpoint, {saved[-1]}, is untouched" if saved else "nothing had been saved yet"
+                raise TrainingStopped(
+                    f"the loss is NaN or infinite at step {step}; {kept}. Usual causes: a learning rate too high"
+                    f" (here {self.args.learning_rate}), fp16 where bf16 is needed, or broken weights in the model that"
+                    " training started from"
+                )
+            if self.args.include_num_input_tokens_seen == "non_padding":
+                self.state.num_input_tokens_seen += int(sums.tokens)
+            self.totals["trained_tokens"] += int(sums.trained)
+            self.totals["nats"] += sums.nats
+            if sums.due:
+                control.should_save = True
+            if sums.asked and self.state.global_step < self.state.max_steps:  # else training ends anyhow
+                self.is_stopping = control.should_save = control.should_training_stop = True
+        if control.should_log:
+            self.line = gather(self.work, self.slow_ranks)
+            self.line.trained_tokens = self.totals["trained_tokens"]
+            self.work.begin_interval()
         super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    # The log.
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds dsft's metrics to a line of the log, from what was gathered last. `loss` and `train_loss` are per
+        trained token, where the Trainer's are means of the steps' means.
+        """
+        logs = logs | ({"train_loss": self.train_loss} if "train_loss" in logs else {})
+        if start_time is not None and self.args.include_num_input_tokens_seen != "no":  # here: others follow from it
+            tokens = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
+            logs |= speed_metrics("train", start_time, num_tokens=tokens)
+        save_seconds = self.saves.seconds if self.saves.number else None
+        line = dataclasses.replace(self.line, logs=logs, compute=self.compute, save_seconds=save_seconds)
+        super().log(complete(line))
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """The Trainer's, which logs the figures of the full training. Collective."""
-        self.extra_metrics = gather_metrics()
+        self.line = gather()
         return super()._finalize_training(*args, **kwargs)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the extra metrics gathered last, seconds of saving, and what follows from all of these. `loss` and
-        `train_loss` are per trained token, where the Trainer's are means of the steps' means.
-        """
-        logs = logs | self.extra_metrics | ({"train_loss": self.train_loss} if "train_loss" in logs else {})
-        if start_time is not None and self.args.include_num_input_tokens_seen != "no":  # here: others follow from it
-            tokens = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
-            logs = logs | speed_metrics("train", start_time, num_tokens=tokens)
-        saving = {"save_seconds": self.saves.seconds} if self.saves.number else {}
-        super().log(logs | derived_metrics(logs, self.compute) | saving)
 
     def last_evaluation(self) -> dict[str, float]:
         """Finds the newest log entry with eval_loss; before any, one of step -1."""
@@ -312,6 +406,203 @@ class PerplexityTrainer(SavingTrainer):
             "log": log,
         }
 
+    # Evaluation.
+
+    def evaluate(
+        self,
+        eval_dataset: Sequences | None = None,
+        ignore_keys: Sequence[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Measures perplexity over all tokens of the held-out data, whatever the batch size and number of ranks.
+        Collective.
+        """
+        start = time.perf_counter()
+        windows = windows_of_sequences(self.eval_dataset if eval_dataset is None else eval_dataset)
+        with watchdog.phase("evaluating"), averaged_weights(self.model_wrapped):
+            result = evaluate_windows(
+                self.model,
+                windows,
+                pad_token_id=self.processing_class.pad_token_id,
+                device=self.args.device,
+                collective_forward=is_deepspeed_zero3_enabled(),
+                batch_tokens=self.args.per_device_eval_batch_size * padded_width(windows.lengths.max()),
+                progress=self.is_world_process_zero() and not self.args.disable_tqdm,
+            )
+        low, high = result_intervals(result).perplexity
+        metrics = {
+            "loss": result.loss,
+            "perplexity": result.perplexity,
+            **(
+                {} if math.isnan(low) else {"perplexity_low": low, "perplexity_high": high}
+            ),  # one window has no interval
+            "tokens": result.tokens,
+            "runtime": time.perf_counter() - start,
+        }
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        self.line = gather()
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # Saving.
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._staged_save.staged.parent if self._staged_save else super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Saves into a folder that gets its name once everything is written and verified, then removes older ones.
+        Collective.
+
+        Raises:
+            TrainingStopped: where the first save fails, and so would later ones.
+        """
+        state, output_dir = self.state, self.args.output_dir
+        save = self._staged_save = StagedSave(checkpoint_folder(output_dir, state.global_step))
+        save_as_the_trainer = super()._save_checkpoint
+
+        def write() -> None:
+            best = state.best_model_checkpoint
+            with save.noting_errors_of(self.model_wrapped.checkpoint_engine, self.model_wrapped):
+                save_as_the_trainer(model, trial)
+            # The Trainer names the best checkpoint by where it is now, not by where it will be.
+            folder = checkpoint_folder(output_dir, state.best_global_step or 0)
+            state.best_model_checkpoint = str(folder) if folder == save.folder or folder.is_dir() else best
+            if self.args.should_save:
+                state.save_to_json(str(save.staged / TRAINER_STATE))
+
+        def check(folder: Path) -> list[str]:
+            problems = self._missing_weights(folder)
+            if not self.args.save_only_model:
+                problems += missing_shards(folder, self.args.world_size, sharded=self.topology["zero_stage"] > 0)
+            return problems
+
+        with watchdog.phase("saving"), averaged_weights(self.model_wrapped):
+            is_saved = save.run(
+                write,
+                check,
+                saves=self.saves,
+                needed_bytes=self._disk.checkpoint_bytes,
+                facts={
+                    "step": state.global_step,
+                    **self.topology,
+                    "run_identity": self.run_identity,
+                    "options": self.taken_options,
+                    "loss": next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None),
+                },
+            )
+            if is_saved and self.is_world_process_zero():
+                best, limit = state.best_model_checkpoint, self.args.save_total_limit
+                for error in prune(output_dir, limit=limit, best=best, newest=save.folder):
+                    say(f"warning: {error}; an older checkpoint could not be removed, the next save tries again")
+            if is_saved:
+                distributed.wait_long("older checkpoints are removed")
+        self._staged_save, self._saved_at = None, time.monotonic()
+        if not is_saved and save.will_fail_again and not self.saves.number:
+            raise TrainingStopped(
+                f"{save.folder.name}, the first of this run, could not be saved, nor could a later one: the disk is not"
+                f" the cause ({self.saves.failed[-1]}). Training stops instead of going on towards nothing"
+            )
+        if not is_saved:
+            say(
+                f"error: {save.folder.name} could not be saved ({self.saves.failed[-1]}); training continues, earlier"
+                " checkpoints stay"
+            )
+
+    def save_final(self) -> Path | None:
+        """Saves the model (LoRA: the adapter) to `final/`, counts its elements and reads a sample back. Collective.
+
+        Returns None where it could not be saved; `final_save.failed` says why.
+        """
+        save = self._staged_save = StagedSave(Path(self.args.output_dir) / FINAL)
+        if self.is_world_process_zero():
+            release_reserved_space(self.args.output_dir)
+        swap_in(self.model_wrapped, "eval")
+        with watchdog.phase("saving"):
+            is_saved = save.run(
+                lambda: self.save_model(str(save.staged)),
+                self._missing_weights,
+                saves=self.final_save,
+                needed_bytes=self._disk.weight_bytes + (self.left_out.kept_bytes if self.left_out else 0),
+                facts={"step": self.state.global_step, **self.topology},
+            )
+        self._staged_save = None
+        return save.folder if is_saved else None
+
+    def _missing_weights(self, folder: Path) -> list[str]:
+        problems = readback_errors(SafetensorsFiles(folder), {}, num_elements=self._num_trained)
+        self._staged_save.will_fail_again |= bool(problems)
+        return problems
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves as the Trainer, but in ZeRO stages 0 to 2, where every rank holds the model, on rank 0 alone:
+        accelerate would copy all of it to host memory on every rank, frozen weights too. Collective.
+        """
+        if self.topology["zero_stage"] == 3:
+            super().save_model(output_dir, _internal_call=True)
+        elif self.args.should_save:
+            # A copy of each weight that is trained: stages 1 and 2 keep these as views of flat tensors, of which a file
+            # would hold all.
+            copies = {
+                parameter: parameter.detach().to("cpu", copy=True)
+                for parameter in self.model.parameters()
+                if parameter.requires_grad
+            }
+            names = self.model.named_parameters(remove_duplicate=False)  # a tied head shares the embedding's copy
+            trained = {name: copies[parameter] for name, parameter in names if parameter in copies}
+            self._save(output_dir or self.args.output_dir, self.model.state_dict() | trained)
+        # Outside of any collective, whose limit a large model would exceed.
+        distributed.wait_long("model is saved")
+        if self.args.push_to_hub and not _internal_call:  # on every rank: it saves once more
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        if self._staged_save and (self.args.save_only_model or not _internal_call):
+            self._staged_save.is_past_collectives = True
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Writes the weights, with the cache of generation on where the model that was loaded has it on. Of a staged
+        save they are read back, and errors are noted.
+        """
+        save, config, write_weights = self._staged_save, self.model.config, super()._save
+        in_training = getattr(config, "use_cache", None)
+        if save is not None:
+            state_dict = state_dict or {}
+
+        def write() -> None:
+            if in_training is not None:
+                config.use_cache = self._use_cache
+            try:
+                write_weights(output_dir, state_dict)
+            finally:
+                if in_training is not None:
+                    config.use_cache = in_training
+            if save is None or not self.args.should_save:
+                return
+            if isinstance(self.model, PeftModel):  # peft saves none: what stops the adapter's answers would be lost
+                text = self.model.generation_config.to_json_string()
+                (Path(output_dir) / "generation_config.json").write_text(text, encoding="utf-8")
+            sampled = SAMPLED_TENSORS if save.folder.name == FINAL else 0
+            save.errors += readback_errors(SafetensorsFiles(Path(output_dir)), state_dict, sampled=sampled)
+            if save.folder.name == FINAL and not save.errors:
+                keep_left_out(Path(output_dir), self.model, self.left_out)
+
+        if save is None:
+            write()
+        else:
+            save.attempt(write)
+
+    def _load_best_model(self) -> None:
+        """Loads it as the Trainer. If it has changed since it was saved, the last step's weights stay. Collective."""
+        best = self.state.best_model_checkpoint
+        if errors := Verification(best, hashes=True).errors():
+            say(f"error: {best}, the best checkpoint, is damaged ({errors[0]}): the last step's weights stay")
+            self.state.best_model_checkpoint = None
+            return
+        if topology_change(best, self.topology):
+            self._restore(best)
+        else:
+            with self._mapped_resume():
+                super()._load_best_model()
+
 
 def _sequence_numbers(position_ids_BT: torch.Tensor) -> torch.Tensor:
     """Number the sequences of each packed row [B, T]: one begins where a position does not follow the one before."""
@@ -329,3 +620,28 @@ class LastEvaluation(TrainerCallback):
         is_due = args.load_best_model_at_end or self.trainer.last_evaluation()["step"] != state.global_step
         if self.trainer.eval_dataset and is_due and not self.trainer.is_stopping:
             self.trainer.evaluate()
+
+
+@contextlib.contextmanager
+def averaged_weights(model: DeepSpeedEngine | nn.Module) -> Iterator[None]:
+    """Evaluate or save inside a `with` the average that a schedule-free optimizer makes, and train on from the point
+    where gradients are taken. Collective. Nothing changes under other optimizers, and where it is the average already.
+    """
+    is_swapped = swap_in(model, "eval")
+    yield
+    if is_swapped:  # after an error ranks may be apart, and to gather the weights is collective
+        swap_in(model, "train")
+
+
+def swap_in(model: DeepSpeedEngine | nn.Module, point: Literal["train", "eval"]) -> bool:
+    """Put the weights to one of a schedule-free optimizer's two points; returns whether they were at the other.
+    Collective.
+    """
+    optimizer = model.optimizer if isinstance(model, DeepSpeedEngine) else None
+    averaging = optimizer.optimizer if isinstance(optimizer, DeepSpeedZeroOptimizer) else optimizer
+    if averaging is None or averaging.param_groups[0].get("train_mode", point == "train") == (point == "train"):
+        return False
+    getattr(averaging, point)()
+    if averaging is not optimizer:  # it has changed this rank's share in float32, not what computes
+        optimizer.update_lp_params()
+    return True

@@ -18,7 +18,7 @@ from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.run_setup.resolve import resume_decisions
 from dsft.runtime import distributed
-from dsft.training.saving_trainer import SavingTrainer
+from dsft.training.trainer import PerplexityTrainer
 
 MEMORY = {f"layer.{number}.weight": torch.full((2, 3), float(number)) for number in range(10)}
 
@@ -267,7 +267,7 @@ def test_a_run_that_was_killed_before_its_final_model_writes_it_on_resume(run_of
 
 def with_damaged_best(options: dict) -> None:
     """Train; the best checkpoint gets a changed byte before it is loaded at the end."""
-    load = SavingTrainer._load_best_model
+    load = PerplexityTrainer._load_best_model
 
     def damage_and_load(trainer) -> None:
         if distributed.rank() == 0:
@@ -275,7 +275,7 @@ def with_damaged_best(options: dict) -> None:
         distributed.wait_for_all()
         load(trainer)
 
-    SavingTrainer._load_best_model = damage_and_load
+    PerplexityTrainer._load_best_model = damage_and_load
     train(options)
 
 

@@ -19,7 +19,7 @@ from gpu.trainings import options
 SMALLER = re.compile(
     r"(?P<share>[\d.e+]+) GiB are its share; the next smaller plan is .*, by prediction (?P<wanted>[\d.e+]+) GiB"
 )
-"""In the message of training/out_of_memory.py."""
+"""In the message of training/run.py."""
 LEFT_SECONDS = 30
 """From the end of a command to the look at what is left of it."""
 

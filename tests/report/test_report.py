@@ -18,6 +18,7 @@ from dsft.report.charts import COLOURS, charts, largest_parts, time_parts
 from dsft.report.page import page_html
 from dsft.report.runs import read_report
 from dsft.report.tables import folded, headline, tables
+from dsft.training.metrics import METRICS
 
 HOSTILE = "</script><img src=http://127.0.0.1:9/x onerror=alert(1)>"
 TERMS = [
@@ -49,6 +50,7 @@ def write_run(folder, *, log=(), **sections):
         "plan": {"has_gpu": True, "ranks_per_node": 8, "terms": terms, "reason": "ZeRO 3 fits."},
         "decisions": [{"name": "dtype", "value": "bfloat16", "reason": "auto"}],
         "machine": "1 node x 8 GPUs",
+        "metrics": {metric.name: vars(metric.in_report) for metric in METRICS if metric.in_report},
         "versions": {"torch": "2.13.0"},
         "world_size": 8,
         "data": {"rows": 1234, "tokens": 56789},

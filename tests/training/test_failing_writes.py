@@ -22,9 +22,9 @@ def fail_each_write_of_a_save(options: dict, faults: list[int], every: int) -> d
 
     Returns the outcome, and (rank, failed call, whether the save stands) of each.
     """
-    from dsft.training.saving_trainer import SavingTrainer
+    from dsft.training.trainer import PerplexityTrainer
 
-    disk, save, seen = Disk("/.saving"), SavingTrainer._save_checkpoint, []
+    disk, save, seen = Disk("/.saving"), PerplexityTrainer._save_checkpoint, []
 
     def tried(trainer, rank: int, number: int, error: int, *args) -> int:
         before = trainer.saves.number
@@ -46,14 +46,14 @@ def fail_each_write_of_a_save(options: dict, faults: list[int], every: int) -> d
             for number in range(1, tried(trainer, rank, 0, 0, *args) + 1, every):
                 tried(trainer, rank, number, faults[number % len(faults)], *args)
 
-    SavingTrainer._save_checkpoint = save_often
+    PerplexityTrainer._save_checkpoint = save_often
     try:
         train(options)
         outcome = "done"
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}"
     finally:
-        SavingTrainer._save_checkpoint = save
+        PerplexityTrainer._save_checkpoint = save
     return {"outcome": outcome, "seen": seen}
 
 

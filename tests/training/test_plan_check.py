@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from dsft.training import plan_check
-from dsft.training.plan_check import FIRST_STEPS, PlanCheck
+from dsft.training.plan_check import FIRST_STEPS, FULL_TRAINING, PlanCheck
 
 
 class Clock:
@@ -29,13 +29,16 @@ class Clock:
 
 
 def test_a_step_takes_what_the_gpu_takes_and_only_comparisons_wait_for_it(monkeypatch):
-    clock, waits, seconds = Clock(), [], []
+    clock, waits = Clock(), []
     monkeypatch.setattr(plan_check, "has_gpu", lambda: True)
     monkeypatch.setattr(plan_check, "mark", clock.mark)
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda: 7)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: waits.append(clock.asked) or clock.synchronize())
-    monkeypatch.setattr(plan_check, "compare", lambda plan, steps, **others: seconds.append(list(steps)) or [])
-    check = PlanCheck(plan=None)
+    for name, num_bytes in (("allocated", 20), ("reserved", 40)):
+        monkeypatch.setattr(f"torch.cuda.max_memory_{name}", lambda num_bytes=num_bytes: num_bytes)
+    predicted = {"training_host_bytes": 1, "held_bytes": 14, "allocated_bytes": 10, "reserved_bytes": 40}
+    time = SimpleNamespace(step_seconds=3.0)
+    check = PlanCheck(SimpleNamespace(**predicted, time=time, has_time_estimate=True))
     for step in range(1, 7):
         check.on_step_begin(None, None, None)
         clock.asked += 2.0
@@ -46,5 +49,10 @@ def test_a_step_takes_what_the_gpu_takes_and_only_comparisons_wait_for_it(monkey
             check.on_evaluate(None, None, None)
     assert len(check.unread) == 1
     check.on_train_end(None, None, None)
-    assert seconds == [pytest.approx([2.0] * FIRST_STEPS), pytest.approx([2.0] * 6)]
+    assert check.step_seconds == pytest.approx([2.0] * 6)
     assert len(waits) == 2 and check.held_bytes == 7
+    assert list(check.comparisons) == [f"after {FIRST_STEPS} steps", FULL_TRAINING]
+    for figures in check.comparisons.values():
+        assert figures["time of a step"] == {"predicted": 3.0, "measured": 2.0, "error": 0.5}
+        errors = {name: figure["error"] for name, figure in figures.items() if name.startswith("GPU")}
+        assert list(errors.values()) == [1.0, -0.5, 0.0], errors

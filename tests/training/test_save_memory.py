@@ -13,22 +13,22 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from ranks import SECONDS, on_ranks, trained
 
 from dsft.models.zero_shards import mapped_resume
-from dsft.training.saving_trainer import SavingTrainer
+from dsft.training.trainer import PerplexityTrainer
 from dsft.watchdog.processes import Process
 
 
 def train_measured(options: dict) -> dict:
     """Train; return what its saves of the model took, and the limits of its groups."""
-    saved, save_model = [], SavingTrainer.save_model
+    saved, save_model = [], PerplexityTrainer.save_model
 
     def measured_save(*args, **kwargs):
         saved.append(allocator_peak(lambda: save_model(*args, **kwargs)))
 
-    SavingTrainer.save_model = measured_save
+    PerplexityTrainer.save_model = measured_save
     try:
         trainer = trained(options)
     finally:
-        SavingTrainer.save_model = save_model
+        PerplexityTrainer.save_model = save_model
     weights = [parameter for parameter in trainer.model.parameters()]
     limits = {group._get_backend(torch.device("cpu")).options._timeout for group in dist.distributed_c10d._world.pg_map}
     return {

@@ -56,9 +56,9 @@ def fill(folder: Path) -> None:
 
 def train_beside_a_neighbour(options: dict, fills_before: str, is_greedy: bool) -> str:
     """Train while a neighbour fills the disk before `fills_before`; a greedy one takes the reserved room too."""
-    from dsft.training.saving_trainer import SavingTrainer
+    from dsft.training.trainer import PerplexityTrainer
 
-    original, folder = getattr(SavingTrainer, fills_before), Path(options["output_dir"])
+    original, folder = getattr(PerplexityTrainer, fills_before), Path(options["output_dir"])
 
     def fill_first(trainer, *args, **kwargs):
         if distributed.rank() == 0 and not (folder.parent / "filler").exists() and checkpoints(folder):
@@ -68,13 +68,13 @@ def train_beside_a_neighbour(options: dict, fills_before: str, is_greedy: bool) 
         distributed.wait_for_all()
         return original(trainer, *args, **kwargs)
 
-    setattr(SavingTrainer, fills_before, fill_first)
+    setattr(PerplexityTrainer, fills_before, fill_first)
     try:
         train(options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        setattr(SavingTrainer, fills_before, original)
+        setattr(PerplexityTrainer, fills_before, original)
     return "done"
 
 
@@ -200,9 +200,9 @@ def train_with_saves_that_fail(options: dict, from_step: int) -> tuple[str, int]
     """(the outcome, the last step), where DeepSpeed's save fails from a step on, for another cause than the disk."""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-    from dsft.training.saving_trainer import SavingTrainer
+    from dsft.training.trainer import PerplexityTrainer
 
-    save, write, steps = SavingTrainer._save_checkpoint, TorchCheckpointEngine.save, []
+    save, write, steps = PerplexityTrainer._save_checkpoint, TorchCheckpointEngine.save, []
 
     def save_or_fail(trainer, *args) -> None:
         steps.append(trainer.state.global_step)
@@ -210,13 +210,13 @@ def train_with_saves_that_fail(options: dict, from_step: int) -> tuple[str, int]
             TorchCheckpointEngine.save = refuse_to_save
         save(trainer, *args)
 
-    SavingTrainer._save_checkpoint = save_or_fail
+    PerplexityTrainer._save_checkpoint = save_or_fail
     try:
         train(options)
     except Exception as error:
         return f"{type(error).__name__}: {error}", steps[-1]
     finally:
-        SavingTrainer._save_checkpoint, TorchCheckpointEngine.save = save, write
+        PerplexityTrainer._save_checkpoint, TorchCheckpointEngine.save = save, write
 
 
 @pytest.mark.launch

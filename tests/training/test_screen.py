@@ -23,7 +23,7 @@ from dsft.runtime import console
 from dsft.runtime.console import _Both
 from dsft.training import run as run_module
 from dsft.training.callbacks import ProgressLog
-from dsft.training.metrics import Compute, derived_metrics
+from dsft.training.metrics import Compute, Line, complete
 from dsft.units import GiB
 
 NOISE = ("built successfully", "tokenizer has new PAD", "Loading weights", "Writing model shards", "--calibrate")
@@ -75,16 +75,18 @@ def test_metrics_reach_the_file_and_tensorboard_by_the_same_names(trained):
 
 
 def test_of_a_gpu_speed_and_mfu_follow_from_the_tokens_per_second():
+    def derived(logs: dict, compute: Compute) -> dict:
+        metrics = complete(Line(peak_gib={"host": 1.5}, logs=dict(logs), compute=compute))
+        return {name: value for name, value in metrics.items() if name not in logs}
+
+    speed = {"train_tokens_per_second": 200_000.0}
+    host = {"peak_host_gib": 1.5}
     gpus = Compute(num_gpus=4, flops_per_token=6e9, peak_flops=1e15)
-    assert derived_metrics({"train_tokens_per_second": 200_000.0}, gpus) == {
-        "tokens_per_second_per_gpu": 50_000,
-        "tflops_per_gpu": 300,
-        "mfu": 0.3,
-    }
+    assert derived(speed, gpus) == host | {"tokens_per_second_per_gpu": 50_000, "tflops_per_gpu": 300, "mfu": 0.3}
     unknown = Compute(num_gpus=4, flops_per_token=6e9, peak_flops=0.0)
-    assert "mfu" not in derived_metrics({"train_tokens_per_second": 200_000.0}, unknown)
+    assert "mfu" not in derived(speed, unknown)
     on_cpu = Compute(num_gpus=0, flops_per_token=6e9, peak_flops=0.0)
-    assert derived_metrics({"loss": 0.0, "train_tokens_per_second": 10.0}, on_cpu) == {"perplexity": 1.0}
+    assert derived({"loss": 0.0, "train_tokens_per_second": 10.0}, on_cpu) == host | {"perplexity": 1.0}
 
 
 def progress(stream, monkeypatch, capsys, *, steps=3):

@@ -1,6 +1,5 @@
 """What DeepSpeed does in ZeRO 0 beside the training itself."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,8 @@ from safetensors.torch import load_file
 
 from dsft.checkpoints.export import export
 from dsft.models.build import load_weights
-from dsft.runtime import patches
 from dsft.runtime.distributed import start_ranks
-from dsft.training.patches import keeping_norm, later_growth, undo_first_step
+from dsft.training.patches import patch_16_bit_optimizer
 
 pytestmark = pytest.mark.launch
 
@@ -82,7 +80,7 @@ def test_nor_does_a_fused_optimizer_keep_the_step_of_zero_gradients():
     adam = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5)
     optimizer = FP16_Optimizer(adam, low_precision_dtype=torch.bfloat16)
     assert adam.state and not torch.equal(optimizer.fp32_groups_flat[0], weight.float())
-    undo_first_step(optimizer)
+    patch_16_bit_optimizer(optimizer, resumes=False)
     assert not adam.state and torch.equal(optimizer.fp32_groups_flat[0], weight.float())
 
 
@@ -97,8 +95,7 @@ def steps_in_fp16(number: int) -> list[tuple[float, float, list[float]]]:
         dynamic_loss_scale=True,
         dynamic_loss_args=scale,
     )
-    for name, owner, by in (*later_growth(optimizer), ("fp16_norm", optimizer, partial(keeping_norm, optimizer))):
-        patches.replace(name, by, on=owner)
+    patch_16_bit_optimizer(optimizer, resumes=False)
     steps = []
     for _ in range(number):
         scale = optimizer.loss_scale_config.cur_scale

@@ -9,7 +9,7 @@ from deepspeed import comm
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ranks import on_ranks, trained
 
-from dsft.training import patches
+from dsft.training import trainer
 
 pytestmark = pytest.mark.launch
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.launch
 def counted(options: dict, is_patched: bool) -> tuple[int, int, list[float]]:
     """Numbers that a training reduces over its ranks, its searches for infinite gradients, and its losses."""
     if not is_patched:
-        patches.fewer_reads = lambda optimizer, is_alone: []
+        trainer.patch_engine = lambda engine, *, resumes: None
     elements, searches, search = [], [], DeepSpeedZeroOptimizer.has_overflow
 
     def counting(reduce):
