@@ -137,8 +137,11 @@ def _end(error: Exception) -> NoReturn:
     is_passed_on = any([hook(code, lines) for hook in _exit_hooks])
     is_rank_0 = os.environ.get("RANK", "0") == "0"  # as text: what is wrong may be this variable
     if is_rank_0 or (not is_passed_on and os.environ.get("LOCAL_RANK", "0") == "0"):
-        head = "dsft: " if code in (EXIT_REQUEUE, EXIT_INTERRUPTED) else "dsft: error: "
-        print("\n".join(_in_colour(head) + line for line in lines), file=sys.stderr, flush=True)
+        is_error = code not in (EXIT_REQUEUE, EXIT_INTERRUPTED)
+        head = "dsft: error: " if is_error else "dsft: "
+        if is_error and sys.stderr.isatty() and not os.environ.get("NO_COLOR"):  # https://no-color.org
+            head = f"\033[31m{head}\033[0m"
+        print("\n".join(head + line for line in lines), file=sys.stderr, flush=True)
     if not is_rank_0:
         time.sleep(RANK_0_SECONDS)
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -146,12 +149,6 @@ def _end(error: Exception) -> NoReturn:
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
-
-
-def _in_colour(head: str) -> str:
-    """Make the head of an error red on a terminal, unless NO_COLOR is set (https://no-color.org)."""
-    shows = "error" in head and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    return f"\033[31m{head}\033[0m" if shows else head
 
 
 def shown_command(words: Iterable[str]) -> str:

@@ -5,7 +5,6 @@ the usual models fit a machine: the largest for full finetuning, for LoRA and fo
 import dataclasses
 import math
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,68 +47,54 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
         options: with their decisions.
         attention: that is planned, whatever the model would take; None for the model's.
     """
-    alternatives = []
-    freed = {}
+
+    def replanned(**changes: Any) -> Job:
+        return resolve_offline(dataclasses.replace(options, **changes), machine, attention=attention).job
+
+    alternatives, freed = [], {}
     if options.zero != "auto":  # part of every change: what follows is planned so
         freed, options = {"zero": "auto"}, dataclasses.replace(options, zero="auto")
-        job = _replanned(options, machine, attention)
+        job = replanned()
         plan = choose_plan(job, machine).plan
         if plan.fits:
             alternatives.append(Alternative(change=freed, machine=machine, plan=plan))
-    for kind in (_methods, _nodes, _host_memory, _batches, _lengths):
-        for change, other_job, other_machine in kind(options, job, machine, attention):
-            plan = choose_plan(other_job, other_machine).plan
-            if plan.fits:
-                alternatives.append(Alternative(change=freed | change, machine=other_machine, plan=plan))
-                break
-    return alternatives
-
-
-Trial = tuple[dict[str, Any], Job, Machine]
-
-
-def _methods(options: TrainConfig, job: Job, machine: Machine, attention: Attention | None) -> Iterator[Trial]:
+    # What is tried, as (changed option, the job, None where it is planned anew, and the machine): of each option the
+    # smallest change first.
+    trials: list[tuple[dict[str, Any], Job | None, Machine]] = []
     # A quantised base is not sharded, that of LoRA is.
     for method in {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ("lora",)}[options.method]:
-        try:
-            yield {"method": method}, _replanned(options, machine, attention, method=method), machine
-        except UserError:  # the model has no layers for adapters
-            continue
-
-
-def _nodes(options: TrainConfig, job: Job, machine: Machine, attention: Attention | None) -> Iterator[Trial]:
+        trials.append(({"method": method}, None, machine))
     nodes = 2 ** (int(math.log2(machine.nodes)) + 1)
     while nodes <= MOST_NODES and machine.has_gpu:
         larger = dataclasses.replace(machine, nodes=nodes)
         if not (job.sequences_per_step or 0) % Batch(job.micro_batch or 1, 1, larger.world_size).sequences:
-            yield {"nodes": nodes}, job, larger
+            trials.append(({"nodes": nodes}, job, larger))
         nodes *= 2
-
-
-def _host_memory(options: TrainConfig, job: Job, machine: Machine, attention: Attention | None) -> Iterator[Trial]:
     lacking = [
         plan.host_bytes for plan in choose_plan(job, machine).candidates if plan.limiting_resource == "host memory"
     ]
     if lacking and machine.has_gpu:
         enough = math.ceil(min(lacking) / HOST_SHARE / HOST_STEP) * HOST_STEP
-        change = {"host_memory": f"{enough // GB}GB"}
-        yield change, job, dataclasses.replace(machine, host_bytes=enough)
-
-
-def _batches(options: TrainConfig, job: Job, machine: Machine, attention: Attention | None) -> Iterator[Trial]:
+        trials.append(({"host_memory": f"{enough // GB}GB"}, job, dataclasses.replace(machine, host_bytes=enough)))
     if (job.micro_batch or 1) > 1 and not options.batch_tokens:
-        yield {"per_device_train_batch_size": 1}, dataclasses.replace(job, micro_batch=1), machine
-
-
-def _lengths(options: TrainConfig, job: Job, machine: Machine, attention: Attention | None) -> Iterator[Trial]:
+        trials.append(({"per_device_train_batch_size": 1}, dataclasses.replace(job, micro_batch=1), machine))
     seq_len = job.seq_len // 2
     while seq_len >= SHORTEST:
-        yield {"seq_len": seq_len}, of_length(job, seq_len), machine
+        trials.append(({"seq_len": seq_len}, of_length(job, seq_len), machine))
         seq_len //= 2
-
-
-def _replanned(options: TrainConfig, machine: Machine, attention: Attention | None, **changes: Any) -> Job:
-    return resolve_offline(dataclasses.replace(options, **changes), machine, attention=attention).job
+    fitting: set[str] = set()
+    for change, changed_job, changed_machine in trials:
+        if change.keys() <= fitting:
+            continue
+        try:
+            changed_job = changed_job or replanned(**change)
+        except UserError:  # the model has no layers for adapters
+            continue
+        plan = choose_plan(changed_job, changed_machine).plan
+        if plan.fits:
+            fitting |= change.keys()
+            alternatives.append(Alternative(change=freed | change, machine=changed_machine, plan=plan))
+    return alternatives
 
 
 def of_length(job: Job, seq_len: int, **changes: Any) -> Job:
@@ -212,29 +197,23 @@ def largest_models(options: TrainConfig, machine: Machine, *, attention: Attenti
     Args:
         options: of a training; model and method are put in their place.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        for name in USUAL_MODELS:
-            usual_config(name).save_pretrained(Path(folder, name))
-        methods = METHODS if machine.has_gpu else METHODS[:2]  # bitsandbytes needs one
-        return [_largest(method, Path(folder), options, machine, attention) for method in methods]
-
-
-def _largest(method: str, folder: Path, options: TrainConfig, machine: Machine, attention: Attention | None) -> Largest:
-    names, plan, number = list(USUAL_MODELS), None, len(USUAL_MODELS)
-    for number in range(len(names), 0, -1):
-        asked = dataclasses.replace(options, model=str(folder / names[number - 1]), method=method, data=[])
-        job = resolve_offline(asked, machine, attention=attention).job
-        if not choose_plan(_without_activations(job), machine).plan.fits:
-            continue  # and no trace is needed
-        plan = choose_plan(job, machine).plan
-        if plan.fits:
-            return Largest(method=method, fits=tuple(names[:number]), too_large=tuple(names[number:]), plan=plan)
-    return Largest(method=method, fits=(), too_large=tuple(names), plan=None)
-
-
-def _without_activations(job: Job) -> Job:
-    """The same job with no activations at all: what does not fit so does not fit with them."""
-    bare = dataclasses.replace(job)
+    answers, names = [], list(USUAL_MODELS)
     costs = {field.name: Cost() for field in dataclasses.fields(TrainingActivations) if field.type in (Cost, "Cost")}
-    bare.__dict__["activations"] = TrainingActivations(num_layers=job.size.num_layers, source="none", **costs)
-    return bare
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            usual_config(name).save_pretrained(Path(folder, name))
+        for method in METHODS if machine.has_gpu else METHODS[:2]:  # bitsandbytes needs a GPU
+            for number in range(len(names), 0, -1):
+                asked = dataclasses.replace(options, model=str(Path(folder, names[number - 1])), method=method, data=[])
+                job = resolve_offline(asked, machine, attention=attention).job
+                # Without any activations first: what does not fit so needs no trace.
+                bare = dataclasses.replace(job)
+                none = TrainingActivations(num_layers=job.size.num_layers, source="none", **costs)
+                bare.__dict__["activations"] = none
+                if choose_plan(bare, machine).plan.fits and (plan := choose_plan(job, machine).plan).fits:
+                    break
+            else:
+                number, plan = 0, None
+            fits, too_large = tuple(names[:number]), tuple(names[number:])
+            answers.append(Largest(method=method, fits=fits, too_large=too_large, plan=plan))
+    return answers

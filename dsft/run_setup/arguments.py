@@ -46,25 +46,34 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
         "activation_checkpointing": plan.activation_checkpointing,
         "deepspeed": plan.deepspeed_config,
     }
-    values["accelerator_config"] = accelerator_config(values.get("accelerator_config"), streaming=options.streaming)
+    dealt = values.get("accelerator_config")  # what the user sets of accelerate, in a dict or a JSON file
+    if isinstance(dealt, str):
+        dealt = json.loads(Path(dealt).read_text(encoding="utf-8"))
+    # The host waits for no copy to the GPU. Of a stream every rank reads; batches that rank 0 deals out would need one
+    # width.
+    streamed = {"dispatch_batches": False} if options.streaming else {}
+    values["accelerator_config"] = {"non_blocking": has_gpu()} | (dealt or {}) | streamed
     for name, older in NEW_NAMES.items():
         if name in values and name not in TrainingArguments.__dataclass_fields__:
             values[older] = values.pop(name)
     return TrainingArguments(**values)
 
 
-def accelerator_config(given: dict[str, Any] | str | None, *, streaming: bool) -> dict[str, Any]:
-    """Lays what the user says to accelerate, in a dict or a JSON file, over dsft's defaults."""
-    if isinstance(given, str):
-        given = json.loads(Path(given).read_text(encoding="utf-8"))
-    # The host waits for no copy to the GPU. Of a stream every rank reads; batches that rank 0 deals out would need one
-    # width.
-    return {"non_blocking": has_gpu()} | (given or {}) | ({"dispatch_batches": False} if streaming else {})
-
-
 def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size: ModelSize) -> list[str]:
     """Says of each option that was set but has no, or another, effect in this configuration why that is."""
-    training, notes = options.training, _ignored_adapter_options(options)
+    training, defaults, notes = options.training, LoraFields(), []
+    changed = ", ".join(
+        field.name
+        for field in dataclasses.fields(LoraFields)
+        if field.name not in ("method", "adapter", "quantization")
+        and getattr(options, field.name) != getattr(defaults, field.name)
+    )
+    if changed and options.method == "full":
+        notes.append(f"{changed}: ignored, because method is full; set method: lora")
+    if changed and options.adapter:
+        notes.append(f"{changed}: ignored, because adapter={options.adapter} brings its own shape")
+    if options.method != "qlora" and options.quantization != defaults.quantization:
+        notes.append(f"quantization: ignored, because method is {options.method}; set method: qlora")
     if "train_sampling_strategy" in training and (options.packing or options.batch_tokens or options.streaming):
         notes.append(
             "train_sampling_strategy: ignored, because packing, batch_tokens or streaming decide which sequences go"
@@ -99,18 +108,4 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
             f"{size.unadapted_expert_params:,} parameters of experts get no adapter: peft's"
             f" {', '.join(options.lora_target_modules)} does not reach them in this architecture"
         )
-    return notes
-
-
-def _ignored_adapter_options(options: TrainConfig) -> list[str]:
-    notes, defaults = [], LoraFields()
-    names = [field.name for field in dataclasses.fields(LoraFields)]
-    names = [name for name in names if name not in ("method", "adapter", "quantization")]
-    changed = [name for name in names if getattr(options, name) != getattr(defaults, name)]
-    if changed and options.method == "full":
-        notes.append(f"{', '.join(changed)}: ignored, because method is full; set method: lora")
-    if changed and options.adapter:
-        notes.append(f"{', '.join(changed)}: ignored, because adapter={options.adapter} brings its own shape")
-    if options.method != "qlora" and options.quantization != defaults.quantization:
-        notes.append(f"quantization: ignored, because method is {options.method}; set method: qlora")
     return notes

@@ -67,11 +67,28 @@ def checkpoint_size(
     copy = 0 if zero == 3 else num_bytes
     of_optimizer = optimizer.state_bytes if zero == 0 and num_bytes == 4 else optimizer.checkpoint_bytes
     per_param = 0 if options.training.get("save_only_model") else copy + of_optimizer
+    # How many lie there at once: those kept and the one that is being written, and no more than are saved.
+    values = with_defaults(options)
+    strategy, max_steps = str(values.get("save_strategy", "steps")), values.get("max_steps", -1)
+    every, limit = values.get("save_steps", STEPS_BETWEEN_SAVES), values.get("save_total_limit")
+    keeps_best = any(values.get(name) for name in ("load_best_model_at_end", "metric_for_best_model"))
+    num_kept = max(limit, 2 if keeps_best or strategy == "best" else 1) + 1 if limit else math.inf
+    num_saved = math.inf  # unknown, also with save_minutes
+    if not options.save_minutes:
+        if strategy == "no":
+            num_saved = 0
+        elif strategy == "epoch" and max_steps <= 0:
+            num_saved = math.ceil(values.get("num_train_epochs", 3))
+        elif strategy == "steps" and every < 1:
+            num_saved = math.ceil(1 / every)  # a share of the steps
+        elif strategy == "steps" and max_steps > 0:
+            num_saved = math.ceil(max_steps / every)
+    known = min(num_kept, num_saved)
     return CheckpointSize(
         weight_bytes=num_bytes * (size.num_trainable + (0 if size.lora_r else size.other_params)),
         state_bytes=int(per_param * size.num_trainable),
         small_bytes=BYTES_PER_TOKEN * size.vocab_size + SMALL_FILES_BYTES,
-        kept=_num_checkpoints(options),
+        kept=2 if known == math.inf else int(known),
     )
 
 
@@ -89,22 +106,3 @@ def check_room(options: TrainConfig, size: CheckpointSize) -> list[str]:
         f"output_dir={output_dir}: the final model ({size.final_bytes / GB:.3g} GB){and_checkpoints} need"
         f" {needed / GB:.3g} GB more, but the disk has {free / GB:.3g} GB free; choose another disk{fewer}"
     ]
-
-
-def _num_checkpoints(options: TrainConfig) -> int:
-    values = with_defaults(options)
-    strategy = str(values.get("save_strategy", "steps"))
-    if strategy == "no" and not options.save_minutes:
-        return 0
-    keeps_best = any(values.get(name) for name in ("load_best_model_at_end", "metric_for_best_model"))
-    limit = values.get("save_total_limit")
-    kept = max(limit, 2 if keeps_best or strategy == "best" else 1) + 1 if limit else math.inf
-    saves = math.inf
-    if strategy == "epoch" and values.get("max_steps", -1) <= 0:
-        saves = math.ceil(values.get("num_train_epochs", 3))
-    elif strategy == "steps" and (every := values.get("save_steps", STEPS_BETWEEN_SAVES)) < 1:
-        saves = math.ceil(1 / every)  # a share of the steps
-    elif strategy == "steps" and values.get("max_steps", -1) > 0:
-        saves = math.ceil(values["max_steps"] / every)
-    known = min(kept, math.inf if options.save_minutes else saves)
-    return 2 if known == math.inf else int(known)

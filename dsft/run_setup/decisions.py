@@ -6,10 +6,9 @@ A `Draft` applies them one after the other (`resolve.py`).
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from dsft.checkpoints.manifest import read_manifest
-from dsft.config.deepspeed import adopt, read_sound_file, read_zero_file
+from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
 from dsft.errors import raise_if_any
 from dsft.models.head import LEAST_VOCAB
@@ -37,23 +36,6 @@ class Draft:
                 self.options = decide(self.options, [decision])
                 self.decisions.append(decision)
         self.problems += problems
-
-
-def apply_zero_file(draft: Draft) -> dict[str, Any] | None:
-    """Takes over the numbers of an explicit `zero`; returns its content, None with auto."""
-    if draft.options.zero == "auto":
-        return None
-    zero_file = read_sound_file(draft.options.zero, draft.problems)
-    draft.apply(*adopt(zero_file, draft.options))
-    return zero_file
-
-
-def decide_batches_and_dtype(draft: Draft, world: int, *, auto_dtype: str) -> None:
-    """Decides what follows from the number of ranks and from what their devices compute in."""
-    named = any("global_batch_size" in problem for problem in draft.problems)
-    decisions, not_divisible = batch_decisions(draft.options, world)
-    draft.apply(decisions, [] if named else not_divisible)
-    draft.apply(dtype_decisions(draft.options, auto_dtype))
 
 
 def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -> tuple[list[Decision], list[str]]:

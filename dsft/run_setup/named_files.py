@@ -49,20 +49,13 @@ def check_named_files(options: TrainConfig | EvalConfig) -> list[str]:
         except ValueError as error:
             problems.append(f"chat_template: {error}")
     for key, names in entries.items():
-        problems += _check_rows(names, options, key)
-    return problems
-
-
-def _check_rows(entries: list[str], options: TrainConfig | EvalConfig, key: str) -> list[str]:
-    """Lists what is wrong with the first rows of each entry that is files."""
-    problems: list[str] = []
-    for source in find_sources(entries, options, key=key, split=options.data_split, problems=problems):
-        if source.hub:
-            continue
-        try:
-            format_rules(source.first_batch().rows, options)
-        except UserError as error:
-            problems += [f"{key}: {problem}" for problem in error.problems]
-        except ValueError as error:
-            problems.append(f"{key}: {source.name}: {error}")
+        for source in find_sources(names, options, key=key, split=options.data_split, problems=problems):
+            if source.hub:
+                continue
+            try:
+                format_rules(source.first_batch().rows, options)
+            except UserError as error:
+                problems += [f"{key}: {problem}" for problem in error.problems]
+            except ValueError as error:
+                problems.append(f"{key}: {source.name}: {error}")
     return problems

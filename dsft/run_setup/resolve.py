@@ -35,12 +35,12 @@ from dsft.checkpoints.run_folder import (
     read_run,
     start_from_weights,
 )
-from dsft.config.deepspeed import get_value, nvme_path, stage
+from dsft.config.deepspeed import adopt, get_value, nvme_path, read_sound_file, stage
 from dsft.config.options import Decision, TrainConfig, common_options
 from dsft.data.formats import FormattedSource
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
-from dsft.models.build import DTYPES, resolve_dtype
+from dsft.models.build import DTYPES, is_bare_config, resolve_dtype
 from dsft.models.lora import saved_lora_config
 from dsft.models.quantization import format_problems
 from dsft.models.size import ModelFacts, check_positions, check_sharding, measure_model
@@ -60,8 +60,8 @@ from dsft.run_setup.checkpoint_size import CheckpointSize, check_room, checkpoin
 from dsft.run_setup.decisions import (
     Draft,
     accelerate_decisions,
-    apply_zero_file,
-    decide_batches_and_dtype,
+    batch_decisions,
+    dtype_decisions,
     keep_global_batch,
     packing_decisions,
     step_limit_decision,
@@ -70,8 +70,6 @@ from dsft.run_setup.decisions import (
 )
 from dsft.run_setup.named_files import NOT_NEEDED
 from dsft.run_setup.training_checks import (
-    check_base,
-    check_held_out,
     check_machine,
     check_training_arguments,
     check_weights,
@@ -82,6 +80,12 @@ from dsft.runtime.console import say
 from dsft.runtime.distributed import SAME_FILES, SAME_OPTIONS, require_agreement
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.runtime.operators import fused_optimizer, nvcc_problem, offload_problems, with_torch_adam
+from dsft.units import PADDED_MULTIPLE
+
+BUFFER = "zero_optimization.offload_param.buffer_size"
+"""Number of a DeepSpeed JSON that may be too small for the model."""
+WORTH_SAYING = 1.05
+"""A plan so many times as fast as the chosen one is named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +183,16 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     if checkpoint:
         files[f"{checkpoint} to resume from"] = manifest_hash(Path(checkpoint))
     require_agreement({SAME_OPTIONS: common_options(draft.options), SAME_FILES: files})
-    zero_file, notes = _with_an_adam_that_compiles(checked.zero_file)
+    # A rank that cannot compile DeepSpeed's Adam takes torch's, and so all do.
+    zero_file, notes = checked.zero_file, []
+    kind = fused_optimizer(zero_file) if zero_file is not None and has_gpu() else None
+    if uncompiled := [problem for problem in distributed.from_all([nvcc_problem()]) if problem] if kind else []:
+        if not kind.startswith("adam"):
+            raise UserError(
+                [f"zero: optimizer.type {kind}: nvcc cannot compile it ({uncompiled[0]}); AdamW needs none"]
+            )
+        zero_file = with_torch_adam(zero_file)
+        notes.append(f"optimizer: torch's Adam, since FusedAdam cannot be compiled ({uncompiled[0]})")
     draft.apply(decisions)
     model, adapter = checked.model, draft.options.adapter
     if adapter not in (None, checked.options.adapter):  # training starts with a checkpoint's
@@ -188,26 +201,27 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
         dataclasses.replace(checked, options=draft.options, decisions=tuple(draft.decisions), model=model)
     )
     draft = Draft(decided.options, decided.decisions)
-    asked, tiling = draft.options.tiled_loss, decided.tiling
-    draft.apply([tiling])
-
-    def choose() -> tuple[Plan, str]:
-        choice = plan_run(draft.options, decided.job, machine, zero_file=zero_file, checkpoint=checkpoint)
-        return choice.plan, choice.reason
-
-    plan, reason = distributed.on_rank_0(choose)
+    if draft.options.tiled_loss is True and not decided.tiling.value:
+        notes.append(f"tiled_loss: ignored, {decided.tiling.reason}")
+    draft.apply([decided.tiling])
+    choice = distributed.on_rank_0(
+        lambda: plan_run(draft.options, decided.job, machine, zero_file=zero_file, checkpoint=checkpoint)
+    )
+    plan = choice.plan
     distributed.raise_together(offload_problems(plan.deepspeed_config))  # every node compiles what it needs
     draft.apply([step_limit_decision(draft.options, plan)])
     disk = checkpoint_size(draft.options, decided.model.size, plan.deepspeed_config)
     distributed.raise_together(check_room(draft.options, disk) if distributed.rank() == 0 else [])
-    notes += [f"tiled_loss: ignored, {tiling.reason}"] if asked is True and not tiling.value else []
     tf32 = tf32_decision(draft.options, available=all(distributed.from_all([is_torch_tf32_available()])))
     draft.apply(tf32)
     notes += [f"tf32: {decision.reason}; tf32=false leaves it off" for decision in tf32]
-    notes += _notes_on_packing(decided.packing) + raised_buffers(zero_file, plan.deepspeed_config)
+    notes += decided.notes
+    given, taken = get_value(zero_file or {}, BUFFER), get_value(plan.deepspeed_config, BUFFER)
+    if given is not None and given != taken:
+        notes.append(f"{BUFFER}: {taken:,} instead of {given}, since the largest parameter's shard must fit")
     notes += ignored_options(draft.options, plan.deepspeed_config, decided.model.size)
     known = {"options": draft.options, "decisions": tuple(draft.decisions), "notes": tuple(notes)}
-    planned = {"machine": machine, "plan": plan, "reason": reason, "disk": disk, "checkpoint": checkpoint}
+    planned = {"machine": machine, "plan": plan, "reason": choice.reason, "disk": disk, "checkpoint": checkpoint}
     return ResolvedRun(**vars(decided) | known | planned | {"zero_file": zero_file})
 
 
@@ -237,7 +251,7 @@ def resolve_offline(
     checked = check_run(options, machine, problems, starts=starts, scored=scored)
     raise_if_any(checked.problems)
     run = decide_run(checked)
-    notes = [*run.notes, *_notes_on_packing(run.packing)]
+    notes = list(run.notes)
     if run.options.training.get("resume_from_checkpoint"):
         notes.append("resume_from_checkpoint: this is the plan of a new run; one that resumes keeps its own")
     job = dataclasses.replace(run.job, attention=attention) if attention else run.job
@@ -246,41 +260,21 @@ def resolve_offline(
 
 def decide_run(checked: CheckedRun) -> DecidedRun:
     """Decides packing, masks and the tiled loss, and composes the planner's job of them. Collective."""
-    draft, model, packing = Draft(checked.options, checked.decisions), checked.model, None
+    draft, model, packing, notes = Draft(checked.options, checked.decisions), checked.model, None, [*checked.notes]
     if draft.options.packing:
         packing = distributed.on_rank_0(lambda: try_packing(draft.options, model.config))
         draft.apply(packing_decisions(packing))
         model = dataclasses.replace(model, attn_implementation=packing.attn_implementation or model.attn_implementation)
+        if packing.problem:
+            notes.append(
+                "packing is left out, sequences are padded instead: samples in one row cannot be kept apart in this"
+                f" model, {packing.problem}"
+            )
     masked = distributed.on_rank_0(lambda: is_masked(draft.options, model, checked.data))
     tiling = distributed.on_rank_0(lambda: tiled_loss_decision(draft.options, model))
+    known = {"options": draft.options, "decisions": tuple(draft.decisions), "model": model, "notes": tuple(notes)}
     job = job_over_data(draft.options, model, checked.data, masked=masked, tiled_loss=tiling.value)
-    known = {"options": draft.options, "decisions": tuple(draft.decisions), "model": model}
     return DecidedRun(**vars(checked) | known, job=job, packing=packing, masked=masked, tiling=tiling)
-
-
-def _notes_on_packing(packing: Packing | None) -> list[str]:
-    if packing is None or not packing.problem:
-        return []
-    return [
-        "packing is left out, sequences are padded instead: samples in one row cannot be kept apart in this model,"
-        f" {packing.problem}"
-    ]
-
-
-def _with_an_adam_that_compiles(zero_file: dict[str, Any] | None) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the DeepSpeed JSON with torch's AdamW where a rank cannot compile DeepSpeed's, and a note. Collective.
-
-    Raises:
-        UserError: on every rank, where torch has no such optimizer.
-    """
-    if zero_file is None or not has_gpu() or not (kind := fused_optimizer(zero_file)):
-        return zero_file, []
-    problems = [problem for problem in distributed.from_all([nvcc_problem()]) if problem]
-    if not problems:
-        return zero_file, []
-    if not kind.startswith("adam"):
-        raise UserError([f"zero: optimizer.type {kind}: nvcc cannot compile it ({problems[0]}); AdamW needs none"])
-    return with_torch_adam(zero_file), [f"optimizer: torch's Adam, since FusedAdam cannot be compiled ({problems[0]})"]
 
 
 def check_run(
@@ -298,11 +292,20 @@ def check_run(
     if starts and options.training.get("output_dir"):
         check_output_dir(options, draft.problems)
     draft.apply(*accelerate_decisions(options, os.environ))
-    zero_file = apply_zero_file(draft)
-    draft.problems += check_zero_file(zero_file, draft.options, here=machine.measured) if zero_file is not None else []
-    decide_batches_and_dtype(draft, machine.world_size, auto_dtype=auto_dtype(machine))
-    options = draft.options
-    draft.problems += check_machine(options, machine) + (check_held_out(options) if starts else [])
+    zero_file = None
+    if draft.options.zero != "auto":  # its numbers become options
+        zero_file = read_sound_file(draft.options.zero, draft.problems)
+        draft.apply(*adopt(zero_file, draft.options))
+        draft.problems += check_zero_file(zero_file, draft.options, here=machine.measured)
+    decisions, not_divisible = batch_decisions(draft.options, machine.world_size)
+    is_reported = any("global_batch_size" in problem for problem in draft.problems)
+    draft.apply(decisions, [] if is_reported else not_divisible)
+    draft.apply(dtype_decisions(draft.options, auto_dtype(machine)))
+    options, training = draft.options, draft.options.training
+    draft.problems += check_machine(options, machine)
+    evaluates = training.get("eval_strategy", "no") != "no" or training.get("load_best_model_at_end")
+    if starts and evaluates and not options.has_held_out:
+        draft.problems.append("eval_strategy needs held-out data; give eval_data or eval_fraction")
     draft.problems += check_training_arguments(options, draft.problems, here=machine.measured)
     model = tokenizer = None
     if options.model:
@@ -369,7 +372,11 @@ def _measured(
         if damaged:
             problems += damaged
             return None
-    problems += check_base(options) if starts else []
+    if starts and options.method != "full" and is_bare_config(options.model):
+        problems.append(
+            f"method={options.method} over {options.model}: an adapter is nothing without its base, and these random"
+            " weights are saved nowhere; train method full first, or save the base as a folder"
+        )
     try:
         model = measure_model(
             dataclasses.replace(options, attn_implementation=None) if elsewhere else options, scored=scored
@@ -409,25 +416,23 @@ def resume_decisions(options: TrainConfig, world: int) -> tuple[str | None, list
     return checkpoint, decisions, has_final and is_finished(checkpoint, options.training)
 
 
-def raised_buffers(zero_file: dict[str, Any] | None, deepspeed_config: dict[str, Any]) -> list[str]:
-    """Say which number of a DeepSpeed JSON was too small for the model."""
-    key = "zero_optimization.offload_param.buffer_size"
-    given, taken = get_value(zero_file or {}, key), get_value(deepspeed_config, key)
-    if given is None or given == taken:
-        return []
-    return [f"{key}: {taken:,} instead of {given}, since the largest parameter's shard must fit"]
-
-
-WORTH_SAYING = 1.05
-"""A plan so many times as fast as the chosen one is named."""
-
-
-def training_job(options: TrainConfig, facts: ModelFacts, *, attention: Attention, tiled_loss: bool = False) -> Job:
-    """Composes what a training with these options is to the planner.
+def job_over_data(
+    options: TrainConfig,
+    facts: ModelFacts,
+    data: Sequence[FormattedSource],
+    *,
+    masked: bool | None = None,
+    tiled_loss: bool | None = None,
+) -> Job:
+    """Composes what a training is to the planner.
 
     Args:
-        attention: as `attention_of` says, or as a plan assumes it.
+        masked: what `is_masked` returns, where that is known already.
+        tiled_loss: what `tiled_loss_decision` returns, likewise.
     """
+    tiled_loss = tiled_loss_decision(options, facts).value if tiled_loss is None else tiled_loss
+    masked = is_masked(options, facts, data) if masked is None else masked
+    masks = options.packing or (masked and not _in_full_windows(options, data))
     training = options.training
     checkpointing = training.get("activation_checkpointing", training.get("gradient_checkpointing"))
     if checkpointing is None and options.zero != "auto":
@@ -437,7 +442,7 @@ def training_job(options: TrainConfig, facts: ModelFacts, *, attention: Attentio
         model_config=facts.config,
         dtype=options.dtype,
         seq_len=options.seq_len,
-        attention=attention,
+        attention=attention_of(facts, seq_len=options.seq_len, masked=masks),
         liger=bool(training.get("use_liger_kernel")),
         tiled_loss=tiled_loss,
         adapters=facts.adapters,
@@ -453,30 +458,9 @@ def training_job(options: TrainConfig, facts: ModelFacts, *, attention: Attentio
     )
 
 
-def job_over_data(
-    options: TrainConfig,
-    facts: ModelFacts,
-    data: Sequence[FormattedSource],
-    *,
-    masked: bool | None = None,
-    tiled_loss: bool | None = None,
-) -> Job:
-    """Composes the job of a training whose data is known.
-
-    Args:
-        masked: what `is_masked` says, where that is known already.
-        tiled_loss: what `tiled_loss_decision` says, likewise.
-    """
-    tiled_loss = tiled_loss_decision(options, facts).value if tiled_loss is None else tiled_loss
-    masked = is_masked(options, facts, data) if masked is None else masked
-    masks = options.packing or (masked and not _in_full_windows(options, data))
-    attention = attention_of(facts, seq_len=options.seq_len, masked=masks)
-    return training_job(options, facts, attention=attention, tiled_loss=tiled_loss)
-
-
 def is_masked(options: TrainConfig, facts: ModelFacts, data: Sequence[FormattedSource]) -> bool:
-    """Tells whether batches that are not packed have an attention mask: padded rows have none where
-    the model computes the same without. Full windows need none.
+    """Whether batches that are not packed have an attention mask: padded rows have none where the model computes the
+    same without. Full windows need none.
     """
     if options.packing or _in_full_windows(options, data):
         return True
@@ -484,7 +468,7 @@ def is_masked(options: TrainConfig, facts: ModelFacts, data: Sequence[FormattedS
 
 
 def _in_full_windows(options: TrainConfig, data: Sequence[FormattedSource]) -> bool:
-    return all(source.rules.is_text for source in data) and options.seq_len % 8 == 0
+    return all(source.rules.is_text for source in data) and options.seq_len % PADDED_MULTIPLE == 0
 
 
 def choose_plan(
@@ -550,9 +534,19 @@ def plan_run(
     Raises:
         UserError: where it cannot fit, with the limiting resource and the nearest plan that fits.
     """
-    zero = options.zero
+    zero, output_dir = options.zero, options.training.get("output_dir")
     if checkpoint and zero == "auto":
-        job, zero = _as_before(options, job, machine, checkpoint)
+        if is_run(output_dir) and (earlier := read_run(output_dir))["world_size"] == machine.world_size:
+            before = earlier["plan"]
+            zero = before["zero"]
+            job = dataclasses.replace(
+                job,
+                checkpointing=before["activation_checkpointing"],
+                micro_batch=before["micro_batch"],
+                accumulation=before["accumulation"],
+            )
+        if zero == "auto" and (read_manifest(Path(checkpoint)) or {}).get("zero_stage") == 0:
+            zero = "0"  # what was not sharded stays so
     choice = plan_offline(
         dataclasses.replace(options, zero=zero),
         job,
@@ -591,25 +585,6 @@ def plan_offline(
     problems = check_zero_file(config, chosen, here=machine.measured)
     raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
     return choice
-
-
-def _as_before(options: TrainConfig, job: Job, machine: Machine, checkpoint: str) -> tuple[Job, str]:
-    """(job, zero) as the earlier run had them, where there are as many ranks; what was not sharded stays so."""
-    zero, output_dir = "auto", options.training["output_dir"]
-    if is_run(output_dir):
-        earlier = read_run(output_dir)
-        if earlier["world_size"] == machine.world_size:
-            plan = earlier["plan"]
-            zero = plan["zero"]
-            job = dataclasses.replace(
-                job,
-                checkpointing=plan["activation_checkpointing"],
-                micro_batch=plan["micro_batch"],
-                accumulation=plan["accumulation"],
-            )
-    if zero == "auto" and (read_manifest(Path(checkpoint)) or {}).get("zero_stage") == 0:
-        zero = "0"
-    return job, zero
 
 
 def smaller_plan(job: Job, machine: Machine, plan: Plan) -> Plan | None:

@@ -16,7 +16,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from dsft.config.deepspeed import check_nvme, get_value, offloads, stage
 from dsft.config.options import HALF_PRECISION, TrainConfig
 from dsft.errors import nearest, one_line
-from dsft.models.build import is_bare_config, resolve_dtype
+from dsft.models.build import resolve_dtype
 from dsft.models.quantization import FORMATS
 from dsft.models.size import ModelFacts
 from dsft.models.weights import adapter_problems, weight_problems
@@ -58,10 +58,23 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, *, here: bo
         )
     if stage(zero_file) == 0 and sums_in_fp32(zero_file) and options.dtype in HALF_PRECISION.values():
         problems.append(f"zero={zero}: data_types.grad_accum_dtype: ZeRO 0 cannot add up in fp32; use stage 2 or 3")
-    if reason := _no_schedule_free(zero_file, options):
-        problems.append(
-            f"optim={options.training['optim']} cannot be combined with zero={zero}: {reason}; use zero 1 or 2"
-        )
+    # A schedule-free optimizer's average counts the steps of a group of parameters, and refuses steps before training.
+    if optimizer_memory({}, options.training.get("optim")).counts_steps:
+        is_half, reason = resolve_dtype(options.dtype) in HALF_PRECISION.values(), ""
+        if offloads(zero_file):
+            reason = "DeepSpeed's CPUAdam takes the place of an optimizer that is offloaded"
+        elif "optimizer" in zero_file:
+            reason = ""  # it trains instead, as a note says
+        elif stage(zero_file) == 3:
+            reason = (
+                "stage 3 steps each sub-group of parameters by itself, and each would count as a step of the average"
+            )
+        elif is_half and (stage(zero_file) == 0 or (stage(zero_file) == 1 and sums_in_fp32(zero_file))):
+            reason = "DeepSpeed makes its states in 16 bit there by a step with zero gradients, which counts"
+        if reason:
+            problems.append(
+                f"optim={options.training['optim']} cannot be combined with zero={zero}: {reason}; use zero 1 or 2"
+            )
     clipping = options.training.get("max_grad_norm", TrainingArguments.max_grad_norm)
     if get_value(zero_file, "zero_optimization.offload_optimizer.super_offload") and clipping:
         # superoffload_stage3.py: it steps while gradients still come only where none is clipped.
@@ -75,24 +88,6 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, *, here: bo
             " different sequences, and would save no model; leave it out, ZeRO-3 shards the weights too"
         )
     return problems
-
-
-def _no_schedule_free(zero_file: dict[str, Any], options: TrainConfig) -> str | None:
-    """Returns why DeepSpeed would not train what a schedule-free optimizer does: its average counts the steps of a
-    group of parameters, and it refuses steps before training begins.
-    """
-    if not optimizer_memory({}, options.training.get("optim")).counts_steps:
-        return None
-    is_half = resolve_dtype(options.dtype) in HALF_PRECISION.values()
-    if offloads(zero_file):
-        return "DeepSpeed's CPUAdam takes the place of an optimizer that is offloaded"
-    if "optimizer" in zero_file:  # which trains; a note says so
-        return None
-    if stage(zero_file) == 3:
-        return "stage 3 steps each sub-group of parameters by itself, and each would count as a step of the average"
-    if is_half and (stage(zero_file) == 0 or (stage(zero_file) == 1 and sums_in_fp32(zero_file))):
-        return "DeepSpeed makes its states in 16 bit there by a step with zero gradients, which counts"
-    return None
 
 
 def check_machine(options: TrainConfig, machine: Machine) -> list[str]:
@@ -110,14 +105,8 @@ def check_machine(options: TrainConfig, machine: Machine) -> list[str]:
     for package, name in needed.items():
         if importlib.util.find_spec(package) is None:
             problems.append(f"{name}: the package {package} is not installed; pip install {package.replace('_', '-')}")
-    return problems + _check_reporters(options)
-
-
-def _check_reporters(options: TrainConfig) -> list[str]:
-    problems = []
-    names = options.training.get("report_to") or []
+    names, known = options.training.get("report_to") or [], [*INTEGRATION_TO_CALLBACK, "all", "none"]
     for name in [names] if isinstance(names, str) else names:
-        known = [*INTEGRATION_TO_CALLBACK, "all", "none"]
         if name not in known:
             problems.append(f"report_to={name}: unknown; there are {', '.join(known)}{nearest(name, known)}")
         packages = REPORTERS.get(name, (name,) if name in INTEGRATION_TO_CALLBACK else ())
@@ -163,16 +152,6 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *,
     ]
 
 
-def check_base(options: TrainConfig) -> list[str]:
-    """An adapter needs a base that lies somewhere."""
-    if options.method == "full" or not is_bare_config(options.model):
-        return []
-    return [
-        f"method={options.method} over {options.model}: an adapter is nothing without its base, and these random"
-        " weights are saved nowhere; train method full first, or save the base as a folder"
-    ]
-
-
 def check_weights(options: TrainConfig, facts: ModelFacts, *, local: bool) -> list[str]:
     """Compares the weights of model and adapter with the model's config.
 
@@ -185,12 +164,3 @@ def check_weights(options: TrainConfig, facts: ModelFacts, *, local: bool) -> li
     if options.adapter and Path(options.adapter).exists() == local:
         problems += adapter_problems(options.adapter, facts.config, trust_remote_code=options.trust_remote_code)
     return problems
-
-
-def check_held_out(options: TrainConfig) -> list[str]:
-    """An evaluation on the way needs something to evaluate on."""
-    training = options.training
-    evaluates = training.get("eval_strategy", "no") != "no" or training.get("load_best_model_at_end")
-    if evaluates and not options.has_held_out:
-        return ["eval_strategy needs held-out data; give eval_data or eval_fraction"]
-    return []

@@ -16,7 +16,7 @@ from dsft.models.size import measure_model
 from dsft.planner import calibration
 from dsft.planner.calibration import calibrated
 from dsft.planner.step_time import speeds_of
-from dsft.run_setup.resolve import plan_run, training_job
+from dsft.run_setup.resolve import job_over_data, plan_run
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB
 from dsft.watchdog.processes import Process
@@ -126,8 +126,9 @@ def test_the_model_of_a_card_fits_in_the_trainings_of_the_checks(tmp_path, memor
         options = TrainConfig(
             model=str(tmp_path / "config.json"), dtype="bfloat16", seq_len=2048, **changes, training=training
         )
-        job = training_job(options, measure_model(options), attention="flash")
-        assert plan_run(options, dataclasses.replace(job, checkpointing=changes["zero"] > "1"), card).plan.fits
+        job = job_over_data(options, measure_model(options), [], masked=False, tiled_loss=False)
+        job = dataclasses.replace(job, attention="flash", checkpointing=changes["zero"] > "1")
+        assert plan_run(options, job, card).plan.fits
 
 
 def test_rates_below_the_plans_do_not_hold_and_rules_of_thumb_claim_nothing():

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from dsft.config.checks import check_config
 from dsft.config.options import IGNORED_ARGUMENTS, NEW_NAMES, REFUSED_ARGUMENTS, TrainConfig
 from dsft.planner.optimizers import OPTIMIZERS
-from dsft.run_setup.arguments import accelerator_config, ignored_options, training_arguments, with_defaults
+from dsft.run_setup.arguments import ignored_options, training_arguments, with_defaults
 from dsft.run_setup.training_checks import check_training_arguments
 from dsft.runtime.hardware import has_gpu
 
@@ -65,13 +65,21 @@ def _told(many: list[TrainConfig]) -> list[dict]:
 
 
 def test_copies_to_a_gpu_are_not_waited_for(monkeypatch, tmp_path):
-    assert accelerator_config(None, streaming=False) == {"non_blocking": False}  # there is none
-    monkeypatch.setattr("dsft.run_setup.arguments.has_gpu", lambda: True)
-    assert accelerator_config(None, streaming=True) == {"non_blocking": True, "dispatch_batches": False}
-    assert accelerator_config({"non_blocking": False}, streaming=False) == {"non_blocking": False}
+    arguments = "dsft.run_setup.arguments"
+    monkeypatch.setattr(f"{arguments}.TrainingArguments", lambda **values: SimpleNamespace(**values))
+    monkeypatch.setattr(f"{arguments}.TrainingArguments.__dataclass_fields__", {*NEW_NAMES}, raising=False)
     (tmp_path / "own.json").write_text('{"even_batches": false}')
-    config = accelerator_config(str(tmp_path / "own.json"), streaming=False)
-    assert config == {"non_blocking": True, "even_batches": False}
+
+    def dealt(given=None, **options) -> dict:
+        return training_arguments(
+            TrainConfig(training={"accelerator_config": given}, **options), PLAN
+        ).accelerator_config
+
+    assert dealt() == {"non_blocking": False}  # there is no GPU
+    monkeypatch.setattr(f"{arguments}.has_gpu", lambda: True)
+    assert dealt(streaming=True) == {"non_blocking": True, "dispatch_batches": False}
+    assert dealt({"non_blocking": False}) == {"non_blocking": False}
+    assert dealt(str(tmp_path / "own.json")) == {"non_blocking": True, "even_batches": False}
 
 
 def test_the_plan_decides_batches_and_checkpointing(tmp_path):

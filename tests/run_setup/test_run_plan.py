@@ -20,7 +20,7 @@ from dsft.planner.candidates import SEQUENCES_PER_RANK
 from dsft.planner.job import Job
 from dsft.planner.terms import Term
 from dsft.run_setup.decisions import step_limit_decision
-from dsft.run_setup.resolve import choose_plan, plan_run, smaller_plan, training_job
+from dsft.run_setup.resolve import choose_plan, job_over_data, plan_run, smaller_plan
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -34,7 +34,8 @@ def facts(tiny):
 
 
 def job_of(facts, options: TrainConfig) -> Job:
-    return training_job(options, facts, attention="flash")
+    job = job_over_data(options, facts, [], masked=False, tiled_loss=False)
+    return dataclasses.replace(job, attention="flash")
 
 
 def checkpoint_in(folder: Path, *, world_size: int, zero_stage: int) -> str:
