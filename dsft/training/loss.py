@@ -63,6 +63,9 @@ class TokenLoss:
         Returns:
             The loss, of which the sum over all micro batches and ranks is the step's: weighted nats per trained token,
             and what the model adds. And the micro batch's nats alone, [2], detached: with and without the weights.
+
+        Raises:
+            UserError: where the model has neither a loss that is replaced nor logits for each token.
         """
         inputs = dict(inputs)
         labels_BT, weights_BT = inputs.pop("labels"), inputs.pop("weights", None)
@@ -82,10 +85,30 @@ class TokenLoss:
         given = {"labels": labels_BT} if self.gives_labels else {}
         # With logits Liger's forward calls `loss_function` (liger_kernel 0.8.5, all causal models).
         outputs = model(**inputs, **given, **({"skip_logits": False} if self.is_liger else {}))
-        if self._nats is not None:
+        if self._nats is not None:  # the model called `loss_function`
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-        else:
-            loss = self._from_logits(model, inputs, outputs)
+        else:  # it has a loss of its own, which it is not asked for any more
+            model_loss = outputs.get("loss") if isinstance(outputs, dict) else None
+            if model_loss is not None:
+                model_loss, outputs["loss"] = model_loss.item(), None  # its graph goes before ours is made
+            if self.gives_labels and getattr(outputs, "logits", None) is None:
+                outputs = model(**inputs)
+            logits_BTV = getattr(outputs, "logits", None)
+            if logits_BTV is None or logits_BTV.shape[:-1] != labels_BT.shape:
+                raise UserError(
+                    [f"model: {self.name} returns no logits for each token, so its loss cannot be computed"]
+                )
+            loss, self.gives_labels = self._mean(logits_BTV), False
+            if model_loss is not None:
+                trained = (labels_BT[:, 1:] != IGNORED).sum()
+                mean = (self._nats[1] / trained.clamp(min=1)).item()
+                if trained and abs(model_loss - mean) > SAME_LOSS * mean:
+                    say(
+                        f"note: {self.name} has a loss of its own ({model_loss:.4g} in the first micro batch), which is"
+                        " not what is trained: that is, as in every architecture, the mean nats of the next tokens"
+                        f" (here {mean:.4g}); what its own adds to these, such as a router's auxiliary loss, is left"
+                        " out"
+                    )
         nats, self._labels_BT, self._weights_BT, self._divisor, self._nats = self._nats, None, None, None, None
         return loss * share, nats
 
@@ -113,33 +136,3 @@ class TokenLoss:
         )
         self._nats = sums.detach()
         return sums[0] / self._divisor
-
-    def _from_logits(self, model: nn.Module, inputs: dict[str, torch.Tensor], outputs: Any) -> torch.Tensor:
-        """Compute the loss of a model that has a loss of its own, which it is not asked for any more.
-
-        Raises:
-            UserError: where it has no logits for each token.
-        """
-        model_loss = outputs.get("loss") if isinstance(outputs, dict) else None
-        if model_loss is not None:
-            model_loss, outputs["loss"] = model_loss.item(), None  # its graph goes before ours is made
-        if self.gives_labels and getattr(outputs, "logits", None) is None:
-            outputs = model(**inputs)
-        logits_BTV = getattr(outputs, "logits", None)
-        if logits_BTV is None or logits_BTV.shape[:-1] != self._labels_BT.shape:
-            raise UserError([f"model: {self.name} returns no logits for each token, so its loss cannot be computed"])
-        loss = self._mean(logits_BTV)
-        if model_loss is not None:
-            self._explain(model_loss)
-        self.gives_labels = False
-        return loss
-
-    def _explain(self, model_loss: float) -> None:
-        trained = (self._labels_BT[:, 1:] != IGNORED).sum()
-        mean = (self._nats[1] / trained.clamp(min=1)).item()
-        if trained and abs(model_loss - mean) > SAME_LOSS * mean:
-            say(
-                f"note: {self.name} has a loss of its own ({model_loss:.4g} in the first micro batch), which is not"
-                f" what is trained: that is, as in every architecture, the mean nats of the next tokens (here"
-                f" {mean:.4g}); what its own adds to these, such as a router's auxiliary loss, is left out"
-            )

@@ -274,7 +274,7 @@ class InReport:
     """The chart is left out where a run has this metric."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Metric:
     """One metric of the log: in metrics.jsonl, run.json and trackers by its name."""
 
@@ -288,15 +288,10 @@ class Metric:
     in_report: InReport | None = None
 
 
-def _has_more(line: Line, name: str, base: str) -> bool:
+def _more_than(line: Line, name: str, base: str) -> bool:
     """Whether a sum of the line's steps differs from another by more than rounding."""
-    sums = vars(line.sums) if line.sums else {name: 0.0, base: 0.0}
+    sums = vars(line.sums or Sums())
     return abs(sums[name] - sums[base]) > ROUNDING * sums[base]
-
-
-def _rank_skew(line: Line) -> float | None:
-    seconds = [rank.data + rank.forward for rank in line.ranks]
-    return max(seconds) / min(seconds) if len(seconds) > 1 else None
 
 
 def _speed_of_a_gpu(line: Line) -> float | None:
@@ -304,105 +299,81 @@ def _speed_of_a_gpu(line: Line) -> float | None:
     return speed / line.compute.num_gpus if speed is not None and line.compute.num_gpus else None
 
 
+def _flops_of_a_gpu(line: Line, unit: float) -> float | None:
+    speed = line.logs.get("tokens_per_second_per_gpu")
+    return speed * line.compute.flops_per_token / unit if speed is not None and unit else None
+
+
+def _rank_skew(line: Line) -> float | None:
+    seconds = [rank.data + rank.forward for rank in line.ranks]
+    return max(seconds) / min(seconds) if len(seconds) > 1 else None
+
+
 METRICS = (
+    Metric("loss", lambda line: line.sums and line.sums.nats / line.sums.trained, on_screen="loss", in_bar=True),
+    Metric("perplexity", lambda line: exp(line.logs["loss"]) if "loss" in line.logs else None),
     Metric(
-        name="loss",
-        of=lambda line: line.sums and line.sums.nats / line.sums.trained,
-        on_screen="loss",
-        in_bar=True,
-    ),
-    Metric(name="perplexity", of=lambda line: exp(line.logs["loss"]) if "loss" in line.logs else None),
-    Metric(
-        name="weighted_loss",
-        of=lambda line: line.sums.weighted / line.sums.trained if _has_more(line, "weighted", "nats") else None,
+        "weighted_loss",
+        lambda line: line.sums.weighted / line.sums.trained if _more_than(line, "weighted", "nats") else None,
         on_screen="weighted_loss",
     ),
     Metric(
-        name="aux_loss",
-        of=lambda line: (
+        "aux_loss",
+        lambda line: (
             (line.sums.objective - line.sums.weighted) / line.sums.trained
-            if _has_more(line, "objective", "weighted")
+            if _more_than(line, "objective", "weighted")
             else None
         ),
     ),
     Metric(
-        name="learning_rate",
+        "learning_rate",
         on_screen="lr",
         in_report=InReport(chart="Learning rate", axis="learning rate", number=".1e"),
     ),
     Metric(
-        name="grad_norm",
+        "grad_norm",
         on_screen="grad_norm",
         in_report=InReport(chart="Gradient norm", axis="norm, before clipping"),
     ),
     Metric(
-        name="train_tokens_per_second",
+        "train_tokens_per_second",
         on_screen="tokens/s",
         in_bar=True,
         in_report=InReport(
             row="throughput", unit="tokens/s", chart="Throughput", axis="tokens/s, all ranks", number="~s"
         ),
     ),
-    Metric(name="tokens_per_second_per_gpu", of=_speed_of_a_gpu, on_screen="per GPU", in_bar=True),
-    Metric(
-        name="tflops_per_gpu",
-        of=lambda line: (
-            line.logs["tokens_per_second_per_gpu"] * line.compute.flops_per_token / 1e12
-            if "tokens_per_second_per_gpu" in line.logs
-            else None
-        ),
+    Metric("tokens_per_second_per_gpu", _speed_of_a_gpu, on_screen="per GPU", in_bar=True),
+    Metric("tflops_per_gpu", lambda line: _flops_of_a_gpu(line, 1e12)),
+    Metric("mfu", lambda line: _flops_of_a_gpu(line, line.compute.peak_flops), on_screen="MFU", in_bar=True),
+    Metric("eval_loss", on_screen="eval_loss"),
+    Metric("eval_perplexity", on_screen="eval_perplexity"),
+    Metric("eval_perplexity_low", on_screen="from"),
+    Metric("eval_perplexity_high", on_screen="to"),
+    *(
+        Metric(
+            f"peak_{where.lower()}_gib",
+            lambda line, where=where: line.peak_gib.get(where.lower()),
+            on_screen=f"peak_{where.lower()}_gib",
+            in_bar=True,
+            in_report=InReport(
+                row=f"peak {where} memory of a rank",
+                unit="GiB",
+                chart=f"Peak {where} memory so far",
+                axis="GiB, fullest rank",
+                from_zero=True,
+                unless="" if where == "GPU" else "peak_gpu_gib",
+            ),
+        )
+        for where in ("GPU", "host")
     ),
-    Metric(
-        name="mfu",
-        of=lambda line: (
-            line.logs["tokens_per_second_per_gpu"] * line.compute.flops_per_token / line.compute.peak_flops
-            if "tokens_per_second_per_gpu" in line.logs and line.compute.peak_flops
-            else None
-        ),
-        on_screen="MFU",
-        in_bar=True,
-    ),
-    Metric(name="eval_loss", on_screen="eval_loss"),
-    Metric(name="eval_perplexity", on_screen="eval_perplexity"),
-    Metric(name="eval_perplexity_low", on_screen="from"),
-    Metric(name="eval_perplexity_high", on_screen="to"),
-    Metric(
-        name="peak_gpu_gib",
-        of=lambda line: line.peak_gib.get("gpu"),
-        on_screen="peak_gpu_gib",
-        in_bar=True,
-        in_report=InReport(
-            row="peak GPU memory of a rank",
-            unit="GiB",
-            chart="Peak GPU memory so far",
-            axis="GiB, fullest rank",
-            from_zero=True,
-        ),
-    ),
-    Metric(
-        name="peak_host_gib",
-        of=lambda line: line.peak_gib.get("host"),
-        on_screen="peak_host_gib",
-        in_bar=True,
-        in_report=InReport(
-            row="peak host memory of a rank",
-            unit="GiB",
-            chart="Peak host memory so far",
-            axis="GiB, fullest rank",
-            from_zero=True,
-            unless="peak_gpu_gib",
-        ),
-    ),
-    Metric(name="num_input_tokens_seen", on_screen="tokens"),
-    Metric(name="eval_tokens", on_screen="eval_tokens"),
-    Metric(name="num_trained_tokens", of=lambda line: line.trained_tokens),
-    Metric(name="padding_share", of=lambda line: line.sums and 1 - line.sums.tokens / line.sums.positions),
-    Metric(
-        name="data_wait_seconds",
-        of=lambda line: max(rank.data for rank in line.ranks) if line.ranks else None,
-    ),
-    Metric(name="rank_skew", of=_rank_skew),
-    Metric(name="save_seconds", of=lambda line: line.save_seconds),
+    Metric("num_input_tokens_seen", on_screen="tokens"),
+    Metric("eval_tokens", on_screen="eval_tokens"),
+    Metric("num_trained_tokens", lambda line: line.trained_tokens),
+    Metric("padding_share", lambda line: line.sums and 1 - line.sums.tokens / line.sums.positions),
+    Metric("data_wait_seconds", lambda line: max((rank.data for rank in line.ranks), default=None)),
+    Metric("rank_skew", _rank_skew),
+    Metric("save_seconds", lambda line: line.save_seconds),
 )
 """In the order of the screen's line, of which a narrow terminal leaves out the last, and so that each is computed after
 those that it is made of. The report draws loss and perplexity by itself, with what evaluations measured.

@@ -390,14 +390,13 @@ class PerplexityTrainer(Trainer):
             for name in ("peak_gpu_gib", "peak_host_gib")
             if any(name in entry for entry in log)
         }
-        evaluated = ("eval_loss", "eval_perplexity", "eval_perplexity_low", "eval_perplexity_high", "eval_tokens")
         return {
             "steps": self.state.global_step,
             "tokens_seen": self.state.num_input_tokens_seen,
             "trained_tokens": self.totals["trained_tokens"],
             "tokens_per_second": speeds[-1] if speeds else None,
             **peaks,
-            **{name: evaluation[name] for name in evaluated if name in evaluation},
+            **{name: v for name, v in evaluation.items() if name.startswith("eval_") and name != "eval_runtime"},
             "best_checkpoint": self.state.best_model_checkpoint,
             "saves": dataclasses.asdict(self.saves),
             "skipped_steps": self.skipped_steps.number,
