@@ -104,7 +104,7 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
     describe_plan(run)
     watchdog.set_limits(run.options)
     verifies = run.options.verify_resume
-    with start_recorded(run):
+    with recorded(run):
         # What the run resumes from, or takes the weights of, is read again while data and model load.
         started_from = run.checkpoint or run.weights_of
         verification = started_from and Verification(started_from, hashes=verifies, weights_only=not run.checkpoint)
@@ -126,7 +126,7 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
         if verification:
             run = with_verified_checkpoint(run, verification, trainer)
     start = time.perf_counter()
-    with run_report(run, data, trainer), out_of_memory_explained(run, "in training"):
+    with recorded(run, data, trainer), out_of_memory_explained(run, "in training"):
         fit(trainer, run)
         final = finish(trainer, run, data, start=start)
     if failed := trainer.saves.failed:
@@ -240,37 +240,41 @@ def with_verified_checkpoint(run: ResolvedRun, verification: Verification, train
 
 
 @contextlib.contextmanager
-def start_recorded(run: ResolvedRun) -> Iterator[None]:
-    """Keeps run.json while data and weights are loaded: running, then failed. Collective.
-
-    A run that is replaced stays as it is until all is loaded, and so does one that is done.
-    """
-    is_recorded = distributed.on_rank_0(lambda: not replaces_run(run.options, run.checkpoint))
-    if is_recorded and distributed.rank() == 0:
-        _begin(run)
-    try:
-        yield
-    except BaseException as error:
-        if is_recorded:
-            _record_failure(run, error)
-        raise
-
-
-@contextlib.contextmanager
-def run_report(run: ResolvedRun, data: TrainingData, trainer: PerplexityTrainer) -> Iterator[None]:
+def recorded(
+    run: ResolvedRun, data: TrainingData | None = None, trainer: PerplexityTrainer | None = None
+) -> Iterator[None]:
     """Keeps run.json inside a `with`: running, then stopped, preempted or failed; `finish` says done. Collective.
 
-    An earlier run in the folder is replaced here, when nothing of the set-up can fail any more, and room for the final
-    model is reserved.
+    While data and weights are loaded there is no trainer, and a run that is replaced, or done, stays as it is. It is
+    replaced when nothing of the set-up can fail any more, and room for the final model is reserved.
     """
 
-    def begin_training() -> None:
-        if run.options.overwrite and run.checkpoint is None:
-            clear_run(run.output_dir)
-        reserve_space(run.output_dir, run.disk.final_bytes)
-        _begin(run, data=data.counts, held_out=data.held_out_counts)
+    def begin() -> bool:
+        if trainer is None and replaces_run(run.options, run.checkpoint):
+            return False
+        if trainer is not None:
+            if run.options.overwrite and run.checkpoint is None:
+                clear_run(run.output_dir)
+            reserve_space(run.output_dir, run.disk.final_bytes)
+        write_run(
+            run.output_dir,
+            config=as_dict(run.options),
+            decisions=[vars(decision) for decision in run.decisions],
+            plan=plan_as_dict(run.plan) | {"reason": run.reason},
+            machine=str(run.machine),
+            deepspeed=run.plan.deepspeed_config,
+            metrics={metric.name: vars(metric.in_report) for metric in METRICS if metric.in_report},
+            versions=versions(),
+            git_commit=git_commit(),
+            world_size=distributed.world_size(),
+            status="running",
+            error=None,
+            **({"data": data.counts, "held_out": data.held_out_counts} if data is not None else {}),
+        )
+        watchdog.set_file("run", Path(run.output_dir) / RUN)
+        return True
 
-    distributed.on_rank_0(begin_training)
+    is_recorded = distributed.on_rank_0(begin)
     try:
         yield
     except TrainingStopped as error:
@@ -282,38 +286,15 @@ def run_report(run: ResolvedRun, data: TrainingData, trainer: PerplexityTrainer)
         distributed.wait_for_all()  # every rank stops together, and the first one that ends has the others killed
         raise
     except BaseException as error:
-        _record_failure(run, error)
+        # On the rank that failed, whichever it is: rank 0 is about to be ended. The coordinator of the watchdog does it
+        # for a rank that is killed, or whose disk is not rank 0's.
+        if is_recorded:
+            text = f"rank {distributed.rank()} on {socket.gethostname()}: {one_line(error)}"
+            record_failure(Path(run.output_dir) / RUN, text)
         raise
     finally:
-        if distributed.rank() == 0:
+        if trainer is not None and distributed.rank() == 0:
             release_reserved_space(run.output_dir)
-
-
-def _begin(run: ResolvedRun, **sections: Any) -> None:
-    write_run(
-        run.output_dir,
-        config=as_dict(run.options),
-        decisions=[vars(decision) for decision in run.decisions],
-        plan=plan_as_dict(run.plan) | {"reason": run.reason},
-        machine=str(run.machine),
-        deepspeed=run.plan.deepspeed_config,
-        metrics={metric.name: vars(metric.in_report) for metric in METRICS if metric.in_report},
-        versions=versions(),
-        git_commit=git_commit(),
-        world_size=distributed.world_size(),
-        status="running",
-        error=None,
-        **sections,
-    )
-    watchdog.set_file("run", Path(run.output_dir) / RUN)
-
-
-def _record_failure(run: ResolvedRun, error: BaseException) -> None:
-    """On the rank that failed, whichever it is: rank 0 is about to be ended. The coordinator of the watchdog does it
-    for a rank that is killed, or whose disk is not rank 0's.
-    """
-    text = f"rank {distributed.rank()} on {socket.gethostname()}: {one_line(error)}"
-    record_failure(Path(run.output_dir) / RUN, text)
 
 
 def _write_results(run: ResolvedRun, results: dict[str, Any], **sections: Any) -> None:
