@@ -1,6 +1,6 @@
 """Contradictions that the options show by themselves. Pure: each check returns its problems and changes nothing.
 
-What needs the model, the data, the machine or the DeepSpeed JSON is checked in `run_setup/training_checks.py`.
+What needs the model, the data, the machine or the DeepSpeed JSON is checked in `run_setup/arguments.py`.
 """
 
 import dataclasses

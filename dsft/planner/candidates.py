@@ -54,7 +54,7 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
     left_out = set()
     if optimizer_memory({}, job.optimizer).counts_steps:
         in_fp32, sums = job.dtype == "float32", job.fp32_accumulation
-        return ["0", "1", "2"] if in_fp32 else ["2"] if sums else ["1", "2"]  # training_checks.py says why
+        return ["0", "1", "2"] if in_fp32 else ["2"] if sums else ["1", "2"]  # run_setup/arguments.py says why
     if job.fp32_accumulation and job.dtype != "float32":
         left_out |= set(NO_FP32_SUMS)
     elif machine.world_size == 1:

@@ -46,6 +46,7 @@ from dsft.models.quantization import format_problems
 from dsft.models.size import ModelFacts, check_positions, check_sharding, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.models.trials import Packing, architecture_problems, needs_mask, try_packing
+from dsft.models.weights import adapter_problems, weight_problems
 from dsft.planner.calibration import speeds_for
 from dsft.planner.candidates import NO_FP32_SUMS, candidate_names, wants_fp32_sums
 from dsft.planner.fake_model import Attention
@@ -55,7 +56,7 @@ from dsft.planner.optimizers import DEFAULT_OPTIMIZER
 from dsft.planner.plans import Plan, all_plans, choose, reason
 from dsft.planner.step_time import Speeds
 from dsft.planner.zero_layout import sums_in_fp32, unmodelled_settings
-from dsft.run_setup.arguments import ignored_options
+from dsft.run_setup.arguments import check_machine, check_training_arguments, check_zero_file, ignored_options
 from dsft.run_setup.checkpoint_size import CheckpointSize, check_room, checkpoint_size
 from dsft.run_setup.decisions import (
     Draft,
@@ -69,12 +70,6 @@ from dsft.run_setup.decisions import (
     tiled_loss_decision,
 )
 from dsft.run_setup.named_files import NOT_NEEDED
-from dsft.run_setup.training_checks import (
-    check_machine,
-    check_training_arguments,
-    check_weights,
-    check_zero_file,
-)
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.runtime.distributed import SAME_FILES, SAME_OPTIONS, require_agreement
@@ -396,6 +391,20 @@ def _measured(
     if starts and options.training.get("output_dir") and not named:
         problems += check_room(options, checkpoint_size(options, model.size, zero_file))
     return dataclasses.replace(model, attn_implementation=asked) if elsewhere else model
+
+
+def check_weights(options: TrainConfig, facts: ModelFacts, *, local: bool) -> list[str]:
+    """Compares the weights of model and adapter with the model's config.
+
+    Args:
+        local: those that lie in a folder, else those of the hub, which are downloaded for it.
+    """
+    problems = []
+    if Path(options.model).exists() == local:
+        problems += weight_problems(options.model, facts, revision=options.revision)
+    if options.adapter and Path(options.adapter).exists() == local:
+        problems += adapter_problems(options.adapter, facts.config, trust_remote_code=options.trust_remote_code)
+    return problems
 
 
 def resume_decisions(options: TrainConfig, world: int) -> tuple[str | None, list[Decision], bool]:

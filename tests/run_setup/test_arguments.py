@@ -10,8 +10,7 @@ from transformers import TrainingArguments
 from dsft.config.checks import check_config
 from dsft.config.options import IGNORED_ARGUMENTS, NEW_NAMES, REFUSED_ARGUMENTS, TrainConfig
 from dsft.planner.optimizers import OPTIMIZERS
-from dsft.run_setup.arguments import ignored_options, training_arguments, with_defaults
-from dsft.run_setup.training_checks import check_training_arguments
+from dsft.run_setup.arguments import check_training_arguments, ignored_options, training_arguments, with_defaults
 from dsft.runtime.hardware import has_gpu
 
 SIZE = SimpleNamespace(unadapted_expert_params=0)
