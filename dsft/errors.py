@@ -44,15 +44,15 @@ class UserError(ValueError):
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot continue (NaN loss); the message says at which step and what is left on disk."""
+    """Training cannot continue (NaN loss); the message names the step and what is left on disk."""
 
 
 class Requeue(TrainingStopped):
-    """Training was asked to stop and has saved; the message says how to resume."""
+    """Training was asked to stop and has saved; the message has the way to resume."""
 
 
 class Unsaved(TrainingStopped):
-    """Training is done, but its final model or a checkpoint could not be saved; the message says what is left."""
+    """Training is done, but its final model or a checkpoint could not be saved; the message names what is left."""
 
 
 class NotStarted(RuntimeError):
@@ -87,8 +87,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def without_second_errors(problems: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Leaves out the problems of options that `known` ones name, or suggest instead of what was written: what is said
-    of a default that nobody meant is no news.
+    """Leaves out the problems of options that `known` ones name, or suggest instead of what was written: an error
+    of a default that nobody set is no news.
     """
     named = re.compile(r"^-*(\w+)(?:[:=]| is given)|did you mean '(\w+)'")
     names = {name for problem in known for match in named.findall(problem) for name in match if name}

@@ -28,7 +28,7 @@ from dsft.runtime.launcher_env import check_words, map_launcher_variables
 
 @ends_with_clear_errors
 def main(argv: list[str] | None = None) -> None:
-    map_launcher_variables()  # first: from here on RANK says who prints
+    map_launcher_variables()  # first: from here on RANK decides who prints
     if argv is None:
         check_words(argv := sys.argv[1:])
     problems: list[str] = []

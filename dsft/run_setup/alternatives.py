@@ -58,7 +58,7 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
         plan = choose_plan(job, machine).plan
         if plan.fits:
             alternatives.append(Alternative(change=freed, machine=machine, plan=plan))
-    # What is tried, as (changed option, the job, None where it is planned anew, and the machine): of each option the
+    # What is tried, as (changed option, the job, None where it is planned again, and the machine): of each option the
     # smallest change first.
     trials: list[tuple[dict[str, Any], Job | None, Machine]] = []
     # A quantised base is not sharded, that of LoRA is.

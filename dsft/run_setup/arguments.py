@@ -51,7 +51,7 @@ def with_defaults(options: TrainConfig) -> dict[str, Any]:
     values = TRAINING_DEFAULTS | {"eval_strategy": eval_strategy} | dict(options.training)
     if values.get("load_best_model_at_end"):
         values.setdefault("save_strategy", values["eval_strategy"])
-    values.pop("gradient_checkpointing", None)  # the plan says
+    values.pop("gradient_checkpointing", None)  # the plan decides
     if "gradient_checkpointing_kwargs" in values:
         values.setdefault("activation_checkpointing_kwargs", values.pop("gradient_checkpointing_kwargs"))
     values = {name: value for name, value in values.items() if name not in IGNORED_ARGUMENTS}
@@ -116,7 +116,7 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, *, here: bo
         if offloads(zero_file):
             reason = "DeepSpeed's CPUAdam takes the place of an optimizer that is offloaded"
         elif "optimizer" in zero_file:
-            reason = ""  # it trains instead, as a note says
+            reason = ""  # it trains instead, as a note reports
         elif stage(zero_file) == 3:
             reason = (
                 "stage 3 steps each sub-group of parameters by itself, and each would count as a step of the average"
@@ -182,7 +182,7 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *,
         values.pop(name, None)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the real object will say them
+            warnings.simplefilter("ignore")  # the real object will give them
             args = TrainingArguments(**values | {"output_dir": values.get("output_dir") or "unused", "report_to": []})
             if here and "optim" in options.training:
                 from transformers import Trainer  # with datasets and pandas, which most plans do without

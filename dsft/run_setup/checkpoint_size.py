@@ -62,7 +62,7 @@ def checkpoint_size(
     num_bytes = DTYPE_BYTES[options.dtype]
     optimizer = optimizer_memory(deepspeed_config or {}, options.training.get("optim"))
     zero = 3 if deepspeed_config is None else stage(deepspeed_config)
-    # Stages 0 to 2 write the module once more, stage 3 placeholders; ZeRO 0 in fp32 trains the weights themselves,
+    # Stages 0 to 2 write the module again, stage 3 placeholders; ZeRO 0 in fp32 trains the weights themselves,
     # without a master.
     copy = 0 if zero == 3 else num_bytes
     of_optimizer = optimizer.state_bytes if zero == 0 and num_bytes == 4 else optimizer.checkpoint_bytes
@@ -92,9 +92,8 @@ def checkpoint_size(
     )
 
 
-def check_room(options: TrainConfig, size: CheckpointSize) -> list[str]:
+def check_room(output_dir: str, size: CheckpointSize) -> list[str]:
     """Compares the free bytes of output_dir's disk with what the run will hold there at once."""
-    output_dir = options.training["output_dir"]
     replaced = sum(file.stat().st_size for folder in checkpoints(output_dir) for file in files_of(folder))
     needed, free = max(size.final_bytes, size.total_bytes - replaced), free_bytes(output_dir)
     if free is None or free >= needed:

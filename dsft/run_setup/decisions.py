@@ -58,7 +58,7 @@ def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -
 
 
 def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], list[str]]:
-    """Derives what follows from `global_batch_size`, or says which sizes would divide."""
+    """Derives what follows from `global_batch_size`, or reports which sizes would divide."""
     total, training = options.global_batch_size, options.training
     micro, accumulation = training.get("per_device_train_batch_size"), training.get("gradient_accumulation_steps")
     if not total or (micro is not None and micro < 1):
@@ -112,7 +112,7 @@ def dtype_decisions(options: TrainConfig, auto_dtype: str) -> list[Decision]:
 
 
 def tf32_decision(options: TrainConfig, *, available: bool) -> list[Decision]:
-    """Lets a training in float32 multiply on tensor cores, where all GPUs can and the user says nothing of it.
+    """Lets a training in float32 multiply on tensor cores, where all GPUs can and the user does not set it.
 
     Args:
         available: whether the GPUs of all ranks have TF32 (NVIDIA since Ampere).
@@ -124,7 +124,7 @@ def tf32_decision(options: TrainConfig, *, available: bool) -> list[Decision]:
 
 def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list[Decision]:
     """Lets a training that resumes on another number of ranks take as many sequences per step as before, unless
-    `global_batch_size` says how many.
+    `global_batch_size` is set.
 
     Raises:
         UserError: where they cannot be shared by so many ranks.

@@ -206,7 +206,9 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     distributed.raise_together(offload_problems(plan.deepspeed_config))  # every node compiles what it needs
     draft.apply([step_limit_decision(draft.options, plan)])
     disk = checkpoint_size(draft.options, decided.model.size, plan.deepspeed_config)
-    distributed.raise_together(check_room(draft.options, disk) if distributed.rank() == 0 else [])
+    distributed.raise_together(
+        check_room(draft.options.training["output_dir"], disk) if distributed.rank() == 0 else []
+    )
     tf32 = tf32_decision(draft.options, available=all(distributed.from_all([is_torch_tf32_available()])))
     draft.apply(tf32)
     notes += [f"tf32: {decision.reason}; tf32=false leaves it off" for decision in tf32]
@@ -389,7 +391,7 @@ def _measured(
     # The disk of a model of wrong sizes is not reported too.
     named = any(re.match("output_dir|model=", problem) for problem in problems)
     if starts and options.training.get("output_dir") and not named:
-        problems += check_room(options, checkpoint_size(options, model.size, zero_file))
+        problems += check_room(options.training["output_dir"], checkpoint_size(options, model.size, zero_file))
     return dataclasses.replace(model, attn_implementation=asked) if elsewhere else model
 
 
@@ -522,8 +524,8 @@ def choose_plan(
                 f" {choose(fitting, machine).label} would be {gain:.2f} times as fast, but adds up gradients in"
                 " bfloat16 (--fp32_accumulation false)."
             )
-    said = [why, *job.unmodelled, *unmodelled_settings(config)]
-    return Choice(plan=plan, candidates=tuple(candidates), reason=" ".join(said), speeds=speeds)
+    parts = [why, *job.unmodelled, *unmodelled_settings(config)]
+    return Choice(plan=plan, candidates=tuple(candidates), reason=" ".join(parts), speeds=speeds)
 
 
 def plan_run(

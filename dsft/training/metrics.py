@@ -224,7 +224,7 @@ class Line:
     save_seconds: float | None = None
     compute: Compute | None = None
     logs: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The line as far as it is known: what the Trainer logs, and metrics that stand earlier in METRICS."""
+    """The line as far as it is known: what the Trainer logs, and metrics that come earlier in METRICS."""
 
 
 def gather(work: Work | None = None, slow_ranks: SlowRanks | None = None) -> Line:

@@ -1,4 +1,4 @@
-"""Replaces what DeepSpeed's engine does wrong or too much of in a training; why stands in runtime/patches.py."""
+"""Replaces what DeepSpeed's engine does wrong or too much of in a training; the reasons are in runtime/patches.py."""
 
 import functools
 import importlib

@@ -55,7 +55,7 @@ from dsft.units import Batch, padded_width
 from dsft.watchdog import client as watchdog
 
 ORDERS = {LengthGrouping.ACROSS_STEPS: "steps of like length", LengthGrouping.IN_ORDER: "as it stands in the data"}
-"""Groupings that give steps other items than a drawn order does -> words for the run's identity."""
+"""Groupings that give steps other items than a random order does -> words for the run's identity."""
 STATEFUL_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """Of the learning rate, which they change by what they see."""
 ADAPTER_SCALE = ("lora_alpha", "alpha_pattern", "use_rslora")
@@ -64,7 +64,7 @@ HYPERPARAMETERS = (
     *("initial_lr", "weight_decay", "betas", "eps", "momentum"),
     *("warmup_steps", "r", "weight_lr_power"),  # of schedule-free ones
 )
-"""Of an optimizer's groups: what options say. Whatever else stands there may be a state (schedule-free, Prodigy)."""
+"""Of an optimizer's groups: what options set. Whatever else is there may be a state (schedule-free, Prodigy)."""
 LEAST_SCALE = "loss scale already at minimum"
 """What DeepSpeed raises under ZeRO 1 to 3 when fp16 finds no scale (runtime/fp16/loss_scaler.py, DynamicLossScaler)."""
 SAMPLED_TENSORS = 16
@@ -207,7 +207,7 @@ class PerplexityTrainer(Trainer):
         import_muon(self.args.hf_deepspeed_config.config)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         engine = self.model_wrapped
-        # What options say now: a checkpoint brings the values of those that saved it.
+        # What options set now: a checkpoint brings the values of those that saved it.
         options_now = [
             {name: group[name] for name in HYPERPARAMETERS if name in group} for group in engine.optimizer.param_groups
         ]
@@ -511,7 +511,7 @@ class PerplexityTrainer(Trainer):
     def save_final(self) -> Path | None:
         """Saves the model (LoRA: the adapter) to `final/`, counts its elements and reads a sample back. Collective.
 
-        Returns None where it could not be saved; `final_save.failed` says why.
+        Returns None where it could not be saved; `final_save.failed` has the reason.
         """
         save = self._staged_save = StagedSave(Path(self.args.output_dir) / FINAL)
         if self.is_world_process_zero():
@@ -552,7 +552,7 @@ class PerplexityTrainer(Trainer):
             self._save(output_dir or self.args.output_dir, self.model.state_dict() | trained)
         # Outside of any collective, whose limit a large model would exceed.
         distributed.wait_long("model is saved")
-        if self.args.push_to_hub and not _internal_call:  # on every rank: it saves once more
+        if self.args.push_to_hub and not _internal_call:  # on every rank: it saves again
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
         if self._staged_save and (self.args.save_only_model or not _internal_call):
             self._staged_save.is_past_collectives = True
