@@ -20,7 +20,7 @@ from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.of_training import evaluation_config
 from dsft.perplexity.results import Evaluation
 from dsft.planner.plans import Plan
-from dsft.run_setup.resolve import plan_offline, resolve_offline
+from dsft.run_setup.resolve import plan_run, resolve_offline
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine, this_machine
 
@@ -55,7 +55,7 @@ def plan(model: str, *, machine: Machine | None = None, **options: Any) -> tuple
     training = make_config(TrainConfig, {"model": model, **options}, problems)
     machine = machine or this_machine()
     run = resolve_offline(training, machine, problems=problems)
-    choice = plan_offline(run.options, run.job, machine, zero_file=run.zero_file)
+    choice = plan_run(run.options, run.job, machine, zero_file=run.zero_file, must_fit=False)
     return choice.plan, list(choice.candidates), run.job.size
 
 

@@ -27,7 +27,7 @@ from dsft.planner.plans import Plan, RunCost, as_dict, run_cost, shortlist, writ
 from dsft.planner.step_time import TIME_RANGE
 from dsft.planner.terms import MEMORY_ERROR
 from dsft.run_setup.alternatives import Alternative, Largest, largest_models, longest_sequence, seconds_at, ways_to_fit
-from dsft.run_setup.resolve import Choice, DecidedRun, auto_dtype, plan_offline, resolve_offline
+from dsft.run_setup.resolve import Choice, DecidedRun, auto_dtype, plan_run, resolve_offline
 from dsft.runtime.console import show_table, show_text
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import Batch, GiB, in_gib, plural
@@ -117,7 +117,7 @@ def _decided(request: Request, machine: Machine) -> DecidedRun:
 
 
 def _choice(offline: DecidedRun, machine: Machine) -> Choice:
-    return plan_offline(offline.options, offline.job, machine, zero_file=offline.zero_file)
+    return plan_run(offline.options, offline.job, machine, zero_file=offline.zero_file, must_fit=False)
 
 
 def _training(request: Request, machine: Machine) -> None:

@@ -3,11 +3,10 @@ decision.
 
     run = resolve_run(options, machine=smallest_machine())            # a training, on all of its ranks
     run = resolve_offline(options, machine)                           # what it would decide there: plan, doctor, api
-    choice = plan_offline(run.options, run.job, machine, zero_file=run.zero_file)
+    choice = plan_run(run.options, run.job, machine, zero_file=run.zero_file)
 
-One pipeline for all who ask: `check_run` -> `decide_run` -> `plan_offline`, or `plan_run`, which raises where nothing
-fits. So a plan is of what would be trained, and is refused where that is. Nothing rewrites options afterwards, and
-nothing here loads a weight.
+One pipeline for all who ask: `check_run` -> `decide_run` -> `plan_run`. So a plan is of what would be trained, and is
+refused where that is. Nothing rewrites options afterwards, and nothing here loads a weight.
 """
 
 import dataclasses
@@ -535,15 +534,19 @@ def plan_run(
     *,
     zero_file: dict[str, Any] | None = None,
     checkpoint: str | None = None,
+    must_fit: bool = True,
 ) -> Choice:
-    """Chooses the plan of a training that is to start.
+    """Chooses the plan of a training.
 
     Args:
+        zero_file: the content of the DeepSpeed JSON that `zero` names.
         checkpoint: that the run resumes from: with zero auto and as many ranks as before the earlier plan is kept, with
             others one is chosen that can take the checkpoint over.
+        must_fit: the training is to start.
 
     Raises:
-        UserError: where it cannot fit, with the limiting resource and the nearest plan that fits.
+        UserError: where the plan is one that this training cannot have, or must fit and cannot: with the limiting
+            resource and the nearest plan that fits.
     """
     zero, output_dir = options.zero, options.training.get("output_dir")
     if checkpoint and zero == "auto":
@@ -558,15 +561,21 @@ def plan_run(
             )
         if zero == "auto" and (read_manifest(Path(checkpoint)) or {}).get("zero_stage") == 0:
             zero = "0"  # what was not sharded stays so
-    choice = plan_offline(
-        dataclasses.replace(options, zero=zero),
+    with_nvme = machine
+    if (path := nvme_path(zero_file or {})) and Path(path).is_dir():  # of the disk that a DeepSpeed JSON names
+        with_nvme = dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(path).free, nvme_path=path)
+    choice = choose_plan(
         job,
-        machine,
+        with_nvme,
+        zero=zero,
         zero_file=zero_file,
         resumes=zero != options.zero,
         left_out=NOT_TAKEN_OVER if checkpoint and zero == "auto" else (),
     )
-    if not choice.plan.fits and options.memory_check:
+    config = choice.plan.deepspeed_config
+    problems = check_zero_file(config, dataclasses.replace(options, zero=choice.plan.zero), here=machine.measured)
+    raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
+    if must_fit and not choice.plan.fits and options.memory_check:
         other = choose_plan(dataclasses.replace(job, checkpointing=None), machine).plan
         way_out = (
             f"{other.label} would fit"
@@ -574,27 +583,6 @@ def plan_run(
             else "use more GPUs or nodes, method lora, or a smaller per_device_train_batch_size or seq_len"
         )
         raise UserError([f"{choice.reason} {way_out}; memory_check=false starts it all the same"])
-    return choice
-
-
-def plan_offline(
-    options: TrainConfig, job: Job, machine: Machine, *, zero_file: dict[str, Any] | None = None, **known: Any
-) -> Choice:
-    """Chooses the plan of a training, also where none fits.
-
-    Args:
-        zero_file: the content of the DeepSpeed JSON that `zero` names.
-        known: for `choose_plan`.
-
-    Raises:
-        UserError: where the plan is one that this training cannot have.
-    """
-    if (path := nvme_path(zero_file or {})) and Path(path).is_dir():  # of the disk that a DeepSpeed JSON names
-        machine = dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(path).free, nvme_path=path)
-    choice = choose_plan(job, machine, zero=options.zero, zero_file=zero_file, **known)
-    config, chosen = choice.plan.deepspeed_config, dataclasses.replace(options, zero=choice.plan.zero)
-    problems = check_zero_file(config, chosen, here=machine.measured)
-    raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
     return choice
 
 

@@ -21,7 +21,7 @@ from dsft.perplexity import loading
 from dsft.planner.evaluation_plan import plan_evaluation
 from dsft.planner.plans import as_dict
 from dsft.run_setup.checkpoint_size import checkpoint_size
-from dsft.run_setup.resolve import plan_offline, resolve_offline, resolve_run
+from dsft.run_setup.resolve import plan_run, resolve_offline, resolve_run
 from dsft.runtime.hardware import default_ranks, this_machine
 
 BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
@@ -94,7 +94,7 @@ def answer_of(decide, words: list[str]) -> list[str] | dict:
 
 def planned_run(asked: TrainConfig, machine, problems: list[str]) -> dict:
     run = resolve_offline(asked, machine, problems=problems)
-    choice = plan_offline(run.options, run.job, machine, zero_file=run.zero_file)
+    choice = plan_run(run.options, run.job, machine, zero_file=run.zero_file, must_fit=False)
     return answer(choice.plan, choice.reason, run.options, run.job.size)
 
 
