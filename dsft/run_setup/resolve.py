@@ -303,9 +303,44 @@ def check_run(
     if starts and evaluates and not options.has_held_out:
         draft.problems.append("eval_strategy needs held-out data; give eval_data or eval_fraction")
     draft.problems += check_training_arguments(options, draft.problems, here=machine.measured)
+    # The model, None where it cannot be measured, which is a problem.
     model = tokenizer = None
-    if options.model:
-        model = _measured(options, machine, draft.problems, zero_file, starts=starts, scored=scored)
+    named = {"model": options.model, "adapter": options.adapter} if starts and options.verify_resume else {}
+    damaged = [
+        f"{key}={name}: {error}; use another, or take it as it is with --verify_resume false"
+        for key, name in named.items()
+        for error in (damage(name) if name and options.model else [])
+    ]
+    draft.problems += damaged
+    if options.model and not damaged:
+        if starts and options.method != "full" and is_bare_config(options.model):
+            draft.problems.append(
+                f"method={options.method} over {options.model}: an adapter is nothing without its base, and these"
+                " random weights are saved nowhere; train method full first, or save the base as a folder"
+            )
+        # On paper, an attention that needs a GPU's package, or a kernel of the hub, is taken as it will be there.
+        asked = options.attn_implementation
+        elsewhere = not starts and asked and ("flash" in asked or "/" in asked)
+        try:
+            model = measure_model(
+                dataclasses.replace(options, attn_implementation=None) if elsewhere else options, scored=scored
+            )
+        except UserError as error:
+            draft.problems += error.problems
+    if model:
+        on_disk = model.size.quantization
+        if on_disk and on_disk.lies_on_disk and machine.measured and not scored:
+            dtype = DTYPES[resolve_dtype(options.dtype)]
+            draft.problems += format_problems(options.model, model.config, on_disk, dtype=dtype, trained=True)
+        draft.problems += check_weights(options, model, local=True) if starts else []
+        trusted = options.trust_remote_code
+        draft.problems += architecture_problems(options.model, model.config, trust_remote_code=trusted)
+        draft.problems += check_positions(model, seq_len=options.seq_len, model=options.model)
+        # The disk of a model of wrong sizes is not reported too.
+        is_named = any(re.match("output_dir|model=", problem) for problem in draft.problems)
+        if starts and training.get("output_dir") and not is_named:
+            draft.problems += check_room(training["output_dir"], checkpoint_size(options, model.size, zero_file))
+        model = dataclasses.replace(model, attn_implementation=asked) if elsewhere else model
     if model and zero_file:  # before the plan, whose trace of such a model takes minutes
         draft.problems += check_sharding(model.size, stage=stage(zero_file), model=options.model)
     unreadable: list[str] = []
@@ -342,56 +377,6 @@ def auto_dtype(machine: Machine) -> str:
     if machine.measured or not machine.has_gpu:
         return resolve_dtype("auto") if machine.has_gpu else "float32"
     return "bfloat16" if GPUS[gpu_name(machine)].has_bf16 else "float32"
-
-
-def _measured(
-    options: TrainConfig,
-    machine: Machine,
-    problems: list[str],
-    zero_file: dict[str, Any] | None,
-    *,
-    starts: bool,
-    scored: bool,
-) -> ModelFacts | None:
-    """Measures the model; None where it cannot be, which is a problem.
-
-    On paper, an attention that needs a GPU's package, or a kernel of the hub, is taken as it will be there.
-    """
-    asked = options.attn_implementation
-    elsewhere = not starts and asked and ("flash" in asked or "/" in asked)
-    if starts and options.verify_resume:
-        damaged = [
-            f"{key}={name}: {error}; use another, or take it as it is with --verify_resume false"
-            for key, name in (("model", options.model), ("adapter", options.adapter))
-            for error in (damage(name) if name else [])
-        ]
-        if damaged:
-            problems += damaged
-            return None
-    if starts and options.method != "full" and is_bare_config(options.model):
-        problems.append(
-            f"method={options.method} over {options.model}: an adapter is nothing without its base, and these random"
-            " weights are saved nowhere; train method full first, or save the base as a folder"
-        )
-    try:
-        model = measure_model(
-            dataclasses.replace(options, attn_implementation=None) if elsewhere else options, scored=scored
-        )
-    except UserError as error:
-        problems += error.problems
-        return None
-    on_disk = model.size.quantization
-    if on_disk and on_disk.lies_on_disk and machine.measured and not scored:
-        dtype = DTYPES[resolve_dtype(options.dtype)]
-        problems += format_problems(options.model, model.config, on_disk, dtype=dtype, trained=True)
-    problems += check_weights(options, model, local=True) if starts else []
-    problems += architecture_problems(options.model, model.config, trust_remote_code=options.trust_remote_code)
-    problems += check_positions(model, seq_len=options.seq_len, model=options.model)
-    # The disk of a model of wrong sizes is not reported too.
-    named = any(re.match("output_dir|model=", problem) for problem in problems)
-    if starts and options.training.get("output_dir") and not named:
-        problems += check_room(options.training["output_dir"], checkpoint_size(options, model.size, zero_file))
-    return dataclasses.replace(model, attn_implementation=asked) if elsewhere else model
 
 
 def check_weights(options: TrainConfig, facts: ModelFacts, *, local: bool) -> list[str]:
