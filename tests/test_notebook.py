@@ -79,7 +79,7 @@ def execute(monkeypatch, folder, held_out, *, notebook=NOTEBOOK, **environment) 
     monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
     content = nbformat.read(notebook, as_version=4)
     NotebookClient(
-        content, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(notebook.parent)}}
+        content, timeout=None, kernel_name="python3", resources={"metadata": {"path": str(notebook.parent)}}
     ).execute()
     outputs = [output for cell in content.cells if cell.cell_type == "code" for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]

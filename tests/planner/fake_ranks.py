@@ -173,7 +173,6 @@ def measure(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
     )
     if done.returncode:
         raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}")

@@ -245,7 +245,7 @@ def test_a_browser_shows_every_chart_without_an_error_or_a_request(two_runs, tmp
     assert (tmp_path / "new" / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
     command += ["--enable-logging=stderr", "--virtual-time-budget=60000", "--dump-dom", f"file://{page}"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(command, capture_output=True, text=True)
     assert [line for line in result.stderr.splitlines() if "CONSOLE" in line] == []
     assert 'data-ready="yes"' in result.stdout
     assert len(re.findall(r'<svg[^>]* class="marks"', result.stdout)) == len(pictures)
