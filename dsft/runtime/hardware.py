@@ -109,7 +109,7 @@ def split_gpus(text: str) -> tuple[int, str]:
     match = re.fullmatch(r"(\d+)\s*x\s*(.+)", text.strip())
     if not match or int(match[1]) < 1:
         raise UserError(
-            [f"--gpus {text!r}: write the number of GPUs of one node and the card or its memory, for example 8x80GB"]
+            f"--gpus {text!r}: write the number of GPUs of one node and the card or its memory, for example 8x80GB"
         )
     return int(match[1]), match[2]
 
