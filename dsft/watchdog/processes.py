@@ -100,10 +100,9 @@ class Process:
     def signal(self, number: int) -> None:
         """Send it a signal, where it still lives."""
         if self.is_alive():
-            try:
+            # It ended just now, or is another user's: slurmstepd is root's.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, number)
-            except (ProcessLookupError, PermissionError):
-                pass  # it ended just now, or is another user's: slurmstepd is root's
 
 
 def end(
