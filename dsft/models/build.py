@@ -6,7 +6,7 @@ Under ZeRO-3 the DeepSpeed configuration must be registered (by `TrainingArgumen
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from dsft.models.model_folder import (
 )
 from dsft.models.package import auto_class, freeze_unreached, from_config, save_as_on_disk
 from dsft.models.pickles import check_weight_files, load_pickle, pickle_errors, safe_unpickling
-from dsft.models.quantization import Quantization, cast_weights, compute_in_own_dtype, quantization_of, unpacking_config
+from dsft.models.quantization import Quantization, cast_weights, quantization_of, unpacking_config
 from dsft.models.size import load_model_config
 from dsft.models.weights import files_of_tensors, loading_problems, quiet_report
 from dsft.runtime import distributed, patches
@@ -65,50 +65,50 @@ def build_model(config, *, dtype: str, seed: int = 42, quantization: Quantizatio
         seed: of the random weights where the model is a config.json alone, and of new adapters.
         quantization: of a model that is scored; it is put together on this rank's device.
     """
-    with safe_unpickling(trust=config.trust_checkpoint):
-        return _build(config, DTYPES[resolve_dtype(dtype)], seed=seed, quantization=quantization)
-
-
-def _build(config, dtype: torch.dtype, *, seed: int, quantization: Quantization | None) -> PreTrainedModel:
-    options = {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
+    compute_dtype, method = DTYPES[resolve_dtype(dtype)], getattr(config, "method", "full")
+    known = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    options = {"dtype": compute_dtype, "trust_remote_code": config.trust_remote_code}
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
-    method = getattr(config, "method", "full")
-    set_seed(seed)
     # Straight to the GPU, without a copy in host memory; under ZeRO-3 weights are sharded on the way.
     place = distributed.device() if has_gpu() and not is_deepspeed_zero3_enabled() else None
-    if is_bare_config(config.model):
-        with place or contextlib.nullcontext():
-            model = from_config(load_model_config(config.model, trust_remote_code=config.trust_remote_code), **options)
-    else:
-        if place:
-            options["device_map"] = {"": place}
-        unpacking = None
-        if method == "lora" or (quantization and quantization.is_unpacked):
-            known = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-            base = adapter_base(described_in(config.model)) or config.model
-            unpacking = unpacking_config(load_model_config(base, **known))
-        if method == "qlora":
-            options["quantization_config"] = quantization_of(config).load_config(dtype)
-        elif quantization:
-            options["device_map"] = {"": distributed.device()}
-            if load_config := unpacking or quantization.load_config(dtype):
+    set_seed(seed)
+    with safe_unpickling(trust=config.trust_checkpoint):
+        if is_bare_config(config.model):
+            with place or contextlib.nullcontext():
+                model = from_config(load_model_config(config.model, **known), **options)
+        else:
+            load_config = None
+            if method == "qlora":
+                load_config = quantization_of(method, config.quantization).load_config(compute_dtype)
+            elif method == "lora" or (quantization and quantization.is_unpacked):
+                base = adapter_base(described_in(config.model)) or config.model
+                load_config = unpacking_config(load_model_config(base, **known))
+            if quantization and not load_config:
+                load_config = quantization.load_config(compute_dtype)
+            if load_config:
                 options["quantization_config"] = load_config
-        elif unpacking:
-            options["quantization_config"] = unpacking
-        model = load_weights(config.model, revision=config.revision, **options)
-        if (unpacking or quantization) and not getattr(model, "is_quantized", False):
-            cast_weights(model, dtype)
-        compute_in_own_dtype(model)
-    if method == "qlora":
-        from peft import prepare_model_for_kbit_training
+            if place or quantization:
+                options["device_map"] = {"": distributed.device()}
+            model = load_weights(config.model, revision=config.revision, **options)
+            if (load_config or quantization) and not getattr(model, "is_quantized", False):
+                cast_weights(model, compute_dtype)
+            # On CPUs with AVX512-BF16 bitsandbytes packs its 4-bit layers again at the first product in evaluation:
+            # that computes in bf16 whatever the dtype, fails where 64 does not divide a layer's inputs or 32 its
+            # outputs, and has no gradients (bitsandbytes 0.50, nn/modules.py, Linear4bit.forward). So it unpacks
+            # them for each product, as on any other device.
+            for module in model.modules():
+                if hasattr(module, "support_avx512bf16_for_cpu"):
+                    module.support_avx512bf16_for_cpu = False
+        if method == "qlora":
+            from peft import prepare_model_for_kbit_training
 
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    if method != "full":
-        set_seed(seed)
-        if config.adapter:
-            check_weight_files(Path(config.adapter))
-        model = add_lora(model, config, adapter=config.adapter)
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        if method != "full":
+            set_seed(seed)
+            if config.adapter:
+                check_weight_files(Path(config.adapter))
+            model = add_lora(model, config, adapter=config.adapter)
     return model
 
 
@@ -117,26 +117,18 @@ def load_weights(name: str, **options) -> PreTrainedModel:
 
     A checkpoint that holds only DeepSpeed's shards (of any ZeRO stage and number of ranks), or such a `global_step`
     folder, is read from these.
-
-    Raises:
-        UserError: where a weight would not be what it is on disk, on every rank.
+    Raises UserError where a weight would not be what it is on disk, on every rank.
     """
     folder = Path(name)
     if has_only_shards(name):
-        raise_if_any(pickle_errors(sorted(step_folder(folder).glob("*.pt"))))
         return _load_zero_shards(folder, **options)
     check_weight_files(folder)
-    base = adapter_base(name)
-    if base:
+    if base := adapter_base(name):
         return PeftModel.from_pretrained(load_weights(base, **options), name)
     # Adapters remember this name: absolute, it stays right when they are loaded from another working folder.
-    return _load_files(str(folder.resolve()) if folder.is_dir() else name, **options)
-
-
-def _load_files(name: str, **options) -> PreTrainedModel:
+    name = str(folder.resolve()) if folder.is_dir() else name
     place, gguf = located(name)
-    known = {key: options.get(key) for key in ("revision", "trust_remote_code")}
-    config = load_model_config(name, **known)
+    config = load_model_config(name, **{key: options.get(key) for key in ("revision", "trust_remote_code")})
     auto = AutoModelForCausalLM if gguf else auto_class(config)
     try:
         # Mismatched tensors stand in the report, as the missing ones do.
@@ -168,50 +160,39 @@ def _of_full_shape(fans: Callable[[torch.Tensor], tuple[int, int]]) -> Callable[
 
 def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     """Loads the weights that DeepSpeed saved: whole under ZeRO 0, else gathered from its shards."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
     checkpoint, saved = folder.parent if is_step_folder(str(folder)) else folder, step_folder(folder)
+    raise_if_any(pickle_errors(sorted(saved.glob("*.pt"))))
     if any(saved.glob(OPTIMIZER_FILES)):
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
         with contextlib.redirect_stdout(io.StringIO()):  # it prints a dozen lines on every rank
             state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=saved.name)
     else:  # ZeRO 0 keeps the weights whole
         state = load_pickle(next(saved.glob(MODEL_FILES)))["module"]
-    base = adapter_base(str(checkpoint))
-    if base is None:
+    if base := adapter_base(str(checkpoint)):
+        model = get_peft_model(load_weights(base, **options), saved_lora_config(str(checkpoint)))
+        wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    else:
         config = load_model_config(str(checkpoint), trust_remote_code=options.get("trust_remote_code", False))
         if options["dtype"] == "auto":
             options["dtype"] = config.dtype or torch.float32
-        model = from_config(
-            config, **{name: value for name, value in options.items() if name not in ("revision", "device_map")}
-        )
-        wanted = dict(model.named_parameters()) | {
-            name: buffer for name, buffer in model.named_buffers() if name in state
-        }
-    else:
-        model = get_peft_model(load_weights(base, **options), saved_lora_config(str(checkpoint)))
-        wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    missing = sorted(wanted.keys() - state.keys())
-    if missing:
+        options = {key: value for key, value in options.items() if key not in ("revision", "device_map")}
+        model = from_config(config, **options)
+        saved_buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
+        wanted = dict(model.named_parameters()) | saved_buffers
+    if missing := sorted(wanted.keys() - state.keys()):
         raise UserError(
             f"model={folder}: {plural(len(missing), 'weight')} of the model missing, the first is {missing[0]}"
         )
+    is_sharded = is_deepspeed_zero3_enabled()
+    if is_sharded:
+        import deepspeed
     with torch.no_grad():
         for name, tensor in wanted.items():
-            with gathered([tensor]):
+            # One weight at a time is whole on every rank; afterwards it is sharded again as rank 0 has filled it.
+            whole = (
+                deepspeed.zero.GatheredParameters([tensor], modifier_rank=0) if is_sharded else contextlib.nullcontext()
+            )
+            with whole:
                 tensor.copy_(state[name])
     return model
-
-
-@contextlib.contextmanager
-def gathered(parameters: list[torch.Tensor]) -> Iterator[None]:
-    """Gathers parameters to their full size on every rank; a no-op without ZeRO-3.
-
-    Afterwards they are sharded again, with what rank 0 made of them.
-    """
-    if not is_deepspeed_zero3_enabled():
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
-        yield

@@ -29,11 +29,7 @@ EXTENSIONS = (_Generation, "jinja2.ext.loopcontrols")
 
 
 def load_template(name: str) -> str:
-    """Returns the text of a preset or a file.
-
-    Raises:
-        ValueError: where it is neither, or is no Jinja.
-    """
+    """Returns the text of a preset or a file. Raises ValueError where it is neither, or is no Jinja."""
     try:
         template = read_text(PRESETS.get(name, name))
     except (OSError, UnicodeDecodeError) as error:

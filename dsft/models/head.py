@@ -140,21 +140,9 @@ def make_shell(inner: nn.Module, backbone: nn.Module, head: nn.Module) -> nn.Mod
     return shell
 
 
-class HeadAlone:
-    """Replaces a model whose logits are what its output layer makes."""
-
-    def __init__(self, head: nn.Module):
-        self.head = head
-
-    def __call__(self, inputs_embeds: torch.Tensor, **_) -> CausalLMOutput:
-        return CausalLMOutput(logits=self.head(inputs_embeds))
-
-
 class ChunkedHead:
     """Splits a forward: `hidden = run_backbone(...)`, then `logits(rows of hidden)` within `weights()`.
-
-    Args:
-        vocab_tile: entries of the vocabulary in one matrix product.
+    `vocab_tile`: entries of the vocabulary in one matrix product.
     """
 
     def __init__(self, model: nn.Module, vocab_tile: int):
@@ -165,45 +153,39 @@ class ChunkedHead:
         self.usable = type(self.linear) is nn.Linear
         if self.usable:
             self.bare = BareLinear(self.linear)
-            self.shell = make_shell(self.inner, self.fixed, self.bare) or HeadAlone(self.bare)
+            # None where logits are what its output layer makes of its inputs: a model that is built otherwise.
+            self.shell = make_shell(self.inner, self.fixed, self.bare)
 
     def run_backbone(self, **inputs: torch.Tensor) -> torch.Tensor:
         """Return hidden states [B, T, H]. The model itself is called, so every hook runs; the head does one row."""
-        if isinstance(self.shell, HeadAlone):
-            return self._inputs_of_head(**inputs)
-        outputs = []
-        parts = [part for part in (self.backbone, getattr(self.backbone, "decoder", None)) if part is not None]
-        handles = [part.register_forward_hook(lambda module, args, output: outputs.append(output[0])) for part in parts]
+        kept, options = [], {}
+        if self.shell is None:
+            handles = [
+                self.linear.register_forward_pre_hook(lambda _, args: kept.append(args[0]) or (args[0][:, -1:],))
+            ]
+        else:
+            options["logits_to_keep"] = 1
+            handles = [
+                part.register_forward_hook(lambda module, args, output: kept.append(output[0]))
+                for part in (self.backbone, getattr(self.backbone, "decoder", None))
+                if part is not None
+            ]
         try:
-            self.model(**inputs, use_cache=False, logits_to_keep=1)
+            self.model(**inputs, use_cache=False, **options)
         finally:
             for handle in handles:
                 handle.remove()
-        return outputs[-1]  # the backbone's comes last; IndexError where this architecture calls neither
-
-    def _inputs_of_head(self, **inputs: torch.Tensor) -> torch.Tensor:
-        taken = []
-
-        def take(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-            taken.append(args[0])
-            return (args[0][:, -1:],)
-
-        handle = self.linear.register_forward_pre_hook(take)
-        try:
-            self.model(**inputs, use_cache=False)
-        finally:
-            handle.remove()
-        return taken[-1]  # IndexError where this architecture does not call its output layer
+        return kept[-1]  # the backbone's comes last; IndexError where this architecture calls none of them
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
         """Gather the head's weights on every rank under ZeRO-3. Collective: every rank enters once per batch."""
-        if not is_deepspeed_zero3_enabled():
-            yield
-            return
-        import deepspeed
+        if is_deepspeed_zero3_enabled():
+            import deepspeed
 
-        with deepspeed.zero.GatheredParameters(list(self.linear.parameters())):
+            with deepspeed.zero.GatheredParameters(list(self.linear.parameters())):
+                yield
+        else:
             yield
 
     def logits(self, hidden_NH: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -212,7 +194,10 @@ class ChunkedHead:
         fp32, fp32_like = Reused(), hidden_NH.new_empty(0, dtype=torch.float32)
         for start in range(0, self.linear.out_features, self.vocab_tile):
             self.bare.tile = slice(start, start + self.vocab_tile)
-            logits_NW = self.shell(inputs_embeds=hidden_NH[None], use_cache=False).logits[0]
+            if self.shell is None:
+                logits_NW = self.bare(hidden_NH[None])[0]
+            else:
+                logits_NW = self.shell(inputs_embeds=hidden_NH[None], use_cache=False).logits[0]
             if logits_NW.dtype != torch.float32:
                 logits_NW = fp32.of(logits_NW.shape, fp32_like).copy_(logits_NW)
             yield logits_NW

@@ -52,9 +52,7 @@ def number_in(path: Path) -> list[int]:
 
 def adapter_description(folder: str) -> dict[str, Any] | None:
     """Returns the content of an adapter's adapter_config.json, or None where the folder holds no adapter.
-
-    Raises:
-        UserError: where the file describes no adapter, or names no base.
+    Raises UserError where the file describes no adapter, or names no base.
     """
     file = Path(folder) / ADAPTER_CONFIG
     if not file.is_file():
@@ -72,9 +70,7 @@ def adapter_description(folder: str) -> dict[str, Any] | None:
 
 def adapter_base(folder: str) -> str | None:
     """Returns the base model that an adapter folder names, or None where the folder holds no adapter.
-
-    Raises:
-        UserError: as `adapter_description`.
+    Raises UserError as `adapter_description`.
     """
     content = adapter_description(folder)
     return content[BASE] if content else None
@@ -127,14 +123,13 @@ def model_inside(name: str) -> Path | None:
 
 def no_model(model: str, error: BaseException) -> str:
     """Says why no model can be built of `model`, and the way out that its folder shows."""
-    folder = Path(model)
+    folder, why = Path(model), one_line(error)
     if problem := missing("model", model):
         return problem
     if is_gguf(model):
-        return f"model={model}: is no GGUF file that transformers can read ({one_line(error)})"
+        return f"model={model}: is no GGUF file that transformers can read ({why})"
     if folder.is_file() and folder.suffix != ".json":
         return f"model={model}: is a file; name the folder of a model, a config.json or a GGUF file"
-    why = one_line(error)
     if inside := model_inside(model):
         return f"model={model}: holds no model of its own; name the one inside it, {inside}"
     if any(folder.glob("*.gguf")):
@@ -142,9 +137,8 @@ def no_model(model: str, error: BaseException) -> str:
     way_out = (
         "; DeepSpeed's shards lie there without a description: copy config.json and the tokenizer's files of the model"
         " they were trained from beside them"
-        if step_folder(model) is not None
-        else ""
     )
+    way_out = way_out if step_folder(model) is not None else ""
     return f"model={model}: no causal language model can be built from what is there ({why}){way_out}"
 
 

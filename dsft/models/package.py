@@ -10,10 +10,9 @@ layers that predict several tokens (`mtp.*`). transformers' causal-LM mapping ha
 Every room that builds a model asks `auto_class`; what the text loss cannot reach is frozen (`freeze_unreached`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
-from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -24,10 +23,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.core_model_loading import (
-    PrefixChange,
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from dsft.errors import UserError
 from dsft.runtime import patches
@@ -51,11 +47,9 @@ WITHOUT_GRADIENT = ("MllamaCrossAttentionDecoderLayer", "Indexer")
 
 def auto_class(config: PreTrainedConfig) -> type:
     """Returns the auto class of transformers that loads a package of `config` for text.
-
-    Raises:
-        UserError: where there is none, with the reason and without the model's name.
+    Raises UserError where there is none, with the reason and without the model's name.
     """
-    remote = getattr(config, "auto_map", None) or {}
+    remote, why = getattr(config, "auto_map", None) or {}, "no causal language model, which dsft trains"
     for auto, mapping in AUTO_CLASSES:
         if auto is AutoModelForCausalLM and config.model_type in NOT_LOADED_BY_TEXT_CLASS:
             continue
@@ -67,18 +61,14 @@ def auto_class(config: PreTrainedConfig) -> type:
             )
             if auto is AutoModelForCausalLM or not encodes_first:
                 return auto
-            raise UserError(
-                f"its architecture {config.model_type} is an encoder with a decoder, no causal language model,"
-                " which dsft trains"
-            )
-    raise UserError(f"its architecture {config.model_type} is no causal language model, which dsft trains")
+            why = f"an encoder with a decoder, {why}"
+            break
+    raise UserError(f"its architecture {config.model_type} is {why}")
 
 
 def from_config(config: PreTrainedConfig, **options) -> PreTrainedModel:
     """Builds the model of a package with random weights, what text cannot reach frozen.
-
-    Raises:
-        UserError: as `auto_class`, and where its class cannot answer with text.
+    Raises UserError as `auto_class`, and where its class cannot answer with text.
     """
     return freeze_unreached(auto_class(config).from_config(config, **options))
 
@@ -87,9 +77,7 @@ def freeze_unreached(model: PreTrainedModel) -> PreTrainedModel:
     """Freezes what no gradient of a text loss reaches: towers, their projectors, Mllama's cross attention, indexers.
 
     Left trainable they would get optimizer states and decay (`weight_decay`) without ever a gradient.
-
-    Raises:
-        UserError: where no language model with a head is found in the package.
+    Raises UserError where no language model with a head is found in the package.
     """
     beginnings = unreached(model)
     for name, parameter in model.named_parameters():
@@ -100,9 +88,7 @@ def freeze_unreached(model: PreTrainedModel) -> PreTrainedModel:
 
 def unreached(model: PreTrainedModel) -> tuple[str, ...]:
     """Returns the beginnings of the names of parameters that no text token passes through.
-
-    Raises:
-        UserError: where no language model with a head is found in the package.
+    Raises UserError where no language model with a head is found in the package.
     """
     config = model.config
     text = config.get_text_config(decoder=True)
@@ -115,28 +101,22 @@ def unreached(model: PreTrainedModel) -> tuple[str, ...]:
     if head is None or decoder is model:
         raise UserError(f"its architecture {config.model_type} has no language model with a head, which dsft trains")
     reached = {id(p) for part in (decoder, model.get_input_embeddings(), head) for p in part.parameters()}
-    return crossing + tuple(_outermost(model, reached))
-
-
-def _outermost(module: nn.Module, reached: set[int], prefix: str = "") -> Iterator[str]:
-    """Yields the names of the largest parts none of whose parameters are `reached`."""
-    for name, parameter in module.named_parameters(recurse=False):
-        if id(parameter) not in reached:
-            yield f"{prefix}{name}"
-    for name, child in module.named_children():
-        parameters = {id(parameter) for parameter in child.parameters()}
+    outermost: list[str] = []  # the largest parts none of whose parameters are reached
+    for name, module in model.named_modules(remove_duplicate=False):
+        if f"{name}.".startswith(tuple(part for part in outermost if part.endswith("."))):
+            continue
+        prefix, parameters = f"{name}." if name else "", {id(parameter) for parameter in module.parameters()}
         if parameters and not parameters & reached:
-            yield f"{prefix}{name}."
+            outermost.append(prefix)
         elif parameters - reached:
-            yield from _outermost(child, reached, f"{prefix}{name}.")
+            own = module.named_parameters(recurse=False)
+            outermost += [f"{prefix}{key}" for key, parameter in own if id(parameter) not in reached]
+    return crossing + tuple(outermost)
 
 
 def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """Returns the class that loads all of a package; None where there is no other than `auto_class`'s."""
-    for _, mapping in AUTO_CLASSES[1:]:
-        if type(config) in mapping:
-            return mapping[type(config)]
-    return None
+    return next((mapping[type(config)] for _, mapping in AUTO_CLASSES[1:] if type(config) in mapping), None)
 
 
 def names_saved(model: PreTrainedModel) -> set[str]:

@@ -32,12 +32,8 @@ _trusted: ContextVar[bool] = ContextVar("_trusted", default=False)
 @contextlib.contextmanager
 def safe_unpickling(*, trust: bool) -> Iterator[None]:
     """Let every `torch.load` of this process, those of DeepSpeed and peft too, make only what checkpoints hold.
-
-    Args:
-        trust: leave the libraries as they are: DeepSpeed's loads then run what a pickle says.
-
-    Raises:
-        UserError: naming the class that a pickle asks for.
+    Raises UserError, naming the class that a pickle asks for.
+    `trust`: leave the libraries as they are: DeepSpeed's loads then run what a pickle says.
     """
     token, before = _trusted.set(trust), {name: os.environ.get(name) for name in (FORCE, FORCE_NOT)}
     try:
@@ -57,9 +53,7 @@ def safe_unpickling(*, trust: bool) -> Iterator[None]:
 
 def load_pickle(file: Path) -> Any:
     """Load a file of `torch.save` onto the CPU, mapped where its format allows.
-
-    Raises:
-        UserError: where it cannot be read, or asks for a class that no checkpoint holds.
+    Raises UserError where it cannot be read, or asks for a class that no checkpoint holds.
     """
     import torch  # here, since folders without pickles are verified without it
 
@@ -78,9 +72,7 @@ def is_read_pickle(file: Path) -> bool:
 
 def check_weight_files(folder: Path) -> None:
     """Check the `*.bin` of a model's or an adapter's folder that holds no safetensors, which are taken first.
-
-    Raises:
-        UserError: as `load_pickle`.
+    Raises UserError as `load_pickle`.
     """
     if not any(folder.glob("*.safetensors*")):
         raise_if_any(pickle_errors(file for file in sorted(folder.glob("*.bin")) if is_read_pickle(file)))

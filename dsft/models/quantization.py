@@ -15,13 +15,13 @@ from fnmatch import fnmatch
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from transformers import BitsAndBytesConfig, GgufConfig, PreTrainedConfig, PreTrainedModel, TorchAoConfig
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig, get_hf_quantizer
 
-from dsft.config.options import TrainConfig
 from dsft.errors import UserError, nearest, one_line
 
+BITS = ("bits", "w_bit", "num_bits", "nbits", "weight_bits")
+"""Names of the bits of a weight in configs."""
 GROUP_SIZES = (128, 64, 32)
 """Weights that share a scale in torchao-int4wo: the first that divides the inputs of every layer."""
 
@@ -68,17 +68,11 @@ class Quantization:
         return f"{self.format} in groups of {self.group_size}" if self.group_size else self.format
 
     def load_config(self, compute_dtype: torch.dtype) -> Any:
-        """Return the configuration with which transformers loads it; None where the model's own config says it.
-
-        Args:
-            compute_dtype: of products.
-        """
+        """Return the configuration with which transformers loads it; None where the model's own config says it."""
 
     def fitted(self, linear_inputs: Collection[int], *, name: str) -> "Quantization":
         """Return the format as it fits a model whose linear layers (without the head) have these inputs.
-
-        Raises:
-            UserError: where transformers would leave all layers, or some, as they are.
+        Raises UserError where transformers would leave all layers, or some, as they are.
         """
         return self
 
@@ -165,17 +159,15 @@ PACKAGES = (
 """Whose versions can change the numbers of a quantised model."""
 
 
-def quantization_of(options: TrainConfig) -> Quantization | None:
-    """Return the format of the base under these options; None where it is not quantised.
-
-    Raises:
-        UserError: where there is no such format.
+def quantization_of(method: str, name: str) -> Quantization | None:
+    """Return the format `name` of the base that this method trains over; None where it is not quantised.
+    Raises UserError where there is no such format.
     """
-    if options.method != "qlora":
+    if method != "qlora":
         return None
-    if options.quantization not in TRAINING_FORMATS:
-        raise UserError(unknown_format(options.quantization, TRAINING_FORMATS))
-    return FORMATS[options.quantization]
+    if name not in TRAINING_FORMATS:
+        raise UserError(unknown_format(name, TRAINING_FORMATS))
+    return FORMATS[name]
 
 
 def unknown_format(name: str, known: list[str]) -> str:
@@ -195,9 +187,14 @@ def quantization_on_disk(
     if not section:
         return None
     known = ON_DISK.get(method, Quantization(format=method))
+    # The bits of a weight, by the words that the formats have for them; 8 where none is known.
+    named = [section[name] for name in BITS if isinstance(section.get(name), int)]
+    groups = (section.get("config_groups") or {}).values()
+    named += [max(bits)] if (bits := [group["weights"]["num_bits"] for group in groups if group.get("weights")]) else []
+    named += [int(number[1])] if (number := re.search(r"(?:int|fp)(\d+)", method)) else []
     return dataclasses.replace(
         known,
-        bits=_bits_in(method, section),
+        bits=4 if section.get("load_in_4bit") else (*named, 8)[0],
         disk_bytes=disk_bytes,
         unpacked_on=("cpu", "cuda") if trained and known.unpacked_in_training else known.unpacked_on,
     )
@@ -221,19 +218,6 @@ def _section(config: PreTrainedConfig) -> tuple[dict[str, Any] | None, str]:
     return section, str(getattr(method, "value", method) or "bitsandbytes")
 
 
-def _bits_in(method: str, section: dict[str, Any]) -> int:
-    """Return the bits of a weight by the words that the formats have for them; 8 where none is known."""
-    if section.get("load_in_4bit"):
-        return 4
-    for name in ("bits", "w_bit", "num_bits", "nbits", "weight_bits"):
-        if isinstance(section.get(name), int):
-            return section[name]
-    groups = section.get("config_groups") or {}
-    of_groups = [group["weights"]["num_bits"] for group in groups.values() if (group.get("weights") or {})]
-    number = re.search(r"(?:int|fp)(\d+)", method)
-    return max(of_groups, default=int(number[1]) if number else 8)
-
-
 def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Give all weights of an unpacked model its dtype, but for those that its architecture keeps in fp32.
 
@@ -246,27 +230,11 @@ def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
             weight.data = weight.data.to(dtype)
 
 
-def compute_in_own_dtype(model: nn.Module) -> None:
-    """Let bitsandbytes unpack its 4-bit weights for each product, as on any other device.
-
-    On CPUs with AVX512-BF16 its layers are packed again at the first product in evaluation. That computes in bf16
-    whatever the dtype, fails where 64 does not divide a layer's inputs or 32 its outputs, and has no gradients for the
-    training that goes on (bitsandbytes 0.50, nn/modules.py, Linear4bit.forward).
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-
-
 def format_problems(
     name: str, config: PreTrainedConfig, quantization: Quantization, *, dtype: torch.dtype, trained: bool = False
 ) -> list[str]:
-    """List why a model cannot be loaded in this format on this machine, by transformers' own checks.
-
-    Args:
-        name: of the model, for the message.
-        config: of the model.
-        trained: adapters are trained over it.
+    """List why the model `name` cannot be loaded in this format on this machine, by transformers' own checks.
+    `trained`: adapters are trained over it.
     """
     if quantization.package and importlib.util.find_spec(quantization.package) is None:
         return [

@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,19 +98,14 @@ def empty_model(
     model_config: PreTrainedConfig, *, trust_remote_code: bool = False, attn_implementation: str | None = None
 ) -> PreTrainedModel:
     """The architecture with parameters on the meta device: names and shapes, no memory."""
+    options = {"attn_implementation": attn_implementation} if attn_implementation else {}
     with without_zero_init(), torch.device("meta"):
-        return from_config(
-            model_config,
-            trust_remote_code=trust_remote_code,
-            **({"attn_implementation": attn_implementation} if attn_implementation else {}),
-        )
+        return from_config(model_config, trust_remote_code=trust_remote_code, **options)
 
 
 def load_model_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Config of a hub id, a folder, the path of a config.json, or a `global_step` folder beside one.
-
-    Raises:
-        OSError, ValueError: as transformers does, where it is not found or of an unknown kind.
+    Raises OSError or ValueError as transformers does, where it is not found or of an unknown kind.
     """
     name, gguf = located(str(Path(name).parent) if is_step_folder(name) else name)
     return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **gguf)
@@ -137,31 +132,24 @@ class ModelFacts:
 
 def measure_model(options: TrainConfig, *, scored: bool = False, with_adapter: bool = False) -> ModelFacts:
     """Measures the model that `options` name, with its adapters where the method has some, without its weights.
+    Raises UserError where no model can be built from what is there, or its adapters do not fit it.
 
     Args:
         scored: not trained: it may be a GGUF file, and the format in which it lies on disk is its own.
         with_adapter: scored below a trained adapter: its format is that of the training.
-
-    Raises:
-        UserError: where no model can be built from what is there, or its adapters do not fit it.
     """
-    config = None
     if is_gguf(options.model) and not scored:
         raise UserError(f"model={options.model}: {NO_GGUF}")
     try:
-        config = load_model_config(
-            options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
-        )
-        model = empty_model(
-            config, trust_remote_code=options.trust_remote_code, attn_implementation=options.attn_implementation
-        )
+        known = {"trust_remote_code": options.trust_remote_code}
+        config = load_model_config(options.model, revision=options.revision, **known)
+        model = empty_model(config, attn_implementation=options.attn_implementation, **known)
     except UserError as error:
         raise UserError([f"model={options.model}: {problem}" for problem in error.problems]) from error
     except CONFIG_ERRORS as error:
         raise UserError(no_model(options.model, error)) from error
     if options.method != "full" and not options.adapter:
         raise_if_any(check_lora_targets(model, options))
-    attn_implementation = model.config.get_text_config()._attn_implementation
     try:
         adapters, head = adapters_of(options, model), model.get_output_embeddings()
         linear = {layer.in_features for layer in model.modules() if type(layer) is nn.Linear and layer is not head}
@@ -191,7 +179,7 @@ def measure_model(options: TrainConfig, *, scored: bool = False, with_adapter: b
     return ModelFacts(
         config=config,
         size=size,
-        attn_implementation=attn_implementation,
+        attn_implementation=model.config.get_text_config()._attn_implementation,
         adapters=adapters,
         architecture=type(model),
         architecture_config=model.config,
@@ -255,6 +243,9 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         experts = {name: p for name, p in names.items() if p.dim() == 3 and not p.requires_grad}
         unadapted = sum(p.numel() for name, p in experts.items() if name.rpartition(".")[0] not in with_adapter)
     trained = [p for p in model.parameters() if p.requires_grad]
+    numels, trainable_numels = (
+        tuple(sorted(Counter(p.numel() for p in parameters).items())) for parameters in (model.parameters(), trained)
+    )
     heads = _first(text, "num_attention_heads", "num_heads") or 1  # state-space models have none
     head_dim = _first(text, "head_dim") or text.hidden_size // heads
     ffn = _first(text, "moe_intermediate_size", "intermediate_size", "n_inner") or 4 * text.hidden_size
@@ -271,12 +262,12 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         active_params=base_params - (0 if tied else embedding.numel()) - int(expert_params * (1 - active_share)),
         unadapted_expert_params=unadapted,
         largest_module_params=largest,
-        numels=_numels(model.parameters()),
-        trainable_numels=_numels(trained),
+        numels=numels,
+        trainable_numels=trainable_numels,
         vocab_size=text.vocab_size,
         max_positions=max_positions(text),
         lora_r=options.lora_r if adapters else 0,
-        quantization=quantization_of(options),
+        quantization=quantization_of(options.method, options.quantization),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         ffn_size=ffn * (_first(text, "num_experts_per_tok") or 1),
@@ -300,7 +291,3 @@ def _first(text: PreTrainedConfig, *names: str) -> Any:
         if value:
             return value
     return None
-
-
-def _numels(parameters: Iterable[torch.nn.Parameter]) -> tuple[tuple[int, int], ...]:
-    return tuple(sorted(Counter(p.numel() for p in parameters).items()))

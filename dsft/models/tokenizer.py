@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from dsft.config.options import EvalConfig, TrainConfig
-from dsft.errors import one_line
+from dsft.errors import one_line, raise_if_any
 from dsft.models.build import described_in
 from dsft.models.chat_template import load_template
 from dsft.models.model_folder import adapter_base, located, missing, model_inside
@@ -19,15 +19,11 @@ TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken"
 
 def load_tokenizer(config: TrainConfig | EvalConfig) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of `config`, with its chat template and a pad token.
-
-    Where there is none, the end token pads; that changes no loss, since padding is masked and carries no label.
-
-    Raises:
-        OSError, ValueError: as transformers does, where there is no tokenizer; or where there is no such template.
+    Raises UserError with all that `check_tokenizer` finds.
     """
-    tokenizer = _load_without_template(config)
-    if config.chat_template:
-        tokenizer.chat_template = load_template(config.chat_template)
+    problems: list[str] = []
+    tokenizer = check_tokenizer(config, problems)
+    raise_if_any(problems)
     return tokenizer
 
 
@@ -35,21 +31,25 @@ def check_tokenizer(
     config: TrainConfig | EvalConfig, problems: list[str], *, vocab_size: int | None = None
 ) -> PreTrainedTokenizerBase | None:
     """Loads the tokenizer, and adds to `problems` what is missing or unreadable, or beyond the model's `vocab_size`."""
+    revision = config.revision if not config.tokenizer else None
     try:
-        tokenizer = _load_without_template(config)
+        name, gguf = located(config.tokenizer or tokenizer_folder(config.model))
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, **gguf, revision=revision, trust_remote_code=config.trust_remote_code
+        )
     except CONFIG_ERRORS as error:
-        if config.tokenizer and (problem := missing("tokenizer", config.tokenizer)):
-            problems.append(problem)
-            return None
-        if inside := model_inside(config.tokenizer or config.model):
-            name = f"tokenizer={config.tokenizer}" if config.tokenizer else f"model={config.model}"
-            problems.append(f"{name}: holds no tokenizer of its own; name the folder inside it, {inside}")
-            return None
+        source, key = config.tokenizer or config.model, "tokenizer" if config.tokenizer else "model"
+        problem = missing(key, source) if config.tokenizer else None
+        if not problem and (inside := model_inside(source)):
+            problem = f"{key}={source}: holds no tokenizer of its own; name the folder inside it, {inside}"
         problems.append(
-            f"tokenizer: none found for {config.tokenizer or config.model}; set tokenizer to a hub id or a folder that"
-            f" has one ({one_line(error)})"
+            problem
+            or f"tokenizer: none found for {source}; set tokenizer to a hub id or a folder that has one"
+            f" ({one_line(error)})"
         )
         return None
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token  # which changes no loss: padding is masked and carries no label
     if config.chat_template:
         try:
             tokenizer.chat_template = load_template(config.chat_template)
@@ -82,19 +82,6 @@ def split_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]
     """Finds the template's markers of the form <|...|> or <..._of_turn> that the tokenizer splits into several."""
     markers = dict.fromkeys(re.findall(r"<\|\w+\|>|<\w+_of_\w+>", template))
     return [marker for marker in markers if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) > 1]
-
-
-def _load_without_template(config: TrainConfig | EvalConfig) -> PreTrainedTokenizerBase:
-    name, gguf = located(config.tokenizer or tokenizer_folder(config.model))
-    tokenizer = AutoTokenizer.from_pretrained(
-        name,
-        **gguf,
-        revision=config.revision if not config.tokenizer else None,
-        trust_remote_code=config.trust_remote_code,
-    )
-    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Asks how an architecture computes, by running a small model of it with random weights; no weight is loaded.
 
-    architecture_problems  is it causal, and can it be computed from text alone?
+    architecture_problems  can it be computed from text alone, and is it causal?
     row_rules              which rows may share a batch? (of the loaded model itself)
     needs_mask             must padding on the right be masked?
     try_packing            can samples that share a row be kept apart, and with which attention?
@@ -28,7 +28,7 @@ from dsft.errors import UserError, one_line
 from dsft.models.build import DTYPES
 from dsft.models.head import tile_loss
 from dsft.models.package import auto_class, from_config
-from dsft.models.size import ModelFacts, empty_model, max_positions, without_zero_init
+from dsft.models.size import empty_model, max_positions, without_zero_init
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.runtime.hardware import has_gpu
@@ -93,16 +93,40 @@ def small_model(
         Exception: whatever an architecture's own code makes of sizes that it was not made for.
     """
     small = copy.deepcopy(config)
-    text = small.get_text_config(decoder=True)
-    for name in config.sub_configs:
-        part = getattr(small, name, None)
-        if part is text:
-            setattr(small, name, _small_text(text, heads))
-        elif isinstance(part, PreTrainedConfig) and (text is not small or name in ("vision_config", "audio_config")):
+    text, parts = small.get_text_config(decoder=True), {name: getattr(small, name, None) for name in small.sub_configs}
+    for name, part in parts.items():
+        is_tower = text is not small or name in ("vision_config", "audio_config")
+        if part is not text and isinstance(part, PreTrainedConfig) and is_tower:
             for size, value in SMALL_TOWER.items():
                 if type(vars(part).get(size)) is int:
                     setattr(part, size, value)
-    small = _small_text(small, heads) if text is small else small
+    if text is small or any(part is text for part in parts.values()):
+        # Narrow layers, with as many heads of keys in proportion: one, all, or half.
+        known_heads = getattr(text, "num_attention_heads", None)
+        key_heads = {1: 1, known_heads: heads}.get(getattr(text, "num_key_value_heads", None), heads // 2)
+        sizes = SMALL | dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), SMALL["head_dim"] * heads)
+        sizes |= {"num_attention_heads": heads, "n_head": heads, "num_key_value_heads": key_heads}
+        if hasattr(text, "qk_rope_head_dim"):  # latent attention: it is derived
+            del sizes["head_dim"]
+        for name, value in sizes.items():
+            if isinstance(vars(text).get(name), int):
+                setattr(text, name, value)
+        text.pad_token_id = 0
+        # At least two layers, and one of each kind.
+        kinds = vars(text).get("layer_types")
+        layers = max(2, *(kinds.index(kind) + 1 for kind in set(kinds))) if kinds else 2
+        for name in LAYER_NAMES:
+            if isinstance(getattr(text, name, None), int):
+                setattr(text, name, min(layers, getattr(text, name)))
+        if kinds:
+            text.layer_types = kinds[:layers]
+        rope = getattr(text, "rope_parameters", None) or {}
+        if sections := rope.get("mrope_section"):
+            # Angles of a head are divided between time, height and width as the model does (Qwen-VL).
+            head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            angles = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+            fewer = [section * angles // sum(sections) for section in sections]
+            rope["mrope_section"] = [angles - sum(fewer[1:]), *fewer[1:]]
     empty = empty_model(small, trust_remote_code=trust_remote_code)
     num_params = sum(parameter.numel() for parameter in empty.parameters())
     if num_params > LARGEST_TRIED:
@@ -111,55 +135,10 @@ def small_model(
         return from_config(small, trust_remote_code=trust_remote_code, dtype=dtype, **options)
 
 
-@one_thread()
-def text_problem(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> str | None:
-    """Says why a package that only a class for images or sound loads cannot be trained on text alone, tried out on a
-    small model; None where it can, where it is too large to be tried, and of all other packages.
-    """
-    if auto_class(config) is AutoModelForCausalLM:
-        return None
-    try:
-        model = small_model(config, trust_remote_code=trust_remote_code).train()
-        ids_BT = torch.arange(3, 19).view(2, 8)
-        model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward()
-    except Exception as error:  # also what an architecture's own code makes of sizes that it was not made for
-        if isinstance(error, (ImportError, UserError)) or ASKS_FOR_MORE.search(str(error)):
-            return (
-                f"its architecture {config.model_type} cannot be computed from text alone ({one_line(error)[:200]}),"
-                " and no class of transformers loads its language model"
-            )
-    return None
-
-
-def _small_text(text: PreTrainedConfig, small_heads: int) -> PreTrainedConfig:
-    small = copy.deepcopy(text)
-    heads = getattr(small, "num_attention_heads", None)
-    key_heads = {1: 1, heads: small_heads}.get(getattr(small, "num_key_value_heads", None), small_heads // 2)
-    width = SMALL["head_dim"] * small_heads
-    sizes = dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), width)
-    sizes |= {"num_attention_heads": small_heads, "n_head": small_heads, "num_key_value_heads": key_heads}
-    kept = ["head_dim"] * hasattr(small, "qk_rope_head_dim")  # latent attention: it is derived
-    for name, value in (SMALL | sizes).items():
-        if isinstance(vars(small).get(name), int) and name not in kept:
-            setattr(small, name, value)
-    small.pad_token_id = 0
-    kinds = vars(small).get("layer_types")
-    layers = max(2, *(kinds.index(kind) + 1 for kind in set(kinds))) if kinds else 2
-    for name in LAYER_NAMES:
-        if isinstance(getattr(small, name, None), int):
-            setattr(small, name, min(layers, getattr(small, name)))
-    if kinds:
-        small.layer_types = kinds[:layers]
-    rope = getattr(small, "rope_parameters", None) or {}
-    if sections := rope.get("mrope_section"):
-        # Angles of a head are divided between time, height and width as the model does (Qwen-VL).
-        head_dim = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
-        angles = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
-        fewer = [section * angles // sum(sections) for section in sections]
-        rope["mrope_section"] = [angles - sum(fewer[1:]), *fewer[1:]]
-    return small
-
-
+NOT_CAUSAL = (
+    "its tokens see later ones, as an encoder's do, so it predicts nothing; a causal language model is needed (some"
+    " architectures become one with is_decoder: true in their config)"
+)
 LONGEST_TRIED = 16
 """Tokens of a trial's rows; the logits of the first half are compared."""
 
@@ -210,11 +189,8 @@ def length_limits(config: PreTrainedConfig) -> tuple[int, ...]:
     (modeling_rope_utils.py, dynamic_rope_update).
     """
     text = config.get_text_config()
-    limits = {max_positions(text)}
-    longrope = rope_types(text).get("longrope")
-    if longrope:
-        limits.add(longrope.get("original_max_position_embeddings"))
-    return tuple(sorted(limit for limit in limits if limit))
+    of_longrope = rope_types(text).get("longrope", {}).get("original_max_position_embeddings")
+    return tuple(sorted({limit for limit in (max_positions(text), of_longrope) if limit}))
 
 
 def rope_types(text: PreTrainedConfig) -> dict[str, dict]:
@@ -227,61 +203,54 @@ def rope_types(text: PreTrainedConfig) -> dict[str, dict]:
 @torch.no_grad()
 def row_rules(model: nn.Module) -> RowRules:
     """Find the rules of a loaded model, from its config and by a trial. Collective.
-
-    Raises:
-        UserError: where its tokens see later ones.
+    Raises UserError where its tokens see later ones.
     """
     later, neighbour = (distributed.max_over_ranks(value) for value in _differences(model))
     # Quantised products may round the inputs too (LLM.int8() by the rows of a batch).
     in_full = next(model.parameters()).dtype == torch.float32 and not getattr(model, "is_quantized", False)
     if later > (1e-4 if in_full else 0.2):
-        raise UserError(not_causal(model.config.name_or_path or model.config.model_type))
+        raise UserError(f"model={model.config.name_or_path or model.config.model_type}: {NOT_CAUSAL}")
     noise = 1e-5 if in_full else 5e-2  # rounding, where experts get other batches
-    alone = max(later, neighbour) > noise
-    if alone:
+    if alone := max(later, neighbour) > noise:
         say("note: rows of a batch change each other's logits in this architecture; each is a batch of its own")
     return RowRules(limits=length_limits(model.config), alone=alone)
 
 
-def not_causal(model: str) -> str:
-    return (
-        f"model={model}: its tokens see later ones, as an encoder's do, so it predicts nothing; a causal language model"
-        " is needed (some architectures become one with is_decoder: true in their config)"
-    )
-
-
-def architecture_problems(model: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> list[str]:
-    """Say why an architecture can be neither trained nor scored on text, by trials of a small model.
-
-    Args:
-        model: its name, for the message.
-    """
-    if why := text_problem(config, trust_remote_code=trust_remote_code):
-        return [f"model={model}: {why}"]
-    return [not_causal(model)] if sees_later_tokens(config, trust_remote_code=trust_remote_code) else []
-
-
 @one_thread()
-def sees_later_tokens(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> bool:
-    """Tell whether tokens see later ones in this architecture, tried out on a small model with random weights.
-
-    False where no small model can be built.
+def architecture_problems(model: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> list[str]:
+    """Say why an architecture can be neither trained nor scored on text; nothing where no small model can be tried.
+    `model`: its name, for the message.
     """
+    if auto_class(config) is not AutoModelForCausalLM:  # only a class for images or sound loads it: is text enough?
+        try:
+            small = small_model(config, trust_remote_code=trust_remote_code).train()
+            ids_BT = torch.arange(3, 19).view(2, 8)
+            small(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward()
+        except Exception as error:  # also what an architecture's own code makes of sizes that it was not made for
+            if isinstance(error, (ImportError, UserError)) or ASKS_FOR_MORE.search(str(error)):
+                return [
+                    f"model={model}: its architecture {config.model_type} cannot be computed from text alone"
+                    f" ({one_line(error)[:200]}), and no class of transformers loads its language model"
+                ]
     try:
-        model = small_model(config, trust_remote_code=trust_remote_code).eval()
-        later, _ = _differences(model)
-    except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
-        return False
-    return later > 1e-5
+        later, _ = _differences(small_model(config, trust_remote_code=trust_remote_code).eval())
+    except Exception:  # likewise
+        return []
+    return [f"model={model}: {NOT_CAUSAL}"] if later > 1e-5 else []
+
+
+def random_tokens(model: nn.Module, rows: int, length: int, *, first: int = 0) -> torch.Tensor:
+    """Returns ids [rows, length] from `first` on, always the same, on the model's device."""
+    vocab_size = model.config.get_text_config().vocab_size
+    ids_BT = torch.randint(first, vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+    return ids_BT.to(next(model.parameters()).device)
 
 
 @torch.no_grad()
 def _differences(model: nn.Module) -> tuple[float, float]:
     """Return by how much later tokens, and other rows of a batch, move a row's logits, as parts of the largest."""
-    text = model.config.get_text_config()
     length = min([LONGEST_TRIED, *length_limits(model.config)])
-    ids = torch.randint(text.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(next(model.parameters()).device)
+    ids = random_tokens(model, 2, length)
     later, neighbour = ids.clone(), ids.clone()
     later[0, length // 2 :] = ids[1, length // 2 :]
     neighbour[1] = ids[1].flip(0)
@@ -298,33 +267,29 @@ NOISE = 1e-5
 of experts."""
 
 
-def needs_mask(facts: ModelFacts, *, trust_remote_code: bool = False) -> bool:
-    """Tells whether a training of this model is given an attention mask with padded batches.
-
-    Flash attention is, since it leaves padding out. Other kinds than sdpa have nothing to gain.
-    """
-    if facts.attn_implementation != "sdpa":
-        return True
-    return not ignores_padding(facts.config, trust_remote_code=trust_remote_code)
-
-
 @one_thread()
-def ignores_padding(
+def needs_mask(
     config: PreTrainedConfig,
+    attn_implementation: str,
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     noise: float = NOISE,
     trust_remote_code: bool = False,
 ) -> bool:
-    """Tells whether loss and all gradients are the same with a mask, and without one, whatever the padding contains."""
+    """Tells whether padded batches need an attention mask: not where loss and all gradients are the same with a mask,
+    and without one whatever the padding contains.
+
+    Flash attention gets one, since it leaves padding out. Other kinds than sdpa have nothing to gain.
+    """
+    if attn_implementation != "sdpa":
+        return True
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "attn_implementation": "sdpa"}
     try:
         model = small_model(config, **options).to(device).eval()
         lengths = torch.tensor(LENGTHS).clamp(max=min([max(LENGTHS), *length_limits(model.config)]))[:, None]
         shape = (len(lengths), int(lengths.max()))
-        vocab_size = model.config.get_text_config().vocab_size
-        ids_BT = torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(model.device)
+        ids_BT = random_tokens(model, *shape, first=3)
         padding_BT = (torch.arange(shape[1]) >= lengths).to(model.device)
         labels_BT = ids_BT.masked_fill(padding_BT, IGNORED)
         masked, unmasked, other = (
@@ -332,8 +297,8 @@ def ignores_padding(
             for pad, mask in ((1, {"attention_mask": (~padding_BT).long()}), (1, {}), (2, {}))
         )
     except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
-        return False
-    return _all_close(unmasked, masked, noise=noise) and _all_close(other, masked, noise=noise)
+        return True
+    return not all(_all_close(tensors, masked, noise=noise) for tensors in (unmasked, other))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,28 +343,27 @@ def isolation_problem(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
 ) -> str | None:
-    """Says why samples in one row would see each other in a model of this architecture; None where they do not.
-
-    Tried out on a small model with random weights and as many layers as show every kind: changed tokens of a first
-    sample must not change the logits of a second one in the same row, and those must be what the second gives alone.
+    """Says why samples in one row would see each other in a model of this architecture; None where they do not: changed
+    tokens of a first sample must not change the logits of a second one, and those must be what the second gives alone.
     """
     options = {"attn_implementation": attn_implementation} if attn_implementation else {}
     try:
         model = small_model(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
         model = model.to(device).eval()
-        vocab_size = model.config.get_text_config().vocab_size
-        ids = torch.randint(vocab_size, (1, 48), generator=torch.Generator().manual_seed(0)).to(model.device)
+        ids = random_tokens(model, 1, 48)
         changed = torch.cat([ids[:, 1:20].flip(1), ids[:, :1], ids[:, 20:]], 1)
-        # The second sample's logits: after a first one, after the same with other tokens, and alone.
-        first, second = (_packed_logits(model, tokens, [20, 28])[20:] for tokens in (ids, changed))
-        alone = _packed_logits(model, ids[:, 20:], [28])
-    except TooLarge as error:
-        return f"it cannot be tried with a small model of this architecture, which would have {error}"
-    except Exception as error:  # whatever an architecture's own code makes of sizes or positions it was not made for
-        return (
-            f"it cannot be tried with a small model of this architecture ({type(error).__name__}:"
-            f" {one_line(error)[:200]})"
+        flash = "flash" in model.config._attn_implementation
+        # The second sample's logits [T, V]: after a first one, after the same with other tokens, and alone.
+        first, second, alone = (
+            model(input_ids=tokens, use_cache=False, **positions(lengths, ids.device, flash=flash))
+            .logits[0, -28:]
+            .double()
+            for tokens, lengths in ((ids, [20, 28]), (changed, [20, 28]), (ids[:, 20:], [28]))
         )
+    except Exception as error:  # whatever an architecture's own code makes of sizes or positions it was not made for
+        why = f" ({type(error).__name__}: {one_line(error)[:200]})"
+        why = f", which would have {error}" if isinstance(error, TooLarge) else why
+        return f"it cannot be tried with a small model of this architecture{why}"
     leaked, differs = (
         (first - other).abs().max().item() / max(alone.abs().max().item(), 1e-12) for other in (second, alone)
     )
@@ -409,12 +373,6 @@ def isolation_problem(
     if not differs < (1e-4 if dtype == torch.float32 else 5e-2):
         return f"a sample's logits in a row differ from those alone by {differs:.1e} of the largest"
     return None
-
-
-def _packed_logits(model: nn.Module, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Computes logits [T, V] float64 of one row."""
-    flash = "flash" in model.config._attn_implementation
-    return model(input_ids=ids, use_cache=False, **positions(lengths, ids.device, flash=flash)).logits[0].double()
 
 
 def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: bool = False) -> dict[str, Any]:
@@ -445,8 +403,7 @@ def can_tile_loss(
         model = small_model(config, trust_remote_code=trust_remote_code).eval()
         if adapters:
             model = get_peft_model(model, LoraConfig(**adapters.to_dict()))
-        vocab_size = model.config.get_text_config().vocab_size
-        ids_BT = torch.randint(3, vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+        ids_BT = random_tokens(model, 2, 16, first=3)
         labels_BT = ids_BT.clone()
         labels_BT[0, :9] = IGNORED
         plain = _loss_and_gradients(model, input_ids=ids_BT, labels=labels_BT)

@@ -11,7 +11,7 @@ import json
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import transformers
@@ -37,6 +37,7 @@ FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, Typ
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 SAMPLE_BYTES = 2**12
 """Of a block of a tensor that `weights_digest` reads."""
+NO_PLACE = "of its weights have no place in the model"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -45,11 +46,8 @@ def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = Non
 
     What only a load can tell is left to it: DeepSpeed's shards, and formats that are quantised on disk.
     """
-    if (
-        model.endswith((".json", ".gguf"))
-        or has_only_shards(model)
-        or getattr(facts.config, "quantization_config", None)
-    ):
+    is_quantised = getattr(facts.config, "quantization_config", None)
+    if is_quantised or model.endswith((".json", ".gguf")) or has_only_shards(model):
         return []
     try:
         files = _files(model, WEIGHT_FILES, revision)
@@ -97,8 +95,8 @@ def loading_problems(model: str, info: dict[str, Any]) -> list[str]:
     problems = []
     if missing := info["missing_keys"]:
         problems.append(
-            f"model={model}: {plural(len(missing), 'tensor')} of the model missing from its weights,"
-            f" {_some(missing)}; random numbers would stand there. Copy or download the model again"
+            f"model={model}: {_tensors(missing, 'of the model missing from its weights')}; random numbers would stand"
+            " there. Copy or download the model again"
         )
     problems += [
         f"model={model}: {name} is {list(shape)} in its weights, {list(expected)} by its config;"
@@ -107,9 +105,8 @@ def loading_problems(model: str, info: dict[str, Any]) -> list[str]:
     ]
     if unexpected := info["unexpected_keys"]:
         problems.append(
-            f"model={model}: {plural(len(unexpected), 'tensor')} of its weights have no place in the model,"
-            f" {_some(unexpected)}; is its config of another model? Where they may go, load and save it once with"
-            " transformers (from_pretrained, save_pretrained)"
+            f"model={model}: {_tensors(unexpected, NO_PLACE)}; is its config of another model? Where they may"
+            " go, load and save it once with transformers (from_pretrained, save_pretrained)"
         )
     return problems
 
@@ -118,9 +115,7 @@ def adapter_problems(
     adapter: str, config: PreTrainedConfig, *, key: str = "adapter", trust_remote_code: bool = False
 ) -> list[str]:
     """Lists what is wrong with an adapter over the base of `config`.
-
-    Args:
-        key: the option that names it.
+    `key`: the option that names it.
     """
     if has_only_shards(adapter):
         return []
@@ -139,9 +134,7 @@ def placed_adapter(
 ) -> tuple[PeftModel, dict[str, torch.Tensor]]:
     """Returns the base of `config` with an adapter over it, on the meta device, and the adapter's `tensors` by their
     names in it. Each tensor has one place there, and each weight of the adapter its tensor.
-
-    Raises:
-        UserError: naming the tensor that has no place, is missing, or is of another shape.
+    Raises UserError, naming the tensor that has no place, is missing, or is of another shape.
     """
     peft_config, placed = saved_lora_config(adapter), {}
 
@@ -166,12 +159,9 @@ def placed_adapter(
     wanted = {id(parameter) for parameter in saved if parameter.requires_grad} - shared
     trained = {name for name, parameter in state.items() if id(parameter) in wanted}
     if missing := trained - placed.keys():
-        problems.append(f"{plural(len(missing), 'tensor')} of the adapter missing from its weights, {_some(missing)}")
+        problems.append(_tensors(missing, "of the adapter missing from its weights"))
     if unexpected := placed.keys() - state.keys():
-        problems.append(
-            f"{plural(len(unexpected), 'tensor')} of its weights have no place in the model,"
-            f" {_some(unexpected)}; was it trained on another base?"
-        )
+        problems.append(f"{_tensors(unexpected, NO_PLACE)}; was it trained on another base?")
     problems += [
         f"does not fit its base: {name} is {list(placed[name].shape)}, and this base needs {list(state[name].shape)};"
         " name its own base in adapter_config.json"
@@ -182,16 +172,15 @@ def placed_adapter(
     return model, placed
 
 
-def _some(names: Iterable[str]) -> str:
+def _tensors(names: Iterable[str], what: str) -> str:
+    """Counts tensors, and names the first."""
     first, *others = sorted(names)
-    return f"the first is {first}" if others else first
+    return f"{plural(1 + len(others), 'tensor')} {what}, {f'the first is {first}' if others else first}"
 
 
 def _files(name: str, candidates: tuple[str, ...], revision: str | None = None) -> list[str]:
     """Finds the first of `candidates` in a folder or on the hub, or all that an index names; none without any.
-
-    Raises:
-        UserError: naming the index that cannot be read, or the file that it names and that is not there.
+    Raises UserError, naming the index that cannot be read, or the file that it names and that is not there.
     """
     with _named(name):
         paths = (
@@ -229,37 +218,30 @@ def weights_digest(model: str, revision: str | None = None) -> str | None:
     samples = {}
     for path in files:
         with _named(path), open(path, "rb") as file:
+            size, blocks = Path(path).stat().st_size, 256
+            spans = {f"{Path(path).name} {size}": (0, size)}
             if path.endswith(".safetensors"):
+                blocks = 3
                 start = 8 + int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(start - 8))
                 header.pop("__metadata__", None)
-                for name, tensor in header.items():
-                    first, last = (start + offset for offset in tensor["data_offsets"])
-                    key = f"{name} {tensor['dtype']} {tensor['shape']}"
-                    samples[key] = _sample(file, first, last, blocks=3)
-            else:
-                size = Path(path).stat().st_size
-                samples[f"{Path(path).name} {size}"] = _sample(file, 0, size, blocks=256)
+                spans = {
+                    f"{name} {tensor['dtype']} {tensor['shape']}": [start + offset for offset in tensor["data_offsets"]]
+                    for name, tensor in header.items()
+                }
+            for key, (first, last) in spans.items():  # evenly spread blocks, both ends among them
+                digest, length = hashlib.sha256(), min(SAMPLE_BYTES, last - first)
+                for block in range(blocks):
+                    file.seek(first + (last - first - length) * block // (blocks - 1))
+                    digest.update(file.read(length))
+                samples[key] = digest.hexdigest()
     if not samples:
         return None
     return hashlib.sha256(json.dumps(sorted(samples.items())).encode()).hexdigest()[:16]
 
 
-def _sample(file: BinaryIO, first: int, last: int, *, blocks: int) -> str:
-    """Hash evenly spread blocks of a file's bytes from `first` to `last`, both ends among them."""
-    digest, length = hashlib.sha256(), min(SAMPLE_BYTES, last - first)
-    for block in range(blocks):
-        file.seek(first + (last - first - length) * block // (blocks - 1))
-        digest.update(file.read(length))
-    return digest.hexdigest()
-
-
 def _empty_tensors(files: list[str]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of the files on the meta device.
-
-    Raises:
-        UserError: naming the file that cannot be read.
-    """
+    """Returns the tensors of the files on the meta device. Raises UserError, naming the file that cannot be read."""
     tensors = {}
     for file in files:
         with _named(file):

@@ -40,11 +40,9 @@ removed.
 def mapped_resume(*, on_gpu: bool) -> Iterator[None]:
     """Let DeepSpeed map the shards that it resumes from, where its own load would hold them in memory: 12 bytes of host
     memory per parameter.
-
-    Args:
-        on_gpu: the optimizer's states go to a GPU. Else what was loaded becomes them, and must not be the file's own
-            pages: these would keep a checkpoint on the disk that is removed. They are copied one by one, once the
-            states that were there before are gone.
+    `on_gpu`: the optimizer's states go to a GPU. Else what was loaded becomes them, and must not be the file's own
+    pages: these would keep a checkpoint on the disk that is removed. They are copied one by one, once the states that
+    were there before are gone.
     """
 
     def load(engine: Any, path: str, map_location: Any = None) -> Any:
@@ -53,20 +51,22 @@ def mapped_resume(*, on_gpu: bool) -> Iterator[None]:
             torch.Tensor, lambda tensor: tensor.clone() if tensor.numel() < SMALL_ELEMENTS else tensor, state
         )
 
-    def taking_own(take_states: Callable[..., None]) -> Callable[..., None]:
-        def take_own_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-            take_states(optimizer, state_dict)
-            for states in () if on_gpu else optimizer.state.values():
-                for name, value in states.items():
-                    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-                        states[name] = value.clone()
-
-        return take_own_states
+    def take_own(take: Callable[..., None], optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        take(optimizer, state_dict)
+        for states in () if on_gpu else optimizer.state.values():
+            for name, value in states.items():
+                if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                    states[name] = value.clone()
 
     if not patches.fits("mapped_shards", "own_states"):  # one without the other would keep files that are removed
         yield
         return
-    with patches.replaced("mapped_shards", lambda _: load), patches.replaced("own_states", taking_own):
+    with (
+        patches.replaced("mapped_shards", lambda _: load),
+        patches.replaced(
+            "own_states", lambda take: lambda optimizer, state_dict: take_own(take, optimizer, state_dict)
+        ),
+    ):
         yield
 
 
@@ -81,9 +81,7 @@ class _Piece:
 
 class ZeroShards:
     """Gives access to the trained parameters and optimizer states of a checkpoint of ZeRO stage 1, 2 or 3.
-
-    Raises:
-        UserError: where the files are no such checkpoint, cannot be read, or have a layout that is not supported.
+    Raises UserError where the files are no such checkpoint, cannot be read, or have a layout that is not supported.
     """
 
     def __init__(self, checkpoint: str | Path):
@@ -120,7 +118,30 @@ class ZeroShards:
             states = load_pickle(file)["optimizer_state_dict"]
             if rank == 0:
                 self.loss_scaler = states.get("loss_scaler")
-            self._add_stage_3(states, rank) if states.get("zero_stage", 1) == 3 else self._add_stage_1_and_2(states)
+            is_stage_3 = states.get("zero_stage", 1) == 3
+            weights = states["fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"]
+            optimizer = states["optimizer_state_dict" if is_stage_3 else "base_optimizer_state"]
+            spans = self.model_state["param_shapes"] if is_stage_3 else states["param_slice_mappings"]
+            first = optimizer["param_groups"][0]
+            self.counters |= {name: first[name] for name in AVERAGING if name in first}
+            of_groups = next((entry["step"] for entry in optimizer["param_groups"] if "step" in entry), None)
+            for group, (flat, parameters) in enumerate(zip(weights, spans, strict=False)):
+                state, offset = optimizer["state"].get(group, {}), 0
+                step = state.get("step", of_groups)
+                self.step = int(step) if step is not None else self.step
+                # Of the last rank's weights the padding is cut off, of its states not: their shapes may differ.
+                flats = {FP32: flat} | {
+                    key: value for key, value in state.items() if torch.is_tensor(value) and value.dim() == flat.dim()
+                }
+                for name, span in parameters.items():
+                    if is_stage_3:  # every parameter is cut, and the last ranks' parts are padded
+                        numel = math.prod(span)
+                        part = -(-numel // self.world_size)
+                        piece = _Piece(flats, offset, min(part, max(0, numel - rank * part)))
+                        offset += part
+                    else:  # the concatenation is cut: a rank holds what falls into its part
+                        piece = _Piece(flats, span.start, span.numel)
+                    self._pieces.setdefault(name, []).append(piece)
         absent = [
             name
             for name, shape in self.shapes.items()
@@ -148,31 +169,3 @@ class ZeroShards:
                 out[first - start : last - start] = source
             offset += piece.numel
         return out
-
-    def _add_stage_1_and_2(self, states: dict[str, Any]) -> None:
-        for group, flat in enumerate(states["single_partition_of_fp32_groups"]):
-            flats = self._flats(flat, states["base_optimizer_state"], group)
-            for name, span in states["param_slice_mappings"][group].items():
-                self._pieces.setdefault(name, []).append(_Piece(flats, span.start, span.numel))
-
-    def _add_stage_3(self, states: dict[str, Any], rank: int) -> None:
-        for group, shapes in enumerate(self.model_state["param_shapes"]):
-            flats = self._flats(states["fp32_flat_groups"][group], states["optimizer_state_dict"], group)
-            offset = 0
-            for name, shape in shapes.items():
-                part = -(-math.prod(shape) // self.world_size)
-                held = min(part, max(0, math.prod(shape) - rank * part))
-                self._pieces.setdefault(name, []).append(_Piece(flats, offset, held))
-                offset += part
-
-    def _flats(self, weights: torch.Tensor, optimizer: dict[str, Any], group: int) -> dict[str, torch.Tensor]:
-        """Return the flat tensors of one group by state, and note the optimizer's step."""
-        state = optimizer["state"].get(group, {})
-        step = state.get("step", next((entry["step"] for entry in optimizer["param_groups"] if "step" in entry), None))
-        self.step = int(step) if step is not None else self.step
-        first = optimizer["param_groups"][0]
-        self.counters |= {name: first[name] for name in AVERAGING if name in first}
-        # Of the last rank's weights the padding is cut off, of its states not: their shapes may differ.
-        return {FP32: weights} | {
-            key: value for key, value in state.items() if torch.is_tensor(value) and value.dim() == weights.dim()
-        }

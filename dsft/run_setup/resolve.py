@@ -459,7 +459,7 @@ def is_masked(options: TrainConfig, facts: ModelFacts, data: Sequence[FormattedS
     """
     if options.packing or _in_full_windows(options, data):
         return True
-    return needs_mask(facts, trust_remote_code=options.trust_remote_code)
+    return needs_mask(facts.config, facts.attn_implementation, trust_remote_code=options.trust_remote_code)
 
 
 def _in_full_windows(options: TrainConfig, data: Sequence[FormattedSource]) -> bool:

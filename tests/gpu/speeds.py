@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from dsft.models.build import DTYPES, resolve_dtype
-from dsft.models.trials import ignores_padding, isolation_problem
+from dsft.models.trials import isolation_problem, needs_mask
 from dsft.planner.calibration import (
     best_seconds,
     calibrate,
@@ -191,7 +191,7 @@ def masks(setting: Setting) -> Iterator[Row]:
         problem = isolation_problem(config, attn_implementation=kernel, device=place, dtype=dtype)
         claim = f"packed samples do not see each other ({kernel})"
         yield Row(claim=claim, measured=problem or "they do not", ok=problem is None)
-    same = ignores_padding(config, device=place, dtype=dtype, noise=NOISE[dtype])
+    same = not needs_mask(config, "sdpa", device=place, dtype=dtype, noise=NOISE[dtype])
     yield Row(
         claim="loss and gradients without a mask are those with it (sdpa)",
         measured="the same" if same else "they differ",

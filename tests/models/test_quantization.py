@@ -50,8 +50,8 @@ def test_adapters_train_over_fp8_that_is_unpacked_and_are_evaluated_and_merged(
         adapted = PeftModel.from_pretrained(copy.deepcopy(unpacked), final)
         torch.testing.assert_close(adapted(input_ids=PROBE).logits, trained)
     held_out = {"data": [str(tiny / "held_out.jsonl")], "seq_len": 32, "max_documents": 6}
-    loads, load_files = [], build._load_files
-    monkeypatch.setattr(build, "_load_files", lambda name, **how: loads.append(how) or load_files(name, **how))
+    loads, load = [], build.load_weights
+    monkeypatch.setattr(build, "load_weights", lambda name, **how: loads.append(how) or load(name, **how))
     (evaluation,) = evaluate(EvalConfig(model=[str(final)], **held_out))
     assert evaluation.perplexity.loss > 0 and loads[0]["quantization_config"].dequantize, (
         "on GPUs too, as it was trained"

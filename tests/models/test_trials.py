@@ -1,6 +1,5 @@
 """What trials find of an architecture: no token sees a later one, no row another; padding without a mask."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -20,7 +19,7 @@ from dsft.data.batches import Collator
 from dsft.data.sequences import sequence
 from dsft.errors import UserError
 from dsft.models.size import measure_model
-from dsft.models.trials import RowRules, needs_mask, sees_later_tokens, small_model
+from dsft.models.trials import RowRules, architecture_problems, needs_mask, small_model
 from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import windows_of_sequences
@@ -47,7 +46,7 @@ def loss_and_gradients(model, batch) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("architecture", grid(ARCHITECTURES, QUICK))
 def test_loss_and_gradients_of_padded_rows_are_the_same_without_a_mask(architecture, tmp_path):
-    assert not needs_mask(facts_of(architecture, tmp_path))
+    assert not needs_mask(facts_of(architecture, tmp_path).config, "sdpa")
     cls, values = ARCHITECTURES[architecture]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(cls(**values)).train()
@@ -63,8 +62,8 @@ def test_loss_and_gradients_of_padded_rows_are_the_same_without_a_mask(architect
 
 def test_the_mask_is_kept_where_the_loss_counts_padding_or_attention_is_not_sdpa(tmp_path):
     balanced = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
-    assert needs_mask(facts_of("mixtral", tmp_path, **balanced))
-    assert needs_mask(dataclasses.replace(facts_of("llama", tmp_path), attn_implementation="flash_attention_2"))
+    assert needs_mask(facts_of("mixtral", tmp_path, **balanced).config, "sdpa")
+    assert needs_mask(facts_of("llama", tmp_path).config, "flash_attention_2")
 
 
 def test_the_plan_of_padded_rows_has_no_mask_where_training_has_none(tmp_path):
@@ -130,7 +129,9 @@ def test_an_encoder_is_refused_in_training_and_evaluation(tiny, options, tmp_pat
 
 def test_the_same_architecture_as_a_decoder_is_taken():
     config, values = ENCODER
-    assert sees_later_tokens(config(**values)) and not sees_later_tokens(config(**values, is_decoder=True))
+    (problem,) = architecture_problems("bert", config(**values))
+    assert "its tokens see later ones" in problem
+    assert not architecture_problems("bert", config(**values, is_decoder=True))
 
 
 def test_batches_keep_to_one_side_of_a_limit_with_their_padding():
@@ -225,7 +226,7 @@ def test_in_every_architecture_a_row_scores_the_same_alone_and_in_a_batch(archit
         for parameter in model.parameters():
             parameter.mul_(1.5)  # so that attention is not almost even
     windows = windows_of([9, 33, 16, 24, 5, 33])
-    if sees_later_tokens(CONFIG_MAPPING[architecture]()):
+    if architecture_problems(architecture, CONFIG_MAPPING[architecture]()):
         with pytest.raises(UserError, match="see later ones"):
             nats(model, windows, 8)
         return
