@@ -5,16 +5,23 @@
 
 Wherever the names of weights on disk are those in memory, weights pass through memory one file of the result at a time,
 from one of three sources: safetensors, DeepSpeed's shards, an adapter over its base. Else the full model is loaded.
+
+Beside a language model its package may hold what no text model does: towers for images, layers for several tokens
+(`mtp.*`). They are copied as they are, under their own names, and the folder gets the package's own config
+(`keep_left_out`, for a training too): so it serves images as the package that it was made from did, and transformers'
+causal-LM class loads the trained language model out of it.
 """
 
 import copy
 import json
+import math
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
@@ -22,13 +29,15 @@ from peft import PeftModel, load_peft_weights
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from dsft.checkpoints.kept_weights import copy_processor, find_left_out, keep_left_out
 from dsft.checkpoints.manifest import TRAINER_STATE, share_files
-from dsft.checkpoints.readback import SafetensorsFiles, TensorSource, check_export, check_written, verify_weights
+from dsft.checkpoints.readback import SafetensorsFiles, check_export, check_written, verify_weights
 from dsft.checkpoints.run_folder import (
     check_new_folder,
     find_adapter,
@@ -40,12 +49,20 @@ from dsft.checkpoints.run_folder import (
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.build import DTYPES, described_in, is_bare_config, load_weights
 from dsft.models.lora import merge_problems, not_streamable
-from dsft.models.model_folder import OPTIMIZER_FILES, adapter_base, has_only_shards, step_folder, weight_bytes_in
+from dsft.models.model_folder import (
+    OPTIMIZER_FILES,
+    adapter_base,
+    has_only_shards,
+    is_gguf,
+    step_folder,
+    weight_bytes_in,
+)
+from dsft.models.package import names_saved
 from dsft.models.pickles import check_weight_files, safe_unpickling
 from dsft.models.quantization import cast_weights, unpacking_config
 from dsft.models.size import empty_model, load_model_config
 from dsft.models.tokenizer import tokenizer_folder
-from dsft.models.weights import load_empty, placed_adapter
+from dsft.models.weights import files_of_tensors, load_empty, placed_adapter
 from dsft.models.zero_shards import ZeroShards
 from dsft.runtime import patches
 from dsft.runtime.console import progress_bar, say
@@ -59,15 +76,8 @@ class NotStreamable(Exception):
     """Says why these weights cannot be taken one by one."""
 
 
-class WeightsSource(TensorSource, Protocol):
-    """Gives the weights of a model, one at a time."""
-
-    dtype: torch.dtype
-    """Of the weights as they are."""
-
-
 class SafetensorsSource(SafetensorsFiles):
-    """Gives the weights of a model that lies in safetensors."""
+    """Gives the weights of a model that lies in safetensors, one at a time as all sources; `dtype` is theirs."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -101,14 +111,28 @@ class MergedSource:
     one weight on disk.
     """
 
-    def __init__(self, adapter: Path, adapted: PeftModel, placed: dict[str, torch.Tensor], config: PreTrainedConfig):
-        """Args:
-        adapted: the base with the adapter on the meta device; its tensors are `placed`, see weights.placed_adapter.
+    def __init__(self, adapter: Path, base_name: str, *, trust_remote_code: bool):
         """
+        Raises:
+            UserError: where the adapter cannot be merged, or not all of its tensors have a place.
+        """
+        if adapter_base(base_name) is not None:
+            raise UserError(
+                f"{adapter}: its base {base_name} is an adapter itself; merge that first, and name the result"
+            )
+        check_weight_files(adapter)
+        config = load_model_config(base_name, trust_remote_code=trust_remote_code)
+        try:
+            tensors = load_peft_weights(str(adapter), device="cpu")
+            # On the meta device, with the adapter's tensors by their names there.
+            adapted, placed = placed_adapter(str(adapter), config, tensors, trust_remote_code=trust_remote_code)
+            raise_if_any(merge_problems(adapted))
+        except UserError as error:
+            problems = [f"{adapter}: {problem.removeprefix(f'{adapter}/')}" for problem in error.problems]
+            raise UserError(problems) from None
         if why := not_streamable(adapted.peft_config["default"]):
             raise NotStreamable(why)
-        base = local_folder(adapter_base(str(adapter)))
-        self.base = SafetensorsSource(base)
+        self.base = SafetensorsSource(local_folder(base_name))
         self.shapes, self.dtype = self.base.shapes, self.base.dtype
         inner = adapted.get_base_model()
         ends = (inner.get_input_embeddings(), inner.get_output_embeddings())
@@ -157,9 +181,7 @@ def local_folder(model: str) -> Path:
 
 def check_names_on_disk(config: PreTrainedConfig, names: Iterable[str]) -> None:
     """Check that transformers' conversions (experts fused in memory) leave these parameters as they are on disk.
-
-    Raises:
-        NotStreamable: where they are not.
+    Raises NotStreamable where they are not.
     """
     for conversion in get_checkpoint_conversion_mapping(config.model_type) or []:
         for pattern in (*conversion.source_patterns, *conversion.target_patterns):
@@ -181,24 +203,35 @@ def export(
     trust_checkpoint: bool = False,
 ) -> Path:
     """Write `source` as safetensors, config and tokenizer to the new folder `out`; an adapter is merged into its base.
+    Raises UserError where `source` holds no weights or is a damaged checkpoint, or `out` holds files already.
 
     Args:
         dtype: of the written weights; "auto" keeps the source's.
         max_shard_size: of a file of the result, which is about what is in memory at a time.
         trust_remote_code: run code that the model brings along; it is copied to `out`.
         trust_checkpoint: read pickles whatever they ask for, see pickles.py.
-
-    Raises:
-        UserError: where `source` holds no weights or is a damaged checkpoint, or `out` holds files already.
     """
     folder, target = find_weights(source), Path(out)
     check_new_folder(out)
     verify_weights(str(folder))
+    base, known = adapter_base(str(folder)), {"trust_remote_code": trust_remote_code}
     beside = target.absolute().with_name(f"{target.name}.unfinished")
     shutil.rmtree(beside, ignore_errors=True)
     try:
         with safe_unpickling(trust=trust_checkpoint):
-            _write(folder, beside, dtype, max_shard_size=max_shard_size, trust_remote_code=trust_remote_code)
+            try:  # weight by weight
+                if base is not None and not has_only_shards(str(folder)):
+                    weights = MergedSource(folder, base, **known)
+                elif base is None and any(folder.glob("*.safetensors")):
+                    weights = SafetensorsSource(folder)
+                else:
+                    config = load_model_config(described_in(str(folder)), **known)
+                    weights = ShardsSource(step_folder(folder) or folder, config, **known)
+                _write_streamed(folder, beside, weights, dtype, max_shard_size=max_shard_size, **known)
+            except NotStreamable as why:
+                say(f"the full model is loaded into memory: {why}")
+                _write_loaded(folder, beside, dtype, max_shard_size=max_shard_size, **known)
+            AutoTokenizer.from_pretrained(tokenizer_folder(str(folder)), **known).save_pretrained(beside)
     except UserError:
         raise
     except (OSError, ValueError) as error:
@@ -212,53 +245,9 @@ def export(
 
 def merge(source: str, out: str, **options: Any) -> Path:
     """Export something that must be an adapter (or a run that trained one), with the options of `export`.
-
-    Raises:
-        UserError: where it is none.
+    Raises UserError where it is none.
     """
     return export(str(find_adapter(source)), out, **options)
-
-
-def _write(folder: Path, out: Path, dtype: str, *, max_shard_size: str, trust_remote_code: bool) -> None:
-    """Write weights, config and tokenizer, weight by weight where that can be."""
-    known = {"trust_remote_code": trust_remote_code}
-    options = {"max_shard_size": max_shard_size, **known}
-    base = adapter_base(str(folder))
-    try:
-        weights: WeightsSource
-        if base is not None and not has_only_shards(str(folder)):
-            weights = MergedSource(folder, *_checked_adapter(folder, base, **known))
-        elif base is None and any(folder.glob("*.safetensors")):
-            weights = SafetensorsSource(folder)
-        else:
-            config = load_model_config(described_in(str(folder)), **known)
-            weights = ShardsSource(step_folder(folder) or folder, config, **known)
-        _write_streamed(folder, out, weights, dtype, **options)
-    except NotStreamable as why:
-        say(f"the full model is loaded into memory: {why}")
-        _write_loaded(folder, out, dtype, **options)
-    AutoTokenizer.from_pretrained(tokenizer_folder(str(folder)), **known).save_pretrained(out)
-
-
-def _checked_adapter(
-    folder: Path, base: str, *, trust_remote_code: bool
-) -> tuple[PeftModel, dict[str, torch.Tensor], PreTrainedConfig]:
-    """Return the adapter over its base on the meta device, its tensors by their names there, and the base's config.
-
-    Raises:
-        UserError: where the adapter cannot be merged, or not all of its tensors have a place.
-    """
-    if adapter_base(base) is not None:
-        raise UserError(f"{folder}: its base {base} is an adapter itself; merge that first, and name the result")
-    check_weight_files(folder)
-    config = load_model_config(base, trust_remote_code=trust_remote_code)
-    try:
-        tensors = load_peft_weights(str(folder), device="cpu")
-        adapted, placed = placed_adapter(str(folder), config, tensors, trust_remote_code=trust_remote_code)
-        raise_if_any(merge_problems(adapted))
-    except UserError as error:
-        raise UserError([f"{folder}: {problem.removeprefix(f'{folder}/')}" for problem in error.problems]) from None
-    return adapted, placed, config
 
 
 def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, trust_remote_code: bool) -> None:
@@ -294,13 +283,17 @@ def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, t
 
 def _merged(adapted: PeftModel) -> PreTrainedModel:
     """Let peft merge. Of two tied weights an adapter may change one: they are merged apart, and tied again if equal."""
-    inner = adapted.get_base_model()
-    shared = _weight_of(inner.get_input_embeddings())
-    was_tied = inner.get_output_embeddings() is not None and shared is _weight_of(inner.get_output_embeddings())
+    inner, weights = adapted.get_base_model(), []
+    ends = [inner.get_input_embeddings(), inner.get_output_embeddings()]
+    for module in ends if ends[1] is not None else []:
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            module = module.original_module
+        weights.append((module.get_base_layer() if isinstance(module, BaseTunerLayer) else module).weight)
+    was_tied = len(weights) == 2 and weights[0] is weights[1]
     if was_tied:
-        for module in inner.get_output_embeddings().modules():
-            if module._parameters.get("weight") is shared:
-                module.weight = torch.nn.Parameter(shared.detach().clone(), requires_grad=False)
+        for module in ends[1].modules():
+            if module._parameters.get("weight") is weights[0]:
+                module.weight = torch.nn.Parameter(weights[0].detach().clone(), requires_grad=False)
     model = adapted.merge_and_unload(safe_merge=True)  # refuses NaN
     if was_tied:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -312,15 +305,14 @@ def _merged(adapted: PeftModel) -> PreTrainedModel:
     return model
 
 
-def _weight_of(module: torch.nn.Module) -> torch.Tensor:
-    """Return the weight of a module of the base, whatever peft has wrapped around it."""
-    if isinstance(module, AuxiliaryTrainingWrapper):
-        module = module.original_module
-    return (module.get_base_layer() if isinstance(module, BaseTunerLayer) else module).weight
-
-
 def _write_streamed(
-    folder: Path, out: Path, weights: WeightsSource, dtype: str, *, max_shard_size: str, trust_remote_code: bool
+    folder: Path,
+    out: Path,
+    weights: SafetensorsSource | ShardsSource | MergedSource,
+    dtype: str,
+    *,
+    max_shard_size: str,
+    trust_remote_code: bool,
 ) -> None:
     """Write files of up to `max_shard_size`, each read back before the next one begins, and what describes them."""
     known = {"trust_remote_code": trust_remote_code}
@@ -340,9 +332,7 @@ def _write_streamed(
             bar.update(sum(tensor.nbytes for tensor in tensors.values()))
             del tensors, tensor
     if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (out / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        write_index(out, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
     base = adapter_base(str(folder))
     described = local_folder(base) if base else Path(described_in(str(folder)))
     config = load_model_config(str(described), **known)
@@ -359,9 +349,7 @@ def _write_streamed(
 
 def _keep_left_out_of_run(checkpoint: Path, out: Path, *, is_as_on_disk: bool, trust_remote_code: bool) -> None:
     """Add what the package that a run trained holds beside the language model of the run's checkpoint.
-
-    Args:
-        is_as_on_disk: whether `out` has the names of the package, as what a training saves, and its shards have not.
+    `is_as_on_disk`: whether `out` has the names of the package, as what a training saves, and its shards have not.
     """
     run, known = checkpoint.parent, {"trust_remote_code": trust_remote_code}
     is_of_run = (checkpoint / TRAINER_STATE).is_file() and is_run(run)
@@ -388,3 +376,140 @@ def _keep_left_out_of_run(checkpoint: Path, out: Path, *, is_as_on_disk: bool, t
         say(f"{out} is the language model alone, without {left_out.parts}: {left_out.text_only}")
     model.config = load_model_config(str(out), **known)
     keep_left_out(out, model, left_out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """What of a package's weights no model in memory holds: the towers of a text class, layers for several tokens."""
+
+    package: str
+    """Folder or hub id."""
+    config: PreTrainedConfig
+    """Of the package."""
+    files: dict[str, str]
+    """Name of a tensor on disk -> path of the safetensors file that holds it."""
+    num_bytes: int
+    text_only: str | None
+    """Why a saved model is the language model alone; None where these weights are kept beside it."""
+
+    @property
+    def parts(self) -> str:
+        """Names the parts, for one line of the log."""
+        known = {".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in self.files}
+        return ", ".join(sorted(known))
+
+
+TRAINED, KEPT = "model-trained.safetensors", "model-kept-{:05}.safetensors"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Of what makes tensors of images and sound."""
+OLD_BUFFERS = ("rotary_emb.inv_freq", "position_ids")
+
+
+def find_left_out(
+    package: str, model: PreTrainedModel, *, revision: str | None = None, trust_remote_code: bool = False
+) -> LeftOut | None:
+    """Compares the tensors of a package on disk with the `model` that was loaded from it; None of a language model that
+    is loaded in full.
+    """
+    if is_bare_config(package) or is_gguf(package) or has_only_shards(package):
+        return None
+    config = load_model_config(package, revision=revision, trust_remote_code=trust_remote_code)
+    text, files = config.get_text_config(decoder=True), files_of_tensors(package, revision)
+    # Whether a tensor has a place, as transformers decides while it loads (core_model_loading.py,
+    # convert_and_load_state_dict_in_model).
+    conversions = getattr(model, "_weight_conversions", None) or []
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    # Around an adapted layer peft puts its own.
+    state = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()}
+    left = set()
+    for name in files:
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if renamed not in state and name not in state:
+            left.add(name)
+    loaded = files.keys() - left
+    loaded_modules = {name.rpartition(".")[0] for name in loaded}
+    # Scales of quantised weights and old buffers belong to the language model; nothing is made of them again.
+    left = {name for name in left if name.rpartition(".")[0] not in loaded_modules and not name.endswith(OLD_BUFFERS)}
+    if text is config:
+        # Of layers that predict several tokens: `mtp.*`, or after the last (DeepSeek-V3).
+        num_layers = getattr(text, "num_hidden_layers", None) or math.inf
+        layers = {name: re.search(r"\blayers\.(\d+)\.", name) for name in left}
+        left = {name for name, layer in layers.items() if "mtp" in name or (layer and int(layer[1]) >= num_layers)}
+    if not left and text is config:
+        return None
+    is_text_class, why = type(config) is not type(model.config), None
+    if getattr(config, "quantization_config", None) and (left or is_text_class):
+        why = "the package is quantised on disk, and what is trained is not"
+    elif is_text_class and not files:
+        why = "the package is not in safetensors"
+    elif is_text_class and loaded - names_saved(model):
+        why = "the package has other names on disk than transformers saves"
+    num_bytes = 0
+    for file, names in _by_file(files, left).items():
+        with safe_open(file, framework="pt") as tensors:
+            num_bytes += sum(_num_bytes(tensors.get_slice(name)) for name in names)
+    return LeftOut(
+        package=package, config=config, files={name: files[name] for name in left}, num_bytes=num_bytes, text_only=why
+    )
+
+
+def _num_bytes(tensor: Any) -> int:
+    """Returns the bytes of a slice of safetensors."""
+    bits = int("".join(filter(str.isdigit, tensor.get_dtype().partition("_")[0])) or 8)  # BF16, F32, F8_E4M3, BOOL
+    return math.prod(tensor.get_shape()) * bits // 8
+
+
+def _by_file(files: dict[str, str], names: list[str]) -> dict[str, list[str]]:
+    grouped = defaultdict(list)
+    for name in names:
+        grouped[files[name]].append(name)
+    return dict(grouped)
+
+
+def keep_left_out(folder: Path, model: PreTrainedModel, left_out: LeftOut | None) -> None:
+    """Copies what was left out into the folder to which `model` has been saved, with the package's config.
+
+    One file of the package is in memory at a time.
+    """
+    if left_out is None or left_out.text_only:
+        return
+    copy_processor(left_out.package, folder)
+    if left_out.files:
+        whole = folder / SAFE_WEIGHTS_NAME
+        if whole.is_file():  # which transformers would take for all of the model
+            whole.rename(folder / TRAINED)
+            with safe_open(folder / TRAINED, framework="pt") as tensors:
+                total = sum(_num_bytes(tensors.get_slice(name)) for name in tensors.keys())
+                index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(tensors.keys(), TRAINED)}
+        else:
+            index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
+        if trained := left_out.files.keys() & index["weight_map"].keys():
+            raise RuntimeError(f"{sorted(trained)[0]} is trained, and would be written as it was")
+        for number, (file, names) in enumerate(_by_file(left_out.files, sorted(left_out.files)).items(), start=1):
+            kept = KEPT.format(number)
+            with safe_open(file, framework="pt") as tensors:
+                save_file({name: tensors.get_tensor(name) for name in names}, folder / kept, {"format": "pt"})
+            index["weight_map"] |= dict.fromkeys(names, kept)
+        index["metadata"]["total_size"] += left_out.num_bytes
+        write_index(folder, index)
+    if type(left_out.config) is not type(model.config):
+        config = copy.deepcopy(left_out.config)
+        part = next(name for name in config.sub_configs if type(getattr(config, name)) is type(model.config))
+        setattr(config, part, copy.deepcopy(model.config))
+        config.dtype = model.config.dtype
+        config.save_pretrained(folder)
+
+
+def write_index(folder: Path, index: dict[str, Any]) -> None:
+    """Writes which file of a folder holds which tensor."""
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
+
+
+def copy_processor(package: str, folder: Path) -> None:
+    """Copies what makes tensors of images and sound, where the package has it."""
+    for name in PROCESSOR_FILES:
+        path = cached_file(package, name, _raise_exceptions_for_missing_entries=False)
+        if path and not (folder / name).exists():
+            shutil.copy(path, folder)

@@ -24,18 +24,35 @@ from dsft.models.model_folder import CHECKPOINT
 from dsft.watchdog import client as watchdog
 
 REMOVED = ".removed"
+STAGING = ".saving"
+REPLACED = ".replaced"
+MANIFEST = "manifest.json"
+TRAINER_STATE = "trainer_state.json"
+TENSOR_FILES = (".safetensors", ".bin", ".pt", ".pth")
+"""Endings of the files that are large and that nothing reads before all of a checkpoint is verified."""
+SEAL = "sha256"
+"""Of the manifest itself, in it."""
+PART_BYTES = 2**26
+"""Of a file, that are brought to the disk at once."""
+_OF_RANK = re.compile(r"(?:pp_rank|rng_state)_(\d+)")
+"""In the name of a file that one rank has written."""
 
 
-def discard(folder: Path) -> list[str]:
-    """Move a folder to `.removed/` beside it and empty that. Returns what could not be removed, with the reason.
-
-    Raises:
-        OSError: where it cannot even be moved.
+def discard(folder: Path, *, if_possible: bool = False) -> list[str]:
+    """Move a folder to `.removed/` beside it and empty that: a removal that is interrupted leaves no half checkpoint.
+    Returns what could not be removed, with the reason.
+    Raises OSError where it cannot be moved.
+    `if_possible`: a folder that cannot even be moved stays, and is returned too.
     """
-    if folder.exists():
-        trash = folder.parent / REMOVED
-        trash.mkdir(exist_ok=True)
-        folder.rename(trash / f"{folder.name}.{time.time_ns()}")
+    try:
+        if folder.exists():
+            trash = folder.parent / REMOVED
+            trash.mkdir(exist_ok=True)
+            folder.rename(trash / f"{folder.name}.{time.time_ns()}")
+    except OSError as error:
+        if not if_possible:
+            raise
+        return [f"{folder}: {one_line(error)}"]
     return empty_trash(folder.parent)
 
 
@@ -53,35 +70,8 @@ def empty_trash(output_dir: Path) -> list[str]:
     return errors[:1]  # the others follow from the first
 
 
-def discard_if_possible(folder: Path) -> list[str]:
-    """As `discard`; a folder that cannot be moved stays and is returned, too."""
-    try:
-        return discard(folder)
-    except OSError as error:
-        return [f"{folder}: {one_line(error)}"]
-
-
-STAGING = ".saving"
-REPLACED = ".replaced"
-MANIFEST = "manifest.json"
-TRAINER_STATE = "trainer_state.json"
-TENSOR_FILES = (".safetensors", ".bin", ".pt", ".pth")
-"""Endings of the files that are large and that nothing reads before all of a checkpoint is verified."""
-SEAL = "sha256"
-"""Of the manifest itself, in it."""
-PART_BYTES = 2**26
-"""Of a file, that are brought to the disk at once."""
-_OF_RANK = re.compile(r"(?:pp_rank|rng_state)_(\d+)")
-"""In the name of a file that one rank has written."""
-
-
-def staging_folder(output_dir: str | Path, step: int) -> Path:
-    """Name the folder in which the checkpoint of `step` is written."""
-    return Path(output_dir) / STAGING / f"{CHECKPOINT}-{step}"
-
-
 def checkpoint_folder(output_dir: str | Path, step: int) -> Path:
-    """Name the folder that it has once it is complete."""
+    """Name the folder that the checkpoint of `step` has once it is complete."""
     return Path(output_dir) / f"{CHECKPOINT}-{step}"
 
 
@@ -93,9 +83,7 @@ def files_of(folder: Path) -> list[Path]:
 def shares_of_ranks(files: list[Path], world_size: int, *, readers: Sequence[int] = ()) -> list[list[Path]]:
     """Deal out files to be read: each rank's own shards to itself, whose node has them in memory, and of the rest,
     largest first, what keeps the ranks' bytes even.
-
-    Args:
-        readers: ranks that the rest is dealt out to; all by default.
+    `readers`: ranks that the rest is dealt out to; all by default.
     """
     readers = readers or range(world_size)
     shares: list[list[Path]] = [[] for _ in range(world_size)]
@@ -115,9 +103,11 @@ def hash_and_sync(path: Path) -> dict[str, Any]:
     It goes there part by part: while one call flushes all of a large file, nothing seems to move.
     """
     digest = hashlib.sha256()
-    with path.open("r+b") as file:
-        mapped = _map(file)
-        end = len(mapped) if mapped else 0
+    with path.open("r+b") as file:  # Python flushes no map of a file that is open for reading alone
+        mapped, end = None, 0
+        with contextlib.suppress(OSError, ValueError):  # it is empty, or its file system maps none
+            mapped = mmap.mmap(file.fileno(), 0)
+            end = len(mapped)
         while True:
             if (start := file.tell()) < end:
                 mapped.flush(start, min(PART_BYTES, end - start))
@@ -126,14 +116,6 @@ def hash_and_sync(path: Path) -> dict[str, Any]:
             digest.update(part)
         os.fsync(file.fileno())
         return {"size": file.tell(), "sha256": digest.hexdigest()}
-
-
-def _map(file: BinaryIO) -> mmap.mmap | None:
-    """Map a file, to flush ranges of it; None where it is empty, or its file system maps none."""
-    try:
-        return mmap.mmap(file.fileno(), 0)  # Python flushes no map that is for reading alone
-    except (OSError, ValueError):
-        return None
 
 
 class HashedFile:
@@ -168,9 +150,7 @@ class HashedFile:
 def write_hashed(path: Path, write: Callable[[HashedFile], Any]) -> dict[str, Any]:
     """Let `write` fill a file; return its size in bytes and SHA-256. Its content is on the disk from then on, and need
     not be read.
-
-    Raises:
-        OSError: where it cannot be written.
+    Raises OSError where it cannot be written.
     """
     with path.open("wb") as file:
         hashed = HashedFile(file)
@@ -216,7 +196,7 @@ def publish(staged: Path, manifest: dict[str, Any]) -> Path:
         raise
     _sync_folder(final.parent)
     for folder in (staged.parent, replaced):
-        discard_if_possible(folder)
+        discard(folder, if_possible=True)
     return final
 
 
@@ -239,8 +219,8 @@ def clean_up(output_dir: str | Path) -> list[Path]:
             moved.rename(root / moved.name)
     for folder in (root / STAGING, root / REPLACED):
         if folder.is_dir():
-            removed += [path for path in folder.iterdir()] or [folder]
-            discard_if_possible(folder)
+            removed += [*folder.iterdir()] or [folder]
+            discard(folder, if_possible=True)
     empty_trash(root)
     return removed
 
@@ -260,9 +240,7 @@ def checkpoints(output_dir: str | Path) -> list[Path]:
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest; None where there is none, as in checkpoints of other tools.
-
-    Raises:
-        ValueError: where it is not what was written.
+    Raises ValueError where it is not what was written.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -281,10 +259,8 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
     """Return the Trainer's state that a checkpoint holds.
-
-    Raises:
-        UserError: where it is none, as after a failure of the disk; that of a checkpoint with a manifest is verified by
-            `integrity_errors`.
+    Raises UserError where it is none, as after a failure of the disk; that of a checkpoint with a manifest is verified
+    by `integrity_errors`.
     """
     path = folder / TRAINER_STATE
     try:
@@ -306,9 +282,7 @@ def manifest_hash(folder: Path) -> str:
 
 def integrity_errors(folder: Path, *, hashes: Literal["none", "small", "all"] = "small") -> list[str]:
     """Compare a checkpoint with its manifest: files, sizes and hashes.
-
-    Args:
-        hashes: of which files: "small" are those that decide how a run resumes, which are read before the tensors.
+    `hashes`: of which files: "small" are those that decide how a run resumes, which are read before the tensors.
     """
     try:
         manifest = read_manifest(folder)
@@ -341,10 +315,8 @@ def content_errors(folder: Path, files: list[Path]) -> list[str]:
 
 def resume_errors(folder: Path, *, other_tools: Container[str] | None = None) -> list[str]:
     """List why a run cannot resume from a checkpoint, by its files, their sizes and the hashes of small ones.
-
-    Args:
-        other_tools: names of the checkpoints that need no manifest, since another tool wrote them; None means all,
-            and leaves out the hashes.
+    `other_tools`: names of the checkpoints that need no manifest, since another tool wrote them; None means all, and
+    leaves out the hashes.
     """
     needs_manifest = other_tools is not None and folder.name not in other_tools
     if not needs_manifest and not (folder / MANIFEST).is_file():
@@ -356,9 +328,7 @@ def last_good(
     output_dir: str | Path, *, other_tools: Container[str] | None = None, before: Path | None = None
 ) -> tuple[Path | None, list[tuple[Path, list[str]]]]:
     """Find the newest checkpoint without `resume_errors`, and the newer ones to be skipped, with theirs.
-
-    Args:
-        before: a checkpoint; it and all newer ones are left out.
+    `before`: a checkpoint; it and all newer ones are left out.
     """
     skipped: list[tuple[Path, list[str]]] = []
     folders = checkpoints(output_dir)
@@ -372,10 +342,8 @@ def last_good(
 
 def prune(output_dir: str | Path, *, limit: int | None, best: str | None, newest: Path | None = None) -> list[str]:
     """Remove the oldest checkpoints beyond `limit`; the newest and the `best` stay. Returns what could not be removed.
-
-    Args:
-        newest: by default the one of the highest step. Those of higher steps are of a future that was given up (they
-            are damaged, say), and go first.
+    `newest`: by default the one of the highest step. Those of higher steps are of a future that was given up (they are
+    damaged, say), and go first.
     """
     folders = checkpoints(output_dir)
     if not limit or len(folders) <= limit:
@@ -384,5 +352,5 @@ def prune(output_dir: str | Path, *, limit: int | None, best: str | None, newest
     keep = {newest, *(path for path in folders if best and path.resolve() == Path(best).resolve())}
     position = folders.index(newest)
     others = [path for path in (*folders[position:], *folders[:position]) if path not in keep]
-    # Away from its name first: a removal that is interrupted leaves no half checkpoint.
-    return [error for path in others[: len(folders) - max(limit, len(keep))] for error in discard_if_possible(path)]
+    removed = others[: len(folders) - max(limit, len(keep))]
+    return [error for path in removed for error in discard(path, if_possible=True)]

@@ -21,16 +21,8 @@ METRICS = {
 }
 """Keys of the results in run.json, as the card calls them."""
 OPTIONS = (
-    "learning_rate",
-    "num_train_epochs",
-    "max_steps",
-    "global_batch_size",
-    "per_device_train_batch_size",
-    "seq_len",
-    "lora_r",
-    "lora_alpha",
-    "lora_target_modules",
-    "seed",
+    *("learning_rate", "num_train_epochs", "max_steps", "global_batch_size", "per_device_train_batch_size", "seq_len"),
+    *("lora_r", "lora_alpha", "lora_target_modules", "seed"),
 )
 
 
@@ -48,6 +40,8 @@ def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:
         for name in OPTIONS
         if config.get(name) not in (None, -1) and (config["method"] != "full" or not name.startswith("lora"))
     }
+    numbers = {text: results[name] for name, text in METRICS.items() if results.get(name) is not None}
+    measured = {text: f"{n:,}" if isinstance(n, int) else f"{n:,.6g}" for text, n in numbers.items()}
     # A folder of this machine means nothing to the hub, nor does a data file.
     metadata = ModelCardData(
         base_model=None if Path(config["model"]).exists() else config["model"],
@@ -74,7 +68,7 @@ Trained from `{config["model"]}` with dsft on {run["machine"]}, {plural(run["wor
 
 ## Measured
 
-{_list({text: _number(results[name]) for name, text in METRICS.items() if results.get(name) is not None})}
+{_list(measured)}
 
 ## Versions
 
@@ -84,7 +78,3 @@ Trained from `{config["model"]}` with dsft on {run["machine"]}, {plural(run["wor
 
 def _list(values: dict[str, Any]) -> str:
     return "\n".join(f"- {name}: {value}" for name, value in values.items())
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"

@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -25,16 +24,8 @@ from dsft.runtime.console import say
 from dsft.watchdog import client as watchdog
 
 
-class TensorSource(Protocol):
-    """Gives tensors by their name on disk."""
-
-    shapes: dict[str, tuple[int, ...]]
-
-    def read(self, name: str) -> torch.Tensor: ...
-
-
 class TensorsInMemory:
-    """Gives tensors that are in memory already."""
+    """Gives tensors that are in memory already, as `SafetensorsFiles` those of a disk: `shapes`, and `read` by name."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self.shapes, self.read = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, tensors.__getitem__
@@ -69,7 +60,11 @@ def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def readback_errors(
-    written: TensorSource, memory: Mapping[str, torch.Tensor], *, sampled: int | None = None, num_elements: int = 0
+    written: SafetensorsFiles | TensorsInMemory,
+    memory: Mapping[str, torch.Tensor],
+    *,
+    sampled: int | None = None,
+    num_elements: int = 0,
 ) -> list[str]:
     """List what is wrong with tensors `written` from `memory`: empty, too few, of another shape or content.
 
@@ -99,11 +94,9 @@ def readback_errors(
     return errors
 
 
-def check_written(path: Path, written: TensorSource, memory: Mapping[str, torch.Tensor]) -> None:
+def check_written(path: Path, written: SafetensorsFiles | TensorsInMemory, memory: Mapping[str, torch.Tensor]) -> None:
     """Compare all of `memory` bit by bit with what was `written` to `path`.
-
-    Raises:
-        RuntimeError: naming the first tensor that differs.
+    Raises RuntimeError, naming the first tensor that differs.
     """
     num_elements = sum(tensor.numel() for tensor in memory.values())
     if errors := readback_errors(written, memory, num_elements=num_elements):
@@ -113,9 +106,7 @@ def check_written(path: Path, written: TensorSource, memory: Mapping[str, torch.
 @torch.no_grad()
 def check_export(folder: Path, model: PreTrainedModel | None = None, *, trust_remote_code: bool = False) -> None:
     """Load `folder` as its user will: every weight must be there and, where a `model` is given, equal the model's.
-
-    Raises:
-        RuntimeError: naming the first weight that is missing or differs.
+    Raises RuntimeError, naming the first weight that is missing or differs.
     """
     placement = {"device_map": "meta"} if model is None else {"dtype": model.dtype}
     config = load_model_config(str(folder), trust_remote_code=trust_remote_code)
@@ -161,9 +152,7 @@ class Verification:
 
     def errors(self) -> list[str]:
         """Return what has changed since the checkpoint was written, on any rank. Collective.
-
-        Raises:
-            UserError: where a pickle asks for a class that no checkpoint holds.
+        Raises UserError where a pickle asks for a class that no checkpoint holds.
         """
         start = time.monotonic()
         while self._thread.is_alive():
@@ -180,9 +169,7 @@ class Verification:
 
 def verify_weights(model: str) -> None:
     """Hash all that loading the weights of `model` reads, where it is a checkpoint with a manifest. Collective.
-
-    Raises:
-        UserError: on every rank, with each file whose content has changed.
+    Raises UserError on every rank, with each file whose content has changed.
     """
     if distributed.on_rank_0(lambda: sealed_checkpoint(model)) is not None:
         errors = Verification(model, hashes=True, weights_only=True).errors()

@@ -12,11 +12,8 @@ Here every rank reads its own pieces out of the shards instead (`restore`), and 
 """
 
 import hashlib
-import itertools
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +74,7 @@ def changed_options(checkpoint: str, now: dict[str, Any]) -> list[str]:
 
 def check_identity(checkpoint: str, now: dict[str, Any]) -> None:
     """Compare a run with the one that saved `checkpoint`. One without a manifest is another tool's, and not compared.
-
-    Raises:
-        UserError: with each difference, or where an earlier dsft wrote a manifest that does not say.
+    Raises UserError with each difference, or where an earlier dsft wrote a manifest that does not say.
     """
     manifest = read_manifest(Path(checkpoint))
     weights_alone = "start from its weights alone with --resume_weights_only and a new output_dir"
@@ -103,15 +98,10 @@ NOT_TAKEN_OVER = ("0", "3-nvme")
 """Configurations whose optimizer states lie elsewhere than in ZeRO's shards."""
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """Says where this rank keeps `numel` elements of a parameter from `start` on: in partition `group`, at `offset`."""
-
-    name: str
-    start: int
-    numel: int
-    group: int
-    offset: int
+Partitions = tuple[list[torch.Tensor], list[tuple[str, int, int, int, int]]]
+"""A rank's flat partitions of the fp32 weights, and what lies in them: (parameter, its first element there, number of
+elements, partition, offset in it).
+"""
 
 
 def topology_change(checkpoint: str, now: dict[str, Any]) -> str:
@@ -132,13 +122,11 @@ def topology_change(checkpoint: str, now: dict[str, Any]) -> str:
 
 def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
     """Set weights, optimizer states and counters of a DeepSpeed engine, fresh from `deepspeed.initialize`. Collective.
+    Raises UserError where the checkpoint is not of this model, or of another optimizer.
 
     Args:
         scheduler: of the learning rate, which with a DeepSpeed optimizer is `engine.lr_scheduler`.
         checkpoint: of ZeRO stage 1, 2 or 3.
-
-    Raises:
-        UserError: where the checkpoint is not of this model, or of another optimizer.
     """
     optimizer = engine.optimizer
     if not hasattr(optimizer, "_optimizer_step") or getattr(optimizer, "swap_optimizer", False):
@@ -156,29 +144,8 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
                 f"{checkpoint}: is of another model or adapter ({name} is {list(then) if then else 'not'} there,"
                 f" {list(now) if now else 'not'} here); give the model and adapter options of its run"
             )
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
-        flats = optimizer.fp32_partitioned_groups_flat
-        optimizer.checkpoint_event_prologue()  # every parameter in its partition
-        _fill(optimizer, flats, _slots_of_stage_3(optimizer, engine.module), shards, checkpoint)
-        for group in range(len(flats)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        optimizer.checkpoint_event_epilogue()
-    else:
-        flats = optimizer.single_partition_of_fp32_groups
-        _fill(optimizer, flats, _slots_of_stages_1_and_2(engine.module), shards, checkpoint)
-        optimizer.update_lp_params()
-    for name in ("global_steps", "global_samples", "skipped_steps"):
-        setattr(engine, name, shards.model_state.get(name, getattr(engine, name)))
-    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
-    if engine.fp16_enabled() and shards.loss_scaler is not None:
-        optimizer.loss_scaler = shards.loss_scaler
-    _set_schedule(scheduler, optimizer, shards, checkpoint)
-
-
-def _fill(
-    optimizer: Any, flats: list[torch.Tensor], slots: Iterator[_Slot], shards: ZeroShards, checkpoint: str
-) -> None:
-    """Copy this rank's pieces of the fp32 weights and of the optimizer's states into its flat partitions."""
+    is_stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
+    flats, slots = _stage_3_partitions(engine) if is_stage_3 else _stage_1_2_partitions(engine)
     states = []
     for group, flat in enumerate(flats):  # a step with zero gradients makes the states, which are overwritten
         gradient = flat.grad
@@ -188,48 +155,65 @@ def _fill(
         # The backup optimizer steps on the GPU, beside offloaded ones.
         bases = (optimizer.optimizer, getattr(optimizer, "backup_optimizer", None))
         states.append(next(base.state[flat] for base in bases if base is not None and flat in base.state))
-    names = {name for state in states for name, value in state.items() if torch.is_tensor(value) and value.dim() > 0}
-    if names != shards.states:
+    state_names = {
+        name for state in states for name, value in state.items() if torch.is_tensor(value) and value.dim() > 0
+    }
+    if state_names != shards.states:
         raise UserError(
             f"{checkpoint}: its optimizer keeps {', '.join(sorted(shards.states)) or 'nothing'}, this one"
-            f" {', '.join(sorted(names)) or 'nothing'}; give the optim it was trained with, or start from its"
+            f" {', '.join(sorted(state_names)) or 'nothing'}; give the optim it was trained with, or start from its"
             " weights with --resume_weights_only"
         )
-    for slot in slots:
-        targets = {FP32: flats[slot.group].data} | {name: states[slot.group][name] for name in names}
+    for parameter_name, start, numel, group, offset in slots:
+        targets = {FP32: flats[group].data} | {name: states[group][name] for name in state_names}
         for name, flat in targets.items():
-            piece = shards.read(slot.name, name, slot.start, slot.start + slot.numel)
-            flat.narrow(0, slot.offset, slot.numel).copy_(piece)
+            flat.narrow(0, offset, numel).copy_(shards.read(parameter_name, name, start, start + numel))
     # Adam's bias correction continues. Optimizers count by state or by parameter group, in a tensor or a number.
     for counter in (*states, *optimizer.param_groups):
         if "step" in counter and shards.step is not None:
             step = counter["step"]
             counter["step"] = step.fill_(shards.step) if torch.is_tensor(step) else shards.step
-    for group in optimizer.param_groups:
-        group.update(shards.counters)
+    for param_group in optimizer.param_groups:
+        param_group.update(shards.counters)
+    # What computes is made of the fp32 weights again.
+    if is_stage_3:
+        for group in range(len(flats)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        optimizer.checkpoint_event_epilogue()
+    else:
+        optimizer.update_lp_params()
+    for name in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine, name, shards.model_state.get(name, getattr(engine, name)))
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+    if engine.fp16_enabled() and shards.loss_scaler is not None:
+        optimizer.loss_scaler = shards.loss_scaler
+    _set_schedule(scheduler, optimizer, shards, checkpoint)
 
 
-def _slots_of_stage_3(optimizer: Any, module: torch.nn.Module) -> Iterator[_Slot]:
-    names = {parameter: name for name, parameter in module.named_parameters()}
+def _stage_3_partitions(engine: Any) -> Partitions:
+    """Parameters are cut one by one; the last ranks' parts are padded. Brings every parameter into its partition."""
+    optimizer, slots = engine.optimizer, []
+    optimizer.checkpoint_event_prologue()
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
     for group, parameters in enumerate(optimizer.fp16_groups):
-        ends = itertools.accumulate((parameter.ds_tensor.numel() for parameter in parameters), initial=0)
-        for parameter, offset in zip(parameters, ends, strict=False):
-            start = dist.get_rank(parameter.ds_process_group) * parameter.ds_tensor.numel()
-            # The last ranks' parts are padded.
-            numel = min(parameter.ds_tensor.numel(), max(0, math.prod(parameter.ds_shape) - start))
-            yield _Slot(names[parameter], start, numel, group, offset)
+        offset = 0
+        for parameter in parameters:
+            part = parameter.ds_tensor.numel()
+            start = dist.get_rank(parameter.ds_process_group) * part
+            numel = min(part, max(0, math.prod(parameter.ds_shape) - start))
+            slots.append((names[parameter], start, numel, group, offset))
+            offset += part
+    return optimizer.fp32_partitioned_groups_flat, slots
 
 
-def _slots_of_stages_1_and_2(module: torch.nn.Module) -> Iterator[_Slot]:
-    for name, parameter in module.named_parameters():
+def _stage_1_2_partitions(engine: Any) -> Partitions:
+    """The concatenation of all parameters is cut; what this rank has no part of has no mapping."""
+    slots = []
+    for name, parameter in engine.module.named_parameters():
         if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
-            yield _Slot(
-                name,
-                mapping.lp_fragment_address.start,
-                mapping.lp_fragment_address.numel,
-                mapping.param_group_index,
-                mapping.hp_fragment_address.start,
-            )
+            low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
+            slots.append((name, low.start, low.numel, mapping.param_group_index, high.start))
+    return engine.optimizer.single_partition_of_fp32_groups, slots
 
 
 def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint: str) -> None:

@@ -4,6 +4,7 @@ run.json holds the configuration, the plan, versions, the git commit and the res
 end.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -49,44 +50,33 @@ def check_output_dir(config, problems: list[str]) -> None:
     if not path.is_dir():
         return
     for key in ("model", "tokenizer", "adapter"):
-        if (
-            config.overwrite
-            and getattr(config, key)
-            and path.resolve() in (Path(getattr(config, key)).resolve(), *Path(getattr(config, key)).resolve().parents)
-        ):
+        name = getattr(config, key)
+        if config.overwrite and name and path.resolve() in (Path(name).resolve(), *Path(name).resolve().parents):
             problems.append(
-                f"overwrite: {key}={getattr(config, key)} lies inside output_dir={path} and would be lost; choose"
-                " another output_dir"
+                f"overwrite: {key}={name} lies inside output_dir={path} and would be lost; choose another output_dir"
             )
     if resume == "auto" and not config.overwrite and not checkpoints(str(path)) and (path / FINAL).is_dir():
         problems.append(
             f"resume_from_checkpoint=auto: {path} holds a finished run without checkpoints; choose a new output_dir, or"
             " replace the run with --overwrite"
         )
-    if _holds_files(path) and not config.overwrite and not resume:
-        content = "another run" if is_run(path) else "other files"
-        problems.append(
-            f"output_dir={path}: holds {content}; choose a new folder, continue it with --resume_from_checkpoint auto,"
-            " or replace it with --overwrite"
-        )
-
-
-def _holds_files(folder: Path) -> bool:
-    """Whether a new run would change what lies there; not where a run has failed before it left more than its logs."""
-    names = {file.name for file in folder.iterdir()} - {LOCK}
-    if RUN not in names or names - {RUN, LOGS}:
-        return bool(names)
-    try:
-        return read_run(str(folder)).get("status") != "failed"
-    except UserError:
-        return True
+    if not config.overwrite and not resume:
+        names = {file.name for file in path.iterdir()} - {LOCK}
+        has_failed = False
+        if RUN in names and not names - {RUN, LOGS}:  # it failed before it left more than its logs
+            with contextlib.suppress(UserError):
+                has_failed = read_run(str(path)).get("status") == "failed"
+        if names and not has_failed:
+            content = "another run" if is_run(path) else "other files"
+            problems.append(
+                f"output_dir={path}: holds {content}; choose a new folder, continue it with --resume_from_checkpoint"
+                " auto, or replace it with --overwrite"
+            )
 
 
 def clear_run(output_dir: str) -> None:
     """Remove what an earlier run left: checkpoints, the final model, run.json. Other files stay.
-
-    Raises:
-        UserError: where a checkpoint cannot be removed: a later resume would take it for one of the new run.
+    Raises UserError where a checkpoint cannot be removed: a later resume would take it for one of the new run.
     """
     path = Path(output_dir)
     for folder in (*path.glob(f"{CHECKPOINT}-*"), path / FINAL):
@@ -100,12 +90,8 @@ def clear_run(output_dir: str) -> None:
 
 def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | None:
     """Find the checkpoint to resume from, by its `resume_errors`. None starts from the beginning.
-
-    Args:
-        before: a checkpoint that cannot be used; with `auto` an older one is sought.
-
-    Raises:
-        UserError: where the one that was named is incomplete, or none can be used.
+    Raises UserError where the one that was named is incomplete, or none can be used.
+    `before`: a checkpoint that cannot be used; with `auto` an older one is sought.
     """
     output_dir, resume = config.training["output_dir"], config.training.get("resume_from_checkpoint")
     job = os.environ.get(LAUNCH)
@@ -151,9 +137,7 @@ def replaces_run(config: TrainConfig, checkpoint: str | None) -> bool:
 
 def start_from_weights(config: TrainConfig, checkpoint: str) -> list[Decision]:
     """Take the model, or with LoRA the adapter, of a checkpoint; optimizer, order of data and step start from zero.
-
-    Raises:
-        UserError: where the run would write into the folder that holds the checkpoint.
+    Raises UserError where the run would write into the folder that holds the checkpoint.
     """
     output_dir = Path(config.training["output_dir"]).resolve()
     if output_dir in Path(checkpoint).resolve().parents:
@@ -169,9 +153,7 @@ def start_from_weights(config: TrainConfig, checkpoint: str) -> list[Decision]:
 
 def is_finished(checkpoint: str, training: dict[str, Any]) -> bool:
     """Tell whether nothing is left to train after `checkpoint`, by max_steps or else num_train_epochs.
-
-    Raises:
-        UserError: where the checkpoint holds no Trainer's state.
+    Raises UserError where the checkpoint holds no Trainer's state.
     """
     state = read_trainer_state(Path(checkpoint))
     if training.get("max_steps", -1) > 0:
@@ -199,11 +181,7 @@ def write_run(output_dir: str, **sections: Any) -> None:
 
 
 def read_run(output_dir: str) -> dict[str, Any]:
-    """Read run.json of a run.
-
-    Raises:
-        UserError: where the folder is no run, or run.json no JSON.
-    """
+    """Read run.json of a run. Raises UserError where the folder is no run, or run.json no JSON."""
     if not is_run(output_dir):
         raise UserError(f"{output_dir}: is no run folder, it has no {RUN}")
     path = Path(output_dir) / RUN
@@ -215,9 +193,7 @@ def read_run(output_dir: str) -> dict[str, Any]:
 
 def read_options_of_run(output_dir: str) -> dict[str, Any]:
     """Read the options that a run was started with.
-
-    Raises:
-        UserError: where the folder is no run, or its run.json does not hold them.
+    Raises UserError where the folder is no run, or its run.json does not hold them.
     """
     options = read_run(output_dir).get("config")
     if options is None:
@@ -256,9 +232,7 @@ def damage(model: str) -> list[str]:
 
 def find_weights(source: str) -> Path:
     """Find the folder with weights that `source` means: a run's `final/` (else its last checkpoint), or itself.
-
-    Raises:
-        UserError: where no weights are there.
+    Raises UserError where no weights are there.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -272,20 +246,15 @@ def find_weights(source: str) -> Path:
             raise UserError(f"{source}: the run has neither a final model nor a complete checkpoint yet")
         folder = newest
     raise_if_any([f"{folder}: {error}; it is damaged, use another" for error in damage(str(folder))])
-    if (
-        not is_step_folder(str(folder))
-        and not any(folder.glob("*.safetensors"))
-        and not any(folder.glob("global_step*"))
-    ):
+    has_files = any(folder.glob("*.safetensors")) or any(folder.glob("global_step*"))
+    if not has_files and not is_step_folder(str(folder)):
         raise UserError(f"{source}: holds neither safetensors nor a DeepSpeed global_step folder")
     return folder
 
 
 def find_adapter(source: str) -> Path:
     """Find the folder with an adapter that `source` means, as `find_weights`.
-
-    Raises:
-        UserError: where it is none, too.
+    Raises UserError where it is none, too.
     """
     folder = find_weights(source)
     if adapter_base(str(folder)) is None:
@@ -294,11 +263,7 @@ def find_adapter(source: str) -> Path:
 
 
 def check_new_folder(out: str) -> None:
-    """Check that `out` can become a folder.
-
-    Raises:
-        UserError: where it holds files, or is one.
-    """
+    """Check that `out` can become a folder. Raises UserError where it holds files, or is one."""
     path = Path(out)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{out}: exists and is not empty; choose a new folder")

@@ -26,7 +26,7 @@ from typing import Any
 from dsft.checkpoints.manifest import (
     STAGING,
     TRAINER_STATE,
-    discard_if_possible,
+    discard,
     files_of,
     hash_and_sync,
     publish,
@@ -79,9 +79,7 @@ class StagedSave:
 
     def attempt(self, write: Callable[[], Any]) -> None:
         """Note an error of `write` instead of raising it: the other ranks wait in the collectives that follow.
-
-        Raises:
-            MemoryError, RuntimeError: where memory runs out, which no disk is to blame for.
+        Raises MemoryError or RuntimeError where memory runs out, which no disk is to blame for.
         """
         try:
             write()
@@ -111,26 +109,21 @@ class StagedSave:
         Before `commit`, and before ZeRO-3's optimizer gathers parameters again, the ranks wait for each other, so that
         none waits in a collective while another still writes.
         DeepSpeed's default engine hands its path to torch.save as it is, and takes a file that hashes in its place.
-
-        Args:
-            engine: DeepSpeed's engine, whose `save_checkpoint` is called inside the `with`.
+        `engine`: DeepSpeed's engine, whose `save_checkpoint` is called inside the `with`.
         """
         from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
         save = checkpoint_engine.save
 
         def save_hashed(state_dict: Any, path: str) -> None:
-            if not isinstance(checkpoint_engine, TorchCheckpointEngine):
-                return save(state_dict, path)
-            entry = write_hashed(Path(path), lambda file: save(state_dict, file))
-            self.hashed[str(Path(path).relative_to(self.staged))] = entry
+            if isinstance(checkpoint_engine, TorchCheckpointEngine):
+                entry = write_hashed(Path(path), lambda file: save(state_dict, file))
+                self.hashed[str(Path(path).relative_to(self.staged))] = entry
+            else:
+                save(state_dict, path)
 
         def together(function: Callable[..., Any]) -> Callable[..., Any]:
-            def wait_and_call(*args: Any, **kwargs: Any) -> Any:
-                distributed.wait_long("shards are written")
-                return function(*args, **kwargs)
-
-            return wait_and_call
+            return lambda *args, **kwargs: distributed.wait_long("shards are written") or function(*args, **kwargs)
 
         def noting(function: Callable[..., Any]) -> Callable[..., None]:
             return lambda *args, **kwargs: self.attempt(lambda: function(*args, **kwargs))
@@ -141,10 +134,20 @@ class StagedSave:
             ("commit_together", checkpoint_engine, together),
         ]
         if engine is not None:
+            save_checkpoint = engine.save_checkpoint
+
+            @functools.wraps(save_checkpoint)  # the Trainer looks at its parameters
+            def save_and_name(save_dir: str, **options: Any) -> Any:
+                is_saved = save_checkpoint(save_dir, save_latest=False, **options)
+                self.is_past_collectives = True
+                if distributed.rank() == 0:  # afterwards: inside, rank 0 would leave the others at a barrier
+                    self.attempt(lambda: Path(save_dir, "latest").write_text(f"global_step{engine.global_steps}"))
+                return is_saved
+
             replacements += [
                 ("gather_together", engine.optimizer, together),
                 ("recovery_script", engine, noting),
-                ("latest_after", engine, lambda save: self._without_latest(save, engine)),
+                ("latest_after", engine, lambda _: save_and_name),
                 ("nvme_states", shutil, noting),
             ]
         with contextlib.ExitStack() as stack:
@@ -152,19 +155,6 @@ class StagedSave:
                 if hasattr(owner, patches.PATCHES[name].attribute):  # not all engines and optimizers have each
                     stack.enter_context(patches.replaced(name, by, on=owner))
             yield
-
-    def _without_latest(self, save: Callable[..., Any], engine: Any) -> Callable[..., Any]:
-        """Write `latest` after DeepSpeed's save instead of inside, where rank 0 would leave the others at a barrier."""
-
-        @functools.wraps(save)  # the Trainer looks at its parameters
-        def save_and_name(save_dir: str, **options: Any) -> Any:
-            is_saved = save(save_dir, save_latest=False, **options)
-            self.is_past_collectives = True
-            if distributed.rank() == 0:
-                self.attempt(lambda: Path(save_dir, "latest").write_text(f"global_step{engine.global_steps}"))
-            return is_saved
-
-        return save_and_name
 
     def run(
         self,
@@ -176,23 +166,21 @@ class StagedSave:
         saves: Saves,
     ) -> bool:
         """Let every rank `write`, then publish. Returns whether it was published; `saves` counts. Collective.
+        An error of `write` is raised while other ranks may wait for this one: they would do so for ever.
 
         Args:
             check: on rank 0: lists what is missing in the staged folder.
             needed_bytes: what a checkpoint takes at least, where none was saved before.
             facts: for the manifest, beside the files.
-
-        Raises:
-            Exception: of `write`, while other ranks may wait for this one: they would do so for ever.
         """
-        start = time.monotonic()
+        start, rank = time.monotonic(), distributed.rank()
+        clear_staging = functools.partial(discard, self.staged.parent, if_possible=True)
         # What a killed save left goes first, on nodes with their own disks too: it would be published with the rest.
-        distributed.first_on_rank_0(self._clear_staging)
+        distributed.first_on_rank_0(clear_staging)
         # Room first: safetensors maps the file it writes, and a full disk then kills the process (SIGBUS).
         # Of rank 0's disk: the only one, or the one that the model lies on.
-        needed, free = max(needed_bytes, saves.largest_bytes), None
-        if distributed.rank() == 0:
-            free = free_bytes(self.folder.parent)
+        needed = max(needed_bytes, saves.largest_bytes)
+        free = free_bytes(self.folder.parent) if rank == 0 else None
         lacks = []
         if self.staged.exists():
             lacks = [f"{self.staged} is left of an earlier save and cannot be moved"]
@@ -207,32 +195,40 @@ class StagedSave:
                 if not self.is_past_collectives:
                     raise
                 self._note(error)
-            problems = distributed.from_all([f"rank {distributed.rank()}: {error}" for error in self.errors])
+            problems = distributed.from_all([f"rank {rank}: {error}" for error in self.errors])
             # A disk's error on one rank explains others on the rest.
             self.will_fail_again = bool(problems) and all(
                 distributed.from_all([self.will_fail_again] if self.errors else [])
             )
         if not problems:
-            num_bytes, problems = self._publish(check, facts)
+            files, problems = self._hash_files()
+            num_bytes = sum(entry["size"] for entry in files.values())
+        if not problems:
+            errors: list[str] = []
+            if rank == 0:
+                try:
+                    errors = check(self.staged)
+                    if not errors:
+                        publish(self.staged, facts | {"files": files})
+                except Exception as error:
+                    self._note(error)
+                    errors = self.errors
+            distributed.wait_long("checkpoint is published")
+            self.will_fail_again = any(distributed.from_all([self.will_fail_again]))
+            problems = distributed.from_all(errors)
         saves.seconds += time.monotonic() - start
         if problems:
             saves.failed.append(f"{self.folder.name}: {'; '.join(problems)}")
-            distributed.first_on_rank_0(self._clear_staging)  # the room that it took
+            distributed.first_on_rank_0(clear_staging)  # the room that it took
             return False
         saves.number += 1
         saves.largest_bytes = max(saves.largest_bytes, num_bytes)
         return True
 
-    def _clear_staging(self) -> None:
-        discard_if_possible(self.staged.parent)
-
-    def _publish(self, check: Callable[[Path], list[str]], facts: dict[str, Any]) -> tuple[int, list[str]]:
-        """Hash the files that were not while they were written, each rank its own and a share of the rest, and move the
-        checkpoint to its name.
-
-        Returns (bytes of all files, problems). Collective.
+    def _hash_files(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        """Return size and SHA-256 of all files, and problems. Those that were not hashed while they were written are
+        read: each rank its own and a share of the rest. Collective.
         """
-        hashed, errors = [], []
         written = dict(distributed.from_all(list(self.hashed.items())))
         # Nodes need not share the folder: what rank 0 sees is read where the system says it is the same one.
         status = None
@@ -248,26 +244,14 @@ class StagedSave:
                 readers=readers,
             )
         )
+        hashed, errors = [], []
         try:
             hashed = [(str(path.relative_to(self.staged)), hash_and_sync(path)) for path in shares[distributed.rank()]]
         except OSError as error:
             errors = [f"rank {distributed.rank()}: {error}"]
         distributed.wait_long("files are hashed")
         files = dict(sorted([*written.items(), *distributed.from_all(hashed)]))
-        num_bytes = sum(entry["size"] for entry in files.values())
-        if problems := distributed.from_all(errors):
-            return num_bytes, problems
-        if distributed.rank() == 0:
-            try:
-                errors = check(self.staged)
-                if not errors:
-                    publish(self.staged, facts | {"files": files})
-            except Exception as error:
-                self._note(error)
-                errors = self.errors
-        distributed.wait_long("checkpoint is published")
-        self.will_fail_again = any(distributed.from_all([self.will_fail_again]))
-        return num_bytes, distributed.from_all(errors)
+        return files, distributed.from_all(errors)
 
 
 def missing_shards(folder: Path, world_size: int, *, sharded: bool) -> list[str]:
@@ -291,9 +275,7 @@ def reserve_space(output_dir: str, num_bytes: int) -> None:
     """Let the file system allocate `num_bytes` for a file of `output_dir` (fallocate(2)), until they are released.
 
     Where it cannot (NFS before 4.2) nothing is held: posix_fallocate(3) would write into every block.
-
-    Raises:
-        UserError: where there is no room for the final model.
+    Raises UserError where there is no room for the final model.
     """
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if fallocate is None:

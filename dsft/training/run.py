@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from dsft.checkpoints.kept_weights import find_left_out
+from dsft.checkpoints.export import find_left_out
 from dsft.checkpoints.manifest import checkpoints
 from dsft.checkpoints.model_card import CARD, model_card
 from dsft.checkpoints.readback import Verification, verify_weights

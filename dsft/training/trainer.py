@@ -25,7 +25,7 @@ from transformers.integrations.deepspeed import deepspeed_load_checkpoint, is_de
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
-from dsft.checkpoints.kept_weights import LeftOut, keep_left_out
+from dsft.checkpoints.export import LeftOut, keep_left_out
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, checkpoints, prune
 from dsft.checkpoints.readback import SafetensorsFiles, Verification, readback_errors, trained_shapes
 from dsft.checkpoints.resume import TAKEN, optimizer_kind, restore, run_identity, topology_change
@@ -517,12 +517,13 @@ class PerplexityTrainer(Trainer):
         if self.is_world_process_zero():
             release_reserved_space(self.args.output_dir)
         swap_in(self.model_wrapped, "eval")
+        kept_bytes = 0 if self.left_out is None or self.left_out.text_only else self.left_out.num_bytes
         with watchdog.phase("saving"):
             is_saved = save.run(
                 lambda: self.save_model(str(save.staged)),
                 self._missing_weights,
                 saves=self.final_save,
-                needed_bytes=self._disk.weight_bytes + (self.left_out.kept_bytes if self.left_out else 0),
+                needed_bytes=self._disk.weight_bytes + kept_bytes,
                 facts={"step": self.state.global_step, **self.topology},
             )
         self._staged_save = None

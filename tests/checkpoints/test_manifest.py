@@ -4,10 +4,12 @@ import contextlib
 import hashlib
 import io
 import json
+import mmap
 import os
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import BinaryIO
 
 import numpy as np
@@ -20,6 +22,7 @@ from ranks import on_ranks, run_entry, train, train_all
 from dsft.checkpoints import manifest
 from dsft.checkpoints.manifest import (
     MANIFEST,
+    STAGING,
     TRAINER_STATE,
     HashedFile,
     checkpoint_folder,
@@ -32,7 +35,6 @@ from dsft.checkpoints.manifest import (
     prune,
     publish,
     read_manifest,
-    staging_folder,
 )
 from dsft.checkpoints.run_folder import clear_run
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards
@@ -42,7 +44,7 @@ from dsft.runtime import distributed
 
 
 def write_staged(output_dir: Path, step: int, content: str = "weights") -> Path:
-    staged = staging_folder(output_dir, step)
+    staged = output_dir / STAGING / f"checkpoint-{step}"
     (staged / f"global_step{step}").mkdir(parents=True)
     (staged / TRAINER_STATE).write_text("{}")
     (staged / "model.safetensors").write_text(content)
@@ -75,16 +77,17 @@ def test_a_published_checkpoint_has_every_file_in_its_manifest_and_leaves_no_sta
 
 def test_a_file_is_hashed_to_its_end_where_another_node_knew_a_smaller_size(tmp_path, monkeypatch):
     """As on a network file system whose client still has the size of before."""
-    path, map_file = tmp_path / "shard.pt", manifest._map
+    path = tmp_path / "shard.pt"
 
-    def map_before_it_grows(file):
-        mapped = map_file(file)
-        with path.open("ab") as rest:
-            rest.write(b"weights" * 1000)
-        return mapped
+    def map_before_it_grows(descriptor, length):
+        try:
+            return mmap.mmap(descriptor, length)
+        finally:
+            with path.open("ab") as rest:
+                rest.write(b"weights" * 1000)
 
     monkeypatch.setattr(manifest, "PART_BYTES", 4096)
-    monkeypatch.setattr(manifest, "_map", map_before_it_grows)
+    monkeypatch.setattr(manifest, "mmap", SimpleNamespace(mmap=map_before_it_grows))
     for known in (b"", b"state" * 1000):
         path.write_bytes(known)
         digest = hashlib.sha256(known + b"weights" * 1000).hexdigest()
@@ -179,7 +182,7 @@ def test_a_folder_that_resists_removal_ends_no_save_and_goes_at_the_next(tmp_pat
         (error,) = prune(tmp_path, limit=1, best=None)
         assert "busy" in error and checkpoints(tmp_path) == [checkpoint_folder(tmp_path, 10)]
         (write_staged(tmp_path, 99) / "trap").mkdir()
-        with busy(staging_folder(tmp_path, 99) / "trap"):  # another step's leftover in the staging folder
+        with busy(tmp_path / STAGING / "checkpoint-99" / "trap"):  # another step's leftover in the staging folder
             third = save(tmp_path, 15)
             assert integrity_errors(third, hashes="all") == []
             clean_up(tmp_path)

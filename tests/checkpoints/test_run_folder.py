@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dsft.checkpoints.manifest import MANIFEST, TRAINER_STATE, hash_and_sync, publish, staging_folder
+from dsft.checkpoints.manifest import MANIFEST, STAGING, TRAINER_STATE, hash_and_sync, publish
 from dsft.checkpoints.run_folder import (
     clear_run,
     is_finished,
@@ -21,7 +21,7 @@ from dsft.runtime.launcher_env import LAUNCH
 
 
 def save(output_dir, step: int) -> str:
-    staged = staging_folder(output_dir, step)
+    staged = output_dir / STAGING / f"checkpoint-{step}"
     staged.mkdir(parents=True)
     (staged / TRAINER_STATE).write_text("{}")
     return str(publish(staged, {"step": step, "files": {}}))
