@@ -98,12 +98,6 @@ NOT_TAKEN_OVER = ("0", "3-nvme")
 """Configurations whose optimizer states lie elsewhere than in ZeRO's shards."""
 
 
-Partitions = tuple[list[torch.Tensor], list[tuple[str, int, int, int, int]]]
-"""A rank's flat partitions of the fp32 weights, and what lies in them: (parameter, its first element there, number of
-elements, partition, offset in it).
-"""
-
-
 def topology_change(checkpoint: str, now: dict[str, Any]) -> str:
     """Say how `now` (by the keys of TOPOLOGY) differs from what `checkpoint` was saved with.
 
@@ -145,7 +139,26 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
                 f" {list(now) if now else 'not'} here); give the model and adapter options of its run"
             )
     is_stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
-    flats, slots = _stage_3_partitions(engine) if is_stage_3 else _stage_1_2_partitions(engine)
+    # What of the fp32 weights this rank holds: (parameter, its first element here, elements, partition, offset in it).
+    slots: list[tuple[str, int, int, int, int]] = []
+    if is_stage_3:  # parameters are cut one by one, and the last ranks' parts are padded
+        flats = optimizer.fp32_partitioned_groups_flat
+        optimizer.checkpoint_event_prologue()  # every parameter in its partition
+        names = {parameter: name for name, parameter in engine.module.named_parameters()}
+        for group, parameters in enumerate(optimizer.fp16_groups):
+            offset = 0
+            for parameter in parameters:
+                part = parameter.ds_tensor.numel()
+                start = dist.get_rank(parameter.ds_process_group) * part
+                numel = min(part, max(0, math.prod(parameter.ds_shape) - start))
+                slots.append((names[parameter], start, numel, group, offset))
+                offset += part
+    else:  # the concatenation of all parameters is cut; what this rank has no part of has no mapping
+        flats = optimizer.single_partition_of_fp32_groups
+        for name, parameter in engine.module.named_parameters():
+            if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
+                low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
+                slots.append((name, low.start, low.numel, mapping.param_group_index, high.start))
     states = []
     for group, flat in enumerate(flats):  # a step with zero gradients makes the states, which are overwritten
         gradient = flat.grad
@@ -188,32 +201,6 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
     if engine.fp16_enabled() and shards.loss_scaler is not None:
         optimizer.loss_scaler = shards.loss_scaler
     _set_schedule(scheduler, optimizer, shards, checkpoint)
-
-
-def _stage_3_partitions(engine: Any) -> Partitions:
-    """Parameters are cut one by one; the last ranks' parts are padded. Brings every parameter into its partition."""
-    optimizer, slots = engine.optimizer, []
-    optimizer.checkpoint_event_prologue()
-    names = {parameter: name for name, parameter in engine.module.named_parameters()}
-    for group, parameters in enumerate(optimizer.fp16_groups):
-        offset = 0
-        for parameter in parameters:
-            part = parameter.ds_tensor.numel()
-            start = dist.get_rank(parameter.ds_process_group) * part
-            numel = min(part, max(0, math.prod(parameter.ds_shape) - start))
-            slots.append((names[parameter], start, numel, group, offset))
-            offset += part
-    return optimizer.fp32_partitioned_groups_flat, slots
-
-
-def _stage_1_2_partitions(engine: Any) -> Partitions:
-    """The concatenation of all parameters is cut; what this rank has no part of has no mapping."""
-    slots = []
-    for name, parameter in engine.module.named_parameters():
-        if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
-            low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
-            slots.append((name, low.start, low.numel, mapping.param_group_index, high.start))
-    return engine.optimizer.single_partition_of_fp32_groups, slots
 
 
 def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint: str) -> None:

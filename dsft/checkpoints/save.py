@@ -201,10 +201,33 @@ class StagedSave:
                 distributed.from_all([self.will_fail_again] if self.errors else [])
             )
         if not problems:
-            files, problems = self._hash_files()
+            # Files that were not hashed while they were written: each rank reads its own and a share of the rest.
+            written = dict(distributed.from_all(list(self.hashed.items())))
+            # Nodes need not share the folder: what rank 0 sees is read where the system says it is the same one.
+            status = None
+            with contextlib.suppress(OSError):
+                status = os.stat(self.staged)
+            folders = distributed.from_all([status and (socket.gethostname(), status.st_dev, status.st_ino)])
+            readers = [number for number, folder in enumerate(folders) if folder == folders[0]]
+            # By rank 0's view: another node of a network file system may know a file's size later.
+            shares = distributed.on_rank_0(
+                lambda: shares_of_ranks(
+                    [path for path in files_of(self.staged) if str(path.relative_to(self.staged)) not in written],
+                    distributed.world_size(),
+                    readers=readers,
+                )
+            )
+            hashed, errors = [], []
+            try:
+                hashed = [(str(path.relative_to(self.staged)), hash_and_sync(path)) for path in shares[rank]]
+            except OSError as error:
+                errors = [f"rank {rank}: {error}"]
+            distributed.wait_long("files are hashed")
+            files = dict(sorted([*written.items(), *distributed.from_all(hashed)]))
             num_bytes = sum(entry["size"] for entry in files.values())
+            problems = distributed.from_all(errors)
         if not problems:
-            errors: list[str] = []
+            errors = []
             if rank == 0:
                 try:
                     errors = check(self.staged)
@@ -224,34 +247,6 @@ class StagedSave:
         saves.number += 1
         saves.largest_bytes = max(saves.largest_bytes, num_bytes)
         return True
-
-    def _hash_files(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
-        """Return size and SHA-256 of all files, and problems. Those that were not hashed while they were written are
-        read: each rank its own and a share of the rest. Collective.
-        """
-        written = dict(distributed.from_all(list(self.hashed.items())))
-        # Nodes need not share the folder: what rank 0 sees is read where the system says it is the same one.
-        status = None
-        with contextlib.suppress(OSError):
-            status = os.stat(self.staged)
-        folders = distributed.from_all([status and (socket.gethostname(), status.st_dev, status.st_ino)])
-        readers = [rank for rank, folder in enumerate(folders) if folder == folders[0]]
-        # By rank 0's view: another node of a network file system may know a file's size later.
-        shares = distributed.on_rank_0(
-            lambda: shares_of_ranks(
-                [path for path in files_of(self.staged) if str(path.relative_to(self.staged)) not in written],
-                distributed.world_size(),
-                readers=readers,
-            )
-        )
-        hashed, errors = [], []
-        try:
-            hashed = [(str(path.relative_to(self.staged)), hash_and_sync(path)) for path in shares[distributed.rank()]]
-        except OSError as error:
-            errors = [f"rank {distributed.rank()}: {error}"]
-        distributed.wait_long("files are hashed")
-        files = dict(sorted([*written.items(), *distributed.from_all(hashed)]))
-        return files, distributed.from_all(errors)
 
 
 def missing_shards(folder: Path, world_size: int, *, sharded: bool) -> list[str]:

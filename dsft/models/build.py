@@ -91,7 +91,8 @@ def build_model(config, *, dtype: str, seed: int = 42, quantization: Quantizatio
             if place or quantization:
                 options["device_map"] = {"": distributed.device()}
             model = load_weights(config.model, revision=config.revision, **options)
-            if (load_config or quantization) and not getattr(model, "is_quantized", False):
+            is_unpacked = (load_config or quantization) and not getattr(model, "is_quantized", False)
+            if is_unpacked and method != "qlora":
                 cast_weights(model, compute_dtype)
             # On CPUs with AVX512-BF16 bitsandbytes packs its 4-bit layers again at the first product in evaluation:
             # that computes in bf16 whatever the dtype, fails where 64 does not divide a layer's inputs or 32 its

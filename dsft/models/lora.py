@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -183,29 +182,26 @@ def adapters_of(options: TrainConfig, model: PreTrainedModel) -> PeftConfig | No
 
 
 def check_lora_targets(model: PreTrainedModel, options: TrainConfig) -> list[str]:
-    """Lists targets that match no layer of `model` that LoRA can adapt, and modules to save that match no module.
-
-    The meta device is enough.
+    """Lists targets that match no layer of `model` (on the meta device) that LoRA can adapt, and modules to save that
+    match no module.
     """
-    adaptable = (torch.nn.Linear, Conv1D, torch.nn.Embedding)
-    named = dict(model.named_modules())
-    others, towers = tuple(_not_linear(model)), unreached(model)
+    named, others, towers = dict(model.named_modules()), tuple(_not_linear(model)), unreached(model)
     leaves = [
         name
         for name, module in named.items()
-        if isinstance(module, adaptable) and not name.endswith(others) and not f"{name}.".startswith(towers)
+        if isinstance(module, nn.Linear | Conv1D | nn.Embedding)
+        and not name.endswith(others)
+        and not f"{name}.".startswith(towers)
     ]
-    linear = sorted({name.rsplit(".", 1)[-1] for name in leaves if not isinstance(named[name], torch.nn.Embedding)})
-
-    def missing(targets: list[str], names: Iterable[str]) -> list[str]:
-        return [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
-
+    linear = sorted({name.rsplit(".", 1)[-1] for name in leaves if not isinstance(named[name], nn.Embedding)})
     targets = [] if options.lora_target_modules == [ALL_LINEAR] else options.lora_target_modules
     return [
         f"lora_target_modules: {target!r} matches no layer of {options.model} that can be adapted; its linear layers"
         f" are {', '.join(linear)}"
-        for target in missing(targets, leaves)
+        for target in targets
+        if not any(f".{name}".endswith(f".{target}") for name in leaves)
     ] + [
         f"lora_modules_to_save: {target!r} matches no module of {options.model}"
-        for target in missing(options.lora_modules_to_save, named)
+        for target in options.lora_modules_to_save
+        if not any(f".{name}".endswith(f".{target}") for name in named)
     ]
