@@ -23,7 +23,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line
 from dsft.models.build import DTYPES
 from dsft.models.head import tile_loss
@@ -315,18 +314,19 @@ class Packing:
         return "flash" in (self.attn_implementation or "")
 
 
-def try_packing(config: TrainConfig, model_config: PreTrainedConfig) -> Packing:
-    """Picks flash attention where it is installed and keeps samples apart, else what options or transformers say."""
-    asked = config.attn_implementation
-    tries_flash = asked is None and has_gpu() and config.dtype != "float32" and is_flash_attn_2_available()
+def try_packing(config: PreTrainedConfig, *, asked: str | None, dtype: str, trust_remote_code: bool = False) -> Packing:
+    """Picks flash attention where it is installed and keeps samples apart, else what was `asked` for, or what
+    transformers picks.
+    """
+    tries_flash = asked is None and has_gpu() and dtype != "float32" and is_flash_attn_2_available()
     for implementation in ["flash_attention_2", asked] if tries_flash else [asked]:
         on_gpu = "flash" in (implementation or "")
         problem = isolation_problem(
-            model_config,
+            config,
             attn_implementation=implementation,
             device=distributed.device() if on_gpu else torch.device("cpu"),
-            dtype=DTYPES[config.dtype] if on_gpu else torch.float32,
-            trust_remote_code=config.trust_remote_code,
+            dtype=DTYPES[dtype] if on_gpu else torch.float32,
+            trust_remote_code=trust_remote_code,
         )
         if problem is None:
             break

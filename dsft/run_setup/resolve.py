@@ -258,7 +258,9 @@ def decide_run(checked: CheckedRun) -> DecidedRun:
     """Decides packing, masks and the tiled loss, and composes the planner's job of them. Collective."""
     draft, model, packing, notes = Draft(checked.options, checked.decisions), checked.model, None, [*checked.notes]
     if draft.options.packing:
-        packing = distributed.on_rank_0(lambda: try_packing(draft.options, model.config))
+        how = {"asked": draft.options.attn_implementation, "dtype": draft.options.dtype}
+        how["trust_remote_code"] = draft.options.trust_remote_code
+        packing = distributed.on_rank_0(lambda: try_packing(model.config, **how))
         draft.apply(packing_decisions(packing))
         model = dataclasses.replace(model, attn_implementation=packing.attn_implementation or model.attn_implementation)
         if packing.problem:

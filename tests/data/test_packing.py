@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tiny import ARCHITECTURES, GATED
 from transformers import AutoConfig
 
-from dsft.config.options import TrainConfig
 from dsft.data import packing
 from dsft.data.batches import Collator, EpochSampler, LengthGrouping, PackedCollator, PaddedToFullSteps, padding_share
 from dsft.data.packing import batches_by_token_budget, best_fit
@@ -152,7 +151,7 @@ def test_architectures_that_mix_tokens_otherwise_are_found_out(config, expected)
 
 def test_packing_is_tried_with_the_models_own_config(tiny):
     config = AutoConfig.from_pretrained(tiny / "model")
-    packing = try_packing(TrainConfig(model=str(tiny / "model"), dtype="float32"), config)
+    packing = try_packing(config, asked=None, dtype="float32")
     assert packing.problem is None and not packing.flash
 
 
