@@ -73,7 +73,7 @@ DTYPES_ON_DISK = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.flo
 
 
 class NotStreamable(Exception):
-    """Says why these weights cannot be taken one by one."""
+    """Explains why these weights cannot be taken one by one."""
 
 
 class SafetensorsSource(SafetensorsFiles):

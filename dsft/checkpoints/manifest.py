@@ -273,7 +273,7 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def manifest_hash(folder: Path) -> str:
-    """Tell one checkpoint from another at the same path, on hosts that may not share it."""
+    """Distinguish one checkpoint from another at the same path, on hosts that may not share it."""
     path = folder / MANIFEST
     if path.is_file():
         return hashlib.sha256(path.read_bytes()).hexdigest()[:12]

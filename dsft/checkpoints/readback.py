@@ -66,7 +66,7 @@ def readback_errors(
     sampled: int | None = None,
     num_elements: int = 0,
 ) -> list[str]:
-    """List what is wrong with tensors `written` from `memory`: empty, too few, of another shape or content.
+    """List the problems of tensors `written` from `memory`: empty, too few, of another shape or content.
 
     Names may differ between memory and disk (experts are stored one by one): those tensors only count as elements.
 

@@ -3,7 +3,7 @@
 Kept are the weights, the optimizer's moments, the step, the place in the data and, on the same ranks, random states.
 Refused is a run of another identity: other trained parameters, data or order, sequences per step or kind of optimizer,
 each of which would make kept states those of something else. All other options are taken as they are now; where one
-changes a step, such as the learning rate, the log says so.
+changes a step, such as the learning rate, the log reports it.
 
 DeepSpeed reads its optimizer shards only on the ranks and in the stage that wrote them. Its universal checkpoint needs
 a conversion on disk of three times the fp32 weights, gives every parameter group the hyperparameters of the first in
@@ -40,13 +40,13 @@ def run_identity(
     sequences_per_step: int,
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the identity of a run, by the words that a message uses.
+    """Return the identity of a run, by the names that a message uses.
 
     Args:
         shapes: of the trained parameters, by name.
-        data: the identity of what is read, by the words that a message uses.
+        data: the identity of what is read, by the names that a message uses.
         sequences_per_step: over all ranks.
-        options: others that a resume cannot change, by the words that a message uses.
+        options: others that a resume cannot change, by the names that a message uses.
     """
     names_and_shapes = json.dumps(sorted((name, list(shape)) for name, shape in shapes.items()))
     return {
@@ -67,14 +67,14 @@ def optimizer_kind(name: str) -> str:
 
 
 def changed_options(checkpoint: str, now: dict[str, Any]) -> list[str]:
-    """Say which of the options TAKEN differ from those that saved `checkpoint`."""
+    """List which of the options TAKEN differ from those that saved `checkpoint`."""
     then = (read_manifest(Path(checkpoint)) or {}).get("options", {})
     return [f"{name} {value} ({then[name]} before)" for name, value in now.items() if then.get(name, value) != value]
 
 
 def check_identity(checkpoint: str, now: dict[str, Any]) -> None:
     """Compare a run with the one that saved `checkpoint`. One without a manifest is another tool's, and not compared.
-    Raises UserError with each difference, or where an earlier dsft wrote a manifest that does not say.
+    Raises UserError with each difference, or where an earlier dsft wrote a manifest without an identity.
     """
     manifest = read_manifest(Path(checkpoint))
     weights_alone = "start from its weights alone with --resume_weights_only and a new output_dir"
@@ -92,14 +92,14 @@ def check_identity(checkpoint: str, now: dict[str, Any]) -> None:
 
 
 TOPOLOGY = {"world_size": "ranks", "zero_stage": "ZeRO stage", "offload": "offload"}
-"""What the layout of a checkpoint's shards depends on: key in the manifest -> words in a message."""
+"""What the layout of a checkpoint's shards depends on: key in the manifest -> name in a message."""
 
 NOT_TAKEN_OVER = ("0", "3-nvme")
 """Configurations whose optimizer states lie elsewhere than in ZeRO's shards."""
 
 
 def topology_change(checkpoint: str, now: dict[str, Any]) -> str:
-    """Say how `now` (by the keys of TOPOLOGY) differs from what `checkpoint` was saved with.
+    """Describe how `now` (by the keys of TOPOLOGY) differs from what `checkpoint` was saved with.
 
     Empty where DeepSpeed reads it itself. A checkpoint without a manifest is another tool's, and always read here.
     """

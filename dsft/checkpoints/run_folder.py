@@ -1,7 +1,7 @@
 """Looks after a run's folder: `run.json` beside the checkpoints, the final model in `final/`.
 
-run.json holds the configuration, the plan, versions, the git commit and the results; it is written at start and at the
-end.
+run.json holds the configuration, the plan, versions, the git commit and the results. It is written when the run starts
+and when it exits.
 """
 
 import contextlib
@@ -128,7 +128,7 @@ def _known_run(folder: str | Path) -> dict[str, Any] | None:
 
 
 def replaces_run(config: TrainConfig, checkpoint: str | None) -> bool:
-    """Tell whether a run is in the folder that stays as it is until nothing of the set-up can fail any more: one that
+    """Return whether a run is in the folder that stays as it is until nothing of the set-up can fail any more: one that
     is done, or that `overwrite` replaces.
     """
     known = _known_run(config.training["output_dir"])
@@ -152,7 +152,7 @@ def start_from_weights(config: TrainConfig, checkpoint: str) -> list[Decision]:
 
 
 def is_finished(checkpoint: str, training: dict[str, Any]) -> bool:
-    """Tell whether nothing is left to train after `checkpoint`, by max_steps or else num_train_epochs.
+    """Return whether nothing is left to train after `checkpoint`, by max_steps or else num_train_epochs.
     Raises UserError where the checkpoint holds no Trainer's state.
     """
     state = read_trainer_state(Path(checkpoint))
@@ -162,7 +162,7 @@ def is_finished(checkpoint: str, training: dict[str, Any]) -> bool:
 
 
 def is_run(folder: str | Path) -> bool:
-    """Tell whether `folder` is the folder of a run."""
+    """Return whether `folder` is the folder of a run."""
     return (Path(folder) / RUN).is_file()
 
 
@@ -220,7 +220,7 @@ def sealed_checkpoint(model: str) -> Path | None:
 
 
 def damage(model: str) -> list[str]:
-    """List what is wrong with the checkpoint that `model` names, by sizes and the hashes of small files: what is
+    """List the problems of the checkpoint that `model` names, by sizes and the hashes of small files: what is
     compared before anything of it is read. `Verification` reads the rest.
     """
     folder = sealed_checkpoint(model)

@@ -44,7 +44,7 @@ DISK_ERRORS = re.compile(
     r"os error \d+"  # safetensors, written in Rust
     r"|PytorchStreamWriter|inline_container|iostream error|Parent directory .* does not exist"  # torch's zip writer
 )
-"""What libraries say of a disk, in errors that are no OSError."""
+"""How libraries report a disk, in errors that are no OSError."""
 UNSUPPORTED = (None, errno.EOPNOTSUPP, errno.ENOSYS)
 """Numbers of an OSError that comes again at every save."""
 
@@ -181,13 +181,13 @@ class StagedSave:
         # Of rank 0's disk: the only one, or the one that the model lies on.
         needed = max(needed_bytes, saves.largest_bytes)
         free = free_bytes(self.folder.parent) if rank == 0 else None
-        lacks = []
+        obstacles = []
         if self.staged.exists():
-            lacks = [f"{self.staged} is left of an earlier save and cannot be moved"]
+            obstacles = [f"{self.staged} is left of an earlier save and cannot be moved"]
         elif free is not None and free < needed:
             host, takes = socket.gethostname(), f"{self.folder.name} takes {needed / GB:.3g} GB"
-            lacks = [f"{free / GB:.3g} GB are free on {host}, and {takes}"]
-        problems, num_bytes = distributed.from_all(lacks)[:1], 0
+            obstacles = [f"{free / GB:.3g} GB are free on {host}, and {takes}"]
+        problems, num_bytes = distributed.from_all(obstacles)[:1], 0
         if not problems:
             try:
                 write()
@@ -203,7 +203,7 @@ class StagedSave:
         if not problems:
             # Files that were not hashed while they were written: each rank reads its own and a share of the rest.
             written = dict(distributed.from_all(list(self.hashed.items())))
-            # Nodes need not share the folder: what rank 0 sees is read where the system says it is the same one.
+            # Nodes need not share the folder: what rank 0 sees is read where the system reports the same one.
             status = None
             with contextlib.suppress(OSError):
                 status = os.stat(self.staged)

@@ -45,7 +45,7 @@ def resolve_dtype(dtype: str) -> str:
 
 
 def is_bare_config(model: str) -> bool:
-    """Tells whether `model` is the path of a config file, which means random weights."""
+    """Returns whether `model` is the path of a config file, which means random weights."""
     return model.endswith(".json") and Path(model).is_file()
 
 

@@ -223,7 +223,7 @@ class ChunkedHead:
 
 
 def are_same_logits(plain_NV: torch.Tensor, other_NV: torch.Tensor) -> bool:
-    """Tell whether two computations of the same logits differ by roundings alone: by four of the dtype's steps at the
+    """Return whether two computations of the same logits differ by roundings alone: by four of the dtype's steps at the
     largest logit of the row. Kernels that add up otherwise differ by one or two, and by many at logits around 0.
     """
     if plain_NV.shape != other_NV.shape:
@@ -316,7 +316,7 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
     Without labels it computes as before. `nats` of the outputs are without the weights, and not divided.
 
     Args:
-        rows: of one tile; by default as many as `tile_rows` says.
+        rows: of one tile; by default as many as `tile_rows` returns.
 
     Returns:
         False, and leaves the model as it is, where it is not built of a backbone and a plain linear head.

@@ -49,7 +49,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def add_lora(model: PreTrainedModel, options: LoraFields, *, adapter: str | None = None) -> PeftModel:
-    """Returns `model` with trainable adapters as the options say, or with those of the folder `adapter`.
+    """Returns `model` with trainable adapters by the options, or with those of the folder `adapter`.
 
     Adapters have the base's dtype, and DeepSpeed keeps fp32 masters of them. peft would make them fp32, and under
     ZeRO-3 DeepSpeed leaves them so: every product of an adapter is then in fp32, and its inputs are kept twice.
@@ -113,7 +113,7 @@ def merge_problems(adapted: PeftModel) -> list[str]:
 
 
 def not_streamable(config: PeftConfig) -> str | None:
-    """Says why an adapter cannot be merged into one weight at a time; None where it can."""
+    """Explains why an adapter cannot be merged into one weight at a time; None where it can."""
     if config.peft_type != "LORA":
         return f"an adapter of type {config.peft_type.value} is merged by peft"
     if others := sorted(_set_fields(config) - STREAMABLE_FIELDS):

@@ -101,7 +101,7 @@ def weight_bytes_in(model: str) -> int | None:
 
 
 def missing(key: str, name: str) -> str | None:
-    """What to say of the option `key` where its value can only be a path and nothing is there; else None.
+    """The problem of the option `key` where its value can only be a path and nothing is there; else None.
 
     It can only be one where no hub id looks so, or the folder above it exists.
     """
@@ -122,7 +122,7 @@ def model_inside(name: str) -> Path | None:
 
 
 def no_model(model: str, error: BaseException) -> str:
-    """Says why no model can be built of `model`, and the way out that its folder shows."""
+    """Explains why no model can be built of `model`, and the way out that its folder shows."""
     folder, why = Path(model), one_line(error)
     if problem := missing("model", model):
         return problem
@@ -143,7 +143,7 @@ def no_model(model: str, error: BaseException) -> str:
 
 
 def no_adapter(adapter: str, error: BaseException) -> str:
-    """Says why no adapter can be taken from `adapter`."""
+    """Explains why no adapter can be taken from `adapter`."""
     if problem := missing("adapter", adapter):
         return problem
     why = one_line(error)

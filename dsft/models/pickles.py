@@ -33,7 +33,7 @@ _trusted: ContextVar[bool] = ContextVar("_trusted", default=False)
 def safe_unpickling(*, trust: bool) -> Iterator[None]:
     """Let every `torch.load` of this process, those of DeepSpeed and peft too, make only what checkpoints hold.
     Raises UserError, naming the class that a pickle asks for.
-    `trust`: leave the libraries as they are: DeepSpeed's loads then run what a pickle says.
+    `trust`: leave the libraries as they are: DeepSpeed's loads then run what a pickle contains.
     """
     token, before = _trusted.set(trust), {name: os.environ.get(name) for name in (FORCE, FORCE_NOT)}
     try:
@@ -59,14 +59,14 @@ def load_pickle(file: Path) -> Any:
 
     _allow_known_classes()
     try:
-        # DeepSpeed writes the format before zip where its JSON says so.
+        # DeepSpeed writes the format before zip where its JSON asks for it.
         return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=not _trusted.get())
     except Exception as error:  # a broken pickle leads the unpickler into any error
         raise UserError(_explained(str(file), error)) from None
 
 
 def is_read_pickle(file: Path) -> bool:
-    """Tell whether `file` is a pickle that some load of a model or a checkpoint reads."""
+    """Return whether `file` is a pickle that some load of a model or a checkpoint reads."""
     return file.suffix in (".pt", ".pth", ".bin") and file.name not in NEVER_READ
 
 
@@ -79,7 +79,7 @@ def check_weight_files(folder: Path) -> None:
 
 
 def pickle_errors(files: Iterable[Path]) -> list[str]:
-    """Say of each file that cannot be read, or asks for a class that no checkpoint holds, what is wrong.
+    """List files that cannot be read, or ask for a class that no checkpoint holds.
 
     Trusted ones are not looked at: looking would run them.
     """

@@ -68,7 +68,7 @@ class Quantization:
         return f"{self.format} in groups of {self.group_size}" if self.group_size else self.format
 
     def load_config(self, compute_dtype: torch.dtype) -> Any:
-        """Return the configuration with which transformers loads it; None where the model's own config says it."""
+        """Return the configuration with which transformers loads it; None where the model's own config contains it."""
 
     def fitted(self, linear_inputs: Collection[int], *, name: str) -> "Quantization":
         """Return the format as it fits a model whose linear layers (without the head) have these inputs.
@@ -181,13 +181,13 @@ def quantization_on_disk(
 
     Args:
         disk_bytes: of the files of its weights, where they are here.
-        trained: adapters are, or were, trained over the weights: loaded as `unpacking_config` says.
+        trained: adapters are, or were, trained over the weights: loaded by `unpacking_config`.
     """
     section, method = _section(config)
     if not section:
         return None
     known = ON_DISK.get(method, Quantization(format=method))
-    # The bits of a weight, by the words that the formats have for them; 8 where none is known.
+    # The bits of a weight, by the names that the formats have for them; 8 where none is known.
     named = [section[name] for name in BITS if isinstance(section.get(name), int)]
     groups = (section.get("config_groups") or {}).values()
     named += [max(bits)] if (bits := [group["weights"]["num_bits"] for group in groups if group.get("weights")]) else []

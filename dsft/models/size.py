@@ -27,7 +27,7 @@ from dsft.runtime import patches
 CONFIG_ERRORS = (
     *(OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, StrictDataclassError),
     *(RuntimeError, ArithmeticError, AssertionError, IndexError),  # of sizes that no tensor can have
-    struct.error,  # of a GGUF file that ends too early
+    struct.error,  # of a GGUF file that is truncated
 )
 """What transformers raises where a config cannot be found, read or built from."""
 COUNT_FROM_PADDING = (
@@ -215,7 +215,7 @@ def check_positions(facts: ModelFacts, *, seq_len: int, model: str, key: str = "
 def max_positions(text: PreTrainedConfig) -> int | None:
     """The longest sequence that a text model of this config has positions for; None where there is no limit."""
     positions = _first(text, "max_position_embeddings", "max_seq_len", "max_sequence_length", "max_positions")
-    if not isinstance(positions, int) or positions <= 0:  # XLNet says -1
+    if not isinstance(positions, int) or positions <= 0:  # XLNet has -1
         return None
     return positions - ((text.pad_token_id or 0) + 1 if text.model_type in COUNT_FROM_PADDING else 0)
 
@@ -278,7 +278,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
 
 
 def _first(text: PreTrainedConfig, *names: str) -> Any:
-    """The first of the names that this architecture's config has and sets: each family has words of its own.
+    """The first of the names that this architecture's config has and sets: each family has names of its own.
 
     The largest of the layers' values where they differ (Gemma 4's head_dim).
     """

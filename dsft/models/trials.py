@@ -60,7 +60,7 @@ LAYER_NAMES = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 class TooLarge(Exception):
-    """Says how many parameters the small model would have."""
+    """With how many parameters the small model would have."""
 
 
 @contextlib.contextmanager
@@ -144,7 +144,7 @@ LONGEST_TRIED = 16
 
 @dataclass(frozen=True, kw_only=True)
 class RowRules:
-    """Says which rows may share a batch without changing each other's logits."""
+    """Decides which rows may share a batch without changing each other's logits."""
 
     limits: tuple[int, ...] = ()
     """Lengths beyond which the model computes otherwise, or not at all, ascending. A batch lies on one side of each,
@@ -170,7 +170,7 @@ class RowRules:
         return shortest if any(limit < width for limit in limits) else width
 
     def share(self, longest: int, length: int) -> bool:
-        """Tell whether a row of `length` may join a batch whose longest row has `longest`."""
+        """Return whether a row of `length` may join a batch whose longest row has `longest`."""
         return not self.alone and not any(length <= limit < longest for limit in self.limits)
 
     def sides(self, lengths: np.ndarray) -> np.ndarray:
@@ -217,7 +217,7 @@ def row_rules(model: nn.Module) -> RowRules:
 
 @one_thread()
 def architecture_problems(model: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> list[str]:
-    """Say why an architecture can be neither trained nor scored on text; nothing where no small model can be tried.
+    """Explain why an architecture can be neither trained nor scored on text; nothing where no small model can be tried.
     `model`: its name, for the message.
     """
     if auto_class(config) is not AutoModelForCausalLM:  # only a class for images or sound loads it: is text enough?
@@ -276,7 +276,7 @@ def needs_mask(
     noise: float = NOISE,
     trust_remote_code: bool = False,
 ) -> bool:
-    """Tells whether padded batches need an attention mask: not where loss and all gradients are the same with a mask,
+    """Returns whether padded batches need an attention mask: not where loss and all gradients are the same with a mask,
     and without one whatever the padding contains.
 
     Flash attention gets one, since it leaves padding out. Other kinds than sdpa have nothing to gain.
@@ -343,8 +343,8 @@ def isolation_problem(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
 ) -> str | None:
-    """Says why samples in one row would see each other in a model of this architecture; None where they do not: changed
-    tokens of a first sample must not change the logits of a second one, and those must be what the second gives alone.
+    """Explains why samples in one row would see each other in this architecture; None where they do not: changed tokens
+    of a first sample must not change the logits of a second one, and those must be what the second gives alone.
     """
     options = {"attn_implementation": attn_implementation} if attn_implementation else {}
     try:
@@ -376,7 +376,7 @@ def isolation_problem(
 
 
 def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: bool = False) -> dict[str, Any]:
-    """Makes what tells a model where the sequences of one row are.
+    """Makes the arguments by which a model finds the sequences of one row.
 
     position_ids [1, T] restart at each; from them transformers makes its block mask
     (masking_utils.find_packed_sequence_indices). Flash attention also gets the bounds, for its varlen form.
@@ -398,7 +398,7 @@ def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: 
 def can_tile_loss(
     config: PreTrainedConfig, *, adapters: LoraConfig | None = None, trust_remote_code: bool = False
 ) -> bool:
-    """Tells whether a small model of this architecture has the same loss and gradients with tiles as without."""
+    """Returns whether a small model of this architecture has the same loss and gradients with tiles as without."""
     try:
         model = small_model(config, trust_remote_code=trust_remote_code).eval()
         if adapters:
@@ -424,7 +424,7 @@ def _loss_and_gradients(model: nn.Module, **batch: torch.Tensor) -> list[torch.T
 
 
 def _all_close(tensors: list[torch.Tensor], references: list[torch.Tensor], *, noise: float = NOISE) -> bool:
-    """Tells whether no element differs by more than `noise` of its tensor's largest."""
+    """Returns whether no element differs by more than `noise` of its tensor's largest."""
     return all(
         bool((tensor - reference).abs().max() <= noise * reference.abs().max())
         for tensor, reference in zip(tensors, references, strict=True)

@@ -42,9 +42,9 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = None) -> list[str]:
-    """Lists what is wrong with the weights of a folder or hub id, which are downloaded where they are not here yet.
+    """Lists the problems of the weights of a folder or hub id, which are downloaded where they are not here yet.
 
-    What only a load can tell is left to it: DeepSpeed's shards, and formats that are quantised on disk.
+    What only a load can find is left to it: DeepSpeed's shards, and formats that are quantised on disk.
     """
     is_quantised = getattr(facts.config, "quantization_config", None)
     if is_quantised or model.endswith((".json", ".gguf")) or has_only_shards(model):
@@ -91,7 +91,7 @@ def _load_empty(
 
 
 def loading_problems(model: str, info: dict[str, Any]) -> list[str]:
-    """Lists what transformers' loading report (`output_loading_info`) says of tensors that did not come as they are."""
+    """Lists tensors that did not come as they are, by transformers' loading report (`output_loading_info`)."""
     problems = []
     if missing := info["missing_keys"]:
         problems.append(
@@ -114,7 +114,7 @@ def loading_problems(model: str, info: dict[str, Any]) -> list[str]:
 def adapter_problems(
     adapter: str, config: PreTrainedConfig, *, key: str = "adapter", trust_remote_code: bool = False
 ) -> list[str]:
-    """Lists what is wrong with an adapter over the base of `config`.
+    """Lists the problems of an adapter over the base of `config`.
     `key`: the option that names it.
     """
     if has_only_shards(adapter):
