@@ -270,26 +270,7 @@ def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, t
         if hasattr(text_config, "quantization_config"):
             del text_config.quantization_config
     if isinstance(model, PeftModel):
-        # Of two tied weights an adapter may change one: they are merged apart, and tied again if they are equal.
-        ends = [model.get_base_model().get_input_embeddings(), model.get_base_model().get_output_embeddings()]
-        weights = []
-        for module in ends if ends[1] is not None else []:
-            if isinstance(module, AuxiliaryTrainingWrapper):
-                module = module.original_module
-            weights.append((module.get_base_layer() if isinstance(module, BaseTunerLayer) else module).weight)
-        was_tied = len(weights) == 2 and weights[0] is weights[1]
-        if was_tied:
-            for module in ends[1].modules():
-                if module._parameters.get("weight") is weights[0]:
-                    module.weight = torch.nn.Parameter(weights[0].detach().clone(), requires_grad=False)
-        model = model.merge_and_unload(safe_merge=True)  # refuses NaN
-        if was_tied:
-            embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-            is_tied = torch.equal(embedding.weight, head.weight)
-            if is_tied:
-                head.weight = embedding.weight
-            for config in (model.config, model.config.get_text_config()):
-                config.tie_word_embeddings = is_tied
+        model = _merged(model)
     model.save_pretrained(out, max_shard_size=max_shard_size)
     if (folder / GENERATION).is_file():
         shutil.copy(folder / GENERATION, out)
@@ -298,6 +279,32 @@ def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, t
     if left_out and left_out.text_only:
         say(f"{out} is the language model alone, without {left_out.parts}: {left_out.text_only}")
     check_export(out, model, trust_remote_code=trust_remote_code)
+
+
+def _merged(adapted: PeftModel) -> PreTrainedModel:
+    """Let peft merge. Of two tied weights an adapter may change one: they are merged apart, and tied again if equal.
+    A function of its own, so that the weights before the merge are free when the model is saved.
+    """
+    inner, weights = adapted.get_base_model(), []
+    ends = [inner.get_input_embeddings(), inner.get_output_embeddings()]
+    for module in ends if ends[1] is not None else []:
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            module = module.original_module
+        weights.append((module.get_base_layer() if isinstance(module, BaseTunerLayer) else module).weight)
+    was_tied = len(weights) == 2 and weights[0] is weights[1]
+    if was_tied:
+        for module in ends[1].modules():
+            if module._parameters.get("weight") is weights[0]:
+                module.weight = torch.nn.Parameter(weights[0].detach().clone(), requires_grad=False)
+    model = adapted.merge_and_unload(safe_merge=True)  # refuses NaN
+    if was_tied:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        is_tied = torch.equal(embedding.weight, head.weight)
+        if is_tied:
+            head.weight = embedding.weight
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = is_tied
+    return model
 
 
 def _write_streamed(
