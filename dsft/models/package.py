@@ -109,8 +109,8 @@ def unreached(model: PreTrainedModel) -> tuple[str, ...]:
         if parameters and not parameters & reached:
             outermost.append(prefix)
         elif parameters - reached:
-            own = module.named_parameters(recurse=False)
-            outermost += [f"{prefix}{key}" for key, parameter in own if id(parameter) not in reached]
+            direct = module.named_parameters(recurse=False)
+            outermost += [f"{prefix}{key}" for key, parameter in direct if id(parameter) not in reached]
     return crossing + tuple(outermost)
 
 

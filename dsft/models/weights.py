@@ -172,10 +172,10 @@ def placed_adapter(
     return model, placed
 
 
-def _tensors(names: Iterable[str], what: str) -> str:
+def _tensors(names: Iterable[str], predicate: str) -> str:
     """Counts tensors, and names the first."""
     first, *others = sorted(names)
-    return f"{plural(1 + len(others), 'tensor')} {what}, {f'the first is {first}' if others else first}"
+    return f"{plural(1 + len(others), 'tensor')} {predicate}, {f'the first is {first}' if others else first}"
 
 
 def _files(name: str, candidates: tuple[str, ...], revision: str | None = None) -> list[str]:
