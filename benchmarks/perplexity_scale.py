@@ -31,13 +31,13 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, PreTrainedTokenizerBase
 
+from dsft.api import evaluate
 from dsft.config.options import EvalConfig
 from dsft.data.prepare import fingerprint
 from dsft.data.store import StoreWriter
 from dsft.data.tokenization import Tokens
 from dsft.perplexity import documents, scoring
 from dsft.perplexity.compare import compare_pair
-from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.results import COLUMNS, Evaluation
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.sums import Perplexity

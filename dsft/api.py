@@ -8,21 +8,25 @@ result = dsft.evaluate_perplexity(model="runs/first", data="held_out.jsonl", seq
 comparisons = dsft.compare("results", base="runs/first/final")
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dsft.config.options import TrainConfig
+from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import make_config, read_yaml
 from dsft.errors import UserError, raise_if_any
 from dsft.models.build import build_model
 from dsft.models.size import ModelSize
 from dsft.perplexity.compare import Comparisons, compare_results, read_evaluations
-from dsft.perplexity.evaluation import evaluate
+from dsft.perplexity.evaluation import evaluate_models
+from dsft.perplexity.modes import mode_problems
 from dsft.perplexity.of_training import evaluation_config
 from dsft.perplexity.results import Evaluation
 from dsft.planner.plans import Plan
+from dsft.run_setup.evaluation_checks import check_evaluation
 from dsft.run_setup.resolve import plan_run, resolve_offline
 from dsft.runtime import distributed
-from dsft.runtime.hardware import Machine, this_machine
+from dsft.runtime.distributed import only_run_in
+from dsft.runtime.hardware import Machine, this_machine, wait_for_freed_gpu
 
 __all__ = ["build_model", "compare", "evaluate_perplexity", "load_config", "plan"]
 
@@ -79,6 +83,27 @@ def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:
         problems.append("context_curve gives a result for each length; use dsft eval")
     distributed.start_ranks()
     return next(evaluate(config, problems, progress=progress))
+
+
+def evaluate(config: EvalConfig, problems: Sequence[str] = (), *, progress: bool = False) -> Iterator[Evaluation]:
+    """Yield the perplexity of each of `config.model` on each of `config.data`, as they come.
+
+    Collective, after `distributed.start_ranks()`. With an output_dir each is written before it is yielded, and those
+    that an earlier evaluation left there are taken over.
+
+    Args:
+        problems: of reading the options, to be raised with the others.
+
+    Raises:
+        UserError: with all problems of the options, the data and the models' folders, on every rank, before anything is
+            loaded; or where another evaluation, or a training, writes into output_dir now.
+        TrainingStopped: where a loss is NaN or infinite.
+    """
+    with only_run_in(config.output_dir) as left_lock:
+        if left_lock:
+            wait_for_freed_gpu()
+        checked = check_evaluation(config, [*problems, *mode_problems(config)])
+        yield from evaluate_models(config, *checked, progress=progress)
 
 
 def compare(*results: str | Evaluation, base: str | None = None) -> Comparisons:

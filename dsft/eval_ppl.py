@@ -37,9 +37,9 @@ def main(argv: list[str] | None = None) -> None:
         distributed.start_ranks(
             timeouts=config, timeout_seconds=max(1800, config.load_timeout), output_dir=config.output_dir
         )
-        from dsft.data.training_data import notes_on_escapes  # loads torch, transformers and DeepSpeed
+        from dsft.api import evaluate  # loads torch, transformers and DeepSpeed
+        from dsft.data.training_data import notes_on_escapes
         from dsft.perplexity.compare import print_together
-        from dsft.perplexity.evaluation import evaluate
 
     for note in notes_on_escapes(config):
         say(f"note: {note}")

@@ -30,7 +30,7 @@ from dsft.models.tokenizer import generate as generate
 from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity.compare import Comparisons, compare_results, read_evaluations
 from dsft.perplexity.documents import Documents, samples_in
-from dsft.perplexity.loading import loaded_for_scoring
+from dsft.perplexity.evaluation import loaded_for_scoring
 from dsft.perplexity.of_training import shared_options
 
 DARKEST_NATS = 8.0

@@ -35,9 +35,9 @@ NOT_RUN = {
     "pip install -c constraints.txt -e '.[gpu]'": NETWORK,
     "dsft eval --model meta-llama/Llama-2-7b-hf --data wikitext:wikitext-2-raw-v1:test --protocol gptq": NETWORK,
     "dsft eval base --quantization none nf4 int8 torchao-int8wo torchao-int4wo --reference base --data test.txt"
-    " --output_dir formats": "needs packages: tests/perplexity/test_loading.py",
+    " --output_dir formats": "needs packages: tests/perplexity/test_quantized_models.py",
     "dsft eval base base-Q4_K_M.gguf base-GPTQ --reference base --data test.txt --output_dir formats": (
-        "needs packages, GPTQ a GPU: tests/perplexity/test_loading.py"
+        "needs packages, GPTQ a GPU: tests/perplexity/test_quantized_models.py"
     ),
     "deepspeed --num_gpus 8 dsft/eval_ppl.py --model meta-llama/Llama-3.1-8B --data books.jsonl --seq_len 131072"
     " --sequence_parallel 8": "needs 8 GPUs: tests/perplexity/test_sequence_parallel.py",

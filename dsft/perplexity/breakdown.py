@@ -80,103 +80,83 @@ class Breakdown:
         return report
 
 
-def build_breakdown(
-    data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase, windows: Windows
-) -> Breakdown | None:
-    """Make the groupings that `group_by` names; None where it names none.
+def grouping(
+    name: str, data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase, windows: Windows
+) -> Grouping:
+    """Make the grouping that an entry of `group_by` names.
 
     Raises:
         UserError: where the data has no such column or no turns, or a column has too many values.
     """
-    groupings = []
     columns = dict.fromkeys(name for row in data.source.first_batch().rows for name in row.values)
-    for name in config.group_by:
-        if name in columns or name == "source":
-            groupings.append(_by_document(name, data, config, windows, is_column=name in columns))
-        elif name in ("position", "frequency"):
-            groupings.append({"position": _by_position, "frequency": _by_frequency}[name](windows))
-        elif name in ("role", "turn"):
-            groupings.append(_by_turn(name, data, config, tokenizer, windows))
-        else:
-            known = ["source", "position", "frequency", "role", "turn", *columns]
-            raise UserError(f"group_by={name}: invalid choice (choose from {', '.join(known)}){nearest(name, known)}")
-    return Breakdown(windows, groupings) if groupings else None
-
-
-def _by_document(
-    name: str, data: FormattedSource, config: EvalConfig, windows: Windows, *, is_column: bool
-) -> Grouping:
-    numbers: dict[str, int] = {}
-    of_document = []
-    for batch in Documents(max_documents=config.max_documents).batches(data.batches(), data.rules):
-        for row in batch.rows:
-            label = str(row.values.get(name, "(none)")) if is_column else batch.place
-            of_document.append(numbers.setdefault(label, len(numbers)))
-            if len(numbers) > MOST_GROUPS:
-                raise UserError(f"group_by={name}: the column has more than {MOST_GROUPS:,} values; name another")
-    if len(of_document) != len(windows.document_ends):
-        raise UserError(
-            f"group_by={name}: protocol={config.protocol} joins all documents; use protocol lm-eval or dsft"
+    if name in columns or name == "source":
+        numbers: dict[str, int] = {}
+        of_document = []
+        for batch in Documents(max_documents=config.max_documents).batches(data.batches(), data.rules):
+            for row in batch.rows:
+                label = str(row.values.get(name, "(none)")) if name in columns else batch.place
+                of_document.append(numbers.setdefault(label, len(numbers)))
+                if len(numbers) > MOST_GROUPS:
+                    raise UserError(f"group_by={name}: the column has more than {MOST_GROUPS:,} values; name another")
+        if len(of_document) != len(windows.document_ends):
+            raise UserError(
+                f"group_by={name}: protocol={config.protocol} joins all documents; use protocol lm-eval or dsft"
+            )
+        group_D = np.array(of_document, dtype=np.int64)
+        return Grouping(
+            name=name,
+            labels=list(numbers),
+            groups_of=lambda _, places: group_D[np.searchsorted(windows.document_ends, places, side="right")],
         )
-    group_D = np.array(of_document, dtype=np.int64)
-    return Grouping(
-        name=name,
-        labels=list(numbers),
-        groups_of=lambda _, places: group_D[np.searchsorted(windows.document_ends, places, side="right")],
-    )
 
+    if name == "position":  # tokens before a token in its window, between powers of two
+        longest = int((windows.spans[:, 1] - windows.spans[:, 0]).max())
+        bounds = [2**power for power in range(longest.bit_length())]
+        labels = ["1 token before"] + [f"{bound:,} to {2 * bound - 1:,} tokens before" for bound in bounds[1:]]
+        starts_W = windows.spans[:, 0]
+        return Grouping(
+            name=name,
+            labels=labels,
+            groups_of=lambda window, places: np.searchsorted(bounds, places - starts_W[window], side="right") - 1,
+        )
 
-def _by_position(windows: Windows) -> Grouping:
-    """Group by the number of tokens before a token in its window, between powers of two."""
-    longest = int((windows.spans[:, 1] - windows.spans[:, 0]).max())
-    bounds = [2**power for power in range(longest.bit_length())]
-    labels = ["1 token before"] + [f"{bound:,} to {2 * bound - 1:,} tokens before" for bound in bounds[1:]]
-    starts_W = windows.spans[:, 0]
-    return Grouping(
-        name="position",
-        labels=labels,
-        groups_of=lambda window, places: np.searchsorted(bounds, places - starts_W[window], side="right") - 1,
-    )
+    if name == "frequency":  # occurrences of a token in this data, between powers of ten
+        counts_V = np.zeros(0, dtype=np.int64)
+        for start in range(0, len(windows.tokens), 1 << 20):  # a part at a time: the store may be larger than memory
+            part_V = np.bincount(windows.tokens[start : start + (1 << 20)])
+            shorter, longer = sorted((counts_V, part_V), key=len)
+            counts_V = longer.copy()
+            counts_V[: len(shorter)] += shorter
+        bounds = [10**power for power in range(len(str(counts_V.max())))]
+        class_V = np.searchsorted(bounds, counts_V, side="right") - 1
+        return Grouping(
+            name=name,
+            labels=[f"token seen {bound:,} to {10 * bound - 1:,} times" for bound in bounds],
+            groups_of=lambda _, places: class_V[windows.tokens[places]],
+        )
 
-
-def _by_frequency(windows: Windows) -> Grouping:
-    """Group by the occurrences of a token in this data, between powers of ten."""
-    counts_V = np.zeros(0, dtype=np.int64)
-    for start in range(0, len(windows.tokens), 1 << 20):  # a part at a time: the store may be larger than memory
-        part_V = np.bincount(windows.tokens[start : start + (1 << 20)])
-        shorter, longer = sorted((counts_V, part_V), key=len)
-        counts_V = longer.copy()
-        counts_V[: len(shorter)] += shorter
-    bounds = [10**power for power in range(len(str(counts_V.max())))]
-    class_V = np.searchsorted(bounds, counts_V, side="right") - 1
-    return Grouping(
-        name="frequency",
-        labels=[f"token seen {bound:,} to {10 * bound - 1:,} times" for bound in bounds],
-        groups_of=lambda _, places: class_V[windows.tokens[places]],
-    )
-
-
-def _by_turn(
-    name: str, data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase, windows: Windows
-) -> Grouping:
-    """Group by answer and prompt, or by number of the answer (a prompt counts with the answer after it)."""
+    if name not in ("role", "turn"):
+        known = ["source", "position", "frequency", "role", "turn", *columns]
+        raise UserError(f"group_by={name}: invalid choice (choose from {', '.join(known)}){nearest(name, known)}")
     if data.rules.is_text:
         raise UserError(f"group_by={name}: texts have no turns; it is for prompts with completions and chats")
     rules = dataclasses.replace(data.rules, train_on="answers")  # whose mask says what the answers are
     answers, masked = Answers(max_documents=config.max_documents), dataclasses.replace(data, rules=rules)
     is_answer = prepare(masked, tokenizer, cache_folder(config), preparation=answers, show_progress=False).trained
-
-    def role_of(_: int, places: np.ndarray) -> np.ndarray:
-        return is_answer[places].astype(np.int64)
+    if name == "role":
+        return Grouping(
+            name=name,
+            labels=["prompt", "answer"],
+            groups_of=lambda _, places: is_answer[places].astype(np.int64),
+        )
 
     def turn_of(window: int, places: np.ndarray) -> np.ndarray:
+        """Number the answers; a prompt counts with the answer after it."""
         start, end = windows.spans[window, :2]
         is_answer_T = np.asarray(is_answer[start:end])
         begins_T = np.diff(is_answer_T.astype(np.int8), prepend=0) == 1
         turn_T = np.cumsum(begins_T) + ~is_answer_T
         return np.clip(turn_T[places - start], 1, LAST_TURN) - 1
 
-    if name == "role":
-        return Grouping(name=name, labels=["prompt", "answer"], groups_of=role_of)
     turns = [f"turn {number}" for number in range(1, LAST_TURN)]
     return Grouping(name=name, labels=[*turns, f"turn {LAST_TURN} and later"], groups_of=turn_of)

@@ -219,7 +219,7 @@ def build_windows(
 
     windows = find_mode(name).windows(config, prepared, tokenizer)
     windows.mode = name
-    if not windows.has_scored_tokens:
+    if not any(len(tokens) for *_, tokens in windows.pieces()):
         raise UserError(
             f"data: {len(windows.document_ends)} documents give no token to score: a first token is context only"
         )

@@ -1,14 +1,17 @@
-"""Evaluates models on data sets: loads each model replicated or sharded, and yields each result as soon as it is known.
+"""Evaluates models on data sets: loads each model replicated or sharded, one at a time, and yields each result as soon
+as it is known.
 
 Candidate (known without weights) -> zero -> loaded_for_scoring -> Evaluation of each data set
 
 A result has a fingerprint of all that it depends on, so that an evaluation that resumes or takes over results never
 mixes two models: the files of the model (of an adapter and of its base), the tokens with their windows, the options,
-the versions of the libraries, and the kind of device.
+the versions of the libraries, and the kind of device. Model files of hundreds of gigabytes are sampled, and their times
+of change count.
 """
 
 import contextlib
 import functools
+import gc
 import hashlib
 import json
 import random
@@ -19,42 +22,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft.checkpoints.readback import verify_weights
-from dsft.config.deepspeed import check_nvme, read_sound_file, read_zero_file, stage
-from dsft.config.options import UNQUANTISED, EvalConfig, common_options
+from dsft.config.deepspeed import read_zero_file
+from dsft.config.options import UNQUANTISED, EvalConfig
 from dsft.data.formats import FormattedSource
-from dsft.data.sources import HeldOut
-from dsft.data.training_data import check_sources
-from dsft.errors import one_line, raise_if_any
-from dsft.models.build import resolve_dtype
-from dsft.models.quantization import PACKAGES
+from dsft.errors import UserError, one_line, raise_if_any
+from dsft.models.build import build_model, described_in, is_bare_config, resolve_dtype
+from dsft.models.candidate import Candidate, with_bases
+from dsft.models.model_folder import has_only_shards, is_step_folder, located
+from dsft.models.quantization import PACKAGES, Quantization
 from dsft.models.size import check_sharding
-from dsft.perplexity.breakdown import Breakdown, build_breakdown
+from dsft.perplexity.breakdown import Breakdown, grouping
 from dsft.perplexity.documents import build_windows
-from dsft.perplexity.kl import ChangeHistogram, divergence_of, refusal_of_pair
-from dsft.perplexity.loading import Candidate, choose_zero, loaded_for_scoring, model_identity, with_bases
-from dsft.perplexity.modes import WINDOW_OPTIONS, mode_problems
-from dsft.perplexity.results import Evaluation, Recorder, Results, ResumeLog
+from dsft.perplexity.kl import ChangeHistogram, divergence_of
+from dsft.perplexity.modes import WINDOW_OPTIONS, protocol_configs
+from dsft.perplexity.results import REPORTS, Evaluation, Recorder, Results
 from dsft.perplexity.scoring import evaluate_windows, exact_products
 from dsft.perplexity.sequence_parallel import refused_model, team_of
 from dsft.perplexity.sums import Perplexity
 from dsft.perplexity.windows import Windows
-from dsft.planner.evaluation_plan import default_batch_tokens, refused_number
+from dsft.planner.evaluation_plan import default_batch_tokens, evaluation_section, plan_evaluation
 from dsft.runtime import distributed
-from dsft.runtime.console import say
-from dsft.runtime.disk import check_writable
-from dsft.runtime.distributed import SAME_FILES, only_run_in, require_agreement, require_same_start
-from dsft.runtime.hardware import (
-    Machine,
-    Memory,
-    has_gpu,
-    memory_errors_explained,
-    peak_memory_bytes,
-    wait_for_freed_gpu,
-)
+from dsft.runtime.distributed import SAME_FILES, require_agreement
+from dsft.runtime.hardware import Machine, Memory, has_gpu, memory_errors_explained, peak_memory_bytes
 from dsft.runtime.versions import versions
 from dsft.units import IGNORED, GiB
 from dsft.watchdog import client as watchdog
@@ -66,116 +62,89 @@ HOW_OPTIONS = (
     *("max_documents", "group_by", "save_tokens"),
 )
 """Options that say how a result was computed and what is kept of it."""
+SCORING = 5
+"""A change of code that changes nats, or what is kept of a result, raises it."""
+LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")
+"""Whose versions can change nats."""
+READ_ENDINGS = (".safetensors", ".bin", ".pt", ".json", ".py")
+"""Of files that loading a model reads. The text of a tokenizer counts through the tokens that it makes."""
+EDGE_BYTES, BLOCK_BYTES, BLOCKS = 1 << 20, 1 << 14, 64
+"""Read of each file: both ends, the whole header, and blocks that are evenly spread."""
 
 
-def evaluate(config: EvalConfig, problems: list[str] | None = None, *, progress: bool = False) -> Iterator[Evaluation]:
-    """Yield the perplexity of each of `config.model` on each of `config.data`, as they come.
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """Holds one data set for one model, by one protocol."""
 
-    Collective, after `distributed.start_ranks()`. With an output_dir each is written before it is yielded, and those
-    that an earlier evaluation left there are taken over.
+    name: str
+    source: str
+    config: EvalConfig
+    windows: Windows
+    breakdown: Breakdown | None
+    options: dict[str, Any]
+    """Those of the mode and HOW_OPTIONS, as they are: nothing is "auto"."""
+    model_hash: str
+    hashes: dict[str, str]
+    fingerprint: str
+
+
+def evaluate_models(
+    config: EvalConfig,
+    candidates: list[Candidate],
+    reference: Candidate | None,
+    data_sets: dict[str, FormattedSource],
+    *,
+    progress: bool = False,
+) -> Iterator[Evaluation]:
+    """Yield the result of each model on each data set, by each protocol, as they come. Collective.
+
+    With an output_dir each is written before it is yielded, and those that an earlier evaluation left there are taken
+    over.
 
     Raises:
-        UserError: with all problems of the options, the data and the models' folders, on every rank, before anything is
-            loaded; or where another evaluation, or a training, writes into output_dir now.
+        UserError: where a model fits no machine or cannot be spread over ranks, or a mode does not fit the data.
         TrainingStopped: where a loss is NaN or infinite.
     """
-    with only_run_in(config.output_dir) as left_lock:
-        if left_lock:
-            wait_for_freed_gpu()
-        candidates, reference, data_sets = _check(config, problems or [])
-        machine, dtype = distributed.smallest_machine(), resolve_dtype(config.dtype)
-        results = Results(Path(config.output_dir)) if config.output_dir else None
-        verify_once = functools.cache(verify_weights)  # once for all of a model's formats
-        for candidate in candidates:
-            jobs = _jobs(candidate, reference, data_sets, dtype, progress=progress)
-            facts = {f"tokens of {job.name}": job.fingerprint for job in jobs}
-            facts |= {f"files of {job.config.model}": job.model_hash for job in jobs}
-            facts |= {f"content of {config.zero}": read_zero_file(config.zero, [])}
-            require_agreement({SAME_FILES: facts})
-            known = {job.name: results and results.known(job.fingerprint, verified=bool(config.verify)) for job in jobs}
-            loaded = [candidate, *([reference] if reference else [])]
-            with contextlib.ExitStack() as stack:
-                if not all(known.values()):
-                    for each in loaded:
-                        for model in with_bases(each.config.model):
-                            verify_once(model)
-                    with _out_of_memory_explained(candidate.config, "loading"):
-                        models, zero = _load(loaded, machine, dtype, stack)
-                for job in jobs:
-                    evaluation = known[job.name]
-                    log = None
-                    if evaluation is None:
-                        log = ResumeLog(Path(config.output_dir), job.fingerprint) if config.output_dir else None
-                        with _out_of_memory_explained(candidate.config, "scoring"):
-                            evaluation = _evaluate_job(models, zero, candidate, job, machine, log, progress=progress)
-                    if results:
-                        results.add(evaluation)
-                    if log:  # a result that is written needs its parts no longer
-                        log.remove()
-                    yield evaluation
-
-
-def _check(
-    config: EvalConfig, problems: list[str]
-) -> tuple[list[Candidate], Candidate | None, dict[str, FormattedSource]]:
-    """Return the models in each of their formats, the reference, and the data sets, before weights load. Collective.
-
-    Raises:
-        UserError: with all problems.
-    """
-    problems += mode_problems(config)
-    if config.run or config.context_curve:
-        distributed.raise_together(problems)  # without the run, or the lengths, nothing else can be said
-    require_same_start(common_options(config), problems)
-    unset_hf_deepspeed_config()  # of a training earlier in this process: models are measured on the meta device
-    if config.output_dir:
-        check_writable(config.output_dir, problems)
-    if refusal := refused_number(config.sequence_parallel, distributed.world_size()):
-        problems.append(refusal)
-    if config.zero not in ("auto", "0"):
-        zero_file = read_sound_file(config.zero, problems)
-        problems += check_nvme(zero_file, config.zero)
-        if zero_file and stage(zero_file) != 3:
-            problems.append(
-                f"zero={config.zero}: evaluation holds a full model per rank (0) or shards of stage 3, not of stage"
-                f" {stage(zero_file)}"
-            )
-    models = [Candidate.of(config, name, problems) for name in config.model]
-    in_formats = [each for model in models for each in model.in_formats(config.quantization, problems)]
-    reference = Candidate.of(config, config.reference, problems, key="reference") if config.reference else None
-    if reference:
-        reference.in_formats([], problems)
-    data_sets = {}
-    for source in config.data:  # with the tokenizer of each model
-        how = {"key": "data", "split": config.data_split, "problems": problems, "keep_all": True}
-        checked = [check_sources([source], config, model.tokenizer, **how) for model in models]
-        data = next((sources[0] for sources in checked if sources), None)
-        if data and config.eval_fraction:
-            share = HeldOut(fraction=config.eval_fraction, seed=config.data_seed, wanted=True)
-            data = replace(data, held_out=share)
-        data_sets[source] = data
-    distributed.raise_together([*dict.fromkeys(problems)])
-    if reference:
-        distributed.raise_together([line for each in models if (line := refusal_of_pair(each, reference))])
-    if {*config.quantization} - {UNQUANTISED}:
-        for model in models:
-            if on_disk := model.facts.size.quantization:
-                say(f"note: {model.config.model} is quantised on disk ({on_disk.format}) and evaluated in it")
-    loaded = [*models, *([reference] if reference else [])]
+    others = [reference] if reference else []
     if config.sequence_parallel > 1:
         refusals = [
             refused_model(
                 each.facts,
                 size=config.sequence_parallel,
-                seq_len=max(options.seq_len for options in each.configs()),
-                model=each.config.model,
+                seq_len=_longest_window(each),
+                model=model,
                 trust_remote_code=config.trust_remote_code,
             )
-            for each in loaded
+            for model, each in {each.config.model: each for each in [*candidates, *others]}.items()
         ]
         distributed.raise_together([reason for reason in refusals if reason])
-    distributed.raise_together([problem for model in loaded for problem in model.check_weights(local=False)])
-    return in_formats, reference, data_sets
+    machine, dtype = distributed.smallest_machine(), resolve_dtype(config.dtype)
+    results = Results(Path(config.output_dir)) if config.output_dir else None
+    verify_once = functools.cache(verify_weights)  # once for all of a model's formats
+    for candidate in candidates:
+        jobs = _jobs(candidate, reference, data_sets, dtype, progress=progress)
+        facts = {f"tokens of {job.name}": job.fingerprint for job in jobs}
+        facts |= {f"files of {job.config.model}": job.model_hash for job in jobs}
+        facts |= {f"content of {config.zero}": read_zero_file(config.zero, [])}
+        require_agreement({SAME_FILES: facts})
+        known = {job.name: results and results.known(job.fingerprint, verified=bool(config.verify)) for job in jobs}
+        with contextlib.ExitStack() as stack:
+            if not all(known.values()):
+                for each in (candidate, *others):
+                    for model in with_bases(each.config.model):
+                        verify_once(model)
+                with _out_of_memory_explained(candidate.config, "loading"):
+                    models, zero = _load([candidate, *others], machine, dtype, stack)
+            for job in jobs:
+                evaluation, recorder = known[job.name], None
+                if evaluation is None:
+                    with _out_of_memory_explained(candidate.config, "scoring"):
+                        evaluation, recorder = _evaluate_job(models, zero, candidate, job, machine, progress=progress)
+                if results:
+                    results.add(evaluation)
+                if recorder:  # a result that is written needs its parts no longer
+                    recorder.remove()
+                yield evaluation
 
 
 def _load(
@@ -202,29 +171,6 @@ def _load(
     return models, zero
 
 
-@dataclass(frozen=True)
-class _Job:
-    """Holds one data set for one model, by one protocol."""
-
-    source: str
-    config: EvalConfig
-    windows: Windows
-    breakdown: Breakdown | None
-    options: dict[str, Any]
-    model_hash: str
-    hashes: dict[str, str]
-    fingerprint: str
-
-    @property
-    def name(self) -> str:
-        protocol = self.options["protocol"]
-        return f"{self.source} by {protocol}" if protocol else self.source
-
-    @property
-    def tokens_folder(self) -> Path | None:
-        return Path(self.config.output_dir) / TOKENS / self.fingerprint[:16] if self.config.save_tokens else None
-
-
 def _jobs(
     candidate: Candidate,
     reference: Candidate | None,
@@ -234,10 +180,11 @@ def _jobs(
     progress: bool,
 ) -> list[_Job]:
     """Prepare every data set, in every protocol. Collective."""
+    tokenizer, facts = candidate.tokenizer, candidate.facts
     prepared = [
-        (source, config, build_windows(data, config, candidate.tokenizer, show_progress=progress))
+        (source, config, build_windows(data, config, tokenizer, show_progress=progress))
         for source, data in data_sets.items()
-        for config in candidate.configs()
+        for config in protocol_configs(candidate.config, facts.size.max_positions)
     ]
     distributed.wait_long("prepared")  # nodes with caches of their own take their own time
     identity = {}
@@ -245,8 +192,6 @@ def _jobs(
         config = each.config
         identity_of_model = model_identity(config.model, revision=config.revision, seed=config.seed)
         identity |= {f"{prefix}{name}": value for name, value in identity_of_model.items()}
-    model_hash = identity["content"]
-    quantization = candidate.facts.size.quantization
     jobs = []
     for source, config, windows in prepared:
         options = {name: getattr(config, name) for name in ("protocol", "seq_len", *WINDOW_OPTIONS, *HOW_OPTIONS)}
@@ -254,30 +199,41 @@ def _jobs(
             "dtype": dtype,
             "mode": windows.mode,
             "batch_tokens": config.batch_tokens or default_batch_tokens(config.seq_len, has_gpu=has_gpu()),
-            "quantization": str(quantization or UNQUANTISED),
+            "quantization": str(facts.size.quantization or UNQUANTISED),
         }
-        hashes = windows.hashes()
-        breakdown = build_breakdown(data_sets[source], config, candidate.tokenizer, windows)
-        print_of_job = fingerprint(identity, hashes, options)
-        jobs.append(_Job(source, config, windows, breakdown, options, model_hash, hashes, print_of_job))
+        hashes, data = windows.hashes(), data_sets[source]
+        groupings = [grouping(name, data, config, tokenizer, windows) for name in config.group_by]
+        jobs.append(
+            _Job(
+                name=f"{source} by {config.protocol}" if config.protocol else source,
+                source=source,
+                config=config,
+                windows=windows,
+                breakdown=Breakdown(windows, groupings) if groupings else None,
+                options=options,
+                model_hash=identity["content"],
+                hashes=hashes,
+                fingerprint=fingerprint(identity, hashes, options),
+            )
+        )
     return jobs
 
 
 def _evaluate_job(
-    models: list[nn.Module],
-    zero: list[str],
-    candidate: Candidate,
-    job: _Job,
-    machine: Machine,
-    log: ResumeLog | None,
-    *,
-    progress: bool,
-) -> Evaluation:
+    models: list[nn.Module], zero: list[str], candidate: Candidate, job: _Job, machine: Machine, *, progress: bool
+) -> tuple[Evaluation, Recorder]:
+    """Score a data set, or what an interrupted evaluation left of it. Collective."""
     config = job.config
     model, reference = [*models, None][:2]
     histogram = ChangeHistogram() if reference is not None else None
-    observers = [observer for observer in (job.breakdown, histogram) if observer]
-    recorder = Recorder(job.windows, log=log, observers=observers, tokens=job.tokens_folder)
+    output_dir = Path(config.output_dir) if config.output_dir else None
+    tokens = output_dir / TOKENS / job.fingerprint[:16] if config.save_tokens else None
+    recorder = Recorder(
+        job.windows,
+        partial=output_dir and output_dir / "partial" / job.fingerprint[:32],
+        observers=[observer for observer in (job.breakdown, histogram) if observer],
+        tokens=tokens,
+    )
     with watchdog.phase("evaluating"):
         start = time.perf_counter()
         result = evaluate_windows(
@@ -294,11 +250,11 @@ def _evaluate_job(
         )
         seconds = time.perf_counter() - start
         difference = verify(model, job.windows, result, config.verify, seed=config.seed) if config.verify else None
-    return Evaluation(
+    evaluation = Evaluation(
         perplexity=result,
         model=candidate.name,
         data=job.source,
-        protocol=job.options["protocol"],
+        protocol=config.protocol,
         mode=job.windows.mode,
         options=job.options,
         zero=zero[0],
@@ -306,7 +262,7 @@ def _evaluate_job(
         machine=str(machine),
         groups=job.breakdown.report() if job.breakdown else {},
         divergence=divergence_of(result, config.reference, histogram) if histogram else None,
-        tokens_folder=job.tokens_folder and str(job.tokens_folder),
+        tokens_folder=tokens and str(tokens),
         truncated_documents=job.windows.truncated_documents,
         seconds=seconds,
         model_hash=job.model_hash,
@@ -316,6 +272,7 @@ def _evaluate_job(
         verified_difference=difference,
         peak_memory_bytes={name: int(distributed.max_over_ranks(value)) for name, value in peak_memory_bytes().items()},
     )
+    return evaluation, recorder
 
 
 @torch.no_grad()
@@ -330,7 +287,7 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
     chosen = set(random.Random(seed).sample(scored, min(number, len(scored))))
     plain = dict.fromkeys(chosen, 0.0)
     for window in range(len(windows.spans)):
-        documents, counts = windows.pieces(window)
+        _, documents, counts = next(windows.pieces(window, window + 1))
         if chosen.isdisjoint(documents.tolist()):
             continue
         watchdog.heartbeat()
@@ -347,12 +304,6 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
     return max(abs(result.document_nats[document] - nats) / max(abs(nats), 1e-12) for document, nats in plain.items())
 
 
-SCORING = 5
-"""A change of code that changes nats, or what is kept of a result, raises it."""
-LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")
-"""Whose versions can change nats."""
-
-
 def fingerprint(model: dict[str, str], windows: dict[str, str], options: dict[str, Any]) -> str:
     """Hash everything that a result depends on, over all ranks: nodes may hold copies of their own. Collective.
 
@@ -366,6 +317,133 @@ def fingerprint(model: dict[str, str], windows: dict[str, str], options: dict[st
     everywhere = sorted(set(distributed.from_all([json.dumps([model, device, libraries])])))
     content = json.dumps([SCORING, everywhere, options, windows], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
+
+
+def model_identity(model: str, *, revision: str | None, seed: int) -> dict[str, str]:
+    """Identify a model: `content` is the same for a copy, `changed` is not.
+
+    Args:
+        revision: of a model on the hub, whose commit is its identity.
+        seed: of the random weights where the model is a config.json alone.
+    """
+    content, changed = hashlib.sha256(), hashlib.sha256()
+    if is_bare_config(model):
+        content.update(f"seed {seed}".encode())
+    for name in with_bases(model):
+        path = Path(name)
+        if not path.exists():
+            repository, gguf = located(name)
+            file = gguf.get("gguf_file", "config.json")  # in the cache: the model has been measured
+            cached = try_to_load_from_cache(repository, file, revision=revision)
+            commit = Path(cached.removesuffix(file)).name if isinstance(cached, str) else revision
+            content.update(f"{name} {commit}".encode())
+            continue
+        if path.is_file():
+            files = [path]
+        else:
+            folder = Path(described_in(name))
+            files = [file for file in folder.iterdir() if file.suffix in READ_ENDINGS and file.name != REPORTS]
+            if is_step_folder(name):
+                files += path.rglob("*.pt")
+            elif has_only_shards(name):
+                files += [*folder.glob("global_step*/*"), *folder.glob("latest")]
+        for file in sorted(file for file in files if file.is_file()):
+            facts = file.stat()
+            content.update(f"{file.name} {facts.st_size}".encode())
+            changed.update(f"{file.name} {facts.st_mtime_ns}".encode())
+            with file.open("rb") as opened:
+                start, size = opened.read(min(facts.st_size, EDGE_BYTES)), facts.st_size
+                content.update(start)
+                if file.suffix == ".safetensors":  # its first 8 bytes are the length of its header
+                    header_bytes = min(int.from_bytes(start[:8], "little"), size)
+                    content.update(opened.read(max(0, header_bytes - EDGE_BYTES)))
+                for block in range(BLOCKS):
+                    opened.seek(size * block // BLOCKS)
+                    content.update(opened.read(BLOCK_BYTES))
+                opened.seek(max(0, size - EDGE_BYTES))
+                content.update(opened.read())
+    return {"content": content.hexdigest(), "changed": changed.hexdigest()}
+
+
+def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
+    """Choose as the planner does: one copy per rank where it fits, else shards of ZeRO-3, else shards in host memory.
+
+    Raises:
+        UserError: where nothing fits.
+    """
+    choice = plan_evaluation(
+        candidate.facts,
+        machine,
+        dtype=dtype,
+        seq_len=_longest_window(candidate),
+        batch_tokens=candidate.config.batch_tokens,
+        sequence_parallel=candidate.config.sequence_parallel,
+    )
+    if not choice.plan.fits:
+        longest = choice.longest_window
+        fits = f" The longest window that fits has {longest:,} tokens." if longest else ""
+        raise UserError(
+            f"zero=auto for {candidate.name}: {choice.reason}{fits} Use more GPUs or nodes, a smaller batch_tokens or"
+            " seq_len, sequence_parallel, or set zero yourself"
+        )
+    return choice.plan.zero
+
+
+def _longest_window(candidate: Candidate) -> int:
+    return max(config.seq_len for config in protocol_configs(candidate.config, candidate.facts.size.max_positions))
+
+
+@contextlib.contextmanager
+def loaded_for_scoring(
+    config: Any, zero: str, dtype: str, quantization: Quantization | None = None
+) -> Iterator[PreTrainedModel]:
+    """Load the model of `config` in evaluation mode; its memory is given back at the end, for the next one."""
+    _free_memory()  # an earlier sharded model is in cycles
+    try:
+        if zero == "0":
+            model = build_model(config, dtype=dtype, seed=config.seed, quantization=quantization)
+            if not quantization:
+                model.to(distributed.device())
+            try:
+                yield model.eval()
+            finally:
+                for module in model.modules():  # frees the weights, whoever still holds the module
+                    module._parameters.clear()
+                    module._buffers.clear()
+        else:
+            import deepspeed
+
+            zero_file = read_zero_file(zero, [])
+            deepspeed_config = {
+                "train_micro_batch_size_per_gpu": 1,
+                "bf16": {"enabled": dtype == "bfloat16"},
+                "fp16": {"enabled": dtype == "float16"},
+                "steps_per_print": 10**9,
+                "zero_optimization": evaluation_section(zero),
+                **({"aio": zero_file["aio"]} if "aio" in zero_file else {}),
+            }
+            registered = HfDeepSpeedConfig(deepspeed_config)  # from_pretrained shards while this object lives
+            try:
+                model = build_model(config, dtype=dtype, seed=config.seed)
+                engine = deepspeed.initialize(model=model, config=deepspeed_config)[0]
+                distributed.extend_timeouts()
+                try:
+                    yield engine.module.eval()
+                finally:
+                    engine.destroy()
+                    del engine
+            finally:
+                del registered
+                unset_hf_deepspeed_config()
+    finally:
+        model = None  # so that its memory can be freed now
+        _free_memory()
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if has_gpu():
+        torch.cuda.empty_cache()
 
 
 def _out_of_memory_explained(config: EvalConfig, doing: str) -> contextlib.AbstractContextManager[None]:

@@ -15,7 +15,6 @@ Shape suffixes: N scored tokens, W tile of the vocabulary, K columns, D document
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -100,36 +99,18 @@ class ChangeHistogram:
         bins, counts = recorded
         self.counts[bins] += counts
 
-    def quantiles(self) -> dict[str, float]:
-        """Return the quantiles over all ranks, each as the middle of its bin. Collective."""
-        ends = np.cumsum(sum_over_ranks(torch.from_numpy(self.counts)).numpy())
-        bins = np.searchsorted(ends, np.array(QUANTILES) * ends[-1])
-        return {str(share): place / BINS * 2 - 1 for share, place in zip(QUANTILES, bins.tolist(), strict=True)}
-
 
 def divergence_of(result: Perplexity, reference: str, histogram: ChangeHistogram) -> Divergence:
-    """Add up the documents. Collective."""
+    """Add up the documents, and the changes of all ranks. Collective."""
     of_reference, kl, reverse_kl, same_top = (math.fsum(row_D) / result.tokens for row_D in result.document_pairs)
+    # Over all ranks, each quantile as the middle of its bin.
+    ends = np.cumsum(sum_over_ranks(torch.from_numpy(histogram.counts)).numpy())
+    bins = np.searchsorted(ends, np.array(QUANTILES) * ends[-1]).tolist()
     return Divergence(
         reference=reference,
         reference_perplexity=exp(of_reference),
         kl=kl,
         reverse_kl=reverse_kl,
         same_top=same_top,
-        change_quantiles=histogram.quantiles(),
+        change_quantiles={str(share): place / BINS * 2 - 1 for share, place in zip(QUANTILES, bins, strict=True)},
     )
-
-
-def refusal_of_pair(model: Any, reference: Any) -> str:
-    """Say why the KL of two models, as `Candidate`s, cannot be taken; empty where it can."""
-    names = f"reference={reference.config.model}"
-    if reference.tokenizer.get_vocab() != model.tokenizer.get_vocab():
-        return (
-            f"{names}: has another tokenizer than {model.config.model}, and KL needs the same tokens; where both"
-            " were trained with one, name it with tokenizer; else evaluate both by themselves, and compare their bits"
-            " per byte with dsft compare"
-        )
-    sizes = reference.facts.size.vocab_size, model.facts.size.vocab_size
-    if sizes[0] != sizes[1]:
-        return f"{names}: predicts {sizes[0]:,} tokens and {model.config.model} {sizes[1]:,}; KL needs the same number"
-    return ""

@@ -22,10 +22,9 @@ from dsft.config.options import EvalConfig
 from dsft.errors import UserError, nearest
 from dsft.perplexity.windows import (
     Windows,
+    cut,
     disjoint_spans,
     full_spans,
-    of_corpus,
-    of_documents,
     rolling_spans,
     sliding_spans,
 )
@@ -55,7 +54,7 @@ def _windows(config: EvalConfig, prepared: Prepared, _tokenizer: "PreTrainedToke
     token of a window is context only. It is the view that finetuning trains on (`data/`).
     """
     store = prepared("texts", bos=config.bos, separator=config.separator)
-    return of_corpus(store, partial(disjoint_spans, length=config.seq_len))
+    return cut(store, partial(disjoint_spans, length=config.seq_len))
 
 
 def _sliding(config: EvalConfig, prepared: Prepared, _tokenizer: "PreTrainedTokenizerBase") -> Windows:
@@ -65,8 +64,8 @@ def _sliding(config: EvalConfig, prepared: Prepared, _tokenizer: "PreTrainedToke
     """
     spans_of = partial(sliding_spans, length=config.seq_len, stride=config.stride or config.seq_len // 2)
     if config.scope == "document":
-        return of_documents(prepared("texts", bos=config.bos), spans_of)
-    return of_corpus(prepared("texts", bos=config.bos, separator=config.separator), spans_of)
+        return cut(prepared("texts", bos=config.bos), spans_of, each_document=True)
+    return cut(prepared("texts", bos=config.bos, separator=config.separator), spans_of)
 
 
 def _rolling(
@@ -77,13 +76,13 @@ def _rolling(
     lm_eval/models/huggingface.py and `get_rolling_token_windows` in lm_eval/utils.py).
     """
     store = prepared("texts", bos=bos or config.bos, has_prefix=True)
-    return of_documents(store, partial(rolling_spans, length=config.seq_len))
+    return cut(store, partial(rolling_spans, length=config.seq_len), each_document=True)
 
 
 def _answers(config: EvalConfig, prepared: Prepared, _tokenizer: "PreTrainedTokenizerBase") -> Windows:
     """Prompts with completions, or chats: only what finetuning trains on is scored."""
     store = prepared("answers")
-    windows = of_documents(store, lambda start, end: [(start, end, min(start + 1, end))])
+    windows = cut(store, lambda start, end: [(start, end, min(start + 1, end))], each_document=True)
     windows.truncated_documents = store.counts["truncated"]
     return windows
 
@@ -102,7 +101,7 @@ def _gptq(
             f"protocol={config.protocol} drops what does not fill a window of seq_len={config.seq_len} tokens, and"
             f" the data has {len(store.tokens):,}; use more data, a smaller seq_len or protocol dsft"
         )
-    return _without_sizes(of_corpus(store, partial(full_spans, length=config.seq_len, scored_from=scored_from)))
+    return _without_sizes(cut(store, partial(full_spans, length=config.seq_len, scored_from=scored_from)))
 
 
 def _llama_cpp(config: EvalConfig, prepared: Prepared, tokenizer: "PreTrainedTokenizerBase") -> Windows:
@@ -124,7 +123,7 @@ def _hf(config: EvalConfig, prepared: Prepared, _tokenizer: "PreTrainedTokenizer
     """
     store = prepared("joined")
     stride = config.stride or min(512, config.seq_len // 2)
-    windows = of_corpus(store, partial(sliding_spans, length=config.seq_len, stride=stride))
+    windows = cut(store, partial(sliding_spans, length=config.seq_len, stride=stride))
     scored = windows.spans[:, 1] - windows.spans[:, 2]
     windows.weights = 1 - 1 / np.maximum(scored, 1)
     windows.weights[:1] = 1.0
@@ -145,9 +144,10 @@ def _context(config: EvalConfig, prepared: Prepared, _tokenizer: "PreTrainedToke
         )
     scored = lengths[0] // 2
     return _without_sizes(
-        of_documents(
+        cut(
             store,
             lambda start, end: [(end - config.seq_len, end, end - scored)] if end - start >= lengths[-1] else [],
+            each_document=True,
         )
     )
 

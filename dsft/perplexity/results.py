@@ -365,82 +365,6 @@ class Results:
             ) from None
 
 
-class ResumeLog:
-    """Knows the scored batches of an earlier evaluation, and records those of this one, below `folder`.
-
-    Collective: every rank makes one.
-    """
-
-    def __init__(self, folder: Path, key: str):
-        self.folder = folder / "partial" / key[:32]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        # Nodes may not share the folder, so what is known is the union over all ranks, before anyone appends.
-        lines = []
-        for path in sorted(self.folder.glob("rank-*.jsonl")):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(ValueError):  # of the line that was being written when the rank was killed
-                    lines.append(json.loads(line))
-        self.known = {batch: line for batch, *line in distributed.from_all(lines)}
-        """Index of a batch -> what else its line holds, the same on every rank: the sums of its pieces first."""
-        self._file = (self.folder / f"rank-{distributed.rank()}.jsonl").open("a", encoding="utf-8")
-
-    def record(self, line: list) -> None:
-        """Append the line of a batch: its index, the sums of its pieces, and what the recorder adds to these.
-
-        Python's repr of a float, as JSON has it, gives the same bits back.
-        """
-        self._file.write(f"\n{json.dumps(line)}")
-        self._file.flush()
-
-    def remove(self) -> None:
-        """Remove the lines, which are not needed any more once the result is known. Collective."""
-        self._file.close()
-        distributed.wait_for_all()
-        shutil.rmtree(self.folder, ignore_errors=True)  # on every rank, since nodes may not share the folder
-
-
-class TokenParts:
-    """Writes the scored tokens of this rank, a part at a time."""
-
-    def __init__(self, folder: Path, windows: "Windows", kept: set[str]):
-        """
-        Args:
-            kept: names of the parts of an interrupted evaluation that count; others are removed. Collective.
-        """
-        self.folder, self.windows = folder, windows
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.iterdir():
-            if path.name not in kept:
-                path.unlink(missing_ok=True)  # another rank of this node may have been first
-        distributed.wait_for_all()
-        self.tables: list[pyarrow.Table] = []
-        self.name = ""
-
-    def add(self, batch: int, windows: list[int], nats_N: np.ndarray) -> None:
-        """Take the tokens of a batch."""
-        self.name = self.name or f"batch-{batch:08d}-rank-{distributed.rank()}.parquet"
-        places = np.concatenate([self.windows.scored_places(window) for window in windows])
-        documents = np.searchsorted(self.windows.document_ends, places, side="right")
-        starts = np.concatenate([[0], self.windows.document_ends])[documents]
-        columns = {
-            "document": documents.astype(np.int64),
-            "position": (places - starts).astype(np.int64),
-            "token": np.asarray(self.windows.tokens[places]).astype(np.int32),
-            "nats": nats_N,
-        }
-        self.tables.append(pyarrow.table(columns))
-
-    def write(self) -> str | None:
-        """Write what was added as a part; its name, None where nothing was added."""
-        if not self.tables:
-            return None
-        name, beside = self.name, self.folder / f"{self.name}.tmp"
-        pyarrow.parquet.write_table(pyarrow.concat_tables(self.tables), beside)
-        beside.replace(self.folder / name)
-        self.tables, self.name = [], ""
-        return name
-
-
 class Observer(Protocol):
     """Adds something up over all tokens."""
 
@@ -452,32 +376,52 @@ class Observer(Protocol):
 
 
 class Recorder:
-    """Takes every batch that this rank scores, and knows those of an interrupted evaluation."""
+    """Takes every batch that this rank scores, writes what resuming needs, and knows what was scored before.
+
+    Collective: every rank makes one.
+    """
 
     def __init__(
         self,
         windows: "Windows",
         *,
-        log: ResumeLog | None,
+        partial: Path | None = None,
         observers: Sequence[Observer] = (),
         tokens: Path | None = None,
     ):
         """
         Args:
+            partial: folder of the lines of this evaluation; None where it cannot be resumed.
             observers: the same ones, in the same order, when an evaluation resumes.
-            tokens: folder of the scored tokens. With it the recorder is collective.
+            tokens: folder of the scored tokens; None where they are not kept.
         """
-        self.log, self.observers = log, observers
-        lines = log.known if log else {}
-        parts = {line[2] for line in lines.values() if len(line) > 2}
-        self.tokens = TokenParts(tokens, windows, parts) if tokens else None
-        self.known = {batch: line[0] for batch, line in lines.items()}
+        self.windows, self.partial, self.observers, self.tokens = windows, partial, observers, tokens
+        lines = []
+        if partial:
+            partial.mkdir(parents=True, exist_ok=True)
+            # Nodes may not share the folder, so what is known is the union over all ranks, before anyone appends.
+            for path in sorted(partial.glob("rank-*.jsonl")):
+                for line in path.read_text(encoding="utf-8").splitlines():
+                    with contextlib.suppress(ValueError):  # of the line that was written when the rank was killed
+                        lines.append(json.loads(line))
+            lines = list({line[0]: line for line in distributed.from_all(lines)}.values())
+            self._file = (partial / f"rank-{distributed.rank()}.jsonl").open("a", encoding="utf-8")
+        self.known = {batch: sums for batch, sums, *_ in lines}
         """Index of a batch -> sums of its pieces, [K][pieces], the same on every rank."""
         if distributed.rank() == 0:  # the sums of all ranks are added up: each batch counts once
-            for line in lines.values():
-                for observer, recorded in zip(observers, line[1] if observers else [], strict=True):
-                    observer.restore(recorded)
-        self._pending: list[list] = []
+            for _, _, recorded, *_ in lines:
+                for observer, of_observer in zip(observers, recorded if observers else [], strict=True):
+                    observer.restore(of_observer)
+        if tokens:
+            tokens.mkdir(parents=True, exist_ok=True)
+            kept = {part for _, _, _, *parts in lines for part in parts}
+            for path in tokens.iterdir():
+                if path.name not in kept:  # no line names it, so its batches are scored again
+                    path.unlink(missing_ok=True)  # another rank of this node may have been first
+            distributed.wait_for_all()
+        self._lines: list[list] = []
+        self._tables: list[pyarrow.Table] = []
+        """Of the tokens that are not on disk yet."""
 
     def record(self, batch: int, windows: list[int], columns_KN: "torch.Tensor", piece_sums: list[list[float]]) -> None:
         """Take a scored batch.
@@ -487,16 +431,38 @@ class Recorder:
             piece_sums: [K][pieces].
         """
         recorded = [observer.update(windows, columns_KN.numpy()) for observer in self.observers]
+        self._lines.append([batch, piece_sums, recorded])
         if self.tokens:
-            self.tokens.add(batch, windows, columns_KN[0].numpy())
-        self._pending.append([batch, piece_sums, recorded])
-        if not self.tokens or sum(map(len, self.tokens.tables)) >= PART_TOKENS:
+            places = np.concatenate([self.windows.scored_places(window) for window in windows])
+            documents = np.searchsorted(self.windows.document_ends, places, side="right")
+            starts = np.concatenate([[0], self.windows.document_ends])[documents]
+            columns = {
+                "document": documents.astype(np.int64),
+                "position": (places - starts).astype(np.int64),
+                "token": np.asarray(self.windows.tokens[places]).astype(np.int32),
+                "nats": columns_KN[0].numpy(),
+            }
+            self._tables.append(pyarrow.table(columns))
+        if not self.tokens or sum(map(len, self._tables)) >= PART_TOKENS:
             self.flush()
 
     def flush(self) -> None:
-        """Put everything on disk."""
-        part = self.tokens.write() if self.tokens else None
-        if self.log:
-            for line in self._pending:
-                self.log.record([*line, part] if part else line)
-        self._pending = []
+        """Put everything on disk: the tokens as a part, then the lines that name it."""
+        part = []
+        if self._tables:
+            part = [f"batch-{self._lines[0][0]:08d}-rank-{distributed.rank()}.parquet"]
+            beside = self.tokens / f"{part[0]}.tmp"
+            pyarrow.parquet.write_table(pyarrow.concat_tables(self._tables), beside)
+            beside.replace(self.tokens / part[0])
+        if self.partial:
+            for line in self._lines:  # Python's repr of a float, as JSON has it, gives the same bits back
+                self._file.write(f"\n{json.dumps([*line, *part])}")
+                self._file.flush()
+        self._lines, self._tables = [], []
+
+    def remove(self) -> None:
+        """Remove the lines, which are not needed any more once the result is written. Collective."""
+        if self.partial:
+            self._file.close()
+            distributed.wait_for_all()
+            shutil.rmtree(self.partial, ignore_errors=True)  # on every rank, since nodes may not share the folder

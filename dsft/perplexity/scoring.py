@@ -5,7 +5,7 @@ order. Definition: perplexity = exp(nats / tokens), where nats is the sum of -ln
 window) over all scored tokens, log-softmax in fp32 whatever the model's dtype, sums in float64. The windows are made in
 `windows.py`.
 
-    windows --form_batches--> batches --_score_batches, one rank each--> nats of pieces --sum over ranks, fsum--> result
+    windows --form_batches--> batches --score, one rank each--> nats of pieces --sum over ranks, fsum--> result
 
 A piece is what one window scores of one document (`sums.py`). Nats of a token are rounded to a multiple of 2^-28, so
 that float64 sums of them are exact in any order and grouping, up to 33 million nats.
@@ -21,7 +21,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakKeyDictionary
 
@@ -50,8 +50,6 @@ SLICE_LOGITS = 2**28
 """Logits that a model whose head is not computed in parts makes in one forward: 1 GiB in fp32."""
 
 Scorer = ChunkedHead | nn.Module
-Tiles = Iterable[torch.Tensor]
-"""Logits [N, W] of one tile of the vocabulary after the other."""
 
 
 @contextlib.contextmanager
@@ -86,6 +84,10 @@ def form_batches(lengths: np.ndarray, batch_tokens: int, rules: RowRules) -> lis
     return batches
 
 
+_is_chunked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Whether the head of a model can be computed in parts, as all its ranks found."""
+
+
 @torch.no_grad()
 @exact_products()
 def evaluate_windows(
@@ -114,97 +116,68 @@ def evaluate_windows(
         TrainingStopped: where a document's loss is NaN or infinite, naming the first such document.
     """
     was_training = model.training
-    models = (model,) if reference is None else (model, reference)
+    models = [model] if reference is None else [model, reference]
     rules, *others = (row_rules(each.eval()) for each in models)
     for other in others:  # which rows may share a batch of all models, and how it is padded
         rules = rules.joined(other)
     rules = dataclasses.replace(rules, multiple=team.size)
     batches = form_batches(windows.lengths, batch_tokens, rules)
     pieces = pieces_of(windows, batches)
-    places, counts = pieces.places(), pieces.tokens
-    known = recorder.known if recorder else {}
-    left = {index: batch for index, batch in enumerate(batches) if index not in known}
     # Every piece is filled in on one rank and 0 on all others, so summing over ranks adds only zeros: no rounding.
-    sums_KP = torch.zeros(len(COLUMNS) if reference is not None else 1, pieces.ends[-1], dtype=torch.float64)
-    score_batch = team.scorer(_scorer(model, reference, pad_token_id, device), *models)
-    how = {"pad_token_id": pad_token_id, "device": device, "team": team, "progress": progress}
-    for index, columns_KN in _score_batches(score_batch, windows, left, rules, everyone=collective_forward, **how):
-        parts = columns_KN.split(counts[places[index]].tolist(), dim=1)
-        sums_KP[:, places[index]] = torch.stack([part.sum(dim=1) for part in parts], dim=1) if parts else 0.0
-        if recorder:
-            recorder.record(index, batches[index], columns_KN, sums_KP[:, places[index]].tolist())
+    columns = len(COLUMNS) if reference is not None else 1
+    sums_KP = torch.zeros(columns, len(pieces.tokens), dtype=torch.float64)
+
+    scorers, dummy = [], torch.full((1, 8 * team.size), pad_token_id, device=device)
+    for each in models:
+        head = ChunkedHead(each, VOCAB_TILE[device.type])
+        if each not in _is_chunked:  # once for a model: under ZeRO-3 it takes two gathers of all weights
+            _is_chunked[each] = head.agrees(dummy[:, :8])
+            if not _is_chunked[each]:
+                say(
+                    f"note: the head of {type(each).__name__} cannot be computed in parts: a large batch takes several"
+                    " forwards, or the memory of all its logits; fewer tokens in a batch take less"
+                )
+        scorers.append(head if _is_chunked[each] else each)
+
+    def scored(batch_BT: dict[str, torch.Tensor]) -> torch.Tensor:
+        if team.size == 1:
+            return score(scorers, batch_BT)
+        with team.attention(*models):
+            columns_KN = score(scorers, team.share(batch_BT))
+        return team.gather(columns_KN, batch_BT["targets"])
+
+    # The teams, of one rank each but for sequence parallelism, take turns: with 2 teams and 5 batches, team 0 scores
+    # the first, third and fifth, and in the third turn team 1 has none. The first rank of a team keeps the results.
+    known = recorder.known if recorder else {}
+    left = [index for index in range(len(batches)) if index not in known]
+    tokens = [int(windows.lengths[batches[index]].sum()) for index in left]
+    number, teams = team.number, team.teams
+    collated = _collated_ahead(windows, [batches[index] for index in left[number::teams]], rules, pad_token_id)
+    nats, num_scored = 0.0, 0  # of this rank's team
+    with progress_bar(is_shown=progress, total=sum(tokens), desc="Perplexity", unit="token", unit_scale=True) as bar:
+        for turn in range(0, len(left), teams):
+            if turn + number < len(left):
+                columns_KN = scored({name: tensor.to(device) for name, tensor in next(collated).items()})
+                if team.place == 0:
+                    index = left[turn + number]
+                    place = pieces.of_batches[index]
+                    parts = columns_KN.split(pieces.tokens[place].tolist(), dim=1)
+                    sums_KP[:, place] = torch.stack([part.sum(dim=1) for part in parts], dim=1) if parts else 0.0
+                    if recorder:
+                        recorder.record(index, batches[index], columns_KN, sums_KP[:, place].tolist())
+                nats, num_scored = nats + columns_KN[0].sum().item(), num_scored + columns_KN.shape[1]
+                bar.set_postfix_str(f"{exp(nats / max(num_scored, 1)):.4f} so far", refresh=False)
+            elif collective_forward:  # the same collectives as a batch with work
+                scored({"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
+            bar.update(sum(tokens[turn : turn + teams]))
+            watchdog.heartbeat()
     if recorder:
         recorder.flush()
     model.train(was_training)
     sums_KP = sum_over_ranks(sums_KP)
     for index, batch_sums in known.items():
-        sums_KP[:, places[index]] = torch.tensor(batch_sums, dtype=torch.float64)
-    fed_tokens = sum(int(windows.lengths[batch].sum()) for batch in left.values())
-    return add_up(windows, pieces, sums_KP.numpy(), fed_tokens=fed_tokens, rows_alone=rules.alone)
-
-
-_is_chunked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Whether the head of a model can be computed in parts, as all its ranks found."""
-
-
-def _scorer(
-    model: nn.Module, reference: nn.Module | None, pad_token_id: int, device: torch.device
-) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
-    """Return what gives the columns [K, N] of a batch, in exact steps. Collective under ZeRO-3."""
-    dummy, heads = torch.full((1, 8), pad_token_id, device=device), []
-    for each in (model, reference):
-        if each is not None:
-            head = ChunkedHead(each, VOCAB_TILE[device.type])
-            if each not in _is_chunked:  # once for a model: under ZeRO-3 it takes two gathers of all weights
-                _is_chunked[each] = head.agrees(dummy)
-                if not _is_chunked[each]:
-                    say(
-                        f"note: the head of {type(each).__name__} cannot be computed in parts: a large batch takes"
-                        " several forwards, or the memory of all its logits; fewer tokens in a batch take less"
-                    )
-            heads.append(head if _is_chunked[each] else each)
-    if reference is None:
-        return lambda batch: score(heads[0], batch)[None]
-    return lambda batch: score_pair(*heads, batch)
-
-
-def _score_batches(
-    score_batch: Callable[[dict[str, torch.Tensor]], torch.Tensor],
-    windows: Windows,
-    batches: dict[int, list[int]],
-    rules: RowRules,
-    *,
-    pad_token_id: int,
-    device: torch.device,
-    everyone: bool,
-    team: Team,
-    progress: bool,
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (index of a batch, [K, N] columns of its scored tokens) of every batch that this rank scores.
-
-    The teams, of one rank each but for sequence parallelism, take turns: with 2 teams and 5 batches, team 0 scores the
-    first, third and fifth, and in the third turn team 1 has none. The first rank of a team yields. Collective under
-    ZeRO-3.
-    """
-    number, teams = team.number, team.teams
-    indices = list(batches)
-    lengths = windows.lengths
-    tokens = [int(lengths[batch].sum()) for batch in batches.values()]
-    dummy = torch.full((1, 8 * team.size), pad_token_id, device=device)
-    collated = _collated_ahead(windows, [batches[index] for index in indices[number::teams]], rules, pad_token_id)
-    nats, scored = 0.0, 0  # of this rank's team
-    with progress_bar(is_shown=progress, total=sum(tokens), desc="Perplexity", unit="token", unit_scale=True) as bar:
-        for turn in range(0, len(indices), teams):
-            if turn + number < len(indices):
-                columns_KN = score_batch({name: tensor.to(device) for name, tensor in next(collated).items()})
-                if team.place == 0:
-                    yield indices[turn + number], columns_KN
-                nats, scored = nats + columns_KN[0].sum().item(), scored + columns_KN.shape[1]
-                bar.set_postfix_str(f"{exp(nats / max(scored, 1)):.4f} so far", refresh=False)
-            elif everyone:  # the same collectives as a batch with work
-                score_batch({"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
-            bar.update(sum(tokens[turn : turn + teams]))
-            watchdog.heartbeat()
+        sums_KP[:, pieces.of_batches[index]] = torch.tensor(batch_sums, dtype=torch.float64)
+    return add_up(windows, pieces, sums_KP.numpy(), fed_tokens=sum(tokens), rows_alone=rules.alone)
 
 
 def _collated_ahead(
@@ -232,71 +205,15 @@ def _collated_ahead(
             yield ahead.result()
 
 
-def score(head: Scorer, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return [N] float64 on the CPU: nats of each scored token of a collated batch, row by row."""
-    nats_KN = score_in_tiles(
-        [head], batch, lambda tiles, targets_N: negative_log_likelihood(*tiles, targets_N)[None], columns=1
-    )
-    return in_exact_steps(nats_KN[0])
+def score(scorers: list[Scorer], batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return [K, N] float64 on the CPU of each scored token of a collated batch, row by row: its nats, and with a
+    second scorer, the reference, all COLUMNS. Collective where a scorer is sharded.
 
-
-def score_pair(model: Scorer, reference: Scorer, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return [K, N] float64 on the CPU: COLUMNS of each scored token of a collated batch, row by row. Collective where
-    either is sharded.
+    Values are rounded to multiples of 2^-28: sums of them are exact, whatever is summed with what.
     """
-    columns_KN = score_in_tiles(
-        [model, reference],
-        batch,
-        lambda tiles, targets_N: compare_logits(zip(*tiles, strict=True), targets_N),
-        columns=len(COLUMNS),
-    )
-    return in_exact_steps(columns_KN)
-
-
-def score_in_tiles(
-    scorers: list[Scorer],
-    batch: dict[str, torch.Tensor],
-    score_rows: Callable[[list[Tiles], torch.Tensor], torch.Tensor],
-    *,
-    columns: int,
-) -> torch.Tensor:
-    """Return [K, N] float64 on the CPU of each scored token of a collated batch, row by row.
-
-    Collective where a model is sharded.
-
-    Args:
-        score_rows: is given the tiles of each scorer's logits and the targets [N], and returns [K, N].
-        columns: K.
-    """
-    where_BT, rows = batch["targets"] != IGNORED, ROW_TILE[batch["targets"].device.type]
-    columns_KBT = torch.zeros(columns, *where_BT.shape, dtype=torch.float64)
-    for positions, outputs in _in_slices(scorers, batch):
-        where_BS = where_BT[:, positions]
-        parts = (each[where_BS].split(rows) for each in (batch["targets"][:, positions], *outputs))
-        scored = [
-            score_rows(
-                [
-                    scorer.logits(rows_of)
-                    if isinstance(scorer, ChunkedHead)
-                    else rows_of.split(VOCAB_TILE[rows_of.device.type], dim=1)
-                    for scorer, rows_of in zip(scorers, of_scorers, strict=True)
-                ],
-                wanted_N,
-            )
-            for wanted_N, *of_scorers in zip(*parts, strict=True)
-            if len(wanted_N)
-        ]
-        if scored:
-            columns_KBS = torch.zeros(columns, *where_BS.shape, dtype=torch.float64)
-            columns_KBS[:, where_BS.cpu()] = torch.cat(scored, dim=1).double().cpu()
-            columns_KBT[:, :, positions] = columns_KBS
-    return columns_KBT[:, where_BT.cpu()]
-
-
-def _in_slices(scorers: list[Scorer], batch: dict[str, torch.Tensor]) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-    """Yield some positions and, of each scorer, what its tiles are made of there: hidden states, or all logits."""
+    targets_BT, device = batch["targets"], batch["targets"].device.type
     given = {name: tensor for name, tensor in batch.items() if name != "targets"}
-    rows, width = given["input_ids"].shape
+    is_scored_BT, (rows, width) = targets_BT != IGNORED, targets_BT.shape
     hidden = {scorer: scorer.run_backbone(**given) for scorer in scorers if isinstance(scorer, ChunkedHead)}
     plain = [scorer for scorer in scorers if scorer not in hidden]
     length = width  # positions of each row whose logits are made in one forward
@@ -306,17 +223,40 @@ def _in_slices(scorers: list[Scorer], batch: dict[str, torch.Tensor]) -> Iterato
     number = most = math.ceil(width / length)
     if plain and is_deepspeed_zero3_enabled():
         most = int(max_over_ranks(number))
+    columns_KBT = torch.zeros(len(COLUMNS) if len(scorers) > 1 else 1, rows, width, dtype=torch.float64)
     with contextlib.ExitStack() as gathered:
         for scorer in hidden:
             gathered.enter_context(scorer.weights())
         for start in range(0, width, length):
             here = slice(start, start + length)
+            is_scored_BS = is_scored_BT[:, here]
             logits = {scorer: _logits(scorer, given, here) for scorer in plain}
-            yield here, [logits[scorer] if scorer in logits else hidden[scorer][:, here] for scorer in scorers]
+            outputs = [logits[scorer] if scorer in logits else hidden[scorer][:, here] for scorer in scorers]
+            parts = (each[is_scored_BS].split(ROW_TILE[device]) for each in (targets_BT[:, here], *outputs))
+            scored = []
+            for targets_N, *of_scorers in zip(*parts, strict=True):
+                if not len(targets_N):
+                    continue
+                tiles = [
+                    scorer.logits(output_N)
+                    if isinstance(scorer, ChunkedHead)
+                    else output_N.split(VOCAB_TILE[device], dim=1)
+                    for scorer, output_N in zip(scorers, of_scorers, strict=True)
+                ]
+                scored.append(
+                    compare_logits(zip(*tiles, strict=True), targets_N)
+                    if len(tiles) > 1
+                    else negative_log_likelihood(*tiles, targets_N)[None]
+                )
+            if scored:
+                columns_KBS = torch.zeros(len(columns_KBT), *is_scored_BS.shape, dtype=torch.float64)
+                columns_KBS[:, is_scored_BS.cpu()] = torch.cat(scored, dim=1).double().cpu()
+                columns_KBT[:, :, here] = columns_KBS
         for _ in range(number, most):
             # Every rank runs as many forwards. Its slices follow from its own batch alone, for the sake of the bits.
             for scorer in plain:
                 _logits(scorer, given, slice(0, 1))
+    return columns_KBT[:, is_scored_BT.cpu()].mul_(STEPS).round_().div_(STEPS)
 
 
 def _logits(model: nn.Module, given: dict[str, torch.Tensor], positions: slice) -> torch.Tensor:
@@ -328,11 +268,6 @@ def _logits(model: nn.Module, given: dict[str, torch.Tensor], positions: slice) 
 
 def _leaves_positions_out(model: nn.Module) -> bool:
     return "logits_to_keep" in inspect.signature(type(unwrapped(model)).forward).parameters
-
-
-def in_exact_steps(values: torch.Tensor) -> torch.Tensor:
-    """Round to multiples of 2^-28, in float64 on the CPU: sums of them are exact, whatever is summed with what."""
-    return values.double().cpu().mul_(STEPS).round_().div_(STEPS)
 
 
 def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_N: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dsft.models.size import ModelFacts
@@ -86,29 +85,31 @@ class Team:
     @contextlib.contextmanager
     def attention(self, *models: nn.Module) -> Iterator[None]:
         """Exchange positions for heads in every attention of `models`, which are called with `share(batch)`."""
-        names = {
-            model.config.get_text_config()._attn_implementation for model in models
-        }  # as transformers registers them
+
+        def exchanging(function: Callable) -> Callable:
+            def attention(module: nn.Module, query, key, value, _mask, **options):  # [B, H, T, D] each
+                ulysses = _ulysses(function, self.group, query.shape[0], query.shape[1], key.shape[1], query.shape[3])
+                # Where key heads are repeated for the ranks, Ulysses sets this to the number of its own share and
+                # leaves it.
+                groups = vars(module).get("num_key_value_groups")
+                try:
+                    output, weights = ulysses(module, query, key, value, None, **options)
+                    return output.unflatten(-1, (query.shape[1], -1)), weights  # [B, T, H, D], as GPT-2 needs it
+                finally:
+                    if groups is not None:
+                        module.num_key_value_groups = groups
+
+            return attention
+
+        names = {model.config.get_text_config()._attn_implementation for model in models}  # as transformers has them
         functions = {name: ALL_ATTENTION_FUNCTIONS[name] for name in names}
         for name, function in functions.items():
-            ALL_ATTENTION_FUNCTIONS[name] = _exchanging(function, self.group)
+            ALL_ATTENTION_FUNCTIONS[name] = exchanging(function)
         try:
             yield
         finally:
             for name, function in functions.items():
                 ALL_ATTENTION_FUNCTIONS[name] = function
-
-    def scorer(self, score_batch: Callable[[dict], torch.Tensor], *models: nn.Module) -> Callable[[dict], torch.Tensor]:
-        """Return what gives the columns [K, N] of a batch as `score_batch` does, each rank its positions."""
-        if self.size == 1:
-            return score_batch
-
-        def score_shared(batch_BT: dict[str, torch.Tensor]) -> torch.Tensor:
-            with self.attention(*models):
-                columns_KN = score_batch(self.share(batch_BT))
-            return self.gather(columns_KN, batch_BT["targets"])
-
-        return score_shared
 
 
 ALONE = Team()
@@ -126,23 +127,6 @@ def team_of(size: int) -> Team:
 
 def _rank_and_world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _exchanging(function: Callable, group: Any) -> Callable:
-    """Wrap an attention function of transformers."""
-
-    def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask, **options):
-        ulysses = _ulysses(function, group, query.shape[0], query.shape[1], key.shape[1], query.shape[3])
-        # Where key heads are repeated for the ranks, Ulysses sets this to the number of its own share and leaves it.
-        groups = vars(module).get("num_key_value_groups")
-        try:
-            output, weights = ulysses(module, query, key, value, None, **options)
-            return output.unflatten(-1, (query.shape[1], -1)), weights  # [B, T, H, D], as GPT-2 needs it
-        finally:
-            if groups is not None:
-                module.num_key_value_groups = groups
-
-    return attention
 
 
 @functools.cache
@@ -167,24 +151,44 @@ MOVING_ROPES = ("longrope", "dynamic")
 """transformers chooses their angles by the largest position of a rank, which each rank has another of."""
 
 
+@torch.no_grad()
 def refused_model(facts: ModelFacts, *, size: int, seq_len: int, model: str, trust_remote_code: bool = False) -> str:
     """Say why windows of `model` cannot be spread over `size` ranks; empty where they can. Collective."""
     text, where = facts.config.get_text_config(), f"sequence_parallel={size} for {model}"
     others = sorted(set(getattr(text, "layer_types", None) or ()) - set(WHOLE_ATTENTION))
     moving = [kind for kind in MOVING_ROPES if kind in rope_types(text)]
+    reason = ""
     if others:
         reason = f"its layers of kind {', '.join(others)} pass tokens on outside of attention, or need a mask"
     elif moving:
         reason = f"its rotary angles ({moving[0]}) depend on the longest position that a rank sees"
-    else:
-        reason = _tried(facts.config, size, trust_remote_code=trust_remote_code)
+    else:  # a small model's logits on all positions are compared with those of shares
+        team, unlike = team_of(size), f"{text.model_type} computes otherwise when its tokens are spread over ranks"
+        try:
+            options = {"trust_remote_code": trust_remote_code, "attn_implementation": "sdpa"}
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                small = small_model(facts.config, heads=2 * size, **options).eval()
+            ids = torch.randint(1, 100, (2, 4 * size), generator=torch.Generator().manual_seed(0))
+            small, ids = small.to(distributed.device()), ids.to(distributed.device())
+            whole = small(input_ids=ids, use_cache=False).logits
+            with team.attention(small):
+                shared = small(**team.share({"input_ids": ids}), use_cache=False).logits
+        except torch.OutOfMemoryError:
+            raise  # of this rank alone, perhaps
+        except Exception as error:  # whatever an architecture's own code makes of it; the same on every rank
+            reason = f"{unlike} ({type(error).__name__})"
+        else:
+            expected = whole.chunk(size, dim=1)[team.place]
+            difference = ((shared - expected).abs().max() / whole.abs().max().clamp(min=1e-12)).item()
+            if not distributed.max_over_ranks(difference) < 1e-3:  # also where it is NaN
+                reason = f"{unlike} (recurrent layers, for example)"
     if reason:
         return f"{where}: {reason}; leave sequence_parallel out, the model works with one rank for each window"
     implementation = facts.attn_implementation
     if implementation != "sdpa" and "flash" not in implementation:
         return f"{where}: attn_implementation {implementation} is not supported; use sdpa or flash_attention_2"
-    heads = refused_heads(facts.size, size=size, world=distributed.world_size())
-    if heads:
+    if heads := refused_heads(facts.size, size=size, world=distributed.world_size()):
         return f"{where}: {heads}"
     if attention_of(facts, seq_len=seq_len, masked=False) != "flash":
         return (
@@ -198,28 +202,3 @@ def refused_model(facts: ModelFacts, *, size: int, seq_len: int, model: str, tru
             f" seq_len {positions // size * size:,} or less"
         )
     return ""
-
-
-@torch.no_grad()
-def _tried(config: PreTrainedConfig, size: int, *, trust_remote_code: bool) -> str:
-    """Compare a small model's logits on all positions with those of shares; why they differ, else empty."""
-    team = team_of(size)
-    unlike = f"{config.get_text_config().model_type} computes otherwise when its tokens are spread over ranks"
-    try:
-        options = {"trust_remote_code": trust_remote_code, "attn_implementation": "sdpa"}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = small_model(config, heads=2 * size, **options).eval()
-        ids = torch.randint(1, 100, (2, 4 * size), generator=torch.Generator().manual_seed(0))
-        model, ids = model.to(distributed.device()), ids.to(distributed.device())
-        whole = model(input_ids=ids, use_cache=False).logits
-        with team.attention(model):
-            shared = model(**team.share({"input_ids": ids}), use_cache=False).logits
-    except torch.OutOfMemoryError:
-        raise  # of this rank alone, perhaps
-    except Exception as error:  # whatever an architecture's own code makes of it; the same on every rank
-        return f"{unlike} ({type(error).__name__})"
-    expected = whole.chunk(size, dim=1)[team.place]
-    difference = ((shared - expected).abs().max() / whole.abs().max().clamp(min=1e-12)).item()
-    is_same = distributed.max_over_ranks(difference) < 1e-3
-    return "" if is_same else f"{unlike} (recurrent layers, for example)"

@@ -111,28 +111,25 @@ class Pieces:
     """[P] int64."""
     tokens: np.ndarray
     """[P] int64: scored tokens."""
-    ends: list[int]
-    """Where the pieces of each batch begin, and their number last."""
-
-    def places(self) -> list[slice]:
-        """Return the pieces of each batch."""
-        return [slice(start, end) for start, end in pairwise(self.ends)]
+    of_batches: list[slice]
+    """Which pieces those of each batch are."""
 
 
 def pieces_of(windows: "Windows", batches: list[list[int]]) -> Pieces:
     """Find the pieces of batches, which are lists of windows."""
-    numbers, documents, tokens = windows.all_pieces()
+    numbers, documents, tokens = map(np.concatenate, zip(*windows.pieces(), strict=True))
     per_window = np.bincount(numbers, minlength=len(windows.spans))
     first_of_window = np.cumsum(per_window) - per_window
     order = np.fromiter(chain.from_iterable(batches), dtype=np.int64)
     counts = per_window[order]
     ends = np.concatenate([[0], np.cumsum(counts)])
     places = np.arange(ends[-1]) + np.repeat(first_of_window[order] - ends[:-1], counts)
+    bounds = ends[np.cumsum([0, *map(len, batches)])].tolist()
     return Pieces(
         documents=documents[places],
         windows=numbers[places],
         tokens=tokens[places],
-        ends=ends[np.cumsum([0, *map(len, batches)])].tolist(),
+        of_batches=[slice(start, end) for start, end in pairwise(bounds)],
     )
 
 
@@ -154,9 +151,11 @@ def add_up(windows: "Windows", pieces: Pieces, sums_KP: np.ndarray, *, fed_token
         )
     tokens = np.zeros(documents, dtype=np.int64)
     np.add.at(tokens, pieces.documents, pieces.tokens)
-    per_block = 0 if (tokens > 0).sum() >= FEWEST_DOCUMENTS else block_length(len(windows.spans))
+    per_block = num_blocks = 0
+    if (tokens > 0).sum() < FEWEST_DOCUMENTS:
+        per_block = block_length(len(windows.spans))
+        num_blocks = -(-len(windows.spans) // per_block)
     blocks = pieces.windows // max(per_block, 1)
-    num_blocks = -(-len(windows.spans) // per_block) if per_block else 0
     block_tokens = np.bincount(blocks, weights=pieces.tokens, minlength=num_blocks)[:num_blocks].astype(np.int64)
     weights = np.ones(len(nats)) if windows.weights is None else windows.weights[pieces.windows]
     return Perplexity(
@@ -182,7 +181,8 @@ def block_length(windows: int) -> int:
     """Return how many neighbouring windows, which depend on each other, make a block.
 
     It is the cube root of their number, the usual order for means of dependent data (Lahiri, Resampling Methods for
-    Dependent Data, 2003, chapter 5), but blocks are at least 30 where there are as many windows, and at most 1,000.
+    Dependent Data, 2003, chapter 5), but there are at least 30 blocks where there are as many windows, and at most
+    1,000.
     """
     return max(1, min(round(windows ** (1 / 3)), windows // 30), -(-windows // MOST_BLOCKS))
 

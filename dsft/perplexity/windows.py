@@ -71,54 +71,46 @@ class Windows:
 
     def hashes(self) -> dict[str, str]:
         """Hash the texts, their tokens, and the windows over these: together all that a result depends on."""
-        parts = {
+        hashes = {}
+        for name, arrays in {
             "texts": (self.document_hashes, self.document_bytes, self.document_words),
             "tokens": (self.tokens, self.scorable, self.document_ends),
             "windows": (self.spans, np.array([-1 if self.first_token is None else self.first_token])),
-        }
-        return {name: self.known_hashes.get(name) or _hash(arrays) for name, arrays in parts.items()}
+        }.items():
+            digest = hashlib.sha256()
+            for values in arrays if name not in self.known_hashes else ():
+                digest.update(np.ascontiguousarray(values))
+            hashes[name] = self.known_hashes.get(name) or digest.hexdigest()
+        return hashes
 
     def scored_places(self, window: int) -> np.ndarray:
         """Return where the scored tokens of a window stand in `tokens`, in order."""
         _, end, scored_from = self.spans[window]
         return np.arange(scored_from, end)[self.scorable[scored_from:end]]
 
-    def pieces(self, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (documents, scored tokens of each) in a window, in order: what its sum of nats is split into."""
-        _, documents, counts = self._pieces_of(self.spans[window : window + 1])
-        return documents, counts
+    def pieces(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield (windows, documents, scored tokens) of the pieces of windows[first:stop], [P] each, in their order.
 
-    def all_pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (windows, documents, scored tokens) of the pieces of all windows, window by window, [P] each."""
-        windows, documents, counts = zip(*self._parts(), strict=True)
-        return np.concatenate(windows), np.concatenate(documents), np.concatenate(counts)
-
-    @property
-    def has_scored_tokens(self) -> bool:
-        return any(len(counts) for *_, counts in self._parts())
-
-    def _parts(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield the pieces of WINDOWS_AT_ONCE windows after the other: finding them takes more memory than they do."""
-        for at in range(0, len(self.spans) or 1, WINDOWS_AT_ONCE):
-            numbers, documents, counts = self._pieces_of(self.spans[at : at + WINDOWS_AT_ONCE])
-            yield numbers + at, documents, counts
-
-    def _pieces_of(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Cut the scored part of each window where documents end; what has no token that counts is no piece."""
-        ends, stops_W, begins_W = self.document_ends, spans[:, 1], spans[:, 2]
-        first_W, last_W = (np.searchsorted(ends, at_W, side="right") for at_W in (begins_W, stops_W - 1))
-        per_window = np.where(begins_W < stops_W, last_W - first_W + 1, 0)
-        windows_P = np.repeat(np.arange(len(spans)), per_window)
-        before_W = np.cumsum(per_window) - per_window
-        documents_P = np.arange(len(windows_P)) + np.repeat(first_W - before_W, per_window)
-        starts = np.concatenate([[0], ends])
-        begins_P = np.maximum(begins_W[windows_P], starts[documents_P])
-        stops_P = np.minimum(stops_W[windows_P], starts[documents_P + 1])
-        counts_P = np.zeros(len(windows_P), dtype=np.int64)
-        filled = begins_P < stops_P
-        counts_P[filled] = count_true(self.scorable, begins_P[filled], stops_P[filled])
-        counted = counts_P > 0
-        return windows_P[counted], documents_P[counted], counts_P[counted]
+        A piece is the scored part of a window within one document; what has no token that counts is no piece. They come
+        for WINDOWS_AT_ONCE windows at a time: finding pieces takes more memory than they do.
+        """
+        ends, starts = self.document_ends, np.concatenate([[0], self.document_ends])
+        stop = len(self.spans) if stop is None else stop
+        for at in range(first, max(stop, first + 1), WINDOWS_AT_ONCE):
+            _, stops_W, begins_W = self.spans[at : min(at + WINDOWS_AT_ONCE, stop)].T
+            # Each window is cut where documents end: a piece for each document from its first token to its last.
+            first_W, last_W = (np.searchsorted(ends, at_W, side="right") for at_W in (begins_W, stops_W - 1))
+            per_window = np.where(begins_W < stops_W, last_W - first_W + 1, 0)
+            windows_P = np.repeat(np.arange(len(begins_W)), per_window)
+            before_W = np.cumsum(per_window) - per_window
+            documents_P = np.arange(len(windows_P)) + np.repeat(first_W - before_W, per_window)
+            begins_P = np.maximum(begins_W[windows_P], starts[documents_P])
+            stops_P = np.minimum(stops_W[windows_P], starts[documents_P + 1])
+            counts_P = np.zeros(len(windows_P), dtype=np.int64)
+            filled = begins_P < stops_P
+            counts_P[filled] = count_true(self.scorable, begins_P[filled], stops_P[filled])
+            counted = counts_P > 0
+            yield windows_P[counted] + at, documents_P[counted], counts_P[counted]
 
 
 def count_true(flags: np.ndarray, begins: np.ndarray, stops: np.ndarray) -> np.ndarray:
@@ -133,36 +125,24 @@ def count_true(flags: np.ndarray, begins: np.ndarray, stops: np.ndarray) -> np.n
     return np.concatenate([np.zeros(0, np.int64), *counts])
 
 
-def of_corpus(store: "Store", spans_of: Callable[[int, int], Spans]) -> Windows:
-    """Cut all documents as one text."""
-    return _of_store(store, spans_of(0, len(store.tokens)))
+def cut(store: "Store", spans_of: Callable[[int, int], Spans], *, each_document: bool = False) -> Windows:
+    """Cut all documents as one text, or each by itself.
 
-
-def of_documents(store: "Store", spans_of: Callable[[int, int], Spans]) -> Windows:
-    """Cut each document by itself."""
-    return _of_store(
-        store, (span for start, end in pairwise(chain([0], map(int, store.ends))) for span in spans_of(start, end))
-    )
-
-
-def _of_store(store: "Store", spans: Spans) -> Windows:
+    Args:
+        spans_of: (start, end) of a text in the tokens -> its windows.
+    """
+    texts = pairwise(chain([0], map(int, store.ends))) if each_document else [(0, len(store.tokens))]
+    spans = chain.from_iterable(span for start, end in texts for span in spans_of(start, end))
     return Windows(
         tokens=store.tokens,
         scorable=store.trained,
         document_ends=store.ends,
-        spans=np.fromiter(chain.from_iterable(spans), dtype=np.int64).reshape(-1, 3),
+        spans=np.fromiter(spans, dtype=np.int64).reshape(-1, 3),
         document_bytes=store.document_bytes,
         document_words=store.document_words,
         document_hashes=store.hashes,
         known_hashes={"tokens": store.facts["tokens_hash"]} if "tokens_hash" in store.facts else {},
     )
-
-
-def _hash(arrays: Iterable[np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for values in arrays:
-        digest.update(np.ascontiguousarray(values))
-    return digest.hexdigest()
 
 
 def disjoint_spans(start: int, end: int, length: int) -> Spans:

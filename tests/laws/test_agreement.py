@@ -6,12 +6,12 @@ from pathlib import Path
 
 from ranks import on_ranks, train
 
+from dsft.api import evaluate
 from dsft.checkpoints.manifest import MANIFEST
 from dsft.config.deepspeed import CONFIG_DIR
 from dsft.config.options import EvalConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
-from dsft.perplexity.evaluation import evaluate
 from dsft.runtime import distributed
 from dsft.runtime.distributed import require_agreement
 from dsft.runtime.versions import numeric_versions

@@ -12,17 +12,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
 from transformers.quantizers.auto import get_hf_quantizer
 from transformers.quantizers.quantizer_fbgemm_fp8 import FbgemmFp8HfQuantizer
 
-from dsft.api import build_model
+from dsft.api import build_model, evaluate
 from dsft.checkpoints.export import merge
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
 from dsft.models import build
 from dsft.models.quantization import format_problems, quantization_on_disk, unpacking_config
 from dsft.models.size import measure_model
-from dsft.perplexity.evaluation import evaluate
-from dsft.perplexity.loading import Candidate
 from dsft.planner.states import load_terms
 from dsft.planner.zero_layout import describe_layout, frozen_bytes
+from dsft.run_setup.evaluation_checks import candidate_of
 
 SECTIONS = {
     "fp8": {"weight_block_size": [16, 16], "modules_to_not_convert": ["lm_head"]},
@@ -56,7 +55,7 @@ def test_adapters_train_over_fp8_that_is_unpacked_and_are_evaluated_and_merged(
     assert evaluation.perplexity.loss > 0 and loads[0]["quantization_config"].dequantize, (
         "on GPUs too, as it was trained"
     )
-    assert Candidate.of(EvalConfig(), str(final), []).facts.size.quantization.unpacked_on == ("cpu", "cuda")
+    assert candidate_of(EvalConfig(), str(final), []).facts.size.quantization.unpacked_on == ("cpu", "cuda")
     merged = AutoModelForCausalLM.from_pretrained(merge(str(final), str(tmp_path / "merged")))
     assert not hasattr(merged.config, "quantization_config")
     with torch.no_grad():

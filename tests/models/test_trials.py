@@ -13,14 +13,13 @@ from tiny import ARCHITECTURES, COMMON, sentences, write_model, write_texts
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dsft.api import evaluate_perplexity
+from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.batches import Collator
 from dsft.data.sequences import sequence
 from dsft.errors import UserError
 from dsft.models.size import measure_model
 from dsft.models.trials import RowRules, architecture_problems, needs_mask, small_model
-from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.run_setup.resolve import job_over_data

@@ -13,12 +13,11 @@ from tiny import write_model, write_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
-from dsft.api import build_model, evaluate_perplexity
+from dsft.api import build_model, evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
 from dsft.models.size import measure_model
 from dsft.models.weights import weight_problems, weights_digest
-from dsft.perplexity.evaluation import evaluate
 
 LOST = "model.layers.1.mlp.up_proj.weight"
 INDEX = "model.safetensors.index.json"

@@ -13,11 +13,10 @@ from ranks import on_ranks
 from tiny import sentences, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsft.api import evaluate_perplexity
+from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity import breakdown, results, scoring
-from dsft.perplexity.evaluation import evaluate
 
 GROUPINGS = ["domain", "source", "position", "frequency"]
 
@@ -176,7 +175,7 @@ def test_groupings_that_cannot_be_made_are_refused_before_weights_load(tiny, dat
 
 def test_sums_of_rounded_nats_depend_on_no_grouping():
     drawn = torch.rand(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 12
-    values = scoring.in_exact_steps(drawn).numpy()
+    values = (drawn * scoring.STEPS).round().div(scoring.STEPS).numpy()
     total = math.fsum(values)
     for seed in range(3):
         order = np.random.default_rng(seed).permutation(len(values))

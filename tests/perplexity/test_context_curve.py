@@ -9,11 +9,10 @@ from tiny import sentences, write_jsonl, write_pairs
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsft.api import evaluate_perplexity
+from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity.compare import print_together
-from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.of_training import evaluation_config
 
 TEXTS = [*sentences(20, seed=1), "short"]

@@ -15,6 +15,7 @@ from ranks import on_ranks
 from tiny import sentences, write_jsonl
 from transformers import AutoTokenizer
 
+from dsft.api import evaluate
 from dsft.config.options import EvalConfig
 from dsft.data.prepare import prepare
 from dsft.data.sources import BATCH_ROWS, PIECE_BYTES
@@ -22,7 +23,6 @@ from dsft.data.store import FACTS
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError
 from dsft.perplexity.documents import Answers, Texts, build_windows
-from dsft.perplexity.evaluation import evaluate
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import write_jsonl
 
-from dsft.api import evaluate_perplexity
+from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity import evaluation
@@ -88,7 +88,7 @@ def test_out_of_memory_is_one_line_with_the_way_out(tiny, monkeypatch, step, doi
     monkeypatch.setattr(evaluation, step, fail)
     config = EvalConfig(model=[str(tiny / "model")], data=[str(tiny / "held_out.jsonl")], seq_len=32, batch_tokens=64)
     with pytest.raises(UserError) as raised:
-        next(evaluation.evaluate(config))
+        next(evaluate(config))
     (problem,) = raised.value.problems
     assert f"out of memory in {doing} {tiny / 'model'} (CUDA out of memory" in problem and "\n" not in problem
     assert "use a smaller batch_tokens (here 64)" in problem and "zero 3-offload" in problem
@@ -101,4 +101,4 @@ def test_another_error_is_left_as_it_is(tiny, monkeypatch):
     monkeypatch.setattr(evaluation, "_evaluate_job", fail)
     config = EvalConfig(model=[str(tiny / "model")], data=[str(tiny / "held_out.jsonl")], seq_len=32)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        next(evaluation.evaluate(config))
+        next(evaluate(config))

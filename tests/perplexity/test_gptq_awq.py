@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from tiny import write_model
 from transformers import AutoModelForCausalLM
 
+from dsft.api import evaluate
 from dsft.config.options import EvalConfig
-from dsft.perplexity.evaluation import evaluate
 
 GROUP = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -12,14 +12,13 @@ from ranks import on_ranks
 from tiny import ARCHITECTURES, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
 
-from dsft.api import evaluate_perplexity
+from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.data.sequences import sequence
 from dsft.errors import UserError
 from dsft.models import head
 from dsft.models.trials import RowRules
 from dsft.perplexity import scoring
-from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.kl import BINS, ChangeHistogram, divergence_of
 from dsft.perplexity.results import Recorder
 from dsft.perplexity.windows import windows_of_sequences
@@ -58,7 +57,7 @@ def test_tiles_of_both_heads_give_plain_full_logits(architecture, monkeypatch):
                 parameter.mul_(scale)
     windows = windows_of_sequences([sequence(ids.numpy(), np.ones(20, bool)) for ids in torch.randint(1, 384, (5, 20))])
     expected, histogram = plain_columns(*models, windows), ChangeHistogram()
-    recorder = Recorder(windows, log=None, observers=[histogram])
+    recorder = Recorder(windows, observers=[histogram])
     result = scoring.evaluate_windows(
         models[0],
         windows,
@@ -124,15 +123,15 @@ def test_an_interrupted_comparison_with_a_reference_resumes_and_is_read_back(tin
     options = options_for(tiny, pair)
     ((expected, divergence),) = _reports([options])
     options["output_dir"] = str(tmp_path)
-    score_pair, left = scoring.score_pair, [3]
+    score, left = scoring.score, [3]
 
     def counted(*arguments):
         left[0] -= 1
         if left[0] < 0:
             raise Interrupted
-        return score_pair(*arguments)
+        return score(*arguments)
 
-    monkeypatch.setattr(scoring, "score_pair", counted)
+    monkeypatch.setattr(scoring, "score", counted)
     with pytest.raises(Interrupted):
         _reports([options])
     left[0] = 10**9

@@ -15,10 +15,9 @@ from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsft.api import compare, evaluate_perplexity
+from dsft.api import compare, evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.perplexity.compare import print_together
-from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.modes import MODES, NAMED_BY, protocol_configs
 from dsft.perplexity.of_training import evaluation_config
 from dsft.perplexity.windows import full_spans

@@ -17,7 +17,7 @@ from tiny import ARCHITECTURES, GATED, sentences, write_jsonl, write_model, writ
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsft.api import evaluate_perplexity
+from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import make_config
 from dsft.data.sequences import sequence
@@ -29,10 +29,9 @@ from dsft.models.tokenizer import load_tokenizer
 from dsft.models.trials import RowRules
 from dsft.perplexity import scoring
 from dsft.perplexity.documents import build_windows
-from dsft.perplexity.evaluation import evaluate, fingerprint
-from dsft.perplexity.loading import model_identity
+from dsft.perplexity.evaluation import fingerprint, model_identity
 from dsft.perplexity.of_training import read_evaluation
-from dsft.perplexity.results import Recorder, ResumeLog
+from dsft.perplexity.results import Recorder
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import rolling_spans, sliding_spans, windows_of_sequences
 from dsft.units import IGNORED, padded_width
@@ -240,22 +239,23 @@ def test_an_interrupted_evaluation_resumes_with_the_same_bits(tiny, tmp_path):
     options = mode_options(tiny, {"mode": "rolling"})
     windows, model = windows_for(options), AutoModelForCausalLM.from_pretrained(tiny / "model")
 
-    def score(log: ResumeLog | None = None):
+    def score(recorder: Recorder):
         how = {"pad_token_id": 0, "batch_tokens": 200, "device": torch.device("cpu"), "collective_forward": False}
-        return evaluate_windows(model, windows, **how, recorder=Recorder(windows, log=log))
+        return evaluate_windows(model, windows, **how, recorder=recorder)
 
-    expected = score()
-    assert score(log := ResumeLog(tmp_path, "a" * 64)).nats == expected.nats and len(log.known) == 0
-    (file,) = tmp_path.glob("partial/*/rank-0.jsonl")
+    expected = score(Recorder(windows))
+    recorder = Recorder(windows, partial=tmp_path / "a")
+    assert score(recorder).nats == expected.nats and len(recorder.known) == 0
+    file = tmp_path / "a" / "rank-0.jsonl"
     lines = file.read_text().splitlines()
     file.write_text("\n".join(lines[: len(lines) // 2]) + "\n[7, [1.2, 3")  # killed while it wrote
-    log = ResumeLog(tmp_path, "a" * 64)
-    resumed = score(log)
-    assert len(log.known) == len(lines) // 2 - 1 > 1  # before each batch stands a line end
+    recorder = Recorder(windows, partial=tmp_path / "a")
+    resumed = score(recorder)
+    assert len(recorder.known) == len(lines) // 2 - 1 > 1  # before each batch stands a line end
     assert (resumed.nats, resumed.document_nats.tolist()) == (expected.nats, expected.document_nats.tolist())
     assert 0 < resumed.fed_tokens < expected.fed_tokens == windows.lengths.sum()
-    assert ResumeLog(tmp_path, "b" * 64).known == {}
-    log.remove()
+    assert Recorder(windows, partial=tmp_path / "b").known == {}
+    recorder.remove()
     assert not file.exists()
 
 

@@ -10,12 +10,11 @@ from ranks import run_entry
 from tiny import write_model
 from transformers import AutoModelForCausalLM
 
-from dsft.api import evaluate_perplexity
+from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.models.trials import RowRules
 from dsft.perplexity import scoring
-from dsft.perplexity.evaluation import evaluate
 from dsft.watchdog import client as watchdog
 
 

@@ -11,11 +11,11 @@ from tiny import ARCHITECTURES
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from dsft.api import evaluate
 from dsft.config.options import EvalConfig
 from dsft.data.sequences import sequence
 from dsft.models.head import VOCAB_TILE, ChunkedHead
 from dsft.perplexity import scoring
-from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.scoring import evaluate_windows, token_nats
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.units import IGNORED
@@ -136,19 +136,16 @@ def test_a_head_in_parts_slices_of_positions_and_all_logits_are_compared_side_by
     numbers, make_logits = [], scoring._logits
     monkeypatch.setattr(scoring, "_logits", lambda *args: numbers.append(args[2]) or make_logits(*args))
 
-    def nats(of_models, targets_N):
-        logits = [torch.cat(list(of_model), dim=1) for of_model in of_models]
-        return torch.stack([torch.nn.functional.cross_entropy(each, targets_N, reduction="none") for each in logits])
-
+    in_parts, wanted = ChunkedHead(models[0], VOCAB_TILE["cpu"]), batch["targets"] != IGNORED
     with torch.no_grad():
-        scorers = [ChunkedHead(models[0], VOCAB_TILE["cpu"]), *models[1:]]
-        scored_KN = scoring.score_in_tiles(scorers, batch, nats, columns=3)
-        assert [positions.start for positions in numbers] == [0, 0, 7, 7, 14, 14]
-        wanted = batch["targets"] != IGNORED
-        for model, scored_N in zip(models, scored_KN, strict=True):
-            logits = model(input_ids=batch["input_ids"]).logits[wanted]
-            expected = torch.nn.functional.cross_entropy(logits, batch["targets"][wanted], reduction="none")
-            torch.testing.assert_close(scored_N, expected.double(), rtol=1e-5, atol=1e-6)
+        for pair, scorers in (((0, 1), [in_parts, models[1]]), ((1, 2), models[1:]), ((2, 0), [models[2], in_parts])):
+            scored_KN = scoring.score(scorers, batch)
+            for number, scored_N in zip(pair, scored_KN, strict=False):  # nats of both, then how they differ
+                logits = models[number](input_ids=batch["input_ids"]).logits[wanted]
+                expected = torch.nn.functional.cross_entropy(logits, batch["targets"][wanted], reduction="none")
+                torch.testing.assert_close(scored_N, expected.double(), rtol=1e-5, atol=1e-6)
+    # The third model alone makes all logits at once; beside another it is cut where that one is.
+    assert [positions.start for positions in numbers] == [0, 7, 14, 0, 0, 7, 7, 14, 14, 0]
 
 
 class Looks(torch.nn.Module):

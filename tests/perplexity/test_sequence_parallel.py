@@ -8,11 +8,11 @@ import transformers
 from ranks import on_ranks, run_entry
 from tiny import write_model
 
+from dsft.api import evaluate
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.models.size import measure_model
 from dsft.models.trials import RowRules
 from dsft.perplexity import scoring
-from dsft.perplexity.evaluation import evaluate
 from dsft.perplexity.sequence_parallel import refused_model
 from dsft.planner.evaluation_plan import refused_number
 

@@ -12,7 +12,7 @@ from dsft.data.tokenization import Tokens
 from dsft.models.trials import RowRules
 from dsft.perplexity.scoring import form_batches
 from dsft.perplexity.sums import pieces_of
-from dsft.perplexity.windows import Windows, count_true, disjoint_spans, of_corpus
+from dsft.perplexity.windows import Windows, count_true, cut, disjoint_spans
 
 
 def windows_over(scorable: np.ndarray, ends: list[int], spans: list[tuple[int, int, int]]) -> Windows:
@@ -43,11 +43,14 @@ def test_pieces_are_the_scored_tokens_counted_one_by_one(seed, monkeypatch):
             document = next(number for number, stop in enumerate(ends) if place < stop)
             counted[window, document] = counted.get((window, document), 0) + int(windows.scorable[place])
     expected = [(*key, tokens) for key, tokens in counted.items() if tokens]
-    assert [*zip(*(column.tolist() for column in windows.all_pieces()), strict=True)] == expected
-    assert windows.has_scored_tokens == bool(expected)
+    columns = map(np.concatenate, zip(*windows.pieces(), strict=True))
+    assert [*zip(*(column.tolist() for column in columns), strict=True)] == expected
+    for window in range(len(spans)):
+        columns = next(windows.pieces(window, window + 1))
+        assert [*zip(*(column.tolist() for column in columns), strict=True)] == [x for x in expected if x[0] == window]
     batches = form_batches(windows.lengths, 40, RowRules())
     pieces = pieces_of(windows, batches)
-    for batch, place in zip(batches, pieces.places(), strict=True):
+    for batch, place in zip(batches, pieces.of_batches, strict=True):
         wanted = [item for window in batch for item in expected if item[0] == window]
         columns = (pieces.windows[place], pieces.documents[place], pieces.tokens[place])
         assert [*zip(*(column.tolist() for column in columns), strict=True)] == wanted
@@ -83,8 +86,8 @@ def test_a_prepared_corpus_is_not_read_again_for_its_hash(tmp_path):
                 )
             )
         store = writer.finish(is_text=True)
-    windows = of_corpus(store, lambda start, end: disjoint_spans(start, end, 16))
+    windows = cut(store, lambda start, end: disjoint_spans(start, end, 16))
     known = windows.hashes()
     windows.known_hashes = {}
     assert known == windows.hashes()  # what is read from the tokens themselves
-    assert "tokens" in of_corpus(store, lambda start, end: disjoint_spans(start, end, 16)).known_hashes
+    assert "tokens" in cut(store, lambda start, end: disjoint_spans(start, end, 16)).known_hashes

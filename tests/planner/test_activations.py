@@ -401,7 +401,7 @@ def test_evaluation_takes_what_is_predicted():
     predicted = evaluation_activations(size, model_config, dtype="float32", attention="flash", seq_len=512)
     with torch.no_grad():
         head = ChunkedHead(model, VOCAB_TILE["cpu"])
-        measured = allocator_peak(lambda: score(head, {"input_ids": ids_BT, "targets": ids_BT}))
+        measured = allocator_peak(lambda: score([head], {"input_ids": ids_BT, "targets": ids_BT}))
     assert predicted.peak_bytes(ids_BT.numel(), "cpu") == pytest.approx(measured, rel=0.1)
 
 

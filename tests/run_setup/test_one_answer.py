@@ -17,10 +17,11 @@ from dsft.doctor.facts import node_facts
 from dsft.doctor.run_checks import plan_on
 from dsft.errors import UserError
 from dsft.models.build import resolve_dtype
-from dsft.perplexity import loading
+from dsft.perplexity import evaluation
 from dsft.planner.evaluation_plan import plan_evaluation
 from dsft.planner.plans import as_dict
 from dsft.run_setup.checkpoint_size import checkpoint_size
+from dsft.run_setup.evaluation_checks import candidate_of
 from dsft.run_setup.resolve import plan_run, resolve_offline, resolve_run
 from dsft.runtime.hardware import default_ranks, this_machine
 
@@ -116,7 +117,7 @@ SCORED = {
 def test_an_evaluation_is_planned_as_it_is_run(models, tiny, capsys, monkeypatch, first):
     choices = []
     monkeypatch.setattr(
-        loading,
+        evaluation,
         "plan_evaluation",
         lambda *args, **options: choices.append(plan_evaluation(*args, **options)) or choices[-1],
     )
@@ -129,10 +130,10 @@ def test_an_evaluation_is_planned_as_it_is_run(models, tiny, capsys, monkeypatch
         problems: list[str] = []
         config = read_config(EvalConfig, words, problems)
         scored = planned = None
-        candidate = loading.Candidate.of(config, models[seed % 3], problems)
+        candidate = candidate_of(config, models[seed % 3], problems)
         if not problems:
             try:
-                loading.choose_zero(candidate, machine, resolve_dtype(config.dtype))
+                evaluation.choose_zero(candidate, machine, resolve_dtype(config.dtype))
                 scored = choices[-1]
             except UserError:
                 pass

@@ -81,12 +81,12 @@ def test_a_run_that_was_killed_while_it_loaded_is_waited_for(tmp_path, monkeypat
 
 @pytest.mark.parametrize("left_lock", [True, False])
 def test_an_evaluation_that_was_killed_is_waited_for(tmp_path, monkeypatch, left_lock):
-    from dsft.perplexity import evaluation
+    from dsft import api
 
     waits = []
-    monkeypatch.setattr(evaluation, "only_run_in", lambda output_dir: nullcontext(left_lock))
-    monkeypatch.setattr(evaluation, "wait_for_freed_gpu", lambda: waits.append(1))
+    monkeypatch.setattr(api, "only_run_in", lambda output_dir: nullcontext(left_lock))
+    monkeypatch.setattr(api, "wait_for_freed_gpu", lambda: waits.append(1))
     # What comes after the wait, and is refused: there is no model.
     with pytest.raises(UserError):
-        next(evaluation.evaluate(EvalConfig(output_dir=str(tmp_path)), ["model: missing"]))
+        next(api.evaluate(EvalConfig(output_dir=str(tmp_path)), ["model: missing"]))
     assert waits == [1] * left_lock

@@ -17,13 +17,14 @@ from tiny import write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft import eval_ppl
+from dsft.api import evaluate
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
-from dsft.perplexity.evaluation import evaluate
-from dsft.perplexity.loading import Candidate, model_identity
+from dsft.perplexity.evaluation import model_identity
 from dsft.planner.evaluation_plan import all_evaluation_plans
 from dsft.planner.job import Job, attention_of
 from dsft.planner.step_time import speeds_of
+from dsft.run_setup.evaluation_checks import candidate_of
 from dsft.runtime.hardware import this_machine
 
 ON_DISK = {
@@ -140,7 +141,7 @@ def test_a_model_that_is_quantised_on_disk_is_evaluated_as_it_lies_and_a_missing
 def test_formats_on_disk_that_cannot_be_computed_here_are_one_line_before_loading(tiny, tmp_path, name):
     section, bits = ON_DISK[name]
     model = describe(shutil.copytree(tiny / "model", tmp_path / "model"), section)
-    candidate = Candidate.of(EvalConfig(**options_for(tiny)), model, [])
+    candidate = candidate_of(EvalConfig(**options_for(tiny)), model, [])
     assert (candidate.facts.size.quantization.format, candidate.facts.size.quantization.bits) == (name, bits)
     if importlib.util.find_spec("compressed_tensors" if name == "compressed-tensors" else "gptqmodel"):
         return
@@ -186,7 +187,7 @@ def test_a_quantised_model_is_planned_with_its_own_bytes_and_in_one_copy(tiny, t
     describe(folder, ON_DISK["gptq"][0])
     plans = {}
     for model in (tiny / "model", folder):
-        facts = Candidate.of(EvalConfig(**options_for(tiny)), str(model), []).facts
+        facts = candidate_of(EvalConfig(**options_for(tiny)), str(model), []).facts
         attention = attention_of(facts, seq_len=32, masked=False)
         job = Job(size=facts.size, model_config=facts.config, dtype="float32", seq_len=32, attention=attention)
         machine = this_machine()

@@ -1,0 +1,186 @@
+"""What can be known wrong with an evaluation before weights load: its options, models, data sets, and their fit.
+
+Each model is measured on the meta device, and its tokenizer, data and files are looked at, as those of a training.
+"""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from dsft.checkpoints.run_folder import FINAL, damage, is_run
+from dsft.config.deepspeed import check_nvme, read_sound_file, stage
+from dsft.config.options import UNQUANTISED, EvalConfig, TrainConfig, common_options
+from dsft.data.formats import FormattedSource
+from dsft.data.sources import HeldOut
+from dsft.data.training_data import check_sources
+from dsft.errors import UserError, raise_if_any
+from dsft.models.build import DTYPES, described_in, is_bare_config, resolve_dtype
+from dsft.models.candidate import Candidate, with_bases
+from dsft.models.model_folder import adapter_base, has_only_shards
+from dsft.models.quantization import FORMATS, format_problems, unknown_format
+from dsft.models.size import check_positions, check_sharding, measure_model
+from dsft.models.tokenizer import check_tokenizer
+from dsft.models.trials import architecture_problems
+from dsft.models.weights import adapter_problems, weight_problems
+from dsft.planner.evaluation_plan import refused_number
+from dsft.runtime import distributed
+from dsft.runtime.console import say
+from dsft.runtime.disk import check_writable
+from dsft.runtime.distributed import require_same_start
+from dsft.units import token_counts
+
+AS_IT_LIES = ""
+"""In place of a format's name."""
+
+
+def check_evaluation(
+    config: EvalConfig, problems: list[str]
+) -> tuple[list[Candidate], Candidate | None, dict[str, FormattedSource]]:
+    """Return the models in each of their formats, the reference, and the data sets. Collective.
+
+    Args:
+        problems: of reading the options, to be raised with the others.
+
+    Raises:
+        UserError: with all problems, on every rank.
+    """
+    if config.run or config.context_curve:
+        distributed.raise_together(problems)  # without the run, or the lengths, nothing else can be said
+    require_same_start(common_options(config), problems)
+    unset_hf_deepspeed_config()  # of a training earlier in this process: models are measured on the meta device
+    if config.output_dir:
+        check_writable(config.output_dir, problems)
+    if refusal := refused_number(config.sequence_parallel, distributed.world_size()):
+        problems.append(refusal)
+    if config.zero not in ("auto", "0"):
+        zero_file = read_sound_file(config.zero, problems)
+        problems += check_nvme(zero_file, config.zero)
+        if zero_file and stage(zero_file) != 3:
+            problems.append(
+                f"zero={config.zero}: evaluation holds a full model per rank (0) or shards of stage 3, not of stage"
+                f" {stage(zero_file)}"
+            )
+
+    models = [candidate_of(config, name, problems) for name in config.model]
+    candidates = [each for model in models for each in in_formats(model, config.quantization, problems)]
+    reference = candidate_of(config, config.reference, problems, key="reference") if config.reference else None
+    if reference:
+        in_formats(reference, [], problems)
+
+    data_sets = {}
+    for source in config.data:  # with the tokenizer of each model
+        how = {"key": "data", "split": config.data_split, "problems": problems, "keep_all": True}
+        checked = [check_sources([source], config, model.tokenizer, **how) for model in models]
+        data = next((sources[0] for sources in checked if sources), None)
+        if data and config.eval_fraction:
+            share = HeldOut(fraction=config.eval_fraction, seed=config.data_seed, wanted=True)
+            data = replace(data, held_out=share)
+        data_sets[source] = data
+    distributed.raise_together([*dict.fromkeys(problems)])
+
+    for model in models if reference else []:  # whether the KL of the two can be taken
+        names, vocab_size = f"reference={reference.config.model}", reference.facts.size.vocab_size
+        if reference.tokenizer.get_vocab() != model.tokenizer.get_vocab():
+            problems.append(
+                f"{names}: has another tokenizer than {model.config.model}, and KL needs the same tokens; where both"
+                " were trained with one, name it with tokenizer; else evaluate both by themselves, and compare their"
+                " bits per byte with dsft compare"
+            )
+        elif vocab_size != model.facts.size.vocab_size:
+            problems.append(
+                f"{names}: predicts {vocab_size:,} tokens and {model.config.model} {model.facts.size.vocab_size:,}; KL"
+                " needs the same number"
+            )
+    distributed.raise_together(problems)
+    if {*config.quantization} - {UNQUANTISED}:
+        for model in models:
+            if on_disk := model.facts.size.quantization:
+                say(f"note: {model.config.model} is quantised on disk ({on_disk.format}) and evaluated in it")
+    # The weights of the hub, which are downloaded for it, once all else is right.
+    loaded = [*models, *([reference] if reference else [])]
+    distributed.raise_together([line for model in loaded for line in _weight_problems(model, local=False)])
+    return candidates, reference, data_sets
+
+
+def candidate_of(config: EvalConfig, model: str, problems: list[str], *, key: str = "model") -> Candidate:
+    """Find what `model` means, a run's folder being its final model, and measure it, once nothing of a checkpoint has
+    changed.
+
+    Args:
+        key: the option that names it, for the messages.
+    """
+    faults: list[str] = []
+    config = replace(config, model=str(Path(model) / FINAL) if is_run(model) else model)
+    folder = config.model if is_bare_config(config.model) else described_in(config.model)
+    facts = tokenizer = None
+    try:
+        for each in with_bases(config.model):
+            raise_if_any([f"model={each}: {error}; it is damaged, use another" for error in damage(each)])
+        base = adapter_base(folder)
+        options = {name: getattr(config, name) for name in ("revision", "trust_remote_code", "attn_implementation")}
+        facts = measure_model(TrainConfig(model=base or folder, **options), scored=True, with_adapter=base is not None)
+    except UserError as error:
+        faults += error.problems
+    if facts:
+        if config.context_curve:
+            longest = token_counts(config.context_curve)[-1]
+            faults += check_positions(facts, seq_len=longest, model=config.model, key="context_curve")
+        elif config.has_seq_len or not config.protocol:  # a protocol's own length is at most the model's positions
+            faults += check_positions(facts, seq_len=config.seq_len, model=config.model)
+        faults += architecture_problems(config.model, facts.config, trust_remote_code=config.trust_remote_code)
+    if facts or config.tokenizer:
+        tokenizer = check_tokenizer(config, faults, vocab_size=facts and facts.size.vocab_size)
+    candidate = Candidate(config=config, tokenizer=tokenizer, facts=facts)
+    faults += _weight_problems(candidate, local=True) if facts else []
+    problems += [re.sub("^model(?==)", key, line) for line in faults]
+    return candidate
+
+
+def in_formats(candidate: Candidate, formats: list[str], problems: list[str]) -> list[Candidate]:
+    """Return the candidate in each format of the option `quantization`; alone where it is quantised on disk.
+
+    What cannot be loaded so goes to `problems`.
+    """
+    if candidate.facts is None:
+        return [candidate]
+    config, model, size = candidate.config, candidate.config.model, candidate.facts.size
+    if size.quantization or not formats:
+        formats = [AS_IT_LIES]
+    candidates = []
+    for name in formats:
+        quantization = size.quantization
+        if name not in (UNQUANTISED, AS_IT_LIES, *FORMATS):
+            problems.append(unknown_format(name, [UNQUANTISED, *FORMATS]))
+        elif name in FORMATS and (is_bare_config(model) or has_only_shards(model)):
+            problems.append(
+                f"quantization={name}: weights are quantised while they load from the files of a model, and {model} has"
+                " none; name a folder or hub id (dsft export makes one of a checkpoint)"
+            )
+        elif name in FORMATS:
+            try:
+                quantization = FORMATS[name].fitted(candidate.facts.linear_inputs, name=model)
+            except UserError as error:
+                problems += error.problems
+        facts = replace(candidate.facts, size=replace(size, quantization=quantization))
+        candidates.append(replace(candidate, facts=facts))
+        if quantization:
+            dtype = DTYPES[resolve_dtype(config.dtype)]
+            problems += format_problems(model, facts.config, quantization, dtype=dtype)
+            if config.zero not in ("auto", "0"):
+                problems += check_sharding(facts.size, stage=3, model=candidates[-1].name)
+    return candidates
+
+
+def _weight_problems(candidate: Candidate, *, local: bool) -> list[str]:
+    """Compare the weights that lie in a folder, or those of the hub, with the config."""
+    config, facts = candidate.config, candidate.facts
+    base = adapter_base(described_in(config.model))
+    problems = []
+    if Path(base or config.model).exists() == local:
+        problems += weight_problems(base or config.model, facts, revision=config.revision)
+    if base and local:
+        trust = config.trust_remote_code
+        problems += adapter_problems(config.model, facts.config, key="model", trust_remote_code=trust)
+    return problems
