@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow.parquet
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dsft.checkpoints.manifest import checkpoints, read_trainer_state
@@ -32,6 +33,7 @@ from dsft.perplexity.compare import Comparisons, compare_results, read_evaluatio
 from dsft.perplexity.documents import Documents, samples_in
 from dsft.perplexity.evaluation import loaded_for_scoring
 from dsft.perplexity.of_training import shared_options
+from dsft.perplexity.scoring import negative_log_likelihood
 
 DARKEST_NATS = 8.0
 """Tokens of this loss or more have the full colour: a probability of 1 in 3,000 or less."""
@@ -148,6 +150,35 @@ def _eval_config(options: dict[str, Any]) -> EvalConfig:
     config = make_config(EvalConfig, {"model": "unused"} | options, problems)
     raise_if_any(problems)
     return config
+
+
+@torch.no_grad()
+def token_nats(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, *, seq_len: int
+) -> list[tuple[str, float | None]]:
+    """Score the first `seq_len` tokens of `text`: (piece of the text, its loss in nats, None without a token before).
+
+    The pieces joined are the text again. Tokens that share a character are one piece, with the sum of their losses.
+    """
+    encoded = tokenizer(
+        text, return_offsets_mapping=True, return_special_tokens_mask=True, truncation=True, max_length=seq_len
+    )
+    ids_T = torch.tensor(encoded["input_ids"], device=model.device)
+    if not len(ids_T):
+        return []
+    logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0]
+    nats: list[float | None] = [None, *negative_log_likelihood([logits_TV[:-1]], ids_T[1:]).tolist()]
+    pieces: list[tuple[str, float | None]] = []
+    shown = 0
+    for (_, end), special, value in zip(encoded["offset_mapping"], encoded["special_tokens_mask"], nats, strict=True):
+        if special:
+            continue  # BOS, for example: context, but no part of the text
+        if end > shown or not pieces:
+            pieces.append((text[shown:end], value))
+        elif value is not None:
+            pieces[-1] = (pieces[-1][0], (pieces[-1][1] or 0.0) + value)
+        shown = max(shown, end)
+    return pieces
 
 
 def read_documents(data: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> tuple[list[str], list[str]]:

@@ -28,7 +28,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.models.head import ROW_TILE, VOCAB_TILE, ChunkedHead, Reused, exp_in_place
@@ -289,32 +288,3 @@ def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_N: torch.Tens
         largest_N1 = logits_NW.amax(dim=1, keepdim=True)
         log_sums.append(largest_N1[:, 0] + exp_in_place(logits_NW.sub_(largest_N1)).sum(dim=1).log())
     return torch.stack(log_sums).logsumexp(dim=0) - wanted_N
-
-
-@torch.no_grad()
-def token_nats(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, *, seq_len: int
-) -> list[tuple[str, float | None]]:
-    """Score the first `seq_len` tokens of `text`: (piece of the text, its loss in nats, None without a token before).
-
-    The pieces joined are the text again. Tokens that share a character are one piece, with the sum of their losses.
-    """
-    encoded = tokenizer(
-        text, return_offsets_mapping=True, return_special_tokens_mask=True, truncation=True, max_length=seq_len
-    )
-    ids_T = torch.tensor(encoded["input_ids"], device=model.device)
-    if not len(ids_T):
-        return []
-    logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0]
-    nats: list[float | None] = [None, *negative_log_likelihood([logits_TV[:-1]], ids_T[1:]).tolist()]
-    pieces: list[tuple[str, float | None]] = []
-    shown = 0
-    for (_, end), special, value in zip(encoded["offset_mapping"], encoded["special_tokens_mask"], nats, strict=True):
-        if special:
-            continue  # BOS, for example: context, but no part of the text
-        if end > shown or not pieces:
-            pieces.append((text[shown:end], value))
-        elif value is not None:
-            pieces[-1] = (pieces[-1][0], (pieces[-1][1] or 0.0) + value)
-        shown = max(shown, end)
-    return pieces
