@@ -309,8 +309,20 @@ def print_together(evaluations: list[Evaluation], config: EvalConfig) -> None:
         curves = {
             names: sorted(results, key=lambda each: each.options["seq_len"]) for names, results in same_pair.items()
         }
-        for (model, data), results in curves.items():
-            print_table(f"Context curve of {model} on {data}", curve_rows(results))
+        for (model, data), results in curves.items():  # each length with the change from the one before
+            rows, before = {}, None
+            for each in results:
+                result, (low, high) = each.perplexity, each.intervals.perplexity
+                change = "" if before is None else f", {result.loss - before:+.6f} nats per token"
+                rows[f"{each.options['seq_len']:,} tokens"] = (
+                    f"{result.perplexity:.4f} ({LEVEL:.0%} interval {low:.4f} to {high:.4f}){change}"
+                )
+                before = result.loss
+            documents = result.documents - result.unscored_documents
+            rows["scored"] = f"the last {result.tokens // documents:,} tokens of {documents:,} documents"
+            if result.unscored_documents:
+                rows["left out"] = f"{result.unscored_documents:,} shorter documents"
+            print_table(f"Context curve of {model} on {data}", rows)
         if config.output_dir:
             path = Path(config.output_dir) / PICTURE
             is_plotted = draw_curves(curves, path)
@@ -329,24 +341,6 @@ def print_together(evaluations: list[Evaluation], config: EvalConfig) -> None:
         for (data, protocol), rows in against.items():
             by = f" by {protocol}" if protocol else ""
             print_table(f"Perplexity on {data}{by}, against the reference", rows)
-
-
-def curve_rows(results: list[Evaluation]) -> dict[str, str]:
-    """Return the rows of a table: length -> perplexity, its interval, and the change from the length before."""
-    rows, before = {}, None
-    for evaluation in results:
-        result, (low, high) = evaluation.perplexity, evaluation.intervals.perplexity
-        change = "" if before is None else f", {result.loss - before:+.6f} nats per token"
-        rows[f"{evaluation.options['seq_len']:,} tokens"] = (
-            f"{result.perplexity:.4f} ({LEVEL:.0%} interval {low:.4f} to {high:.4f}){change}"
-        )
-        before = result.loss
-    first = results[0].perplexity
-    documents = first.documents - first.unscored_documents
-    rows["scored"] = f"the last {first.tokens // documents:,} tokens of {documents:,} documents"
-    if first.unscored_documents:
-        rows["left out"] = f"{first.unscored_documents:,} shorter documents"
-    return rows
 
 
 def draw_curves(curves: dict[tuple[str, str], list[Evaluation]], path: Path) -> bool:

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -39,14 +39,10 @@ CONTEXT = "context"
 """The mode of `context_curve`; context-512 is the protocol of its length 512."""
 
 
-class Prepared(Protocol):
-    """Prepares the data set in a way, or finds it prepared."""
-
-    def __call__(self, kind: Literal["texts", "joined", "answers"], **fields: object) -> "Store":
-        """
-        Args:
-            kind: of documents (KINDS of `documents.py`), whose `fields` these are.
-        """
+Prepared = Callable[..., "Store"]
+"""Prepares the data set, or finds it prepared: as the kind of documents that is named (KINDS of `documents.py`), with
+values of its fields.
+"""
 
 
 def _windows(config: EvalConfig, prepared: Prepared, _tokenizer: "PreTrainedTokenizerBase") -> Windows:

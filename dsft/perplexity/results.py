@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # results are read without torch
 
 REPORTS, DOCUMENTS = "perplexity.json", "documents.parquet"
 COLUMNS = ("nats", "reference_nats", "kl", "reverse_kl", "same_top")
-"""Rows of what `scoring.score_pair` returns; the first is the model's own."""
+"""Rows of what `scoring.score` returns of two models; the first is the model's own."""
 SHOWN_GROUPS = 20
 DOCUMENT_COLUMNS = ("nats", "tokens", "bytes", "words")
 """Columns of documents.parquet that hold the `document_` arrays of a Perplexity."""
@@ -93,15 +93,6 @@ class Divergence:
     change_quantiles: dict[str, float]
     """Share -> change of the true token's probability that so large a share of the tokens stays below."""
 
-    def row(self) -> str:
-        """Return it as text for the screen."""
-        low, middle, high = (self.change_quantiles[share] for share in ("0.01", "0.5", "0.99"))
-        return (
-            f"KL(reference || model) {self.kl:.6f}, KL(model || reference) {self.reverse_kl:.6f} nats per token;"
-            f" same likeliest token {self.same_top:.2%}; change of the true token's probability {low:+.4f} (1%),"
-            f" {middle:+.4f} (median), {high:+.4f} (99%); perplexity of the reference {self.reference_perplexity:.4f}"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
@@ -146,46 +137,27 @@ class Evaluation:
     def report(self) -> dict[str, Any]:
         """Return the report for perplexity.json; docs of the modes are in dsft/perplexity/modes.py."""
         result = self.perplexity
-        of_evaluation = {field.name: getattr(self, field.name) for field in fields(self)}
-        del of_evaluation["perplexity"], of_evaluation["is_known"]
-        of_evaluation["divergence"] = asdict(self.divergence) if self.divergence else None
+        report = {field.name: getattr(self, field.name) for field in fields(self)}
+        del report["perplexity"], report["is_known"]
+        report["divergence"] = asdict(self.divergence) if self.divergence else None
+        report |= {name: getattr(result, name) for name in ("perplexity", "nats", "tokens")}
+        report |= {"nats_per_token": result.loss, "reported_loss": result.reported_loss}
+        sizes = ("bytes", "words", "word_perplexity", "byte_perplexity", "bits_per_byte")
+        report |= {name: getattr(result, name) for name in sizes} | {"interval": self.intervals.report()}
+        counts = ("documents", "unscored_documents", "fed_tokens", "rows_alone")
+        report |= {name: getattr(result, name) for name in counts}
+        blocks = {"nats": result.block_nats.tolist(), "tokens": result.block_tokens.tolist()}
+        report |= {"blocks": {"windows": result.windows_per_block} | blocks}
+        report["tokens_per_second"] = result.fed_tokens / self.seconds
         named = f"protocol {self.protocol}" if self.protocol else f"mode {self.mode}"
         source = f" ({self.source})" if self.protocol else ""
-        report = of_evaluation | {
-            "perplexity": result.perplexity,
-            "nats": result.nats,
-            "tokens": result.tokens,
-            "nats_per_token": result.loss,
-            "reported_loss": result.reported_loss,
-            "bytes": result.bytes,
-            "words": result.words,
-            "word_perplexity": result.word_perplexity,
-            "byte_perplexity": result.byte_perplexity,
-            "bits_per_byte": result.bits_per_byte,
-            "interval": self.intervals.report(),
-            "documents": result.documents,
-            "unscored_documents": result.unscored_documents,
-            "fed_tokens": result.fed_tokens,
-            "rows_alone": result.rows_alone,
-            "blocks": {
-                "windows": result.windows_per_block,
-                "nats": result.block_nats.tolist(),
-                "tokens": result.block_tokens.tolist(),
-            },
-            "tokens_per_second": result.fed_tokens / self.seconds,
-            "definition": f"perplexity = exp(nats / tokens), {named} of dsft/perplexity/modes.py{source}",
-        }
+        report["definition"] = f"perplexity = exp(nats / tokens), {named} of dsft/perplexity/modes.py{source}"
         return finite(report)
 
     @property
     def source(self) -> str:
         """Where the protocol is defined."""
         return find_mode(self.protocol).source
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Return what a later result of the same kind replaces: model, data and protocol."""
-        return self.model, self.data, self.protocol or ""
 
     def documents(self) -> dict[str, Any]:
         """Return the columns of documents.parquet, a row for each document."""
@@ -236,8 +208,14 @@ class Evaluation:
             hidden = len(lines) - SHOWN_GROUPS
             more = [f"and {hidden:,} more in {REPORTS}"] if hidden > 0 else []
             rows[f"by {name}"] = "\n".join([*lines[:SHOWN_GROUPS], *more])
-        if self.divergence:
-            rows[f"against {self.divergence.reference}"] = self.divergence.row()
+        if divergence := self.divergence:
+            low, middle, high = (divergence.change_quantiles[share] for share in ("0.01", "0.5", "0.99"))
+            rows[f"against {divergence.reference}"] = (
+                f"KL(reference || model) {divergence.kl:.6f}, KL(model || reference) {divergence.reverse_kl:.6f} nats"
+                f" per token; same likeliest token {divergence.same_top:.2%}; change of the true token's probability"
+                f" {low:+.4f} (1%), {middle:+.4f} (median), {high:+.4f} (99%); perplexity of the reference"
+                f" {divergence.reference_perplexity:.4f}"
+            )
         left_out = {"without a token to score": result.unscored_documents, "truncated": self.truncated_documents}
         if any(left_out.values()):
             rows["documents"] = ", ".join(f"{number:,} {reason}" for reason, number in left_out.items() if number)
@@ -262,7 +240,7 @@ class Evaluation:
 
 
 Key = tuple[str, str, str]
-"""Model, data, protocol; the last is empty without one."""
+"""Model, data, protocol, the last is empty without one: a later result of the same replaces an earlier one."""
 
 
 class Results:
@@ -304,7 +282,7 @@ class Results:
         """Put a result, new or known, behind all others; a new one is on the disk from then on. Collective."""
 
         def write() -> None:
-            key = evaluation.key
+            key = evaluation.model, evaluation.data, evaluation.protocol or ""
             self.reports.pop(key, None)
             self.documents.pop(key, None)
             self.reports[key] = evaluation.report()
@@ -365,16 +343,6 @@ class Results:
             ) from None
 
 
-class Observer(Protocol):
-    """Adds something up over all tokens."""
-
-    def update(self, windows: list[int], columns_KN: np.ndarray) -> list:
-        """Take a batch; return what the line of the batch keeps of it."""
-
-    def restore(self, recorded: list) -> None:
-        """Take what `update` returned for a batch of an interrupted evaluation."""
-
-
 class Recorder:
     """Takes every batch that this rank scores, writes what resuming needs, and knows what was scored before.
 
@@ -386,13 +354,14 @@ class Recorder:
         windows: "Windows",
         *,
         partial: Path | None = None,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[Any] = (),
         tokens: Path | None = None,
     ):
         """
         Args:
             partial: folder of the lines of this evaluation; None where it cannot be resumed.
-            observers: the same ones, in the same order, when an evaluation resumes.
+            observers: each adds something up over all tokens. `update(windows, columns_KN)` takes a batch and returns
+                what its line keeps of it; `restore` takes that when an evaluation resumes, with the same observers.
             tokens: folder of the scored tokens; None where they are not kept.
         """
         self.windows, self.partial, self.observers, self.tokens = windows, partial, observers, tokens
