@@ -217,8 +217,10 @@ def build_windows(
         preparation = KINDS[kind](max_documents=config.max_documents, **fields)
         return prepare(data, tokenizer, cache_folder(config), preparation=preparation, show_progress=show_progress)
 
-    windows = find_mode(name).windows(config, prepared, tokenizer)
+    windows, bos = find_mode(name).windows(config, prepared), tokenizer.bos_token_id
     windows.mode = name
+    if find_mode(name).bos_replaces_first and bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
+        windows.first_token = bos
     if not any(len(tokens) for *_, tokens in windows.pieces()):
         raise UserError(
             f"data: {len(windows.document_ends)} documents give no token to score: a first token is context only"

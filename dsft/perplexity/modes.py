@@ -31,8 +31,6 @@ from dsft.perplexity.windows import (
 from dsft.units import token_counts
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from dsft.data.store import Store
 
 CONTEXT = "context"
@@ -45,7 +43,7 @@ values of its fields.
 """
 
 
-def _windows(config: EvalConfig, prepared: Prepared, _tokenizer: "PreTrainedTokenizerBase") -> Windows:
+def _windows(config: EvalConfig, prepared: Prepared) -> Windows:
     """Documents, a separator after each, are joined and cut into windows of L tokens that do not overlap. The first
     token of a window is context only. It is the view that finetuning trains on (`data/`).
     """
@@ -53,7 +51,7 @@ def _windows(config: EvalConfig, prepared: Prepared, _tokenizer: "PreTrainedToke
     return cut(store, partial(disjoint_spans, length=config.seq_len))
 
 
-def _sliding(config: EvalConfig, prepared: Prepared, _tokenizer: "PreTrainedTokenizerBase") -> Windows:
+def _sliding(config: EvalConfig, prepared: Prepared) -> Windows:
     """Windows of L tokens, each S further. A window scores what the one before it did not reach, so every token but the
     first is scored once, with at least L - S tokens of context (transformers' documentation, "Perplexity of
     fixed-length models"). Over the corpus, or each document by itself.
@@ -64,9 +62,7 @@ def _sliding(config: EvalConfig, prepared: Prepared, _tokenizer: "PreTrainedToke
     return cut(prepared("texts", bos=config.bos, separator=config.separator), spans_of)
 
 
-def _rolling(
-    config: EvalConfig, prepared: Prepared, _tokenizer: "PreTrainedTokenizerBase", bos: str | None = None
-) -> Windows:
+def _rolling(config: EvalConfig, prepared: Prepared, bos: str | None = None) -> Windows:
     """Each document by itself, after a prefix token (BOS, else EOS), in windows of L predicted tokens with one token of
     context. The last window has as much context as fits (lm-evaluation-harness, `loglikelihood_rolling` in
     lm_eval/models/huggingface.py and `get_rolling_token_windows` in lm_eval/utils.py).
@@ -75,7 +71,7 @@ def _rolling(
     return cut(store, partial(rolling_spans, length=config.seq_len), each_document=True)
 
 
-def _answers(config: EvalConfig, prepared: Prepared, _tokenizer: "PreTrainedTokenizerBase") -> Windows:
+def _answers(config: EvalConfig, prepared: Prepared) -> Windows:
     """Prompts with completions, or chats: only what finetuning trains on is scored."""
     store = prepared("answers")
     windows = cut(store, lambda start, end: [(start, end, min(start + 1, end))], each_document=True)
@@ -83,9 +79,7 @@ def _answers(config: EvalConfig, prepared: Prepared, _tokenizer: "PreTrainedToke
     return windows
 
 
-def _gptq(
-    config: EvalConfig, prepared: Prepared, _tokenizer: "PreTrainedTokenizerBase", scored_from: int = 1
-) -> Windows:
+def _gptq(config: EvalConfig, prepared: Prepared, scored_from: int = 1) -> Windows:
     """All texts joined by two newlines and tokenised once, BOS as the tokenizer adds it. Windows of 2,048 tokens, or
     the model's positions where these are fewer, do not overlap. What does not fill a window is dropped, and the first
     token of a window is context only. `llama_eval` in llama.py of IST-DASLab/gptq and its `get_wikitext2`, of which
@@ -100,19 +94,16 @@ def _gptq(
     return _without_sizes(cut(store, partial(full_spans, length=config.seq_len, scored_from=scored_from)))
 
 
-def _llama_cpp(config: EvalConfig, prepared: Prepared, tokenizer: "PreTrainedTokenizerBase") -> Windows:
+def _llama_cpp(config: EvalConfig, prepared: Prepared) -> Windows:
     """The text tokenised once, in windows of 512 tokens; BOS replaces the first of each where the tokenizer adds one.
     The tokens behind the middle are scored, and what does not fill a window is dropped. `perplexity` in
     tools/perplexity/perplexity.cpp of ggml-org/llama.cpp. That tool reads one file: a .txt file is taken as it is,
     other data is joined by two newlines.
     """
-    windows = _gptq(config, prepared, tokenizer, scored_from=config.seq_len // 2 + 1)
-    if tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
-        windows.first_token = tokenizer.bos_token_id
-    return windows
+    return _gptq(config, prepared, scored_from=config.seq_len // 2 + 1)
 
 
-def _hf(config: EvalConfig, prepared: Prepared, _tokenizer: "PreTrainedTokenizerBase") -> Windows:
+def _hf(config: EvalConfig, prepared: Prepared) -> Windows:
     """Joined and tokenised as gptq, in sliding windows of 1,024 tokens, or the model's positions where these are fewer,
     each 512 further (`stride`). "Perplexity of fixed-length models" in the documentation of transformers. Its code
     weighs the mean of a window with one token less than the window scores, but for the first window; so does this.
@@ -126,7 +117,7 @@ def _hf(config: EvalConfig, prepared: Prepared, _tokenizer: "PreTrainedTokenizer
     return windows
 
 
-def _context(config: EvalConfig, prepared: Prepared, _tokenizer: "PreTrainedTokenizerBase") -> Windows:
+def _context(config: EvalConfig, prepared: Prepared) -> Windows:
     """The last L tokens of each document. For every length half as many tokens as the shortest length are scored.
     Documents shorter than the longest length are left out.
     """
@@ -158,7 +149,7 @@ def _without_sizes(windows: Windows) -> Windows:
 class Mode:
     """Says which windows are scored."""
 
-    windows: Callable[[EvalConfig, Prepared, "PreTrainedTokenizerBase"], Windows] | None
+    windows: Callable[[EvalConfig, Prepared], Windows] | None
     """None: as the option `mode` says."""
     named_by: Literal["mode", "protocol", "context_curve"]
     """The option that asks for it."""
@@ -166,6 +157,8 @@ class Mode:
     """Of EvalConfig, that decide what is scored with which context, beside mode, protocol and seq_len."""
     is_text: bool = True
     """Whether it is of texts, else of prompts with completions and chats."""
+    bos_replaces_first: bool = False
+    """BOS is fed in place of the first token of every window, where the tokenizer puts one before a text."""
     source: str = ""
     """Where a protocol is defined."""
     seq_len: int | None = None
@@ -179,7 +172,11 @@ MODES = {
     "answers": Mode(named_by="mode", windows=_answers, options=("too_long",), is_text=False),
     "gptq": Mode(named_by="protocol", windows=_gptq, source="IST-DASLab/gptq, llama.py", seq_len=2048),
     "llama.cpp": Mode(
-        named_by="protocol", windows=_llama_cpp, source="ggml-org/llama.cpp, tools/perplexity", seq_len=512
+        named_by="protocol",
+        windows=_llama_cpp,
+        bos_replaces_first=True,
+        source="ggml-org/llama.cpp, tools/perplexity",
+        seq_len=512,
     ),
     # Reports word and byte perplexity and bits per byte. The harness changes the texts of its task wikitext first
     # (`wikitext_detokenizer`); it is given texts so changed.
