@@ -20,14 +20,7 @@ import numpy as np
 
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError, nearest
-from dsft.perplexity.windows import (
-    Windows,
-    cut,
-    disjoint_spans,
-    full_spans,
-    rolling_spans,
-    sliding_spans,
-)
+from dsft.perplexity.windows import Windows, cut, disjoint_spans, full_spans, rolling_spans, sliding_spans
 from dsft.units import token_counts
 
 if TYPE_CHECKING:
@@ -35,8 +28,6 @@ if TYPE_CHECKING:
 
 CONTEXT = "context"
 """The mode of `context_curve`; context-512 is the protocol of its length 512."""
-
-
 Prepared = Callable[..., "Store"]
 """Prepares the data set, or finds it prepared: as the kind of documents that is named (KINDS of `documents.py`), with
 values of its fields.
