@@ -1,1 +1,1 @@
-"""Computes perplexity over windows of text, with the same bits on any number of ranks."""
+"""Computes perplexity over windows of text, bit-identical on any number of ranks."""

@@ -1,6 +1,6 @@
 """Splits a result into groups of tokens: by source, column, position, frequency, role or turn.
 
-Nats of tokens are multiples of 2^-28 (`scoring.py`), so sums of groups are exact: they are the same bits on any number
+Nats of tokens are multiples of 2^-28 (`scoring.py`), so sums of groups are exact: they are bit-identical on any number
 of ranks, and those of one breakdown add up to the total, up to 33 million nats in a group.
 """
 
@@ -29,7 +29,7 @@ LAST_TURN = 9
 
 @dataclass(frozen=True, kw_only=True)
 class Grouping:
-    """Says to which group each scored token belongs."""
+    """Assigns each scored token to a group."""
 
     name: str
     labels: list[str]
@@ -140,7 +140,7 @@ def grouping(
         raise UserError(f"group_by={name}: invalid choice (choose from {', '.join(known)}){nearest(name, known)}")
     if data.rules.is_text:
         raise UserError(f"group_by={name}: texts have no turns; it is for prompts with completions and chats")
-    rules = dataclasses.replace(data.rules, train_on="answers")  # whose mask says what the answers are
+    rules = dataclasses.replace(data.rules, train_on="answers")  # whose mask marks the answers
     answers, masked = Answers(max_documents=config.max_documents), dataclasses.replace(data, rules=rules)
     is_answer = prepare(masked, tokenizer, cache_folder(config), preparation=answers, show_progress=False).trained
     if name == "role":

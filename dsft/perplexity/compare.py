@@ -1,10 +1,10 @@
 """Compares results of several models on the same texts, with 95 % intervals over pairs.
 
-Both models scored the same documents, so the documents are drawn in pairs: what makes a document hard for both cancels.
+Both models scored the same documents, so they are compared in pairs: what makes a document hard for both cancels.
 Results over other texts or windows are refused. Over other tokenizations, tokens are no common measure: only bits per
 byte and byte perplexity are compared.
 
-`print_together` prints what the results of one launch say together: comparisons, and the tables of protocols, of
+`print_together` prints what several results of one launch give: comparisons, and the tables of protocols, of
 context curves and of a reference.
 """
 
@@ -214,7 +214,7 @@ def compare_results(evaluations: list[Evaluation], *, base: str | None = None) -
 
 
 def refusal(base: Evaluation, other: Evaluation) -> str:
-    """Say why two results on the same texts cannot be compared; empty where they can."""
+    """Return why two results on the same texts cannot be compared; empty where they can."""
     names = f"{other.model} and {base.model} on {base.data}"
     decisive = ["protocol", "seq_len", *find_mode(base.mode).options, *find_mode(other.mode).options, "mode"]
     differing = [name for name in dict.fromkeys(decisive) if base.options.get(name) != other.options.get(name)]
@@ -283,7 +283,7 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
 
 
 def print_together(evaluations: list[Evaluation], config: EvalConfig) -> None:
-    """Print what the results of one launch say together: a table of protocols and one of the context curve for each
+    """Print what several results of one launch give: a table of protocols and one of the context curve for each
     model and data set, every model against the first one, and all against the reference.
     """
     same_pair: dict[tuple[str, str], list[Evaluation]] = {}

@@ -190,7 +190,7 @@ KINDS = {"texts": Texts, "joined": JoinedTexts, "answers": Answers}
 def build_windows(
     data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase, *, show_progress: bool = False
 ) -> Windows:
-    """Make the windows of the rows of `data` as `config` says. Who comes first prepares the tokens.
+    """Make the windows of the rows of `data` that `config` asks for. The first process to come prepares the tokens.
 
     Args:
         show_progress: of the preparation.

@@ -61,7 +61,7 @@ HOW_OPTIONS = (
     *("dtype", "quantization", "batch_tokens", "attn_implementation", "sequence_parallel"),
     *("max_documents", "group_by", "save_tokens"),
 )
-"""Options that say how a result was computed and what is kept of it."""
+"""Options of how a result is computed and what is kept of it."""
 SCORING = 5
 """A change of code that changes nats, or what is kept of a result, raises it."""
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")

@@ -59,7 +59,7 @@ class ResultIntervals:
 
 
 def result_intervals(result: Perplexity) -> ResultIntervals:
-    """Compute the intervals of one result. The same bits wherever numpy and scipy are the same."""
+    """Compute the intervals of one result. Bit-identical wherever numpy and scipy are the same."""
     units = units_of(result, result.document_nats, result.block_nats, is_scored_D=result.document_tokens > 0)
     per_token, per_byte = ratio_interval(units, 1), ratio_interval(units, 2)
     low, high = (bound / math.log(2) for bound in per_byte)

@@ -5,7 +5,7 @@ For each scored token, over the vocabulary V with logits z of the model and r of
     KL(reference || model) = sum_V p_r (ln p_r - ln p_z)      the information that the model loses
     KL(model || reference) = sum_V p_z (ln p_z - ln p_r)
     same top               whether both have the same likeliest token
-    change                 p_z - p_r of the token that stands in the text
+    change                 p_z - p_r of the token in the text
 
 Both heads compute the same tile of the vocabulary at a time. Of each tile only sums are kept: with M the largest logit
 so far, S = sum exp(r - M) and T = sum exp(r - M) (z - r), so that KL(reference || model) = ln S_z - ln S_r - T_r / S_r.

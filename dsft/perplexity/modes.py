@@ -138,10 +138,10 @@ def _without_sizes(windows: Windows) -> Windows:
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """Says which windows are scored."""
+    """Defines which windows are scored."""
 
     windows: Callable[[EvalConfig, Prepared], Windows] | None
-    """None: as the option `mode` says."""
+    """None: those of the option `mode`."""
     named_by: Literal["mode", "protocol", "context_curve"]
     """The option that asks for it."""
     options: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 dsft eval --run runs/first            the run's own run.json
 dsft eval --config run.yaml           a training's file: the model is the base until output_dir holds a final model
 
-What the user says beside it wins.
+Options that the user gives beside it win.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def read_evaluation(argv: Sequence[str], problems: list[str]) -> EvalConfig:
     """Read the options of `dsft eval`; faults go to `problems`."""
     flags = read_flags(argv, problems)
     values = read_named_file(flags, problems)
-    if values is None:  # of an unreadable file nothing else can be said
+    if values is None:  # of an unreadable file nothing else can be checked
         return EvalConfig()
     # A training's file: it sets an option that only a training has.
     if not (training_types().keys() - field_types(EvalConfig).keys()).isdisjoint(values):

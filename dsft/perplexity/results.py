@@ -297,7 +297,7 @@ class Results:
         distributed.on_rank_0(write)
 
     def is_whole(self, key: Key) -> bool:
-        """Tell whether the documents of a result are those that its report counts. On rank 0."""
+        """Return whether the documents of a result are those that its report counts. On rank 0."""
         report, nats = self.reports[key], self.documents[key]["nats"].to_numpy()
         return len(nats) == report["documents"] and math.isclose(math.fsum(nats), report["nats"], rel_tol=1e-12)
 
@@ -424,7 +424,7 @@ class Recorder:
             pyarrow.parquet.write_table(pyarrow.concat_tables(self._tables), beside)
             beside.replace(self.tokens / part[0])
         if self.partial:
-            for line in self._lines:  # Python's repr of a float, as JSON has it, gives the same bits back
+            for line in self._lines:  # Python's repr of a float, as JSON has it, gives back every bit
                 self._file.write(f"\n{json.dumps([*line, *part])}")
                 self._file.flush()
         self._lines, self._tables = [], []

@@ -1,4 +1,4 @@
-"""Computes perplexity on any number of ranks: each token scored once, the same bits whatever the number of ranks.
+"""Computes perplexity on any number of ranks: each token is scored once, and the result is bit-identical.
 
 Batches are formed from the data alone, and each is scored by one rank. The sums of documents come together in one fixed
 order. Definition: perplexity = exp(nats / tokens), where nats is the sum of -ln p(token | tokens before it in its
@@ -53,7 +53,7 @@ Scorer = ChunkedHead | nn.Module
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Multiply float32 without TF32 inside a `with`, whatever the option `tf32` or the environment says.
+    """Multiply float32 without TF32 inside a `with`, whatever the option `tf32` or the environment sets.
 
     TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which images of NVIDIA set, speaks to cuBLAS's own setting.
     """

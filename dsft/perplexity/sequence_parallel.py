@@ -8,7 +8,7 @@ heads, so that each computes H / N heads over all T positions:
 The exchange is `UlyssesSPAttentionHF` (deepspeed/runtime/sequence_parallel/ulysses_sp.py), which also runs over gloo.
 Its `register_with_transformers` fixes the number of rows and reads heads from the config, so here one is made for each
 shape that attention sees. Positions are passed to the model; masks are dropped, since attention is causal. So a model
-must let tokens meet nowhere else, which is tried on a small one with random weights before weights are loaded, and its
+must mix tokens nowhere else, which is tried on a small one with random weights before weights are loaded, and its
 attention must see all tokens before.
 
 Shape suffixes: B batch, T time, N scored tokens of a batch, K columns.
@@ -149,7 +149,7 @@ MOVING_ROPES = ("longrope", "dynamic")
 
 @torch.no_grad()
 def refused_model(facts: ModelFacts, *, size: int, seq_len: int, model: str, trust_remote_code: bool = False) -> str:
-    """Say why windows of `model` cannot be spread over `size` ranks; empty where they can. Collective."""
+    """Return why windows of `model` cannot be spread over `size` ranks; empty where they can. Collective."""
     text, where = facts.config.get_text_config(), f"sequence_parallel={size} for {model}"
     others = sorted(set(getattr(text, "layer_types", None) or ()) - set(WHOLE_ATTENTION))
     moving = [kind for kind in MOVING_ROPES if kind in rope_types(text)]

@@ -1,7 +1,7 @@
 """Makes what perplexity is computed over: a data set as one row of tokens, and the windows in which a model sees it.
 
 The tokens come from a store on disk, which is prepared once and mapped by every rank. A rank itself holds 24 bytes for
-each window. The modes and protocols of `modes.py` say which windows there are.
+each window. The modes and protocols of `modes.py` define which windows there are.
 """
 
 import hashlib
@@ -84,7 +84,7 @@ class Windows:
         return hashes
 
     def scored_places(self, window: int) -> np.ndarray:
-        """Return where the scored tokens of a window stand in `tokens`, in order."""
+        """Return the places in `tokens` of the scored tokens of a window, in order."""
         _, end, scored_from = self.spans[window]
         return np.arange(scored_from, end)[self.scorable[scored_from:end]]
 

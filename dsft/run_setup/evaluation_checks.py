@@ -1,4 +1,4 @@
-"""What can be known wrong with an evaluation before weights load: its options, models, data sets, and their fit.
+"""Finds what is wrong with an evaluation before weights load: its options, models, data sets, and their fit.
 
 Each model is measured on the meta device, and its tokenizer, data and files are looked at, as those of a training.
 """
@@ -47,7 +47,7 @@ def check_evaluation(
         UserError: with all problems, on every rank.
     """
     if config.run or config.context_curve:
-        distributed.raise_together(problems)  # without the run, or the lengths, nothing else can be said
+        distributed.raise_together(problems)  # without the run, or the lengths, nothing else can be checked
     require_same_start(common_options(config), problems)
     unset_hf_deepspeed_config()  # of a training earlier in this process: models are measured on the meta device
     if config.output_dir:
