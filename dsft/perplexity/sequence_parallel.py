@@ -48,16 +48,16 @@ class Team:
     @property
     def number(self) -> int:
         """Which of the teams this rank is in, from 0."""
-        return distributed.rank() // self.size
+        return _rank_and_world()[0] // self.size
 
     @property
     def place(self) -> int:
         """Place of this rank in its team, from 0: the first positions of each row are on the first."""
-        return distributed.rank() % self.size
+        return _rank_and_world()[0] % self.size
 
     @property
     def teams(self) -> int:
-        return distributed.world_size() // self.size
+        return _rank_and_world()[1] // self.size
 
     def share(self, batch_BT: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this rank's positions of a batch, [B, T / size], and which they are."""
@@ -120,9 +120,14 @@ def team_of(size: int) -> Team:
     """Split the ranks into teams of `size`, which divides their number. Collective the first time."""
     if size == 1:
         return ALONE
-    firsts = range(0, distributed.world_size(), size)
-    groups = [dist.new_group([*range(first, first + size)], timeout=TIMEOUT) for first in firsts]
-    return Team(size=size, group=groups[distributed.rank() // size])
+    rank, world = _rank_and_world()
+    groups = [dist.new_group([*range(first, first + size)], timeout=TIMEOUT) for first in range(0, world, size)]
+    return Team(size=size, group=groups[rank // size])
+
+
+def _rank_and_world() -> tuple[int, int]:
+    """As the process group has them, by which sums are added up: a launcher's variables alone make no ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 @functools.cache
