@@ -20,7 +20,7 @@ import numpy as np
 
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError, nearest
-from dsft.perplexity.windows import Windows, cut, disjoint_spans, full_spans, rolling_spans, sliding_spans
+from dsft.perplexity.windows import Windows, cut, disjoint_spans, rolling_spans, sliding_spans
 from dsft.units import token_counts
 
 if TYPE_CHECKING:
@@ -82,7 +82,9 @@ def _gptq(config: EvalConfig, prepared: Prepared, scored_from: int = 1) -> Windo
             f"protocol={config.protocol} drops what does not fill a window of seq_len={config.seq_len} tokens, and"
             f" the data has {len(store.tokens):,}; use more data, a smaller seq_len or protocol dsft"
         )
-    return _without_sizes(cut(store, partial(full_spans, length=config.seq_len, scored_from=scored_from)))
+    return _without_sizes(
+        cut(store, partial(disjoint_spans, length=config.seq_len, scored_from=scored_from, full=True))
+    )
 
 
 def _llama_cpp(config: EvalConfig, prepared: Prepared) -> Windows:

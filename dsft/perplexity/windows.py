@@ -145,20 +145,15 @@ def cut(store: "Store", spans_of: Callable[[int, int], Spans], *, each_document:
     )
 
 
-def disjoint_spans(start: int, end: int, length: int) -> Spans:
-    """Yield windows over tokens[start:end] one after the other; the first token of each is context."""
-    for begin in range(start, end, length):
-        yield begin, min(begin + length, end), begin + 1
-
-
-def full_spans(start: int, end: int, length: int, scored_from: int) -> Spans:
-    """Yield windows over tokens[start:end] one after the other, without a last one that is not full.
+def disjoint_spans(start: int, end: int, length: int, *, scored_from: int = 1, full: bool = False) -> Spans:
+    """Yield windows over tokens[start:end] one after the other.
 
     Args:
-        scored_from: place within the window of the first scored token.
+        scored_from: place within the window of the first scored token; those before it are context.
+        full: leave out a last window that is not full.
     """
-    for begin in range(start, end - length + 1, length):
-        yield begin, begin + length, begin + scored_from
+    for begin in range(start, end - length + 1 if full else end, length):
+        yield begin, min(begin + length, end), begin + scored_from
 
 
 def rolling_spans(start: int, end: int, length: int) -> Spans:

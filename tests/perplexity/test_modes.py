@@ -20,7 +20,7 @@ from dsft.config.options import EvalConfig
 from dsft.perplexity.compare import print_together
 from dsft.perplexity.modes import MODES, NAMED_BY, protocol_configs
 from dsft.perplexity.of_training import evaluation_config
-from dsft.perplexity.windows import full_spans
+from dsft.perplexity.windows import disjoint_spans
 
 L, STRIDE = 32, 12
 TEXTS = [*sentences(9, seed=5), "", *sentences(3, seed=6)]
@@ -171,7 +171,7 @@ def test_a_protocol_takes_its_own_length_unless_one_is_named():
     assert lengths(8192) == [2048, 512, 8192, 1024, 1024]
     assert lengths(1024) == [1024, 512, 1024, 1024, 1024]
     assert lengths(8192, seq_len=256) == [256] * 5
-    assert list(full_spans(0, 10, 4, 3)) == [(0, 4, 3), (4, 8, 7)]
+    assert list(disjoint_spans(0, 10, 4, scored_from=3, full=True)) == [(0, 4, 3), (4, 8, 7)]
 
 
 def test_what_a_protocol_cannot_be_given_is_refused(tiny, tmp_path):
