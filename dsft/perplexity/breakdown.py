@@ -7,15 +7,15 @@ of ranks, and those of one breakdown add up to the total, up to 33 million nats 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from dsft.config.options import EvalConfig
 from dsft.data.formats import FormattedSource
-from dsft.data.prepare import cache_folder, prepare
+from dsft.data.prepare import prepare
 from dsft.errors import UserError, nearest
 from dsft.perplexity.documents import Answers, Documents
 from dsft.perplexity.sums import exp
@@ -81,7 +81,13 @@ class Breakdown:
 
 
 def grouping(
-    name: str, data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase, windows: Windows
+    name: str,
+    data: FormattedSource,
+    tokenizer: PreTrainedTokenizerBase,
+    windows: Windows,
+    *,
+    max_documents: int | None,
+    cache: Path,
 ) -> Grouping:
     """Make the grouping that an entry of `group_by` names.
 
@@ -92,7 +98,7 @@ def grouping(
     if name in columns or name == "source":
         numbers: dict[str, int] = {}
         of_document = []
-        for batch in Documents(max_documents=config.max_documents).batches(data.batches(), data.rules):
+        for batch in Documents(max_documents=max_documents).batches(data.batches(), data.rules):
             for row in batch.rows:
                 label = str(row.values.get(name, "(none)")) if name in columns else batch.place
                 of_document.append(numbers.setdefault(label, len(numbers)))
@@ -100,7 +106,7 @@ def grouping(
                     raise UserError(f"group_by={name}: the column has more than {MOST_GROUPS:,} values; name another")
         if len(of_document) != len(windows.document_ends):
             raise UserError(
-                f"group_by={name}: protocol={config.protocol} joins all documents; use protocol lm-eval or dsft"
+                f"group_by={name}: protocol={windows.mode} joins all documents; use protocol lm-eval or dsft"
             )
         group_D = np.array(of_document, dtype=np.int64)
         return Grouping(
@@ -141,8 +147,8 @@ def grouping(
     if data.rules.is_text:
         raise UserError(f"group_by={name}: texts have no turns; it is for prompts with completions and chats")
     rules = dataclasses.replace(data.rules, train_on="answers")  # whose mask marks the answers
-    answers, masked = Answers(max_documents=config.max_documents), dataclasses.replace(data, rules=rules)
-    is_answer = prepare(masked, tokenizer, cache_folder(config), preparation=answers, show_progress=False).trained
+    answers, masked = Answers(max_documents=max_documents), dataclasses.replace(data, rules=rules)
+    is_answer = prepare(masked, tokenizer, cache, preparation=answers, show_progress=False).trained
     if name == "role":
         return Grouping(
             name=name,

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from dsft.config.options import EvalConfig
 from dsft.errors import UserError, nearest, raise_if_any
 from dsft.perplexity.intervals import LEVEL, ratio_interval, sign_test, units_of
-from dsft.perplexity.modes import find_mode
+from dsft.perplexity.modes import CONTEXT, find_mode
 from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Results, frame, html_table
 from dsft.perplexity.sums import exp
 from dsft.runtime.console import print_table, say
@@ -282,9 +281,12 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
     )
 
 
-def print_together(evaluations: list[Evaluation], config: EvalConfig) -> None:
+def print_together(evaluations: list[Evaluation], output_dir: str | None = None) -> None:
     """Print what several results of one launch give: a table of protocols and one of the context curve for each
     model and data set, every model against the first one, and all against the reference.
+
+    Args:
+        output_dir: for the picture of the curve.
     """
     same_pair: dict[tuple[str, str], list[Evaluation]] = {}
     against: dict[tuple[str, str], dict[str, str]] = {}
@@ -297,7 +299,8 @@ def print_together(evaluations: list[Evaluation], config: EvalConfig) -> None:
                 f"{evaluation.perplexity.perplexity:.4f}  (KL {divergence.kl:.6f} nats per token, same likeliest token"
                 f" {divergence.same_top:.2%})"
             )
-    if config.protocol == "all":
+    is_curve = (evaluations[0].protocol or "").startswith(f"{CONTEXT}-")
+    if not is_curve and len({evaluation.protocol for evaluation in evaluations}) > 1:
         for (model, data), results in same_pair.items():
             rows = {
                 each.protocol: f"{each.perplexity.perplexity:.4f}  (windows of {each.options['seq_len']:,},"
@@ -305,7 +308,7 @@ def print_together(evaluations: list[Evaluation], config: EvalConfig) -> None:
                 for each in results
             }
             print_table(f"{model} on {data}, as others report it", rows)
-    if config.context_curve:
+    if is_curve:
         curves = {
             names: sorted(results, key=lambda each: each.options["seq_len"]) for names, results in same_pair.items()
         }
@@ -323,14 +326,10 @@ def print_together(evaluations: list[Evaluation], config: EvalConfig) -> None:
             if result.unscored_documents:
                 rows["left out"] = f"{result.unscored_documents:,} shorter documents"
             print_table(f"Context curve of {model} on {data}", rows)
-        if config.output_dir:
-            path = Path(config.output_dir) / PICTURE
-            is_plotted = draw_curves(curves, path)
-            say(
-                f"plotted: {path}"
-                if is_plotted
-                else "note: no picture of the curve, which needs matplotlib (pip install matplotlib)"
-            )
+        if output_dir and draw_curves(curves, Path(output_dir) / PICTURE):
+            say(f"plotted: {Path(output_dir) / PICTURE}")
+        elif output_dir:
+            say("note: no picture of the curve, which needs matplotlib (pip install matplotlib)")
     if len({evaluation.model for evaluation in evaluations}) > 1:
         try:
             for comparison in compare_results(evaluations):

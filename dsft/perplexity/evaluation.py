@@ -32,6 +32,7 @@ from dsft.checkpoints.readback import verify_weights
 from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import UNQUANTISED, EvalConfig
 from dsft.data.formats import FormattedSource
+from dsft.data.prepare import cache_folder
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.build import build_model, described_in, is_bare_config, resolve_dtype
 from dsft.models.candidate import Candidate, with_bases
@@ -202,7 +203,8 @@ def _jobs(
             "quantization": str(facts.size.quantization or UNQUANTISED),
         }
         hashes, data = windows.hashes(), data_sets[source]
-        groupings = [grouping(name, data, config, tokenizer, windows) for name in config.group_by]
+        how = {"max_documents": config.max_documents, "cache": cache_folder(config)}
+        groupings = [grouping(name, data, tokenizer, windows, **how) for name in config.group_by]
         jobs.append(
             _Job(
                 name=f"{source} by {config.protocol}" if config.protocol else source,

@@ -47,7 +47,7 @@ def test_each_length_scores_the_same_last_tokens_and_is_kept_and_drawn(tiny, tmp
         pytest.approx(evaluation.perplexity.loss) for evaluation in evaluations
     ]
     capsys.readouterr()
-    print_together(evaluations, config)
+    print_together(evaluations, config.output_dir)
     said = capsys.readouterr().out
     assert "Context curve of" in said and "32 tokens" in said and f"the last 4 tokens of {documents} documents" in said
     assert (tmp_path / "out" / "context_curve.png").read_bytes().startswith(b"\x89PNG")

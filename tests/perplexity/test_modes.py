@@ -124,7 +124,7 @@ def test_a_protocol_gives_what_its_source_computes(measured, protocol):
 
 def test_the_table_of_all_protocols_has_a_line_for_each(measured, capsys):
     *_, evaluations = measured
-    print_together(evaluations, EvalConfig(protocol="all"))
+    print_together(evaluations)
     shown = capsys.readouterr().out
     assert all(f"{evaluation.report()['perplexity']:.4f}" in shown for evaluation in evaluations)
     assert [evaluation.protocol for evaluation in evaluations] == NAMED_BY["protocol"] == list(REFERENCES)
