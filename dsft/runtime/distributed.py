@@ -15,6 +15,7 @@ import secrets
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -264,22 +265,12 @@ def only_run_in(output_dir: str | None) -> Iterator[bool]:
 
 def smallest_machine() -> Machine:
     """Return the machine of this job, with the least memory that any rank sees. Collective."""
-    # A launcher's variables describe this node alone.
-    machines: dict[str, list[Machine]] = {}
-    for host, machine in from_all([(socket.gethostname(), this_machine(nodes=1, ranks_per_node=ranks_per_node()))]):
-        machines.setdefault(host, []).append(machine)
-    return job_machine(
-        [
-            dataclasses.replace(
-                of_host[0],
-                ranks_per_node=len(of_host),
-                host_names=(host,),
-                device_bytes=min(machine.device_bytes for machine in of_host),
-                host_bytes=min(machine.host_bytes for machine in of_host),
-            )
-            for host, of_host in machines.items()
-        ]
-    )
+    node = this_machine(nodes=1, ranks_per_node=ranks_per_node())  # a launcher's variables describe this node alone
+    machines = from_all([dataclasses.replace(node, host_names=(socket.gethostname(),))])
+    ranks = Counter(machine.host_names for machine in machines)
+    hosts = {machine.host_names: machine for machine in reversed(machines)}  # by its first rank
+    least = {name: min(getattr(machine, name) for machine in machines) for name in ("device_bytes", "host_bytes")}
+    return job_machine([dataclasses.replace(hosts[host], ranks_per_node=ranks[host], **least) for host in ranks])
 
 
 def device() -> "torch.device":
