@@ -85,7 +85,7 @@ def headline(report: Report) -> Table:
         for metric, shown in report.metrics.items():
             if shown["row"]:
                 values = run.values(metric)
-                column[shown["row"]] = f"{values[-1]:,.4g} {shown['unit']}" if values else ""
+                column[shown["row"]] = f"{values[-1]:,.4g} {shown['unit']}".strip() if values else ""
         columns.append(
             column
             | {

@@ -294,19 +294,9 @@ def _more_than(line: Line, name: str, base: str) -> bool:
     return abs(sums[name] - sums[base]) > ROUNDING * sums[base]
 
 
-def _speed_of_a_gpu(line: Line) -> float | None:
-    speed = line.logs.get("train_tokens_per_second")
-    return speed / line.compute.num_gpus if speed is not None and line.compute.num_gpus else None
-
-
 def _flops_of_a_gpu(line: Line, unit: float) -> float | None:
     speed = line.logs.get("tokens_per_second_per_gpu")
     return speed * line.compute.flops_per_token / unit if speed is not None and unit else None
-
-
-def _rank_skew(line: Line) -> float | None:
-    seconds = [rank.data + rank.forward for rank in line.ranks]
-    return max(seconds) / min(seconds) if len(seconds) > 1 else None
 
 
 METRICS = (
@@ -326,15 +316,9 @@ METRICS = (
         ),
     ),
     Metric(
-        "learning_rate",
-        on_screen="lr",
-        in_report=InReport(chart="Learning rate", axis="learning rate", number=".1e"),
+        "learning_rate", on_screen="lr", in_report=InReport(chart="Learning rate", axis="learning rate", number=".1e")
     ),
-    Metric(
-        "grad_norm",
-        on_screen="grad_norm",
-        in_report=InReport(chart="Gradient norm", axis="norm, before clipping"),
-    ),
+    Metric("grad_norm", on_screen="grad_norm", in_report=InReport(chart="Gradient norm", axis="norm, before clipping")),
     Metric(
         "train_tokens_per_second",
         on_screen="tokens/s",
@@ -343,7 +327,16 @@ METRICS = (
             row="throughput", unit="tokens/s", chart="Throughput", axis="tokens/s, all ranks", number="~s"
         ),
     ),
-    Metric("tokens_per_second_per_gpu", _speed_of_a_gpu, on_screen="per GPU", in_bar=True),
+    Metric(
+        "tokens_per_second_per_gpu",
+        lambda line: (
+            line.logs["train_tokens_per_second"] / line.compute.num_gpus
+            if line.compute.num_gpus and "train_tokens_per_second" in line.logs
+            else None
+        ),
+        on_screen="per GPU",
+        in_bar=True,
+    ),
     Metric("tflops_per_gpu", lambda line: _flops_of_a_gpu(line, 1e12)),
     Metric("mfu", lambda line: _flops_of_a_gpu(line, line.compute.peak_flops), on_screen="MFU", in_bar=True),
     Metric("eval_loss", on_screen="eval_loss"),
@@ -372,7 +365,14 @@ METRICS = (
     Metric("num_trained_tokens", lambda line: line.trained_tokens),
     Metric("padding_share", lambda line: line.sums and 1 - line.sums.tokens / line.sums.positions),
     Metric("data_wait_seconds", lambda line: max((rank.data for rank in line.ranks), default=None)),
-    Metric("rank_skew", _rank_skew),
+    Metric(
+        "rank_skew",
+        lambda line: (
+            max(seconds := [rank.data + rank.forward for rank in line.ranks]) / min(seconds)
+            if len(line.ranks) > 1
+            else None
+        ),
+    ),
     Metric("save_seconds", lambda line: line.save_seconds),
 )
 """In the order of the screen's line, of which a narrow terminal leaves out the last, and so that each is computed after
