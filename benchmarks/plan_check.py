@@ -34,9 +34,9 @@ sys.path.insert(0, str(ROOT))
 import torch
 from transformers import AutoTokenizer, Qwen3Config
 
+from dsft.planner.terms import FULL_TRAINING
 from dsft.quickstart.make_data import write_demo_data
 from dsft.runtime.hardware import GiB
-from dsft.training.plan_check import FULL_TRAINING
 
 STEPS = 5
 # Published shapes of Qwen3 (config.json of the models); the 1b is Llama 3.2 1B's widths. Vocabulary as the demo

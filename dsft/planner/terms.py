@@ -56,6 +56,8 @@ RESERVE_BYTES = 2**29
 MEMORY_ERROR = 0.1
 """Largest difference of a published peak from its prediction (tests/planner/test_published.py)."""
 OVERHEAD = "context, NCCL and fragmentation"
+FULL_TRAINING = "over the full training"
+"""The comparison of a plan with what was measured at the end, in `plan_check` of run.json."""
 
 
 @dataclass(frozen=True, kw_only=True)

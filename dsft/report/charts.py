@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.planner.terms import OVERHEAD
+from dsft.planner.terms import FULL_TRAINING, OVERHEAD
 from dsft.report.runs import Report, Run
 from dsft.units import GiB
 
@@ -32,8 +32,6 @@ MOST_PARTS = 4
 OTHERS = "other components"
 MEASURED = {"measured": "muted", "held between steps": "muted", "added by a step": "ink"}
 """Parts of the measured bar -> their colours: the sum alone, or what a GPU's allocator can distinguish."""
-FULL_TRAINING = "over the full training"
-"""Of `plan_check` in run.json."""
 BELOW = {"title": None, "orient": "bottom"}
 ZERO = "datum.value == 0 ? '0' : datum.label"
 """A label for 0 without the prefix of its neighbours, 0k."""

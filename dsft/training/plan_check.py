@@ -18,6 +18,7 @@ import torch
 from transformers import TrainerCallback
 
 from dsft.planner.plans import Plan
+from dsft.planner.terms import FULL_TRAINING
 from dsft.runtime.console import say
 from dsft.runtime.distributed import from_all
 from dsft.runtime.hardware import has_gpu, peak_resident_bytes, set_back_peaks
@@ -26,8 +27,6 @@ from dsft.units import GiB
 
 FIRST_STEPS = 3
 """Steps after which the first comparison is made; the first one compiles and allocates, and its time does not count."""
-FULL_TRAINING = "over the full training"
-"""The comparison at the end, in `plan_check` of run.json."""
 
 
 class PlanCheck(TrainerCallback):

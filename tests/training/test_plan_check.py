@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from dsft.planner.terms import FULL_TRAINING
 from dsft.training import plan_check
-from dsft.training.plan_check import FIRST_STEPS, FULL_TRAINING, PlanCheck
+from dsft.training.plan_check import FIRST_STEPS, PlanCheck
 
 
 class Clock:
