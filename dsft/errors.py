@@ -13,7 +13,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import NoReturn
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3
@@ -59,14 +58,10 @@ class NotStarted(RuntimeError):
     """The rendezvous timed out; the message names the rank, and what to look at."""
 
 
-class Interrupted(RuntimeError):
-    """Ctrl-C."""
-
-
 EXIT_CODES = {
     UserError: EXIT_USER_ERROR,
     NotStarted: EXIT_NOT_STARTED,
-    Interrupted: EXIT_INTERRUPTED,
+    KeyboardInterrupt: EXIT_INTERRUPTED,
     Requeue: EXIT_REQUEUE,
     Unsaved: EXIT_UNSAVED,
     TrainingStopped: EXIT_STOPPED,
@@ -124,31 +119,27 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
                 )
             return main(*args, **kwargs)
         except tuple(EXIT_CODES) as error:
-            _end(error)
-        except KeyboardInterrupt:
-            _end(Interrupted("interrupted (Ctrl-C)"))
+            code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
+            lines = error.problems if isinstance(error, UserError) else [str(error)]
+            if isinstance(error, KeyboardInterrupt):
+                lines = ["interrupted (Ctrl-C)"]
+            is_passed_on = any([hook(code, lines) for hook in _exit_hooks])
+            is_rank_0 = os.environ.get("RANK", "0") == "0"  # as text: what is wrong may be this variable
+            if is_rank_0 or (not is_passed_on and os.environ.get("LOCAL_RANK", "0") == "0"):
+                is_error = code not in (EXIT_REQUEUE, EXIT_INTERRUPTED)
+                head = "dsft: error: " if is_error else "dsft: "
+                if is_error and sys.stderr.isatty() and not os.environ.get("NO_COLOR"):  # https://no-color.org
+                    head = f"\033[31m{head}\033[0m"
+                print("\n".join(head + line for line in lines), file=sys.stderr, flush=True)
+            if not is_rank_0:
+                time.sleep(RANK_0_SECONDS)
+            if os.environ.get("WORLD_SIZE", "1") != "1":
+                # Skip interpreter shutdown: a process group with a dead peer would hang or add noise to the message.
+                sys.stdout.flush()
+                os._exit(code)
+            sys.exit(code)
 
     return wrapped
-
-
-def _end(error: Exception) -> NoReturn:
-    code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
-    lines = error.problems if isinstance(error, UserError) else [str(error)]
-    is_passed_on = any([hook(code, lines) for hook in _exit_hooks])
-    is_rank_0 = os.environ.get("RANK", "0") == "0"  # as text: what is wrong may be this variable
-    if is_rank_0 or (not is_passed_on and os.environ.get("LOCAL_RANK", "0") == "0"):
-        is_error = code not in (EXIT_REQUEUE, EXIT_INTERRUPTED)
-        head = "dsft: error: " if is_error else "dsft: "
-        if is_error and sys.stderr.isatty() and not os.environ.get("NO_COLOR"):  # https://no-color.org
-            head = f"\033[31m{head}\033[0m"
-        print("\n".join(head + line for line in lines), file=sys.stderr, flush=True)
-    if not is_rank_0:
-        time.sleep(RANK_0_SECONDS)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        # Skip interpreter shutdown: a process group with a dead peer would hang or add noise to the message.
-        sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
 
 
 def shown_command(words: Iterable[str]) -> str:
