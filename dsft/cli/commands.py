@@ -4,8 +4,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from dsft.config.options import EvalConfig, TrainConfig
-from dsft.launch.hosts import HostFields
-from dsft.launch.launchers import LaunchOptions
+from dsft.launch.launchers import HostFields, LaunchOptions
 
 
 @dataclass(kw_only=True)

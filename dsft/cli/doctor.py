@@ -19,7 +19,7 @@ from dsft.doctor.links import in_rate
 from dsft.doctor.node_checks import differences
 from dsft.errors import EXIT_USER_ERROR, UserError, raise_if_any
 from dsft.launch.environment import remote_environment
-from dsft.launch.hosts import hosts_of, number_problems
+from dsft.launch.launchers import hosts_of, number_problems
 from dsft.runtime.console import show_table
 from dsft.runtime.launcher_env import Node, map_launcher_variables
 from dsft.units import GiB, plural

@@ -43,16 +43,19 @@ SSH_OPTIONS = "-o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a remote shell gets beside those of DeepSpeed's own choice."""
-    return {
+    """The variables that a remote shell gets: those that DeepSpeed hands on by itself (`main` in
+    deepspeed/launcher/runner.py), and FORWARDED beside them.
+    """
+    from deepspeed.launcher.runner import EXPORT_ENVS  # here: seconds
+
+    given = {
         name: value
         for name, value in environment.items()
-        if FORWARDED.fullmatch(name)
-        and name not in OF_ONE_START
+        if "\n" not in value  # DeepSpeed's file of variables has one in each line
         and not is_secret(name, value)
-        and value
-        and "\n" not in value  # DeepSpeed's file of variables has one in each line
+        and (name.startswith(tuple(EXPORT_ENVS)) or (FORWARDED.fullmatch(name) and name not in OF_ONE_START and value))
     }
+    return given | {"PYTHONPATH": ":".join(filter(None, [os.getcwd(), environment.get("PYTHONPATH")]))}
 
 
 def is_secret(name: str, value: str) -> bool:
@@ -63,21 +66,9 @@ def is_secret(name: str, value: str) -> bool:
 
 def remote_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that `dsft launch --hostfile` and `dsft doctor --hostfile` set on the other nodes, for an
-    environment here: what DeepSpeed hands on by itself, what is added to it, and the lines of `.deepspeed_env`.
+    environment here: those that are forwarded, the accelerator, and the lines of `.deepspeed_env`.
     """
-    return _exported(environment) | forwarded(environment) | accelerator() | _own_lines()
-
-
-def _exported(environment: Mapping[str, str]) -> dict[str, str]:
-    """What DeepSpeed hands on by itself (`main` in deepspeed/launcher/runner.py)."""
-    from deepspeed.launcher.runner import EXPORT_ENVS  # here: seconds
-
-    exported = {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(tuple(EXPORT_ENVS)) and "\n" not in value and not is_secret(name, value)
-    }
-    return exported | {"PYTHONPATH": ":".join(filter(None, [os.getcwd(), environment.get("PYTHONPATH")]))}
+    return forwarded(environment) | accelerator() | _own_lines()
 
 
 def accelerator() -> dict[str, str]:
@@ -131,10 +122,8 @@ def launcher_environment(
         return environment, None
     if nodes:  # DeepSpeed writes MLFLOW_TRACKING_PASSWORD, accelerate every variable into the command lines of pdsh
         environment = {name: value for name, value in environment.items() if not is_secret(name, value)}
-    given = {} if launcher.exports_everything else _exported(os.environ) | forwarded(os.environ) | added
-    # A temporary file, for what a launcher appends to it would stay in the working folder. The user's own lines stay as
-    # they are: $HOME in one means that of each node.
-    env_file = write_env_file({name: for_env_file(value) for name, value in given.items()} | _own_lines())
+    given = {} if launcher.exports_everything else forwarded(os.environ) | added
+    env_file = write_env_file(given)
     ssh = f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS}".strip()
     return environment | {"DS_ENV_FILE": str(env_file), "PDSH_SSH_ARGS_APPEND": ssh}, env_file
 
@@ -174,18 +163,15 @@ def _own_lines() -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in OF_ONE_LAUNCH}
 
 
-def for_env_file(value: str) -> str:
-    """A value that a node's shell reads as `value`: DeepSpeed puts it between double quotes (`add_export` in
-    multinode_runner.py) and pdsh writes the host's name for %h.
+def write_env_file(variables: Mapping[str, str]) -> Path:
+    """A temporary file for DeepSpeed's DS_ENV_FILE, for what a launcher appends to it would stay in the working folder:
+    `variables`, which a node's shell reads as they are here, and the user's own lines, which it reads itself ($HOME in
+    one is that of each node). It stays open as long as this process lives, which tells later launches that it is
+    needed.
     """
-    return re.sub(r"([\\\"$`])", r"\\\1", value).replace("%", "%%")
-
-
-def write_env_file(variables: dict[str, str]) -> Path:
-    """A temporary file for DeepSpeed's DS_ENV_FILE. It stays open as long as this process lives, which tells later
-    launches that it is needed.
-    """
+    # DeepSpeed puts a value between double quotes (`add_export` in multinode_runner.py); pdsh writes the host for %h.
+    quoted = {name: re.sub(r"([\\\"$`])", r"\\\1", value).replace("%", "%%") for name, value in variables.items()}
     descriptor, path = tempfile.mkstemp(prefix=ENV_FILE)
     with open(descriptor, "w", closefd=False) as file:
-        file.writelines(f"{name}={value}\n" for name, value in variables.items())
+        file.writelines(f"{name}={value}\n" for name, value in (quoted | _own_lines()).items())
     return Path(path)

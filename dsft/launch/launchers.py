@@ -1,4 +1,5 @@
-"""The launchers below `dsft launch`: one value for each, which answers whatever differs between them.
+"""The hosts of a launch, and the launchers below `dsft launch`: one value for each, which answers whatever differs
+between them.
 
 A new launcher is a class here with its entry in LAUNCHERS, and the option in `LaunchOptions` that chooses it.
 """
@@ -19,18 +20,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dsft.config.reader import read_file_and_flags, read_flags, read_options
-from dsft.errors import UserError, raise_if_any, shown_command
-from dsft.launch.hosts import (
-    HostFields,
-    accelerate_hosts,
-    accelerate_runner,
-    hosts_of,
-    number_problems,
-    read_accelerate_file,
-)
+from dsft.errors import UserError, one_line, raise_if_any, shown_command
 from dsft.runtime.hardware import default_ranks, has_gpu
-from dsft.runtime.launcher_env import LOOPBACK, Node, first_host, free_port, port_of_job
+from dsft.runtime.launcher_env import LOOPBACK, Node, first_host, free_port, port_of_job, read_hosts
 from dsft.watchdog import processes
 
 MODULES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
@@ -45,6 +40,50 @@ QUOTED_RUNNER = "dsft.launch.quoted_runner"
 IDENTIFYING = ("output_dir", "run", "model", "data", "adapter")
 """Options that tell jobs of one working folder and one name of a file apart."""
 EVERY_NODE = " (on each node that is left, numbered from 0)"
+PLAIN_PATH = re.compile(r"[\w@+=:,./-]+")
+"""A path that a shell leaves as it is without quotes."""
+
+
+@dataclass(kw_only=True)
+class HostFields:
+    """Hosts: those of a host file; without one this machine."""
+
+    hostfile: str | None = None
+    """DeepSpeed's host file: one line per node, `name slots=N`; reached through ssh from here."""
+    include: str | None = None
+    """Hosts and GPUs of the host file to use, as DeepSpeed writes it: node-0@node-1:0,2"""
+    exclude: str | None = None
+    """Hosts and GPUs of the host file to leave out, in the same form."""
+    num_nodes: int | None = None
+    """Number of hosts of the host file to use, the first ones."""
+    num_gpus: int | None = None
+    """Ranks on each node; by default its GPUs, without GPUs 2."""
+    master_addr: str | None = None
+    """Address of the first node, to which all ranks connect; by default that of the first host, or MASTER_ADDR."""
+    master_port: int | None = None
+    """By default MASTER_PORT; else a free port where one command starts all ranks, and one derived from the working
+    folder, --config and output_dir where the command is given on every node."""
+
+
+def hosts_of(options: HostFields) -> list[Node]:
+    """The nodes of the host file that take part, the first (rank 0's) first. Raises as `read_hosts`."""
+    return read_hosts(
+        options.hostfile,
+        include=options.include or "",
+        exclude=options.exclude or "",
+        num_nodes=-1 if options.num_nodes is None else options.num_nodes,
+        num_gpus=-1 if options.num_gpus is None else options.num_gpus,
+    )
+
+
+def number_problems(options: HostFields) -> list[str]:
+    """List the numbers of nodes and ranks below 1: 0 does not mean all."""
+    given = {name: getattr(options, name) for name in ("num_nodes", "num_gpus")}
+    return [
+        f"--{name} {number}: must be 1 or more; leave it out for all"
+        for name, number in given.items()
+        if number is not None and number < 1
+    ]
 
 
 @dataclass(kw_only=True)
@@ -84,12 +123,15 @@ class LaunchOptions(HostFields):
         return LAUNCHERS[next(iter(self.ways), "local")](self)
 
 
+@dataclass
 class Launcher:
     """A way to start the ranks, for the options of one launch. What a subclass does not answer itself holds for one
     that is called on every node.
     """
 
-    processes: tuple[str, ...] = ()
+    options: LaunchOptions
+
+    processes = ()
     """Programs and modules of its processes above a rank, as `processes.LAUNCHERS` has them."""
     is_local = False
     """All ranks run on this machine: it has the run's files, and its launcher sees each rank exit."""
@@ -98,16 +140,15 @@ class Launcher:
     exports_everything = False
     """It writes all variables of this shell, secrets too, to the file that DS_ENV_FILE names."""
     is_examined_by_ranks = True
-    """The preflight is started through it, one rank a node; else `dsft doctor` examines its hosts through ssh, or this
-    machine."""
-
-    def __init__(self, options: LaunchOptions):
-        self.options = options
+    """Where it reaches no hosts through ssh, the preflight is started through it, one rank a node; else `dsft doctor`
+    examines this machine."""
+    has_port_beside = True
+    """The port after its own is nobody's: the preflight takes it, and the launch finds its own free."""
 
     @property
     def is_given_on_every_node(self) -> bool:
         """Several launches, one a node, are one job."""
-        return True
+        return self.ssh_hosts() is None
 
     def command(self, module: str, script: list[str]) -> list[str]:
         """The command line that starts `module` with these words on all ranks.
@@ -126,11 +167,7 @@ class Launcher:
         return None
 
     def ssh_nodes(self) -> list[Node]:
-        """These hosts, the first (rank 0's) first.
-
-        Raises:
-            UserError: as `ssh_hosts` and `read_hosts`.
-        """
+        """These hosts, the first (rank 0's) first. Raises as `ssh_hosts` and `read_hosts`."""
         hosts = self.ssh_hosts()
         return hosts_of(hosts) if hosts else []
 
@@ -163,10 +200,6 @@ class Launcher:
         given = self.options.master_port or os.environ.get("MASTER_PORT")
         return int(given or port_of_job(int(self.job_id(script), 16)))
 
-    def preflight_port(self, script: list[str]) -> int | None:
-        """Beside the launch's own, which the launch must find free."""
-        return self.port(script) + 1
-
     def node_rank(self) -> int | None:
         """This node's number, as the user or the cluster sets it; None where neither does."""
         if self.options.node_rank is not None:
@@ -184,9 +217,9 @@ class DeepSpeed(Launcher):
 
     def start(self, module: str, script: list[str], runner: str = RUNNERS["deepspeed"], **flags: Any) -> list[str]:
         keys = ("hostfile", "include", "exclude", "num_nodes", "num_gpus")
-        flags = {key: getattr(self.options, key) for key in keys} | flags
         # As critical, DeepSpeed does not repeat the command of each rank that failed; the ranks report their errors.
-        return [*with_flags(runner, flags | {"log_level": "critical"}), "--module", module, *script]
+        given = {key: getattr(self.options, key) for key in keys} | flags | {"log_level": "critical"}
+        return started(runner, given, "--module", module, *script)
 
 
 class Local(DeepSpeed):
@@ -195,63 +228,71 @@ class Local(DeepSpeed):
     is_examined_by_ranks = False
 
     def command(self, module: str, script: list[str]) -> list[str]:
+        """The number of GPUs of this machine that the user gave, or all; of CUDA_VISIBLE_DEVICES where that is set.
+
+        Raises:
+            UserError: where the variable names fewer, or names them otherwise than by numbers.
+        """
         options = self.options
-        gpus = {} if options.include or options.exclude else local_gpus(options.num_gpus)
+        number, visible = options.num_gpus, os.environ.get("CUDA_VISIBLE_DEVICES") if has_gpu() else None
+        flags: dict[str, Any] = {}
+        by_number = not (options.include or options.exclude)
+        if by_number and not visible:
+            flags = {"num_gpus": default_ranks() if number is None else number}
+        elif by_number:
+            gpus = [word.strip() for word in visible.split(",")]
+            if not all(gpu.isdigit() for gpu in gpus):
+                raise UserError(
+                    f"CUDA_VISIBLE_DEVICES={visible}: DeepSpeed's launcher knows GPUs by number alone; give numbers"
+                    " (nvidia-smi -L), or start with torchrun: --nodes 1 --master_addr 127.0.0.1"
+                )
+            if number is not None and number > len(gpus):
+                named = f"CUDA_VISIBLE_DEVICES={visible} names {len(gpus)}"
+                raise UserError(f"--num_gpus {number}: {named}; lower it, or add more")
+            # DeepSpeed turns all of that variable into --include by itself, but takes the first GPUs of the machine
+            # beside --num_gpus (`main` in deepspeed/launcher/runner.py).
+            chosen = gpus[:number]
+            flags = {"num_gpus": None, "include": None if chosen == gpus else f"localhost:{','.join(chosen)}"}
         # DeepSpeed's default port fails when two jobs share a machine.
         port = options.master_port or free_port()
-        return self.start(module, script, **gpus, master_addr=options.master_addr, master_port=port)
+        return self.start(module, script, **flags, master_addr=options.master_addr, master_port=port)
 
 
 class HostFile(DeepSpeed):
-    @property
-    def is_given_on_every_node(self) -> bool:
-        return self.options.no_ssh
-
-    @property
-    def is_examined_by_ranks(self) -> bool:
-        return self.options.no_ssh
-
     def ssh_hosts(self) -> HostFields | None:
         return None if self.options.no_ssh else self.options
 
     def command(self, module: str, script: list[str]) -> list[str]:
-        options, address = self.options, self.options.master_addr
-        if options.no_ssh:
-            hosts = [node.name for node in hosts_of(options)]
-            address = address or os.environ.get("MASTER_ADDR", hosts[0])
-            place = {"no_ssh": True, "node_rank": self._place_among(hosts)}
-            return self.start(module, script, **place, master_addr=address, master_port=self.port(script))
-        if not shutil.which("pdsh"):
-            raise UserError(
-                "--hostfile: DeepSpeed starts other nodes through pdsh, which is not here; apt-get install pdsh, or"
-                " give the command on every node with --no_ssh"
-            )
-        runner = RUNNERS["deepspeed"]
-        if len(self.ssh_nodes()) > 1:  # for one node alone DeepSpeed takes neither pdsh nor ssh
-            script = [for_pdsh(word) for word in script]
-            if read_by_shell(os.getcwd()) or read_by_shell(sys.executable):
-                runner = QUOTED_RUNNER
-        port = options.master_port or free_port()
-        return self.start(module, script, runner, master_addr=address, master_port=port)
-
-    def _place_among(self, hosts: list[str]) -> int:
-        rank, name = self.node_rank(), socket.gethostname()
-        if rank is not None:
-            return rank
-        names = {name, socket.getfqdn(), name.split(".")[0]}
-        places = [place for place, host in enumerate(hosts) if host in names]
-        if not places:
-            raise UserError(
-                f"--no_ssh: {name} is not in {self.options.hostfile} ({', '.join(hosts)}); name this node's number with"
-                " --node_rank or NODE_RANK"
-            )
-        return places[0]
+        options, address, rank = self.options, self.options.master_addr, self.node_rank()
+        if not options.no_ssh:
+            if not shutil.which("pdsh"):
+                raise UserError(
+                    "--hostfile: DeepSpeed starts other nodes through pdsh, which is not here; apt-get install pdsh, or"
+                    " give the command on every node with --no_ssh"
+                )
+            runner = RUNNERS["deepspeed"]
+            if len(self.ssh_nodes()) > 1:  # for one node alone DeepSpeed takes neither pdsh nor ssh
+                script = [for_pdsh(word) for word in script]
+                if not (PLAIN_PATH.fullmatch(os.getcwd()) and PLAIN_PATH.fullmatch(sys.executable)):
+                    runner = QUOTED_RUNNER
+            port = options.master_port or free_port()
+            return self.start(module, script, runner, master_addr=address, master_port=port)
+        hosts, name = [node.name for node in hosts_of(options)], socket.gethostname()
+        if rank is None:
+            names = {name, socket.getfqdn(), name.split(".")[0]}
+            places = [place for place, host in enumerate(hosts) if host in names]
+            if not places:
+                raise UserError(
+                    f"--no_ssh: {name} is not in {options.hostfile} ({', '.join(hosts)}); name this node's number with"
+                    " --node_rank or NODE_RANK"
+                )
+            rank = places[0]
+        address = address or os.environ.get("MASTER_ADDR", hosts[0])
+        port = self.port(script)
+        return self.start(module, script, no_ssh=True, node_rank=rank, master_addr=address, master_port=port)
 
     def without(self, lost: Sequence[str], words: list[str]) -> str:
-        flags = filters_without(self.options, lost)
-        if flags and self.options.no_ssh:
-            return shown_launch([*flags, "--no_ssh"], words) + EVERY_NODE
-        return shown_launch(flags, words) if flags else ""
+        return fewer_hosts(self.options, lost, words, no_ssh=self.options.no_ssh)
 
 
 class Torchrun(Launcher):
@@ -281,7 +322,7 @@ class Torchrun(Launcher):
             flags |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{address}:{port}"}
         else:
             flags |= {"node_rank": rank, "master_addr": address, "master_port": port}
-        return torchrun(flags, module, script)
+        return started(RUNNERS["torchrun"], flags, "--module", module, *for_torchrun(script))
 
     def without(self, lost: Sequence[str], words: list[str]) -> str:
         options = self.options
@@ -293,6 +334,7 @@ class Slurm(Launcher):
 
     processes = processes.LAUNCHERS["srun"] + processes.LAUNCHERS["torchrun"]
     is_given_on_every_node = False
+    has_port_beside = False  # it is the next job's
 
     def command(self, module: str, script: list[str]) -> list[str]:
         options, job, node_list = self.options, os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_JOB_NODELIST")
@@ -312,19 +354,19 @@ class Slurm(Launcher):
             "rdzv_id": job,
         }
         nodes = ["--nodes", str(len(hosts)), "--ntasks", str(len(hosts)), "--ntasks-per-node", "1"]
-        return ["srun", *nodes, "--kill-on-bad-exit=1", *torchrun(flags, module, script)]
-
-    def preflight_port(self, script: list[str]) -> int | None:
-        return None  # the launch's own: the one beside it is the next job's
+        torchrun = started(RUNNERS["torchrun"], flags, "--module", module, *for_torchrun(script))
+        return ["srun", *nodes, "--kill-on-bad-exit=1", *torchrun]
 
     def peers(self) -> list[str]:
         return [first_host(os.environ["SLURM_JOB_NODELIST"])]
 
     def without(self, lost: Sequence[str], words: list[str]) -> str:
         left = int(os.environ.get("SLURM_JOB_NUM_NODES", "0")) - len(lost)
-        flags = ["--slurm"] + (["--num_gpus", str(self.options.num_gpus)] if self.options.num_gpus else [])
-        before = f"sbatch or salloc with --exclude {','.join(lost)} --nodes {left}, and there "
-        return before + shown_launch(flags, words) if lost and left > 0 else ""
+        if not lost or left <= 0:
+            return ""
+        ranks = ["--num_gpus", str(self.options.num_gpus)] if self.options.num_gpus else []
+        command = shown_command(["dsft", "launch", "--slurm", *ranks, *words])
+        return f"sbatch or salloc with --exclude {','.join(lost)} --nodes {left}, and there {command}"
 
 
 class Accelerate(Launcher):
@@ -336,18 +378,50 @@ class Accelerate(Launcher):
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        return read_accelerate_file(self.options.accelerate)
+        """Of the user's file. Raises UserError: it cannot be read, or has none."""
+        path = self.options.accelerate
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise UserError(f"--accelerate {path}: cannot be read: {one_line(error)}") from error
+        if not isinstance(content, dict):
+            raise UserError(f"--accelerate {path}: expected `key: value` lines")
+        return content
 
     @property
-    def is_given_on_every_node(self) -> bool:
-        return self.ssh_hosts() is None
+    def runner(self) -> str:
+        """What accelerate hands the words of a run to: "torchrun", DeepSpeed's launcher of several nodes ("pdsh",
+        "nossh" ...), or "" where it starts the one process itself.
+
+        Source: `launch_command` in accelerate/commands/launch.py and `prepare_deepspeed_cmd_env` in accelerate/utils.
+        """
+        if (self.settings.get("num_machines") or 1) > 1:
+            launcher = (self.settings.get("deepspeed_config") or {}).get("deepspeed_multinode_launcher") or "pdsh"
+            return "torchrun" if launcher == "standard" else launcher
+        is_alone = self.settings.get("use_cpu") or self.settings.get("distributed_type", "NO") in ("NO", "MULTI_CPU")
+        return "" if is_alone else "torchrun"
 
     def ssh_hosts(self) -> HostFields | None:
-        hosts = accelerate_hosts(self.options.accelerate, self.settings)
-        return hosts and dataclasses.replace(
-            hosts,
-            master_addr=self.options.master_addr or hosts.master_addr,
-            master_port=self.options.master_port or hosts.master_port,
+        """Those that accelerate reaches through pdsh and ssh; None where each machine starts its own ranks.
+
+        Source: `prepare_deepspeed_cmd_env` in accelerate/utils/launch.py.
+        """
+        settings, given = self.settings, self.options
+        engine, nodes = settings.get("deepspeed_config") or {}, settings.get("num_machines") or 1
+        if nodes == 1 or self.runner in ("torchrun", "nossh"):
+            return None
+        if not engine.get("deepspeed_hostfile"):
+            remedy = "add it, or deepspeed_multinode_launcher: standard, and give the command on every machine"
+            names = f"names no deepspeed_hostfile for {nodes} machines"
+            raise UserError(f"--accelerate {given.accelerate}: {names}; {remedy}")
+        include, exclude = (engine.get(f"deepspeed_{kind}_filter") for kind in ("inclusion", "exclusion"))
+        return HostFields(
+            hostfile=engine["deepspeed_hostfile"],
+            include=include,
+            exclude=exclude,
+            num_gpus=None if include or exclude else (settings.get("num_processes") or 1) // nodes,
+            master_addr=given.master_addr or settings.get("main_process_ip"),
+            master_port=given.master_port or settings.get("main_process_port"),
         )
 
     def command(self, module: str, script: list[str]) -> list[str]:
@@ -359,8 +433,7 @@ class Accelerate(Launcher):
         }
         # A file, because accelerate's pdsh form takes no module.
         file = Path(__file__).resolve().parents[1] / f"{module.rpartition('.')[2]}.py"
-        runner = accelerate_runner(self.settings)
-        if runner == "pdsh" and len(self.ssh_nodes()) > 1:
+        if self.runner == "pdsh" and len(self.ssh_nodes()) > 1:
             paths = {
                 "the working folder": os.getcwd(),
                 "Python's path": sys.executable,
@@ -372,13 +445,13 @@ class Accelerate(Launcher):
                     " shell unquoted; give the hosts to dsft launch --hostfile, which quotes them, or move it to a path"
                     " of letters, digits and _ + = : , . / - alone"
                     for place, path in paths.items()
-                    if read_by_shell(path)
+                    if not PLAIN_PATH.fullmatch(path)
                 ]
             )
             script = [for_pdsh(word) for word in script]
-        elif runner == "torchrun":
-            script = [for_torchrun(word) for word in script]
-        return [*with_flags(RUNNERS["accelerate launch"], flags), str(file), *script]
+        elif self.runner == "torchrun":
+            script = for_torchrun(script)
+        return started(RUNNERS["accelerate launch"], flags, str(file), *script)
 
     def peers(self) -> list[str]:
         return [self.options.master_addr or os.environ.get("MASTER_ADDR") or LOOPBACK]
@@ -391,8 +464,7 @@ class Accelerate(Launcher):
                 return ""
             words = [*words, "--zero", engine_file]
         if hosts := self.ssh_hosts():
-            flags = filters_without(hosts, lost)
-            return shown_launch(flags, words) if flags else ""
+            return fewer_hosts(hosts, lost, words)
         number = int(self.settings.get("num_machines") or 1)
         ranks = int(self.settings.get("num_processes") or 0) // number or self.options.num_gpus
         address = self.options.master_addr or self.settings.get("main_process_ip")
@@ -469,30 +541,21 @@ def for_pdsh(word: str) -> str:
     return quoted.replace("%", "%%")  # pdsh writes host, rank and user for %h, %n and %u
 
 
-def for_torchrun(word: str) -> str:
-    """A word that torchrun turns into `word`: it fills in ${local_rank}, and makes one dollar of two.
+def for_torchrun(script: list[str]) -> list[str]:
+    """Words that torchrun turns into `script`: it fills in ${local_rank}, and makes one dollar of two.
 
     Source: `macros` in torch/distributed/elastic/utils/api.py.
     """
-    return word.replace("$", "$$")
+    return [word.replace("$", "$$") for word in script]
 
 
-def read_by_shell(path: str) -> bool:
-    """Whether a shell would make something else of a path without quotes."""
-    return not re.fullmatch(r"[\w@+=:,./-]+", path)
-
-
-def with_flags(module: str, flags: Mapping[str, object]) -> list[str]:
-    """A launcher with its flags; True is a flag without a value, None one that is not given."""
-    words = [sys.executable, "-m", module]
+def started(runner: str, flags: Mapping[str, object], *words: str) -> list[str]:
+    """A launcher's module with its flags, then `words`; True is a flag without a value, None one that is not given."""
+    command = [sys.executable, "-m", runner]
     for flag, value in flags.items():
         if value is not None:
-            words += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
-    return words
-
-
-def torchrun(flags: Mapping[str, object], module: str, script: list[str]) -> list[str]:
-    return [*with_flags(RUNNERS["torchrun"], flags), "--module", module, *map(for_torchrun, script)]
+            command += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
+    return [*command, *words]
 
 
 def shown(command: list[str]) -> str:
@@ -504,46 +567,22 @@ def shown(command: list[str]) -> str:
     return shown_command(command)
 
 
-def shown_launch(flags: list[str], words: list[str]) -> str:
-    return shown_command(["dsft", "launch", *flags, *words])
-
-
-def local_gpus(number: int | None) -> dict[str, object]:
-    """The flags that choose a number of GPUs of this machine, or all; of CUDA_VISIBLE_DEVICES where that is set.
-
-    DeepSpeed turns all of that variable into --include by itself, but takes the first GPUs of the machine beside
-    --num_gpus (`main` in deepspeed/launcher/runner.py).
-
-    Raises:
-        UserError: where the variable names fewer, or names them otherwise than by numbers.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if has_gpu() else None
-    if not visible:
-        return {"num_gpus": default_ranks() if number is None else number}
-    gpus = [word.strip() for word in visible.split(",")]
-    if not all(gpu.isdigit() for gpu in gpus):
-        way_out = "give numbers (nvidia-smi -L), or start with torchrun: --nodes 1 --master_addr 127.0.0.1"
-        raise UserError(f"CUDA_VISIBLE_DEVICES={visible}: DeepSpeed's launcher knows GPUs by number alone; {way_out}")
-    if number is not None and number > len(gpus):
-        raise UserError(f"--num_gpus {number}: CUDA_VISIBLE_DEVICES={visible} names {len(gpus)}; lower it, or add more")
-    chosen = gpus[:number]
-    return {"num_gpus": None, "include": None if chosen == gpus else f"localhost:{','.join(chosen)}"}
-
-
-def filters_without(hosts: HostFields, lost: Sequence[str]) -> list[str]:
-    """The options of `dsft launch` for these hosts but those `lost`; none where no host is lost or left, or a lost one
-    is not among them.
+def fewer_hosts(hosts: HostFields, lost: Sequence[str], words: list[str], *, no_ssh: bool = False) -> str:
+    """The launch on these hosts but those `lost`; empty where no host is lost or left, or a lost one is not among
+    them.
     """
     nodes = hosts_of(hosts)
     left = [node for node in nodes if node.name not in lost]
     if not lost or not left or len(left) != len(nodes) - len(lost):
-        return []
+        return ""
     if hosts.include or hosts.num_nodes or hosts.num_gpus:  # DeepSpeed takes no --exclude beside them
         slots = {node.name: node.devices or range(node.slots or 1) for node in left}
         filters = ["--include", "@".join(f"{host}:{','.join(map(str, of))}" for host, of in slots.items())]
     else:
         filters = ["--exclude", "@".join(filter(None, [hosts.exclude, *lost]))]
-    return ["--hostfile", hosts.hostfile, *filters]
+    ssh = ["--no_ssh"] if no_ssh else []
+    command = shown_command(["dsft", "launch", "--hostfile", hosts.hostfile, *filters, *ssh, *words])
+    return command + EVERY_NODE * no_ssh
 
 
 def fewer_nodes(number: int, lost: Sequence[str], ranks: int | None, address: str | None, words: list[str]) -> str:
@@ -551,4 +590,5 @@ def fewer_nodes(number: int, lost: Sequence[str], ranks: int | None, address: st
     if not 0 < len(lost) < number:
         return ""
     flags = {"--nodes": number - len(lost), "--num_gpus": ranks, "--master_addr": address}
-    return shown_launch([str(word) for item in flags.items() if item[1] for word in item], words) + EVERY_NODE
+    given = [str(word) for item in flags.items() if item[1] for word in item]
+    return shown_command(["dsft", "launch", *given, *words]) + EVERY_NODE

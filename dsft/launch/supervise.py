@@ -1,9 +1,11 @@
-"""Runs the launcher, stays with it until nothing of the job is left, and returns an exit code that tells the truth.
+"""Runs the launcher, stays with it until nothing of the job is left, and returns an exit code that tells the truth; a
+look at the nodes before that, and restarts after it.
 
 The launchers' exit codes do not always: DeepSpeed's is 0 when its child is killed by a signal, torchrun's is 1 for
 every failure. The job itself says how it ended, over `dsft/watchdog/launch_link.py`.
 """
 
+import dataclasses
 import os
 import re
 import signal
@@ -12,6 +14,9 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config, read_file_and_flags, split_flags
@@ -20,206 +25,96 @@ from dsft.errors import (
     EXIT_STOPPED,
     EXIT_UNSAVED,
     EXIT_USER_ERROR,
+    UserError,
     raise_if_any,
     without_second_errors,
 )
 from dsft.launch.environment import launcher_environment, shared_environment
-from dsft.launch.launchers import MODULES, LaunchOptions, build_command, read_launch, shown
-from dsft.launch.preflight import check_first_host, examine_first, wait_until_examined, without_lost
+from dsft.launch.launchers import MODULES, HostFields, Launcher, LaunchOptions, build_command, read_launch, shown
 from dsft.perplexity.of_training import read_evaluation
 from dsft.run_setup.named_files import check_named_files
 from dsft.runtime.disk import remove_leftovers
 from dsft.runtime.launcher_env import LAUNCH, WORDS, digest_of_words, free_port, launcher_variables
+from dsft.runtime.ssh import SSH, SshProblem, ssh_banner, ssh_problem
 from dsft.watchdog.launch_link import LauncherLink, LaunchGuard, signal_group
 from dsft.watchdog.messages import say
 
 END_SECONDS = 10
-"""For the launcher to end by itself after a failure or a signal; then it is ended."""
+"""For the launcher to exit by itself after a failure or a signal; then it is terminated."""
 KILL_SECONDS = 5
+SSH_SECONDS = 15.0
+"""For a command that does nothing."""
+WAIT_SECONDS = 10.0
+"""Between two looks at nodes that are not there."""
+DOCTOR = "dsft.cli.doctor"
+QUICK = ["--quick", "--only_findings"]
+SESSION_ENDED = re.compile(rb"pdsh@[^:]*: (\S+): ssh exited with exit code (\d+)")
 
 
-ENDED = re.compile(rb"pdsh@[^:]*: (\S+): ssh exited with exit code (\d+)")
+def launch(argv: list[str]) -> int:
+    """Print and run the command for `[options] train|eval [words]`, again after a failure up to `max_restarts` times;
+    returns the exit code.
 
+    Raises:
+        UserError: where an option is wrong, the nodes cannot be found out, or the preflight found an error.
+    """
+    options, name, script = read_launch(argv)
+    launcher, is_training = options.launcher, name == "train"
+    if launcher.is_local and launcher_variables(os.environ):
+        # One of several tasks of srun or mpirun: this process becomes that rank.
+        os.execv(sys.executable, [sys.executable, "-m", MODULES[name], *script])
 
-class SshSessions:
-    """Shows what a launcher writes to standard error, and notes which hosts' sessions have ended."""
+    check_script(name, script, files=launcher.is_local and not options.dry_run)
+    if options.hostfile and options.master_port is None and not options.no_ssh:
+        options.master_port = free_port()  # chosen here, so that the preflight looks at the one that is used
+    if not options.dry_run:
+        variables, notes = shared_environment(launcher, script)
+        for note in notes:
+            print(f"dsft: {note}", flush=True)
+        os.environ.update(variables)  # from here they reach the preflight and the ranks
+        remove_leftovers()
+    examines = not (options.no_preflight or options.dry_run)
+    if examines and subprocess.run(preflight_command(launcher, script), stdin=subprocess.DEVNULL).returncode:
+        docs = "above; docs/doctor.md explains each"
+        raise UserError([f"the preflight found errors ({docs}); --no_preflight starts all the same"])
+    os.environ.pop(LAUNCH, None)
+    if is_training and "resume_from_checkpoint" not in read_file_and_flags(script, []):
+        os.environ[LAUNCH] = uuid.uuid4().hex  # a restart resumes this job's run alone
 
-    def __init__(self, process: subprocess.Popen):
-        self.ended: dict[str, int] = {}
-        """Host -> exit code, where that is not 0."""
-        self._stream = process.stderr
-        self._thread = threading.Thread(target=self._copy, daemon=True)
-        self._thread.start()
-
-    def _copy(self) -> None:
-        for line in self._stream:
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
-            if match := ENDED.match(line):
-                self.ended[match[1].decode()] = int(match[2])
-
-    def close(self) -> None:
-        """Wait for the last words."""
-        self._thread.join(timeout=2)
-
-
-class LauncherProcess:
-    """One start of the job. After `run`, `interrupted` tells which signal ended it (0: none)."""
-
-    def __init__(self, options: LaunchOptions, command: list[str], *, saves: bool):
-        """Args: `saves`: the ranks save and end where they are asked to."""
-        self.launcher, self.command, self.saves = options.launcher, command, saves
-        self.nodes = self.launcher.ssh_nodes()
-        # On SIGTERM, deepspeed's launcher ends through pdsh whatever it has started on these nodes: other jobs too.
-        # The ranks end by themselves.
-        self.first_signal = signal.SIGKILL if self.nodes else signal.SIGTERM
-        self.link = LauncherLink()
-        self.interrupted = 0
-        self._end_at: float | None = None
-        self._for_ranks: list[int] = []
-        self._is_asked = False
-
-    def run(self) -> int:
-        """Returns the exit code. SIGUSR1, a first SIGTERM and a first Ctrl-C ask the ranks to save and end; SIGHUP and
-        a second one of them end the ranks on all nodes.
-        """
-        environment, env_file = launcher_environment(self.launcher, self.nodes, self.link)
-        stderr = subprocess.PIPE if self.nodes else None
-        process = subprocess.Popen(
-            self.command, env=environment, stdin=subprocess.DEVNULL, stderr=stderr, start_new_session=True
-        )
-        # Through ssh the ranks' last words still come.
-        guard = LaunchGuard(process.pid, 0 if self.nodes else signal.SIGTERM, process.stderr)
-        sessions = SshSessions(process) if self.nodes else None
-        handlers = {
-            number: signal.signal(number, lambda received, _: self._signalled(received, process))
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
-        handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: self._for_ranks.append(signal.SIGUSR1))
-        try:
-            while process.poll() is None:
-                self._listen()
-                if sessions:
-                    self._look_at(sessions)
-                self._enforce_deadline(process)
-            self._wait_for_outcome()
-            if not self._is_explained():
-                if process.returncode and self.link.speaks:
-                    say(f"the launcher exited with code {process.returncode}: terminating all ranks")
-                self.link.tell("end")
-        finally:
-            end_launcher(process, self.first_signal)
-            if sessions:
-                sessions.close()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            self.link.close()
-            guard.close()
-            if env_file:
-                env_file.unlink(missing_ok=True)
-        return self._code(process.returncode)
-
-    def _listen(self) -> None:
-        self.link.read(wait_seconds=0.2)
-        # Rank 0's sidecar has ended without a word on how the job went.
-        if self.link.coordinator and self.link.coordinator.closed and not self._is_explained():
-            self._fail(
-                "the watchdog beside rank 0 is gone: its node went down, or it was killed; terminating all ranks"
-            )
-        while self._for_ranks and self.link.sidecars:
-            self.link.tell("signal", number=self._for_ranks.pop())
-
-    def _wait_for_outcome(self) -> None:
-        """Once the launcher has ended: let the ranks say how the job ended, which may take them longer."""
-        until = time.monotonic() + END_SECONDS
-        self._listen()
-        while self.link.speaks and not self._is_explained() and time.monotonic() < until:
-            self._listen()
-
-    def _is_explained(self) -> bool:
-        return bool(self.interrupted or self.link.failure) or self.link.exit_code is not None
-
-    def _look_at(self, sessions: SshSessions) -> None:
-        """End a start that waits for a node whose ssh has ended before its ranks came."""
-        first_rank = 0
-        for node in self.nodes:
-            code = sessions.ended.get(node.name)
-            if code is not None and first_rank not in self.link.sidecars and self.link.coordinator is None:
-                sessions.ended.clear()
-                if code == EXIT_USER_ERROR:  # it has said what is wrong
-                    self.link.exit_code = code
-                else:
-                    self._fail(f"{node.name}: ssh exited with code {code} before its ranks connected; see above")
-            first_rank += node.slots or 0
-
-    def _fail(self, cause: str) -> None:
-        if not self.link.failure:
-            self.link.failure = cause
-            say(f"error: {cause}")
-
-    def _signalled(self, number: int, process: subprocess.Popen) -> None:
-        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        if number != signal.SIGHUP and self.saves and self.link.sidecars and not self._is_asked:
-            self._is_asked = True
-            self._for_ranks.append(signal.SIGUSR1)
-            say(f"{name}: asked the ranks to save and exit; a second one terminates them at once")
-            return
-        if not self.interrupted:
-            say(f"{name}: terminating all ranks")
-        self.interrupted = number
-        self._end(process)
-
-    def _enforce_deadline(self, process: subprocess.Popen) -> None:
-        if (self.link.failure or self.link.exit_code) and self._end_at is None:
-            self._end(process)
-        if self._end_at is not None and time.monotonic() > self._end_at:
-            end_launcher(process, self.first_signal)
-
-    def _end(self, process: subprocess.Popen) -> None:
-        """Ask all ranks to end, and the launcher where no rank has come to be asked; later it is ended."""
-        self._end_at = self._end_at or time.monotonic() + END_SECONDS
-        self.link.tell("end")
-        if not self.link.sidecars:
-            signal_group(process.pid, self.first_signal)
-
-    def _code(self, returncode: int) -> int:
-        if self.interrupted:
-            return 128 + self.interrupted
-        # On one machine the launcher has seen each rank exit; elsewhere 0 counts also where an ssh session died.
-        launcher_knows = self.launcher.is_local and returncode != 0 and not self.link.exit_code
-        if self.link.exit_code is not None and not launcher_knows:
-            return self.link.exit_code
-        if self.link.failure and not 0 < returncode < 128:
-            return 1  # also where a launcher that waited for a lost node had to be ended
-        # DeepSpeed's launcher returns 247 for a child that was killed (-9 as a byte), pdsh 255 for a lost session.
-        return 128 - returncode if returncode < 0 else min(returncode, 1) if returncode > 128 else returncode
-
-
-def end_launcher(process: subprocess.Popen, first_signal: int) -> None:
-    """End the launcher and what it left here, such as an ssh to a node that does not answer."""
-    if process.poll() is None:
-        signal_group(process.pid, first_signal)
-        try:
-            process.wait(KILL_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
-    signal_group(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def resumed(script: list[str]) -> list[str]:
-    """Returns the words of a training with `--resume_from_checkpoint auto`, once, whatever they said of it."""
-    _, others = split_flags(script, {"resume_from_checkpoint": str})
-    return [*others, "--resume_from_checkpoint", "auto"]
-
-
-def asks_to_resume(script: list[str]) -> bool:
-    """Whether the words of a training, or its YAML file, say from where it resumes."""
-    return "resume_from_checkpoint" in read_file_and_flags(script, [])
+    lost: list[str] = []
+    try:
+        for attempt in range(options.max_restarts + 1):
+            if attempt and is_training:  # an evaluation resumes by itself
+                script = resumed(script)
+            if attempt and launcher.ssh_nodes() and not options.no_preflight:
+                wait_until_examined(launcher, name, script)
+            command = build_command(options, name, script)
+            print("dsft: " + shown(command), flush=True)
+            if options.dry_run:
+                return 0
+            if options.no_preflight:  # DeepSpeed asks the first host for its address, and shows a traceback without one
+                away = unreachable([node.name for node in launcher.ssh_nodes()[:1]])
+                raise_if_any([f"{problem.node}: {problem.message}; {problem.fix}" for problem in away])
+            os.environ[WORDS] = digest_of_words(script)
+            process = LauncherProcess(options, command, saves=is_training)
+            code = process.run()
+            lost = process.link.lost or lost  # a restart that waits for a node in vain loses none
+            if code in (0, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_REQUEUE) or process.interrupted:
+                return code
+            if attempt < options.max_restarts:
+                restart = f"restart {attempt + 1} of {options.max_restarts}, from the last checkpoint"
+                print(f"dsft: exit code {code}: {restart}", file=sys.stderr, flush=True)
+        words = resumed(script) if is_training else script
+        if lost and (continues := without_lost(launcher, name, words, lost)):
+            say(f"complete checkpoints are kept; to continue {continues}")
+        return code
+    finally:
+        os.environ.pop(LAUNCH, None)
+        os.environ.pop(WORDS, None)
 
 
 def check_script(name: str, script: list[str], *, files: bool) -> None:
-    """Say what is wrong with the options of a run before launcher and ranks take seconds to start, which check more.
+    """Check the options of a run before launcher and ranks take seconds to start, which check more.
 
     Args:
         files: look at the files that they name too; those of a run on other nodes may lie there alone.
@@ -239,65 +134,232 @@ def check_script(name: str, script: list[str], *, files: bool) -> None:
     raise_if_any(problems)
 
 
-def launch(argv: list[str]) -> int:
-    """Print and run the command for `[options] train|eval [words]`, again after a failure up to `max_restarts` times;
-    returns the exit code.
+def resumed(script: list[str]) -> list[str]:
+    """Returns the words of a training with `--resume_from_checkpoint auto`, once, whatever they said of it."""
+    _, others = split_flags(script, {"resume_from_checkpoint": str})
+    return [*others, "--resume_from_checkpoint", "auto"]
+
+
+class LauncherProcess:
+    """One start of the job. After `run`, `interrupted` is the signal that ended it (0: none)."""
+
+    def __init__(self, options: LaunchOptions, command: list[str], *, saves: bool):
+        """Args: `saves`: the ranks save and exit where they are asked to."""
+        self.launcher, self.command, self.saves = options.launcher, command, saves
+        self.nodes = self.launcher.ssh_nodes()
+        # On SIGTERM, deepspeed's launcher ends through pdsh whatever it has started on these nodes: other jobs too.
+        # The ranks exit by themselves.
+        self.first_signal = signal.SIGKILL if self.nodes else signal.SIGTERM
+        self.link = LauncherLink()
+        self.interrupted = 0
+        self._process: subprocess.Popen | None = None
+        self._end_at: float | None = None
+        self._for_ranks: list[int] = []
+        self._is_asked = False
+
+    def run(self) -> int:
+        """Returns the exit code. SIGUSR1, a first SIGTERM and a first Ctrl-C ask the ranks to save and exit; SIGHUP and
+        a second one of them terminate the ranks on all nodes.
+        """
+        link, sessions = self.link, {}  # host -> exit code of its ssh session, where that is not 0
+        environment, env_file = launcher_environment(self.launcher, self.nodes, link)
+        stderr = subprocess.PIPE if self.nodes else None
+        self._process = process = subprocess.Popen(
+            self.command, env=environment, stdin=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+        )
+        # Through ssh the ranks' last words still come.
+        guard = LaunchGuard(process.pid, 0 if self.nodes else signal.SIGTERM, process.stderr)
+
+        def show_errors() -> None:
+            for line in process.stderr or ():
+                sys.stderr.buffer.write(line)
+                sys.stderr.buffer.flush()
+                if match := SESSION_ENDED.match(line):
+                    sessions[match[1].decode()] = int(match[2])
+
+        shows = threading.Thread(target=show_errors, daemon=True)
+        shows.start()
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        handlers = {number: signal.signal(number, self._signalled) for number in numbers}
+        try:
+            while process.poll() is None:
+                self._listen()
+                self._look_at(sessions)
+                if (link.failure or link.exit_code) and self._end_at is None:
+                    self._end()
+                if self._end_at is not None and time.monotonic() > self._end_at:
+                    self._kill()
+            # The ranks say how the job ended, which may take them longer than the launcher.
+            until = time.monotonic() + END_SECONDS
+            while True:
+                self._listen()
+                if self._is_explained() or not link.speaks or time.monotonic() > until:
+                    break
+            if not self._is_explained():
+                if process.returncode and link.speaks:
+                    say(f"the launcher exited with code {process.returncode}: terminating all ranks")
+                link.tell("end")
+        finally:
+            self._kill()
+            shows.join(timeout=2)  # the last words
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            link.close()
+            guard.close()
+            if env_file:
+                env_file.unlink(missing_ok=True)
+        return self._exit_code(process.returncode)
+
+    def _exit_code(self, code: int) -> int:
+        """Of the job, which the launcher's own `code` does not always tell."""
+        if self.interrupted:
+            return 128 + self.interrupted
+        # On one machine the launcher has seen each rank exit; elsewhere 0 counts also where an ssh session died.
+        launcher_knows = self.launcher.is_local and code != 0 and not self.link.exit_code
+        if self.link.exit_code is not None and not launcher_knows:
+            return self.link.exit_code
+        if self.link.failure and not 0 < code < 128:
+            return 1  # also where a launcher that waited for a lost node had to be terminated
+        # DeepSpeed's launcher returns 247 for a child that was killed (-9 as a byte), pdsh 255 for a lost session.
+        return 128 - code if code < 0 else min(code, 1) if code > 128 else code
+
+    def _is_explained(self) -> bool:
+        return bool(self.interrupted or self.link.failure) or self.link.exit_code is not None
+
+    def _listen(self) -> None:
+        """Read what the ranks' watchdogs say, and send them the signals that have come for them."""
+        link = self.link
+        link.read(wait_seconds=0.2)
+        # Rank 0's sidecar has exited without a word on how the job went.
+        if link.coordinator and link.coordinator.closed and not self._is_explained():
+            link.failure = (
+                "the watchdog beside rank 0 is gone: its node went down, or it was killed; terminating all ranks"
+            )
+            say(f"error: {link.failure}")
+        while self._for_ranks and link.sidecars:
+            link.tell("signal", number=self._for_ranks.pop())
+
+    def _look_at(self, sessions: dict[str, int]) -> None:
+        """Fail where the start waits in vain for a node: its ssh session has exited before its ranks came."""
+        first_rank, link = 0, self.link
+        for node in self.nodes:
+            code = sessions.get(node.name)
+            if code is not None and first_rank not in link.sidecars and link.coordinator is None:
+                sessions.clear()
+                if code == EXIT_USER_ERROR:  # it has said what is wrong
+                    link.exit_code = code
+                elif not link.failure:
+                    link.failure = f"{node.name}: ssh exited with code {code} before its ranks connected; see above"
+                    say(f"error: {link.failure}")
+            first_rank += node.slots or 0
+
+    def _signalled(self, number: int, _: Any) -> None:
+        if number == signal.SIGUSR1:
+            self._for_ranks.append(number)
+            return
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        if number != signal.SIGHUP and self.saves and self.link.sidecars and not self._is_asked:
+            self._is_asked = True
+            self._for_ranks.append(signal.SIGUSR1)
+            say(f"{name}: asked the ranks to save and exit; a second one terminates them at once")
+            return
+        if not self.interrupted:
+            say(f"{name}: terminating all ranks")
+        self.interrupted = number
+        self._end()
+
+    def _end(self) -> None:
+        """Ask all ranks to exit, and the launcher where no rank has come to be asked; later it is terminated."""
+        self._end_at = self._end_at or time.monotonic() + END_SECONDS
+        self.link.tell("end")
+        if not self.link.sidecars:
+            signal_group(self._process.pid, self.first_signal)
+
+    def _kill(self) -> None:
+        """Terminate the launcher and what it left here, such as an ssh to a node that does not answer."""
+        process = self._process
+        if process.poll() is None:
+            signal_group(process.pid, self.first_signal)
+            try:
+                process.wait(KILL_SECONDS)
+            except subprocess.TimeoutExpired:
+                pass
+        signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def preflight_command(launcher: Launcher, script: list[str]) -> list[str]:
+    """The command that examines the nodes of a launch before it: `dsft doctor --quick`, started the same way. With a
+    host file it goes through ssh; else ranks of the doctor do it, one a node, which the same launcher starts.
+    """
+    options, hosts = launcher.options, launcher.ssh_hosts()
+    if launcher.is_examined_by_ranks and not hosts:
+        # Beside the launch's own port.
+        port = launcher.port(script) + 1 if launcher.has_port_beside else None
+        by_ranks = dataclasses.replace(options, num_gpus=1, master_port=port)
+        command = build_command(by_ranks, DOCTOR, [*QUICK, *script])
+        print("dsft: preflight: " + shown(command), flush=True)
+        return command
+    keys = [field.name for field in dataclasses.fields(HostFields)] if hosts else ["num_gpus"]
+    values = {key: getattr(hosts or options, key) for key in keys}
+    words = [word for key, value in values.items() if value is not None for word in (f"--{key}", str(value))]
+    return [sys.executable, "-m", DOCTOR, *QUICK, *words, *script]
+
+
+def wait_until_examined(launcher: Launcher, name: str, script: list[str]) -> None:
+    """Before a restart: let the doctor examine the nodes again and again until it finds no error, and print what it
+    finds where that has changed.
 
     Raises:
-        UserError: where an option is wrong, or the nodes cannot be found out.
+        UserError: where that takes longer than `wait_for_nodes`.
     """
-    options, name, script = read_launch(argv)
-    launcher = options.launcher
-    if launcher.is_local and launcher_variables(os.environ):
-        # One of several tasks of srun or mpirun: this process becomes that rank.
-        os.execv(sys.executable, [sys.executable, "-m", MODULES[name], *script])
-    check_script(name, script, files=launcher.is_local and not options.dry_run)
-    if options.hostfile and options.master_port is None and not options.no_ssh:
-        options.master_port = free_port()  # chosen here, so that the preflight looks at the one that is used
-    if not options.dry_run:
-        variables, notes = shared_environment(launcher, script)
-        for note in notes:
-            print(f"dsft: {note}", flush=True)
-        os.environ.update(variables)  # from here they reach the preflight and the ranks
-        remove_leftovers()
-    if not (options.no_preflight or options.dry_run):
-        examine_first(launcher, script)
-    os.environ.pop(LAUNCH, None)
-    if name == "train" and not asks_to_resume(script):
-        os.environ[LAUNCH] = uuid.uuid4().hex  # a restart resumes this job's run alone
-    try:
-        return _run_with_restarts(options, name, script)
-    finally:
-        os.environ.pop(LAUNCH, None)
-        os.environ.pop(WORDS, None)
+    deadline, before = time.monotonic() + launcher.options.wait_for_nodes, ""
+    while True:
+        result = subprocess.run(
+            preflight_command(launcher, script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+        )
+        if result.returncode == 0:
+            return
+        if result.stdout != before:
+            print(result.stdout, end="", flush=True)
+            before = result.stdout
+        left = deadline - time.monotonic()
+        if left <= 0:
+            text = "the nodes are still not ready (above); the last checkpoint is complete, the same command resumes"
+            text += "; ".join(["", *filter(None, [without_lost(launcher, name, script)])])
+            raise UserError([f"--wait_for_nodes {launcher.options.wait_for_nodes:g}: {text}"])
+        print(f"dsft: the restart waits for the nodes, {left:.0f} s at most", file=sys.stderr, flush=True)
+        time.sleep(min(WAIT_SECONDS, left))
 
 
-def _run_with_restarts(options: LaunchOptions, name: str, script: list[str]) -> int:
-    launcher, lost = options.launcher, []
-    for attempt in range(options.max_restarts + 1):
-        if attempt and name == "train":  # an evaluation resumes by itself
-            script = resumed(script)
-        if attempt and launcher.ssh_nodes() and not options.no_preflight:
-            wait_until_examined(launcher, name, script)
-        command = build_command(options, name, script)
-        print("dsft: " + shown(command), flush=True)
-        if options.dry_run:
-            return 0
-        if options.no_preflight:
-            check_first_host(launcher)
-        os.environ[WORDS] = digest_of_words(script)
-        process = LauncherProcess(options, command, saves=name == "train")
-        code = process.run()
-        lost = process.link.lost or lost  # a restart that waits for a node in vain loses none
-        if code in (0, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_REQUEUE) or process.interrupted:
-            return code
-        if attempt < options.max_restarts:
-            print(
-                f"dsft: exit code {code}: restart {attempt + 1} of {options.max_restarts}, from the last checkpoint",
-                file=sys.stderr,
-                flush=True,
+def unreachable(names: list[str]) -> list[SshProblem]:
+    """Why ssh does not get into these hosts, of those where it does not."""
+
+    def try_host(name: str) -> SshProblem | None:
+        command = [*SSH, name, "true"]
+        try:
+            result = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SSH_SECONDS
             )
-    command = lost and without_lost(launcher, name, resumed(script) if name == "train" else script, lost)
-    if command:
-        say(f"complete checkpoints are kept; to continue {command}")
-    return code
+        except subprocess.TimeoutExpired:
+            return ssh_problem(name, "ssh timed out", 255, banner=ssh_banner(name))
+        if result.returncode == 0:
+            return None
+        banner = ssh_banner(name) if "timed out" in result.stderr else ""
+        return ssh_problem(name, result.stderr.strip(), result.returncode, banner=banner)
+
+    with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
+        return [problem for problem in pool.map(try_host, names) if problem]
+
+
+def without_lost(launcher: Launcher, name: str, script: list[str], lost: Sequence[str] = ()) -> str:
+    """The command that continues where nodes do not come back; empty where none is lost, none is left, or no command
+    can be named.
+
+    Args:
+        lost: host names, as the watchdog lost them; of hosts that are reached through ssh, that is asked instead.
+    """
+    if nodes := launcher.ssh_nodes():
+        lost = [problem.node for problem in unreachable([node.name for node in nodes])]
+    command = launcher.without(lost, [name, *script])
+    return command and f"without {', '.join(lost)}: {command}"

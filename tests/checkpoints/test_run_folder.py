@@ -16,7 +16,6 @@ from dsft.checkpoints.run_folder import (
 )
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
-from dsft.launch.supervise import asks_to_resume, resumed
 from dsft.runtime.launcher_env import LAUNCH
 
 
@@ -40,15 +39,6 @@ def test_a_restart_resumes_its_own_run_and_not_the_one_that_it_replaces(tmp_path
     (tmp_path / "run.json").unlink()
     write_run(str(tmp_path), status="running")
     assert read_run(str(tmp_path))["job"] == "this job" and last_checkpoint(config) == earlier
-
-
-def test_a_job_is_told_apart_only_where_its_user_did_not_ask_to_resume(tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text(json.dumps({"overwrite": True}))
-    assert not asks_to_resume(["--config", str(file), "--overwrite", "true"])
-    assert asks_to_resume(resumed(["--config", str(file)])) and asks_to_resume(["--resume-from-checkpoint=auto"])
-    file.write_text("resume_from_checkpoint: auto\n")
-    assert asks_to_resume(["--config", str(file)]) and asks_to_resume([f"--config={file}"])
 
 
 def write_checkpoint(folder: Path, step: int, *, epoch: float | None = None, whole: bool = True) -> str:

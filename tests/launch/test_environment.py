@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dsft.launch import supervise
 from dsft.launch.environment import forwarded, launcher_environment, remote_environment
 from dsft.launch.launchers import build_command, read_launch
-from dsft.launch.supervise import LauncherProcess, launch
+from dsft.launch.supervise import LauncherProcess, launch, resumed
 from dsft.runtime.ssh import ssh_command
 from dsft.watchdog.launch_link import LauncherLink, connect_to_launcher
 
@@ -89,6 +88,7 @@ def test_secrets_and_values_of_several_lines_stay_here():
     assert forwarded(environment | {"EDITOR": "vi", "CUDA_VISIBLE_DEVICES": "0"}) == {
         "HF_HOME": "/hf",
         "NCCL_DEBUG": "INFO",
+        "PYTHONPATH": os.getcwd(),
     }
 
 
@@ -145,11 +145,12 @@ def test_a_command_given_on_every_node_is_one_job_of_several_launches(monkeypatc
     """The ranks of all nodes must meet; and each `dsft launch` tells its restarts from those of an earlier one."""
     seen = []
 
-    def note_variables(*_) -> int:
+    def note_variables(process: LauncherProcess) -> int:
+        process.link.close()
         seen.append((os.environ["DSFT_JOB"], os.environ["DSFT_LAUNCH"]))
         return 0
 
-    monkeypatch.setattr(supervise, "_run_with_restarts", note_variables)
+    monkeypatch.setattr(LauncherProcess, "run", note_variables)
     monkeypatch.setenv("DSFT_JOB", "an earlier one")
     monkeypatch.setenv("MASTER_ADDR", "node-0")
     for node in ("0", "1"):
@@ -158,3 +159,27 @@ def test_a_command_given_on_every_node_is_one_job_of_several_launches(monkeypatc
         assert launch(["--nodes", "2", "--num_gpus", "1", "--no_preflight", *words]) == 0
     (job, first), (same_job, second) = seen
     assert job == same_job != "an earlier one" and first != second
+
+
+def test_a_job_is_told_apart_only_where_its_user_did_not_ask_to_resume(monkeypatch, tmp_path):
+    seen = []
+
+    def note_launch(process: LauncherProcess) -> int:
+        process.link.close()
+        seen.append("DSFT_LAUNCH" in os.environ)
+        return 0
+
+    monkeypatch.setattr(LauncherProcess, "run", note_launch)
+    monkeypatch.setenv("DSFT_JOB", "an earlier one")
+    monkeypatch.setenv("MASTER_ADDR", "node-0")
+    file, words = tmp_path / "run.yaml", ["--model", "m", "--data", "d", "--output_dir", str(tmp_path)]
+    for text, config in (
+        ("overwrite: true", ["--config", str(file), "--overwrite", "true"]),
+        ("overwrite: true", resumed(["--config", str(file)])),
+        ("overwrite: true", ["--resume-from-checkpoint=auto"]),
+        ("resume_from_checkpoint: auto", ["--config", str(file)]),
+        ("resume_from_checkpoint: auto", [f"--config={file}"]),
+    ):
+        file.write_text(f"{text}\n")
+        launch(["--nodes", "2", "--node_rank", "0", "--num_gpus", "1", "--no_preflight", "train", *config, *words])
+    assert seen == [True, False, False, False, False]

@@ -15,7 +15,7 @@ from conftest import ROOT
 from launch.words import WORDS
 
 from dsft.errors import UserError
-from dsft.launch.environment import for_env_file
+from dsft.launch.environment import write_env_file
 from dsft.launch.launchers import build_command, read_launch
 from dsft.runtime.launcher_env import check_words, digest_of_words
 
@@ -131,8 +131,11 @@ def test_variables_reach_the_nodes_as_they_are():
     from deepspeed.launcher.multinode_runner import PDSHRunner
 
     runner = PDSHRunner(Namespace(user_args=[], user_script="script"), "")
-    for number, word in enumerate(values := [word for word in WORDS if word == word.strip() and "\n" not in word]):
-        runner.add_export(f"X{number}", for_env_file(word))
+    values = [word for word in WORDS if word == word.strip() and "\n" not in word]
+    file = write_env_file({f"X{number}": word for number, word in enumerate(values)})
+    for line in file.read_text().splitlines():
+        runner.add_export(*line.split("=", 1))
+    file.unlink()
     exports = "".join(f"export {name}={value}; " for name, value in runner.exports.items()).replace("%%", "%")
     command = f"{exports}{shlex.quote(sys.executable)} -c 'import os, json; print(json.dumps(dict(os.environ)))'"
     there = json.loads(subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stdout)
