@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from dsft.cli.commands import DoctorOptions
+from dsft.doctor.checks import differences
 from dsft.doctor.examine import Report, examine
 from dsft.doctor.facts import NodeFacts
 from dsft.doctor.findings import Finding
 from dsft.doctor.links import in_rate
-from dsft.doctor.node_checks import differences
 from dsft.errors import EXIT_USER_ERROR, UserError, raise_if_any
 from dsft.launch.environment import remote_environment
 from dsft.launch.launchers import hosts_of, number_problems

@@ -2,36 +2,30 @@
 
     report = examine(read_hosts("hostfile"), argv=["--config", "run.yaml"], quick=True)
 
-    facts    what each node is, by itself                      -> node_checks
-    reach    who reaches whom, and the run's files             -> node_checks, run_checks
+    facts    what each node is, by itself                      -> checks
+    reach    who reaches whom, and the run's files             -> checks
     measure  the smoke test: sums and rates between all ranks  -> links
 
-This is the head's side; each node's is `phases.py`. Nothing is started that outlives this call, and nothing is left on
-the nodes.
+and a plan of the run for these nodes, where one is named. This is the head's side; each node's is `phases.py`. Nothing
+is started that outlives this call, and nothing is left on the nodes.
 """
 
+import contextlib
 import dataclasses
+import importlib
+import io
 import itertools
+import threading
 import time
+import warnings
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from dsft.doctor.facts import NodeFacts
-from dsft.doctor.findings import Finding, finding
-from dsft.doctor.links import (
-    Measured,
-    RanksOfNodes,
-    check_answers,
-    check_assumed,
-    check_measured,
-    combine,
-    neighbours,
-    node_of_ranks,
-    ring_rounds,
-    some_rounds,
-)
-from dsft.doctor.node_checks import (
+from dsft.doctor.checks import (
+    RunFiles,
     check_clocks,
+    check_disk,
+    check_files,
     check_interfaces,
     check_master,
     check_names,
@@ -39,29 +33,32 @@ from dsft.doctor.node_checks import (
     check_node,
     check_patches,
     check_versions,
+    read_run_files,
+)
+from dsft.doctor.facts import NodeFacts, typed
+from dsft.doctor.findings import Finding, finding, join
+from dsft.doctor.links import (
+    Measured,
+    check_answers,
+    check_assumed,
+    check_measured,
+    combine,
+    neighbours,
+    ring_rounds,
+    some_rounds,
 )
 from dsft.doctor.phases import Reached
-from dsft.doctor.run_checks import (
-    RunFiles,
-    RunPlan,
-    check_disk,
-    check_files,
-    plan_on,
-    read_run_files,
-    start_imports,
-)
 from dsft.doctor.ssh_nodes import SshNodes
-from dsft.runtime.launcher_env import DEFAULT_PORT, Node
+from dsft.errors import UserError, one_line
+from dsft.runtime.hardware import Machine, cpu_rank_bytes, has_gpu, job_machine
+from dsft.runtime.launcher_env import DEFAULT_PORT, LOOPBACK, Node
 from dsft.runtime.patches import active_patches
+from dsft.units import GiB
 
-GROUP_SECONDS = 15
-"""A rank gives up waiting for another after so long."""
-MEASURE_SECONDS = 50.0
-"""For the smoke test; each rank ends itself before (`smoke.LIFE_SECONDS`)."""
-IMPORT_SECONDS = 60.0
-"""For torch's import, from a slow disk; it began before the other phases."""
-GRACE_SECONDS = 15.0
-"""A node may take so much longer than the first one for either."""
+GROUP_SECONDS = 15  # a rank gives up waiting for another after so long
+MEASURE_SECONDS = 50.0  # for the smoke test; each rank exits before (`smoke.LIFE_SECONDS`)
+IMPORT_SECONDS = 60.0  # for torch's import, from a slow disk; it began before the other phases
+GRACE_SECONDS = 15.0  # a node may take so much longer than the first one for either
 
 
 @dataclass(kw_only=True)
@@ -72,11 +69,9 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, NodeFacts] = field(default_factory=dict)
     """By node, of those that answered, in the order of `nodes`."""
-    links: Measured | None = None
-    """None where the smoke test did not run to its end."""
+    links: Measured | None = None  # None where the smoke test did not run to its end
     quick: bool = False
-    plan: str = ""
-    """The plan that disk and memory were compared with, and why; empty without a configuration."""
+    plan: str = ""  # the plan that disk and memory were compared with, and why; empty without a configuration
     patches: dict[str, list[str]] = field(default_factory=dict)
     """Library -> names of dsft's patches of it (runtime/patches.py); empty in the quick part."""
     seconds: float = 0.0
@@ -85,15 +80,6 @@ class Report:
     def slots(self) -> dict[str, int]:
         """Ranks by node, of the nodes that answered; `links` counts these."""
         return {node: facts.slots for node, facts in self.facts.items()}
-
-    @property
-    def ranks(self) -> list[list[int]]:
-        """Numbers of the ranks of each of these nodes. A launcher may have dealt them to the nodes in turn; the
-        doctor's own go node by node.
-        """
-        ends = itertools.accumulate(self.slots.values())
-        nodes = zip(self.facts.values(), ends, strict=True)
-        return [facts.ranks or list(range(end - facts.slots, end)) for facts, end in nodes]
 
     @property
     def has_errors(self) -> bool:
@@ -105,9 +91,9 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """For --json: nodes and ranks by name."""
-        links, names = None, list(self.facts)
+        rates, names = None, list(self.facts)
         if self.links:
-            links = {
+            rates = {
                 "pairs": [{"nodes": [names[a], names[b]]} | pair for (a, b), pair in sorted(self.links.pairs.items())],
                 "inside_bytes_per_second": {names[node]: rate for node, rate in self.links.inside.items()},
                 "flops_of_ranks": list(self.links.flops.values()),
@@ -119,22 +105,12 @@ class Report:
             "slots": self.slots,
             "findings": [dataclasses.asdict(finding) for finding in self.sorted_findings()],
             "facts": {node: dataclasses.asdict(facts) for node, facts in self.facts.items()},
-            "links": links,
+            "links": rates,
             "quick": self.quick,
             "plan": self.plan,
             "patches": self.patches,
             "seconds": round(self.seconds, 2),
         }
-
-
-class Nodes(Protocol):
-    """Whoever runs the phases: `ssh_nodes.SshNodes` or `launched.LaunchedNodes`. Documented there."""
-
-    def start(self, phase: str) -> None: ...
-    def ready(self, names: list[str], *, timeout_seconds: float, grace_seconds: float) -> dict[str, str]: ...
-    def run(self, phase: str, inputs: dict[str, dict[str, Any]], **options: Any) -> dict[str, Any]: ...
-    def end(self, phase: str) -> None: ...
-    def broken(self) -> list[Finding]: ...
 
 
 def examine(
@@ -156,22 +132,20 @@ def examine(
         master_addr: as `--master_addr` of DeepSpeed; empty: the first address of the first node.
         variables: those that a launch sets on the other nodes; None: this machine alone, without ssh.
     """
-    report = Report(nodes=[node.name for node in nodes], quick=quick)
-    with SshNodes(nodes, variables) as connected:
+    report, port = Report(nodes=[node.name for node in nodes], quick=quick), master_port or DEFAULT_PORT
+    master = LOOPBACK if variables is None else master_addr
+    connected = SshNodes(nodes, variables)
+    try:
         examine_through(
-            connected,
-            report,
-            nodes,
-            argv=list(argv),
-            port=master_port or DEFAULT_PORT,
-            port_asked=master_port is not None,
-            master="127.0.0.1" if variables is None else master_addr,
+            connected, report, nodes, argv=list(argv), port=port, port_asked=master_port is not None, master=master
         )
+    finally:
+        connected.end()
     return report
 
 
 def examine_through(
-    nodes: Nodes,
+    nodes: Any,
     report: Report,
     listed: list[Node],
     *,
@@ -183,18 +157,22 @@ def examine_through(
     """The examination, whoever runs its phases. Fills `report`.
 
     Args:
+        nodes: `ssh_nodes.SshNodes`, or `launched.LaunchedNodes`, which has the same methods.
         port: rank 0's to come; None where the launch has begun.
         master: address of rank 0; empty: the first of the first node that answers.
     """
     start = time.monotonic()
-    files, imports = read_run_files(argv), None if report.quick else start_imports()
+    files = read_run_files(argv)
+    imports = threading.Thread(target=_import_plan, daemon=True)
+    if not report.quick:  # what the plan imports takes seconds: while the nodes are asked
+        imports.start()
     nodes.start("measure")  # ahead of its input: what it imports takes seconds
     inputs = {"master_port": port, "output_dir": files.output_dir, "compiles": not report.quick}
     answers = nodes.run("facts", {node.name: inputs | {"slots": node.slots} for node in listed})
     report.facts = facts = _typed(NodeFacts, answers, report)
     if facts:
         first = next(iter(facts))
-        master = master or facts[first].address or "127.0.0.1"
+        master = master or facts[first].address or LOOPBACK
         taken = facts[first].master_port_taken
         reached = _reach(nodes, report, files, master, None if taken else port)
         nodes.end("facts")
@@ -238,26 +216,30 @@ def examine_through(
             free_port = port if is_free else facts[first].open_port
             report.findings += _measure(nodes, report, devices, reached, used, master, free_port)
 
-        run = RunPlan()
-        if imports:
+        written_bytes = speeds = None
+        if not report.quick:
             imports.join()
-            run = plan_on(argv, facts, report.slots)
-            report.plan = run.text
-            report.findings += run.findings
+            written_bytes, speeds = plan_on(report, argv)
         if files.output_dir:
-            report.findings += check_disk(files, facts, run.written_bytes)
-        if report.links and run.speeds:
-            report.findings += check_assumed(report.links, list(facts), run.speeds)
+            report.findings += check_disk(files, facts, written_bytes)
+        if report.links and speeds:
+            report.findings += check_assumed(report.links, list(facts), speeds)
     if not report.quick:  # on this node; that the others have the same versions is checked above
         patches = active_patches()
         for name, patch in patches.items():
             report.patches.setdefault(patch.library, []).append(name)
         report.findings += check_patches(report.nodes[0], patches.values())
-    report.findings = [*nodes.broken(), *report.findings]
+    report.findings = [*nodes.lost.values(), *nodes.failures, *report.findings]
     report.seconds = time.monotonic() - start
 
 
-def _reach(nodes: Nodes, report: Report, files: RunFiles, master: str, port: int | None) -> dict[str, Reached]:
+def _import_plan() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("dsft.run_setup.resolve")
+
+
+def _reach(nodes: Any, report: Report, files: RunFiles, master: str, port: int | None) -> dict[str, Reached]:
     """Let every node connect to others, of many to a sample, and to the master's port where it is free, and look at the
     run's files. The first connects to all: it compares their clocks.
     """
@@ -284,21 +266,21 @@ def _reach(nodes: Nodes, report: Report, files: RunFiles, master: str, port: int
     return _typed(Reached, nodes.run("reach", inputs), report)
 
 
-def _typed(cls: Any, answers: dict[str, dict[str, Any]], report: Report) -> dict[str, Any]:
-    """The answers by node as values of `cls`, of the nodes that run the same dsft."""
-    typed = {}
+def _typed(kind: Any, answers: dict[str, dict[str, Any]], report: Report) -> dict[str, Any]:
+    """The answers by node as values of `kind`, of the nodes that run the same dsft."""
+    values = {}
     for name, answer in answers.items():
         try:
-            typed[name] = cls.from_json(answer)
-        except (KeyError, TypeError) as error:
+            values[name] = typed(kind, answer)
+        except (AttributeError, TypeError) as error:
             message = f"another version of dsft answers there ({error})"
             fix = f"copy the checkout to {name}, or install the same version there"
             report.findings.append(finding("no-dsft", name, message, fix))
-    return typed
+    return values
 
 
 def _measure(
-    nodes: Nodes,
+    nodes: Any,
     report: Report,
     devices: dict[str, list[int]],
     reached: dict[str, Reached],
@@ -309,8 +291,11 @@ def _measure(
     """The smoke test on all nodes that answered: what it shows, or which ranks did not come to its end. Sets
     `report.links`, and keeps its rates for plans.
     """
-    where = RanksOfNodes(names=list(report.facts), ranks=report.ranks)
-    names, limits = where.names, {"grace_seconds": GRACE_SECONDS}
+    # A launcher may have dealt the ranks to the nodes in turn; the doctor's own go node by node.
+    ends = zip(report.facts.values(), itertools.accumulate(report.slots.values()), strict=True)
+    ranks = [facts.ranks or list(range(end - facts.slots, end)) for facts, end in ends]
+    names, limits = list(report.facts), {"grace_seconds": GRACE_SECONDS}
+    node_of = {rank: name for name, of_node in zip(names, ranks, strict=True) for rank in of_node}
     stages: dict[int, str] = {}  # by rank, the last one that began
     failures: list[tuple[int, str]] = []
     measured: dict[int, dict[str, Any]] = {}
@@ -327,11 +312,11 @@ def _measure(
     not_started = {name: words for name, words in ready.items() if words}
     if not_started or len(ready) < len(names):
         # Ranks that were ready were not started, and are not at fault.
-        others = {rank: "done" for name in ready for rank in where.ranks[names.index(name)]}
-        return check_answers(others, [], where, not_started)
+        others = {rank: "done" for rank, name in node_of.items() if name in ready}
+        return check_answers(others, [], node_of, not_started)
     own_name = any(entry.code == "own-name" for entry in report.findings)
     common = {
-        "nodes": where.ranks,
+        "nodes": ranks,
         "rounds": (ring_rounds if report.quick else some_rounds)(len(names)) if len(names) > 1 else [],
         "master": master,
         "port": port,
@@ -349,12 +334,12 @@ def _measure(
         for number, name in enumerate(names)
     }
     answers = nodes.run("measure", inputs, timeout_seconds=MEASURE_SECONDS, on_event=hear, **limits)
-    if len(measured) < sum(map(len, where.ranks)):
-        spoke = {where.node(rank) for rank in stages}
+    if len(measured) < len(node_of):
+        spoke = {node_of[rank] for rank in stages}
         ended = {name: answer["last_words"] for name, answer in answers.items() if answer["code"]}
         not_started = {name: words for name, words in ended.items() if name not in spoke}
-        return check_answers(stages, failures, where, not_started)
-    report.links = combine([measured[rank] for rank in sorted(measured)], node_of_ranks(where.ranks))
+        return check_answers(stages, failures, node_of, not_started)
+    report.links = combine([measured[rank] for rank in sorted(measured)], ranks)
     if not any(node.usable_gpus for node in report.facts.values()):
         # Between CPU ranks the time of the smallest message is that of a plain socket (see `exchange_rate`).
         connections = [(name, other) for name, answer in reached.items() for other in answer.connections]
@@ -362,20 +347,95 @@ def _measure(
             ends = {names[node] for node in pair}
             between = [link.seconds for name, link in connections if link.kind == "open" and {name, link.name} == ends]
             rates["seconds"] = min(between, default=rates["seconds"])
-    _keep(report)
-    return list(check_measured(report.links, where, report.facts, used))
+    if report.links.pairs:
+        from dsft.planner.calibration import keep_links  # with torch, which DeepSpeed's reader of host files has loaded
+
+        # For later plans, under the hosts' own names and under those of the host file.
+        for hosts in {tuple(node.host for node in report.facts.values()), tuple(report.facts)}:
+            keep_links(
+                hosts,
+                network_bytes=report.links.network_bytes,
+                link_bytes=min(report.links.inside.values(), default=0.0),
+                collective_seconds=report.links.collective_seconds,
+            )
+    return list(check_measured(report.links, node_of, report.facts, used))
 
 
-def _keep(report: Report) -> None:
-    """Measured rates for later plans, under the hosts' own names and under those of the host file."""
-    if not report.links.pairs:
-        return
-    from dsft.planner.calibration import keep_links  # with torch, which DeepSpeed's reader of host files has loaded
+def plan_on(report: Report, argv: list[str]) -> tuple[int | None, Any]:
+    """Plan the training that `argv` describes for the nodes of `report`, with its text and findings there.
 
-    for names in {tuple(node.host for node in report.facts.values()), tuple(report.facts)}:
-        keep_links(
-            names,
-            network_bytes=report.links.network_bytes,
-            link_bytes=min(report.links.inside.values(), default=0.0),
-            collective_seconds=report.links.collective_seconds,
-        )
+    Returns:
+        Bytes that the run writes to disk at most (the model and the checkpoints that are kept; None: not known), and
+        the planner's `Speeds` that it assumes for these nodes without a measurement.
+    """
+    from dsft.config.options import TrainConfig
+    from dsft.config.reader import read_config
+    from dsft.planner.step_time import speeds_of
+    from dsft.run_setup.checkpoint_size import checkpoint_size
+    from dsft.run_setup.resolve import plan_run, resolve_offline
+
+    facts, machine, written = report.facts, machine_of(report.facts), None
+    speeds = speeds_of(machine, dtype="bfloat16" if machine.has_gpu else "float32")
+    if not argv:
+        return None, speeds
+    if has_gpu() != machine.has_gpu:
+        kind = "GPUs" if machine.has_gpu else "no GPUs"
+        message = f"the nodes have {kind}, unlike this machine, so that no plan for them can be made here"
+        report.findings.append(finding("plan-unknown", "here", message, "run dsft doctor on the first node"))
+        return None, speeds
+    problems: list[str] = []
+    code, fix = "plan", "see its way out; dsft plan shows all candidates"
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            asked = read_config(TrainConfig, argv, problems)
+            # Data is compared on the nodes, and may be large; the folder is looked at there too.
+            elsewhere = ("output_dir", "eval_strategy", "load_best_model_at_end", "metric_for_best_model")
+            training = {name: value for name, value in asked.training.items() if name not in elsewhere}
+            options = dataclasses.replace(asked, data=[], eval_data=[], eval_fraction=0.0, training=training)
+            try:
+                run = resolve_offline(options, machine, starts=True, problems=problems)
+            except UserError:
+                code, fix = "configuration", "correct it in the configuration"
+                raise
+            choice = plan_run(run.options, run.job, machine, zero_file=run.zero_file)
+            chosen, report.plan = choice.plan, choice.reason
+            whole = dataclasses.replace(asked, dtype=run.options.dtype)
+            written = checkpoint_size(whole, run.model.size, chosen.deepspeed_config).total_bytes
+        free = {name: node.available_bytes for name, node in facts.items() if node.available_bytes < chosen.host_bytes}
+        if free:
+            needed, least = chosen.host_bytes / GiB, min(free.values()) / GiB
+            message = f"the plan takes {needed:.1f} GiB of host memory, {least:.1f} are free"
+            fix = f"ssh {next(iter(free))} ps aux --sort=-rss | head"
+            report.findings.append(finding("memory-low", join(list(free)), message, fix, severity="error"))
+    except UserError as error:
+        report.findings += [finding(code, "here", problem, fix) for problem in dict.fromkeys(error.problems)]
+    except (OSError, ValueError, RuntimeError) as error:
+        message = f"no plan could be made: {one_line(error)}"
+        report.findings.append(finding("plan-unknown", "here", message, "dsft plan --model ... says more"))
+    return written, speeds
+
+
+def machine_of(facts: dict[str, NodeFacts]) -> Machine:
+    """The smallest of the nodes, as the planner takes it."""
+    gpus = [gpu for node in facts.values() for gpu in node.usable_gpus]
+    return job_machine(
+        [
+            Machine(
+                nodes=1,
+                ranks_per_node=node.slots,
+                device_bytes=min(
+                    (gpu.memory_bytes - gpu.used_bytes for gpu in node.usable_gpus),
+                    default=cpu_rank_bytes(node.host_bytes, node.slots),
+                ),
+                host_bytes=node.host_bytes,
+                has_gpu=bool(gpus),
+                gpu_type=gpus[0].name if gpus else "",
+                cores=node.cores,
+                measured=True,
+                memlock_bytes=node.locked_bytes,
+                host_names=(node.host,),
+            )
+            for node in facts.values()
+        ]
+    )

@@ -127,15 +127,12 @@ MESSAGES: dict[str, tuple[Severity, str]] = {
 class Finding:
     """One thing the doctor noticed."""
 
-    code: str
-    """Key of MESSAGES and of docs/doctor.md."""
+    code: str  # key of MESSAGES and of docs/doctor.md
     severity: Severity
     message: str
-    where: str
-    """Node names, or "here" for the machine that dsft doctor runs on."""
+    where: str  # node names, or "here" for the machine that dsft doctor runs on
     why: str
-    fix: str
-    """The command that helps, or what to change."""
+    fix: str  # the command that helps, or what to change
 
 
 def finding(code: str, where: str, message: str, fix: str, *, severity: Severity | None = None) -> Finding:

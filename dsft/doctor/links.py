@@ -3,24 +3,20 @@ findings about them. Plain data and arithmetic, no torch.
 """
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from dsft.doctor.facts import NodeFacts
 from dsft.doctor.findings import Finding, finding, join
 
-MIN_SEGMENTS = 1000
-"""Of fewer, a share says little."""
+MIN_SEGMENTS = 1000  # of fewer, a share says little
 MOST_ROUNDS = 19
 """Of exchanges between pairs: a round takes 0.5 s where links are healthy, and ranks end themselves after 40 s."""
-ALL_CONNECT = 8
-"""Up to so many nodes each connects to each."""
-SLOW = 0.7
-"""Of the median: slower than this, a link or rank is named."""
+ALL_CONNECT = 8  # up to so many nodes each connects to each
+SLOW = 0.7  # of the median: slower than this, a link or rank is named
 BELOW_ASSUMED = 0.5
-LOST = 0.02
-"""Of the segments; a sound network between nodes loses less than one in thousands."""
+LOST = 0.02  # of the segments; a sound network between nodes loses less than one in thousands
 
 
 @dataclass(kw_only=True)
@@ -31,8 +27,7 @@ class Measured:
     """(lower node, higher node) -> {"bytes_per_second": what one node gets from the other while it sends as much, over
     all ranks, in the slower direction; "seconds": of the smallest message}.
     """
-    again: set[tuple[int, int]] = field(default_factory=set)
-    """Of these, the slowest, which were measured again, alone."""
+    again: set[tuple[int, int]] = field(default_factory=set)  # of these, the slowest, which were measured again, alone
     slow: set[tuple[int, int]] = field(default_factory=set)
     """Of these, those that stayed slower than the fastest pair, measured in turns with it."""
     inside: dict[int, float] = field(default_factory=dict)
@@ -41,12 +36,15 @@ class Measured:
     """
     flops: dict[int, float] = field(default_factory=dict)
     """Rank -> floating-point operations per second of a matrix product."""
-    wrong: list[int] = field(default_factory=list)
-    """Ranks that got a wrong sum."""
+    wrong: list[int] = field(default_factory=list)  # ranks that got a wrong sum
     lost: dict[int, float] = field(default_factory=dict)
     """Node -> share of the TCP segments of the measurement that it had to send again."""
-    collective_seconds: float = 0.0
-    """Of the smallest all-reduce over all ranks."""
+    collective_seconds: float = 0.0  # of the smallest all-reduce over all ranks
+
+    @property
+    def pair_rates(self) -> dict[tuple[int, int], float]:
+        """Bytes per second of each pair of nodes."""
+        return {key: pair["bytes_per_second"] for key, pair in self.pairs.items()}
 
     @property
     def network_bytes(self) -> float:
@@ -54,16 +52,11 @@ class Measured:
         return min((self.pairs[pair]["bytes_per_second"] for pair in self.again or self.pairs), default=0.0)
 
 
-def node_of_ranks(nodes: list[list[int]]) -> list[int]:
-    """Number of the node of each rank, from the ranks of each node."""
-    return [node for _, node in sorted((rank, node) for node, ranks in enumerate(nodes) for rank in ranks)]
-
-
-def combine(of_ranks: list[dict[str, Any]], node_of: list[int]) -> Measured:
+def combine(of_ranks: list[dict[str, Any]], nodes: list[list[int]]) -> Measured:
     """The measurements of all ranks (`smoke.measure_all`), ordered by rank, as one value; rates of a node's ranks
-    side by side add up.
+    (`nodes`: of each, in order) side by side add up.
     """
-    total = Measured()
+    total, node_of = Measured(), {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
     received: dict[tuple[int, int], float] = {}  # (from, to): one direction may be slow alone
     for rank, measured in enumerate(of_ranks):
         node = node_of[rank]
@@ -97,11 +90,6 @@ def slow_keys(rates: dict[Any, float], *, reference: float | None = None) -> lis
     return sorted((key for key, rate in rates.items() if rate < SLOW * typical), key=lambda key: rates[key])
 
 
-def pair_rates(measured: Measured) -> dict[tuple[int, int], float]:
-    """Bytes per second of each pair of nodes."""
-    return {key: pair["bytes_per_second"] for key, pair in measured.pairs.items()}
-
-
 def slow_nodes(rates: dict[tuple[int, int], float]) -> list[int]:
     """Nodes all of whose links are slow while links without them are not: the fault is the node's, not a link's. Needs
     three nodes or more.
@@ -119,23 +107,17 @@ def slow_nodes(rates: dict[tuple[int, int], float]) -> list[int]:
     return []
 
 
-def all_rounds(number: int) -> list[list[tuple[int, int]]]:
-    """Rounds in which each of `number` nodes meets another, until all pairs have met (circle method)."""
+def some_rounds(number: int) -> list[list[tuple[int, int]]]:
+    """Rounds in which each of `number` nodes meets another: until all pairs of up to MOST_ROUNDS + 1 nodes have met; of
+    more, rounds evenly out of all, so that every node meets so many others, and a ring of all.
+    """
     seats: list[int | None] = [*range(number), *([None] if number % 2 else [])]
     rounds = []
-    for _ in range(len(seats) - 1):
+    for _ in range(len(seats) - 1):  # circle method
         half = len(seats) // 2
         pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
         rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
         seats = [seats[0], seats[-1], *seats[1:-1]]
-    return rounds
-
-
-def some_rounds(number: int) -> list[list[tuple[int, int]]]:
-    """All pairs of up to MOST_ROUNDS + 1 nodes; of more, rounds evenly out of all, so that every node meets so many
-    others, and a ring of all.
-    """
-    rounds = all_rounds(number)
     if len(rounds) <= MOST_ROUNDS:
         return rounds
     ring = ring_rounds(number)
@@ -165,45 +147,25 @@ def ring_rounds(number: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def partners(rounds: Sequence[Sequence[tuple[int, int]]], node: int) -> Iterator[int]:
-    """Whom `node` meets, in order."""
-    for pairs in rounds:
-        for a, b in pairs:
-            if node in (a, b):
-                yield b if node == a else a
-
-
-@dataclass(frozen=True, kw_only=True)
-class RanksOfNodes:
-    """Who sits where: `ranks` of each node of `names`, in order."""
-
-    names: list[str]
-    ranks: list[list[int]]
-
-    def node(self, rank: int) -> str:
-        return next(name for name, ranks in zip(self.names, self.ranks, strict=True) if rank in ranks)
-
-    def place(self, rank: int) -> str:
-        return f"rank {rank} on {self.node(rank)}"
-
-    def local(self, rank: int) -> int:
-        return self.ranks[self.names.index(self.node(rank))].index(rank)
-
-
 def check_measured(
-    measured: Measured, where: RanksOfNodes, facts: dict[str, NodeFacts], used: dict[str, str]
+    measured: Measured, node_of: dict[int, str], facts: dict[str, NodeFacts], used: dict[str, str]
 ) -> Iterator[Finding]:
-    """What stands out among links, nodes and ranks (`used`: interface of each node)."""
-    names = where.names
+    """What stands out among links, nodes and ranks.
+
+    Args:
+        node_of: name of each rank's node.
+        used: interface of each node.
+    """
+    names = list(facts)
     if measured.wrong:
         yield finding(
             "wrong-sum",
-            join([where.place(rank) for rank in measured.wrong]),
+            join([f"rank {rank} on {node_of[rank]}" for rank in measured.wrong]),
             "an all-reduce over all ranks gave a wrong sum",
             "take out one node after another (--exclude) until it is right, then test that one's memory, GPU (dcgmi"
             " diag -r 3) and cards; another NCCL (pip install nvidia-nccl-cu12==...)",
         )
-    rates = pair_rates(measured)
+    rates = measured.pair_rates
     fastest = max(rates.values(), default=0.0)
     best, cleared = in_rate(fastest), measured.again - measured.slow
     alone = {pair: fastest if pair in cleared else rate for pair, rate in rates.items()}
@@ -232,14 +194,15 @@ def check_measured(
     for rank in slow_keys(measured.flops):
         rate, fastest = measured.flops[rank] / 1e12, max(measured.flops.values()) / 1e12
         message = f"{rate:.3g} TFLOP/s in a product of matrices, {fastest:.3g} on the fastest rank"
-        name, local = where.node(rank), where.local(rank)
+        name = node_of[rank]
         fix = f"ssh {name} top: other programs on its cores, or fewer or slower cores than elsewhere"
         if facts[name].gpus.cards and not facts[name].cpu_only:
+            local = [other for other in node_of if node_of[other] == name].index(rank)
             fix = (
                 f"ssh {name} nvidia-smi -q -i {local} -d CLOCK,PERFORMANCE,TEMPERATURE: throttled, hot or shared; or"
                 f" leave it out: --exclude {name}:{local}"
             )
-        yield finding("slow-rank", where.place(rank), message, fix)
+        yield finding("slow-rank", f"rank {rank} on {name}", message, fix)
 
 
 def check_assumed(measured: Measured, names: list[str], assumed: Any) -> Iterator[Finding]:
@@ -269,14 +232,14 @@ def check_assumed(measured: Measured, names: list[str], assumed: Any) -> Iterato
 
 
 def check_answers(
-    stages: dict[int, str], failures: list[tuple[int, str]], where: RanksOfNodes, not_started: dict[str, str]
+    stages: dict[int, str], failures: list[tuple[int, str]], node_of: dict[int, str], not_started: dict[str, str]
 ) -> list[Finding]:
     """Ranks that did not come to the end.
 
     Args:
         stages: rank -> the last it said; "done" at the end.
         failures: (rank, error) in the order they came.
-        not_started: last words of nodes whose process ended before its ranks spoke.
+        not_started: last words of nodes whose process exited before its ranks spoke.
     """
     findings = []
     for name, words in not_started.items():
@@ -284,12 +247,15 @@ def check_answers(
         fix = f"ssh {name}, and there: python -c 'import torch, torch.distributed'"
         findings.append(finding("smoke-failed", name, message, fix))
     silent: dict[str, list[int]] = {}
-    for rank in [rank for ranks in where.ranks for rank in ranks]:
-        if stages.get(rank) != "done" and rank not in dict(failures) and where.node(rank) not in not_started:
+    for rank, node in node_of.items():
+        if stages.get(rank) != "done" and rank not in dict(failures) and node not in not_started:
             silent.setdefault(stages.get(rank, "nothing"), []).append(rank)
     for stage, ranks in silent.items():
-        places, message = join([where.place(rank) for rank in ranks]), f"did not answer; the last it said: {stage}"
-        fix = f"ssh {where.node(ranks[0])} ps aux; is the node overloaded, or its network cut?"
+        places, message = (
+            join([f"rank {rank} on {node_of[rank]}" for rank in ranks]),
+            f"did not answer; the last it said: {stage}",
+        )
+        fix = f"ssh {node_of[ranks[0]]} ps aux; is the node overloaded, or its network cut?"
         findings.append(finding("smoke-silent", places, message, fix))
     if failures and not findings:  # where a rank is silent, the others' errors only follow from it
         rank, error = failures[0]
@@ -298,7 +264,7 @@ def check_answers(
             " GLOO_SOCKET_IFNAME); NCCL_DEBUG=INFO says more"
         )
         message = f"while {stages.get(rank, 'starting')}: {error}"
-        findings.append(finding("smoke-failed", where.place(rank), message, fix))
+        findings.append(finding("smoke-failed", f"rank {rank} on {node_of[rank]}", message, fix))
     return findings
 
 

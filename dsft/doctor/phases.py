@@ -11,7 +11,6 @@ does.
 """
 
 import contextlib
-import dataclasses
 import errno
 import glob
 import hashlib
@@ -25,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -40,12 +39,9 @@ from dsft.runtime.disk import existing_parent
 from dsft.runtime.launcher_env import outgoing_address, port_owner
 
 MARK = "dsft-doctor:"
-LIFE_SECONDS = 180
-"""A phase that is older exits, whatever the connection does."""
-SLOWEST_LINK = 0.5e6
-"""Bytes per second (4 Mbit/s) below which a link is broken for any training."""
-CONNECT_SECONDS = 3.0
-"""A connection in a cluster takes milliseconds; a firewall that drops packets answers never."""
+LIFE_SECONDS = 180  # a phase that is older exits, whatever the connection does
+SLOWEST_LINK = 0.5e6  # bytes per second (4 Mbit/s) below which a link is broken for any training
+CONNECT_SECONDS = 3.0  # a connection in a cluster takes milliseconds; a firewall that drops packets answers never
 ROUND_TRIPS = 5
 BLOCK_BYTES, BLOCK_TRIES = 128 * 1024, 3
 """Sent to measure a link: 0.3 s at SLOWEST_LINK. What a busy host delays once is tried again."""
@@ -55,8 +51,7 @@ BUSY_BYTES = 10 * SLOWEST_LINK
 """Bytes per second below which blocks of a host to itself show that it is busy; an idle one reaches a thousand times
 as many.
 """
-END_BYTES = 1024**2
-"""Hashed of each end of a file: full files of hundreds of GB would take minutes."""
+END_BYTES = 1024**2  # hashed of each end of a file: full files of hundreds of GB would take minutes
 SEEN_SECONDS = 4.0
 """How long a file made on another node may take to show: network file systems keep what they know of a folder for
 seconds.
@@ -67,10 +62,8 @@ seconds.
 class Target:
     """An address that a node is to connect to."""
 
-    kind: str
-    """"master": rank 0's port; "open": another node's open port, by its address; "name": the same by its name."""
-    name: str
-    """Of the node that should answer."""
+    kind: str  # "master": rank 0's port; "open": another node's open port, by its address; "name": the same by its name
+    name: str  # of the node that should answer
     address: str
     port: int
 
@@ -79,16 +72,11 @@ class Target:
 class Connection(Target):
     """What came of it."""
 
-    host: str = ""
-    """The host name that answered there; empty where none did."""
-    error: str = ""
-    """Why none did: timeout, refused, unresolved, closed, or the system's words."""
-    seconds: float = 0.0
-    """Of a small message one way."""
-    clock_ahead: float = 0.0
-    """Seconds by which the other node's clock is ahead."""
-    bytes_per_second: float = 0.0
-    """Of a block from there, of kind "open"; 0 where none was sent."""
+    host: str = ""  # the host name that answered there; empty where none did
+    error: str = ""  # why none did: timeout, refused, unresolved, closed, or the system's words
+    seconds: float = 0.0  # of a small message one way
+    clock_ahead: float = 0.0  # seconds by which the other node's clock is ahead
+    bytes_per_second: float = 0.0  # of a block from there, of kind "open"; 0 where none was sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +85,7 @@ class FileContent:
 
     files: int
     bytes: int
-    hash: str
-    """Over names, sizes and the ends of each file."""
+    hash: str  # over names, sizes and the ends of each file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,27 +95,13 @@ class Reached:
     connections: list[Connection]
     names: dict[str, list[str]]
     """Addresses of the other nodes' names as this node resolves them; none where it does not."""
-    outgoing: str
-    """This node's address on the way to the master; empty without a way."""
-    contents: dict[str, FileContent | None]
-    """The run's data and models; None where nothing is there."""
-    cached: dict[str, bool]
-    """Whether each name on the hub is in this node's cache."""
+    outgoing: str  # this node's address on the way to the master; empty without a way
+    contents: dict[str, FileContent | None]  # the run's data and models; None where nothing is there
+    cached: dict[str, bool]  # whether each name on the hub is in this node's cache
     config: dict[str, str] | None
     """The keys of the run's configuration file with their values; None where there is no such file, or none was asked
     for."""
-    sees_probe: bool | None
-    """Whether the file that the first node has made shows here; None where it was not asked."""
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Reached":
-        """Raises: KeyError, TypeError: of another version of dsft."""
-        contents = values["contents"].items()
-        typed = {
-            "connections": [Connection(**connection) for connection in values["connections"]],
-            "contents": {source: content and FileContent(**content) for source, content in contents},
-        }
-        return cls(**values | typed)
+    sees_probe: bool | None  # whether the file that the first node has made shows here; None where it was not asked
 
 
 def facts(
@@ -140,24 +113,29 @@ def facts(
     output_dir: str,
     compiles: bool,
 ) -> NodeFacts:
-    """What this node is. What it opens stays open as long as `held` does.
-
-    Args:
-        master_port: to be listened on as well; None: no port is to be tried.
-        output_dir: of the run, where a probe file is made; empty: none.
-        compiles: whether to try the compiler.
+    """What this node is. What it opens stays open as long as `held` does: a port, the master's (None: not tried), and a
+    probe file in the run's output folder (empty: none).
     """
     folders = [output_dir] if output_dir else []
     gathered = node_facts(slots=slots, ranks=ranks, folders=folders, compiles=compiles)
-    listener, taken = Listener(), ""
-    held.callback(listener.close)
+    open_port, taken, probe, no_output = held.enter_context(listening()), "", "", ""
     if master_port:
         try:
-            held.callback(Listener(master_port).close)
+            held.enter_context(listening(master_port))
         except OSError as error:
             taken = f"in use by {port_owner(master_port)}" if error.errno == errno.EADDRINUSE else str(error)
-    probe, error = make_probe(output_dir, held) if output_dir else ("", "")
-    return replace(gathered, open_port=listener.port, master_port_taken=taken, probe=probe, output_error=error)
+    if output_dir:
+        # In the nearest folder above it that exists; the file goes with `held`.
+        parent = existing_parent(Path(output_dir))
+        try:
+            file = held.enter_context(tempfile.NamedTemporaryFile(prefix=".dsft-doctor-", dir=parent))  # noqa: SIM115
+            file.write(b"\0" * 65536)
+            file.flush()
+            os.fsync(file.fileno())
+            probe = file.name
+        except OSError as error:
+            no_output = error.strerror or str(error)
+    return replace(gathered, open_port=open_port, master_port_taken=taken, probe=probe, output_error=no_output)
 
 
 def reach(
@@ -184,23 +162,25 @@ def reach(
     """
     with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
         resolved = dict(zip(names, pool.map(addresses_of, names), strict=True))
+    values = None
+    if config:
+        with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
+            content = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+            pairs = content.items() if isinstance(content, dict) else ()
+            values = {str(key): str(value) for key, value in pairs if not str(key).endswith("_token")}
+    hub, cached = Path(cache_folders()["hub"]), {}
+    for name in hub_names:  # in whichever revision
+        patterns = (f"{kind}--{name.replace('/', '--')}/snapshots/*/*" for kind in ("models", "datasets"))
+        cached[name] = any(any(hub.glob(pattern)) for pattern in patterns)
     return Reached(
-        connections=connect_all(targets),
+        connections=connect_all([Target(**target) for target in targets]),
         names=resolved,
         outgoing=outgoing_address(master) or "",
         contents={source: file_content(source) for source in sources},
-        cached={name: is_cached(name) for name in hub_names},
-        config=config_values(config) if config else None,
+        cached=cached,
+        config=values,
         sees_probe=sees(probe) if probe else None,
     )
-
-
-def answer(phase: str, held: ExitStack, values: dict[str, Any]) -> dict[str, Any]:
-    """{"answer"} of `facts` or `reach` as JSON, or {"failed"}, which becomes a finding."""
-    try:
-        return {"answer": dataclasses.asdict({"facts": facts, "reach": reach}[phase](held, **values))}
-    except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}"}
 
 
 def measure(held: ExitStack, read_input: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -236,6 +216,16 @@ def measure(held: ExitStack, read_input: Callable[[], dict[str, Any]]) -> dict[s
     return {"code": code, "last_words": errors.read()[-2000:] or f"exit code {code}"}
 
 
+def answer(phase: str, held: ExitStack, read_input: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """{"answer"} of a phase as JSON, or {"failed"}, which becomes a finding."""
+    try:
+        if phase == "measure":
+            return {"answer": measure(held, read_input)}
+        return {"answer": asdict({"facts": facts, "reach": reach}[phase](held, **read_input()))}
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
+
+
 def say(**content: Any) -> None:
     """One line for the head: {"answer"}, {"failed"}, or an {"event"} of the smoke test's ranks. One write, so that
     lines of several processes do not mix.
@@ -244,7 +234,7 @@ def say(**content: Any) -> None:
 
 
 def main() -> None:
-    phase, held, inputs = sys.argv[1], ExitStack(), queue.Queue()
+    held, inputs = ExitStack(), queue.Queue()
 
     def end(*signal_and_frame: Any) -> None:
         held.close()
@@ -258,77 +248,66 @@ def main() -> None:
     signal.signal(signal.SIGALRM, end)
     signal.alarm(LIFE_SECONDS)
     threading.Thread(target=read, daemon=True).start()
-    try:
-        said = {"answer": measure(held, inputs.get)} if phase == "measure" else answer(phase, held, inputs.get())
-    except Exception as error:  # the head reports it as a finding
-        said = {"failed": f"{type(error).__name__}: {error}"}
-    say(**said)
+    say(**answer(sys.argv[1], held, inputs.get))
     threading.Event().wait()  # until the input ends
 
 
-class Listener:
-    """Listens on a port (0: any free one) of all addresses until closed; sends its host's name, then for each byte that
-    comes its clock, or for a "b" a block of BLOCK_BYTES.
+@contextlib.contextmanager
+def listening(port: int = 0) -> Iterator[int]:
+    """Listens on a port (0: any free one, which it gives) of all addresses; sends its host's name, then for each byte
+    that comes its clock, or for a "b" a block of BLOCK_BYTES.
+
+    Raises:
+        OSError: EADDRINUSE where something else listens there.
     """
 
-    def __init__(self, port: int = 0):
-        """Raises OSError: EADDRINUSE where something else listens there."""
-        if socket.has_dualstack_ipv6():  # as torch's TCPStore listens
-            family = {"family": socket.AF_INET6, "dualstack_ipv6": True}
-            self._socket = socket.create_server(("::", port), backlog=64, **family)
-        else:
-            self._socket = socket.create_server(("", port), backlog=64)
-        self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while self._socket.fileno() >= 0:
-            with contextlib.suppress(OSError):
-                caller, _ = self._socket.accept()
-                threading.Thread(target=self._serve, args=(caller,), daemon=True).start()
-
-    def _serve(self, caller: socket.socket) -> None:
-        with caller, contextlib.suppress(OSError):
+    def serve(caller: socket.socket) -> None:
+        with caller, suppress(OSError):
             caller.settimeout(CONNECT_SECONDS)
             caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             caller.sendall(f"{socket.gethostname()}\n".encode())
             while asked := caller.recv(1):
                 caller.sendall(bytes(BLOCK_BYTES) if asked == b"b" else f"{time.time()}\n".encode())
 
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
-        self._socket.close()
+    def accept() -> None:
+        while server.fileno() >= 0:
+            with suppress(OSError):
+                threading.Thread(target=serve, args=server.accept()[:1], daemon=True).start()
 
-
-def connect_all(targets: list[dict[str, Any]]) -> list[Connection]:
-    """Try each target (a `Target` as JSON), all at once; those of which a block came slowly again, one by one."""
-    with ThreadPoolExecutor(max_workers=max(1, len(targets))) as pool:
-        connections = list(pool.map(_connect, [Target(**target) for target in targets]))
-    until = time.monotonic() + TURNS_SECONDS
-    for number, seen in enumerate(connections):
-        if 0 < seen.bytes_per_second < SLOWEST_LINK and time.monotonic() < until:
-            rate = _rate_alone(Target(**targets[number]))
-            connections[number] = replace(seen, bytes_per_second=rate)
-    return connections
-
-
-def _rate_alone(target: Target) -> float:
-    """Bytes per second of blocks from there, measured in turns with blocks of this host to itself; 0 (not known) where
-    it was busy each time.
-    """
-    listener, rate = Listener(), 0.0
+    if socket.has_dualstack_ipv6():  # as torch's TCPStore listens
+        server = socket.create_server(("::", port), backlog=64, family=socket.AF_INET6, dualstack_ipv6=True)
+    else:
+        server = socket.create_server(("", port), backlog=64)
+    threading.Thread(target=accept, daemon=True).start()
     try:
-        for _ in range(TURNS):
-            itself = _connect(replace(target, address="127.0.0.1", port=listener.port))
-            again = _connect(target)
-            if itself.bytes_per_second > BUSY_BYTES or again.bytes_per_second > SLOWEST_LINK:
-                rate = max(rate, again.bytes_per_second)
-            if rate > SLOWEST_LINK:
-                break
+        yield server.getsockname()[1]
     finally:
-        listener.close()
-    return rate
+        with suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
+        server.close()
+
+
+def connect_all(targets: list[Target]) -> list[Connection]:
+    """Try each target, all at once; those of which a block came slowly again, one by one, in turns with blocks of this
+    host to itself: of a host that was busy each time, the rate is 0 (not known).
+    """
+    with ThreadPoolExecutor(max_workers=max(1, len(targets))) as pool:
+        connections = list(pool.map(_connect, targets))
+    until = time.monotonic() + TURNS_SECONDS
+    for number, target in enumerate(targets):
+        if not 0 < connections[number].bytes_per_second < SLOWEST_LINK or time.monotonic() > until:
+            continue
+        rate = 0.0
+        with listening() as port:
+            for _ in range(TURNS):
+                itself = _connect(replace(target, address="127.0.0.1", port=port))
+                again = _connect(target)
+                if itself.bytes_per_second > BUSY_BYTES or again.bytes_per_second > SLOWEST_LINK:
+                    rate = max(rate, again.bytes_per_second)
+                if rate > SLOWEST_LINK:
+                    break
+        connections[number] = replace(connections[number], bytes_per_second=rate)
+    return connections
 
 
 def _connect(target: Target) -> Connection:
@@ -392,33 +371,6 @@ def file_content(source: str) -> FileContent | None:
     return FileContent(files=len(files), bytes=num_bytes, hash=total.hexdigest()[:12])
 
 
-def config_values(path: str) -> dict[str, str] | None:
-    """Keys and values of this node's own YAML file, without tokens; None where it cannot be read."""
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return None
-    values = content.items() if isinstance(content, dict) else ()
-    return {str(key): str(value) for key, value in values if not str(key).endswith("_token")}
-
-
-def make_probe(folder: str, held: contextlib.ExitStack) -> tuple[str, str]:
-    """Write a file into `folder`, or the nearest folder above it that exists; it goes with `held`.
-
-    Returns:
-        (path, "") or ("", why nothing can be written there).
-    """
-    parent = existing_parent(Path(folder))
-    try:
-        probe = held.enter_context(tempfile.NamedTemporaryFile(prefix=".dsft-doctor-", dir=parent))  # noqa: SIM115
-        probe.write(b"\0" * 65536)
-        probe.flush()
-        os.fsync(probe.fileno())
-        return probe.name, ""
-    except OSError as error:
-        return "", error.strerror or str(error)
-
-
 def sees(path: str) -> bool:
     """Whether this node sees the file that another has made, now or in a few seconds."""
     deadline = time.monotonic() + SEEN_SECONDS
@@ -432,12 +384,6 @@ def sees(path: str) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.2)
-
-
-def is_cached(name: str) -> bool:
-    """Whether a hub repository (model or data set) is in this node's cache, in whichever revision."""
-    folder, name = Path(cache_folders()["hub"]), name.replace("/", "--")
-    return any(any(folder.glob(f"{kind}--{name}/snapshots/*/*")) for kind in ("models", "datasets"))
 
 
 if __name__ == "__main__":

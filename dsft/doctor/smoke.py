@@ -22,18 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dsft.doctor.links import SLOW, combine, node_of_ranks, pair_rates, partners, slow_keys
+from dsft.doctor.links import SLOW, combine, slow_keys
 from dsft.doctor.phases import say
 from dsft.planner.calibration import all_reduce_bytes, exchange_rate, matmul_flops, median_seconds
 
-LIFE_SECONDS = 40
-"""A rank that has not finished by then ends, wherever it waits; the head names it by the last it said."""
-CHECKED = 2**18
-"""Numbers in the sum that must be right."""
-SUSPECTS = 4
-"""So many outliers are measured again, alone: next to others a link or a core may just have been busy."""
-AGAIN = 5
-"""Chances that an outlier is given; one that is slow takes 4 s."""
+LIFE_SECONDS = 40  # a rank that has not finished by then ends, wherever it waits; the head names it by the last it said
+CHECKED = 2**18  # numbers in the sum that must be right
+SUSPECTS = 4  # so many outliers are measured again, alone: next to others a link or a core may just have been busy
+AGAIN = 5  # chances that an outlier is given; one that is slow takes 4 s
 
 
 def main() -> None:
@@ -63,23 +59,23 @@ def main() -> None:
 
 
 def take_part(
-    local: int, rank: int, options: dict[str, Any], tell: Callable[..., None], *, store: dist.Store | None = None
+    local: int, rank: int, options: dict[str, Any], report: Callable[..., None], *, store: dist.Store | None = None
 ) -> bool:
     """Join the process group as one rank and measure with the others. Returns whether it came to the end.
 
     Args:
         local: number of the GPU, and place among the node's ranks.
-        tell: gets each stage as it begins, with the last one what was measured, or why it failed.
+        report: gets each stage as it begins, with the last one what was measured, or why it failed.
         store: where the ranks meet; by default at MASTER_ADDR and MASTER_PORT.
     """
     try:
         if options["interface"]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", options["interface"])
-        tell(rank=rank, stage="starting")
+        report(rank=rank, stage="starting")
         if options["gpu"]:
             torch.cuda.set_device(local)
         torch.set_num_threads(1)  # cores are compared, not how many of them the slots leave to each rank
-        tell(rank=rank, stage="joining the others")
+        report(rank=rank, stage="joining the others")
         world = sum(map(len, options["nodes"]))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if options["gpu"] else "gloo",
@@ -88,15 +84,16 @@ def take_part(
         )
         place = Place(
             rank=rank,
+            node=options["node"],
             nodes=options["nodes"],
             rounds=[[tuple(pair) for pair in pairs] for pairs in options["rounds"]],
             device=torch.device("cuda", local) if options["gpu"] else torch.device("cpu"),
         )
-        everyone = measure_all(place, lambda stage: tell(rank=rank, stage=stage))
-        tell(rank=rank, stage="done", measured=everyone[rank])
+        everyone = measure_all(place, lambda stage: report(rank=rank, stage=stage))
+        report(rank=rank, stage="done", measured=everyone[rank])
         dist.barrier()
     except (RuntimeError, ValueError, OSError) as error:  # torch's errors of the network and of CUDA are RuntimeErrors
-        tell(rank=rank, failed=" ".join(f"{type(error).__name__}: {error}".split())[:600])
+        report(rank=rank, failed=" ".join(f"{type(error).__name__}: {error}".split())[:600])
         return False
     return True
 
@@ -106,19 +103,14 @@ class Place:
     """This rank among the others, and who sits where."""
 
     rank: int
-    nodes: list[list[int]]
-    """Ranks of each node."""
-    rounds: list[list[tuple[int, int]]]
-    """Pairs of nodes that exchange side by side, round after round."""
+    node: int
+    nodes: list[list[int]]  # ranks of each node
+    rounds: list[list[tuple[int, int]]]  # pairs of nodes that exchange side by side, round after round
     device: torch.device
-
-    @property
-    def node(self) -> int:
-        return node_of_ranks(self.nodes)[self.rank]
 
 
 def measure_all(place: Place, report: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Every rank's measurements, on every rank, for `links.combine`. `report` is told each stage as it begins. Like all
+    """Every rank's measurements, on every rank, for `links.combine`. `report` gets each stage as it begins. Like all
     functions below it is collective.
     """
     before = tcp_segments()
@@ -133,8 +125,8 @@ def measure_all(place: Place, report: Callable[[str], None]) -> list[dict[str, A
     few = torch.zeros(16, device=place.device)
     mine["collective_seconds"] = median_seconds(lambda: dist.all_reduce(few), place.device)
     report("exchanging with other nodes")
-    for other in partners(place.rounds, place.node):
-        _measure_pair(place, other, mine)
+    for pair in (pair for pairs in place.rounds for pair in pairs if place.node in pair):
+        _measure_pair(place, pair, mine)
     report("exchanging inside the node")
     ranks = place.nodes[place.node]
     if len(ranks) > 1:
@@ -145,8 +137,8 @@ def measure_all(place: Place, report: Callable[[str], None]) -> list[dict[str, A
     dist.barrier()
     mine["flops"] = matmul_flops(place.device)
     report("measuring outliers again")
-    total = combine(_gather(mine), node_of_ranks(place.nodes))
-    rates = pair_rates(total)
+    total = combine(_gather(mine), place.nodes)
+    rates = total.pair_rates
     reference = max(rates, key=rates.__getitem__, default=(0, 0))
     for pair in slow_keys(rates, reference=rates.get(reference, 0.0))[:SUSPECTS]:
         stays_slow = _stays_slow(place, pair, reference, mine)
@@ -181,11 +173,11 @@ def _gather(mine: Any) -> list[Any]:
     return everyone
 
 
-def _measure_pair(place: Place, other: int, mine: dict[str, Any]) -> float:
-    """Exchange with the rank of the same number on the other node, if it has one; keeps the better of this and an
-    earlier time. Returns the bytes per second that this rank got.
+def _measure_pair(place: Place, pair: tuple[int, int], mine: dict[str, Any]) -> float:
+    """Exchange with the rank of the same number on the pair's other node, if it has one; keeps the better of this and
+    an earlier time. Returns the bytes per second that this rank got.
     """
-    local = place.nodes[place.node].index(place.rank)
+    other, local = pair[pair[0] == place.node], place.nodes[place.node].index(place.rank)
     if local >= len(place.nodes[other]):
         return 0.0
     rate, seconds = exchange_rate(place.nodes[other][local], place.device)
@@ -198,20 +190,19 @@ def _stays_slow(place: Place, pair: tuple[int, int], reference: tuple[int, int],
     """Whether a pair of nodes stays slower than a reference pair, measured in turns while all others wait: what keeps
     the cores of all nodes busy makes both slow.
     """
+
+    def rate_alone(pair: tuple[int, int]) -> float:
+        """In the slower direction, over all ranks of the pair; the same on every rank."""
+        rates = _gather(_measure_pair(place, pair, mine) if place.node in pair else 0.0)
+        return min(sum(rates[rank] for rank in place.nodes[node]) for node in pair)
+
     fastest, references = 0.0, []
     for _ in range(AGAIN):
-        references.append(_rate_alone(place, reference, mine))
-        fastest = max(fastest, _rate_alone(place, pair, mine))
+        references.append(rate_alone(reference))
+        fastest = max(fastest, rate_alone(pair))
         if fastest >= SLOW * statistics.median(references):
             return False
     return True
-
-
-def _rate_alone(place: Place, pair: tuple[int, int], mine: dict[str, Any]) -> float:
-    """Bytes per second of a pair of nodes, in the slower direction, over all its ranks; the same on every rank."""
-    rate = _measure_pair(place, pair[pair[0] == place.node], mine) if place.node in pair else 0.0
-    rates = _gather(rate)
-    return min(sum(rates[rank] for rank in place.nodes[node]) for node in pair)
 
 
 if __name__ == "__main__":

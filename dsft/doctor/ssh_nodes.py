@@ -7,6 +7,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -20,177 +21,143 @@ from dsft.runtime.launcher_env import Node
 from dsft.runtime.ssh import ssh_banner, ssh_command, ssh_problem
 
 
-class StragglerDeadline:
-    """How much longer than the first to answer the others may take."""
-
-    def __init__(self, seconds: float):
-        self._seconds, self._end = seconds, float("inf")
-
-    def answered(self) -> None:
-        self._end = min(self._end, time.monotonic() + self._seconds)
-
-    def left(self) -> float:
-        return self._end - time.monotonic()
-
-
 class PhaseCommand:
     """One phase on one node, started as DeepSpeed starts its launcher there: the same Python in the same folder, with
     `variables` through ssh; without them here.
     """
 
-    def __init__(self, node: Node, phase: str, variables: dict[str, str] | None):
-        self.phase, self.exit_code = phase, None
+    def __init__(self, node: str, phase: str, variables: dict[str, str] | None):
         words = [sys.executable, "-m", "dsft.doctor.phases", phase]
         if variables is not None:
-            words = ssh_command(node.name, words, variables)
-        self._process = subprocess.Popen(
+            words = ssh_command(node, words, variables)
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self.process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self.errors,
             text=True,
             errors="replace",
             env=os.environ | {"PYTHONPATH": ":".join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))},
             start_new_session=True,
         )
-        self._errors: list[str] = []
-        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._error_reader = threading.Thread(target=lambda: self._errors.extend(self._process.stderr), daemon=True)
-        self._error_reader.start()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.lines: queue.Queue[dict[str, Any] | None] = queue.Queue()  # what it says, and None at its end
 
-    def _read(self) -> None:
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                self._lines.put(json.loads(line[len(MARK) :]))
-        self._lines.put(None)
+        def read() -> None:
+            for line in self.process.stdout:
+                if line.startswith(MARK):
+                    self.lines.put(json.loads(line[len(MARK) :]))
+            self.lines.put(None)
 
-    def send(self, values: dict[str, Any]) -> None:
-        """Its input."""
-        with suppress(OSError):  # its last words say why
-            self._process.stdin.write(json.dumps(values) + "\n")
-            self._process.stdin.flush()
-
-    def next_line(self, deadline: float, stragglers: StragglerDeadline) -> dict[str, Any]:
-        """What it says next: {"event"}, {"answer"}, {"failed"}; {"lost"} with the last words of ssh or Python where
-        the connection has ended, or nothing came in time.
-        """
-        while deadline > time.monotonic() and stragglers.left() > 0:
-            try:
-                line = self._lines.get(timeout=max(0.0, min(0.5, deadline - time.monotonic(), stragglers.left())))
-            except queue.Empty:
-                continue
-            if line is None:
-                with suppress(subprocess.TimeoutExpired):
-                    self.exit_code = self._process.wait(timeout=5)
-                self._error_reader.join(timeout=2)
-                words = "".join(self._errors).strip()
-                return {"lost": words or f"the connection ended with exit code {self.exit_code}"}
-            if "answer" in line or "ready" in line.get("event", {}):
-                stragglers.answered()
-            return line
-        return {"lost": f"no answer to {self.phase!r} in time"}
+        threading.Thread(target=read, daemon=True).start()
 
     def close(self) -> None:
-        """The phase ends when its input does; ssh is given a moment to pass that on."""
+        """The phase exits when its input ends; ssh is given a moment to pass that on."""
         with suppress(OSError):
-            self._process.stdin.close()
+            self.process.stdin.close()
         try:
-            self._process.wait(timeout=2)
+            self.process.wait(timeout=2)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
+        self.errors.close()
 
 
 class SshNodes:
     """The nodes of a host file, with `variables` there; without these this machine alone."""
 
     def __init__(self, nodes: list[Node], variables: dict[str, str] | None):
-        self._nodes = {node.name: node for node in nodes}
-        self._variables = variables
-        self._commands: dict[tuple[str, str], PhaseCommand] = {}
-        """By phase and node."""
-        self._lost: dict[str, Finding] = {}
-        self._failures: list[Finding] = []
-
-    def __enter__(self) -> "SshNodes":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._close(list(self._commands))
+        self._names, self._variables = [node.name for node in nodes], variables
+        self._commands: dict[tuple[str, str], PhaseCommand] = {}  # by phase and node
+        self._until = self._grace = 0.0
+        self.lost: dict[str, Finding] = {}  # nodes that did not answer
+        self.failures: list[Finding] = []  # of nodes that could not do what they were asked
 
     def start(self, phase: str) -> None:
-        """Start a phase on all nodes ahead of its input: what it imports takes seconds."""
-        for name in self._nodes:
-            self._commands[phase, name] = PhaseCommand(self._nodes[name], phase, self._variables)
+        """Start a phase on all nodes ahead of its input."""
+        for name in self._names:
+            self._commands[phase, name] = PhaseCommand(name, phase, self._variables)
 
-    def end(self, phase: str) -> None:
-        """End a phase that has answered: its ports are closed, its probe is gone."""
-        self._close([key for key in self._commands if key[0] == phase])
-
-    def _close(self, keys: list[tuple[str, str]]) -> None:
-        commands = [self._commands.pop(key) for key in keys]
+    def end(self, phase: str | None = None) -> None:
+        """End a phase that has answered, or all: its ports are closed, its probe is gone."""
+        commands = [self._commands.pop(key) for key in list(self._commands) if phase in (None, key[0])]
         if commands:
             with ThreadPoolExecutor(max_workers=len(commands)) as pool:
                 list(pool.map(PhaseCommand.close, commands))
 
-    def ready(self, names: Iterable[str], *, timeout_seconds: float, grace_seconds: float) -> dict[str, str]:
-        """Wait until `measure` has its imports. Returns "" by node, or its last words where it ended instead."""
+    def ready(self, names: Iterable[str], **limits: float) -> dict[str, str]:
+        """Wait until `measure` has its imports. Returns "" by node, or its last words where it exited instead."""
 
-        def wait(name: str, deadline: float, stragglers: StragglerDeadline) -> str | None:
-            line = self._commands["measure", name].next_line(deadline, stragglers)
-            if "event" in line:
-                return ""
-            return line["answer"]["last_words"] if "answer" in line else self._note(name, "measure", line)
+        def wait(name: str) -> str | None:
+            line = self._next_line("measure", name)
+            return "" if "event" in line else line["answer"]["last_words"] if "answer" in line else None
 
-        return self._side_by_side(wait, names, timeout_seconds, grace_seconds)
+        return self._side_by_side(wait, names, **limits)
 
     def run(
         self,
         phase: str,
         inputs: dict[str, dict[str, Any]],
         *,
-        timeout_seconds: float = 30.0,
-        grace_seconds: float = float("inf"),
         on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+        **limits: float,
     ) -> dict[str, Any]:
-        """Run a phase on the nodes of `inputs` at the same time; answers by node, of those that answered.
+        """Run a phase on the nodes of `inputs` at the same time; answers by node, of those that answered."""
 
-        Args:
-            grace_seconds: how much longer than the first to answer the others may take.
-        """
-
-        def ask(name: str, deadline: float, stragglers: StragglerDeadline) -> Any:
+        def ask(name: str) -> Any:
             if (phase, name) not in self._commands:
-                self._commands[phase, name] = PhaseCommand(self._nodes[name], phase, self._variables)
-            self._commands[phase, name].send(inputs[name])
-            while "event" in (line := self._commands[phase, name].next_line(deadline, stragglers)):
+                self._commands[phase, name] = PhaseCommand(name, phase, self._variables)
+            stdin = self._commands[phase, name].process.stdin
+            with suppress(OSError):  # its last words say why
+                stdin.write(json.dumps(inputs[name]) + "\n")
+                stdin.flush()
+            while "event" in (line := self._next_line(phase, name)):
                 on_event(line["event"])
-            return line["answer"] if "answer" in line else self._note(name, phase, line)
+            return line.get("answer")
 
-        return self._side_by_side(ask, inputs, timeout_seconds, grace_seconds)
+        return self._side_by_side(ask, inputs, **limits)
 
     def _side_by_side(
-        self, ask: Callable[..., Any], names: Iterable[str], timeout_seconds: float, grace_seconds: float
+        self,
+        ask: Callable[[str], Any],
+        names: Iterable[str],
+        *,
+        timeout_seconds: float = 30.0,
+        grace_seconds: float = float("inf"),
     ) -> dict[str, Any]:
-        names = [name for name in names if name not in self._lost]
-        if not names:
-            return {}
-        deadline, stragglers = time.monotonic() + timeout_seconds, StragglerDeadline(grace_seconds)
-        with ThreadPoolExecutor(max_workers=len(names)) as pool:
-            answers = dict(zip(names, pool.map(lambda name: ask(name, deadline, stragglers), names), strict=True))
+        """Args: `grace_seconds`: how much longer than the first to answer the others may take."""
+        names = [name for name in names if name not in self.lost]
+        self._until, self._grace = time.monotonic() + timeout_seconds, grace_seconds
+        with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
+            answers = dict(zip(names, pool.map(ask, names), strict=True))
         return {name: answer for name, answer in answers.items() if answer is not None}
 
-    def _note(self, name: str, phase: str, line: dict[str, Any]) -> None:
-        """Keep why a node did not answer."""
-        if "failed" in line:
-            words = f"{phase}: {line['failed']}"[:300]
-            self._failures.append(finding("node-failed", name, words, f"ssh {name}: try it by hand"))
-        elif not line["lost"].startswith("no answer to 'measure'"):  # the smoke test names its ranks itself
-            banner = ssh_banner(name) if "timed out" in line["lost"] else ""
-            why = ssh_problem(name, line["lost"], self._commands[phase, name].exit_code, banner=banner)
-            self._lost[name] = finding(why.code, name, why.message, why.fix)
-
-    def broken(self) -> list[Finding]:
-        """Nodes that did not answer, or could not do what they were asked."""
-        return [*self._lost.values(), *self._failures]
+    def _next_line(self, phase: str, name: str) -> dict[str, Any]:
+        """What a phase says next: {"event"} or {"answer"}; else nothing, and a finding says why: it failed, the
+        connection has ended (with the last words of ssh or Python), or nothing came in time.
+        """
+        command, lost = self._commands[phase, name], f"no answer to {phase!r} in time"
+        exit_code = None
+        while (left := self._until - time.monotonic()) > 0:
+            try:
+                line = command.lines.get(timeout=min(0.5, left))  # the first answer ends the wait sooner
+            except queue.Empty:
+                continue
+            if line is None:
+                with suppress(subprocess.TimeoutExpired):
+                    exit_code = command.process.wait(timeout=5)
+                command.errors.seek(0)
+                lost = command.errors.read().strip() or f"the connection ended with exit code {exit_code}"
+                break
+            if "failed" in line:
+                words = f"{phase}: {line['failed']}"[:300]
+                self.failures.append(finding("node-failed", name, words, f"ssh {name}: try it by hand"))
+                return {}
+            if "answer" in line or "ready" in line["event"]:
+                self._until = min(self._until, time.monotonic() + self._grace)
+            return line
+        if not lost.startswith("no answer to 'measure'"):  # the smoke test names its ranks itself
+            banner = ssh_banner(name) if "timed out" in lost else ""
+            why = ssh_problem(name, lost, exit_code, banner=banner)
+            self.lost[name] = finding(why.code, name, why.message, why.fix)
+        return {}

@@ -25,8 +25,7 @@ FORWARDED = re.compile(
     r"(HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|NCCL|GLOO|UCX|FI|TORCH|TORCHINDUCTOR|TRITON|PYTORCH|"
     r"OMP|MKL|DS|DSFT|DEEPSPEED|WANDB|MLFLOW|TRACKIO)_\w+|XDG_CACHE_HOME|LD_LIBRARY_PATH|CUDA_HOME"
 )
-OF_ONE_START = (VARIABLE, processes.VARIABLE)
-"""Variables of a launcher's process and its own ranks."""
+OF_ONE_START = (VARIABLE, processes.VARIABLE)  # variables of a launcher's process and its own ranks
 OF_ONE_LAUNCH = (*OF_ONE_START, LAUNCH, WORDS, JOB, SENT_FILES)
 """Variables of a launch, which a file that accelerate has written may hold from an earlier one."""
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL")
@@ -72,7 +71,7 @@ def remote_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def accelerator() -> dict[str, str]:
-    """What tells DeepSpeed that there is no GPU.
+    """The variable by which DeepSpeed knows that there is no GPU.
 
     Raises:
         UserError: where there are GPUs that torch does not see.

@@ -40,8 +40,7 @@ QUOTED_RUNNER = "dsft.launch.quoted_runner"
 IDENTIFYING = ("output_dir", "run", "model", "data", "adapter")
 """Options that tell jobs of one working folder and one name of a file apart."""
 EVERY_NODE = " (on each node that is left, numbered from 0)"
-PLAIN_PATH = re.compile(r"[\w@+=:,./-]+")
-"""A path that a shell leaves as it is without quotes."""
+PLAIN_PATH = re.compile(r"[\w@+=:,./-]+")  # a path that a shell leaves as it is without quotes
 
 
 @dataclass(kw_only=True)
@@ -131,14 +130,10 @@ class Launcher:
 
     options: LaunchOptions
 
-    processes = ()
-    """Programs and modules of its processes above a rank, as `processes.LAUNCHERS` has them."""
-    is_local = False
-    """All ranks run on this machine: it has the run's files, and its launcher sees each rank exit."""
-    has_host_filters = False
-    """--include, --exclude and --num_nodes choose among its hosts."""
-    exports_everything = False
-    """It writes all variables of this shell, secrets too, to the file that DS_ENV_FILE names."""
+    processes = ()  # programs and modules of its processes above a rank, as `processes.LAUNCHERS` has them
+    is_local = False  # all ranks run on this machine: it has the run's files, and its launcher sees each rank exit
+    has_host_filters = False  # --include, --exclude and --num_nodes choose among its hosts
+    exports_everything = False  # it writes all variables of this shell, secrets too, to the file that DS_ENV_FILE names
     is_examined_by_ranks = True
     """Where it reaches no hosts through ssh, the preflight is started through it, one rank a node; else `dsft doctor`
     examines this machine."""

@@ -2,7 +2,7 @@
 
     python -m dsft.launch.quoted_runner --hostfile hosts --module dsft.train ...     as `deepspeed`
 
-Words of the run are quoted by `dsft launch` (`commands.for_pdsh`), and variables in the file that it writes.
+Words of the run are quoted by `dsft launch` (`launchers.for_pdsh`), and variables in the file that it writes.
 """
 
 import os
@@ -15,18 +15,14 @@ from deepspeed.launcher.multinode_runner import PDSHRunner
 from dsft.runtime import patches
 
 
-def for_shell(path: str) -> str:
-    """A path that pdsh and the shell of each node turn into `path`."""
-    return shlex.quote(path).replace("%", "%%")  # pdsh writes host, rank and user for %h, %n and %u
-
-
 class QuotedRunner(PDSHRunner):
     """DeepSpeed writes `cd FOLDER;` and Python's path as they are: `cd my runs;` stays in the home folder."""
 
     def get_cmd(self, environment: dict, active_resources: dict) -> tuple[list[str], list[str], dict]:
         command, kill_command, environment = super().get_cmd(environment, active_resources)
-        folder = os.path.abspath(".")
-        quoted = {f"cd {folder};": f"cd {for_shell(folder)} &&", sys.executable: for_shell(sys.executable)}
+        # What pdsh, which writes host, rank and user for %h, %n and %u, and the shell of each node turn into the paths.
+        folder, python = (shlex.quote(path).replace("%", "%%") for path in (os.path.abspath("."), sys.executable))
+        quoted = {f"cd {os.path.abspath('.')};": f"cd {folder} &&", sys.executable: python}
         missing = [word for word in quoted if word not in command]
         assert not missing, f"this DeepSpeed writes another command than 0.19.8: {missing} not in {command}"
         return [quoted.get(word, word) for word in command], kill_command, environment

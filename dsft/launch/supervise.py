@@ -1,8 +1,8 @@
-"""Runs the launcher, stays with it until nothing of the job is left, and returns an exit code that tells the truth; a
-look at the nodes before that, and restarts after it.
+"""Looks at the nodes, runs the launcher, stays with it until nothing of the job is left, starts it again after a
+failure, and returns an exit code that is true.
 
-The launchers' exit codes do not always: DeepSpeed's is 0 when its child is killed by a signal, torchrun's is 1 for
-every failure. The job itself says how it ended, over `dsft/watchdog/launch_link.py`.
+The launchers' own are not always: DeepSpeed's is 0 when its child is killed by a signal, torchrun's is 1 for every
+failure. The job itself says how it ended, over `dsft/watchdog/launch_link.py`.
 """
 
 import dataclasses
@@ -39,13 +39,10 @@ from dsft.runtime.ssh import SSH, SshProblem, ssh_banner, ssh_problem
 from dsft.watchdog.launch_link import LauncherLink, LaunchGuard, signal_group
 from dsft.watchdog.messages import say
 
-END_SECONDS = 10
-"""For the launcher to exit by itself after a failure or a signal; then it is terminated."""
+END_SECONDS = 10  # for the launcher to exit by itself after a failure or a signal; then it is terminated
 KILL_SECONDS = 5
-SSH_SECONDS = 15.0
-"""For a command that does nothing."""
-WAIT_SECONDS = 10.0
-"""Between two looks at nodes that are not there."""
+SSH_SECONDS = 15.0  # for a command that does nothing
+WAIT_SECONDS = 10.0  # between two looks at nodes that are not there
 DOCTOR = "dsft.cli.doctor"
 QUICK = ["--quick", "--only_findings"]
 SESSION_ENDED = re.compile(rb"pdsh@[^:]*: (\S+): ssh exited with exit code (\d+)")
@@ -64,7 +61,15 @@ def launch(argv: list[str]) -> int:
         # One of several tasks of srun or mpirun: this process becomes that rank.
         os.execv(sys.executable, [sys.executable, "-m", MODULES[name], *script])
 
-    check_script(name, script, files=launcher.is_local and not options.dry_run)
+    # What options and files show by themselves, before launcher and ranks take seconds to start, which check more.
+    # Files of a run on other nodes, and its run.json, are not read: they may lie there alone.
+    problems: list[str] = []
+    config = read_config(TrainConfig, script, problems) if is_training else read_evaluation(script, problems)
+    reads_files = launcher.is_local and not options.dry_run
+    if reads_files:
+        problems += without_second_errors(check_named_files(config), problems)
+    if reads_files or is_training or not config.run:
+        raise_if_any(problems)
     if options.hostfile and options.master_port is None and not options.no_ssh:
         options.master_port = free_port()  # chosen here, so that the preflight looks at the one that is used
     if not options.dry_run:
@@ -111,27 +116,6 @@ def launch(argv: list[str]) -> int:
     finally:
         os.environ.pop(LAUNCH, None)
         os.environ.pop(WORDS, None)
-
-
-def check_script(name: str, script: list[str], *, files: bool) -> None:
-    """Check the options of a run before launcher and ranks take seconds to start, which check more.
-
-    Args:
-        files: look at the files that they name too; those of a run on other nodes may lie there alone.
-
-    Raises:
-        UserError: with all problems that options and files show by themselves.
-    """
-    problems: list[str] = []
-    if name == "train":
-        options = read_config(TrainConfig, script, problems)
-    else:
-        options = read_evaluation(script, problems)
-        if options.run and not files:  # its run.json may lie there alone too
-            return
-    if files:
-        problems += without_second_errors(check_named_files(options), problems)
-    raise_if_any(problems)
 
 
 def resumed(script: list[str]) -> list[str]:
@@ -184,7 +168,18 @@ class LauncherProcess:
         try:
             while process.poll() is None:
                 self._listen()
-                self._look_at(sessions)
+                first_rank = 0
+                for node in self.nodes:  # the start waits in vain for one whose ssh exited before its ranks came
+                    code = sessions.get(node.name)
+                    if code is not None and first_rank not in link.sidecars and link.coordinator is None:
+                        sessions.clear()
+                        if code == EXIT_USER_ERROR:  # it has said what is wrong
+                            link.exit_code = code
+                        elif not link.failure:
+                            exited = f"ssh exited with code {code}"
+                            link.failure = f"{node.name}: {exited} before its ranks connected; see above"
+                            say(f"error: {link.failure}")
+                    first_rank += node.slots or 0
                 if (link.failure or link.exit_code) and self._end_at is None:
                     self._end()
                 if self._end_at is not None and time.monotonic() > self._end_at:
@@ -208,17 +203,14 @@ class LauncherProcess:
             guard.close()
             if env_file:
                 env_file.unlink(missing_ok=True)
-        return self._exit_code(process.returncode)
-
-    def _exit_code(self, code: int) -> int:
-        """Of the job, which the launcher's own `code` does not always tell."""
+        code = process.returncode
         if self.interrupted:
             return 128 + self.interrupted
         # On one machine the launcher has seen each rank exit; elsewhere 0 counts also where an ssh session died.
-        launcher_knows = self.launcher.is_local and code != 0 and not self.link.exit_code
-        if self.link.exit_code is not None and not launcher_knows:
-            return self.link.exit_code
-        if self.link.failure and not 0 < code < 128:
+        launcher_knows = self.launcher.is_local and code != 0 and not link.exit_code
+        if link.exit_code is not None and not launcher_knows:
+            return link.exit_code
+        if link.failure and not 0 < code < 128:
             return 1  # also where a launcher that waited for a lost node had to be terminated
         # DeepSpeed's launcher returns 247 for a child that was killed (-9 as a byte), pdsh 255 for a lost session.
         return 128 - code if code < 0 else min(code, 1) if code > 128 else code
@@ -238,20 +230,6 @@ class LauncherProcess:
             say(f"error: {link.failure}")
         while self._for_ranks and link.sidecars:
             link.tell("signal", number=self._for_ranks.pop())
-
-    def _look_at(self, sessions: dict[str, int]) -> None:
-        """Fail where the start waits in vain for a node: its ssh session has exited before its ranks came."""
-        first_rank, link = 0, self.link
-        for node in self.nodes:
-            code = sessions.get(node.name)
-            if code is not None and first_rank not in link.sidecars and link.coordinator is None:
-                sessions.clear()
-                if code == EXIT_USER_ERROR:  # it has said what is wrong
-                    link.exit_code = code
-                elif not link.failure:
-                    link.failure = f"{node.name}: ssh exited with code {code} before its ranks connected; see above"
-                    say(f"error: {link.failure}")
-            first_rank += node.slots or 0
 
     def _signalled(self, number: int, _: Any) -> None:
         if number == signal.SIGUSR1:

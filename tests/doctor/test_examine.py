@@ -10,45 +10,41 @@ import shlex
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, flags
 from ranks import on_ranks
 
-from dsft.doctor.examine import Report, examine_through
-from dsft.doctor.facts import NodeFacts, node_facts, parse_gpus
-from dsft.doctor.findings import MESSAGES, Finding, finding
-from dsft.doctor.links import (
-    Measured,
-    RanksOfNodes,
-    check_answers,
-    check_assumed,
-    check_measured,
-)
-from dsft.doctor.node_checks import (
+from dsft.doctor.checks import (
+    RunFiles,
     check_clocks,
+    check_config,
+    check_content,
+    check_disk,
+    check_files,
     check_interfaces,
     check_master,
     check_names,
     check_network,
     check_node,
+    check_output,
     check_patches,
     check_versions,
     differences,
-)
-from dsft.doctor.phases import Connection, FileContent, Reached, config_values
-from dsft.doctor.run_checks import (
-    RunFiles,
-    _machine,
-    check_config,
-    check_content,
-    check_disk,
-    check_files,
-    check_hub,
-    check_output,
     read_run_files,
 )
+from dsft.doctor.examine import Report, examine_through, machine_of
+from dsft.doctor.facts import NodeFacts, node_facts, parse_gpus, typed
+from dsft.doctor.findings import MESSAGES, Finding, finding
+from dsft.doctor.links import (
+    Measured,
+    check_answers,
+    check_assumed,
+    check_measured,
+)
+from dsft.doctor.phases import Connection, FileContent, Reached, reach
 from dsft.errors import UserError
 from dsft.planner.calibration import keep_links, speeds_file, with_links
 from dsft.planner.step_time import speeds_of
@@ -120,7 +116,7 @@ def node(name: str, **changes) -> NodeFacts:
         for key in outer:
             place = place[key]
         place[last] = value
-    return NodeFacts.from_json(json.loads(json.dumps(facts)))  # as it travels
+    return typed(NodeFacts, json.loads(json.dumps(facts)))  # as it travels
 
 
 def smi(old: str = "", new: str = "") -> dict:
@@ -171,8 +167,8 @@ def measured(**changes) -> Measured:
 
 
 NAMES, USED = ["n1", "n2", "n3"], {"n1": "eth0", "n2": "eth0", "n3": "eth0"}
-WHERE = RanksOfNodes(names=NAMES, ranks=[[0, 1], [2, 3], [4, 5]])
-TWO = RanksOfNodes(names=["a", "b"], ranks=[[0], [1]])
+WHERE = {0: "n1", 1: "n1", 2: "n2", 3: "n2", 4: "n3", 5: "n3"}
+TWO = {0: "a", 1: "b"}
 GPU_SPEEDS = SimpleNamespace(network_bytes=40e9, all_reduce_bytes=300e9, overlaps=True, source="data sheet")
 SLOW = {"bytes_per_second": 4e9, "seconds": 1e-3}
 RUN = RunFiles(data=["org/set"], output_dir="runs/first", config="run.yaml")
@@ -180,7 +176,7 @@ HERE, OTHER = FileContent(files=1, bytes=10, hash="a"), FileContent(files=1, byt
 
 
 def look(facts: NodeFacts, **options) -> list[Finding]:
-    return check_node("n3", facts, **{"quick": False} | options)
+    return list(check_node("n3", facts, **{"quick": False} | options))
 
 
 def links(values: Measured) -> list[Finding]:
@@ -248,7 +244,7 @@ CASES = {
     "patch-refused": lambda: check_patches("n3", [patched("refuse")]),
     "patch-changed": lambda: check_patches("n3", [patched("skip"), patched("keep")]),
     "hub-offline": lambda: check_files(RUN, "n1", nodes(hub_offline=True), reached(cached=False)),
-    "hub-download": lambda: check_hub("org/set", {"n1": True, "n3": False}, ["n1"], is_data=True),
+    "hub-download": lambda: check_files(RUN, "n1", nodes(), reached(cached=False)),
     "versions": lambda: check_versions(nodes(versions__torch="2.12.0")),
     "driver-versions": lambda: check_versions(nodes(**{"versions__GPU driver": "570.1"})),
     "code": lambda: check_versions(nodes(**{"versions__dsft code": "999"})),
@@ -340,10 +336,9 @@ def test_every_finding_fires_alone_and_names_the_place(code):
 
 
 def test_uneven_slots_are_planned_as_so_many_ranks():
-    facts = {name: node(name) for name in ("n1", "n2")}
-    machine = _machine(facts, {"n1": 1, "n2": 2})
+    machine = machine_of({"n1": node("n1", slots=1), "n2": node("n2")})
     assert machine.world_size == 3 and "at most, 3 in all" in str(machine)
-    assert _machine(facts, {"n1": 2, "n2": 2}).world_size == 4
+    assert machine_of({name: node(name) for name in ("n1", "n2")}).world_size == 4
 
 
 def test_of_two_clocks_none_is_blamed_without_a_reason():
@@ -363,8 +358,10 @@ def test_other_versions_are_replaced_by_a_command_that_works():
 
 def test_another_configuration_is_named_with_its_values_and_is_a_note_where_one_is_sent(tmp_path):
     (tmp_path / "run.yaml").write_text("# a comment\nlearning_rate: 0.10\nhub_token: secret\n")
-    first = config_values(str(tmp_path / "run.yaml"))
-    assert first == {"learning_rate": "0.1"} and config_values(str(tmp_path / "no.yaml")) is None
+    asked = {"targets": [], "names": [], "master": "127.0.0.1", "sources": [], "hub_names": [], "probe": ""}
+    read = lambda name: reach(ExitStack(), **asked, config=str(tmp_path / name)).config  # noqa: E731
+    first = read("run.yaml")
+    assert first == {"learning_rate": "0.1"} and read("no.yaml") is None
     [entry] = check_config(RUN, {"n1": first, "n2": {"learning_rate": "0.2"}, "n3": None})
     assert entry.severity == "error" and entry.where == "n3, n2"
     assert entry.message == "run.yaml: it is not on n3; learning_rate is 0.1 on n1, 0.2 on n2"
@@ -539,13 +536,12 @@ def test_a_node_that_runs_another_version_of_dsft_is_named():
     class Others:
         """Nodes that answer with the facts of another version; no phase comes after."""
 
+        lost, failures = {}, []
+
         def start(self, phase): ...
 
         def run(self, phase, inputs, **options):
             return {name: {"host": name, "of_a_later_version": 1} for name in inputs}
-
-        def broken(self):
-            return []
 
     report = Report(nodes=["n3"], quick=True)
     examine_through(Others(), report, [Node(name="n3", slots=1)], argv=[], port=None, master="")

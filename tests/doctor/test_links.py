@@ -3,7 +3,6 @@
 import pytest
 
 from dsft.doctor.links import (
-    all_rounds,
     combine,
     neighbours,
     ring_rounds,
@@ -16,13 +15,13 @@ from dsft.doctor.links import (
 @pytest.mark.parametrize("number", range(2, 18))
 def test_rounds_pair_every_node_with_every_other_once_and_nobody_twice_at_a_time(number):
     for rounds, wanted in (
-        (all_rounds(number), number * (number - 1) // 2),
+        (some_rounds(number), number * (number - 1) // 2),
         (ring_rounds(number), number if number > 2 else 1),
     ):
         pairs = [pair for pairs in rounds for pair in pairs]
         assert len(pairs) == len(set(pairs)) == wanted and all(a < b for a, b in pairs)
         assert all(len({node for pair in pairs for node in pair}) == 2 * len(pairs) for pairs in rounds)
-    assert len(all_rounds(number)) == number - 1 + number % 2 and len(ring_rounds(number)) <= 3
+    assert len(some_rounds(number)) == number - 1 + number % 2 and len(ring_rounds(number)) <= 3
 
 
 def test_many_nodes_try_a_sample_that_joins_all_and_grows_slowly():
@@ -36,7 +35,8 @@ def test_many_nodes_try_a_sample_that_joins_all_and_grows_slowly():
         assert len(met) == number
         assert max(map(len, tried.values())) <= max(7, 2 * number.bit_length())
         assert len(rounds) <= 19 and {node for pairs in rounds for pair in pairs for node in pair} == set(range(number))
-        assert number > 16 or sorted(rounds) == sorted(all_rounds(number))
+        pairs = {pair for pairs in rounds for pair in pairs}
+        assert number > 16 or len(pairs) == number * (number - 1) // 2
 
 
 def test_outliers():
@@ -57,7 +57,7 @@ def test_rates_of_ranks_side_by_side_add_up_and_the_slower_direction_counts():
             rank | {"pairs": {0: (1.0, 1e-5)}},
             rank | {"pairs": {0: (2.0, 2e-5)}, "wrong": True},
         ],
-        [0, 0, 1, 1],
+        [[0, 1], [2, 3]],
     )
     assert (
         total.pairs == {(0, 1): {"bytes_per_second": 3.0, "seconds": 3e-5}}

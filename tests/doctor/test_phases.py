@@ -10,7 +10,7 @@ import sys
 from conftest import ROOT
 
 from dsft.doctor import phases
-from dsft.doctor.facts import NodeFacts
+from dsft.doctor.facts import NodeFacts, typed
 from dsft.doctor.phases import file_content
 
 
@@ -40,7 +40,7 @@ def test_the_head_and_the_phases_need_no_torch_and_facts_travel_as_json():
         " assert not {'torch', 'transformers', 'deepspeed'} & sys.modules.keys()"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    facts = NodeFacts.from_json(json.loads(result.stdout))
+    facts = typed(NodeFacts, json.loads(result.stdout))
     assert facts.versions["torch"] == importlib.metadata.version("torch")  # torch adds "+cu130" to its own
     assert facts.cores == len(os.sched_getaffinity(0)) and facts.slots >= 1
     assert json.loads(result.stdout) == json.loads(json.dumps(dataclasses.asdict(facts)))

@@ -13,8 +13,8 @@ from tiny import write_model
 from dsft.cli.main import main
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import read_config
+from dsft.doctor.examine import Report, plan_on
 from dsft.doctor.facts import node_facts
-from dsft.doctor.run_checks import plan_on
 from dsft.errors import UserError
 from dsft.models.build import resolve_dtype
 from dsft.perplexity import evaluation
@@ -69,15 +69,14 @@ def test_a_job_is_planned_examined_and_trained_alike(options, models, tmp_path, 
         words = flags(options(tmp_path / "run", model=models[seed % 3], max_steps=10, save_steps=2, **drawn_job(seed)))
         trained = answer_of(lambda asked, problems: resolve_run(asked, machine=machine, problems=problems), words)
         planned = answer_of(lambda asked, problems: planned_run(asked, machine, problems), words)
-        examined = plan_on(words, facts, {"here": 2})
+        examined = Report(nodes=["here"], facts=facts)
+        written, _ = plan_on(examined, words)
         assert planned == trained, (seed, words)
         messages = sorted(finding.message for finding in examined.findings)
         if isinstance(trained, list):
             assert messages == trained, (seed, words)
         else:
-            assert (messages, examined.text, examined.written_bytes) == ([], trained["reason"], trained["written"]), (
-                seed
-            )
+            assert (messages, examined.plan, written) == ([], trained["reason"], trained["written"]), seed
         answers.append(isinstance(trained, list))
     assert 3 < sum(answers) < 17, "some are refused, some accepted"
 

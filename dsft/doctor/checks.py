@@ -1,14 +1,20 @@
-"""Findings about nodes, each by itself and as compared to the others: drivers, memory, limits, tools; versions, clocks,
-names, addresses, ports, interfaces. Pure: facts in, findings out.
+"""Findings about nodes, each by itself and as compared to the others (drivers, memory, limits, tools; versions, clocks,
+names, addresses, ports, interfaces), and about the files of a run, which have to have the same content on each. Pure:
+facts in, findings out. What the smoke test measured is checked in links.py.
 """
 
+import os
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
+from dsft.config.reader import read_file_and_flags, read_flags, sent_files
+from dsft.data.sources import is_path
 from dsft.doctor.facts import NodeFacts
 from dsft.doctor.findings import Finding, finding, join
-from dsft.doctor.phases import SLOWEST_LINK, Reached
+from dsft.doctor.phases import SLOWEST_LINK, FileContent, Reached
 from dsft.runtime.patches import Patch
 from dsft.runtime.versions import PACKAGES
 from dsft.units import GiB, MiB, plural
@@ -24,21 +30,16 @@ OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 CLOCK_SECONDS = 2.0
 CODE_ROWS = ("dsft commit", "dsft code")
 DRIVER_ROWS = ("GPU driver", "GPU type")
+FEWEST_FREE_BYTES = GiB  # for the output folder, where the run's needs are not known
 
 
-def check_node(node: str, facts: NodeFacts, *, quick: bool, nvme: bool = False) -> list[Finding]:
-    """Everything that one node's facts show.
+def check_node(node: str, facts: NodeFacts, *, quick: bool, nvme: bool = False) -> Iterator[Finding]:
+    """Everything that one node's facts show: of its GPUs and slots, memory and limits, packages, tools and caches.
 
     Args:
         quick: leave out what only compiling operators needs, and the space for caches.
         nvme: whether the run offloads to NVMe.
     """
-    findings = [*_check_gpus(node, facts), *_check_resources(node, facts)]
-    return findings if quick else [*findings, *_check_full(node, facts, nvme)]
-
-
-def _check_gpus(node: str, facts: NodeFacts) -> Iterator[Finding]:
-    """Driver, torch's CUDA, each GPU, and the slots."""
     usable, cards, driver = facts.usable_gpus, facts.gpus.cards, facts.gpus.driver
     if facts.gpus.error:
         fix = "load the driver's module or reboot after an update: sudo modprobe nvidia; nvidia-smi"
@@ -52,8 +53,10 @@ def _check_gpus(node: str, facts: NodeFacts) -> Iterator[Finding]:
             f"{facts.python_path} -m pip install torch --index-url https://download.pytorch.org/whl/cu128; or ask for"
             " CPU ranks: export DS_ACCELERATOR=cpu",
         )
-    oldest = OLDEST_DRIVER.get(_major(facts.torch_cuda), 0)
-    if cards and not facts.cpu_only and 0 < _major(driver) < oldest:
+    heads = (version.partition(".")[0] for version in (facts.torch_cuda, driver))
+    cuda_major, driver_major = (int(head) if head.isdigit() else 0 for head in heads)
+    oldest = OLDEST_DRIVER.get(cuda_major, 0)
+    if cards and not facts.cpu_only and 0 < driver_major < oldest:
         message = f"driver {driver}, and torch's CUDA {facts.torch_cuda} needs {oldest} or newer"
         fix = f"install driver {oldest} or newer, or a torch for an older CUDA"
         yield finding("driver-too-old", node, message, fix)
@@ -80,9 +83,6 @@ def _check_gpus(node: str, facts: NodeFacts) -> Iterator[Finding]:
         message = f"slots={slots}, but there is no GPU and {plural(cores, 'CPU core')}"
         yield finding("slots", node, message, fix.replace(" into", " or fewer into"))
 
-
-def _check_resources(node: str, facts: NodeFacts) -> Iterator[Finding]:
-    """Memory, limits and packages."""
     if facts.available_bytes < 0.25 * facts.host_bytes:
         free, total = facts.available_bytes / GiB, facts.host_bytes / GiB
         message = f"{free:.1f} of {total:.0f} GiB of host memory are free"
@@ -108,10 +108,9 @@ def _check_resources(node: str, facts: NodeFacts) -> Iterator[Finding]:
     if missing:
         fix = f"on {node}: {facts.python_path} -m pip install -c constraints.txt -e ."
         yield finding("package-missing", node, f"not installed: {', '.join(missing)}", fix)
+    if quick:
+        return
 
-
-def _check_full(node: str, facts: NodeFacts, nvme: bool) -> Iterator[Finding]:
-    """What DeepSpeed compiles its operators with, and space for caches."""
     tools = facts.tools
     packages = {"c++": "g++", "ninja": "ninja-build", "Python.h": "python3-dev"}
     missing = [name for name in packages if not tools[name]]
@@ -147,11 +146,6 @@ def check_patches(node: str, patches: Collection[Patch]) -> Iterator[Finding]:
             yield finding(code, node, patch.change.removesuffix(f": {patch.fix}"), patch.fix)
 
 
-def _major(version: str) -> int:
-    head = version.partition(".")[0]
-    return int(head) if head.isdigit() else 0
-
-
 def differences(facts: dict[str, NodeFacts]) -> dict[str, dict[str, str]]:
     """Versions that are not the same on all nodes: row -> node -> version."""
     rows = next(iter(facts.values())).versions if facts else {}
@@ -159,28 +153,39 @@ def differences(facts: dict[str, NodeFacts]) -> dict[str, dict[str, str]]:
     return {row: versions for row, versions in table.items() if len(set(versions.values())) > 1}
 
 
+def spread(rows: dict[str, dict[str, Any]]) -> tuple[list[str], str]:
+    """(nodes with another value than most, "torch: 2.13.0 on node-0, node-1, 2.12.0 on node-2; numpy: ..."), for row ->
+    node -> value. Of equally many, the first node's value is the usual one.
+    """
+    odd, texts = [], []
+    for row, values in rows.items():
+        usual = Counter(values.values()).most_common(1)[0][0]
+        odd += [node for node, value in values.items() if value != usual]
+        nodes = {value: [node for node in values if values[node] == value] for value in values.values()}
+        texts.append(f"{row}: " + ", ".join(f"{value} on {join(named)}" for value, named in nodes.items()))
+    return list(dict.fromkeys(odd)), "; ".join(texts)
+
+
 def check_versions(facts: dict[str, NodeFacts]) -> Iterator[Finding]:
     """One finding for packages, one for dsft's own code, one for drivers and GPU types."""
-    rows = differences(facts)
-    first = next(iter(facts.values()), None)
-    packages = {row: versions for row, versions in rows.items() if row not in CODE_ROWS + DRIVER_ROWS}
-    if packages:
-        odd = _odd_nodes(packages)
+    rows, first = differences(facts), next(iter(facts.values()), None)
+    code, drivers = ({row: rows[row] for row in names if row in rows} for names in (CODE_ROWS, DRIVER_ROWS))
+    if packages := {row: versions for row, versions in rows.items() if row not in CODE_ROWS + DRIVER_ROWS}:
+        odd, text = spread(packages)
         fix = "install every node from the same Python and constraints.txt, or mount one environment on all"
         if "python" not in packages:  # not by the versions' names: no index has torch 2.13.0+cpu
             folder = shlex.quote(first.code_folder)
             fix = f"on {join(odd)}, in {folder}: {first.python_path} -m pip install -c constraints.txt -e ."
-        yield finding("versions", join(odd), _spreads(packages), fix)
-    code = {row: rows[row] for row in CODE_ROWS if row in rows}
+        yield finding("versions", join(odd), text, fix)
     if "dsft code" in code:  # the same files are the same code, whatever git says
-        odd = _odd_nodes(code)
+        odd, text = spread(code)
         copied = shlex.quote(f"{first.code_folder}/")
         fix = f"rsync -a --delete {copied} {odd[0]}:{copied}, or git pull on every node"
-        yield finding("code", join(odd), _spreads(code), fix)
-    drivers = {row: rows[row] for row in DRIVER_ROWS if row in rows}
+        yield finding("code", join(odd), text, fix)
     if drivers:
+        odd, text = spread(drivers)
         fix = "the same driver on every node; leave nodes with other GPUs out (--exclude)"
-        yield finding("driver-versions", join(_odd_nodes(drivers)), _spreads(drivers), fix)
+        yield finding("driver-versions", join(odd), text, fix)
 
 
 def check_clocks(offsets: dict[str, float], *, not_synchronized: Collection[str] = ()) -> Iterator[Finding]:
@@ -257,7 +262,7 @@ def check_master(
             yield finding(
                 "port-blocked",
                 f"{node} -> {master_node}",
-                f"port {port} of {address} {_words(errors['master'])}, other ports answer: a firewall blocks it",
+                f"port {port} of {address} {_why(errors['master'])}, other ports answer: a firewall blocks it",
                 f"--master_port with another one, or on {master_node}: iptables -I INPUT -p tcp --dport {port} -j"
                 " ACCEPT",
             )
@@ -265,10 +270,15 @@ def check_master(
             yield finding(
                 "master-address",
                 f"{node} -> {master_node}",
-                f"{address}, the first that `hostname -I` prints on {master_node}, {_words(errors['master'])} from"
+                f"{address}, the first that `hostname -I` prints on {master_node}, {_why(errors['master'])} from"
                 f" {node}, but its name leads to {master_node}",
                 f"--master_addr {master_node}",
             )
+
+
+def _why(error: str) -> str:
+    words = {"timeout": "does not answer", "refused": "refuses connections", "unresolved": "does not resolve"}
+    return words.get(error, f"cannot be reached ({error})")
 
 
 def check_network(facts: dict[str, NodeFacts], reached: dict[str, Reached]) -> Iterator[Finding]:
@@ -295,7 +305,7 @@ def check_network(facts: dict[str, NodeFacts], reached: dict[str, Reached]) -> I
         yield finding(
             "network-blocked",
             f"{join(froms)} -> {towards}",
-            f"port {target.port} of {target.address}, opened for this test, {_words(target.error)}",
+            f"port {target.port} of {target.address}, opened for this test, {_why(target.error)}",
             f"on {towards}: iptables -I INPUT -s ADDRESSES_OF_THE_NODES -j ACCEPT (or ufw allow from ...); without a"
             f" firewall: ip route get {target.address}",
         )
@@ -318,15 +328,16 @@ def check_interfaces(facts: dict[str, NodeFacts], used: dict[str, str]) -> Itera
         return
     known = {node: name for node, name in used.items() if name in facts[node].network.interfaces}
     cards = {node: facts[node].network.interfaces[name] for node, name in known.items()}
-    mtus = {node: str(card.mtu) for node, card in cards.items()}
-    if len(set(mtus.values())) > 1:
-        odd = _odd_nodes({"mtu": mtus})
-        message = f"MTU: {_spread({node: f'{mtu} ({used[node]})' for node, mtu in mtus.items()})}"
-        yield finding("mtu", join(odd), message, f"on {odd[0]}: ip link set {used[odd[0]]} mtu {_usual(mtus)}")
+    mtus = {node: card.mtu for node, card in cards.items()}
+    odd, _ = spread({"MTU": mtus}) if mtus else ([], "")
+    if odd:
+        _, message = spread({"MTU": {node: f"{mtu} ({used[node]})" for node, mtu in mtus.items()}})
+        usual = next(mtu for node, mtu in mtus.items() if node not in odd)
+        yield finding("mtu", join(odd), message, f"on {odd[0]}: ip link set {used[odd[0]]} mtu {usual}")
     speeds = {node: card.mbit for node, card in cards.items() if card.mbit > 0}
     slow = [node for node, speed in speeds.items() if speed < max(speeds.values())]
     if slow:
-        message = f"speed in Mbit/s: {_spread({node: str(speed) for node, speed in speeds.items()})}"
+        _, message = spread({"speed in Mbit/s": speeds})
         fix = f"ssh {slow[0]} ethtool {used[slow[0]]}: another cable or port, or another interface (NCCL_SOCKET_IFNAME)"
         yield finding("interface-speed", join(slow), message, fix)
     with_ib = [name for name, node in facts.items() if node.network.infiniband]
@@ -339,26 +350,164 @@ def check_interfaces(facts: dict[str, NodeFacts], used: dict[str, str]) -> Itera
         yield finding("infiniband", join(without), f"no active InfiniBand port, unlike {join(with_ib)}", fix)
 
 
-def _words(error: str) -> str:
-    words = {"timeout": "does not answer", "refused": "refuses connections", "unresolved": "does not resolve"}
-    return words.get(error, f"cannot be reached ({error})")
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """What a run reads and writes, as its options name it."""
+
+    data: list[str] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)  # model, tokenizer and adapter
+    output_dir: str = ""
+    saves: bool = True  # whether checkpoints are written while training
+    nvme: bool = False
+    config: str = ""  # path of its YAML file
+    config_is_sent: bool = False  # `dsft launch` sends that of the first node to all
+
+    @property
+    def hub_names(self) -> list[str]:
+        """Of NAME:CONFIG:SPLIT the name, of every source that may lie on the hub."""
+        return [source.partition(":")[0] for source in (*self.data, *self.models) if not is_path(source)]
 
 
-def _usual(values: dict[str, str]) -> str:
-    """What most nodes have; of equally many, what the first has."""
-    return Counter(values.values()).most_common(1)[0][0]
+def read_run_files(argv: list[str]) -> RunFiles:
+    """The files that `dsft train` or `dsft eval` with these options would use; none without options."""
+    problems: list[str] = []  # reported by the plan, or by training itself
+    values = read_file_and_flags(argv, problems) or {}
+    config = "".join(_listed(read_flags(argv, []).get("config"))[:1])
+    keys = ("data", "eval_data", "model", "tokenizer", "adapter", "output_dir", "zero")
+    words = {key: _listed(values.get(key)) for key in keys}
+    return RunFiles(
+        data=words["data"] + words["eval_data"],
+        models=[*dict.fromkeys(words["model"] + words["tokenizer"] + words["adapter"])],
+        output_dir="".join(words["output_dir"][:1]),
+        saves=str(values.get("save_strategy", "steps")) != "no",
+        nvme="nvme" in "".join(words["zero"]),
+        config=config,
+        config_is_sent=config in sent_files(),
+    )
 
 
-def _odd_nodes(rows: dict[str, dict[str, str]]) -> list[str]:
-    odd = [node for values in rows.values() for node, value in values.items() if value != _usual(values)]
-    return list(dict.fromkeys(odd))
+def _listed(value: Any) -> list[str]:
+    return list(map(str, value)) if isinstance(value, list) else [] if value in (None, True) else [str(value)]
 
 
-def _spreads(rows: dict[str, dict[str, str]]) -> str:
-    return "; ".join(f"{row}: {_spread(versions)}" for row, versions in rows.items())
+def check_files(
+    files: RunFiles, first: str, facts: dict[str, NodeFacts], reached: dict[str, Reached]
+) -> Iterator[Finding]:
+    """Data and model the same everywhere, or on the hub; the output folder writable everywhere and shared."""
+    if files.config:
+        yield from check_config(files, {node: answer.config for node, answer in reached.items()})
+    named_on_hub: set[str] = set()
+    for source in (*files.data, *files.models):
+        seen, is_data = {node: answer.contents[source] for node, answer in reached.items()}, source in files.data
+        yield from check_content(source, seen, "data" if is_data else "model")
+        name = source.partition(":")[0]
+        if any(seen.values()) or is_path(source) or name in named_on_hub:  # two splits of one data set are one name
+            continue
+        named_on_hub.add(name)
+        lacking = [node for node, answer in reached.items() if not answer.cached[name]]
+        barred = [node for node in lacking if facts[node].hub_offline]
+        download = f"hf download {name}{' --repo-type dataset' if is_data else ''}"
+        if barred:
+            message = f"{name} is neither a file nor in the hub's cache, and HF_HUB_OFFLINE is set"
+            fix = f"on {barred[0]}: HF_HUB_OFFLINE=0 {download}; or name an existing folder"
+            yield finding("hub-offline", join(barred), message, fix)
+        elif lacking:
+            fix = f"on each: {download}; or one HF_HOME that all nodes share"
+            yield finding("hub-download", join(lacking), f"{name} is not in the hub's cache yet", fix)
+    if files.output_dir:
+        errors = {node: answer.output_error for node, answer in facts.items()}
+        shows = {node: answer.sees_probe for node, answer in reached.items() if answer.sees_probe is not None}
+        yield from check_output(files, first, errors, shows)
 
 
-def _spread(values: dict[str, str]) -> str:
-    """ "2.13.0 on node-0, node-1; 2.12.0 on node-2"."""
-    nodes = {value: [node for node in values if values[node] == value] for value in values.values()}
-    return ", ".join(f"{value} on {join(named)}" for value, named in nodes.items())
+def check_config(files: RunFiles, seen: dict[str, dict[str, str] | None]) -> Iterator[Finding]:
+    """`seen`: the configuration file on each node. Where `dsft launch` sends one, a difference is a note."""
+    lacking = [node for node, values in seen.items() if values is None]
+    if len(lacking) == len(seen):
+        return  # reported by the reader of options
+    read = {node: values for node, values in seen.items() if values is not None}
+    first = next(iter(read))
+    odd, texts = lacking[:], [f"it is not on {join(lacking)}"] if lacking else []
+    for key in dict.fromkeys(key for values in read.values() for key in values):
+        nodes: dict[str, list[str]] = {}
+        for node, values in read.items():
+            nodes.setdefault(values.get(key, "not set"), []).append(node)
+        if len(nodes) > 1:
+            texts.append(f"{key} is " + ", ".join(f"{value[:80]} on {join(on)}" for value, on in nodes.items()))
+            odd += [node for node in read if read[node].get(key) != read[first].get(key)]
+    if odd:
+        copy = f"rsync -a {os.path.abspath(files.config)} {{}}:{os.path.abspath(files.config)}"
+        fix = f"on {first}: {copy.format(odd[0])}; `dsft launch --hostfile` sends the one from where it is started"
+        severity = "note" if files.config_is_sent else None
+        message = f"{files.config}: {'; '.join(texts)}"
+        yield finding("config-differs", join([*dict.fromkeys(odd)]), message, fix, severity=severity)
+
+
+def check_content(source: str, seen: dict[str, FileContent | None], kind: str) -> Iterator[Finding]:
+    """`seen`: one file, folder or glob on each node; `kind`: "data" or "model"."""
+    there, missing = [node for node in seen if seen[node]], [node for node in seen if not seen[node]]
+    copy = f"rsync -aR {source} {{}}:/" if os.path.isabs(source) else f"rsync -a {source} {{}}:{os.getcwd()}/{source}"
+    if not there:
+        if missing and is_path(source):
+            message = f"{source} does not exist (seen from {os.getcwd()})"
+            yield finding(f"{kind}-missing", join(missing), message, f"correct {kind}, or copy it there")
+        return
+    if missing:
+        fix = f"on {there[0]}: {copy.format(missing[0])}; or mount the same folder on every node"
+        yield finding(f"{kind}-missing", join(missing), f"{source} is on {join(there)} but not there", fix)
+        return
+    odd, _ = spread({source: seen})
+    if odd:
+        texts = [
+            f"{join([node for node in seen if seen[node] == content])}: {plural(content.files, 'file')},"
+            f" {content.bytes:,} bytes, hash {content.hash}"
+            for content in dict.fromkeys(seen.values())
+        ]
+        good = next(node for node in seen if node not in odd)
+        fix = f"on {good}: {copy.format(odd[0])}; or mount the same folder on every node"
+        yield finding(f"{kind}-differs", join(odd), f"{source} differs ({'; '.join(texts)})", fix)
+
+
+def check_output(files: RunFiles, first: str, errors: dict[str, str], seen: dict[str, bool]) -> Iterator[Finding]:
+    """`errors`: why each node cannot write to the folder (empty: it can); `seen`: whether the others see what `first`
+    wrote.
+    """
+    folder = files.output_dir
+    for node, problem in errors.items():
+        message = f"output_dir={folder}: {problem}"
+        if "No space" in problem or "quota" in problem.lower():
+            yield finding("disk", node, message, f"ssh {node} df -h {folder}; another output_dir, or make room")
+        elif problem:
+            fix = f"on {node}: mkdir -p {folder} && ls -ld {folder}; chown, remount, or another output_dir"
+            yield finding("output-not-writable", node, message, fix)
+    apart = [node for node, sees in seen.items() if not sees]
+    if apart:
+        # The last model is gathered on rank 0, so that without checkpoints nothing is lost.
+        yield finding(
+            "output-not-shared",
+            join(apart),
+            f"output_dir={folder}: a file made on {first} does not show there",
+            "mount one network folder (NFS, Lustre ...) there on every node and set output_dir to it; without"
+            " checkpoints (--save_strategy no) local disks do",
+            severity="error" if files.saves else "note",
+        )
+
+
+def check_disk(files: RunFiles, facts: dict[str, NodeFacts], needed_bytes: int | None) -> Iterator[Finding]:
+    """Free space for what the run writes (`needed_bytes`, None where it is not known)."""
+    for name, node in facts.items():
+        free = node.disks.get(files.output_dir)
+        if free is None:
+            continue
+        if needed_bytes and free < needed_bytes:
+            yield finding(
+                "disk",
+                name,
+                f"output_dir={files.output_dir}: {free / GiB:.1f} GiB free, the run writes about"
+                f" {needed_bytes / GiB:.1f} (weights and checkpoints)",
+                "another output_dir, a smaller save_total_limit, or save_only_model: true",
+            )
+        elif not needed_bytes and free < FEWEST_FREE_BYTES:
+            message = f"output_dir={files.output_dir}: {free / GiB:.2f} GiB free"
+            fix = f"ssh {name} df -h {files.output_dir}; another output_dir, or make room"
+            yield finding("disk", name, message, fix, severity="warning")
