@@ -52,11 +52,8 @@ SMALL_TOWER = {
     "conf_num_hidden_layers": 1,
 }
 """Of the part for images or sound, which no trial runs."""
-ASKS_FOR_MORE = re.compile("required|pixel_values|image_embeds|input_features")
-"""Found in what a forward raises that is given no image or sound."""
 LARGEST_TRIED = 100_000_000
 """Parameters; no architecture that SMALL knows comes near."""
-LAYER_NAMES = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 class TooLarge(Exception):
@@ -114,7 +111,7 @@ def small_model(
         # At least two layers, and one of each kind.
         kinds = vars(text).get("layer_types")
         layers = max(2, *(kinds.index(kind) + 1 for kind in set(kinds))) if kinds else 2
-        for name in LAYER_NAMES:
+        for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
             if isinstance(getattr(text, name, None), int):
                 setattr(text, name, min(layers, getattr(text, name)))
         if kinds:
@@ -138,8 +135,6 @@ NOT_CAUSAL = (
     "its tokens see later ones, as an encoder's do, so it predicts nothing; a causal language model is needed (some"
     " architectures become one with is_decoder: true in their config)"
 )
-LONGEST_TRIED = 16
-"""Tokens of a trial's rows; the logits of the first half are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +221,8 @@ def architecture_problems(model: str, config: PreTrainedConfig, *, trust_remote_
             ids_BT = torch.arange(3, 19).view(2, 8)
             small(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward()
         except Exception as error:  # also what an architecture's own code makes of sizes that it was not made for
-            if isinstance(error, (ImportError, UserError)) or ASKS_FOR_MORE.search(str(error)):
+            asks_for_more = re.search("required|pixel_values|image_embeds|input_features", str(error))
+            if asks_for_more or isinstance(error, (ImportError, UserError)):
                 return [
                     f"model={model}: its architecture {config.model_type} cannot be computed from text alone"
                     f" ({one_line(error)[:200]}), and no class of transformers loads its language model"
@@ -248,7 +244,7 @@ def random_tokens(model: nn.Module, rows: int, length: int, *, first: int = 0) -
 @torch.no_grad()
 def _differences(model: nn.Module) -> tuple[float, float]:
     """Return by how much later tokens, and other rows of a batch, move a row's logits, as parts of the largest."""
-    length = min([LONGEST_TRIED, *length_limits(model.config)])
+    length = min([16, *length_limits(model.config)])  # the logits of the first half are compared
     ids = random_tokens(model, 2, length)
     later, neighbour = ids.clone(), ids.clone()
     later[0, length // 2 :] = ids[1, length // 2 :]
@@ -259,8 +255,6 @@ def _differences(model: nn.Module) -> tuple[float, float]:
     return tuple(((first - other).abs().max() / first.abs().max().clamp(min=1e-12)).item() for other in others)
 
 
-LENGTHS = (16, 11, 5)
-"""Tokens of the rows of the trial, which are padded to the longest."""
 NOISE = 1e-5
 """Of loss and gradients: with a mask gradients of grouped keys are added in another order, and with other padding those
 of experts."""
@@ -286,7 +280,8 @@ def needs_mask(
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "attn_implementation": "sdpa"}
     try:
         model = small_model(config, **options).to(device).eval()
-        lengths = torch.tensor(LENGTHS).clamp(max=min([max(LENGTHS), *length_limits(model.config)]))[:, None]
+        # Tokens of the rows, which are padded to the longest.
+        lengths = torch.tensor((16, 11, 5)).clamp(max=min([16, *length_limits(model.config)]))[:, None]
         shape = (len(lengths), int(lengths.max()))
         ids_BT = random_tokens(model, *shape, first=3)
         padding_BT = (torch.arange(shape[1]) >= lengths).to(model.device)
