@@ -49,11 +49,11 @@ def discard(folder: Path, *, if_possible: bool = False) -> list[str]:
             trash = folder.parent / REMOVED
             trash.mkdir(exist_ok=True)
             folder.rename(trash / f"{folder.name}.{time.time_ns()}")
+        return empty_trash(folder.parent)
     except OSError as error:
         if not if_possible:
             raise
         return [f"{folder}: {one_line(error)}"]
-    return empty_trash(folder.parent)
 
 
 def empty_trash(output_dir: Path) -> list[str]:
