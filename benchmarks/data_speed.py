@@ -240,7 +240,7 @@ def fullness(options: argparse.Namespace) -> list[dict]:
     """Fill rate of packed rows and padding share of the instruction sets, by file and length of a row."""
     sys.path[0] = str(ROOT)
     from dsft.config.options import TrainConfig
-    from dsft.data.batches import EpochSampler, LengthGrouping, PaddedToFullSteps, padding_share
+    from dsft.data.batches import EpochSampler, PaddedToFullSteps, padding_share
     from dsft.data.training_data import check_sources, load_training_data
     from dsft.models.tokenizer import load_tokenizer
 
@@ -273,14 +273,14 @@ def fullness(options: argparse.Namespace) -> list[dict]:
                 shares = {
                     name: round(
                         padding_share(
-                            EpochSampler(steps, seed=42, step=lambda: 0, grouping=grouping).order(0), steps.lengths, 8
+                            EpochSampler(steps, seed=42, step=lambda: 0, strategy=strategy).order(0), steps.lengths, 8
                         ),
                         4,
                     )
-                    for name, grouping in (
-                        ("at_random", LengthGrouping.NONE),
-                        ("within_steps_of_64", LengthGrouping.WITHIN_STEP),
-                        ("among_steps", LengthGrouping.ACROSS_STEPS),
+                    for name, strategy in (
+                        ("at_random", "random"),
+                        ("within_steps_of_64", "batch_rebalance"),
+                        ("among_steps", "group_by_length"),
                     )
                 }
                 rates.append(

@@ -16,7 +16,7 @@ from dsft.cli.commands import PlanOptions
 from dsft.cli.plan import assumed_card, describe_machine
 from dsft.config.options import TrainConfig
 from dsft.config.reader import split_flags
-from dsft.data.sequences import Sequences
+from dsft.data.batches import Sequences
 from dsft.data.training_data import is_prepared, load_training_data
 from dsft.errors import UserError, shown_command
 from dsft.models.size import ModelSize

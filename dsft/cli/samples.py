@@ -12,12 +12,10 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from dsft.config.options import TrainConfig
-from dsft.data.batches import Stream
+from dsft.data.batches import PackedRows, Stream, describe_counts, describe_value, sequence, sequences_in
+from dsft.data.batches import Sequence as TokenSequence
 from dsft.data.formats import FormattedSource
-from dsft.data.packing import PackedRows
 from dsft.data.prepare import cache_folder
-from dsft.data.sequences import Sequence as TokenSequence
-from dsft.data.sequences import describe_counts, describe_value, sequence, sequences_in
 from dsft.data.tokenization import tokenise
 from dsft.data.training_data import TrainingData, check_sources, load_training_data
 from dsft.errors import raise_if_any

@@ -53,12 +53,11 @@ def check_config(options: TrainConfig | EvalConfig) -> list[str]:
     if options.completion_template and options.data_format not in ("auto", "template"):
         problems.append(f"completion_template contradicts data_format={options.data_format}; keep one")
     if isinstance(options, TrainConfig):
-        return problems + _check_batches(options) + _check_training(options)
+        return problems + _check_training(options)
     return problems + _check_evaluation(options)
 
 
-def _check_batches(options: TrainConfig) -> list[str]:
-    """Lists what sources, a stream and the size of batches contradict."""
+def _check_training(options: TrainConfig) -> list[str]:
     problems, training = [], options.training
     if options.data_weights and len(options.data_weights) != len(options.data):
         problems.append(
@@ -96,11 +95,6 @@ def _check_batches(options: TrainConfig) -> list[str]:
             for key in ("per_device_train_batch_size", "global_batch_size")
             if options.value(key)
         ]
-    return problems
-
-
-def _check_training(options: TrainConfig) -> list[str]:
-    problems, training = [], options.training
     if not training.get("output_dir"):
         problems.append("output_dir: missing; name the folder of this run, for example runs/first")
     problems += [f"{key}: {why}" for key, why in REFUSED_ARGUMENTS.items() if training.get(key)]

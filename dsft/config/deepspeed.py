@@ -3,7 +3,7 @@
 "auto" values in these files are filled by transformers from TrainingArguments.
 
 DeepSpeed takes a key that it does not know for none at all, so that a misspelt section trains something else without a
-word. Which keys it knows only its own reading says: it is given each entry of the file in a mapping that notes what it
+word. Which keys it knows only its own reading shows: it is given each entry of the file in a mapping that notes what it
 asks for. Its pydantic models refuse unknown keys themselves.
 """
 
@@ -12,12 +12,12 @@ import json
 import logging
 import math
 from collections.abc import Collection, Iterator, KeysView
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsft.config.convert import DuplicateKey, unique_keys
 from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
-from dsft.config.reader import read_text
+from dsft.config.reader import DuplicateKey, read_text, unique_keys
 from dsft.errors import nearest, one_line
 
 _HERE = Path(__file__).resolve().parent.parent
@@ -38,7 +38,7 @@ SAME_THING = {
     "bf16.enabled": ("bf16", bool),
     "fp16.enabled": ("fp16", bool),
 }
-"""DeepSpeed key -> the option of ours that says the same, and its type."""
+"""DeepSpeed key -> the option of ours with the same meaning, and its type."""
 NUMBERS = {key: kind for key, (_, kind) in SAME_THING.items() if kind is not bool} | {"zero_optimization.stage": int}
 """Values that dsft or transformers compares with options: DeepSpeed itself would take "3" for 3."""
 AUTO = "auto"
@@ -69,35 +69,31 @@ def known_names() -> list[str]:
     return sorted(path.stem.removeprefix("zero").replace("_", "-") for path in CONFIG_DIR.glob("zero*.json"))
 
 
-def _no_json(constant: str) -> None:
-    raise ValueError(f"{constant} is no number")
-
-
 def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
     """The DeepSpeed configuration called `zero` (a name or a path), as it stands in its file."""
+
+    def no_number(constant: str) -> None:
+        raise ValueError(f"{constant} is no number")
+
     named = CONFIG_DIR / f"zero{zero.replace('-', '_')}.json"
-    path = named if named.is_file() else Path(zero)
+    path, content = named if named.is_file() else Path(zero), None
     if path.suffix != ".json":
-        problems.append(
-            f"zero={zero}: unknown; use auto, {', '.join(known_names())}, or the path of a DeepSpeed"
-            f" JSON{nearest(zero, known_names())}"
-        )
-        return {}
-    try:
-        content = json.loads(read_text(path), object_pairs_hook=unique_keys, parse_constant=_no_json)
-    except OSError as error:
-        problems.append(f"zero={zero}: cannot be read ({error.strerror})")
-        return {}
-    except DuplicateKey as error:
-        problems.append(f"zero={zero}: duplicate key {error}; keep one")
-        return {}
-    except (ValueError, RecursionError) as error:
-        problems.append(f"zero={zero}: not valid JSON ({error})")
-        return {}
-    if not isinstance(content, dict):
-        problems.append(f"zero={zero}: must hold a JSON object")
-        return {}
-    return content
+        names = known_names()
+        problem = f"unknown; use auto, {', '.join(names)}, or the path of a DeepSpeed JSON{nearest(zero, names)}"
+    else:
+        try:
+            content = json.loads(read_text(path), object_pairs_hook=unique_keys, parse_constant=no_number)
+            problem = "must hold a JSON object"
+        except OSError as error:
+            problem = f"cannot be read ({error.strerror})"
+        except DuplicateKey as error:
+            problem = f"duplicate key {error}; keep one"
+        except (ValueError, RecursionError) as error:
+            problem = f"not valid JSON ({error})"
+    if isinstance(content, dict):
+        return content
+    problems.append(f"zero={zero}: {problem}")
+    return {}
 
 
 def get_value(deepspeed_config: dict[str, Any], key: str) -> Any:
@@ -110,7 +106,7 @@ def get_value(deepspeed_config: dict[str, Any], key: str) -> Any:
 
 
 def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[Decision], list[str]]:
-    """Takes the fixed numbers of a DeepSpeed JSON as decisions; where an option says something else, names both."""
+    """Takes the fixed numbers of a DeepSpeed JSON as decisions; where an option has another value, names both."""
     decisions: list[Decision] = []
     problems = []
     for key, (name, _) in SAME_THING.items():
@@ -202,69 +198,66 @@ def read_sound_file(zero: str, problems: list[str]) -> dict[str, Any]:
 
 def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
     """Lists everything of a DeepSpeed JSON that DeepSpeed would ignore or cannot read; `zero` names the file."""
-    problems = []
+    problems, at = [], partial(get_value, content)
     for key, value in content.items():
         if value != AUTO:
-            problems += _check_numbers(key, value) or _check_entry(key, value)
+            problems += _check_entry(key, value)
         elif key not in FILLED:
             problems += _check_entry(key, {}) or [f'{key}="auto": nothing fills this in; write it, or leave it out']
-    if all(get_value(content, f"{half}.enabled") is True for half in HALF_PRECISION):
+    if all(at(f"{half}.enabled") is True for half in HALF_PRECISION):
         problems.append("bf16.enabled and fp16.enabled are both true; keep one")
-    problems += _check_refused(content)
-    problems += [] if problems else _check_together(content)
-    return [f"zero={zero}: {problem}" for problem in problems]
 
-
-def _check_refused(content: dict[str, Any]) -> list[str]:
-    """Lists what DeepSpeed takes and a training must not have."""
-    problems = [f"{place}: {why}" for place, why in REFUSED.items() if get_value(content, place) not in (None, False)]
-    if get_value(content, "managed_gradient_accumulation") is False:
+    # What DeepSpeed takes and a training must not have.
+    problems += [f"{place}: {why}" for place, why in REFUSED.items() if at(place) not in (None, False)]
+    if at("managed_gradient_accumulation") is False:
         problems.append(
             "managed_gradient_accumulation=false: the Trainer lets DeepSpeed count the micro batches of a step;"
             " leave it out"
         )
-    if str(get_value(content, "optimizer.type")).lower() == "muon":
-        method = get_value(content, "optimizer.params.ns_method")
+    optimizer, zero_stage = str(at("optimizer.type")).lower(), at("zero_optimization.stage")
+    if optimizer == "muon":
+        method = at("optimizer.params.ns_method")
         if method not in (None, *NS_METHODS):
             problems.append(f"optimizer.params.ns_method={json.dumps(method)}: choose from {', '.join(NS_METHODS)}")
         # stage3.py: "Muon and reduce scatter cannot be used together", once the model is loaded
-        if (
-            get_value(content, "zero_optimization.stage") == 3
-            and get_value(content, "zero_optimization.reduce_scatter") is not False
-        ):
+        if zero_stage == 3 and at("zero_optimization.reduce_scatter") is not False:
             problems.append("optimizer.type Muon: stage 3 needs zero_optimization.reduce_scatter=false; add it")
-    offloads = get_value(content, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
-    has_adam = str(get_value(content, "optimizer.type")).lower() in ("adam", "adamw")
+    offloads = at("zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
     for half in ("bf16", "fp16"):  # base_optimizer.py, _configure_master_weights, asserts both once the model is loaded
-        if not get_value(content, f"{half}.{half}_master_weights_and_grads"):
+        if not at(f"{half}.{half}_master_weights_and_grads"):
             continue
-        keeps_fp32 = not get_value(content, f"{half}.bf16_optimizer_states")
+        keeps_fp32 = not at(f"{half}.bf16_optimizer_states")
         if keeps_fp32 and not offloads:
             others = " or bf16.bf16_optimizer_states=true" if half == "bf16" else ""
             problems.append(f"{half}.{half}_master_weights_and_grads: needs offload_optimizer.device=cpu{others}")
-        elif offloads and not keeps_fp32 and not has_adam:
+        elif offloads and not keeps_fp32 and optimizer not in ("adam", "adamw"):
             problems.append("bf16.bf16_optimizer_states: with offload it needs an optimizer of type AdamW in this file")
-    if (
-        get_value(content, "zero_optimization.offload_optimizer.super_offload")
-        and get_value(content, "zero_optimization.stage") != 3
-    ):
+    if at("zero_optimization.offload_optimizer.super_offload") and zero_stage != 3:
         problems.append("zero_optimization.offload_optimizer.super_offload: has no effect below stage 3; leave it out")
-    return problems
+
+    if not problems:  # each entry is sound by itself: DeepSpeed compares them with each other; batches are dsft's
+        batches = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+        try:
+            _read_as_deepspeed({key: value for key, value in content.items() if value != AUTO and key not in batches})
+        except Exception as error:  # DeepSpeed raises a dozen kinds; each is the user's to see in one line
+            problems.append(one_line(error))
+    return [f"zero={zero}: {problem}" for problem in problems]
 
 
-def _check_together(content: dict[str, Any]) -> list[str]:
-    """Lets DeepSpeed hold the entries against each other, each of which is sound by itself; batches are dsft's."""
-    batches = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-    entries = {key: value for key, value in content.items() if value != AUTO and key not in batches}
-    try:
-        _read_as_deepspeed(entries)
-    except Exception as error:  # DeepSpeed raises a dozen kinds; each is the user's to see in one line
-        return [one_line(error)]
-    return []
+def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield place, value
+        return
+    for name, inner in value.items():
+        yield from _leaves(f"{place}.{name}", inner)
 
 
-def _check_numbers(key: str, value: Any) -> list[str]:
-    """Checks the values that are numbers to dsft, and where "auto" cannot stand."""
+def _check_entry(key: str, value: Any) -> list[str]:
+    """Checks the numbers of one entry, which DeepSpeed would take as text too, and where "auto" cannot stand; then lets
+    DeepSpeed read it.
+    """
+    from pydantic import ValidationError
+
     problems = []
     for place, number in _leaves(key, value):
         kind = NUMBERS.get(place)
@@ -278,28 +271,14 @@ def _check_numbers(key: str, value: Any) -> list[str]:
             problems.append(f"{place}={json.dumps(number)}: must be a number")
         elif kind is int and place in FILLED and number < 1:
             problems.append(f"{place}={number}: must be at least 1")
-    return problems
-
-
-def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        yield place, value
-        return
-    for name, inner in value.items():
-        yield from _leaves(f"{place}.{name}", inner)
-
-
-def _check_entry(key: str, value: Any) -> list[str]:
-    """Lets DeepSpeed read one entry of the file."""
-    from pydantic import ValidationError
-
+    if problems:
+        return problems
     not_an_object = f"{key}={json.dumps(value)}: must be a JSON object; leave it out for DeepSpeed's default"
     if key in SECTIONS and not isinstance(value, dict):
         return [not_an_object]
-    parts: list[str] = []
     if key in ("optimizer", "scheduler"):
-        parts, value = _check_type_and_parameters(key, value), value | {"params": {}}
-    # Stage 1, which every setting of another entry goes with; `_check_together` takes the real one.
+        problems, value = _check_type_and_parameters(key, value), value | {"params": {}}
+    # Stage 1, which every setting of another entry goes with; the real one is taken for all entries together.
     content = {"zero_optimization": {"stage": 1}} | {key: value}
     try:
         content = _read_as_deepspeed(content)
@@ -307,12 +286,12 @@ def _check_entry(key: str, value: Any) -> list[str]:
         for fault in error.errors():
             is_unknown = fault["type"] == "extra_forbidden"
             message = f"unknown key{nearest(str(fault['loc'][-1]), _names_of_models())}" if is_unknown else fault["msg"]
-            parts.append(f"{'.'.join(map(str, (key, *fault['loc'])))}: {one_line(message)}")
-        return parts
+            problems.append(f"{'.'.join(map(str, (key, *fault['loc'])))}: {one_line(message)}")
+        return problems
     except Exception as error:  # DeepSpeed raises a dozen kinds; each is the user's to see in one line
         wants_object = isinstance(error, TypeError | AttributeError) and not isinstance(value, dict)
-        return [*parts, not_an_object if wants_object else f"{key}: {one_line(error)}"]
-    return parts + [f"{place}: unknown key{nearest(name, known)}" for place, name, known in content.unknown()]
+        return [*problems, not_an_object if wants_object else f"{key}: {one_line(error)}"]
+    return problems + [f"{place}: unknown key{nearest(name, known)}" for place, name, known in content.unknown()]
 
 
 def _read_as_deepspeed(content: dict[str, Any]) -> "_Section":
@@ -386,9 +365,8 @@ class _Section(dict):
 
     def unknown(self, place: str = "") -> Iterator[tuple[str, str, Collection[str]]]:
         """Yields (place, name, names that are known there) of each key that nobody asked for."""
-        if (
-            self.is_taken_whole or not self.asked
-        ):  # by a pydantic model, which refuses unknown keys itself, but for "auto"
+        # By a pydantic model, which refuses unknown keys itself, but for "auto".
+        if self.is_taken_whole or not self.asked:
             names = _names_of_models()
             for leaf, value in _leaves("", self.content):
                 if value == AUTO and (name := leaf.rpartition(".")[2]) not in names:
@@ -408,48 +386,42 @@ def _check_type_and_parameters(key: str, section: dict[str, Any]) -> list[str]:
         return [f"{key}.type: {'missing' if name is None else json.dumps(name)}; name its class, for example AdamW"]
     if not isinstance(parameters, dict):
         return [f"{key}.params={json.dumps(parameters)}: must be a JSON object"]
-    classes, known = (_optimizers if key == "optimizer" else _schedulers)(name)
+    import torch
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+    from deepspeed.runtime import lr_schedules
+
+    if key == "scheduler":
+        known = lr_schedules.VALID_LR_SCHEDULES
+        classes = [getattr(lr_schedules, name)] if name in known else []
+    else:
+        known = {
+            "Adam": [FusedAdam, DeepSpeedCPUAdam, torch.optim.Adam],
+            "AdamW": [FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW],
+            "Adagrad": [DeepSpeedCPUAdagrad, torch.optim.Adagrad],
+            "Lamb": [FusedLamb],
+            "Lion": [FusedLion, DeepSpeedCPULion],
+        }
+        plain = getattr(torch.optim, name, None)
+        classes = next((kinds for other, kinds in known.items() if other.lower() == name.lower()), None) or (
+            [plain] if inspect.isclass(plain) and name != "Optimizer" else []
+        )
     if not classes:
         return [f"{key}.type: {name!r} is unknown{nearest(name, known)}"]
-    if key == "optimizer" and name.lower() == "muon":
-        return [f"{key}.params.{given}: unknown key{nearest(given, MUON)}" for given in parameters if given not in MUON]
     signatures = [inspect.signature(cls).parameters for cls in classes]
     first = {next(iter(signature)) for signature in signatures}
     taken = {parameter for signature in signatures for parameter in signature} - first
-    if name.lower() in ("adam", "adamw"):
+    if key == "optimizer" and name.lower() in ("adam", "adamw"):
         taken |= {*ADAM}
     required = [
         parameter.name
         for parameter in signatures[0].values()
         if parameter.default is parameter.empty and parameter.name not in first
     ]
+    if key == "optimizer" and name.lower() == "muon":
+        taken, required = MUON, []
     return [
         f"{key}.params.{given}: unknown key{nearest(given, taken)}" for given in parameters if given not in taken
     ] + [f"{key}.params.{parameter}: missing" for parameter in required if parameter not in parameters]
-
-
-def _optimizers(name: str) -> tuple[list[type], Collection[str]]:
-    """Returns (the classes that `name` may become, all names)."""
-    import torch
-    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from deepspeed.ops.lamb import FusedLamb
-    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-
-    known_classes = {
-        "Adam": [FusedAdam, DeepSpeedCPUAdam, torch.optim.Adam],
-        "AdamW": [FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW],
-        "Adagrad": [DeepSpeedCPUAdagrad, torch.optim.Adagrad],
-        "Lamb": [FusedLamb],
-        "Lion": [FusedLion, DeepSpeedCPULion],
-    }
-    classes = {known.lower(): kinds for known, kinds in known_classes.items()}.get(name.lower())
-    plain = getattr(torch.optim, name, None)
-    return classes or ([plain] if inspect.isclass(plain) and name != "Optimizer" else []), known_classes
-
-
-def _schedulers(name: str) -> tuple[list[type], Collection[str]]:
-    from deepspeed.runtime import lr_schedules
-
-    known = lr_schedules.VALID_LR_SCHEDULES
-    return [getattr(lr_schedules, name)] if name in known else [], known

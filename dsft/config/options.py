@@ -21,15 +21,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 HALF_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
-"""Flag of TrainingArguments -> the `dtype` that says the same."""
+"""Flag of TrainingArguments -> the `dtype` with the same meaning."""
 UNQUANTISED = "none"
 """Of the option `quantization` of an evaluation: the model as it lies on disk."""
 
-_ZERO = "dsft sets up sharding itself; use zero, which also takes the path of a DeepSpeed JSON"
-_DTYPE = "evaluations compute in dtype, on the way as at the end; dsft eval --dtype evaluates in another"
 REFUSED_ARGUMENTS = {
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config"), _ZERO),
-    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), _DTYPE),
+    **dict.fromkeys(
+        ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"),
+        "dsft sets up sharding itself; use zero, which also takes the path of a DeepSpeed JSON",
+    ),
+    **dict.fromkeys(
+        ("bf16_full_eval", "fp16_full_eval"),
+        "evaluations compute in dtype, on the way as at the end; dsft eval --dtype evaluates in another",
+    ),
     "do_predict": "dsft makes no predictions; dsft eval measures perplexity",
     "optim_target_modules": "GaLore and APOLLO project whole matrices, and ZeRO's shards are flat pieces of them; optim"
     " adamw_8bit takes a quarter of AdamW's memory, method lora less",
@@ -39,26 +43,13 @@ REFUSED_ARGUMENTS = {
     " from",
 }
 """Fields of TrainingArguments that would do nothing, or something else than they say -> why. None is taken."""
-_SET = "dsft sets it (DS_ACCELERATOR=cpu in the environment asks for CPU ranks)"
-_DDP = "DeepSpeed reduces gradients, not torch's DistributedDataParallel"
-_EVALUATION = "dsft evaluates by itself: it sums nats over tokens and gathers no logits"
-IGNORED_ARGUMENTS = {
-    **dict.fromkeys(("use_cpu", "remove_unused_columns"), _SET),
-    **dict.fromkeys(("do_train", "do_eval"), "dsft train always trains; eval_strategy says when it evaluates"),
-    **dict.fromkeys(
-        (
-            *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
-            "ddp_backend",
-        ),
-        _DDP,
-    ),
-    **dict.fromkeys(
-        (
-            *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"),
-            *("include_for_metrics", "batch_eval_metrics", "label_names"),
-        ),
-        _EVALUATION,
-    ),
+_IGNORED = {
+    "use_cpu remove_unused_columns": "dsft sets it (DS_ACCELERATOR=cpu in the environment asks for CPU ranks)",
+    "do_train do_eval": "dsft train always trains; eval_strategy says when it evaluates",
+    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend": "DeepSpeed"
+    " reduces gradients, not torch's DistributedDataParallel",
+    "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics"
+    " batch_eval_metrics label_names": "dsft evaluates by itself: it sums nats over tokens and gathers no logits",
     "length_column_name": "dsft knows the length of each sequence",
     "average_tokens_across_devices": "the loss is always the mean over the trained tokens of all ranks",
     "skip_memory_metrics": "dsft logs peak memory by itself (peak_gpu_gib, peak_host_gib)",
@@ -67,6 +58,7 @@ IGNORED_ARGUMENTS = {
     "enable_jit_checkpoint": "dsft always saves at SIGTERM and SIGUSR1",
     "restore_callback_states_from_checkpoint": "a resume always takes the counts of dsft's callbacks",
 }
+IGNORED_ARGUMENTS = {name: why for names, why in _IGNORED.items() for name in names.split()}
 """Fields of TrainingArguments that have no effect -> why. They are left out, with a note."""
 NODES_OWN = ("data_cache", "logging_dir", "local_rank")
 """Options that may differ between the nodes of a run: places on one machine."""
@@ -396,7 +388,7 @@ def as_dict(options: TrainConfig | EvalConfig) -> dict[str, Any]:
 
 
 def shuffle_seed(data_seed: int | None, seed: int) -> int:
-    """Returns the seed of all that is drawn of the data: `data_seed` where it is given, 0 too."""
+    """Returns the seed of all random choices of data: `data_seed` where it is given, 0 too."""
     return seed if data_seed is None else data_seed
 
 

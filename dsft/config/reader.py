@@ -9,21 +9,34 @@ Text files are read through `read_text`: one `dsft launch` may have sent them to
 
 import base64
 import dataclasses
-import functools
 import json
+import math
 import os
+import types
 import typing
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from dsft.config.checks import check_config
-from dsft.config.convert import BOOLEANS, convert, takes_list
 from dsft.config.options import TrainConfig, argument_types
 from dsft.errors import nearest, one_line, raise_if_any, without_second_errors
+
+BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+SCALARS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    str: "a text",
+    type(None): "null",
+}
+"""Type -> what a value of it is called."""
 
 
 def read_config(cls: type, argv: Sequence[str], problems: list[str], *, also: Iterable[str] = ()) -> Any:
@@ -241,6 +254,96 @@ def check_values(
     return checked
 
 
+def takes_list(hint: Any) -> bool:
+    """Whether a field of this type can hold a list."""
+    return any(typing.get_origin(member) in (list, Sequence) for member in (hint, *typing.get_args(hint)))
+
+
+def convert(value: Any, hint: Any) -> Any:
+    """Converts a value of a YAML file, or the words of a flag, to the type of its field.
+
+    Raises:
+        ValueError: what was given, and what is allowed.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    is_union = origin in (typing.Union, types.UnionType)
+    enums = [each for each in (arguments if is_union else (hint,)) if isinstance(each, type) and issubclass(each, Enum)]
+    if hint is Any:
+        return value
+    if origin is typing.Literal or (enums and not (is_union and value is None)):
+        choices = arguments
+        if enums:  # also of `IntervalStrategy | str`: the enumeration is the law
+            choices = [str(member.value) for member in enums[0]]
+            # YAML reads a bare `no` as false.
+            value = "no" if value is False else str(getattr(value, "value", value))
+        for choice in choices:
+            # The type too: Literal[False] must not take a 0, nor Literal[0] a False.
+            if (type(value) is type(choice) and value == choice) or (isinstance(value, str) and value == str(choice)):
+                return choice
+        names = [str(choice) for choice in choices]
+        raise ValueError(f"invalid choice: {value!r} (choose from {', '.join(names)}){nearest(str(value), names)}")
+    if is_union:
+        # A string fits `str` always and a list of one nearly always, so these come last.
+        members = sorted(arguments, key=lambda each: (typing.get_origin(each) is list, each is str, each is float))
+        errors = []
+        for member in members:
+            try:
+                return convert(value, member)
+            except ValueError as error:
+                if member is not type(None):
+                    errors.append(str(error))
+        raise ValueError("; ".join(dict.fromkeys(errors)))
+    if origin in (list, Sequence):
+        items = value if isinstance(value, list) else [value]
+        return [convert(item, arguments[0] if arguments else Any) for item in items]
+    if origin is dict or hint is dict:
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            try:
+                value = json.loads(value, object_pairs_hook=unique_keys)
+            except DuplicateKey as error:
+                raise ValueError(f"duplicate key {error}; keep one") from None
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise ValueError(f"not valid JSON ({error})") from None
+        if not isinstance(value, dict):
+            raise ValueError(f"expected a mapping, got {value!r}")
+        return value
+    if hint not in SCALARS:
+        raise ValueError(f"cannot be set from a file or a flag ({hint})")
+    try:
+        if hint is bool:
+            return value if isinstance(value, bool) else BOOLEANS[value.lower()]
+        if hint is str and not isinstance(value, (dict, list, bool, type(None))):
+            return str(value)
+        if hint is type(None) and (value is None or value.lower() in ("none", "null")):
+            return None
+        if hint is int and (type(value) is int or "_" not in value):  # a bool is an int, too; int() would take 1_000
+            return int(value)
+        if hint is float and not isinstance(value, bool):
+            number = float(value)  # also YAML's `1e-4`, which PyYAML reads as a string
+            if math.isfinite(number):
+                return number
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+        pass
+    raise ValueError(f"expected {SCALARS[hint]}, got {value!r}")
+
+
+class DuplicateKey(ValueError):
+    """A key that one JSON object has twice: json.loads would take the last one without a word."""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The mapping of a JSON object, for `object_pairs_hook` of json.loads.
+
+    Raises:
+        DuplicateKey: naming the first key that is there twice.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise DuplicateKey(repr(next(name for name in names if names.count(name) > 1)))
+    return values
+
+
 SENT_FILES = "DSFT_FILES"
 """Variable with the files that one `dsft launch` sends to its nodes. Every user of a node can read it there: a file
 with a token in it is not sent."""
@@ -266,9 +369,5 @@ def read_text(path: str | Path) -> str:
 
 def sent_files() -> dict[str, str]:
     """What was sent to this process: path -> content."""
-    return _unpack(os.environ.get(SENT_FILES, ""))
-
-
-@functools.cache
-def _unpack(packed: str) -> dict[str, str]:
+    packed = os.environ.get(SENT_FILES)
     return json.loads(zlib.decompress(base64.urlsafe_b64decode(packed))) if packed else {}

@@ -1,16 +1,17 @@
-"""Orders an epoch, or a stream without end, the same on any number of ranks, and makes the tensors of a batch.
+"""Makes an epoch of prepared tokens, or a stream without end: sequences, their order, and the tensors of a batch.
 
-Epochs are full optimizer steps: where the last one has too few items, accelerate would repeat some from the epoch's
-beginning, and which ones depends on the number of ranks. Here blank items, which train nothing, fill it instead.
+Sequences are slices of prepared tokens, of one or several sources mixed by weight, in an order that is the same on any
+number of ranks. Epochs are full optimizer steps: where the last one has too few items, accelerate would repeat some
+from the epoch's beginning, and which ones depends on the number of ranks. Here blank items, which train nothing, fill
+it instead.
 """
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from enum import Enum
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import chain, pairwise
 from os.path import getsize
 from typing import Any
 
@@ -18,32 +19,192 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from dsft.data.formats import FormatRules, FormattedSource
-from dsft.data.packing import PackedRows, best_fit
-from dsft.data.sequences import Items, Sequence, cut, describe_counts, sequence, sequences_in
-from dsft.data.sources import Source
+from dsft.data.formats import FormattedSource
+from dsft.data.packing import best_fit
+from dsft.data.store import Store
 from dsft.data.tokenization import tokenise
 from dsft.errors import UserError
 from dsft.models.trials import NO_RULES, RowRules, positions
 from dsft.units import IGNORED, padded_width
 
+Sequence = dict[str, np.ndarray]
+"""input_ids and labels, both [T] int64; weights, [T] float32, where a label's loss is multiplied by other than 1."""
 BLANK: Sequence = {"input_ids": np.zeros(1, np.int64), "labels": np.full(1, IGNORED)}
+
+
+def sequence(ids: np.ndarray, trained: np.ndarray, weights: np.ndarray | None = None) -> Sequence:
+    """Makes a sequence; its first token is never trained: nothing stands before it."""
+    ids = np.asarray(ids, np.int64)
+    labels = np.where(trained, ids, IGNORED)
+    labels[:1] = IGNORED
+    return {"input_ids": ids, "labels": labels} | ({} if weights is None else {"weights": np.array(weights)})
+
+
+def sequences_in(items: Iterable[Sequence | list[Sequence]]) -> list[Sequence]:
+    """Lists the sequences of items, which are sequences or lists of them."""
+    return [sequence for item in items for sequence in (item if isinstance(item, list) else [item])]
+
+
+class Items(torch.utils.data.Dataset):
+    """What an epoch is made of: sequences, or lists of sequences that share a row or a batch."""
+
+    lengths: np.ndarray
+    """Tokens of each."""
+
+    @property
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of the shortest and of the longest sequence of each."""
+        return self.lengths, self.lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitems__(self, indices: Iterable[int]) -> list[Any]:
+        """Several at once, as torch's loader asks for them."""
+        return [self[index] for index in indices]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Number of items, and a digest of their lengths and of tokens, labels and weights of some evenly spread over
+        them.
+        """
+        content = hashlib.sha256(np.asarray(self.lengths, np.int64).tobytes())
+        for sequence in sequences_in(self[index] for index in range(0, len(self), max(1, len(self) // 1000))):
+            content.update(sequence["input_ids"].tobytes())
+            content.update(sequence["labels"].tobytes())
+            content.update(sequence["weights"].tobytes() if "weights" in sequence else b"")
+        return {"sequences of data": len(self), "content of data": content.hexdigest()[:16]}
+
+
+@dataclass(eq=False, repr=False)
+class Sequences(Items):
+    """N sequences, read when asked for."""
+
+    stores: list[Store]
+    places: np.ndarray
+    """[N], which of `stores` each is in; from `starts` [N] to `ends` [N] there."""
+    starts: np.ndarray
+    ends: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[N] tokens."""
+        return self.ends - self.starts
+
+    def __len__(self) -> int:
+        return len(self.places)  # without `lengths`, which takes a pass over all: it is asked for with each item
+
+    def __getitem__(self, index: int) -> Sequence:
+        store, span = self.stores[self.places[index]], slice(self.starts[index], self.ends[index])
+        return sequence(store.tokens[span], store.trained[span], None if store.weights is None else store.weights[span])
+
+
+class PackedRows(Items):
+    """Items that are lists of sequences: those of a packed row, or of a batch within a token budget."""
+
+    def __init__(self, sequences: Sequences, groups: list[np.ndarray]):
+        self.sequences, self.groups = sequences, groups
+        self.lengths = np.array([sequences.lengths[group].sum() for group in groups])
+
+    @property
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        lengths = self.sequences.lengths
+        return tuple(np.array([bound(lengths[group]) for group in self.groups]) for bound in (np.min, np.max))
+
+    def __getitem__(self, index: int) -> list[Sequence]:
+        return [self.sequences[i] for i in self.groups[index]]
+
+
+def sequences_of(stores: list[Store], *, seq_len: int, keep_documents: bool) -> Sequences:
+    """Makes all sequences of `stores`, in order.
+
+    Args:
+        seq_len: text is laid end to end and cut into windows of so many tokens.
+        keep_documents: a text is a sequence of its own, cut only where it is longer (for packing).
+    """
+    parts = []
+    for place, store in enumerate(stores):
+        if store.is_text:
+            ends = store.ends if keep_documents else np.array([len(store.tokens)])
+            starts, ends = cut(ends, seq_len)
+        else:
+            starts, ends = np.concatenate([np.zeros(1, np.int64), store.ends])[: len(store.ends)], store.ends
+        parts.append((np.full(len(starts), place, np.int16), starts, ends))
+    return Sequences(stores, *(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+def cut(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts documents that end at `ends` into pieces of at most `length` tokens, as (starts, ends)."""
+    begins = np.concatenate([np.zeros(1, np.int64), ends])[: len(ends)]
+    pieces = -(-(ends - begins) // length)
+    within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = np.repeat(begins, pieces) + within * length
+    return starts, np.minimum(starts + length, np.repeat(ends, pieces))
+
+
+def mix(sequences: Sequences, weights: list[float], *, seed: int) -> tuple[Sequences, list[float]]:
+    """Draws as many sequences as there are, of each source its share by weight.
+
+    Each source is drawn without repetition until it is used up, then from its beginning again.
+
+    Returns:
+        (sequences, epochs per source).
+    """
+    total, share = len(sequences), np.array(weights) / sum(weights)
+    generator = np.random.default_rng(seed)
+    drawn, epochs = [], []
+    for place, part in enumerate(share):
+        indices = np.flatnonzero(sequences.places == place)
+        wanted = round(total * part)
+        rounds = [generator.permutation(indices) for _ in range(-(-wanted // len(indices)))]
+        drawn.append(np.sort(np.concatenate([indices[:0], *rounds])[:wanted], kind="stable"))
+        epochs.append(wanted / len(indices))
+    chosen = np.concatenate(drawn)
+    columns = (column[chosen] for column in (sequences.places, sequences.starts, sequences.ends))
+    return Sequences(sequences.stores, *columns), epochs
+
+
+def describe_counts(counts: dict[str, Any]) -> str:
+    """Writes counts as a sentence's end, without those that are 0."""
+    words = []
+    for name, value in counts.items():
+        text = name.replace("_", " ")
+        if isinstance(value, list | float):
+            words.append(f"{text} {describe_value(value)}")
+        elif value:
+            share = f" ({value / counts['rows']:.1%})" if name == "dropped_long" and counts.get("rows") else ""
+            words.append(f"{describe_value(value)} {text}{share}")
+    return ", ".join(words)
+
+
+def describe_value(value: int | float | list[float]) -> str:
+    """Writes a count, a share or the epochs per source."""
+    if isinstance(value, list):
+        return ", ".join(f"{number:.3g}" for number in value)
+    return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
+
+
+def count(sequences: Sequences, stores: list[Store], *, epochs: list[float] | None = None) -> dict[str, Any]:
+    """Counts all sources together for run.json, and the epochs per source where they are mixed."""
+    names = stores[0].counts.keys()
+    counts: dict[str, Any] = {name: sum(store.counts[name] for store in stores) for name in names}
+    counts["sequences"] = len(sequences)
+    if epochs is None:  # the first token of each window of text is context only
+        counts["trained_tokens"] -= sum(
+            int((sequences.places == place).sum()) for place, store in enumerate(stores) if store.is_text
+        )
+    else:
+        counts["passes"] = [round(number, 4) for number in epochs]
+    return counts
+
+
+# Order
+
+
 GROUPED_STEPS = 50
 """Sequences of like length are looked for among those of so many steps, as transformers' own LengthGroupedSampler does
 (trainer_pt_utils.py).
 """
-
-
-class LengthGrouping(Enum):
-    """Which sequences of like length go together."""
-
-    NONE = "none"
-    IN_ORDER = "in order"
-    """Not even drawn: every epoch takes the items as they stand in the data."""
-    WITHIN_STEP = "within step"
-    """Batches of a step are of like length; the step holds the same items as without."""
-    ACROSS_STEPS = "across steps"
-    """Steps are of like length, beginning with the longest: that pads least, but makes steps that differ."""
 
 
 class PaddedToFullSteps(Items):
@@ -69,6 +230,10 @@ class EpochSampler(torch.utils.data.Sampler):
     """Yields a permutation of the items for each epoch, then the blank ones.
 
     Args:
+        strategy: train_sampling_strategy. By default ("batch_rebalance") batches of a step are of like length, and the
+            step holds the same items as with "random". "group_by_length": steps are of like length, beginning with the
+            longest, which pads least, but makes steps that differ. "sequential": every epoch takes the items as they
+            stand in the data.
         step: the optimizer steps already done; asked at the beginning of each epoch, also of one that is resumed in its
             middle.
         drop_last: leave out what does not fill a step.
@@ -81,9 +246,9 @@ class EpochSampler(torch.utils.data.Sampler):
         seed: int,
         step: Callable[[], int],
         drop_last: bool = False,
-        grouping: LengthGrouping = LengthGrouping.NONE,
+        strategy: str = "random",
     ):
-        self.data, self.seed, self.step, self.grouping = data, seed, step, grouping
+        self.data, self.seed, self.step, self.strategy = data, seed, step, strategy
         self.number = len(data.items) // data.per_step * data.per_step if drop_last else len(data)
 
     def __len__(self) -> int:
@@ -103,11 +268,11 @@ class EpochSampler(torch.utils.data.Sampler):
             groups = [real[start : start + size] for start in range(0, len(real), size)]
             return np.concatenate([group[np.argsort(-lengths[group], kind="stable")] for group in groups or [real]])
 
-        if self.grouping is LengthGrouping.IN_ORDER:
+        if self.strategy == "sequential":
             real = np.arange(len(real))
-        elif self.grouping is LengthGrouping.WITHIN_STEP:
+        elif self.strategy == "batch_rebalance":
             real = longest_first(per_step)
-        elif self.grouping is LengthGrouping.ACROSS_STEPS:
+        elif self.strategy == "group_by_length":
             by_length = longest_first(GROUPED_STEPS * per_step)
             num_full = len(by_length) // per_step
             rest = by_length[num_full * per_step :]
@@ -120,10 +285,28 @@ class EpochSampler(torch.utils.data.Sampler):
         return [*real.tolist(), *range(len(real), len(self.data))][: self.number]
 
 
+def num_mixed(order: list[int], items: Items, batch: int, rules: RowRules) -> int:
+    """Counts the batches of `batch` items that follow in `order` and hold sequences that may not share one."""
+    shortest, longest = (bounds[order].reshape(-1, batch) for bounds in items.bounds)
+    shortest = np.where(shortest, shortest, longest.max(1, keepdims=True))  # blank ones train nothing
+    return int((rules.sides(shortest.min(1)) != rules.sides(longest.max(1))).sum())
+
+
+def padding_share(order: list[int], lengths: np.ndarray, batch: int) -> float:
+    """Returns the share of computed positions without a token, in batches of `batch` items that follow in `order`."""
+    lengths_of_batches = lengths[order].reshape(-1, batch)
+    widths = padded_width(np.maximum(lengths_of_batches.max(1), 1))
+    return float(1 - lengths_of_batches.sum() / (widths * batch).sum())
+
+
+# Streams
+
+
 PACKED_AT_ONCE = 1000
 """Sequences among which those that share rows are looked for."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Stream(torch.utils.data.IterableDataset):
     """Sequences, or packed rows of them, of sources that are tokenised while training; nothing is kept.
 
@@ -135,21 +318,15 @@ class Stream(torch.utils.data.IterableDataset):
     # Mixing and shuffling are done here: `datasets.interleave_datasets` reads the first five rows of each source once
     # more to infer columns, so that the counts of what was read would be wrong, and it turns arrays into lists.
 
-    def __init__(
-        self,
-        sources: list[FormattedSource],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        seq_len: int,
-        pack: bool,
-        weights: list[float],
-        seed: int,
-        shuffle_buffer: int,
-    ):
-        self.sources, self.tokenizer, self.seq_len, self.pack = sources, tokenizer, seq_len, pack
-        self.weights, self.seed, self.shuffle_buffer = weights, seed, shuffle_buffer
-        self.counts: Counter = Counter()
-        """As of prepared data, of what this process has read so far."""
+    sources: list[FormattedSource]
+    tokenizer: PreTrainedTokenizerBase
+    seq_len: int
+    pack: bool
+    weights: list[float]
+    seed: int
+    shuffle_buffer: int
+    counts: Counter = field(default_factory=Counter)
+    """As of prepared data, of what this process has read so far."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -176,13 +353,9 @@ class Stream(torch.utils.data.IterableDataset):
             yield from ([waiting[index] for index in row] for row in full)
             waiting = [waiting[index] for index in emptiest]
 
-    def may_mix(self, batch: int) -> bool:
-        """Tell whether batches of `batch` items may hold sequences of several lengths."""
-        return self.pack or (batch > 1 and not all(formatted.rules.is_text for formatted in self.sources))
-
     def _shuffled(self) -> Iterator[Sequence]:
         """Draws each time one of the next `shuffle_buffer` sequences, each of a source drawn by weight."""
-        parts = [self._sequences(each.source, each.rules) for each in self.sources]
+        parts = [self._sequences(each) for each in self.sources]
         share = np.array(self.weights or [1.0] * len(parts))
         of_sources, of_buffer = np.random.default_rng(self.seed), np.random.default_rng(self.seed)
 
@@ -195,25 +368,24 @@ class Stream(torch.utils.data.IterableDataset):
             yield buffer[index]
             buffer[index] = draw()
 
-    def _sequences(self, source: Source, rules: FormatRules) -> Iterator[Sequence]:
+    def _sequences(self, formatted: FormattedSource) -> Iterator[Sequence]:
         """Yields the sequences of a source, again from its beginning at its end."""
-        rest = np.zeros(0, np.int32)
+        source, rest = formatted.source, np.zeros(0, np.int32)
         while True:
             before = self.counts["tokens"]
             for batch in source.batches():
-                tokens = tokenise(batch, rules, self.tokenizer)
+                tokens = tokenise(batch, formatted.rules, self.tokenizer)
                 self.counts += tokens.counts
                 self.counts += Counter(tokens=len(tokens.ids), trained_tokens=int(tokens.trained.sum()))
-                if rules.is_text:
-                    ids, trained = np.concatenate([rest, tokens.ids]), np.ones(len(rest) + len(tokens.ids), bool)
+                ids, trained, spans = tokens.ids, tokens.trained, list(pairwise([0, *tokens.ends]))
+                if formatted.rules.is_text:
+                    ids, trained = np.concatenate([rest, ids]), np.ones(len(rest) + len(ids), bool)
                     # With packing it is cut into its documents, which may share a row; else it is laid end to end.
                     complete = tokens.ends + len(rest) if self.pack else np.zeros(0, np.int64)
                     spans = list(zip(*(bounds.tolist() for bounds in cut(complete, self.seq_len)), strict=True))
                     starts = range(spans[-1][1] if spans else 0, len(ids) - self.seq_len + 1, self.seq_len)
                     spans += [(start, start + self.seq_len) for start in starts]
                     rest = ids[spans[-1][1] if spans else 0 :]
-                else:
-                    ids, trained, spans = tokens.ids, tokens.trained, pairwise([0, *tokens.ends])
                 weights = tokens.weights
                 yield from (
                     sequence(ids[start:end], trained[start:end], None if weights is None else weights[start:end])
@@ -224,40 +396,38 @@ class Stream(torch.utils.data.IterableDataset):
                 raise UserError(f"{source.key}: {source.name} gives no token to train on ({counts})")
 
 
-def num_mixed(order: list[int], items: Items, batch: int, rules: RowRules) -> int:
-    """Counts the batches of `batch` items that follow in `order` and hold sequences that may not share one."""
-    shortest, longest = (bounds[order].reshape(-1, batch) for bounds in items.bounds)
-    shortest = np.where(shortest, shortest, longest.max(1, keepdims=True))  # blank ones train nothing
-    return int((rules.sides(shortest.min(1)) != rules.sides(longest.max(1))).sum())
+# Tensors
 
 
-def padding_share(order: list[int], lengths: np.ndarray, batch: int) -> float:
-    """Returns the share of computed positions without a token, in batches of `batch` items that follow in `order`."""
-    lengths_of_batches = lengths[order].reshape(-1, batch)
-    widths = padded_width(np.maximum(lengths_of_batches.max(1), 1))
-    return float(1 - lengths_of_batches.sum() / (widths * batch).sum())
+def _rows(groups: list[list[Sequence]], width: int, pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Lays each group of sequences end to end in a row of `width` tokens.
 
-
-def count_tokens(sequences: list[Sequence], *, positions: int) -> torch.Tensor:
-    """Counts the tokens of a batch, [3]: without padding and blank sequences, those trained, computed positions."""
-    tokens = sum(len(sequence["input_ids"]) for sequence in sequences if sequence is not BLANK)
-    trained = sum(np.count_nonzero(np.asarray(sequence["labels"]) != IGNORED) for sequence in sequences)
-    return torch.tensor([tokens, trained, positions])
-
-
-def weights_in(groups: list[list[Sequence]], shape: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Returns weights [B, T] of rows that each hold a group of sequences end to end; nothing where none has any."""
-    if not any("weights" in sequence for group in groups for sequence in group):
-        return {}
-    weights_BT = torch.ones(shape)
+    Returns input_ids and labels, [B, T]; weights, [B, T], where any sequence has them; num_tokens, [3]: without padding
+    and blank sequences, those trained, computed positions.
+    """
+    shape = (len(groups), width)
+    ids_BT = torch.full(shape, pad_token_id, dtype=torch.long)
+    labels_BT = torch.full(shape, IGNORED, dtype=torch.long)
+    weights_BT, num_tokens = torch.ones(shape), 0
     for row, group in enumerate(groups):
-        ends = np.cumsum([len(sequence["labels"]) for sequence in group])
-        for row_part, end in zip(group, ends, strict=True):
-            if "weights" in row_part:
-                weights_BT[row, end - len(row_part["labels"]) : end] = torch.as_tensor(row_part["weights"])
-    return {"weights": weights_BT}
+        end = 0
+        for each in group:
+            start, end = end, end + len(each["input_ids"])
+            ids_BT[row, start:end] = torch.as_tensor(each["input_ids"])
+            labels_BT[row, start:end] = torch.as_tensor(each["labels"])
+            if "weights" in each:
+                weights_BT[row, start:end] = torch.as_tensor(each["weights"])
+            num_tokens += 0 if each is BLANK else end - start
+    has_weights = any("weights" in each for group in groups for each in group)
+    return {
+        "input_ids": ids_BT,
+        "labels": labels_BT,
+        **({"weights": weights_BT} if has_weights else {}),
+        "num_tokens": torch.tensor([num_tokens, int((labels_BT != IGNORED).sum()), ids_BT.numel()]),
+    }
 
 
+@dataclass(eq=False)
 class Collator:
     """Pads sequences on the right to the longest, rounded up to a multiple of 8.
 
@@ -266,37 +436,27 @@ class Collator:
     Returns input_ids, attention_mask and labels of shape [batch, time]; padding has attention 0 and label -100, so the
     choice of the pad token changes no loss. num_tokens [3] is for the Trainer, not for the model; so are weights
     [batch, time], which are there where any sequence has them.
-
-    Args:
-        rules: with the lengths that padding does not go beyond.
-        masked: False leaves attention_mask out, for models in which no token sees the padding after it. A batch
-            without padding has none either: transformers would read it back from the GPU to see that it is of ones.
     """
 
-    def __init__(self, pad_token_id: int, rules: RowRules = NO_RULES, *, masked: bool = True):
-        self.pad_token_id, self.rules, self.masked = pad_token_id, rules, masked
+    pad_token_id: int
+    rules: RowRules = NO_RULES
+    """With the lengths that padding does not go beyond."""
+    masked: bool = True
+    """False leaves attention_mask out, for models in which no token sees the padding after it. A batch without padding
+    has none either: transformers would read it back from the GPU to see that it is of ones.
+    """
 
     def __call__(self, items: list[Sequence] | list[list[Sequence]]) -> dict[str, torch.Tensor]:
         sequences = sequences_in(items)
-        lengths = [len(sequence["input_ids"]) for sequence in sequences]
-        shape = (len(sequences), self.rules.width(max(lengths)))
-        ids_BT = torch.full(shape, self.pad_token_id, dtype=torch.long)
-        mask_BT = torch.zeros(shape, dtype=torch.long)
-        labels_BT = torch.full(shape, IGNORED, dtype=torch.long)
-        for row, (item, length) in enumerate(zip(sequences, lengths, strict=True)):
-            ids_BT[row, :length] = torch.as_tensor(item["input_ids"])
-            mask_BT[row, :length] = 1
-            labels_BT[row, :length] = torch.as_tensor(item["labels"])
-        mask = {"attention_mask": mask_BT} if self.masked and min(lengths) < shape[1] else {}
-        return {
-            "input_ids": ids_BT,
-            **mask,
-            "labels": labels_BT,
-            **weights_in([[sequence] for sequence in sequences], shape),
-            "num_tokens": count_tokens(sequences, positions=ids_BT.numel()),
-        }
+        lengths = torch.tensor([len(each["input_ids"]) for each in sequences])
+        width = self.rules.width(int(lengths.max()))
+        rows = _rows([[each] for each in sequences], width, self.pad_token_id)
+        is_masked = self.masked and lengths.min() < width
+        mask = {"attention_mask": (torch.arange(width) < lengths[:, None]).long()} if is_masked else {}
+        return {"input_ids": rows["input_ids"], **mask, **rows}
 
 
+@dataclass(eq=False)
 class PackedCollator:
     """Makes each group one row, its sequences end to end; the rest of a row is a sequence of its own.
 
@@ -307,36 +467,17 @@ class PackedCollator:
     weights are as of `Collator`.
     """
 
-    def __init__(self, pad_token_id: int, *, flash: bool):
-        self.pad_token_id, self.flash = pad_token_id, flash
+    pad_token_id: int
+    flash: bool
 
     def __call__(self, groups: list[list[Sequence]]) -> dict[str, Any]:
-        longest = padded_width(max(sum(len(sequence["input_ids"]) for sequence in group) for group in groups))
-        rows = [self._row(group, longest) for group in groups]
-        num_tokens = count_tokens(sequences_in(groups), positions=len(groups) * longest)
-        weights = weights_in(groups, (len(groups), longest))
+        lengths = [[len(each["input_ids"]) for each in group] for group in groups]
+        width = padded_width(max(map(sum, lengths)))
+        batch = _rows(groups, width, self.pad_token_id)
+        lengths = [[*row, width - sum(row)] if sum(row) < width else row for row in lengths]
         if self.flash:
-            lengths = [length for _, _, row_lengths in rows for length in row_lengths]
-            return {
-                "input_ids": torch.cat([ids for ids, _, _ in rows])[None],
-                "labels": torch.cat([labels for _, labels, _ in rows])[None],
-                **{name: weights_BT.view(1, -1) for name, weights_BT in weights.items()},
-                **positions(lengths, flash=True),
-                "num_tokens": num_tokens,
-            }
-        batch = {
-            "input_ids": torch.stack([ids for ids, _, _ in rows]),
-            "labels": torch.stack([labels for _, labels, _ in rows]),
-            **weights,
-            "num_tokens": num_tokens,
-        }
-        if any(len(lengths) > 1 for _, _, lengths in rows):
-            batch["position_ids"] = torch.cat([positions(lengths)["position_ids"] for _, _, lengths in rows])
+            num_tokens, bounds = batch.pop("num_tokens"), positions([*chain(*lengths)], flash=True)
+            return {name: each.view(1, -1) for name, each in batch.items()} | bounds | {"num_tokens": num_tokens}
+        if any(len(row) > 1 for row in lengths):
+            batch["position_ids"] = torch.cat([positions(row)["position_ids"] for row in lengths])
         return batch
-
-    def _row(self, group: list[Sequence], longest: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        lengths = [len(sequence["input_ids"]) for sequence in group]
-        rest = longest - sum(lengths)
-        ids = np.concatenate([*(sequence["input_ids"] for sequence in group), np.full(rest, self.pad_token_id)])
-        labels = np.concatenate([*(sequence["labels"] for sequence in group), np.full(rest, IGNORED)])
-        return torch.from_numpy(ids), torch.from_numpy(labels), [*lengths, rest] if rest else lengths

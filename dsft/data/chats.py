@@ -13,12 +13,13 @@ The exceptions follow the rule, each with its reason: templates that shorten ear
 ({% generation %}), leave reasoning out or parse the words of a message.
 """
 
+import json
 import re
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,7 +27,7 @@ from jinja2 import Environment, TemplateError, nodes
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from dsft.data.formats import Chat, FormatRules, Message, dump_arguments
+from dsft.data.formats import Chat, FormatRules, Message
 from dsft.models.chat_template import EXTENSIONS
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
@@ -44,7 +45,6 @@ _EMPTY_THINKING = re.compile(
     r"|<\|START_THINKING\|>\s*<\|END_THINKING\|>)\s*"
 )
 _BORDER = re.compile(r"[\s>\]]")
-_OPEN_THINKING = re.compile(r"<think>\s*$")
 _WAY_OUT = (
     "name a template that does with chat_template, take it out of the data, or set drop_unrendered: true, which leaves"
     " it out and counts such rows"
@@ -64,25 +64,12 @@ class Rendered:
     """Nothing in the text stops the model after the last span: the tokenizer's end token belongs there."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RenderedChat:
-    """What a chat becomes."""
-
-    sequences: list[Rendered]
-    """Of beginnings of the chat that end with an answer, and of the whole chat."""
-    notes: dict[str, str]
-    """rendered_apart, unrendered, empty_thinking -> what became of the chat."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Field:
-    """One text of a message."""
+class _Field(NamedTuple):
+    """One text of a message: content, reasoning, name or tool call, of `size` letters."""
 
     message: int
     kind: str
-    """content, reasoning, name or tool call."""
     size: int
-    """Its letters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,28 +94,59 @@ class _Place:
 
 def render_chat(
     chat: Chat, tokenizer: PreTrainedTokenizerBase, rules: FormatRules, *, template: str | None = None
-) -> RenderedChat:
+) -> tuple[list[Rendered], dict[str, str]]:
     """Renders a chat, and finds which of its characters are trained.
 
     Args:
         template: in place of the tokenizer's own.
 
+    Returns:
+        (sequences, of beginnings of the chat that end with an answer and of the whole chat; what became of the chat:
+        rendered_apart, unrendered, empty_thinking -> why).
+
     Raises:
         ValueError: where the template leaves out a part of the chat, or leaves open which text is an answer.
         jinja2.TemplateError: where it raises.
     """
-    return _Chat(chat, tokenizer, rules, template).rendered()
+    finder = _Finder(chat, tokenizer, rules, template or tokenizer.get_chat_template(tools=chat.tools or None))
+    length = len(chat.messages)
+    rendering = finder.rendering(length)
+    finder.check_rendered(rendering)
+    if rules.train_on == "all":
+        return [finder.all_trained(rendering)], finder.notes
+    sequences, wanted = [], finder.wanted
+    while wanted:
+        places = {turn: finder.place(turn, length, rendering) for turn in wanted}
+        here = {
+            turn: place
+            for turn, place in places.items()
+            # An evaluation scores the one rendering that there is (keep_all).
+            if place and (place.as_generated or (rules.keep_all and "content" not in place.missing))
+        }
+        if rules.keep_all or here:
+            sequences.append(finder.sequence(rendering, here, length))
+        elif length == wanted[-1] + 1:
+            sequences.append(finder.not_whole(wanted[-1], rendering, places[wanted[-1]]))
+            here = {wanted[-1]: places[wanted[-1]]}
+        if rules.train_thinking != "all" and any(place.empty_thinking for place in here.values()):
+            finder.notes["empty_thinking"] = "an empty think block is rendered and not trained"
+        wanted = [] if rules.keep_all else [turn for turn in wanted if turn not in here]
+        if wanted:  # the template renders them otherwise once the chat goes on
+            length = wanted[-1] + 1
+            rendering = finder.rendering(length)
+    sequences = sequences or [finder.sequence(rendering, {}, length)]
+    if len(sequences) > 1:
+        finder.notes["rendered_apart"] = (
+            f"{len(sequences)} sequences: the chat template renders answers otherwise once the chat goes on"
+        )
+    return sequences[::-1], finder.notes
 
 
 class _Rendering:
     """A text, and where the letters of each field of the chat stand in it."""
 
     def __init__(self, marked: str, fields: list[_Field], text: str = ""):
-        """
-        Args:
-            marked: rendered with the letters of fields replaced.
-            text: rendered without; only their beginnings are looked at where there is none.
-        """
+        # `marked` has the letters of fields replaced, `text` not; where there is none, only beginnings are looked at.
         self.marked, self.text, self.fields = marked, text or marked, fields
         codes = _codes(marked)
         is_mark = codes >= _MARK
@@ -142,10 +160,10 @@ class _Rendering:
         """Where the letters of a field stand; only those of the first copy, where a template repeats it."""
         return self.marks[self.owners == index][: self.fields[index].size]
 
-    def next_mark(self, position: int) -> int:
-        """The next letter of any field after `position`, or the end of the text."""
+    def after(self, position: int) -> str:
+        """What stands between `position` and the next letter of any field, or the end of the text."""
         later = self.marks[np.searchsorted(self.marks, position, side="right") :]
-        return int(later[0]) if len(later) else len(self.marked)
+        return self.marked[position + 1 : int(later[0]) if len(later) else len(self.marked)]
 
     @property
     def tail(self) -> str:
@@ -153,76 +171,26 @@ class _Rendering:
         return self.marked[int(self.marks[-1]) + 1 if len(self.marks) else 0 :]
 
 
-class _Chat:
-    """A chat and all renderings of it that are looked at."""
+class _Finder:
+    """Finds the answers of a chat in its renderings."""
 
-    def __init__(self, chat: Chat, tokenizer: PreTrainedTokenizerBase, rules: FormatRules, template: str | None = None):
-        self.tokenizer, self.rules, self.tools, self.answers_from = tokenizer, rules, chat.tools, chat.answers_from
-        self.template = template or tokenizer.get_chat_template(tools=chat.tools or None)
-        self.forms = _find_forms(tokenizer, self.template)
+    def __init__(self, chat: Chat, tokenizer: PreTrainedTokenizerBase, rules: FormatRules, template: str):
+        self.tokenizer, self.rules, self.tools, self.template = tokenizer, rules, chat.tools, template
+        known = _forms_of.setdefault(tokenizer, {})
+        key = (template, len(tokenizer))
+        self.forms = known.get(key) or known.setdefault(key, _Forms(tokenizer, template))
         self.source = chat.messages
+        self.weights = [message.get("weight", 1) for message in chat.messages]
+        answers = [turn for turn, message in enumerate(self.source) if message["role"] == "assistant"]
+        answers = [turn for turn in answers if turn >= chat.answers_from]
+        answers = answers[-1:] if rules.train_on == "last" else answers
+        self.wanted = [turn for turn in answers if self.weights[turn]]
+        """The turns that are trained."""
         self.notes: dict[str, str] = {}
         self.fields, self.marked = _mark(chat.messages)
         # Turn -> the marked rendering that ends with it, and the end of the generation prompt before it.
         self.alone: dict[int, _Rendering] = {}
         self.prompts: dict[int, str] = {}
-
-    def rendered(self) -> RenderedChat:
-        answers = [
-            turn
-            for turn, message in enumerate(self.source)
-            if message["role"] == "assistant" and turn >= self.answers_from
-        ]
-        wanted = answers[-1:] if self.rules.train_on == "last" else answers
-        wanted = [turn for turn in wanted if self._weight(turn)]
-        self.last_wanted = wanted[-1] if wanted else None
-        length = len(self.source)
-        rendering = self._rendering(length)
-        self._check_rendered(rendering, wanted)
-        if self.rules.train_on == "all":
-            return RenderedChat(sequences=[self._all_trained(rendering)], notes=self.notes)
-        sequences = []
-        while wanted:
-            places = {turn: self._place(turn, length, rendering) for turn in wanted}
-            here = {
-                turn: place
-                for turn, place in places.items()
-                # An evaluation scores the one rendering that there is (keep_all).
-                if place and (place.as_generated or (self.rules.keep_all and "content" not in place.missing))
-            }
-            if self.rules.keep_all or here:
-                sequences.append(self._sequence(rendering, here, length))
-            elif length == wanted[-1] + 1:
-                sequences.append(self._not_whole(wanted[-1], rendering, places[wanted[-1]]))
-                here = {wanted[-1]: places[wanted[-1]]}
-            if self.rules.train_thinking != "all" and any(place.empty_thinking for place in here.values()):
-                self.notes["empty_thinking"] = "an empty think block is rendered and not trained"
-            wanted = [] if self.rules.keep_all else [turn for turn in wanted if turn not in here]
-            if wanted:  # the template renders them otherwise once the chat goes on
-                length = wanted[-1] + 1
-                rendering = self._rendering(length)
-        sequences = sequences or [self._sequence(rendering, {}, length)]
-        if len(sequences) > 1:
-            self.notes["rendered_apart"] = (
-                f"{len(sequences)} sequences: the chat template renders answers otherwise once the chat goes on"
-            )
-        return RenderedChat(sequences=sequences[::-1], notes=self.notes)
-
-    def _weight(self, turn: int) -> float:
-        return self.source[turn].get("weight", 1)
-
-    def _sequence(self, rendering: _Rendering, places: dict[int, _Place], length: int) -> Rendered:
-        """The rendering of the first `length` messages, with the answers at `places` trained."""
-        text, spans, weights, ends_open = rendering.text, [], [], False
-        spans_of = {turn: [(place.start, place.end)] for turn, place in places.items()}
-        if places and self.rules.train_on != "all" and _GENERATION.search(self.template):
-            spans_of = self._marked_as_generated(places, length)
-        for turn, place in places.items():
-            spans += spans_of[turn]
-            weights += [self._weight(turn)] * len(spans_of[turn])
-            if place.ends_open and turn == length - 1:  # what follows is no answer's: white space, say
-                text, ends_open = text[: place.end], True
-        return Rendered(text=text, spans=spans, weights=weights, ends_open=ends_open)
 
     # Rendering
 
@@ -237,12 +205,8 @@ class _Chat:
             **({"tools": self.tools} if self.tools and tools else {}),
         )[0]
 
-    def _rendering(self, length: int) -> _Rendering:
-        """Renders the first messages, and checks that the marked text differs from theirs in letters alone.
-
-        Raises:
-            ValueError: where the template looks into the words.
-        """
+    def rendering(self, length: int) -> _Rendering:
+        """Renders the first messages, and checks that the marked text differs from theirs in letters alone."""
         text = self._render(self.source[:length])
         # A template that compares words of a message with its own renders it otherwise without them: these stay then.
         for kept in ((), _constants(self.template)):
@@ -273,7 +237,7 @@ class _Chat:
 
     # The rule: where an answer begins and ends
 
-    def _place(self, turn: int, length: int, rendering: _Rendering) -> _Place | None:
+    def place(self, turn: int, length: int, rendering: _Rendering) -> _Place | None:
         """Finds an answer in the rendering of the first `length` messages; None where nothing of it is there."""
         place = self._begin(turn, rendering)
         if place is None:
@@ -283,9 +247,7 @@ class _Chat:
         in_alone = place if is_last else self._begin(turn, alone)
         # What follows the last letter where the chat ends with the answer, and where it goes on; both end the turn.
         tail = alone.marked[in_alone.last + 1 :] if in_alone else ""
-        follows = (
-            self._followed(turn) if is_last else rendering.marked[place.last + 1 : rendering.next_mark(place.last)]
-        )
+        follows = self._followed(turn) if is_last else rendering.after(place.last)
         same = _common(tail, follows)
         special, added = self.forms.special, self.forms.added
         ends_open = False
@@ -311,16 +273,11 @@ class _Chat:
     def _begin(self, turn: int, rendering: _Rendering) -> _Place | None:
         """Finds where an answer begins, and its last letter."""
         how = self.rules.train_thinking
-        trains_thinking = how in ("auto", "all") or (how == "last" and turn == self.last_wanted)
+        trains_thinking = how in ("auto", "all") or (how == "last" and self.wanted[-1:] == [turn])
         kinds = {index: field.kind for index, field in enumerate(self.fields) if field.message == turn}
         at = {index: rendering.of(index) for index in kinds}
-        missing = tuple(
-            dict.fromkeys(
-                kind
-                for index, kind in kinds.items()
-                if len(at[index]) < self.fields[index].size and (trains_thinking or kind != "reasoning")
-            )
-        )
+        cut = [kind for index, kind in kinds.items() if len(at[index]) < self.fields[index].size]
+        missing = tuple(dict.fromkeys(kind for kind in cut if trains_thinking or kind != "reasoning"))
         answer = [index for index, kind in kinds.items() if len(at[index]) and kind != "reasoning"]
         thought = [index for index, kind in kinds.items() if len(at[index]) and kind == "reasoning"]
         if not answer and not (thought and not missing):
@@ -388,12 +345,46 @@ class _Chat:
                 continue
             of_turn = [rendering.of(index) for index, field in enumerate(fields) if field.message == turn]
             if last := max((int(letters.max()) for letters in of_turn if len(letters)), default=0):
-                return rendering.marked[last + 1 : rendering.next_mark(last)]
+                return rendering.after(last)
         return self._alone(turn).tail
+
+    def sequence(self, rendering: _Rendering, places: dict[int, _Place], length: int) -> Rendered:
+        """The rendering of the first `length` messages, with the answers at `places` trained.
+
+        Where the template marks answers with {% generation %}, that is trained, the last stretch of it up to what ends
+        the answer.
+        """
+        text, spans, weights, ends_open, stretches = rendering.text, [], [], False, None
+        if places and self.rules.train_on != "all" and _GENERATION.search(self.template):
+            # Only the stretches are taken from transformers: its mask of tokens loses turns where a tokenizer trims
+            # offsets.
+            _, (stretches,) = render_jinja_template(
+                [[_in_form(message, self.forms) for message in self.source[:length]]],
+                tools=self.tools or None,
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
+        for turn, place in places.items():
+            inside = [(place.start, place.end)]
+            if stretches is not None:
+                of_answer = [(a, b) for a, b in stretches if a <= place.last and b > place.begins and b > a]
+                if not of_answer:
+                    raise ValueError(
+                        f"message {turn + 1}: the chat template marks other text as generated, and nothing of this"
+                        " answer"
+                    )
+                inside = [(max(start, place.start), end) for start, end in of_answer if end > place.start]  # no prompt
+                inside[-1] = (inside[-1][0], max(place.end, place.last + 1))
+            spans += inside
+            weights += [self.weights[turn]] * len(inside)
+            if place.ends_open and turn == length - 1:  # what follows is no answer's: white space, say
+                text, ends_open = text[: place.end], True
+        return Rendered(text=text, spans=spans, weights=weights, ends_open=ends_open)
 
     # The exceptions
 
-    def _check_rendered(self, rendering: _Rendering, wanted: list[int]) -> None:
+    def check_rendered(self, rendering: _Rendering) -> None:
         """Raises, or counts, where the template leaves out a part of the chat.
 
         An assistant's turn that is not trained must stand in a rendering that ends with it: from there on, it is the
@@ -408,7 +399,7 @@ class _Chat:
                 pass  # it needs them: they are rendered
         all_there = self.rules.train_on == "all"
         for index, field in enumerate(self.fields):
-            is_looked_for_later = field.message in wanted and not all_there and not self.rules.keep_all
+            is_looked_for_later = field.message in self.wanted and not all_there and not self.rules.keep_all
             if is_looked_for_later or (field.kind == "reasoning" and not all_there):
                 continue
             is_there = len(rendering.of(index)) >= field.size
@@ -427,40 +418,35 @@ class _Chat:
             f" {' and '.join(kinds)}"
         )
 
-    def _not_whole(self, turn: int, rendering: _Rendering, place: _Place | None) -> Rendered:
+    def not_whole(self, turn: int, rendering: _Rendering, place: _Place | None) -> Rendered:
         """Makes the sequence of an answer that the template does not render whole where it is the last message.
 
         Where only reasoning is missing and the generation prompt opens it with <think>, the answer is what the model
         would generate after that prompt. Else it is trained without what is missing, if that is asked for.
-
-        Raises:
-            ValueError: naming what is missing.
         """
         kinds = dict.fromkeys(field.kind for field in self.fields if field.message == turn)
         missing = place.missing if place else tuple(kinds)
         prompt = self._render(self.source[:turn], prompt=True) if place and missing == ("reasoning",) else ""
-        if _OPEN_THINKING.search(prompt):
+        if re.search(r"<think>\s*$", prompt):
             message = self.source[turn]
             # Reasoning may stand at the beginning of the content.
             thought = message.get("reasoning_content") or (
                 message["content"].split("</think>", 1)[0].replace("<think>", "", 1)
             )
             content = next(
-                index
-                for index, field in enumerate(self.fields)
-                if field.message == turn and field.kind == "content" and field.size
+                index for index, (of, kind, size) in enumerate(self.fields) if (of, kind) == (turn, "content") and size
             )
             start = self._content_start(turn, rendering, int(rendering.of(content).min()))
             text = f"{prompt}{thought.strip()}\n</think>\n\n{rendering.text[start : place.end]}"
             return Rendered(
                 text=text if place.ends_open else text + rendering.text[place.end :],
                 spans=[(len(prompt), len(text))],
-                weights=[self._weight(turn)],
+                weights=[self.weights[turn]],
                 ends_open=place.ends_open,
             )
         if place and missing and self.rules.drop_unrendered and "content" not in missing:
             self.notes["unrendered"] = self._not_rendered(turn, *missing)
-            return self._sequence(rendering, {turn: place}, turn + 1)
+            return self.sequence(rendering, {turn: place}, turn + 1)
         if missing:
             raise ValueError(f"{self._not_rendered(turn, *missing)}; {_WAY_OUT}")
         raise ValueError(
@@ -469,19 +455,16 @@ class _Chat:
             " completion columns"
         )
 
-    def _all_trained(self, rendering: _Rendering) -> Rendered:
+    def all_trained(self, rendering: _Rendering) -> Rendered:
         """Makes the sequence of which all tokens are trained (train_on: all).
 
         The last message is still looked for, since it may end open, and so are answers of another weight.
-
-        Raises:
-            ValueError: where a message that is no answer has another weight, or the answer is not there.
         """
         places, length = {}, len(self.source)
         for turn, message in enumerate(self.source):
-            role, weight = message["role"], self._weight(turn)
+            role, weight = message["role"], self.weights[turn]
             if role == "assistant" and (weight != 1 or turn == length - 1):
-                place = self._place(turn, length, rendering)
+                place = self.place(turn, length, rendering)
                 if place is None and weight != 1:
                     raise ValueError(f"{self._not_rendered(turn, 'content')}, which has the weight {weight:g}")
                 places |= {turn: place} if place else {}
@@ -490,43 +473,10 @@ class _Chat:
                     f"message {turn + 1} ({role}) has the weight {weight:g}, and train_on: all trains it; only turns of"
                     " an assistant can have a weight"
                 )
-        answers = self._sequence(rendering, places, length)
-        all_of_it, is_weighted = (0, len(answers.text)), any(weight != 1 for weight in answers.weights)
-        return replace(
-            answers,
-            spans=[all_of_it, *(answers.spans if is_weighted else [])],
-            weights=[1, *(answers.weights if is_weighted else [])],
-        )
-
-    def _marked_as_generated(self, places: dict[int, _Place], length: int) -> dict[int, list[tuple[int, int]]]:
-        """Returns what {% generation %} marks of each answer, the last stretch up to what ends it.
-
-        Only the stretches are taken from transformers: its mask of tokens loses turns where a tokenizer trims offsets.
-
-        Raises:
-            ValueError: where other text is marked.
-        """
-        _, stretches = render_jinja_template(
-            [[_in_form(message, self.forms) for message in self.source[:length]]],
-            tools=self.tools or None,
-            chat_template=self.template,
-            return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
-        )
-        spans = {}
-        for turn, place in places.items():
-            inside = [
-                (start, end)
-                for start, end in stretches[0]
-                if start <= place.last and end > place.begins and end > start
-            ]
-            if not inside:
-                raise ValueError(
-                    f"message {turn + 1}: the chat template marks other text as generated, and nothing of this answer"
-                )
-            inside = [(max(start, place.start), end) for start, end in inside if end > place.start]  # no prompt
-            spans[turn] = [*inside[:-1], (inside[-1][0], max(place.end, place.last + 1))]
-        return spans
+        answers = self.sequence(rendering, places, length)
+        is_weighted = any(weight != 1 for weight in answers.weights)
+        spans, weights = (answers.spans, answers.weights) if is_weighted else ([], [])
+        return replace(answers, spans=[(0, len(answers.text)), *spans], weights=[1, *weights])
 
 
 def _codes(text: str) -> np.ndarray:
@@ -599,17 +549,35 @@ def _mark(messages: list[Message], *, kept: tuple[str, ...] = ()) -> tuple[list[
 # What a template takes
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Forms:
-    """How a template takes messages, and the tokens it can end them with."""
+    """How a template takes messages, found by rendering small ones, and the tokens it can end them with."""
 
-    parts: bool
-    """Content as a list of parts; else as text."""
-    json_arguments: bool
-    """Arguments of a call as JSON text; else as an object."""
-    special: re.Pattern
-    added: re.Pattern
-    """Special tokens of the tokenizer as they stand in a text, and all that were added to its vocabulary."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str):
+        def renders(word: str, question: Any, answer: dict[str, Any]) -> bool:
+            messages = [{"role": "user", "content": question}, {"role": "assistant"} | answer]
+            try:
+                return word in tokenizer.apply_chat_template([messages], chat_template=template, tokenize=False)[0]
+            except TEMPLATE_ERRORS:
+                return False
+
+        def calling(arguments: Any) -> dict[str, Any]:
+            function = {"name": "lookup", "arguments": arguments}
+            return {"content": "", "tool_calls": [{"type": "function", "id": "call00001", "function": function}]}
+
+        def any_of(texts: set[str]) -> re.Pattern:
+            longest_first = sorted(filter(None, texts), key=len, reverse=True)
+            return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+        text, parts = "question", [{"type": "text", "text": "question"}]
+        self.parts = not renders(text, text, {"content": text}) and renders(text, parts, {"content": parts})
+        """Content as a list of parts; else as text."""
+        as_object, as_json = calling({"key": "value"}), calling('{"key": "value"}')
+        self.json_arguments = not renders("lookup", "q", as_object) and renders("lookup", "q", as_json)
+        """Arguments of a call as JSON text; else as an object."""
+        added = tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
+        self.special, self.added = any_of(special), any_of({token.content for token in added} | special)
+        """Special tokens of the tokenizer as they stand in a text, and all that were added to its vocabulary."""
 
 
 _forms_of: WeakKeyDictionary = WeakKeyDictionary()
@@ -621,50 +589,13 @@ def _in_form(message: Message, forms: _Forms) -> Message:
     message = {key: value for key, value in message.items() if key != "weight" and value is not None}
     if forms.parts and isinstance(message.get("content"), str):
         message["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else []
-    if forms.json_arguments and message.get("tool_calls"):
+    if forms.json_arguments and message.get("tool_calls"):  # as a server gives them
+        dumps = partial(json.dumps, ensure_ascii=False)
         message["tool_calls"] = [
-            call | {"function": call["function"] | {"arguments": dump_arguments(call["function"]["arguments"])}}
+            call | {"function": call["function"] | {"arguments": dumps(call["function"]["arguments"])}}
             for call in message["tool_calls"]
         ]
     return message
-
-
-def _find_forms(tokenizer: PreTrainedTokenizerBase, template: str) -> _Forms:
-    """Finds how a template takes messages, by rendering small ones; remembered for each tokenizer."""
-    known = _forms_of.setdefault(tokenizer, {})
-    key = (template, len(tokenizer))
-    if key in known:
-        return known[key]
-
-    def renders(word: str, *messages: Message) -> bool:
-        try:
-            text = tokenizer.apply_chat_template([list(messages)], chat_template=template, tokenize=False)[0]
-        except TEMPLATE_ERRORS:
-            return False
-        return word in text
-
-    def calling(arguments: Any) -> list[Message]:
-        function = {"name": "lookup", "arguments": arguments}
-        call = {"type": "function", "id": "call00001", "function": function}
-        return [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-
-    def any_of(texts: set[str]) -> re.Pattern:
-        longest_first = sorted(filter(None, texts), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-    parts = [{"type": "text", "text": "question"}]
-    text = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "question"}]
-    listed = [message | {"content": parts} for message in text]
-    added = tokenizer.added_tokens_decoder.values()
-    special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
-    known[key] = _Forms(
-        parts=not renders("question", *text) and renders("question", *listed),
-        json_arguments=not renders("lookup", *calling({"key": "value"}))
-        and renders("lookup", *calling('{"key": "value"}')),
-        special=any_of(special),
-        added=any_of({token.content for token in added} | special),
-    )
-    return known[key]
 
 
 @lru_cache

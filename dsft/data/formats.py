@@ -6,34 +6,18 @@ The forms are text, prompt with completion, and chat. A format is one value of F
 import json
 import string
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from dsft.config.options import DataFields
 from dsft.data.sources import Batch, HeldOut, Row, Source
 
-SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-}
+SHAREGPT_ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")}
 """Speakers in ShareGPT's form, as vicuna's data, OpenChat, Hermes and LLaMA-Factory name them, beside ROLES."""
 ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "ipython": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-    "function_call": "tool_call",
-    "tool_call": "tool_call",
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **dict.fromkeys(("function", "function_response", "ipython", "observation", "tool_response"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "tool_call"),
 }
 """Roles as OpenAI, LLaMA-Factory and ms-swift name them -> those of chat templates; the content of a tool_call is the
 call as JSON, which becomes `tool_calls` of the assistant's turn.
@@ -115,7 +99,7 @@ class Format:
     """(row, rules, whether the tokenizer can render chats) -> the row in its one form.
 
     Raises:
-        EmptyAnswer, ValueError: what is wrong with the row.
+        EmptyAnswer, ValueError: why the row cannot be used.
     """
     forms: Callable[[FormatRules], set[type]]
     """See FormatRules."""
@@ -134,53 +118,55 @@ class FormattedSource:
 
     def batches(self) -> Iterator[Batch]:
         """Reads the rows in order."""
-        batches = self.source.batches()
-        return self.held_out.share_of(batches) if self.held_out else batches
+        if self.held_out is None:
+            yield from self.source.batches()
+            return
+        first, held_out_rows = 0, self.held_out.rows()
+        following = next(held_out_rows)
+        for batch in self.source.batches():
+            held_out_here = set()
+            while following < first + len(batch.rows):
+                held_out_here.add(following - first)
+                following = next(held_out_rows)
+            first += len(batch.rows)
+            rows = [row for index, row in enumerate(batch.rows) if (index in held_out_here) == self.held_out.wanted]
+            # A piece of a text is a document by itself here.
+            yield replace(batch, rows=[row._replace(starts_document=True, ends_document=True) for row in rows])
 
     def __str__(self) -> str:
         return f"{self.source.name} ({self.rules.format})"
 
 
 def format_rules(rows: list[Row], config: DataFields, *, keep_all: bool = False) -> FormatRules:
-    """Finds the format of a source by the columns of its first rows.
+    """Takes the rules of a source from the options, and its format from `data_format`, else from the columns of its
+    first rows.
 
     Raises:
         ValueError: listing the columns there are.
     """
-    columns = dict.fromkeys(name for row in rows for name in row.values)
-    has_chat_pairs = isinstance(rows[0].values.get("completion"), list)
-    return rules_of(find_format(list(columns), config), config, has_chat_pairs=has_chat_pairs, keep_all=keep_all)
-
-
-def rules_of(name: str, config: DataFields, *, has_chat_pairs: bool = False, keep_all: bool = False) -> FormatRules:
-    """Takes the rules of a format from the options."""
-    shared = {option.name for option in fields(FormatRules)} & {option.name for option in fields(DataFields)}
-    options = {option: getattr(config, option) for option in shared}
-    return FormatRules(format=name, has_chat_pairs=has_chat_pairs, keep_all=keep_all, **options)
-
-
-def find_format(columns: list[str], config: DataFields) -> str:
-    """Finds the format by the columns, or takes that of `data_format`.
-
-    Raises:
-        ValueError: listing the columns there are.
-    """
+    columns = list(dict.fromkeys(name for row in rows for name in row.values))
     name = config.data_format
     if name == "auto" and config.completion_template:  # the user's own, whatever other columns there are
         name = "template"
     if name == "auto":
-        for known, each in FORMATS.items():
-            if (shown_by := each.columns(config)) and shown_by <= set(columns):
-                return known
-        known = "; ".join(", ".join(sorted(each.columns(config))) for each in FORMATS.values() if each.columns(config))
-        raise ValueError(
-            f"columns of no known format ({known}); there are {', '.join(columns)}. Name the text with text_column, or"
-            " write a completion_template"
-        )
-    if missing := FORMATS[name].columns(config) - set(columns):
+        shown_by = {known: each.columns(config) for known, each in FORMATS.items() if each.columns(config)}
+        name = next((known for known, needed in shown_by.items() if needed <= {*columns}), None)
+        if name is None:
+            known = "; ".join(", ".join(sorted(needed)) for needed in shown_by.values())
+            raise ValueError(
+                f"columns of no known format ({known}); there are {', '.join(columns)}. Name the text with text_column,"
+                " or write a completion_template"
+            )
+    elif missing := FORMATS[name].columns(config) - {*columns}:
         needs = "the template names" if config.data_format == "auto" else f"data_format={name} needs"
         raise ValueError(f"{needs} the column {', '.join(sorted(missing))}; there are {', '.join(columns)}")
-    return name
+    shared = {option.name for option in fields(FormatRules)} & {option.name for option in fields(DataFields)}
+    return FormatRules(
+        format=name,
+        has_chat_pairs=isinstance(rows[0].values.get("completion"), list),
+        keep_all=keep_all,
+        **{option: getattr(config, option) for option in shared},
+    )
 
 
 def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pair | Chat:
@@ -190,7 +176,7 @@ def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pai
         has_template: whether the tokenizer can render chats.
 
     Raises:
-        EmptyAnswer, ValueError: what is wrong with the row.
+        EmptyAnswer, ValueError: why the row cannot be used.
     """
     sample = FORMATS[rules.format].sample(row, rules, has_template)
     if isinstance(sample, Chat):
@@ -235,14 +221,6 @@ def _pair(prompt: str, completion: str) -> Pair:
     if not completion.strip():
         raise EmptyAnswer("the completion is empty")
     return Pair(prompt=prompt, completion=completion)
-
-
-def _from_text(row: Row, rules: FormatRules, has_template: bool) -> Text:
-    return Text(
-        text=_column(row.values, rules.text_column, empty=True),
-        starts_document=row.starts_document,
-        ends_document=row.ends_document,
-    )
 
 
 def _from_template(row: Row, rules: FormatRules, has_template: bool) -> Text | Pair:
@@ -339,7 +317,7 @@ FOLLOWS = {
     "user": ({None, "system", "developer", "assistant", "tool"}, "two messages of one role in a row; join them"),
     "tool": ({"assistant", "tool"}, "it must follow a turn of the assistant"),
 }
-"""Role -> (the roles that it may follow, None at the beginning; what is wrong after another). Templates raise at
+"""Role -> (the roles that it may follow, None at the beginning; the problem after another). Templates raise at
 others, or render what no server renders. Two turns of an assistant in a row are two answers.
 """
 
@@ -348,7 +326,7 @@ def _chat(messages: Any, row: dict[str, Any], *, answers_from: int = 0) -> Chat:
     """Brings messages of every shape into one.
 
     Raises:
-        EmptyAnswer, ValueError: what is wrong with a message.
+        EmptyAnswer, ValueError: why a message cannot be used.
     """
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages must be a list of {role, content}")
@@ -398,7 +376,16 @@ def _message(given: dict[str, Any], number: int) -> tuple[Message, bool]:
     where = f"message {number} ({role})"
     content, calls = given.get("content"), given.get("tool_calls") or []
     if isinstance(content, list):
-        content = "".join(_text_part(part, where) for part in content)
+        texts = []
+        for part in content:
+            if isinstance(part, dict) and part.get("type", "text") in ("text", "input_text", "output_text"):
+                part = part.get("text")
+            if isinstance(part, dict):
+                raise ValueError(f"{where} holds a part of the type {part.get('type')!r}; only text can be trained")
+            if not isinstance(part, str):
+                raise ValueError(f"{where} holds a part that is no text but {type(part).__name__}")
+            texts.append(part)
+        content = "".join(texts)
     is_call = ROLES[role] == "tool_call"
     if is_call:
         calls, content = _json(content, f"{where} must hold the call as JSON"), ""
@@ -415,8 +402,17 @@ def _message(given: dict[str, Any], number: int) -> tuple[Message, bool]:
             raise ValueError(f"{where}: reasoning must be text; it is a {type(reasoning).__name__}")
         message["reasoning_content"] = reasoning
     message |= {key: given[key] for key in ("name", "tool_call_id") if given.get(key) is not None}
-    if calls:
-        message["tool_calls"] = [_call(call, where) for call in calls]
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{where}: a tool call must be {{function: {{name, arguments}}}}")
+        name, arguments = function["name"], function.get("arguments", function.get("parameters")) or {}
+        if isinstance(arguments, str):
+            arguments = _json(arguments, f"{where}: the arguments of {name} must be a JSON object")
+        if not isinstance(arguments, dict):
+            raise ValueError(f"{where}: the arguments of {name} must be an object; they are {arguments!r:.80}")
+        known = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        message.setdefault("tool_calls", []).append(known | ({"id": call["id"]} if call.get("id") else {}))
     weight = 1 if given.get("weight") is None else given["weight"]
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MOST_WEIGHT:  # NaN is not
         raise ValueError(
@@ -429,40 +425,11 @@ def _message(given: dict[str, Any], number: int) -> tuple[Message, bool]:
     return (message if weight == 1 else message | {"weight": weight}), is_call
 
 
-def _text_part(part: Any, where: str) -> str:
-    if isinstance(part, dict) and part.get("type", "text") in ("text", "input_text", "output_text"):
-        part = part.get("text")
-    if isinstance(part, dict):
-        raise ValueError(f"{where} holds a part of the type {part.get('type')!r}; only text can be trained")
-    if not isinstance(part, str):
-        raise ValueError(f"{where} holds a part that is no text but {type(part).__name__}")
-    return part
-
-
-def _call(call: Any, where: str) -> dict[str, Any]:
-    """Returns {type, function: {name, arguments as an object}}, and an id where there is one."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{where}: a tool call must be {{function: {{name, arguments}}}}")
-    arguments = function.get("arguments", function.get("parameters")) or {}
-    if isinstance(arguments, str):
-        arguments = _json(arguments, f"{where}: the arguments of {function['name']} must be a JSON object")
-    if not isinstance(arguments, dict):
-        raise ValueError(f"{where}: the arguments of {function['name']} must be an object; they are {arguments!r:.80}")
-    known = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return known | ({"id": call["id"]} if call.get("id") else {})
-
-
 def _json(text: Any, problem: str) -> Any:
     try:
         return json.loads(text)
     except (TypeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{problem} ({error})") from None
-
-
-def dump_arguments(arguments: dict[str, Any]) -> str:
-    """Writes a call's arguments as JSON text, as a server gives them."""
-    return json.dumps(arguments, ensure_ascii=False)
 
 
 FORMATS = {
@@ -492,7 +459,11 @@ FORMATS = {
     ),
     "text": Format(
         columns=lambda config: {config.text_column},
-        sample=_from_text,
+        sample=lambda row, rules, has_template: Text(
+            text=_column(row.values, rules.text_column, empty=True),
+            starts_document=row.starts_document,
+            ends_document=row.ends_document,
+        ),
         forms=lambda _: {Text},
     ),
     "template": Format(

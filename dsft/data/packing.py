@@ -6,7 +6,6 @@ Truncations Improve Language Modeling", arXiv 2404.10830, section 3).
 
 import numpy as np
 
-from dsft.data.sequences import Items, Sequence, Sequences
 from dsft.units import padded_width
 
 
@@ -70,19 +69,3 @@ def batches_by_token_budget(lengths: np.ndarray, tokens: int) -> list[np.ndarray
             width = padded_width(int(lengths[index]))
         batches[-1].append(index)
     return [np.array(batch) for batch in batches]
-
-
-class PackedRows(Items):
-    """Items that are lists of sequences: those of a packed row, or of a batch within a token budget."""
-
-    def __init__(self, sequences: Sequences, groups: list[np.ndarray]):
-        self.sequences, self.groups = sequences, groups
-        self.lengths = np.array([sequences.lengths[group].sum() for group in groups])
-
-    @property
-    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        lengths = self.sequences.lengths
-        return tuple(np.array([bound(lengths[group]) for group in self.groups]) for bound in (np.min, np.max))
-
-    def __getitem__(self, index: int) -> list[Sequence]:
-        return [self.sequences[i] for i in self.groups[index]]

@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from os.path import getsize
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,7 @@ TRAINING = Preparation()
 
 def cache_folder(config: Any) -> Path:
     """`data_cache`, else `dsft/data` in the user's cache."""
-    if config.data_cache:
-        return Path(config.data_cache).expanduser()
-    return user_cache() / "data"
+    return Path(config.data_cache).expanduser() if config.data_cache else user_cache() / "data"
 
 
 def fingerprint(data: FormattedSource, tokenizer: PreTrainedTokenizerBase, preparation: Preparation = TRAINING) -> str:
@@ -118,7 +117,19 @@ def prepare(
     except OSError as error:
         raise UserError(f"data_cache: {cache} cannot be made ({error.strerror}); name another folder") from None
     came, failed = time.time(), place.with_name(f"{place.name}.failed")
-    with _lock(place.with_name(f"{place.name}.lock")):
+    lock = FileLock(
+        place.with_name(f"{place.name}.lock"), fallback_to_soft=False
+    )  # a soft one outlives a killed process
+    while not lock.is_locked:  # however long another process is at work; the system frees the lock of a dead one
+        try:
+            lock.acquire(timeout=1)
+        except Timeout:
+            watchdog.heartbeat()
+        except (OSError, NotImplementedError) as error:
+            raise UserError(
+                f"data_cache: {cache}: no file can be locked there ({one_line(error)}); name another folder"
+            ) from None
+    try:
         if (place / FACTS).is_file():
             return Store(place)
         if failed.is_file() and failed.stat().st_mtime >= came:  # while this process waited: it would fail the same way
@@ -130,30 +141,12 @@ def prepare(
                 failed.write_text(json.dumps(error.problems), encoding="utf-8")
             raise
         failed.unlink(missing_ok=True)
+    finally:
+        lock.release()
     # glibc keeps most of what is freed, gigabytes after a document of 50 MB; other C libraries have no such function.
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
     return Store(place)
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Waits for a process that is at work, however long it takes; the system frees the lock of a dead one."""
-    lock = FileLock(path, fallback_to_soft=False)  # a soft one would outlive a killed process
-    while True:
-        try:
-            lock.acquire(timeout=1)
-            break
-        except Timeout:
-            watchdog.heartbeat()
-        except (OSError, NotImplementedError) as error:
-            raise UserError(
-                f"data_cache: {path.parent}: no file can be locked there ({one_line(error)}); name another folder"
-            ) from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _write(
@@ -165,15 +158,15 @@ def _write(
     show_progress: bool,
 ) -> None:
     start, source, rules = time.perf_counter(), data.source, data.rules
+    total_bytes = sum(map(getsize, source.files)) if source.files else None
     name = "held-out rows" if data.held_out and data.held_out.wanted else source.key
-    how = {"total": source.total_bytes, "desc": f"Preparing {name}", "unit": "B", "unit_scale": True}
-    bar = progress_bar(is_shown=show_progress, **how)
+    bar = progress_bar(is_shown=show_progress, total=total_bytes, desc=f"Preparing {name}", unit="B", unit_scale=True)
     try:
         with bar, StoreWriter(place, largest_id=max(tokenizer.get_vocab().values())) as writer:
             batches = preparation.batches(data.batches(), rules)
             tokenised = partial(preparation.tokens, rules=rules, tokenizer=tokenizer)
             smallest = WORKERS_FROM_BYTES_OF_CHATS if Chat in rules.forms else WORKERS_FROM_BYTES
-            is_small = source.total_bytes is not None and source.total_bytes < smallest
+            is_small = total_bytes is not None and total_bytes < smallest
             most = min(cpu_count(), free_host_bytes() // 4 // WORKER_BYTES)
             for batch, tokens in _tokenised(batches, tokenised, workers=1 if is_small else max(1, most)):
                 writer.append(tokens)

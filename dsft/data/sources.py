@@ -20,7 +20,7 @@ import math
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from os.path import getsize
 from pathlib import Path
@@ -30,8 +30,8 @@ import pyarrow
 import pyarrow.parquet
 import zstandard
 
-from dsft.config.convert import DuplicateKey, unique_keys
 from dsft.config.options import DataFields
+from dsft.config.reader import DuplicateKey, unique_keys
 from dsft.errors import UserError, one_line
 
 ENDINGS = (".txt", ".json", ".jsonl", ".csv", ".parquet", ".arrow")
@@ -41,7 +41,7 @@ COMPRESSED: dict[str, Callable[[], Any]] = {
     ".xz": lzma.LZMADecompressor,
     ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
 }
-"""Ending -> what decompresses one stream of such a file, and tells where it ends."""
+"""Ending -> what decompresses one stream of such a file, and knows where it ends."""
 CUT_OFF = "its end is missing: it was cut off, as by a full disk or a download that broke off"
 COMPRESSED_BYTES = 1 << 13
 """Of a compressed file, that are decompressed at once."""
@@ -49,8 +49,8 @@ ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")
 """What `datasets.save_to_disk` writes beside the rows."""
 PIECE_BYTES = 1 << 14
 """A text file is one document; a longer one is read, and tokenised, in pieces of about this size."""
-ARROW_ROWS = 256
-"""Rows of a columnar file that are held as Python objects at once."""
+PARQUET_ROWS = 256
+"""Rows of a Parquet file that are decoded at once."""
 BATCH_ROWS, BATCH_CHARACTERS = 1000, 1 << 20
 
 
@@ -100,11 +100,6 @@ class Source:
     """(name, config, split) on the hub; None with files."""
     streaming: bool = False
     """Read from the hub without a copy on disk."""
-
-    @property
-    def total_bytes(self) -> int | None:
-        """Of all files as they lie; None where it is not known."""
-        return sum(map(getsize, self.files)) if self.files else None
 
     @property
     def identity(self) -> list[Any]:
@@ -164,39 +159,35 @@ class HeldOut:
         for block in itertools.count():
             yield generator.randrange(math.ceil(block / share), math.ceil((block + 1) / share))
 
-    def share_of(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Takes the wanted rows of a source, in order."""
-        first, held_out_rows = 0, self.rows()
-        following = next(held_out_rows)
-        for batch in batches:
-            held_out_here = set()
-            while following < first + len(batch.rows):
-                held_out_here.add(following - first)
-                following = next(held_out_rows)
-            first += len(batch.rows)
-            # A piece of a text is a document by itself here.
-            yield replace(
-                batch,
-                rows=[
-                    row._replace(starts_document=True, ends_document=True)
-                    for index, row in enumerate(batch.rows)
-                    if (index in held_out_here) == self.wanted
-                ],
-            )
-
 
 def find_sources(entries: list[str], config: DataFields, *, key: str, split: str, problems: list[str]) -> list[Source]:
-    """Finds the source of each entry; what is wrong goes to `problems`.
+    """Finds the source of each entry: the files of a path, folder or glob by name, else a hub data set.
 
     Args:
+        key: the option, for messages.
         split: of a hub data set that names none.
+        problems: where paths that hold no data are reported.
     """
-    sources = []
+    sources, kinds = [], f"{', '.join(ENDINGS)} (also with {', '.join(COMPRESSED)})"
     for entry in entries:
-        try:
-            files = find_files(entry, key)
-        except UserError as error:
-            problems += error.problems
+        path, problem = Path(entry).expanduser(), ""
+        if path.is_file():
+            files = [str(path)]
+        elif path.is_dir():
+            files = sorted(
+                str(file)
+                for file in path.iterdir()
+                if file.is_file() and ending(file) and not file.name.startswith(".") and file.name not in ABOUT_DATA
+            )
+            problem = "" if files else f"the folder {entry} holds no {kinds} file"
+        else:
+            files = sorted(file for file in glob.glob(str(path), recursive=True) if Path(file).is_file())
+            if not files and is_path(entry):
+                problem = f"{entry} does not exist (seen from {Path.cwd()})"
+        if others := [file for file in files if not ending(file)]:
+            problem = f"{others[0]} has none of the endings {kinds}"
+        if problem:
+            problems.append(f"{key}: {problem}")
             continue
         name, _, rest = entry.partition(":")
         hub_config, _, hub_split = rest.partition(":")
@@ -207,33 +198,6 @@ def find_sources(entries: list[str], config: DataFields, *, key: str, split: str
     return sources
 
 
-def find_files(entry: str, key: str) -> list[str]:
-    """Lists the files of a path, folder or glob by name; none where `entry` must be the name of a hub data set.
-
-    Raises:
-        UserError: naming `key`, the option.
-    """
-    path = Path(entry).expanduser()
-    kinds = f"{', '.join(ENDINGS)} (also with {', '.join(COMPRESSED)})"
-    if path.is_file():
-        files = [str(path)]
-    elif path.is_dir():
-        files = sorted(
-            str(file)
-            for file in path.iterdir()
-            if file.is_file() and ending(file) and not file.name.startswith(".") and file.name not in ABOUT_DATA
-        )
-        if not files:
-            raise UserError(f"{key}: the folder {entry} holds no {kinds} file")
-    else:
-        files = sorted(file for file in glob.glob(str(path), recursive=True) if Path(file).is_file())
-    if others := [file for file in files if not ending(file)]:
-        raise UserError(f"{key}: {others[0]} has none of the endings {kinds}")
-    if not files and is_path(entry):
-        raise UserError(f"{key}: {entry} does not exist (seen from {Path.cwd()})")
-    return files
-
-
 def ending(path: str | Path) -> str:
     """Returns .jsonl for a.jsonl and for a.jsonl.gz; "" for what is none of ENDINGS."""
     path = Path(path)
@@ -242,7 +206,7 @@ def ending(path: str | Path) -> str:
 
 
 def is_path(entry: str) -> bool:
-    """Tells whether `entry`, where no file is, must be a path, not a name on the hub."""
+    """Returns whether `entry`, where no file is, must be a path, not a name on the hub."""
     return (
         bool(ending(entry))
         or entry.startswith((".", "~", "/"))
@@ -356,29 +320,27 @@ def _lines(path: str) -> Iterator[tuple[int, str, int]]:
                 ) from None
 
 
-def _read_jsonl(path: str) -> Rows:
-    for number, line, position in _lines(path):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.removeprefix("\ufeff"), object_pairs_hook=unique_keys)
-        except DuplicateKey as error:
-            raise UserError(f"{path}, line {number}: duplicate column {error}") from None
-        except (json.JSONDecodeError, RecursionError) as error:
-            is_syntax = isinstance(error, json.JSONDecodeError)
-            reason = f"{error.msg} at column {error.colno}" if is_syntax else "nested too deeply"
-            raise UserError(f"{path}, line {number}: not valid JSON ({reason}): {line.strip()[:80]}") from None
-        yield Row(_mapping(row, f"{path}, line {number}"), number), position
-
-
 def _read_json(path: str) -> Rows:
-    """Reads one list of objects, or one object per line."""
-    content, raw = _open(path)
-    with content, raw:
-        is_list = content.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-        text = content.read() if is_list else b""
-    if not is_list:
-        yield from _read_jsonl(path)
+    """Reads one object per line, of a .json file also one list of objects, which is then held in memory."""
+    text = b""
+    if ending(path) == ".json":
+        content, raw = _open(path)
+        with content, raw:
+            if content.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+                text = content.read()
+    if not text:
+        for number, line, position in _lines(path):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.removeprefix("\ufeff"), object_pairs_hook=unique_keys)
+            except DuplicateKey as error:
+                raise UserError(f"{path}, line {number}: duplicate column {error}") from None
+            except (json.JSONDecodeError, RecursionError) as error:
+                is_syntax = isinstance(error, json.JSONDecodeError)
+                reason = f"{error.msg} at column {error.colno}" if is_syntax else "nested too deeply"
+                raise UserError(f"{path}, line {number}: not valid JSON ({reason}): {line.strip()[:80]}") from None
+            yield Row(_mapping(row, f"{path}, line {number}"), number), position
         return
     try:
         rows = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique_keys)
@@ -435,47 +397,38 @@ def _check_columns(names: list[str], place: str) -> None:
         raise UserError(f"{place}: duplicate column {twice[0]!r}")
 
 
-def _read_parquet(path: str) -> Rows:
-    with open(path, "rb") as raw:
-        file = pyarrow.parquet.ParquetFile(raw)
-        batches = file.iter_batches(batch_size=ARROW_ROWS)
-        yield from _arrow_rows(path, file.schema_arrow.names, batches, file.metadata.num_rows)
-
-
-def _read_arrow(path: str) -> Rows:
-    """Reads both forms of Arrow's own format; `datasets` writes the stream."""
-    with pyarrow.memory_map(path) as file:
-        try:
-            reader, is_stream = pyarrow.ipc.open_stream(file), True
-        except pyarrow.ArrowInvalid:
-            reader, is_stream = pyarrow.ipc.open_file(file), False
-
-        def batches() -> Iterator[pyarrow.RecordBatch]:
-            position = file.tell()
-            for batch in reader if is_stream else map(reader.get_batch, range(reader.num_record_batches)):
-                position = file.tell()
-                yield from (batch.slice(start, ARROW_ROWS) for start in range(0, len(batch), ARROW_ROWS))
-            if is_stream and file.tell() == position:  # pyarrow does without the mark at a stream's end
-                raise EOFError(CUT_OFF)
-
-        yield from _arrow_rows(path, reader.schema.names, batches(), None)
-
-
-def _arrow_rows(
-    path: str, names: list[str], batches: Iterator[pyarrow.RecordBatch], number_of_rows: int | None
-) -> Rows:
-    _check_columns(names, path)
-    size, number = getsize(path), 0
-    for batch in batches:
-        for index in range(len(batch)):
-            number += 1
+def _read_columnar(path: str) -> Rows:
+    """Reads Parquet, and both forms of Arrow's own format, of which `datasets` writes the stream."""
+    number_of_rows = None
+    with open(path, "rb") if ending(path) == ".parquet" else pyarrow.memory_map(path) as file:
+        is_stream = False
+        if ending(path) == ".parquet":
+            parquet = pyarrow.parquet.ParquetFile(file)
+            names, number_of_rows = parquet.schema_arrow.names, parquet.metadata.num_rows
+            batches = parquet.iter_batches(batch_size=PARQUET_ROWS)
+        else:
             try:
-                row = {name: batch.column(name)[index].as_py() for name in names}
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{path}, row {number}: not valid UTF-8 ({error.reason} at byte {error.start})"
-                ) from None
-            yield Row(without_filler(row), number), size * number // number_of_rows if number_of_rows else 0
+                reader, is_stream = pyarrow.ipc.open_stream(file), True
+                batches = reader
+            except pyarrow.ArrowInvalid:
+                reader = pyarrow.ipc.open_file(file)
+                batches = map(reader.get_batch, range(reader.num_record_batches))
+            names = reader.schema.names
+        _check_columns(names, path)
+        size, number, position = getsize(path), 0, file.tell()
+        for batch in batches:
+            position = file.tell()
+            for index in range(len(batch)):
+                number += 1
+                try:
+                    row = {name: batch.column(name)[index].as_py() for name in names}
+                except UnicodeDecodeError as error:
+                    raise UserError(
+                        f"{path}, row {number}: not valid UTF-8 ({error.reason} at byte {error.start})"
+                    ) from None
+                yield Row(without_filler(row), number), size * number // number_of_rows if number_of_rows else 0
+        if is_stream and file.tell() == position:  # pyarrow does without the mark at a stream's end
+            raise EOFError(CUT_OFF)
 
 
 def _read_text(path: str) -> Rows:
@@ -483,26 +436,16 @@ def _read_text(path: str) -> Rows:
 
     The line after a piece does not begin with white space: there tokenizers begin a new word anyhow.
     """
-    pieces = _pieces(path)
-    piece, is_first = next(pieces, None), True
-    while piece is not None:
-        following = next(pieces, None)
-        number, text, position = piece
-        yield Row({"text": text}, number, starts_document=is_first, ends_document=following is None), position
-        piece, is_first = following, False
-
-
-def _pieces(path: str) -> Iterator[tuple[int, str, int]]:
-    """Yields (number of the first line, text, bytes of the file read so far)."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    held, first = "", 1
+    held, line = "", 1
+    waiting: tuple[Row, int] | None = None  # until it shows whether another piece follows
     content, raw = _open(path)
     with content, raw:
         while data := content.read(PIECE_BYTES):
             try:
                 held += decoder.decode(data)
             except UnicodeDecodeError as error:
-                line = first + held.count("\n") + error.object[: error.start].count(b"\n")
+                line += held.count("\n") + error.object[: error.start].count(b"\n")
                 raise UserError(f"{path}, line {line}: not valid UTF-8 ({error.reason})") from None
             cut = held.rfind("\n", 0, len(held) - 1) + 1  # after the last line that no white space follows
             while cut and held[cut].isspace():
@@ -510,20 +453,27 @@ def _pieces(path: str) -> Iterator[tuple[int, str, int]]:
             if not cut and len(held) >= 4 * PIECE_BYTES:  # a long text without such a line
                 cut = len(held)
             if cut:
-                yield first, held[:cut], raw.tell()
-                first += held.count("\n", 0, cut)
+                if waiting:
+                    yield waiting
+                row = Row({"text": held[:cut]}, line, starts_document=waiting is None, ends_document=False)
+                waiting = row, raw.tell()
+                line += held.count("\n", 0, cut)
                 held = held[cut:]
         if decoder.getstate()[0]:
             raise UserError(f"{path}: not valid UTF-8: its last character is cut off")
     if held:
-        yield first, held, getsize(path)
+        if waiting:
+            yield waiting
+        waiting = Row({"text": held}, line, starts_document=waiting is None), getsize(path)
+    if waiting:
+        yield waiting[0]._replace(ends_document=True), waiting[1]
 
 
 READERS = {
     ".txt": _read_text,
     ".json": _read_json,
-    ".jsonl": _read_jsonl,
+    ".jsonl": _read_json,
     ".csv": _read_csv,
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
+    ".parquet": _read_columnar,
+    ".arrow": _read_columnar,
 }

@@ -25,23 +25,22 @@ from dsft.data.tokenization import Tokens
 
 FACTS = "facts.json"
 COUNTS = (
-    "rows",
-    "truncated",
-    "split",
-    "dropped_long",
-    "dropped_untrained",
-    "dropped_empty",
-    "dropped_bad",
-    "rendered_apart",
-    "unrendered",
-    "empty_thinking",
-    "trained_tokens",
-    "weighted_tokens",
+    *("rows", "truncated", "split", "dropped_long", "dropped_untrained", "dropped_empty", "dropped_bad"),
+    *("rendered_apart", "unrendered", "empty_thinking", "trained_tokens", "weighted_tokens"),
 )
 """What is counted of every source, in the order of the data line; `tokens` and `duplicates` follow. Of chats:
 rendered_apart (sequences for answers that the template renders otherwise in a longer chat), unrendered, empty_thinking;
 weighted_tokens are trained ones of a weight other than 1.
 """
+
+
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+
+
+def _column(name: str, dtype: str = "") -> cached_property:
+    """A file of a store, opened when it is asked for; `facts` know the dtype of tokens."""
+    return cached_property(lambda store: _mapped(store.folder / f"{name}.bin", dtype or store.facts["dtype"]))
 
 
 @dataclass(frozen=True)
@@ -56,37 +55,20 @@ class Store:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """format, is_text, source, seconds, dtype, counts, first, tokens_hash (not of an earlier dsft)."""
+        """format, is_text, source, seconds, dtype, counts, first, tokens_hash."""
         return json.loads((self.folder / FACTS).read_text(encoding="utf-8"))
 
-    @cached_property
-    def tokens(self) -> np.ndarray:
-        return _mapped(self.folder / "tokens.bin", self.facts["dtype"])
-
-    @cached_property
-    def trained(self) -> np.ndarray:
-        return _mapped(self.folder / "trained.bin", "bool")
+    tokens = _column("tokens")
+    trained = _column("trained", "bool")
+    ends = _column("ends", "int64")
+    hashes = _column("hashes", "uint64")
+    document_bytes = _column("document_bytes", "int64")
+    document_words = _column("document_words", "int64")
 
     @cached_property
     def weights(self) -> np.ndarray | None:
         path = self.folder / "weights.bin"
         return _mapped(path, "float32") if path.exists() else None
-
-    @cached_property
-    def ends(self) -> np.ndarray:
-        return _mapped(self.folder / "ends.bin", "int64")
-
-    @cached_property
-    def hashes(self) -> np.ndarray:
-        return _mapped(self.folder / "hashes.bin", "uint64")
-
-    @cached_property
-    def document_bytes(self) -> np.ndarray:
-        return _mapped(self.folder / "document_bytes.bin", "int64")
-
-    @cached_property
-    def document_words(self) -> np.ndarray:
-        return _mapped(self.folder / "document_words.bin", "int64")
 
     @property
     def is_text(self) -> bool:
@@ -96,10 +78,6 @@ class Store:
     @property
     def counts(self) -> dict[str, int]:
         return self.facts["counts"]
-
-
-def _mapped(path: Path, dtype: str) -> np.ndarray:
-    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
 
 
 class StoreWriter:
@@ -135,9 +113,8 @@ class StoreWriter:
             weights = tokens.trained if tokens.weights is None else tokens.weights
             weights.astype(np.float32, copy=False).tofile(self.files["weights"])
         (tokens.ends + self.size).tofile(self.files["ends"])
-        tokens.hashes.tofile(self.files["hashes"])
-        tokens.document_bytes.tofile(self.files["document_bytes"])
-        tokens.document_words.tofile(self.files["document_words"])
+        for name in ("hashes", "document_bytes", "document_words"):
+            getattr(tokens, name).tofile(self.files[name])
         self.size += len(tokens.ids)
         self.counts += tokens.counts
         self.counts["trained_tokens"] += int(tokens.trained.sum())

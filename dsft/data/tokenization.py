@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 from dsft.config.options import DataFields
 from dsft.data.chats import TEMPLATE_ERRORS, Rendered, render_chat
-from dsft.data.formats import Chat, EmptyAnswer, FormatRules, Pair, Text, canonical, rules_of
+from dsft.data.formats import Chat, EmptyAnswer, FormatRules, Pair, Text, canonical, format_rules
 from dsft.data.sources import Batch, Row
 from dsft.errors import UserError, one_line
 
@@ -70,11 +70,10 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
         UserError: with file and line of a row that cannot be used, where `bad_rows` is error.
     """
     builder = _TokensBuilder(rules)
-    has_template = bool(tokenizer.chat_template)
     samples: list[tuple[Row, Text | Pair | Chat | None]] = []
     for row in batch.rows:
         try:
-            samples.append((row, canonical(row, rules, has_template=has_template)))
+            samples.append((row, canonical(row, rules, has_template=bool(tokenizer.chat_template))))
         except EmptyAnswer as error:
             builder.note("dropped_empty", f"{batch.where(row)}: {error}")
             if rules.keep_all:
@@ -82,85 +81,59 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
         except ValueError as error:
             builder.drop_bad(f"{batch.where(row)}: {error}")
     kinds = {type(sample) for _, sample in samples} - {type(None)}
-    if kinds == {Text}:
-        _add_texts(builder, [text for _, text in samples], tokenizer)
-    elif kinds == {Pair}:
-        _add_pairs(builder, samples, batch.where, tokenizer)
-    else:
-        _add_chats(builder, samples, batch.where, tokenizer)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    if kinds == {Text}:  # documents as they stand, an end token after each
+        texts = [text for _, text in samples]
+        first = encode(tokenizer, [text.text for text in texts if text.starts_document])
+        later = encode_continued(tokenizer, [text.text for text in texts if not text.starts_document])
+        closes = closes_texts(tokenizer)
+        for text in texts:
+            ids = next(first if text.starts_document else later)
+            if closes and text.starts_document:
+                ids = ids[:-1]  # the end is added where the document ends
+            if text.ends_document and text.starts_document and not text.text:
+                builder.counts["dropped_empty"] += 1
+                continue
+            ids = np.asarray(ids + end if text.ends_document else ids, np.int32)
+            # Of any length: a document is cut where its tokens are used.
+            builder.put(ids, np.ones(len(ids), bool), ends=text.ends_document)
+    elif kinds == {Pair}:  # prompt and completion as they stand, then the end token
+        prompts = encode(tokenizer, [pair.prompt for _, pair in samples if pair])
+        completions = encode_continued(tokenizer, [pair.completion for _, pair in samples if pair])
+        closes = closes_texts(tokenizer)
+        for row, pair in samples:
+            if pair is None:
+                builder.put_blank()
+                continue
+            prompt, completion = next(prompts), next(completions)
+            prompt = prompt[:-1] if closes else prompt
+            ids = prompt + completion + end
+            trained_from = 0 if rules.train_on == "all" else len(prompt)
+            builder.add(ids, [(trained_from, len(ids))], [1], partial(batch.where, row))
+    else:  # chats in the tokenizer's template
+        for row, chat in samples:
+            if chat is None:
+                builder.put_blank()
+                continue
+            try:
+                rendered, notes = render_chat(chat, tokenizer, rules)
+                sequences = [(*_encode_rendered(each, tokenizer), each.weights) for each in rendered]
+            except TEMPLATE_ERRORS as error:
+                kind = "the chat template raised: " if isinstance(error, TemplateError) else ""
+                builder.drop_bad(f"{batch.where(row)}: {kind}{one_line(error)}")
+                continue
+            for name, why in notes.items():
+                number = len(sequences) - 1 if name == "rendered_apart" else 1
+                builder.note(name, f"{batch.where(row)}: {why}", number)
+            for sequence in sequences:
+                builder.add(*sequence, partial(batch.where, row))
     builder.counts["rows"] = len(batch.rows)
     return builder.tokens()
 
 
-def _add_texts(builder: "_TokensBuilder", texts: list[Text], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Adds documents as they stand, an end token after each."""
-    first = encode(tokenizer, [text.text for text in texts if text.starts_document])
-    later = encode_continued(tokenizer, [text.text for text in texts if not text.starts_document])
-    closes, end = closes_texts(tokenizer), _end_tokens(tokenizer)
-    for text in texts:
-        ids = next(first if text.starts_document else later)
-        if closes and text.starts_document:
-            ids = ids[:-1]  # the end is added where the document ends
-        if not text.ends_document:
-            builder.put_text(ids, ends=False)
-        elif text.text or not text.starts_document:
-            builder.put_text(ids + end)
-        else:
-            builder.counts["dropped_empty"] += 1
-
-
-def _add_pairs(
-    builder: "_TokensBuilder",
-    samples: list[tuple[Row, Pair | None]],
-    where: Callable[[Row], str],
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """Adds prompt and completion as they stand, then the end token."""
-    prompts = encode(tokenizer, [pair.prompt for _, pair in samples if pair])
-    completions = encode_continued(tokenizer, [pair.completion for _, pair in samples if pair])
-    closes, end = closes_texts(tokenizer), _end_tokens(tokenizer)
-    for row, pair in samples:
-        if pair is None:
-            builder.put_blank()
-            continue
-        prompt, completion = next(prompts), next(completions)
-        if closes:
-            prompt = prompt[:-1]
-        ids = prompt + completion + end
-        builder.add(ids, [(0 if builder.rules.train_on == "all" else len(prompt), len(ids))], partial(where, row))
-
-
-def _add_chats(
-    builder: "_TokensBuilder",
-    samples: list[tuple[Row, Chat | None]],
-    where: Callable[[Row], str],
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """Adds chats in the tokenizer's template."""
-    for row, chat in samples:
-        if chat is None:
-            builder.put_blank()
-            continue
-        try:
-            rendered = render_chat(chat, tokenizer, builder.rules)
-            sequences = [(*_encode_rendered(each, tokenizer), each.weights) for each in rendered.sequences]
-        except TEMPLATE_ERRORS as error:
-            kind = "the chat template raised: " if isinstance(error, TemplateError) else ""
-            builder.drop_bad(f"{where(row)}: {kind}{one_line(error)}")
-            continue
-        for name, why in rendered.notes.items():
-            number = len(sequences) - 1 if name == "rendered_apart" else 1
-            builder.note(name, f"{where(row)}: {why}", number)
-        for ids, spans, weights in sequences:
-            builder.add(ids, spans, partial(where, row), weights)
-
-
-def _end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-
 def closes_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Tells whether the tokenizer puts an end token after each text by itself."""
+    """Returns whether the tokenizer puts an end token after each text by itself."""
     return next(encode(tokenizer, ["a"]))[-1:] == [tokenizer.eos_token_id]
 
 
@@ -195,52 +168,40 @@ class _TokensBuilder:
 
     def put_blank(self) -> None:
         """Fills the place of a row that has nothing to train on, where each must have one."""
-        self._put(np.zeros(1, np.int32), np.zeros(1, bool))
+        self.put(np.zeros(1, np.int32), np.zeros(1, bool))
 
-    def put_text(self, ids: list[int], *, ends: bool = True) -> None:
-        """Adds a document, or a piece of one, of any length: it is cut where its tokens are used."""
-        self._put(np.asarray(ids, np.int32), np.ones(len(ids), bool), ends=ends)
-
-    def add(
-        self, ids: list[int], spans: Spans, where: Callable[[], str], weights: Sequence[float] | None = None
-    ) -> None:
+    def add(self, ids: list[int], spans: Spans, weights: Sequence[float], where: Callable[[], str]) -> None:
         """Adds a sample with the tokens of `spans` trained; where these overlap, the weight of the later one holds.
 
-        A sample longer than seq_len follows the policy `too_long`.
+        A sample longer than seq_len follows the policy `too_long`. A sequence without a trained token (its answer was
+        cut off) is left out.
         """
-        weights = [1] * len(spans) if weights is None else weights
         array, trained = np.asarray(ids, np.int32), np.zeros(len(ids), bool if {*weights} <= {0, 1} else np.float32)
         for (start, end), weight in zip(spans, weights, strict=True):
             trained[start:end] = weight
-        trained[:1] = 0  # nothing stands before it
-        length, policy = self.rules.seq_len, self.rules.too_long
-        if len(array) <= length:
-            self._put_if_trained(array, trained, where)
-            return
-        why = f"{where()}: {len(array)} tokens are longer than seq_len={length}"
-        if policy == "error":
-            raise UserError(f"{why}; raise it, or set too_long to drop, truncate or split")
-        if policy == "drop":
-            self.note("dropped_long", why)
-            if self.rules.keep_all:
-                self._put(array[:length], np.zeros(length, bool))
-        elif policy == "split" and not self.rules.keep_all:
-            self.note("split", why)
-            for start in range(0, len(array), length):
-                trained[start] = False
-                self._put_if_trained(array[start : start + length], trained[start : start + length], where)
-        else:
-            self.note("truncated", why)
-            self._put_if_trained(array[:length], trained[:length], where)
+        length, policy, starts = self.rules.seq_len, self.rules.too_long, range(1)
+        if len(array) > length:
+            why = f"{where()}: {len(array)} tokens are longer than seq_len={length}"
+            if policy == "error":
+                raise UserError(f"{why}; raise it, or set too_long to drop, truncate or split")
+            if policy == "drop":
+                self.note("dropped_long", why)
+                trained, starts = np.zeros(len(array), bool), range(1 if self.rules.keep_all else 0)
+            elif policy == "split" and not self.rules.keep_all:
+                self.note("split", why)
+                starts = range(0, len(array), length)
+            else:
+                self.note("truncated", why)
+        for start in starts:
+            trained[start : start + 1] = 0  # nothing stands before it
+            of_piece = trained[start : start + length]
+            if of_piece.any() or self.rules.keep_all:
+                self.put(array[start : start + length], of_piece)
+            else:
+                self.note("dropped_untrained", f"{where()}: no token of it is trained")
 
-    def _put_if_trained(self, ids: np.ndarray, trained: np.ndarray, where: Callable[[], str]) -> None:
-        """Adds a sequence, but for one without a trained token (its answer was cut off)."""
-        if trained.any() or self.rules.keep_all:
-            self._put(ids, trained)
-        else:
-            self.note("dropped_untrained", f"{where()}: no token of it is trained")
-
-    def _put(self, ids: np.ndarray, trained: np.ndarray, *, ends: bool = True) -> None:
+    def put(self, ids: np.ndarray, trained: np.ndarray, *, ends: bool = True) -> None:
+        """Adds a sequence, or a piece of a document that does not end with it."""
         self.ids.append(ids)
         self.trained.append(trained)
         self.size += len(ids)
@@ -310,11 +271,11 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, template: str | None = None)
     call = {"type": "function", "id": "call00001", "function": {"name": "look_up", "arguments": {"word": "it"}}}
     calling = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "content": "found", "name": "look_up", "tool_call_id": "call00001"}
-    rules, stops = rules_of("messages", DataFields()), []
+    rules, stops = format_rules([Row({"messages": []}, 1)], DataFields()), []
     for messages in ([ask, answer], [ask, answer, ask, answer], [ask, calling], [ask, calling, result, answer]):
         try:
-            rendered = render_chat(Chat(messages=messages), tokenizer, rules, template=template)
-            sequences = [_encode_rendered(each, tokenizer) for each in rendered.sequences]
+            rendered, _ = render_chat(Chat(messages=messages), tokenizer, rules, template=template)
+            sequences = [_encode_rendered(each, tokenizer) for each in rendered]
         except TEMPLATE_ERRORS:
             continue  # a template without tools has no such end
         stops += [ids[end - 1] for ids, spans in sequences for _, end in spans]
@@ -331,7 +292,24 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: boo
         special: with the tokens that the tokenizer puts around a text.
     """
     short = _encode_whole(tokenizer, [text for text in texts if len(text) <= LONG_TEXT], special=special)
-    return (next(short) if len(text) <= LONG_TEXT else _encode_long(tokenizer, text, special=special) for text in texts)
+    for text in texts:
+        if len(text) <= LONG_TEXT:
+            yield next(short)
+            continue
+        bounds = [0, *safe_cuts(tokenizer, text), len(text)]
+        if len(bounds) == 2:
+            yield next(_encode_whole(tokenizer, [text], special=special))
+            continue
+        pieces = [text[start:end] for start, end in pairwise(bounds)]
+        ids, after = [], []
+        if special:  # what the tokenizer puts before and after a text
+            inner, whole = (next(_encode_whole(tokenizer, ["a"], special=around)) for around in (False, True))
+            start = next(at for at in range(len(whole)) if whole[at : at + len(inner)] == inner)
+            ids, after = whole[:start], whole[start + len(inner) :]
+        for start in range(0, len(pieces), PIECES_AT_ONCE):
+            for part in _encode_whole(tokenizer, pieces[start : start + PIECES_AT_ONCE], special=False):
+                ids += part
+        yield ids + after
 
 
 def encode_continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:
@@ -359,22 +337,6 @@ def _encode_whole(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, speci
     backend.encode_special_tokens = tokenizer.split_special_tokens
     # Without the offsets, which take a fifth of the time.
     return (encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special))
-
-
-def _encode_long(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
-    bounds = [0, *safe_cuts(tokenizer, text), len(text)]
-    if len(bounds) == 2:
-        return next(_encode_whole(tokenizer, [text], special=special))
-    pieces = [text[start:end] for start, end in pairwise(bounds)]
-    ids, after = [], []
-    if special:  # what the tokenizer puts before and after a text
-        inner, whole = (next(_encode_whole(tokenizer, ["a"], special=around)) for around in (False, True))
-        start = next(at for at in range(len(whole)) if whole[at : at + len(inner)] == inner)
-        ids, after = whole[:start], whole[start + len(inner) :]
-    for start in range(0, len(pieces), PIECES_AT_ONCE):
-        for part in _encode_whole(tokenizer, pieces[start : start + PIECES_AT_ONCE], special=False):
-            ids += part
-    return ids + after
 
 
 def safe_cuts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

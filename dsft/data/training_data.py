@@ -11,17 +11,20 @@ from dsft.config.options import DataFields, TrainConfig, shuffle_seed
 from dsft.data.batches import (
     Collator,
     EpochSampler,
-    LengthGrouping,
     PackedCollator,
+    PackedRows,
     PaddedToFullSteps,
+    Sequences,
     Stream,
+    count,
+    mix,
     num_mixed,
     padding_share,
+    sequences_of,
 )
 from dsft.data.formats import Chat, FormattedSource, format_rules
-from dsft.data.packing import PackedRows, batches_by_token_budget, best_fit
+from dsft.data.packing import batches_by_token_budget, best_fit
 from dsft.data.prepare import cache_folder, fingerprint, prepare
-from dsft.data.sequences import Sequences, count, mix, sequences_of
 from dsft.data.sources import HeldOut, find_sources
 from dsft.data.store import FACTS, Store
 from dsft.data.tokenization import stop_tokens, tokenise
@@ -32,14 +35,19 @@ from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
 from dsft.units import Batch, plural
 
-GROUPINGS = {
-    None: LengthGrouping.WITHIN_STEP,
-    "batch_rebalance": LengthGrouping.WITHIN_STEP,
-    "group_by_length": LengthGrouping.ACROSS_STEPS,
-    "random": LengthGrouping.NONE,
-    "sequential": LengthGrouping.IN_ORDER,
+ROW_NOTES = {
+    "dropped_bad": "left out as bad: {rows} of {source}; the first: {first}",
+    "weighted_tokens": "{number:,} trained tokens of {source} have weights other than 1, by which their loss is"
+    " multiplied (weighted_loss); loss and perplexity are without weights",
+    "dropped_long": "warning: {share:.1%} of {source} ({number:,} of {total:,} rows) are longer than seq_len and left"
+    " out; raise seq_len, or set too_long to truncate or split",
+    "unrendered": "{number:,} chats of {source} are not rendered whole; the first: {first}",
+    "rendered_apart": "{number:,} answers of {source} are trained in sequences of their own, since the chat template"
+    " renders them otherwise once the chat goes on (it drops reasoning of earlier turns, say)",
+    "empty_thinking": "{number:,} chats of {source} have answers without reasoning, for which the chat template renders"
+    " an empty think block; it is not trained (train_thinking: all does)",
 }
-"""train_sampling_strategy -> how an epoch is ordered."""
+"""Count of a store -> what became of rows that are not trained as they stand in the data."""
 WARNED_SHARE = 0.01
 """Of the rows: where more are too long and dropped, a note warns."""
 CHECKED_ROWS = 50
@@ -56,7 +64,7 @@ def check_sources(
     problems: list[str],
     keep_all: bool = False,
 ) -> list[FormattedSource]:
-    """Finds the sources and their formats; what is wrong with their first rows goes to `problems`."""
+    """Finds the sources and their formats; problems of their first rows go to `problems`."""
     sources = []
     for source in find_sources(entries, config, key=key, split=split, problems=problems):
         try:
@@ -93,7 +101,8 @@ class TrainingData:
     held_out: Sequences | None
     counts: dict[str, Any]
     held_out_counts: dict[str, Any] | None
-    grouping: LengthGrouping = LengthGrouping.NONE
+    strategy: str = "random"
+    """train_sampling_strategy of items that are single sequences."""
     rules: RowRules = NO_RULES
     """With the lengths that the model computes otherwise, and `seq_len` last."""
     notes: list[str] = field(default_factory=list)
@@ -105,24 +114,28 @@ class TrainingData:
         Args:
             args: TrainingArguments.
         """
-        micro_batch, may_mix = args.per_device_train_batch_size, len(self.rules.limits) > 1
+        micro_batch, may_mix, mixed = args.per_device_train_batch_size, len(self.rules.limits) > 1, ""
         if isinstance(self.items, Stream):
-            if may_mix and self.items.may_mix(micro_batch):
-                way_out = "without packing, and with per_device_train_batch_size 1, none does"
-                self.notes.append(_note_on_mixed_batches("batches may", self.rules, way_out))
-            return
-        if not may_mix and not isinstance(self.items, Sequences):
-            return
-        batch = Batch(micro_batch, args.gradient_accumulation_steps, world_size)
-        steps = PaddedToFullSteps(self.items, batch.sequences)
-        seed = shuffle_seed(args.data_seed, args.seed)
-        order = EpochSampler(steps, seed=seed, step=lambda: 0, grouping=self.grouping).order(0)
-        if isinstance(self.items, Sequences):
-            self.counts["padding_share"] = round(padding_share(order, steps.lengths, micro_batch), 4)
-        if may_mix and (number := num_mixed(order, steps, micro_batch, self.rules)):
-            batches = f"{number:,} of the {len(order) // micro_batch:,} batches of the first epoch"
-            way_out = "with batch_tokens, or per_device_train_batch_size 1, none does"
-            self.notes.append(_note_on_mixed_batches(batches, self.rules, way_out))
+            all_alike = not self.items.pack and (
+                micro_batch == 1 or all(each.rules.is_text for each in self.items.sources)
+            )
+            if may_mix and not all_alike:
+                mixed, way_out = "batches may", "without packing, and with per_device_train_batch_size 1, none does"
+        elif may_mix or isinstance(self.items, Sequences):
+            batch = Batch(micro_batch, args.gradient_accumulation_steps, world_size)
+            steps = PaddedToFullSteps(self.items, batch.sequences)
+            seed = shuffle_seed(args.data_seed, args.seed)
+            order = EpochSampler(steps, seed=seed, step=lambda: 0, strategy=self.strategy).order(0)
+            if isinstance(self.items, Sequences):
+                self.counts["padding_share"] = round(padding_share(order, steps.lengths, micro_batch), 4)
+            if may_mix and (number := num_mixed(order, steps, micro_batch, self.rules)):
+                mixed = f"{number:,} of the {len(order) // micro_batch:,} batches of the first epoch"
+                way_out = "with batch_tokens, or per_device_train_batch_size 1, none does"
+        if mixed:
+            self.notes.append(
+                f"{mixed} hold sequences on both sides of {self.rules.limits[0]} tokens, and this model then computes"
+                f" the short ones like long ones (longrope); {way_out}"
+            )
 
 
 def load_training_data(
@@ -158,12 +171,12 @@ def load_training_data(
         held_out_counts = count(held_out_sequences, held_out_stores)
 
     rules = RowRules(limits=(*(limit for limit in limits if limit < config.seq_len), config.seq_len))
-    notes, grouping = notes_on_escapes(config) + _notes_on_template(config, data, tokenizer), LengthGrouping.NONE
+    strategy, stores = "random", []
     if config.streaming:
         distributed.wait_long("prepared")
         items = Stream(
-            data,
-            tokenizer,
+            sources=data,
+            tokenizer=tokenizer,
             seq_len=config.seq_len,
             pack=pack,
             weights=config.data_weights,
@@ -186,9 +199,27 @@ def load_training_data(
         parts = [sequences, *([held_out_sequences] if held_out_sequences else [])]
         content = " ".join(part.identity["content of data"] for part in parts)
         require_agreement({SAME_FILES: {"content of data": content}})
-        items, grouping, counts_of_items = _grouped(sequences, config, rules, pack=pack)
-        counts = count(sequences, stores, epochs=epochs) | counts_of_items
-        notes += _notes_on_rows(stores)
+        counts = count(sequences, stores, epochs=epochs)
+        if pack or config.batch_tokens:  # sequences that the model computes otherwise stay among themselves
+            sides, groups = rules.sides(sequences.lengths), []
+            for indices in (np.flatnonzero(sides == side) for side in np.unique(sides)):
+                lengths = sequences.lengths[indices]
+                if pack:
+                    together = best_fit(lengths, config.seq_len)
+                else:
+                    together = batches_by_token_budget(lengths, config.batch_tokens)
+                groups += [indices[group] for group in together]
+            items, tokens = PackedRows(sequences, groups), sequences.lengths.sum()
+            if pack:
+                counts["packed_rows"] = len(items)
+                counts["fill_rate"] = round(float(tokens / (len(items) * config.seq_len)), 4)
+            else:
+                widths = np.array([rules.width(sequences.lengths[group].max()) * len(group) for group in groups])
+                counts["filled_batches"] = len(items)
+                counts["padding_share"] = round(float(1 - tokens / widths.sum()), 4)
+        else:
+            items = sequences
+            strategy = config.training.get("train_sampling_strategy") or "batch_rebalance"
     if pack:
         collator = PackedCollator(tokenizer.pad_token_id, flash=flash)
     else:
@@ -199,34 +230,10 @@ def load_training_data(
         held_out=held_out_sequences,
         counts=counts,
         held_out_counts=held_out_counts,
-        grouping=grouping,
+        strategy=strategy,
         rules=rules,
-        notes=notes,
+        notes=_notes(config, data, tokenizer, stores),
     )
-
-
-def _grouped(
-    sequences: Sequences, config: TrainConfig, rules: RowRules, *, pack: bool
-) -> tuple[Sequences | PackedRows, LengthGrouping, dict[str, Any]]:
-    """Makes (items, how the sampler groups them, their counts)."""
-    if pack or config.batch_tokens:
-        sides = rules.sides(sequences.lengths)
-        groups = []
-        for indices in (np.flatnonzero(sides == side) for side in np.unique(sides)):
-            lengths = sequences.lengths[indices]
-            together = (
-                best_fit(lengths, config.seq_len) if pack else batches_by_token_budget(lengths, config.batch_tokens)
-            )
-            groups += [indices[group] for group in together]
-        items, tokens = PackedRows(sequences, groups), sequences.lengths.sum()
-        if pack:
-            fill_rate = float(tokens / (len(items) * config.seq_len))
-            return items, LengthGrouping.NONE, {"packed_rows": len(items), "fill_rate": round(fill_rate, 4)}
-        widths = np.array([rules.width(sequences.lengths[group].max()) * len(group) for group in groups])
-        share = float(1 - tokens / widths.sum())
-        return items, LengthGrouping.NONE, {"filled_batches": len(items), "padding_share": round(share, 4)}
-    strategy = config.training.get("train_sampling_strategy")
-    return sequences, GROUPINGS.get(strategy, LengthGrouping.NONE), {}
 
 
 def _stores(
@@ -240,7 +247,7 @@ def _stores(
 
 
 def is_prepared(config: TrainConfig, data: Sequence[FormattedSource], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Tells whether the tokens of the training data, and of what is held out of it, lie in the cache."""
+    """Returns whether the tokens of the training data, and of what is held out of it, lie in the cache."""
     return all(
         (cache_folder(config) / fingerprint(replace(each, held_out=share), tokenizer) / FACTS).is_file()
         for each in data
@@ -272,17 +279,11 @@ def notes_on_escapes(config: DataFields) -> list[str]:
     ]
 
 
-def _note_on_mixed_batches(batches: str, rules: RowRules, way_out: str) -> str:
-    return (
-        f"{batches} hold sequences on both sides of {rules.limits[0]} tokens, and this model then computes the short"
-        f" ones like long ones (longrope); {way_out}"
-    )
-
-
-def _notes_on_template(
-    config: TrainConfig, data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase
+def _notes(
+    config: TrainConfig, data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase, stores: list[Store]
 ) -> list[str]:
-    notes = []
+    """Notes on words of templates that may be mistakes, and on rows that are not trained as they stand."""
+    notes = notes_on_escapes(config)
     if split := split_tokens(tokenizer, tokenizer.chat_template) if config.chat_template else []:
         notes.append(
             f"chat_template={config.chat_template}: the tokenizer {tokenizer.name_or_path} has no token for"
@@ -296,42 +297,12 @@ def _notes_on_template(
             f"answers end with {names}, and the tokenizer's end token is {tokenizer.eos_token}: a server must stop at"
             " each of them (eos_token_id of the generation configuration)"
         )
-    return notes
-
-
-def _notes_on_rows(stores: list[Store]) -> list[str]:
-    """Says what became of rows that are not trained as they stand in the data."""
-    notes = []
     for store in stores:
-        counts, first, source = store.counts, store.facts["first"], store.facts["source"]
-        if counts["dropped_bad"]:
-            notes.append(
-                f"left out as bad: {plural(counts['dropped_bad'], 'row')} of {source};"
-                f" the first: {first['dropped_bad']}"
-            )
-        if counts["weighted_tokens"]:
-            notes.append(
-                f"{counts['weighted_tokens']:,} trained tokens of {source} have weights other than 1, by which their"
-                " loss is multiplied (weighted_loss); loss and perplexity are without weights"
-            )
-        if counts["dropped_long"] > WARNED_SHARE * counts["rows"]:
-            notes.append(
-                f"warning: {counts['dropped_long'] / counts['rows']:.1%} of {source} ({counts['dropped_long']:,} of"
-                f" {counts['rows']:,} rows) are longer than seq_len and left out; raise seq_len, or set too_long to"
-                " truncate or split"
-            )
-        if counts["unrendered"]:
-            notes.append(
-                f"{counts['unrendered']:,} chats of {source} are not rendered whole; the first: {first['unrendered']}"
-            )
-        if counts["rendered_apart"]:
-            notes.append(
-                f"{counts['rendered_apart']:,} answers of {source} are trained in sequences of their own, since the"
-                " chat template renders them otherwise once the chat goes on (it drops reasoning of earlier turns, say)"
-            )
-        if counts["empty_thinking"]:
-            notes.append(
-                f"{counts['empty_thinking']:,} chats of {source} have answers without reasoning, for which the chat"
-                " template renders an empty think block; it is not trained (train_thinking: all does)"
-            )
+        total, first, source = store.counts["rows"], store.facts["first"], store.facts["source"]
+        for name, note in ROW_NOTES.items():
+            number = store.counts[name]
+            if number > (WARNED_SHARE * total if name == "dropped_long" else 0):
+                rows, share = plural(number, "row"), number / total
+                facts = {"number": number, "rows": rows, "share": share, "total": total, "source": source}
+                notes.append(note.format(first=first.get(name), **facts))
     return notes

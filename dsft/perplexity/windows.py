@@ -15,7 +15,7 @@ import numpy as np
 from dsft.units import IGNORED
 
 if TYPE_CHECKING:  # options are checked against the modes before torch and transformers load
-    from dsft.data.sequences import Sequence
+    from dsft.data.batches import Sequence
     from dsft.data.store import Store
 
 WINDOWS_AT_ONCE = 1 << 12

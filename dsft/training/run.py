@@ -32,7 +32,7 @@ from dsft.checkpoints.run_folder import (
 )
 from dsft.checkpoints.save import release_reserved_space, reserve_space
 from dsft.config.options import TrainConfig, as_dict, common_options
-from dsft.data.sequences import describe_counts
+from dsft.data.batches import describe_counts
 from dsft.data.training_data import TrainingData, answer_ends, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
 from dsft.models.build import build_model, described_in, is_bare_config

@@ -33,8 +33,7 @@ from dsft.checkpoints.run_folder import FINAL
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards, release_reserved_space
 from dsft.config.deepspeed import offloads, stage
 from dsft.config.options import shuffle_seed
-from dsft.data.batches import EpochSampler, LengthGrouping, PaddedToFullSteps, Stream
-from dsft.data.sequences import Sequences
+from dsft.data.batches import EpochSampler, PaddedToFullSteps, Sequences, Stream
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
 from dsft.models.size import COUNT_FROM_PADDING
@@ -54,8 +53,8 @@ from dsft.training.plan_check import PlanCheck
 from dsft.units import Batch, padded_width
 from dsft.watchdog import client as watchdog
 
-ORDERS = {LengthGrouping.ACROSS_STEPS: "steps of like length", LengthGrouping.IN_ORDER: "as it stands in the data"}
-"""Groupings that give steps other items than a random order does -> words for the run's identity."""
+ORDERS = {"group_by_length": "steps of like length", "sequential": "as it stands in the data"}
+"""Sampling strategies that give steps other items than a random order does -> words for the run's identity."""
 STATEFUL_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """Of the learning rate, which they change by what they see."""
 ADAPTER_SCALE = ("lora_alpha", "alpha_pattern", "use_rslora")
@@ -110,7 +109,7 @@ class PerplexityTrainer(Trainer):
             processing_class=tokenizer,
             data_collator=data.collator,
         )
-        self.grouping = data.grouping
+        self.strategy = data.strategy
         self.compute = compute
         self.token_loss = TokenLoss(model, label_smoothing=args.label_smoothing_factor)
         for printer in (PrinterCallback, ProgressCallback):
@@ -156,7 +155,7 @@ class PerplexityTrainer(Trainer):
             unchangeable[f"scale of adapter {name}"] = json.dumps(scale, sort_keys=True)
         self.run_identity = run_identity(
             shapes,
-            data=data.items.identity | {"order of data": ORDERS.get(data.grouping, "drawn at random")},
+            data=data.items.identity | {"order of data": ORDERS.get(data.strategy, "drawn at random")},
             seed=shuffle_seed(args.data_seed, args.seed),
             sequences_per_step=per_step,
             options=unchangeable,
@@ -183,7 +182,7 @@ class PerplexityTrainer(Trainer):
             seed=shuffle_seed(self.args.data_seed, self.args.seed),
             step=lambda: self.state.global_step,
             drop_last=self.args.dataloader_drop_last,
-            grouping=self.grouping,
+            strategy=self.strategy,
         )
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:

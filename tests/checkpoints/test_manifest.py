@@ -38,7 +38,7 @@ from dsft.checkpoints.manifest import (
 )
 from dsft.checkpoints.run_folder import clear_run
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards
-from dsft.data.sequences import Items, sequence
+from dsft.data.batches import Items, sequence
 from dsft.errors import UserError
 from dsft.runtime import distributed
 

@@ -7,9 +7,14 @@ from conftest import ROOT
 
 from dsft.config.options import TrainConfig
 from dsft.config.reader import field_types
-from dsft.data.formats import FORMATS, find_format
+from dsft.data.formats import FORMATS, format_rules
+from dsft.data.sources import Row
 
 MANUAL = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+
+
+def find_format(columns: list[str], config: TrainConfig) -> str:
+    return format_rules([Row(dict.fromkeys(columns), 1)], config).format
 
 
 @pytest.mark.parametrize("name", FORMATS)

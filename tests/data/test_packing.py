@@ -16,9 +16,16 @@ from tiny import ARCHITECTURES, GATED
 from transformers import AutoConfig
 
 from dsft.data import packing
-from dsft.data.batches import Collator, EpochSampler, LengthGrouping, PackedCollator, PaddedToFullSteps, padding_share
+from dsft.data.batches import (
+    Collator,
+    EpochSampler,
+    PackedCollator,
+    PaddedToFullSteps,
+    Sequences,
+    padding_share,
+    sequence,
+)
 from dsft.data.packing import batches_by_token_budget, best_fit
-from dsft.data.sequences import Sequences, sequence
 from dsft.models.trials import isolation_problem, try_packing
 from dsft.units import IGNORED, padded_width
 
@@ -169,8 +176,9 @@ class Numbered:
 def test_an_order_by_length_has_everything_once_and_pads_little():
     lengths = np.random.default_rng(0).integers(1, 1000, 1003)
     steps = PaddedToFullSteps(Numbered(lengths), 16)
-    random, _, within, grouped = (
-        EpochSampler(steps, seed=1, step=lambda: 0, grouping=grouping) for grouping in LengthGrouping
+    random, within, grouped = (
+        EpochSampler(steps, seed=1, step=lambda: 0, strategy=strategy)
+        for strategy in ("random", "batch_rebalance", "group_by_length")
     )
     assert [sorted(within.order(0)[start : start + 16]) for start in range(0, 1008, 16)] == [
         sorted(random.order(0)[start : start + 16]) for start in range(0, 1008, 16)

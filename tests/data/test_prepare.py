@@ -26,10 +26,9 @@ from dsft.cli.commands import PrepareOptions, PreviewOptions
 from dsft.cli.data import prepare_command, preview_command
 from dsft.config.options import TrainConfig
 from dsft.data import prepare as preparing
-from dsft.data.batches import PackedCollator, Stream
+from dsft.data.batches import PackedCollator, Stream, cut, describe_counts, mix, sequences_in, sequences_of
 from dsft.data.formats import FormatRules, FormattedSource, format_rules
 from dsft.data.prepare import fingerprint, prepare
-from dsft.data.sequences import cut, describe_counts, mix, sequences_in, sequences_of
 from dsft.data.sources import BATCH_ROWS, HeldOut, Row, find_sources
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError

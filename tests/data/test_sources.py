@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from dsft.config.options import TrainConfig
-from dsft.data.sources import PIECE_BYTES, Source, find_files, find_sources, read_file
+from dsft.data.sources import PIECE_BYTES, Source, find_sources, read_file
 from dsft.errors import UserError
 
 COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
@@ -231,10 +231,15 @@ def test_folders_globs_and_names_on_the_hub(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "c.jsonl.gz", "notes.md", "._a.jsonl", "state.json", "dataset_info.json"):
         (tmp_path / name).write_bytes(gzip.compress(b"{}") if name.endswith("gz") else b"{}")
     files = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jsonl.gz")]
-    assert find_files(str(tmp_path), "data") == files and find_files(str(tmp_path / "*.jsonl*"), "data") == files
+
+    def find_files(entry: Path) -> list[str]:
+        (source,) = find_sources([str(entry)], TrainConfig(), key="data", split="train", problems=[])
+        return [*source.files]
+
+    assert find_files(tmp_path) == files and find_files(tmp_path / "*.jsonl*") == files
     (tmp_path / "below" / "deep").mkdir(parents=True)
     (tmp_path / "below" / "deep" / "d.jsonl").write_text("{}")
-    assert find_files(str(tmp_path / "**" / "*.jsonl"), "data") == [*files[:2], str(tmp_path / "below/deep/d.jsonl")]
+    assert find_files(tmp_path / "**" / "*.jsonl") == [*files[:2], str(tmp_path / "below/deep/d.jsonl")]
     problems: list[str] = []
     config = TrainConfig(data_name="small")
     sources = find_sources(

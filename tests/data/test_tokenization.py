@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from dsft.config.checks import check_config
 from dsft.config.options import TrainConfig
 from dsft.data import tokenization
-from dsft.data.formats import find_format, format_rules
+from dsft.data.formats import format_rules
 from dsft.data.sources import Batch, Row
 from dsft.data.tokenization import Tokens, encode, safe_cuts, tokenise
 from dsft.errors import UserError
@@ -110,7 +110,7 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_chats_of_every_format_become_the_same_tokens(tokenizer, name):
     tokens = made([FORMATS[name]], tokenizer)
-    assert find_format(list(FORMATS[name]), TrainConfig()) == name
+    assert format_rules([Row(FORMATS[name], 1)], TrainConfig()).format == name
     assert tokens.ids.tolist() == tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]
     assert trained(tokens, tokenizer) == ("slow<|end|>" if name == "prompt_completion" else "small<|end|>slow<|end|>")
     assert trained(made([FORMATS[name]], tokenizer, train_on="last"), tokenizer) == "slow<|end|>"

@@ -7,9 +7,7 @@ import pytest
 from tiny import write_pairs
 
 from dsft.config.options import TrainConfig
-from dsft.data.batches import EpochSampler, LengthGrouping, PaddedToFullSteps
-from dsft.data.packing import PackedRows
-from dsft.data.sequences import sequences_in
+from dsft.data.batches import EpochSampler, PackedRows, PaddedToFullSteps, sequences_in
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.models.tokenizer import load_tokenizer
 from dsft.units import IGNORED
@@ -41,25 +39,22 @@ def padding_of(batches: list[dict], tokens: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "grouping"),
+    ("given", "strategy"),
     [
-        (None, LengthGrouping.WITHIN_STEP),
-        ("random", LengthGrouping.NONE),
-        ("group_by_length", LengthGrouping.ACROSS_STEPS),
-        ("batch_rebalance", LengthGrouping.WITHIN_STEP),
-        ("sequential", LengthGrouping.IN_ORDER),
+        (None, "batch_rebalance"),
+        *((name, name) for name in ("random", "group_by_length", "batch_rebalance", "sequential")),
     ],
 )
-def test_the_share_of_padding_is_that_of_the_batches_of_the_first_epoch(load, strategy, grouping):
-    data = load(training={"train_sampling_strategy": strategy} if strategy else {})
-    assert data.grouping is grouping
+def test_the_share_of_padding_is_that_of_the_batches_of_the_first_epoch(load, given, strategy):
+    data = load(training={"train_sampling_strategy": given} if given else {})
+    assert data.strategy == strategy
     steps = PaddedToFullSteps(data.items, 2 * 4 * 3)
     for data_seed, seed in ((None, 7), (8, 8), (0, 0)):
         args = SimpleNamespace(
             per_device_train_batch_size=2, gradient_accumulation_steps=4, data_seed=data_seed, seed=7
         )
         data.describe_batches(args, 3)
-        order = EpochSampler(steps, seed=seed, step=lambda: 0, grouping=grouping).order(0)
+        order = EpochSampler(steps, seed=seed, step=lambda: 0, strategy=strategy).order(0)
         assert len(order) == 48, "blank sequences fill the last step"
         assert (order == [*range(48)]) == (strategy == "sequential")
         batches = [data.collator([steps[index] for index in order[at : at + 2]]) for at in range(0, 48, 2)]
@@ -69,7 +64,7 @@ def test_the_share_of_padding_is_that_of_the_batches_of_the_first_epoch(load, st
 
 def test_batches_filled_by_tokens_hold_every_sequence_once_within_the_budget(load):
     plain, data = load(), load(batch_tokens=64)
-    assert isinstance(data.items, PackedRows) and data.grouping is LengthGrouping.NONE
+    assert isinstance(data.items, PackedRows) and data.strategy == "random"
     batches = [data.collator([group]) for group in data.items]
     assert data.counts["filled_batches"] == len(batches) > 1
     assert all(batch["input_ids"].numel() <= 64 for batch in batches)
@@ -93,7 +88,7 @@ def test_lengths_that_the_model_computes_otherwise_share_no_batch_or_are_counted
         )
         data.describe_batches(args, 2)
         steps = PaddedToFullSteps(data.items, 4 * micro_batch)
-        order = EpochSampler(steps, seed=7, step=lambda: 0, grouping=data.grouping).order(0)
+        order = EpochSampler(steps, seed=7, step=lambda: 0, strategy=data.strategy).order(0)
         number = 0
         for start in range(0, len(order), micro_batch):
             batch = sequences_in([steps[index] for index in order[start : start + micro_batch]])

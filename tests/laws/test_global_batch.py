@@ -216,7 +216,7 @@ def test_the_loss_is_the_sum_of_nats_over_all_trained_tokens(logs, tiny, options
         pack=False,
         flash=False,
     )
-    order = EpochSampler(PaddedToFullSteps(data.items, 8), seed=42, step=lambda: 0, grouping=data.grouping).order(0)
+    order = EpochSampler(PaddedToFullSteps(data.items, 8), seed=42, step=lambda: 0, strategy=data.strategy).order(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(str(tiny / "model"))
     nats = tokens = 0
     for index in order[:8]:

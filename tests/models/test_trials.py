@@ -15,8 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig, TrainConfig
-from dsft.data.batches import Collator
-from dsft.data.sequences import sequence
+from dsft.data.batches import Collator, sequence
 from dsft.errors import UserError
 from dsft.models.size import measure_model
 from dsft.models.trials import RowRules, architecture_problems, needs_mask, small_model

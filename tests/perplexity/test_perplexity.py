@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import make_config
-from dsft.data.sequences import sequence
+from dsft.data.batches import sequence
 from dsft.data.training_data import check_sources
 from dsft.errors import TrainingStopped, UserError
 from dsft.models import head

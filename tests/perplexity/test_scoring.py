@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from dsft.api import evaluate
 from dsft.config.options import EvalConfig
-from dsft.data.sequences import sequence
+from dsft.data.batches import sequence
 from dsft.models.head import VOCAB_TILE, ChunkedHead
 from dsft.perplexity import scoring
 from dsft.perplexity.scoring import evaluate_windows

@@ -12,8 +12,7 @@ from ranks import train_all
 from tiny import write_jsonl
 from transformers import AutoModelForCausalLM, TrainerState
 
-from dsft.data.batches import BLANK, Collator, PackedCollator
-from dsft.data.sequences import sequence
+from dsft.data.batches import BLANK, Collator, PackedCollator, sequence
 from dsft.training.callbacks import MetricsFile
 
 
