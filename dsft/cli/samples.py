@@ -41,7 +41,8 @@ def prepare(config: TrainConfig) -> None:
         print(f"dsft: held out: {describe_counts(data.held_out_counts)}")
     for note in data.notes:
         print(f"dsft: note: {note}")
-    print(f"dsft: ready in {cache_folder(config)}; training with the same options and files takes it from there")
+    folder = cache_folder(config.data_cache)
+    print(f"dsft: ready in {folder}; training with the same options and files takes it from there")
 
 
 def preview(config: TrainConfig, *, samples: int) -> None:

@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from os.path import getsize
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
@@ -68,9 +67,9 @@ class Preparation:
 TRAINING = Preparation()
 
 
-def cache_folder(config: Any) -> Path:
-    """`data_cache`, else `dsft/data` in the user's cache."""
-    return Path(config.data_cache).expanduser() if config.data_cache else user_cache() / "data"
+def cache_folder(data_cache: str | None) -> Path:
+    """The folder of the option `data_cache`, else `dsft/data` in the user's cache."""
+    return Path(data_cache).expanduser() if data_cache else user_cache() / "data"
 
 
 def fingerprint(data: FormattedSource, tokenizer: PreTrainedTokenizerBase, preparation: Preparation = TRAINING) -> str:

@@ -241,7 +241,9 @@ def _stores(
 ) -> list[Store]:
     show_progress = not config.training.get("disable_tqdm")  # of the process that prepares; the others wait for it
     return [
-        prepare(replace(each, held_out=held_out), tokenizer, cache_folder(config), show_progress=show_progress)
+        prepare(
+            replace(each, held_out=held_out), tokenizer, cache_folder(config.data_cache), show_progress=show_progress
+        )
         for each in data
     ]
 
@@ -249,7 +251,7 @@ def _stores(
 def is_prepared(config: TrainConfig, data: Sequence[FormattedSource], tokenizer: PreTrainedTokenizerBase) -> bool:
     """Returns whether the tokens of the training data, and of what is held out of it, lie in the cache."""
     return all(
-        (cache_folder(config) / fingerprint(replace(each, held_out=share), tokenizer) / FACTS).is_file()
+        (cache_folder(config.data_cache) / fingerprint(replace(each, held_out=share), tokenizer) / FACTS).is_file()
         for each in data
         for share in _shares(config)
     )

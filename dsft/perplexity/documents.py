@@ -215,7 +215,9 @@ def build_windows(
 
     def prepared(kind: str, **fields: Any) -> Store:
         preparation = KINDS[kind](max_documents=config.max_documents, **fields)
-        return prepare(data, tokenizer, cache_folder(config), preparation=preparation, show_progress=show_progress)
+        return prepare(
+            data, tokenizer, cache_folder(config.data_cache), preparation=preparation, show_progress=show_progress
+        )
 
     windows, bos = find_mode(name).windows(config, prepared), tokenizer.bos_token_id
     windows.mode = name

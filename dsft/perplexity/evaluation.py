@@ -203,7 +203,7 @@ def _jobs(
             "quantization": str(facts.size.quantization or UNQUANTISED),
         }
         hashes, data = windows.hashes(), data_sets[source]
-        how = {"max_documents": config.max_documents, "cache": cache_folder(config)}
+        how = {"max_documents": config.max_documents, "cache": cache_folder(config.data_cache)}
         groupings = [grouping(name, data, tokenizer, windows, **how) for name in config.group_by]
         jobs.append(
             _Job(
