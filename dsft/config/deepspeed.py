@@ -11,7 +11,7 @@ import inspect
 import json
 import logging
 import math
-from collections.abc import Collection, Iterator, KeysView
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,8 @@ FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "trai
 """Entries whose "auto" transformers fills (integrations/deepspeed.py), beside some inside of sections."""
 SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler")
 """Entries that dsft reads itself."""
-NO_DEFAULT = ("zero_optimization.stage", "zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+OFFLOADED = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+NO_DEFAULT = ("zero_optimization.stage", *OFFLOADED)
 """Where "auto" would mean one thing to accelerate and another to DeepSpeed."""
 ADAM = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 """What DeepSpeed itself takes from the parameters of an Adam (engine.py)."""
@@ -152,11 +153,7 @@ def check_nvme(deepspeed_config: dict[str, Any], zero: str) -> list[str]:
 
 def nvme_path(deepspeed_config: dict[str, Any]) -> str | None:
     """The folder that offload to NVMe writes to; None without such offload."""
-    paths = [
-        get_value(deepspeed_config, f"zero_optimization.{part}.nvme_path")
-        for part in ("offload_optimizer", "offload_param")
-    ]
-    return next(filter(None, paths), None)
+    return next(filter(None, (get_value(deepspeed_config, f"{part}.nvme_path") for part in OFFLOADED)), None)
 
 
 def compose(deepspeed_config: dict[str, Any], *, ranks_per_node: int) -> dict[str, Any]:
@@ -181,11 +178,7 @@ def stage(deepspeed_config: dict[str, Any]) -> int:
 
 def offloads(deepspeed_config: dict[str, Any]) -> bool:
     """Whether optimizer or parameters leave the device."""
-    devices = [
-        get_value(deepspeed_config, f"zero_optimization.{part}.device")
-        for part in ("offload_optimizer", "offload_param")
-    ]
-    return any(device not in (None, "none") for device in devices)
+    return any(get_value(deepspeed_config, f"{part}.device") not in (None, "none") for part in OFFLOADED)
 
 
 def read_sound_file(zero: str, problems: list[str]) -> dict[str, Any]:
@@ -323,42 +316,30 @@ def _names_of_models() -> set[str]:
     return names
 
 
-class _Section(dict):
-    """A mapping of the file that notes which keys it is asked for. "auto" is not there, as DeepSpeed's models take it;
-    transformers fills it before DeepSpeed reads the file.
+class _Section(Mapping, dict):
+    """A mapping of the file that notes which keys it is asked for: Mapping answers all else through `__getitem__` and
+    `__iter__`. "auto" is not there, as DeepSpeed's models take it; transformers fills it before DeepSpeed reads the
+    file.
     """
 
     def __init__(self, content: dict[str, Any]):
         present = {name: value for name, value in content.items() if value != AUTO}
-        super().__init__(
-            {name: _Section(value) if isinstance(value, dict) else value for name, value in present.items()}
+        dict.__init__(
+            self, {name: _Section(value) if isinstance(value, dict) else value for name, value in present.items()}
         )
         self.content = content
         self.asked: set[str] = set()
         self.is_taken_whole = False
 
-    def __contains__(self, name: Any) -> bool:
-        self.asked.add(name)
-        return super().__contains__(name)
-
     def __getitem__(self, name: Any) -> Any:
         self.asked.add(name)
-        return super().__getitem__(name)
-
-    def get(self, name: Any, default: Any = None) -> Any:
-        self.asked.add(name)
-        return super().get(name, default)
+        return dict.__getitem__(self, name)
 
     def __iter__(self) -> Iterator[Any]:
         self.is_taken_whole = True
-        return super().__iter__()
+        return dict.__iter__(self)
 
-    def keys(self) -> KeysView:
-        return KeysView(self)
-
-    def items(self) -> Any:
-        self.is_taken_whole = True
-        return super().items()
+    __len__, __eq__ = dict.__len__, dict.__eq__
 
     def __copy__(self) -> "_Section":
         return self
