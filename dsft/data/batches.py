@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from itertools import chain, pairwise
 from os.path import getsize
 from typing import Any
@@ -306,7 +306,7 @@ PACKED_AT_ONCE = 1000
 """Sequences among which those that share rows are looked for."""
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class Stream(torch.utils.data.IterableDataset):
     """Sequences, or packed rows of them, of sources that are tokenised while training; nothing is kept.
 
@@ -320,6 +320,7 @@ class Stream(torch.utils.data.IterableDataset):
 
     sources: list[FormattedSource]
     tokenizer: PreTrainedTokenizerBase
+    _: KW_ONLY
     seq_len: int
     pack: bool
     weights: list[float]

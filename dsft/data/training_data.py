@@ -175,8 +175,8 @@ def load_training_data(
     if config.streaming:
         distributed.wait_long("prepared")
         items = Stream(
-            sources=data,
-            tokenizer=tokenizer,
+            data,
+            tokenizer,
             seq_len=config.seq_len,
             pack=pack,
             weights=config.data_weights,
