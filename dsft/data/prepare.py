@@ -116,9 +116,8 @@ def prepare(
     except OSError as error:
         raise UserError(f"data_cache: {cache} cannot be made ({error.strerror}); name another folder") from None
     came, failed = time.time(), place.with_name(f"{place.name}.failed")
-    lock = FileLock(
-        place.with_name(f"{place.name}.lock"), fallback_to_soft=False
-    )  # a soft one outlives a killed process
+    # A soft lock would outlive a killed process.
+    lock = FileLock(place.with_name(f"{place.name}.lock"), fallback_to_soft=False)
     while not lock.is_locked:  # however long another process is at work; the system frees the lock of a dead one
         try:
             lock.acquire(timeout=1)
